@@ -1,5 +1,6 @@
-"""The names that upstream's scripts import: `from download import find_model`. As a command: fetch the published
-weights."""
+"""The names that upstream's scripts import: `from download import find_model`. As a
+command: fetch the published weights.
+"""
 
 from accel.families.recognise import download_model, find_model
 from accel.weights.checkpoint import fetch_published, pretrained_models
@@ -9,5 +10,7 @@ __all__ = ["download_model", "find_model", "pretrained_models"]
 if __name__ == "__main__":
     from accel.command_line import OneLineParser
 
-    OneLineParser(prog="download.py", description="Fetch the published weights that are missing here.").parse_args()
+    OneLineParser(
+        prog="download.py", description="Fetch the published weights that are missing here."
+    ).parse_args()
     fetch_published()

@@ -1,9 +1,12 @@
-"""Diffusion transformers (DiT): Peebles & Xie, 2023, "Scalable Diffusion Models with Transformers", arXiv:2212.09748.
+"""Diffusion transformers (DiT): Peebles & Xie, 2023, "Scalable Diffusion Models with
+Transformers", arXiv:2212.09748.
 
-The mathematics of the network and nothing else: no device, precision or speed-up is chosen here. Names, constructor
-arguments and state-dict keys are those of the published checkpoints, which load with ``strict=True``.
+The mathematics of the network and nothing else: no device, precision or speed-up is
+chosen here. Names, constructor arguments and state-dict keys are those of the published
+checkpoints, which load with ``strict=True``.
 
-Shapes: N batch, C latent channels, H = W latent side, p patch side, T = (H/p)² tokens, D width, h heads.
+Shapes: N batch, C latent channels, H = W latent side, p patch side, T = (H/p)² tokens, D
+width, h heads.
 """
 
 from collections.abc import Callable
@@ -17,7 +20,9 @@ from torch import Tensor
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Return x·(1 + scale) + shift, adaptive LayerNorm's affine part. x (N, T, D); shift, scale (N, D)."""
+    """Return x·(1 + scale) + shift, adaptive LayerNorm's affine part. x (N, T, D); shift,
+    scale (N, D).
+    """
     return torch.addcmul(shift.unsqueeze(1), x, 1 + scale.unsqueeze(1))
 
 
@@ -26,8 +31,10 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 @lru_cache(maxsize=None)
 def _frequencies(half, max_period, device):
-    """Return max_period^(-i/half), i < half, on `device`. Computed on the CPU and uploaded once: every device uses
-    the same bits, and the sampling loop has no host→device copy."""
+    """Return max_period^(-i/half), i < half, on `device`. Computed on the CPU and
+    uploaded once: every device uses the same bits, and the sampling loop has no
+    host→device copy.
+    """
     with torch.inference_mode(False):
         exponents = torch.arange(half, dtype=torch.float32, device="cpu") / half
         return torch.exp(-np.log(max_period) * exponents).to(device)
@@ -39,14 +46,19 @@ class TimestepEmbedder(nn.Module):
     def __init__(self, hidden_size: int, frequency_embedding_size: int = 256):
         super().__init__()
         self.mlp = nn.Sequential(
-            nn.Linear(frequency_embedding_size, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size)
+            nn.Linear(frequency_embedding_size, hidden_size),
+            nn.SiLU(),
+            nn.Linear(hidden_size, hidden_size),
         )
         self.frequency_embedding_size = frequency_embedding_size
 
     @staticmethod
     def timestep_embedding(t: Tensor, dim: int, max_period: int = 10000) -> Tensor:
-        """Return the sinusoidal embedding, cosines first: t (N,), integer or fractional → (N, dim) float32."""
-        frequencies = _frequencies if type(t) is Tensor else _frequencies.__wrapped__  # a trace's fakes are not kept
+        """Return the sinusoidal embedding, cosines first: t (N,), integer or fractional →
+        (N, dim) float32.
+        """
+        # a trace's fakes are not kept
+        frequencies = _frequencies if type(t) is Tensor else _frequencies.__wrapped__
         args = t[:, None].float() * frequencies(dim // 2, max_period, t.device)  # (N, dim/2)
         embedding = torch.cat([args.cos(), args.sin()], dim=-1)
         return F.pad(embedding, (0, dim % 2))  # an odd width ends in a zero
@@ -57,8 +69,10 @@ class TimestepEmbedder(nn.Module):
 
 
 class LabelEmbedder(nn.Module):
-    """Embed class labels. (N,) → (N, D). With dropout the table has one more row for the null label num_classes
-    (classifier-free guidance, Ho & Salimans 2022, arXiv:2207.12598)."""
+    """Embed class labels. (N,) → (N, D). With dropout the table has one more row for the
+    null label num_classes (classifier-free guidance, Ho & Salimans 2022,
+    arXiv:2207.12598).
+    """
 
     def __init__(self, num_classes: int, hidden_size: int, dropout_prob: float):
         super().__init__()
@@ -67,7 +81,9 @@ class LabelEmbedder(nn.Module):
         self.dropout_prob = dropout_prob
 
     def token_drop(self, labels: Tensor, force_drop_ids: Tensor | None = None) -> Tensor:
-        """Replace labels by the null label: at random with `dropout_prob`, or where `force_drop_ids` (N,) is 1."""
+        """Replace labels by the null label: at random with `dropout_prob`, or where
+        `force_drop_ids` (N,) is 1.
+        """
         if force_drop_ids is None:
             drop = torch.rand(labels.shape[0], device=labels.device) < self.dropout_prob
         else:
@@ -93,13 +109,16 @@ class PatchEmbed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-2:] != self.img_size:
-            raise ValueError(f"input of {tuple(x.shape[-2:])} given to a model built for {self.img_size}")
+            raise ValueError(
+                f"input of {tuple(x.shape[-2:])} given to a model built for {self.img_size}"
+            )
         return self.proj(x).flatten(2).transpose(1, 2)
 
 
 def get_1d_sincos_pos_embed_from_grid(embed_dim: int, pos: np.ndarray) -> np.ndarray:
-    """Return (M, embed_dim) float64 for M positions of any shape: sines, then cosines, of pos·10000^(-2i/embed_dim).
-    Raises ValueError if embed_dim is odd."""
+    """Return (M, embed_dim) float64 for M positions of any shape: sines, then cosines, of
+    pos·10000^(-2i/embed_dim). Raises ValueError if embed_dim is odd.
+    """
     if embed_dim % 2:
         raise ValueError(f"embed_dim {embed_dim}: must be even")
     omega = 10000.0 ** -(np.arange(embed_dim // 2, dtype=np.float64) / (embed_dim / 2))
@@ -108,15 +127,21 @@ def get_1d_sincos_pos_embed_from_grid(embed_dim: int, pos: np.ndarray) -> np.nda
 
 
 def get_2d_sincos_pos_embed_from_grid(embed_dim: int, grid: np.ndarray) -> np.ndarray:
-    """Return (M, embed_dim) float64 for M positions, half the width for each coordinate. grid (2, …): coordinates."""
-    return np.concatenate([get_1d_sincos_pos_embed_from_grid(embed_dim // 2, axis) for axis in grid], axis=1)
+    """Return (M, embed_dim) float64 for M positions, half the width for each coordinate.
+    grid (2, …): coordinates.
+    """
+    return np.concatenate(
+        [get_1d_sincos_pos_embed_from_grid(embed_dim // 2, axis) for axis in grid], axis=1
+    )
 
 
 def get_2d_sincos_pos_embed(
     embed_dim: int, grid_size: int, cls_token: bool = False, extra_tokens: int = 0
 ) -> np.ndarray:
-    """Return the sine-cosine table of a square grid in raster order, (grid_size², embed_dim) float64, with
-    `extra_tokens` zero rows in front if `cls_token`. The column's embedding comes first, then the row's."""
+    """Return the sine-cosine table of a square grid in raster order, (grid_size²,
+    embed_dim) float64, with `extra_tokens` zero rows in front if `cls_token`. The
+    column's embedding comes first, then the row's.
+    """
     row, column = np.meshgrid(np.arange(grid_size), np.arange(grid_size), indexing="ij")
     table = get_2d_sincos_pos_embed_from_grid(embed_dim, np.stack([column, row]))
     if cls_token and extra_tokens > 0:
@@ -128,9 +153,11 @@ def get_2d_sincos_pos_embed(
 
 
 def attention(qkv: Tensor, num_heads: int) -> Tensor:
-    """Return softmax(q·kᵀ/√d)·v per head (Vaswani et al. 2017, arXiv:1706.03762, eq. 1). qkv (N, T, 3·D): q, k, v
-    concatenated, each head-major → (N, T, D)."""
-    q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # each (N, h, T, d)
+    """Return softmax(q·kᵀ/√d)·v per head (Vaswani et al. 2017, arXiv:1706.03762, eq. 1).
+    qkv (N, T, 3·D): q, k, v concatenated, each head-major → (N, T, D).
+    """
+    # each (N, h, T, d)
+    q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
@@ -166,7 +193,9 @@ class Mlp(nn.Module):
 
 
 class DiTBlock(nn.Module):
-    """Transformer block with adaptive LayerNorm and zero-initialised gates (adaLN-Zero, section 3.2 of the paper)."""
+    """Transformer block with adaptive LayerNorm and zero-initialised gates (adaLN-Zero,
+    section 3.2 of the paper).
+    """
 
     def __init__(self, hidden_size: int, num_heads: int, mlp_ratio: float = 4.0):
         super().__init__()
@@ -177,15 +206,25 @@ class DiTBlock(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
 
     def forward(self, x: Tensor, c: Tensor, attend: Callable = attention) -> Tensor:
-        """Apply attention and MLP: tokens x (N, T, D), conditioning c (N, D) → (N, T, D). attend: for `attention`."""
+        """Apply attention and MLP: tokens x (N, T, D), conditioning c (N, D) → (N, T, D).
+        attend: for `attention`.
+        """
         vectors = self.adaLN_modulation(c).chunk(6, dim=1)  # each (N, D)
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = vectors
-        x = torch.addcmul(x, gate_msa.unsqueeze(1), self.attn(modulate(self.norm1(x), shift_msa, scale_msa), attend))
-        return torch.addcmul(x, gate_mlp.unsqueeze(1), self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp)))
+        x = torch.addcmul(
+            x,
+            gate_msa.unsqueeze(1),
+            self.attn(modulate(self.norm1(x), shift_msa, scale_msa), attend),
+        )
+        return torch.addcmul(
+            x, gate_mlp.unsqueeze(1), self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp))
+        )
 
 
 class FinalLayer(nn.Module):
-    """Adaptive LayerNorm, then the projection of tokens to patches. (N, T, D), (N, D) → (N, T, p²·out_channels)."""
+    """Adaptive LayerNorm, then the projection of tokens to patches. (N, T, D), (N, D) →
+    (N, T, p²·out_channels).
+    """
 
     def __init__(self, hidden_size: int, patch_size: int, out_channels: int):
         super().__init__()
@@ -201,8 +240,9 @@ class FinalLayer(nn.Module):
 class DiT(nn.Module):
     """Diffusion transformer over latent patches.
 
-    `input_size` is the latent's side (the picture's side / 8). With `learn_sigma` the output has 2C channels: the noise
-    estimate, then the values that interpolate the log variance (Nichol & Dhariwal 2021, arXiv:2102.09672, eq. 15).
+    `input_size` is the latent's side (the picture's side / 8). With `learn_sigma` the
+    output has 2C channels: the noise estimate, then the values that interpolate the log
+    variance (Nichol & Dhariwal 2021, arXiv:2102.09672, eq. 15).
     """
 
     attend = staticmethod(attention)
@@ -230,14 +270,20 @@ class DiT(nn.Module):
         self.x_embedder = PatchEmbed(input_size, patch_size, in_channels, hidden_size)
         self.t_embedder = TimestepEmbedder(hidden_size)
         self.y_embedder = LabelEmbedder(num_classes, hidden_size, class_dropout_prob)
-        self.pos_embed = nn.Parameter(torch.zeros(1, self.x_embedder.num_patches, hidden_size), requires_grad=False)
-        self.blocks = nn.ModuleList([DiTBlock(hidden_size, num_heads, mlp_ratio) for _ in range(depth)])
+        self.pos_embed = nn.Parameter(
+            torch.zeros(1, self.x_embedder.num_patches, hidden_size), requires_grad=False
+        )
+        self.blocks = nn.ModuleList(
+            [DiTBlock(hidden_size, num_heads, mlp_ratio) for _ in range(depth)]
+        )
         self.final_layer = FinalLayer(hidden_size, patch_size, self.out_channels)
         self.initialize_weights()
 
     def initialize_weights(self) -> None:
-        """Initialise linears by Xavier, embeddings by normals of standard deviation 0.02, adaLN and the last layer by
-        zeros, so that every block starts as the identity (section 3.2). No-op on the meta device."""
+        """Initialise linears by Xavier, embeddings by normals of standard deviation 0.02,
+        adaLN and the last layer by zeros, so that every block starts as the identity
+        (section 3.2). No-op on the meta device.
+        """
         if self.final_layer.linear.weight.is_meta:
             return
 
@@ -249,7 +295,10 @@ class DiT(nn.Module):
 
         self.apply(xavier)
         self.initialize_patches()
-        for weight in (self.y_embedder.embedding_table.weight, *(self.t_embedder.mlp[i].weight for i in (0, 2))):
+        for weight in (
+            self.y_embedder.embedding_table.weight,
+            *(self.t_embedder.mlp[i].weight for i in (0, 2)),
+        ):
             nn.init.normal_(weight, std=0.02)
         modulations = [module.adaLN_modulation[-1] for module in (*self.blocks, self.final_layer)]
         for linear in (*modulations, self.final_layer.linear):
@@ -258,7 +307,9 @@ class DiT(nn.Module):
 
     def initialize_patches(self) -> None:
         """Initialise the patch embedding as a linear layer, and fill the position table."""
-        nn.init.xavier_uniform_(self.x_embedder.proj.weight.view(self.x_embedder.proj.out_channels, -1))
+        nn.init.xavier_uniform_(
+            self.x_embedder.proj.weight.view(self.x_embedder.proj.out_channels, -1)
+        )
         nn.init.zeros_(self.x_embedder.proj.bias)
         self.pos_embed.data.copy_(self.position_table())
 
@@ -269,12 +320,15 @@ class DiT(nn.Module):
 
     def unpatchify(self, x: Tensor) -> Tensor:
         """Assemble patches: tokens (N, T, p·p·C') of order (p, p, C') → (N, C', H, W)."""
-        side, p = round(x.shape[1] ** 0.5), self.patch_size
+        side = round(x.shape[1] ** 0.5)
+        p = self.patch_size
         x = x.unflatten(-1, (p, p, -1)).unflatten(1, (side, side))  # (N, side, side, p, p, C')
         return x.permute(0, 5, 1, 3, 2, 4).reshape(x.shape[0], -1, side * p, side * p)
 
     def embed(self, x: Tensor, tokens: slice = slice(None)) -> Tensor:
-        """Embed latents (N, C, H, W) as tokens with positions (N, T, D); return the slice `tokens` of each row."""
+        """Embed latents (N, C, H, W) as tokens with positions (N, T, D); return the slice
+        `tokens` of each row.
+        """
         return (self.x_embedder(x) + self.pos_embed)[:, tokens]
 
     def condition(self, t: Tensor, y: Tensor) -> Tensor:
@@ -282,10 +336,16 @@ class DiT(nn.Module):
         return self.t_embedder(t) + self.y_embedder(y, self.training)
 
     def transform(
-        self, x: Tensor, c: Tensor, attend: Callable = attention, tokens: slice = slice(None), depth: int | None = None
+        self,
+        x: Tensor,
+        c: Tensor,
+        attend: Callable = attention,
+        tokens: slice = slice(None),
+        depth: int | None = None,
     ) -> Tensor:
-        """Apply all blocks, or the first `depth`: tokens x (N, T, D), conditioning c (N, D) → (N, T, D). tokens: the
-        slice of each row that x holds."""
+        """Apply all blocks, or the first `depth`: tokens x (N, T, D), conditioning c (N,
+        D) → (N, T, D). tokens: the slice of each row that x holds.
+        """
         for block in list(self.blocks)[:depth]:
             x = block(x, c, attend)
         return x
@@ -295,21 +355,25 @@ class DiT(nn.Module):
         return self.final_layer(x, c)
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
-        """Estimate the noise: latents x (N, C, H, W), timesteps t (N,), labels y (N,) → (N, 2C, H, W), or (N, C, H, W)
-        without learned sigma. Raises ValueError for latents of another size."""
+        """Estimate the noise: latents x (N, C, H, W), timesteps t (N,), labels y (N,) →
+        (N, 2C, H, W), or (N, C, H, W) without learned sigma. Raises ValueError for
+        latents of another size.
+        """
         c = self.condition(t, y)
         return self.unpatchify(self.head(self.transform(self.embed(x), c), c))
 
     def forward_with_cfg(self, x: Tensor, t: Tensor, y: Tensor, cfg_scale: float) -> Tensor:
-        """Evaluate with classifier-free guidance: x (2N, C, H, W), t (2N,), y (2N,) → (2N, C', H, W).
+        """Evaluate with classifier-free guidance: x (2N, C, H, W), t (2N,), y (2N,) →
+        (2N, C', H, W).
 
-        Only the first N rows of x are read, for both halves. y holds N labels, then N null labels. The first three
-        channels of both halves are uncond + cfg_scale·(cond − uncond), as for the published pictures; the others are
-        the half's own output.
+        Only the first N rows of x are read, for both halves. y holds N labels, then N
+        null labels. The first three channels of both halves are uncond + cfg_scale·(cond
+        − uncond), as for the published pictures; the others are the half's own output.
         """
         half = x[: len(x) // 2]
         out = self.forward(torch.cat([half, half]), t, y)
-        eps, rest = out[:, :3], out[:, 3:]
+        eps = out[:, :3]
+        rest = out[:, 3:]
         cond, uncond = eps.chunk(2)
         guided = uncond + cfg_scale * (cond - uncond)
         return torch.cat([torch.cat([guided, guided]), rest], dim=1)
@@ -336,7 +400,9 @@ def _constructor(name, network, **config):
 
 
 def _constructors(network):
-    """Return constructors by name for every published size and patch of `network`, DiT or a subclass."""
+    """Return constructors by name for every published size and patch of `network`, DiT or
+    a subclass.
+    """
     name = network.__name__
     return {
         f"{name}-{size}/{p}": _constructor(f"{name}_{size}_{p}", network, patch_size=p, **config)
@@ -346,7 +412,8 @@ def _constructors(network):
 
 
 DiT_models = _constructors(DiT)
-# A small model, trained on drawn pictures, shipped with its weights. Head dim 72 as in XL, so XL's kernels run on it.
+# A small model, trained on drawn pictures, shipped with its weights. Head dim 72 as in
+# XL, so XL's kernels run on it.
 _DEMO = dict(patch_size=2, depth=6, hidden_size=216, num_heads=3, input_size=16, num_classes=8)
 DiT_models["DiT-Demo/2"] = _constructor("DiT_Demo_2", DiT, **_DEMO)
 globals().update({build.__name__: build for build in DiT_models.values()})

@@ -1,6 +1,7 @@
 """Sample pictures from a DiT: python sample.py --image-size 512 --labels 207 360
 
-Flags → request → settings → picture, in one process. With --gpus, in one process a GPU, each as in `sample_ddp.py`.
+Flags → request → settings → picture, in one process. With --gpus, in one process a GPU,
+each as in `sample_ddp.py`.
 """
 
 import sys
@@ -16,9 +17,9 @@ from accel.request import SPEED, GridRequest
 from sample_ddp import RankParser, sample
 
 EXAMPLES = """examples:
-  python sample.py --image-size 512 --labels "golden retriever" 207    one grid, sample.png
-  python sample.py --labels 88 979 --seeds 0 1 2 --output pictures/    one PNG a picture, three seeds
-  python sample.py --model DiT-Demo/2 --labels planet                  any machine; weights ship with the code
+  python sample.py --image-size 512 --labels "golden retriever" 207  one grid, sample.png
+  python sample.py --labels 88 979 --seeds 0 1 2 --output pictures/  one PNG per picture
+  python sample.py --model DiT-Demo/2 --labels planet                any machine
 """
 
 

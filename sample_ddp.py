@@ -1,4 +1,5 @@
-"""Sample pictures from a DiT with many processes, one a GPU: under torchrun, or under srun with one task a GPU.
+"""Sample pictures from a DiT with many processes, one a GPU: under torchrun, or under
+srun with one task a GPU.
 
 An FID job that was stopped or killed resumes when the same command is given again.
 """
@@ -29,14 +30,16 @@ STOP_SIGNALS = signal.SIGTERM, signal.SIGUSR1  # of queues, before they take a j
 OF_NODE = {"ckpt", "vae", "latent_stats", "forecast_plan", "output", "sample_dir", "device"}
 
 EXAMPLES = """examples:
-  torchrun --standalone --nproc_per_node=4 sample_ddp.py                            one grid, as sample.py makes it
-  torchrun --standalone --nproc_per_node=4 sample_ddp.py --labels 207               one picture, all GPUs on it
-  torchrun --standalone --nproc_per_node=4 sample_ddp.py --num-fid-samples 50000    a folder and an .npz for FID
+  torchrun --nproc_per_node=4 sample_ddp.py                          the grid of sample.py
+  torchrun --nproc_per_node=4 sample_ddp.py --labels 207             one picture by all GPUs
+  torchrun --nproc_per_node=4 sample_ddp.py --num-fid-samples 50000  a folder and .npz for FID
 """
 
 
 class RankParser(OneLineParser):
-    """Rank 0 alone prints. The others exit later, since a launcher ends all ranks as soon as one exits."""
+    """Rank 0 alone prints. The others exit later, since a launcher ends all ranks as soon
+    as one exits.
+    """
 
     def exit(self, status: int = 0, message: str | None = None) -> None:
         if not start.FIRST:
@@ -50,7 +53,7 @@ class RankParser(OneLineParser):
 def make_parser() -> RankParser:
     parser = RankParser(
         prog="sample_ddp.py",
-        description="Sample class-conditional pictures from a diffusion transformer with many GPUs.",
+        description="Sample class-conditional pictures from a diffusion transformer by many GPUs.",
         epilog=EXAMPLES,
     )
     add_arguments(parser, GridRequest, FidRequest, ranks=True)
@@ -60,10 +63,16 @@ def make_parser() -> RankParser:
 def chosen(args: Namespace) -> Request:
     """Return an FID job's request if --num-fid-samples is given, else a grid's."""
     if args.num_fid_samples is None:
-        why = "is for an FID job, and this makes one grid at `output`; add `num_fid_samples`, or drop it"
+        why = (
+            "is for an FID job, and this makes one grid at `output`; add `num_fid_samples`, or "
+            "drop it"
+        )
         refuse_given(args, FidRequest, GridRequest, why)
         return request_from(args, GridRequest)
-    why = "has no meaning with `num_fid_samples`, which draws its labels and fills a folder; drop one of them"
+    why = (
+        "has no meaning with `num_fid_samples`, which draws its labels and fills a folder; drop "
+        "one of them"
+    )
     refuse_given(args, GridRequest, FidRequest, why)
     return request_from(args, FidRequest)
 
@@ -88,31 +97,39 @@ def sample(request: Request, parser: OneLineParser) -> None:
     with launched_job(parser.prog, parser.worded) as job:
         if fid:
             job.stop_on_signals(*STOP_SIGNALS)
-        job.require_equal({f"`{name}`": value for name, value in vars(request).items() if name not in OF_NODE})
+        job.require_equal(
+            {f"`{name}`": value for name, value in vars(request).items() if name not in OF_NODE}
+        )
         (sample_for_fid if fid else sample_grid)(request, job)
 
 
 def sample_grid(request: GridRequest, job: "Job") -> None:
-    """Make the picture of sample.py. Each rank makes the pictures of some labels or, if there are fewer labels than
-    ranks, a part of every network evaluation (--parallel). All ranks draw the same random stream."""
+    """Make the picture of sample.py. Each rank makes the pictures of some labels or, if
+    there are fewer labels than ranks, a part of every network evaluation (--parallel).
+    All ranks draw the same random stream.
+    """
     from accel import door, loading
     from accel.kernels.linear import Tuner
     from accel.parallel.layouts import OFF
     from accel.parallel.placement import Placement
 
-    job.run_collectively(lambda: [require_writable(path, request.output_type) for path in request.outputs], only=0)
+    job.run_collectively(
+        lambda: [require_writable(path, request.output_type) for path in request.outputs], only=0
+    )
     settings, watch = open_weights(request, job)
     groups, layout = job.run_collectively(lambda: door.layout_of(settings, job))
     job.open_collectives(settings.device)
     with watch.phase("load"):
-        expected, tuner = Placement(layout or OFF, job.world), Tuner(share=job.from_rank_0)
+        expected = Placement(layout or OFF, job.world)
+        tuner = Tuner(share=job.from_rank_0)
         part = groups.part(layout)
         run = job.run_collectively(lambda: door.load(settings, expected, tuner=tuner, part=part))
     print(door.describe(settings, run, job.world))
     with watch.phase("plan"):
         run, placement = door.place(settings, run, groups, layout)
 
-    first, n = job.rank == 0, len(settings.labels)
+    first = job.rank == 0
+    n = len(settings.labels)
     decoder = door.decoder_of(settings)
     door.warm_up(settings, run, watch, placement)
     if decoder:
@@ -147,10 +164,14 @@ def sample_for_fid(request: FidRequest, job: "Job") -> None:
     with fid.locked(order.folder, job):
         with watch.phase("load"):
             tuner = Tuner(fid.tuner_folders(order.folder), job.from_rank_0)
-            run = job.run_collectively(lambda: door.load(settings, sizes=order.batch_sizes, tuner=tuner))
+            run = job.run_collectively(
+                lambda: door.load(settings, sizes=order.batch_sizes, tuner=tuner)
+            )
         print(door.describe(settings, run, job.world))
         decoder = door.decoder_of(settings, captured=True)
-        record = job.run_collectively(lambda: fid_door.settings_of(settings, run, decoder, job.world))
+        record = job.run_collectively(
+            lambda: fid_door.settings_of(settings, run, decoder, job.world)
+        )
         maker = fid.Maker(run.denoise, decoder.decode, run.device, watch, run.process.draws)
         fid.run(order, job, record, maker)
 

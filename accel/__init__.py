@@ -1,13 +1,15 @@
 """Everything that makes sampling fast. models.py and diffusion/ know nothing of it.
 
-`from accel import Sampler`: pictures from Python, from a network that is loaded once (docs/python.md).
-`from accel import accelerate`: a fast copy of a DiT that you already have, for your own sampling loop.
+`from accel import Sampler`: pictures from Python, from a network that is loaded once
+(docs/python.md). `from accel import accelerate`: a fast copy of a DiT that you already
+have, for your own sampling loop.
 """
 
 import re
 from importlib import import_module
 
-DOORS = {"Sampler": "accel.api", "accelerate": "accel.accelerated"}  # imported when asked for: they bring torch, Triton
+# imported when asked for: they bring torch, Triton
+DOORS = {"Sampler": "accel.api", "accelerate": "accel.accelerated"}
 
 
 def __getattr__(name: str):

@@ -28,26 +28,36 @@ def accelerate(
     check: bool = True,
 ) -> "Accelerated":
     """Return a fast copy of a trained network for sampling, with `forward(x, t, y)` and
-    `forward_with_cfg(x, t, y, cfg_scale)`. Training `model` further does not change the copy.
+    `forward_with_cfg(x, t, y, cfg_scale)`. Training `model` further does not change the
+    copy.
 
-    model: models.DiT or a network of another family in accel/families, this repository's or the original classes, with
-    the published state-dict keys; wrapped and compiled ones are unwrapped; or diffusers' DiTTransformer2DModel. The
-    copy has the model's signature and its function. device: default: the weights' own.
-    precision: "fp16", "bf16", "exact", "tf32" or "fp32"; default: fp16 on a GPU with tensor cores, else fp32.
-    guidance_channels: the channels that forward_with_cfg guides, from the first on; default: as the model's own does,
-    else its family's number. check: evaluate both on a batch row of noise, and guided, and compare.
+    model: models.DiT or a network of another family in accel/families, this repository's
+    or the original classes, with the published state-dict keys; wrapped and compiled ones
+    are unwrapped; or diffusers' DiTTransformer2DModel. The copy has the model's signature
+    and its function. device: default: the weights' own. precision: "fp16", "bf16",
+    "exact", "tf32" or "fp32"; default: fp16 on a GPU with tensor cores, else fp32.
+    guidance_channels: the channels that forward_with_cfg guides, from the first on;
+    default: as the model's own does, else its family's number. check: evaluate both on a
+    batch row of noise, and guided, and compare.
 
-    Raises ValueError of one line for a tier that the device lacks or that the weights overflow, and for a network that
-    computes another function.
+    Raises ValueError of one line for a tier that the device lacks or that the weights
+    overflow, and for a network that computes another function.
     """
     with alone():
         loaded = LoadedModule(model)
         device = _device(next(iter(loaded.state.values())).device if device is None else device)
         tier = default_tier(device) if precision is None else precision
         if guidance_channels is not None and not 1 <= guidance_channels <= loaded.fit.in_channels:
-            raise UsageError(f"`guidance_channels={guidance_channels}`: must be from 1 to {loaded.fit.in_channels}")
+            raise UsageError(
+                f"`guidance_channels={guidance_channels}`: must be from 1 to "
+                f"{loaded.fit.in_channels}"
+            )
         face = loaded.how.face
-        kind = type(face.__name__, (face, Accelerated), {"__doc__": face.__doc__}) if face else Accelerated
+        kind = (
+            type(face.__name__, (face, Accelerated), {"__doc__": face.__doc__})
+            if face
+            else Accelerated
+        )
         return kind(loaded, tier, device, check, guidance_channels)
 
 
@@ -64,17 +74,26 @@ def _device(device):
 class Accelerated:
     """An accelerated network with a model's methods.
 
-    It is not an nn.Module: conversions in place would break its tensors' layout and addresses. Callers in several
-    threads are served one at a time. On a GPU the first call with a shape captures a CUDA graph, and later calls replay
-    it with any guidance scale. The caller's autocast, inference mode, default dtype and TF32 switches change nothing.
+    It is not an nn.Module: conversions in place would break its tensors' layout and
+    addresses. Callers in several threads are served one at a time. On a GPU the first
+    call with a shape captures a CUDA graph, and later calls replay it with any guidance
+    scale. The caller's autocast, inference mode, default dtype and TF32 switches change
+    nothing.
     """
 
     training = False
 
     def __init__(
-        self, loaded: LoadedModule, tier: str, device: torch.device, check: bool, guidance_channels: int | None
+        self,
+        loaded: LoadedModule,
+        tier: str,
+        device: torch.device,
+        check: bool,
+        guidance_channels: int | None,
     ):
-        self.precision, self.device, self._loaded = tier, device, loaded
+        self.precision = tier
+        self.device = device
+        self._loaded = loaded
         state = reference_state(loaded, loaded.fit)
         with self._running():
             self.network = network = build(state, loaded.model, tier, device)
@@ -83,12 +102,18 @@ class Accelerated:
                 require_same(network, loaded, tier)
             own = own_guidance(loaded) if check and guidance_channels is None else None
         self._guides = own != OTHER
-        self.guidance_channels = guidance_channels or own or loaded.fit.family.recipe.guidance_channels
-        self.in_channels, self.out_channels = loaded.model.in_channels, loaded.model.out_channels
-        self.num_classes, self.input_size = loaded.fit.num_classes, loaded.fit.latent_size
-        self._forward, self._guided = network.forward, self._forward_guided
+        self.guidance_channels = (
+            guidance_channels or own or loaded.fit.family.recipe.guidance_channels
+        )
+        self.in_channels = loaded.model.in_channels
+        self.out_channels = loaded.model.out_channels
+        self.num_classes = loaded.fit.num_classes
+        self.input_size = loaded.fit.latent_size
+        self._forward = network.forward
+        self._guided = self._forward_guided
         if network.captures and device.type == "cuda":  # a graph a shape
-            self._forward, self._guided = Replayed(self._forward, KEPT), Replayed(self._guided, KEPT)
+            self._forward = Replayed(self._forward, KEPT)
+            self._guided = Replayed(self._guided, KEPT)
         self._source = weakref.ref(loaded.module)
         loaded.release()
 
@@ -99,26 +124,39 @@ class Accelerated:
             yield
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
-        """Return (N, C', H, W) in x's dtype from x (N, C, H, W), t (N,), y (N,), as models.DiT.forward does."""
+        """Return (N, C', H, W) in x's dtype from x (N, C, H, W), t (N,), y (N,), as
+        models.DiT.forward does.
+        """
         self._require_inputs(x, t, y)
         with self._running():
             return self._forward(x, t, y)
 
     @torch.no_grad()
     def _forward_guided(self, x, t, y, scale):
-        out = unpatchify(self.network.tokens(x[: len(x) // 2], t, y), self.network.patch_size)  # (2N, C', H, W)
+        # (2N, C', H, W)
+        out = unpatchify(self.network.tokens(x[: len(x) // 2], t, y), self.network.patch_size)
         eps = guided(out, scale, self.guidance_channels)
-        return torch.cat([torch.cat([eps, eps]), out[:, self.guidance_channels :]], dim=1).to(x.dtype)
+        return torch.cat([torch.cat([eps, eps]), out[:, self.guidance_channels :]], dim=1).to(
+            x.dtype
+        )
 
-    def forward_with_cfg(self, x: Tensor, t: Tensor, y: Tensor, cfg_scale: float | Tensor) -> Tensor:
-        """Return the guided output, as models.DiT.forward_with_cfg. x: (2N, C, H, W), N rows are read; t, y: (2N,)."""
+    def forward_with_cfg(
+        self, x: Tensor, t: Tensor, y: Tensor, cfg_scale: float | Tensor
+    ) -> Tensor:
+        """Return the guided output, as models.DiT.forward_with_cfg. x: (2N, C, H, W), N
+        rows are read; t, y: (2N,).
+        """
         if not self._guides:
             raise UsageError(
-                f"forward_with_cfg: that of {self._loaded.name} guides in a way of its own; call forward and guide its "
-                "output yourself, or give accelerate(model, guidance_channels=N)"
+                f"forward_with_cfg: that of {self._loaded.name} guides in a way of its own; call "
+                "forward and guide its output yourself, or give accelerate(model, "
+                "guidance_channels=N)"
             )
         if not self._loaded.fit.null_class:
-            raise UsageError("forward_with_cfg: the model has no null class (label dropout), no guidance; use forward")
+            raise UsageError(
+                "forward_with_cfg: the model has no null class (label dropout), no guidance; use "
+                "forward"
+            )
         self._require_inputs(x, t, y, multiple=2)
         with self._running():
             # On the device: one captured graph serves every value.
@@ -130,14 +168,16 @@ class Accelerated:
 
     def __reduce__(self):
         raise UsageError(
-            "a copy that accelerate() made cannot be pickled or copied; pickle the model, accelerate it there"
+            "a copy that accelerate() made cannot be pickled or copied; pickle the model, "
+            "accelerate it there"
         )
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self.forward(*arguments, **keywords)
 
     def _require_inputs(self, x, t, y, multiple=1):
-        n, shape = len(x), (self.in_channels, self.input_size, self.input_size)
+        n = len(x)
+        shape = (self.in_channels, self.input_size, self.input_size)
         if x.shape[1:] != shape or n % multiple or not n:
             rows = "2N" if multiple == 2 else "N"
             raise UsageError(f"x is {tuple(x.shape)}, must be {(rows, *shape)}".replace("'", ""))
@@ -145,7 +185,9 @@ class Accelerated:
             if value.device != self.device:
                 raise UsageError(f"{name} is on {value.device}, the weights are on {self.device}")
             if name != "x" and value.shape != (n,):
-                raise UsageError(f"{name} is {tuple(value.shape)}, must be ({n},), one for each row of x")
+                raise UsageError(
+                    f"{name} is {tuple(value.shape)}, must be ({n},), one for each row of x"
+                )
 
     # ---- as callers use a module ----
 
@@ -156,19 +198,30 @@ class Accelerated:
     def train(self, mode: bool = True) -> "Accelerated":
         """Return itself for train(False). Raises ValueError for training."""
         if mode:
-            raise UsageError("train(): this copy only evaluates; train the model, and load_state_dict its weights here")
+            raise UsageError(
+                "train(): this copy only evaluates; train the model, and load_state_dict its "
+                "weights here"
+            )
         return self
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Accelerated":
-        """Return itself, if its weights are on `device`. Raises ValueError if not: captured steps cannot move."""
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> "Accelerated":
+        """Return itself, if its weights are on `device`. Raises ValueError if not:
+        captured steps cannot move.
+        """
         if isinstance(device, torch.dtype):
             device, dtype = None, device
         if dtype not in (None, getattr(self, "dtype", None)):
-            raise UsageError(f"to({dtype}): the precision is {self.precision}; use accelerate(model, precision=…)")
+            raise UsageError(
+                f"to({dtype}): the precision is {self.precision}; use accelerate(model, "
+                "precision=…)"
+            )
         device = self.device if device is None else torch.device(device)
         if device.type != self.device.type or device.index not in (None, self.device.index):
             raise UsageError(
-                f"to({str(device)!r}): the weights are on {self.device}; use accelerate(model, device='{device}')"
+                f"to({str(device)!r}): the weights are on {self.device}; use accelerate(model, "
+                f"device='{device}')"
             )
         return self
 
@@ -181,23 +234,34 @@ class Accelerated:
         return self.source("state_dict()").state_dict()
 
     def source(self, call: str = "source()") -> nn.Module:
-        """Return the source model. Raises ValueError about `call` if it is gone or other weights were loaded since."""
+        """Return the source model. Raises ValueError about `call` if it is gone or other
+        weights were loaded since.
+        """
         model = self._source and self._source()
         if model is None:
             raise UsageError(
-                f"{call}: the model that the weights came from is gone; keep it, or the state dict, to save them"
+                f"{call}: the model that the weights came from is gone; keep it, or the state "
+                "dict, to save them"
             )
         return model
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
-        """Load a state dict of the model in place: captured graphs stay valid, and the outputs equal a new copy's to
-        the bit. Raises ValueError, and keeps the old weights, if it does not fit or overflows the precision."""
+        """Load a state dict of the model in place: captured graphs stay valid, and the
+        outputs equal a new copy's to the bit. Raises ValueError, and keeps the old
+        weights, if it does not fit or overflows the precision.
+        """
         if not strict:
-            raise UsageError("load_state_dict(strict=False): all weights are needed; give the whole state dict")
+            raise UsageError(
+                "load_state_dict(strict=False): all weights are needed; give the whole state dict"
+            )
         with self._running():
-            state, loaded, old = self._loaded.read(state), self._loaded, self.network
+            state = self._loaded.read(state)
+            loaded = self._loaded
+            old = self.network
             require_fit("load_state_dict", state, loaded.model)
-            new = build(state, loaded.model, self.precision, self.device, getattr(old, "tuner", None))
+            new = build(
+                state, loaded.model, self.precision, self.device, getattr(old, "tuner", None)
+            )
             require_finite(new, loaded, self.precision)
             old.copy_weights(new)
         self._source = None

@@ -12,12 +12,14 @@ from accel.flags import flag_names
 from accel.request import GridRequest, Request
 from accel.settings import implied
 
-OWN = "names", "ranks", "ranks_only", "group", "bounds", "convert"  # keys of a field that argparse does not know
+# keys of a field that argparse does not know
+OWN = "names", "ranks", "ranks_only", "group", "bounds", "convert"
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, with exit status 2. All output of the command shows a question mark
-    for a character that the terminal cannot show."""
+    """An argument parser whose errors are one line, with exit status 2. All output of the
+    command shows a question mark for a character that the terminal cannot show.
+    """
 
     def __init__(self, **options):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
@@ -30,7 +32,9 @@ class OneLineParser(argparse.ArgumentParser):
 
     def worded(self, error: UsageError) -> str:
         """Return the text of an error with this command's flags for parameters."""
-        return error.by_flags({one.dest: one.option_strings[0] for one in self._actions if one.option_strings})
+        return error.by_flags(
+            {one.dest: one.option_strings[0] for one in self._actions if one.option_strings}
+        )
 
 
 class _Once(argparse.Action):
@@ -39,23 +43,35 @@ class _Once(argparse.Action):
     def __call__(self, parser, namespace, value, option_string=None):
         earlier = getattr(namespace, self.dest)
         if earlier is not None and earlier != value:
-            parser.error(f"{option_string} {value}: conflicts with {option_string} {earlier}; give one")
+            parser.error(
+                f"{option_string} {value}: conflicts with {option_string} {earlier}; give one"
+            )
         setattr(namespace, self.dest, value)
 
 
 def add_arguments(
-    parser: argparse.ArgumentParser, *kinds: type, ranks: bool = False, leave_out: tuple[str, ...] = ()
+    parser: argparse.ArgumentParser,
+    *kinds: type,
+    ranks: bool = False,
+    leave_out: tuple[str, ...] = (),
 ) -> dict:
-    """Add a flag for every field of the `kinds` of requests, by default a grid's, except fields in `leave_out`. Return
-    the groups of --help by name. ranks: for a command of many ranks."""
-    groups, items = {}, {item.name: item for kind in kinds or (GridRequest,) for item in fields(kind)}
+    """Add a flag for every field of the `kinds` of requests, by default a grid's, except
+    fields in `leave_out`. Return the groups of --help by name. ranks: for a command of
+    many ranks.
+    """
+    groups = {}
+    items = {item.name: item for kind in kinds or (GridRequest,) for item in fields(kind)}
     for item in items.values():
         names = flag_names(item, ranks)
         if item.name in leave_out or not names:
             continue
         argument = {key: value for key, value in item.metadata.items() if key not in OWN}
         if not argument.keys() & {"action", "nargs"}:
-            argument |= {"action": _Once} if item.default is None and item.type is str else {"type": item.type}
+            argument |= (
+                {"action": _Once}
+                if item.default is None and item.type is str
+                else {"type": item.type}
+            )
         if item.type is not bool and item.default is not None:
             argument["help"] += f" (default: {item.default})"
         group = item.metadata["group"]
@@ -66,7 +82,9 @@ def add_arguments(
 
 
 def request_from(args: argparse.Namespace, kind: type = GridRequest) -> Request:
-    """Return the parsed flags as a request of a kind. Raises UsageError for all that can be refused without weights."""
+    """Return the parsed flags as a request of a kind. Raises UsageError for all that can
+    be refused without weights.
+    """
     known = {item.name for item in fields(kind)}
     request = kind(**{name: value for name, value in vars(args).items() if name in known})
     implied(request)
@@ -74,7 +92,9 @@ def request_from(args: argparse.Namespace, kind: type = GridRequest) -> Request:
 
 
 def refuse_given(args: argparse.Namespace, kind: type, other: type, why: str) -> None:
-    """Raise UsageError about the first given flag that requests of a `kind` have and requests of the `other` lack."""
+    """Raise UsageError about the first given flag that requests of a `kind` have and
+    requests of the `other` lack.
+    """
     lacking = {item.name for item in fields(kind)} - {item.name for item in fields(other)}
     for item in fields(kind):
         if item.name in lacking and getattr(args, item.name) != item.default:

@@ -1,4 +1,6 @@
-"""Compare a network with the module that it was made from: finite values, the same function, the same guidance."""
+"""Compare a network with the module that it was made from: finite values, the same
+function, the same guidance.
+"""
 
 import copy
 import math
@@ -13,7 +15,8 @@ from accel.network import Batch, BlockNetwork, Plain, overflows, remedy
 from accel.precision import TIERS
 
 OTHER = 0  # guided channels of another kind of guidance
-# Relative error of an evaluation beyond which it is another function's, by tier and by the module's own dtype.
+# Relative error of an evaluation beyond which it is another function's, by tier and by
+# the module's own dtype.
 TOLERANCE = {"fp32": 1e-4, "exact": 1e-4, "tf32": 1e-2, "fp16": 1e-2, "bf16": 5e-2}
 ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
@@ -21,8 +24,10 @@ ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 def build(
     state: dict[str, Tensor], model: nn.Module, tier: str, device: torch.device, tuner: Any = None
 ) -> BlockNetwork:
-    """Return the network of a tier: the reference network for fp32 and tf32, an accelerated one otherwise. model: the
-    reference network, without values. The weights are copied."""
+    """Return the network of a tier: the reference network for fp32 and tf32, an
+    accelerated one otherwise. model: the reference network, without values. The weights
+    are copied.
+    """
     if TIERS[tier].accelerated:
         from accel import fast  # brings Triton; the other tiers need not wait for it
 
@@ -36,26 +41,36 @@ def build(
 def _inputs(loaded, device, t=None):
     """Return a batch row of noise, time t and a class: the same on every device."""
     t = loaded.fit.family.some_times[0] if t is None else t
-    generator, side = torch.Generator().manual_seed(0), loaded.fit.latent_size
+    generator = torch.Generator().manual_seed(0)
+    side = loaded.fit.latent_size
     x = torch.randn(1, loaded.model.in_channels, side, side, generator=generator)
     y = torch.randint(loaded.fit.num_classes, (1,), generator=generator)
     return x.to(device), torch.tensor([t], device=device), y.to(device)
 
 
 def require_finite(network: BlockNetwork, loaded: LoadedModule, tier: str) -> None:
-    """Raise UsageError if the weights or the network's values leave the range of an accelerated tier."""
-    device, batch = next(network.parameters()).device, Batch([(1, 1)], loaded.fit.latent_size, loaded.fit.num_classes)
+    """Raise UsageError if the weights or the network's values leave the range of an
+    accelerated tier.
+    """
+    device = next(network.parameters()).device
+    batch = Batch([(1, 1)], loaded.fit.latent_size, loaded.fit.num_classes)
     if TIERS[tier].accelerated and overflows(network, batch, device, loaded.fit.family.some_times):
-        raise UsageError(f"`precision={tier}`: overflows on these weights; {remedy(network, tier, device)}")
+        raise UsageError(
+            f"`precision={tier}`: overflows on these weights; {remedy(network, tier, device)}"
+        )
 
 
 def require_same(network: BlockNetwork, loaded: LoadedModule, tier: str) -> None:
-    """Raise UsageError unless `network` and the module have the same output on a batch row of noise, at three times. A
-    module whose output is zero, such as an untrained one, is compared with noise in place of its zero weights."""
-    device, times = next(network.parameters()).device, loaded.fit.family.some_times
+    """Raise UsageError unless `network` and the module have the same output on a batch
+    row of noise, at three times. A module whose output is zero, such as an untrained one,
+    is compared with noise in place of its zero weights.
+    """
+    device = next(network.parameters()).device
+    times = loaded.fit.family.some_times
     outputs = [_evaluate(loaded, t=t) for t in times]
     if not outputs[0].any():
-        weights, tier = _not_zero(loaded), "fp32"
+        weights = _not_zero(loaded)
+        tier = "fp32"
         network = build(loaded.read(weights), loaded.model, tier, device)
         outputs = [_evaluate(loaded, weights, t) for t in times]
     tolerance = max(TOLERANCE[tier], ROUNDING.get(next(loaded.module.parameters()).dtype, 0))
@@ -69,16 +84,23 @@ def require_same(network: BlockNetwork, loaded: LoadedModule, tier: str) -> None
         error = float((got.to(want) - want).norm() / want.norm())
         if not error <= tolerance:
             raise UsageError(
-                f"{loaded.name}: computes another function than a DiT with these weights: relative error {error:.1g} "
-                f"at t = {t:g}, {tolerance:g} is allowed; check=False skips this check"
+                f"{loaded.name}: computes another function than a DiT with these weights: "
+                f"relative error {error:.1g} at t = {t:g}, {tolerance:g} is allowed; check=False "
+                "skips this check"
             )
 
 
 def own_guidance(loaded: LoadedModule) -> int | None:
-    """Return the number of channels, from the first on, that the module's forward_with_cfg guides by
-    uncond + scale·(cond − uncond); OTHER for other guidance, None without the method. Its output is compared with
-    that of forward, at two times and scales."""
-    if not hasattr(loaded.module, "forward_with_cfg") or loaded.how.face or not loaded.fit.null_class:
+    """Return the number of channels, from the first on, that the module's
+    forward_with_cfg guides by uncond + scale·(cond − uncond); OTHER for other guidance,
+    None without the method. Its output is compared with that of forward, at two times and
+    scales.
+    """
+    if (
+        not hasattr(loaded.module, "forward_with_cfg")
+        or loaded.how.face
+        or not loaded.fit.null_class
+    ):
         return None
     found = set()
     weights = None if _evaluate(loaded).any() else _not_zero(loaded)
@@ -88,7 +110,9 @@ def own_guidance(loaded: LoadedModule) -> int | None:
         cond, uncond = plain.chunk(2)
         whole = uncond + scale * (cond - uncond)
         # TF32, where the caller allows it, may round differently in each call.
-        tolerance = float(whole.abs().amax()) * max(1e-2, ROUNDING.get(next(loaded.module.parameters()).dtype, 0))
+        tolerance = float(whole.abs().amax()) * max(
+            1e-2, ROUNDING.get(next(loaded.module.parameters()).dtype, 0)
+        )
 
         def error(channels):
             want = torch.cat([torch.cat([whole[:, :channels]] * 2), plain[:, channels:]], 1)
@@ -105,23 +129,32 @@ def _not_zero(loaded):
     """Return the module's weights, with noise in place of tensors that are zero."""
     generator = torch.Generator().manual_seed(1)
     return {
-        name: value if value.any() else torch.randn(value.shape, generator=generator).mul(0.1).to(value)
+        name: value
+        if value.any()
+        else torch.randn(value.shape, generator=generator).mul(0.1).to(value)
         for name, value in loaded.module.state_dict().items()
     }
 
 
 def _evaluate(loaded, weights=None, t=None, both=False, scale=None):
-    """Evaluate the module on a batch row of noise, in evaluation mode; weights: in place of its own; both: on two rows,
-    with a class and the null class; scale: by its forward_with_cfg. The module, its mode and the random state are left
-    as they were."""
-    first, training = next(loaded.module.parameters()), [one for one in loaded.module.modules() if one.training]
+    """Evaluate the module on a batch row of noise, in evaluation mode; weights: in place
+    of its own; both: on two rows, with a class and the null class; scale: by its
+    forward_with_cfg. The module, its mode and the random state are left as they were.
+    """
+    first = next(loaded.module.parameters())
+    training = [one for one in loaded.module.modules() if one.training]
     x, t, y = _inputs(loaded, first.device, t)
     if both:
-        x, t, y = torch.cat([x, x]), torch.cat([t, t]), torch.cat([y, torch.full_like(y, loaded.fit.num_classes)])
+        x = torch.cat([x, x])
+        t = torch.cat([t, t])
+        y = torch.cat([y, torch.full_like(y, loaded.fit.num_classes)])
     x = x.double() if first.dtype == torch.float64 else x
     gpus = [first.device] if first.is_cuda else []
     half = first.dtype in ROUNDING
-    with torch.random.fork_rng(gpus), torch.autocast(first.device.type, first.dtype if half else None, enabled=half):
+    with (
+        torch.random.fork_rng(gpus),
+        torch.autocast(first.device.type, first.dtype if half else None, enabled=half),
+    ):
         try:
             for one in training:
                 one.training = False

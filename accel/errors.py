@@ -18,19 +18,24 @@ PARAMETER = re.compile(r"`([a-z]\w*)(?:=([^`]*))?`")
 
 
 def printable(text: str, most: int = 1000) -> str:
-    """Return `text` on one line. Control characters are escaped; beyond `most` characters the middle is left out."""
+    """Return `text` on one line. Control characters are escaped; beyond `most` characters
+    the middle is left out.
+    """
     if not text.isprintable():
-        shown = (one if one.isprintable() or one in "\u00a0\u3000" else ascii(one)[1:-1] for one in text)
+        shown = (
+            one if one.isprintable() or one in "\u00a0\u3000" else ascii(one)[1:-1] for one in text
+        )
         text = "".join(shown)
     return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 4 :]}"
 
 
 class UsageError(ValueError):
-    """A user's mistake: one printable line that names the parameter and the remedy. The messages of several ranks are a
-    line each.
+    """A user's mistake: one printable line that names the parameter and the remedy. The
+    messages of several ranks are a line each.
 
-    Parameters stand in backquotes, as in `marked`: "`image_size=17`: must be a multiple of 16". Callers in Python read
-    image_size=17. Commands say --image-size 17 (`by_flags`) and exit with USAGE.
+    Parameters stand in backquotes, as in `marked`: "`image_size=17`: must be a multiple
+    of 16". Callers in Python read image_size=17. Commands say --image-size 17
+    (`by_flags`) and exit with USAGE.
     """
 
     def __init__(self, *lines: str):
@@ -41,29 +46,38 @@ class UsageError(ValueError):
         return PARAMETER.sub(lambda found: found[0][1:-1], self.marked)
 
     def by_flags(self, flags: Mapping[str, str] = MappingProxyType({})) -> str:
-        """Return the text with flags for parameters. flags: by parameter, where the names differ."""
+        """Return the text with flags for parameters. flags: by parameter, where the names
+        differ.
+        """
 
         def flag(found):
             name, value = found.groups()
             name = flags.get(name, "--" + name.replace("_", "-"))
-            return {None: name, "True": name, "False": f"--no-{name[2:]}"}.get(value, f"{name} {value}")
+            return {None: name, "True": name, "False": f"--no-{name[2:]}"}.get(
+                value, f"{name} {value}"
+            )
 
         return PARAMETER.sub(flag, self.marked)
 
 
 class Stopped(Exception):
-    """A job that was asked to stop has recorded its work. Its text goes to the user; commands exit with STOPPED."""
+    """A job that was asked to stop has recorded its work. Its text goes to the user;
+    commands exit with STOPPED.
+    """
 
 
 def as_usage_error(error: BaseException) -> UsageError | None:
-    """Return the UsageError for an error that the user can mend: a UsageError itself, memory of the GPU or the machine
-    that ran out, or a write that a disk, a quota or a limit on file sizes refuses. Return None for other errors."""
+    """Return the UsageError for an error that the user can mend: a UsageError itself,
+    memory of the GPU or the machine that ran out, or a write that a disk, a quota or a
+    limit on file sizes refuses. Return None for other errors.
+    """
     if isinstance(error, UsageError):
         return error
     # On a CPU torch raises a RuntimeError like any other.
     if isinstance(error, MemoryError) or re.search("out of memory|allocate memory", str(error)):
         return UsageError(
-            "memory ran out; use a smaller `image_size` or model, fewer pictures at a time, or fewer processes"
+            "memory ran out; use a smaller `image_size` or model, fewer pictures at a time, or "
+            "fewer processes"
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         where = f"{error.filename}: " if error.filename else ""
@@ -73,21 +87,27 @@ def as_usage_error(error: BaseException) -> UsageError | None:
 
 def shown(value: object, most: int = 80) -> str:
     """Return `value` for a message: as `printable`, in quotes if it would not be seen."""
-    return printable(value if isinstance(value, str) and value.isprintable() and value else repr(value), most)
+    return printable(
+        value if isinstance(value, str) and value.isprintable() and value else repr(value), most
+    )
 
 
 def require_equal(settings: dict, others: dict, free: Set[str], owner: str, remedy: str) -> None:
-    """Raise UsageError about the first of `settings` that differs from `others`; free: names that may differ. The error
-    reads: name value: `owner` other value; `remedy`."""
+    """Raise UsageError about the first of `settings` that differs from `others`; free:
+    names that may differ. The error reads: name value: `owner` other value; `remedy`.
+    """
     for name in {**settings, **others}:
-        value, other = (one.get(name, "off") for one in (settings, others))  # off: --forecast is recorded if it is on
+        # off: --forecast is recorded if it is on
+        value, other = (one.get(name, "off") for one in (settings, others))
         if value != other and name not in free:
             raise UsageError(f"{name} {value}: {owner} {other}; {remedy}")
 
 
 @contextmanager
 def path_errors(name: str, path: str | Path, remedy: str = "choose another path") -> Iterator[None]:
-    """Turn an OSError of the block into a UsageError about the parameter `name`, whose value is `path`."""
+    """Turn an OSError of the block into a UsageError about the parameter `name`, whose
+    value is `path`.
+    """
     try:
         yield
     except OSError as error:
@@ -95,7 +115,9 @@ def path_errors(name: str, path: str | Path, remedy: str = "choose another path"
 
 
 def record(text: str) -> None:
-    """Write `text` to torchrun's file for the cause of a rank's end, which its summary shows. Elsewhere a no-op."""
+    """Write `text` to torchrun's file for the cause of a rank's end, which its summary
+    shows. Elsewhere a no-op.
+    """
     if place := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         cause = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError):

@@ -1,4 +1,6 @@
-"""Files that are whole or absent, small files that are read safely, and the folder of the user's caches."""
+"""Files that are whole or absent, small files that are read safely, and the folder of the
+user's caches.
+"""
 
 import errno
 import hashlib
@@ -18,12 +20,17 @@ SMALL = 2**24  # bytes: no plan, record, cache or configuration comes near it
 
 
 @contextmanager
-def atomic_write(path: str | Path, mode: str = "wb", durable: bool = False, through_link: bool = True) -> Iterator[IO]:
-    """Open a file that gets the name `path` when the block ends well; an error or Ctrl-C removes it.
+def atomic_write(
+    path: str | Path, mode: str = "wb", durable: bool = False, through_link: bool = True
+) -> Iterator[IO]:
+    """Open a file that gets the name `path` when the block ends well; an error or Ctrl-C
+    removes it.
 
-    durable: its bytes are on disk before it gets the name. A file that is replaced passes on its permissions. A link
-    keeps its target, or is itself replaced without `through_link`. Raises OSError if path is not a regular file.
-    The temporary name is random and made exclusively: no two writers share one, and none is written through a link.
+    durable: its bytes are on disk before it gets the name. A file that is replaced passes
+    on its permissions. A link keeps its target, or is itself replaced without
+    `through_link`. Raises OSError if path is not a regular file. The temporary name is
+    random and made exclusively: no two writers share one, and none is written through a
+    link.
     """
     path = Path(os.path.realpath(path)) if through_link else Path(path)
     if path.exists() and not path.is_file():
@@ -32,7 +39,8 @@ def atomic_write(path: str | Path, mode: str = "wb", durable: bool = False, thro
     try:
         handle = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None  # the name that a user knows
+        # the name that a user knows
+        raise OSError(error.errno, error.strerror, str(path)) from None
     try:
         with open(handle, mode) as file:
             yield file
@@ -48,7 +56,9 @@ def atomic_write(path: str | Path, mode: str = "wb", durable: bool = False, thro
 
 
 def remove_partial_files(folder: Path, name: str) -> None:
-    """Remove temporary files that killed processes left in `folder`; name: a regular expression of the files meant."""
+    """Remove temporary files that killed processes left in `folder`; name: a regular
+    expression of the files meant.
+    """
     left = re.compile(rf"\.(?:{name})\.[0-9a-f]{{16}}\.part")
     with suppress(PermissionError):
         for entry in list(os.scandir(folder)):
@@ -57,13 +67,17 @@ def remove_partial_files(folder: Path, name: str) -> None:
 
 
 def require_writable(folder: str | Path) -> None:
-    """Raise OSError unless files can be made in `folder`. Where the file system allows it, the probe has no name."""
+    """Raise OSError unless files can be made in `folder`. Where the file system allows
+    it, the probe has no name.
+    """
     with tempfile.TemporaryFile(dir=folder):
         pass
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> IO[bytes]:
-    """Open a regular file in binary; flags: of os.open. Raises OSError for others, and with O_NOFOLLOW for a link."""
+    """Open a regular file in binary; flags: of os.open. Raises OSError for others, and
+    with O_NOFOLLOW for a link.
+    """
     mode = stat.S_IFREG
     with suppress(FileNotFoundError):  # os.open says so, or makes it
         mode = os.stat(path, follow_symlinks=not flags & os.O_NOFOLLOW).st_mode
@@ -83,7 +97,9 @@ def read_small(path: str | Path, most: int = SMALL) -> bytes:
 
 
 def read_json(path: str | Path) -> dict:
-    """Return the object in a small JSON file, in UTF-8. Raises OSError, or ValueError for any other content."""
+    """Return the object in a small JSON file, in UTF-8. Raises OSError, or ValueError for
+    any other content.
+    """
     try:
         content = json.loads(read_small(path).decode().removeprefix("\ufeff"))
     except RecursionError:
@@ -112,10 +128,14 @@ def sync_folder(folder: str | Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Return the user's cache folder, which may not exist yet; without a home directory a private temporary one."""
+    """Return the user's cache folder, which may not exist yet; without a home directory a
+    private temporary one.
+    """
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dit"
     except RuntimeError:  # a container's user without a passwd entry
         folder = Path(tempfile.gettempdir(), f"dit-{os.getuid()}")
         folder.mkdir(mode=0o700, exist_ok=True)
-        return folder if folder.stat().st_uid == os.getuid() else Path(tempfile.mkdtemp(prefix="dit-"))
+        return (
+            folder if folder.stat().st_uid == os.getuid() else Path(tempfile.mkdtemp(prefix="dit-"))
+        )

@@ -1,4 +1,6 @@
-"""A flag as a dataclass field, and the check of a value from the command line or from Python against it."""
+"""A flag as a dataclass field, and the check of a value from the command line or from
+Python against it.
+"""
 
 import argparse
 import numbers
@@ -14,9 +16,11 @@ from accel.files import require_writable
 
 
 def flag(help: str, default: Any = None, **argument) -> Any:
-    """Return a field with its flag: `argument` as argparse takes it, with the `group` of --help. names: flags, where
-    they are not the field's name; ranks: flags in commands of many ranks; ranks_only: whether other commands lack it;
-    bounds: least and most; convert: the function that checks and converts the value."""
+    """Return a field with its flag: `argument` as argparse takes it, with the `group` of
+    --help. names: flags, where they are not the field's name; ranks: flags in commands of
+    many ranks; ranks_only: whether other commands lack it; bounds: least and most;
+    convert: the function that checks and converts the value.
+    """
     return field(default=default, metadata=dict(help=help, **argument))
 
 
@@ -29,7 +33,9 @@ def positive(text: str) -> int:
 
 
 def flag_names(item: Field, ranks: bool = False) -> tuple[str, ...]:
-    """Return the flags of a field, the main one first; () if it has none. ranks: in a command of many ranks."""
+    """Return the flags of a field, the main one first; () if it has none. ranks: in a
+    command of many ranks.
+    """
     names = item.metadata.get("names", ("--" + item.name.replace("_", "-"),))
     if ranks:
         return item.metadata.get("ranks", names)
@@ -37,7 +43,9 @@ def flag_names(item: Field, ranks: bool = False) -> tuple[str, ...]:
 
 
 def checked(value: Any, item: Field) -> Any:
-    """Return a field's value, converted to its type. Raises UsageError if its type, choices or bounds exclude it."""
+    """Return a field's value, converted to its type. Raises UsageError if its type,
+    choices or bounds exclude it.
+    """
     name = item.name
     kind = item.metadata.get("type") or (str if item.type is tuple else item.type)
     if convert := item.metadata.get("convert"):
@@ -51,7 +59,8 @@ def checked(value: Any, item: Field) -> Any:
     value = _converted(name, value, kind)
     if value == "":
         raise UsageError(f"`{name}`: is empty; give a value, or leave it out")
-    choices, bounds = item.metadata.get("choices"), item.metadata.get("bounds")
+    choices = item.metadata.get("choices")
+    bounds = item.metadata.get("bounds")
     if choices and value not in choices:
         raise UsageError(f"`{name}={shown(value)}`: choose from {', '.join(choices)}")
     if bounds and not bounds[0] <= value <= bounds[1]:
@@ -72,13 +81,18 @@ def _converted(name, value, kind, number_too=False):
             return operator.index(value)
     except (TypeError, RuntimeError, OverflowError):
         pass
-    words = {bool: "True or False", float: "a number", str: "a class's number or name" if number_too else "text"}
+    words = {
+        bool: "True or False",
+        float: "a number",
+        str: "a class's number or name" if number_too else "text",
+    }
     raise UsageError(f"`{name}={shown(repr(value))}`: must be {words.get(kind, 'a whole number')}")
 
 
 def check_writable(path: str | Path, name: str = "output") -> None:
-    """Make the folder of a file and prove that the file, or a link's target, can be written. name: the parameter.
-    Raises UsageError."""
+    """Make the folder of a file and prove that the file, or a link's target, can be
+    written. name: the parameter. Raises UsageError.
+    """
     with path_errors(name, path):
         target = Path(os.path.realpath(path))
         if target.exists() and not target.is_file():

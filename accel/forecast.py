@@ -1,5 +1,6 @@
-"""Plans, files that say at which steps of a run the network is evaluated. scripts/calibrate.py makes them,
-diffusion/strides.py has the mathematics."""
+"""Plans, files that say at which steps of a run the network is evaluated.
+scripts/calibrate.py makes them, diffusion/strides.py has the mathematics.
+"""
 
 import json
 from pathlib import Path
@@ -15,9 +16,12 @@ LATER = {"guidance_interval": list(Guidance.interval), "guidance_channels": Guid
 
 
 def read_plan(path: Path, settings: dict) -> list[Kind]:
-    """Return the strides of a plan. settings: model, image_size, num_sampling_steps, guidance and the weights' digest.
-    Raises UsageError if there is no plan, if it is damaged, or if it was made for other settings."""
-    where, remedy = f"`forecast_plan={path}`", "make one with scripts/calibrate.py, or use `forecast=off`"
+    """Return the strides of a plan. settings: model, image_size, num_sampling_steps,
+    guidance and the weights' digest. Raises UsageError if there is no plan, if it is
+    damaged, or if it was made for other settings.
+    """
+    where = f"`forecast_plan={path}`"
+    remedy = "make one with scripts/calibrate.py, or use `forecast=off`"
     try:
         plan = read_json(path)
     except FileNotFoundError:
@@ -30,12 +34,17 @@ def read_plan(path: Path, settings: dict) -> list[Kind]:
     plan = LATER | plan
     for key, value in settings.items():
         if plan.get(key) != value:
-            what = "other weights" if key == "weights" else f"`{key}={shown(plan.get(key))}`, not {shown(value)}"
+            what = (
+                "other weights"
+                if key == "weights"
+                else f"`{key}={shown(plan.get(key))}`, not {shown(value)}"
+            )
             raise UsageError(f"{where}: was made for {what}; {remedy}")
     strides = plan.get("strides")
     if not isinstance(strides, list) or not all(map(_is_stride, strides)):
         raise UsageError(
-            f"{where}: strides must be pairs [steps, evaluations], [1, 1] or up to two evaluations; {remedy}"
+            f"{where}: strides must be pairs [steps, evaluations], [1, 1] or up to two "
+            f"evaluations; {remedy}"
         )
     steps = settings["num_sampling_steps"]
     if strides[:1] != [[1, 1]] or sum(made for made, _ in strides) != steps:
@@ -44,7 +53,9 @@ def read_plan(path: Path, settings: dict) -> list[Kind]:
 
 
 def _is_stride(item):
-    if not (isinstance(item, list) and len(item) == 2 and all(type(number) is int for number in item)):
+    if not (
+        isinstance(item, list) and len(item) == 2 and all(type(number) is int for number in item)
+    ):
         return False
     steps, evaluations = item
     return item == [1, 1] or 1 <= evaluations <= 2 and evaluations < steps
@@ -52,6 +63,11 @@ def _is_stride(item):
 
 def write_plan(path: Path, settings: dict, strides: list[Kind], evidence: dict) -> None:
     """Write a plan whole or not at all. evidence: JSON of the quality that was measured."""
-    plan = {"kind": KIND, **settings, "evaluations": sum(count for _, count in strides), "strides": strides}
+    plan = {
+        "kind": KIND,
+        **settings,
+        "evaluations": sum(count for _, count in strides),
+        "strides": strides,
+    }
     with atomic_write(path, "w") as file:
         file.write(json.dumps({**plan, "evidence": evidence}) + "\n")

@@ -10,7 +10,9 @@ _seen_as = None  # a capability in place of the GPUs' own
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a GPU, by which every choice of a backend goes; (0, 0) for other devices."""
+    """Return the compute capability of a GPU, by which every choice of a backend goes;
+    (0, 0) for other devices.
+    """
     if device.type != "cuda":
         return 0, 0
     return _seen_as or torch.cuda.get_device_capability(device)
@@ -26,7 +28,8 @@ def name(device: torch.device) -> str:
 def seen_as(other: tuple[int, int]) -> Iterator[None]:
     """Treat every GPU as one of compute capability `other`. For tests and benchmarks only."""
     global _seen_as  # noqa: PLW0603
-    before, _seen_as = _seen_as, other
+    before = _seen_as
+    _seen_as = other
     try:
         yield
     finally:
@@ -38,14 +41,23 @@ def missing_code(device: torch.device) -> str | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, many lines long
         major, minor = torch.cuda.get_device_capability(device)
-    targets = [target.split("_") for target in torch.cuda.get_arch_list() if target.startswith(("sm_", "compute_"))]
+    targets = [
+        target.split("_")
+        for target in torch.cuda.get_arch_list()
+        if target.startswith(("sm_", "compute_"))
+    ]
     for kind, digits in targets:
         target = int(digits.rstrip("af"))
-        # Machine code runs on later GPUs of its generation; PTX, which the driver compiles, on all later ones.
+        # Machine code runs on later GPUs of its generation; PTX, which the driver
+        # compiles, on all later ones.
         if target <= 10 * major + minor and (kind == "compute" or target // 10 == major):
             return None
     if not targets:  # not NVIDIA's
         return None
     if (major, minor) < (7, 0):
         return "a build for CUDA 12.6"
-    return "torch 2.10.0 from PyPI, or a build for CUDA 12.6" if major == 7 else "a build for CUDA 12.8 or later"
+    return (
+        "torch 2.10.0 from PyPI, or a build for CUDA 12.6"
+        if major == 7
+        else "a build for CUDA 12.8 or later"
+    )

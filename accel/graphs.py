@@ -1,4 +1,6 @@
-"""CUDA graphs: a step's kernels are recorded once and launched as one, so that the GPU never waits for the host."""
+"""CUDA graphs: a step's kernels are recorded once and launched as one, so that the GPU
+never waits for the host.
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -10,19 +12,23 @@ from accel.kernels import cuda
 
 
 def capture(step: Callable[[], object]) -> Callable[[], None]:
-    """Record `step` on the current GPU and return its replay, which gives the same bits unless it draws random numbers.
+    """Record `step` on the current GPU and return its replay, which gives the same bits
+    unless it draws random numbers.
 
-    step: takes no arguments, works on tensors at fixed addresses and never waits for the device. It is run once
-    before it is recorded, to compile kernels and choose algorithms.
+    step: takes no arguments, works on tensors at fixed addresses and never waits for the
+    device. It is run once before it is recorded, to compile kernels and choose
+    algorithms.
     """
-    stream = torch.cuda.Stream()  # torch's own capture stream would stay on the GPU of the first capture
+    # torch's own capture stream would stay on the GPU of the first capture
+    stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    # torch keeps a workspace of cuBLAS for each stream, whose address a graph records. An earlier graph's is freed with
-    # that graph, or by torch.compile: each graph makes its own.
+    # torch keeps a workspace of cuBLAS for each stream, whose address a graph records. An
+    # earlier graph's is freed with that graph, or by torch.compile: each graph makes its
+    # own.
     torch._C._cuda_clearCublasWorkspaces()
     with cuda.recording(graph, stream):
         step()
@@ -38,7 +44,9 @@ class Latest(OrderedDict):
         self.most = most
 
     def obtain(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Return the entry of `key`; make it if absent, after dropping the one unused for longest."""
+        """Return the entry of `key`; make it if absent, after dropping the one unused for
+        longest.
+        """
         if key not in self:
             while self.most is not None and len(self) >= self.most:
                 self.popitem(last=False)
@@ -48,18 +56,23 @@ class Latest(OrderedDict):
 
 
 class Replayed:
-    """A function of tensors that returns a tensor or a tuple of them, captured at its first call and replayed after.
+    """A function of tensors that returns a tensor or a tuple of them, captured at its
+    first call and replayed after.
 
-    There is one graph for each combination of shapes, dtypes and other arguments, which holds its tensors;
-    the `kept` used last are kept, by default all. Call from one thread and on one stream at a time.
+    There is one graph for each combination of shapes, dtypes and other arguments, which
+    holds its tensors; the `kept` used last are kept, by default all. Call from one thread
+    and on one stream at a time.
     """
 
     def __init__(self, function: Callable, kept: int | None = None):
-        self.function, self.graphs = function, Latest(kept)
+        self.function = function
+        self.graphs = Latest(kept)
 
     def __call__(self, *arguments):
         tensors = [value for value in arguments if torch.is_tensor(value)]
-        key = tuple((value.shape, value.dtype) if torch.is_tensor(value) else value for value in arguments)
+        key = tuple(
+            (value.shape, value.dtype) if torch.is_tensor(value) else value for value in arguments
+        )
         with torch.cuda.device(tensors[0].device):
             inputs, output, replay = self.graphs.obtain(key, lambda: self._capture(arguments))
             for fixed, tensor in zip(inputs, tensors, strict=True):

@@ -17,17 +17,22 @@ NEAREST = 5  # names that an error suggests
 
 @lru_cache(maxsize=1)
 def imagenet() -> tuple[str, ...]:
-    """Return torchvision's list of ImageNet's classes, read from its file: importing the package would bring torch.
-    Return () without torchvision."""
+    """Return torchvision's list of ImageNet's classes, read from its file: importing the
+    package would bring torch. Return () without torchvision.
+    """
     package = importlib.util.find_spec("torchvision")
     file = package and Path(package.origin).parent / "models" / "_meta.py"
-    return tuple(runpy.run_path(str(file))["_IMAGENET_CATEGORIES"]) if file and file.exists() else ()
+    return (
+        tuple(runpy.run_path(str(file))["_IMAGENET_CATEGORIES"]) if file and file.exists() else ()
+    )
 
 
 def read_class_names(given: str | Path | Iterable[str] | Mapping) -> tuple[str, ...]:
-    """Return class names in the classes' order. given: a file with one name a line or JSON, or the names.
+    """Return class names in the classes' order. given: a file with one name a line or
+    JSON, or the names.
 
-    JSON, and a caller in Python, may number the names: {"0": "cat", "1": "dog"}. Raises UsageError.
+    JSON, and a caller in Python, may number the names: {"0": "cat", "1": "dog"}. Raises
+    UsageError.
     """
     source = ""
     if isinstance(given, (str, Path)):
@@ -36,31 +41,47 @@ def read_class_names(given: str | Path | Iterable[str] | Mapping) -> tuple[str, 
             content = read_small(given)
         try:
             text = content.decode("utf-8-sig")
-            given = json.loads(text) if text.lstrip()[:1] in ("[", "{") else text.rstrip().splitlines()
+            given = (
+                json.loads(text) if text.lstrip()[:1] in ("[", "{") else text.rstrip().splitlines()
+            )
         except (ValueError, RecursionError):
-            raise UsageError(f"`class_names{source}`: is neither UTF-8 text with one name a line nor JSON") from None
+            raise UsageError(
+                f"`class_names{source}`: is neither UTF-8 text with one name a line nor JSON"
+            ) from None
     if isinstance(given, Mapping):
         try:
-            given = [{str(key): name for key, name in given.items()}[str(number)] for number in range(len(given))]
+            given = [
+                {str(key): name for key, name in given.items()}[str(number)]
+                for number in range(len(given))
+            ]
         except KeyError as number:
-            raise UsageError(f"`class_names{source}`: has no name for class {number}; number them from 0") from None
+            raise UsageError(
+                f"`class_names{source}`: has no name for class {number}; number them from 0"
+            ) from None
     names = list(given) if isinstance(given, Iterable) else [given]
     for number, name in enumerate(names):
         if not isinstance(name, str) or not name.strip() or not name.strip().isprintable():
-            raise UsageError(f"`class_names{source}`: name {number} is {shown(name)}; give printable text for each")
+            raise UsageError(
+                f"`class_names{source}`: name {number} is {shown(name)}; give printable text for "
+                "each"
+            )
     return tuple(name.strip() for name in names)
 
 
 def find_label(label: int | str, names: Sequence[str], num_classes: int) -> int:
-    """Return the number of a class. label: its number, its name, or words that one name alone contains.
+    """Return the number of a class. label: its number, its name, or words that one name
+    alone contains.
 
-    names: of all classes, () where they are unknown; a name may list several, separated by commas. Case and punctuation
-    matter only where two names differ in nothing else. Raises UsageError for any other label.
+    names: of all classes, () where they are unknown; a name may list several, separated
+    by commas. Case and punctuation matter only where two names differ in nothing else.
+    Raises UsageError for any other label.
     """
     if not isinstance(label, str) or re.fullmatch(r"\s*[+-]?\d{1,30}\s*", label):
         number = int(label)
         if not 0 <= number < num_classes:
-            raise UsageError(f"`labels={shown(str(number))}`: the model knows classes 0 to {num_classes - 1}")
+            raise UsageError(
+                f"`labels={shown(str(number))}`: the model knows classes 0 to {num_classes - 1}"
+            )
         return number
     numbers = f"give a number from 0 to {num_classes - 1}"
     if not names:
@@ -69,7 +90,9 @@ def find_label(label: int | str, names: Sequence[str], num_classes: int) -> int:
         return list(names).index(label)
     words = file_name(label)
     plain = [file_name(name) for name in names]
-    found = [i for i, name in enumerate(names) if words and words in map(file_name, name.split(","))]
+    found = [
+        i for i, name in enumerate(names) if words and words in map(file_name, name.split(","))
+    ]
     found = found or [i for i, name in enumerate(plain) if words and f"-{words}-" in f"-{name}-"]
     if len(found) == 1:
         return found[0]
@@ -81,5 +104,7 @@ def find_label(label: int | str, names: Sequence[str], num_classes: int) -> int:
 
 
 def file_name(name: str) -> str:
-    """Return a class's name as part of a file's: golden retriever → golden-retriever. Letters of any alphabet stay."""
+    """Return a class's name as part of a file's: golden retriever → golden-retriever.
+    Letters of any alphabet stay.
+    """
     return re.sub(r"[\W_]+", "-", name.lower()).strip("-")

@@ -1,10 +1,11 @@
-"""The Network protocol: the interface between networks and the sampling loop or the ranks.
+"""The Network protocol: the interface between networks and the sampling loop or the
+ranks.
 
-Accelerated networks (accel/fast), reference models (Plain below) and networks shared by GPUs (accel/parallel) have it.
-A network knows nothing of guidance.
+Accelerated networks (accel/fast), reference models (Plain below) and networks shared by
+GPUs (accel/parallel) have it. A network knows nothing of guidance.
 
-Shapes: N batch rows, n latents (N is a multiple of n), C latent channels, H = W latent side, p patch side,
-T = (H/p)² tokens, D width.
+Shapes: N batch rows, n latents (N is a multiple of n), C latent channels, H = W latent
+side, p patch side, T = (H/p)² tokens, D width.
 """
 
 import copy
@@ -21,27 +22,38 @@ KEPT = 4  # graphs kept, one per (process, guidance)
 
 
 def unpatchify(tokens: torch.Tensor, patch_size: int) -> torch.Tensor:
-    """Assemble the tokens (N, T, p·p·C) of a square picture → (N, C, H, W). The order inside a token is (p, p, C)."""
-    side, p = round(tokens.shape[1] ** 0.5), patch_size
+    """Assemble the tokens (N, T, p·p·C) of a square picture → (N, C, H, W). The order
+    inside a token is (p, p, C).
+    """
+    side = round(tokens.shape[1] ** 0.5)
+    p = patch_size
     x = tokens.unflatten(-1, (p, p, -1)).unflatten(1, (side, side))  # (N, side, side, p, p, C)
     return x.permute(0, 5, 1, 3, 2, 4).reshape(len(x), -1, side * p, side * p)
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model inside DataParallel, DistributedDataParallel, AveragedModel and torch.compile."""
-    wrappers = torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel, torch.optim.swa_utils.AveragedModel
+    """Return the model inside DataParallel, DistributedDataParallel, AveragedModel and
+    torch.compile.
+    """
+    wrappers = (
+        torch.nn.DataParallel,
+        torch.nn.parallel.DistributedDataParallel,
+        torch.optim.swa_utils.AveragedModel,
+    )
     while isinstance(model, wrappers) or hasattr(model, "_orig_mod"):
         model = model.module if isinstance(model, wrappers) else model._orig_mod
     return model
 
 
 class Part(NamedTuple):
-    """A rank's part of every GEMM's weights: heads and hidden width are divided (Shoeybi et al. 2019, arXiv:1909.08053,
-    section 3)."""
+    """A rank's part of every GEMM's weights: heads and hidden width are divided (Shoeybi
+    et al. 2019, arXiv:1909.08053, section 3).
+    """
 
     rank: int = 0
     ranks: int = 1
-    all_reduce: Callable[[torch.Tensor], object] | None = None  # sums a tensor over the ranks, in place
+    # sums a tensor over the ranks, in place
+    all_reduce: Callable[[torch.Tensor], object] | None = None
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Sum x over the ranks, in place, and return it."""
@@ -56,13 +68,16 @@ WHOLE = Part()
 class Batch(NamedTuple):
     """The network evaluations for which a network is compiled, tuned and checked."""
 
-    rows: list[tuple[int, int]]  # every (latents, batch rows of each) that a rank evaluates, the most rows first
+    # every (latents, batch rows of each) that a rank evaluates, the most rows first
+    rows: list[tuple[int, int]]
     side: int  # of a latent
     num_classes: int
 
 
 class Network(ABC):
-    """A network that is ready to sample. Subclasses define `tokens` and `schedule`; the rest has defaults."""
+    """A network that is ready to sample. Subclasses define `tokens` and `schedule`; the
+    rest has defaults.
+    """
 
     patch_size: int
     in_channels: int
@@ -73,41 +88,54 @@ class Network(ABC):
 
     @abstractmethod
     def tokens(self, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Evaluate x (n, C, H, W), repeated to N batch rows, at t (N,), y (N,) → the last tokens (N, T, p·p·C')."""
+        """Evaluate x (n, C, H, W), repeated to N batch rows, at t (N,), y (N,) → the last
+        tokens (N, T, p·p·C').
+        """
 
     @torch.no_grad()
     def forward(self, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Evaluate as models.DiT.forward does: x (n, C, H, W), t (N,), y (N,) → (N, C', H, W) in x's dtype."""
+        """Evaluate as models.DiT.forward does: x (n, C, H, W), t (N,), y (N,) → (N, C',
+        H, W) in x's dtype.
+        """
         return unpatchify(self.tokens(x, t, y), self.patch_size).to(x.dtype)
 
     @abstractmethod
     def schedule(
         self, times: list[float], labels: list[int], at_once: int = 1
     ) -> tuple["Network", Callable[..., None]]:
-        """Prepare a sampling run → (this network, whose t is the index of an evaluation; `advance`).
+        """Prepare a sampling run → (this network, whose t is the index of an evaluation;
+        `advance`).
 
-        advance(i, …) must precede the evaluations i, … of the run. times: of each evaluation, in order; labels: all of
-        them; at_once: the most evaluations in one call of `advance`. One run at a time.
+        advance(i, …) must precede the evaluations i, … of the run. times: of each
+        evaluation, in order; labels: all of them; at_once: the most evaluations in one
+        call of `advance`. One run at a time.
         """
 
     def replayed(self, key: Hashable, step: Callable) -> Callable:
-        """Return `step` as a CUDA graph. The first step of a key serves all later ones; the last KEPT keys are kept."""
+        """Return `step` as a CUDA graph. The first step of a key serves all later ones;
+        the last KEPT keys are kept.
+        """
         return self._replayed.obtain(key, lambda: Replayed(step))
 
     def tune(self, row_tokens: Iterable[int]) -> None:
-        """Choose the fastest GEMMs for each of `row_tokens`, batch rows × tokens of a row. Here: no-op."""
+        """Choose the fastest GEMMs for each of `row_tokens`, batch rows × tokens of a
+        row. Here: no-op.
+        """
         return None
 
     def overflowed(self) -> str | None:
-        """Return the first layer whose values left the number format's range in any evaluation so far, or None."""
+        """Return the first layer whose values left the number format's range in any
+        evaluation so far, or None.
+        """
         return None
 
 
 class BlockNetwork(Network):
     """A network of transformer blocks, which ranks can share by batch rows or by tokens.
 
-    attention(qkv, num_heads): packed (N, T, 3·D) → (N, T, D), all tokens on this device. exchanges: names of the token
-    exchanges (accel/parallel/exchanges.py) that keep the accuracy, the fastest first.
+    attention(qkv, num_heads): packed (N, T, 3·D) → (N, T, D), all tokens on this device.
+    exchanges: names of the token exchanges (accel/parallel/exchanges.py) that keep the
+    accuracy, the fastest first.
     """
 
     depth: int
@@ -119,17 +147,23 @@ class BlockNetwork(Network):
 
     @abstractmethod
     def parameters(self) -> Iterator[torch.Tensor]:
-        """Return all tensors that depend on the weights, in their layout and precision of computation."""
+        """Return all tensors that depend on the weights, in their layout and precision of
+        computation.
+        """
 
     @torch.no_grad()
     def copy_weights(self, other: "BlockNetwork") -> None:
-        """Copy the weights of a network of the same tier and shape in place: captured graphs stay valid."""
+        """Copy the weights of a network of the same tier and shape in place: captured
+        graphs stay valid.
+        """
         for own, new in zip(self.parameters(), other.parameters(), strict=True):
             own.copy_(new)
 
     @abstractmethod
     def embed(self, x: torch.Tensor, tokens: slice = slice(None), copies: int = 1) -> torch.Tensor:
-        """Embed latents (n, C, H, W) → tokens (copies·n, t, D) of the slice `tokens`, the batch `copies` times."""
+        """Embed latents (n, C, H, W) → tokens (copies·n, t, D) of the slice `tokens`, the
+        batch `copies` times.
+        """
 
     @abstractmethod
     def condition(self, t: torch.Tensor, y: torch.Tensor) -> Any:
@@ -139,15 +173,18 @@ class BlockNetwork(Network):
     def forward_blocks(
         self, h: torch.Tensor, condition: Any, attend: Callable, tokens: slice = slice(None)
     ) -> torch.Tensor:
-        """Apply all blocks and the final layer: h (N, t, D), which may be overwritten → (N, t, p·p·C').
+        """Apply all blocks and the final layer: h (N, t, D), which may be overwritten →
+        (N, t, p·p·C').
 
-        attend: `attention`, or an exchange with other devices' tokens. tokens: the slice of each row that h holds.
+        attend: `attention`, or an exchange with other devices' tokens. tokens: the slice
+        of each row that h holds.
         """
 
     def shallow(self, depth: int) -> "BlockNetwork":
         """Return the network of the first `depth` blocks, sharing the weights; for measurements."""
         network = copy.copy(self)
-        network.depth, network._replayed = depth, Latest(KEPT)
+        network.depth = depth
+        network._replayed = Latest(KEPT)
         return network
 
     def describe(self) -> str:
@@ -159,9 +196,13 @@ class BlockNetwork(Network):
         h = self.embed(x, copies=len(y) // len(x))  # (N, T, D)
         return self.forward_blocks(h, self.condition(t, y), self.attention)
 
-    def schedule(self, times: list[float], labels: list[int], at_once: int = 1) -> tuple[Network, Callable[..., None]]:
+    def schedule(
+        self, times: list[float], labels: list[int], at_once: int = 1
+    ) -> tuple[Network, Callable[..., None]]:
         table = torch.tensor(times, device=next(self.parameters()).device)  # uploaded once
-        return self.conditioned(lambda index, y: self.condition(table[index], y)), lambda *evaluations: None
+        return self.conditioned(
+            lambda index, y: self.condition(table[index], y)
+        ), lambda *evaluations: None
 
     def conditioned(self, condition: Callable[[torch.Tensor, torch.Tensor], Any]) -> "BlockNetwork":
         """Return this network with another `condition`."""
@@ -171,16 +212,21 @@ class BlockNetwork(Network):
 
 
 class Plain(BlockNetwork):
-    """A reference network, tiers fp32 and tf32: a module with `embed`, `condition`, `blocks`, `transform`, `head` and
-    `attend`."""
+    """A reference network, tiers fp32 and tf32: a module with `embed`, `condition`,
+    `blocks`, `transform`, `head` and `attend`.
+    """
 
     def __init__(self, model: torch.nn.Module):
         super().__init__()
         self.attention = model.attend
-        self.model, self.depth, self.num_heads = model, len(model.blocks), model.num_heads
-        self.patch_size, self.in_channels = model.patch_size, model.in_channels
+        self.model = model
+        self.depth = len(model.blocks)
+        self.num_heads = model.num_heads
+        self.patch_size = model.patch_size
+        self.in_channels = model.in_channels
         weight = next(model.blocks[0].parameters())  # of a block's first layer
-        self.width, self.dtype = weight.shape[-1], weight.dtype
+        self.width = weight.shape[-1]
+        self.dtype = weight.dtype
 
     def parameters(self) -> Iterator[torch.Tensor]:
         return self.model.parameters()
@@ -192,14 +238,18 @@ class Plain(BlockNetwork):
         return self.model.condition(t, y)
 
     def forward_blocks(self, h, condition, attend, tokens=slice(None)) -> torch.Tensor:
-        return self.model.head(self.model.transform(h, condition, attend, tokens, self.depth), condition)
+        return self.model.head(
+            self.model.transform(h, condition, attend, tokens, self.depth), condition
+        )
 
 
 @torch.inference_mode()
 def overflows(network: Network, batch: Batch, device: torch.device, times: Sequence[float]) -> bool:
     """Return whether `network` returns infinities or NaN for noise at `times`."""
-    generator = torch.Generator(device).manual_seed(0)  # its own: the run's random stream begins untouched
-    (n, copies), shape = batch.rows[0], (network.in_channels, batch.side, batch.side)
+    # its own: the run's random stream begins untouched
+    generator = torch.Generator(device).manual_seed(0)
+    (n, copies) = batch.rows[0]
+    shape = (network.in_channels, batch.side, batch.side)
     x = torch.randn(n, *shape, generator=generator, device=device)
     y = torch.arange(n, device=device) % batch.num_classes
     y = torch.cat([y, y.new_full((n * (copies - 1),), batch.num_classes)])  # the null label

@@ -1,4 +1,6 @@
-"""Files of pictures and latents: their names; pixels → PNG, grid, folder; latents → .npy. Imports no torch."""
+"""Files of pictures and latents: their names; pixels → PNG, grid, folder; latents → .npy.
+Imports no torch.
+"""
 
 import os
 from pathlib import Path
@@ -13,24 +15,38 @@ if TYPE_CHECKING:  # torch is slow to import
     from torch import Tensor
 
 SUFFIX = {"image": ".png", "latent": ".npy"}  # of a file, by its kind
-MOST_OF_NAME = 48  # characters of a class's name: up to four bytes each, of 255 in the name of a file
+# characters of a class's name: up to four bytes each, of 255 in the name of a file
+MOST_OF_NAME = 48
 
 
 def is_folder(output: str, kind: str) -> bool:
     """Return whether `output` is a folder for a file a picture. kind: image or latent."""
-    return kind == "image" and (output.endswith("/") or os.path.isdir(output))  # False where the name is too long, too
+    # False where the name is too long, too
+    return kind == "image" and (output.endswith("/") or os.path.isdir(output))
 
 
 def picture_names(labels: tuple[int, ...], class_names: tuple[str, ...]) -> list[str]:
-    """Return the names of pictures in a folder. class_names: of all classes, () where they are unknown."""
-    words = [file_name(class_names[label].split(",")[0])[:MOST_OF_NAME] if class_names else "" for label in labels]
-    return [f"{index:03d}-{label}{word and '-'}{word}.png" for index, (label, word) in enumerate(zip(labels, words))]
+    """Return the names of pictures in a folder. class_names: of all classes, () where
+    they are unknown.
+    """
+    words = [
+        file_name(class_names[label].split(",")[0])[:MOST_OF_NAME] if class_names else ""
+        for label in labels
+    ]
+    return [
+        f"{index:03d}-{label}{word and '-'}{word}.png"
+        for index, (label, word) in enumerate(zip(labels, words))
+    ]
 
 
 def of_seed(output: str, kind: str, seed: int) -> str:
     """Return the file or folder of one of several seeds: OUTPUT-seed-0.png or OUTPUT/seed-0/."""
     path = Path(output)
-    return f"{path}/seed-{seed}/" if is_folder(output, kind) else f"{path.with_suffix('')}-seed-{seed}{path.suffix}"
+    return (
+        f"{path}/seed-{seed}/"
+        if is_folder(output, kind)
+        else f"{path.with_suffix('')}-seed-{seed}{path.suffix}"
+    )
 
 
 def require_writable(output: str, kind: str) -> None:
@@ -39,22 +55,32 @@ def require_writable(output: str, kind: str) -> None:
 
 
 def save_latents(path: str | Path, latents: "Tensor") -> None:
-    """Write latents as a float32 .npy, whole or not at all. Raises UsageError if the disk does not take it."""
+    """Write latents as a float32 .npy, whole or not at all. Raises UsageError if the disk
+    does not take it.
+    """
     import numpy as np
 
     _write(path, lambda file: np.save(file, latents.float().cpu().numpy()))
 
 
 def save_pictures(path: str | Path, pixels: "Tensor") -> None:
-    """Write pixels (n, 3, H, W) in (-1, 1) as one PNG, four pictures a row. Whole or not at all, as `save_latents`."""
+    """Write pixels (n, 3, H, W) in (-1, 1) as one PNG, four pictures a row. Whole or not
+    at all, as `save_latents`.
+    """
     from PIL import Image
 
     from accel.latents.pixels import to_grid
 
     # Of photographs level 2 takes a quarter of the default's time and 8 % more bytes.
-    _write(path, lambda file: Image.fromarray(to_grid(pixels).numpy()).save(file, "PNG", compress_level=2))
+    _write(
+        path,
+        lambda file: Image.fromarray(to_grid(pixels).numpy()).save(file, "PNG", compress_level=2),
+    )
 
 
 def _write(path, save):
-    with path_errors("output", path, "free some space, or choose another path"), atomic_write(path) as file:
+    with (
+        path_errors("output", path, "free some space, or choose another path"),
+        atomic_write(path) as file,
+    ):
         save(file)

@@ -1,4 +1,6 @@
-"""Precision tiers: a run's arithmetic, and torch's backend switches for it. Their help is in accel/request.py."""
+"""Precision tiers: a run's arithmetic, and torch's backend switches for it. Their help is
+in accel/request.py.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -20,7 +22,9 @@ class Tier(NamedTuple):
     accelerated: bool = False  # runs as a network of accel/fast; the others run the reference model
 
 
-_TENSOR_CORES = dict(capability=(7, 0), hardware="float16 tensor cores (Volta or later)", accelerated=True)
+_TENSOR_CORES = dict(
+    capability=(7, 0), hardware="float16 tensor cores (Volta or later)", accelerated=True
+)
 TIERS = {
     "fp32": Tier(),
     "exact": Tier(**_TENSOR_CORES),
@@ -41,7 +45,9 @@ def default_tier(device: torch.device) -> str:
 
 
 def require(name: str, tier: str, device: torch.device) -> None:
-    """Raise UsageError about the parameter `name` if `device` lacks a tier: nothing falls back in silence."""
+    """Raise UsageError about the parameter `name` if `device` lacks a tier: nothing falls
+    back in silence.
+    """
     if tier not in TIERS:
         raise UsageError(f"`{name}={tier}`: choose from {', '.join(TIERS)}")
     if not supports(tier, device):
@@ -52,18 +58,22 @@ def apply_precision(tier: str, device: torch.device) -> None:
     """Set the process-wide switches of `tier`. Raises UsageError if the hardware lacks it."""
     require("precision", tier, device)
     torch.backends.cuda.matmul.allow_tf32 = tier == "tf32"
-    # Only the decoder convolves. Beside half precision TF32 loses nothing there, and unlike float16 it cannot overflow.
+    # Only the decoder convolves. Beside half precision TF32 loses nothing there, and
+    # unlike float16 it cannot overflow.
     torch.backends.cudnn.allow_tf32 = tier not in ("fp32", "exact")
 
 
 def float32_decoder(tier: str, device: torch.device) -> str:
-    """Return the decoder's float32 arithmetic in a run of `tier`: TF32 convolutions if the tier allows them."""
+    """Return the decoder's float32 arithmetic in a run of `tier`: TF32 convolutions if
+    the tier allows them.
+    """
     return "tf32" if tier not in ("fp32", "exact") and supports("tf32", device) else "fp32"
 
 
 def decoder_precision(wanted: str, tier: str, device: torch.device) -> str:
-    """Return the decoder's arithmetic: `wanted`, or for "auto" fp16 in half tiers and float32 in others. Raises
-    UsageError if the hardware lacks it."""
+    """Return the decoder's arithmetic: `wanted`, or for "auto" fp16 in half tiers and
+    float32 in others. Raises UsageError if the hardware lacks it.
+    """
     if wanted == "auto":
         half = TIERS[tier].dtype != torch.float32 and supports("fp16", device)
         return "fp16" if half else float32_decoder(tier, device)
@@ -76,10 +86,18 @@ _ALONE = threading.RLock()  # backend switches and the capture of a CUDA graph b
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Run the block in one thread of the process at a time, without the caller's autocast, inference mode, gradients,
-    default dtype and default device. Restore the backend switches after it."""
+    """Run the block in one thread of the process at a time, without the caller's
+    autocast, inference mode, gradients, default dtype and default device. Restore the
+    backend switches after it.
+    """
     default = torch.get_default_dtype()
-    with _ALONE, switches_kept(), torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
+    with (
+        _ALONE,
+        switches_kept(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        ExitStack() as stack,
+    ):
         for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda", "mps")):
             stack.enter_context(torch.autocast(kind, enabled=False))
         if torch.get_default_device().type != "cpu":
@@ -109,7 +127,9 @@ def convolutions(name: str) -> Iterator[None]:
 
 @contextmanager
 def true_float32() -> Iterator[None]:
-    """Run the block without TF32 in GEMMs, in every tier: half precision keeps its few float32 GEMMs exact."""
+    """Run the block without TF32 in GEMMs, in every tier: half precision keeps its few
+    float32 GEMMs exact.
+    """
     with switches_kept():
         torch.backends.cuda.matmul.allow_tf32 = False
         yield

@@ -11,7 +11,8 @@ class Stopwatch:
     """Wall-clock seconds by phase; the device's queue is drained at each end."""
 
     def __init__(self, device: torch.device):
-        self.device, self.seconds = device, {}
+        self.device = device
+        self.seconds = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -28,8 +29,9 @@ class Stopwatch:
 
 @contextmanager
 def step_bar(total: int, device: torch.device, **options) -> Iterator[Callable[..., None]]:
-    """Show a tqdm bar of `total` steps. Yields on_step(index[, x]), to call when a step has been queued; the bar
-    advances when the device has finished it, and nothing waits."""
+    """Show a tqdm bar of `total` steps. Yields on_step(index[, x]), to call when a step
+    has been queued; the bar advances when the device has finished it, and nothing waits.
+    """
     from tqdm import tqdm
 
     with tqdm(total=total, unit="step", **options) as bar:

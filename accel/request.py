@@ -1,6 +1,8 @@
-"""A run as a user asked for it, by flags or keywords: every field once, with its default, flag, help and checks.
+"""A run as a user asked for it, by flags or keywords: every field once, with its default,
+flag, help and checks.
 
-settings.py makes a run of a request; command_line.py makes flags of its fields. Imports no torch.
+settings.py makes a run of a request; command_line.py makes flags of its fields. Imports
+no torch.
 """
 
 import argparse
@@ -18,101 +20,124 @@ from accel.parallel.layouts import OFF, Layout
 
 MOST_PIXELS = 8192  # of a side: a mistyped size should not ask for terabytes
 SPEED = "speed"  # a group of --help
-what, speed, files, advanced = (partial(flag, group=group) for group in ("what to sample", SPEED, "files", "advanced"))
+what, speed, files, advanced = (
+    partial(flag, group=group) for group in ("what to sample", SPEED, "files", "advanced")
+)
 
 
 @dataclass(frozen=True)
 class Request:
-    """The fields that every run has. A field that is None is left open: settings.py derives its value.
+    """The fields that every run has. A field that is None is left open: settings.py
+    derives its value.
 
-    Each value is checked and converted to its field's type. Raises UsageError, naming the parameter and the remedy, for
-    a value that no run has and for fields that exclude each other.
+    Each value is checked and converted to its field's type. Raises UsageError, naming the
+    parameter and the remedy, for a value that no run has and for fields that exclude each
+    other.
     """
 
     model: str = what(
-        f"network: {', '.join(model_names())}; Demo models ship with their weights and run anywhere; default: that of "
-        "--ckpt, else DiT-XL/2",
+        f"network: {', '.join(model_names())}; Demo models ship with their weights and run "
+        "anywhere; default: that of --ckpt, else DiT-XL/2",
         action="store",
         metavar="NAME",
     )
     image_size: int = what(
-        "side of a picture in pixels, a multiple of 16 (of 32 for patch 4, of 64 for patch 8): what the weights were "
-        "trained for, other sizes look worse; default: that of --ckpt, else 512",
+        "side of a picture in pixels, a multiple of 16 (of 32 for patch 4, of 64 for patch 8): "
+        "what the weights were trained for, other sizes look worse; default: that of --ckpt, "
+        "else 512",
         bounds=(1, MOST_PIXELS),
     )
     cfg_scale: float = what(
-        "strength of classifier-free guidance, 1 or more; default: what the model implies, 4.0 unless its recipe says "
-        "otherwise",
-    )
-    num_sampling_steps: int = what("denoising steps, up to 1000; default: the model's, 250", bounds=(1, 1000))
-    timestep_shift: float = what(
-        "euler, heun: below 1 the steps are shorter at noise than at the picture; default: what the model implies, 1 "
+        "strength of classifier-free guidance, 1 or more; default: what the model implies, 4.0 "
         "unless its recipe says otherwise",
+    )
+    num_sampling_steps: int = what(
+        "denoising steps, up to 1000; default: the model's, 250", bounds=(1, 1000)
+    )
+    timestep_shift: float = what(
+        "euler, heun: below 1 the steps are shorter at noise than at the picture; default: what "
+        "the model implies, 1 unless its recipe says otherwise",
         bounds=(0.01, 100),
     )
     guidance_interval: tuple = what(
-        "noise levels, from 0 at the picture to 1 at noise, at which guidance acts; at others the network is evaluated "
-        "on half the batch rows; default: what the model implies, 0 1 unless its recipe says otherwise",
+        "noise levels, from 0 at the picture to 1 at noise, at which guidance acts; at others "
+        "the network is evaluated on half the batch rows; default: what the model implies, 0 1 "
+        "unless its recipe says otherwise",
         nargs=2,
         type=float,
         metavar=("LOW", "HIGH"),
     )
     guidance_channels: int = what(
-        "number of latent channels that are guided: the first 3, as published, or all 4, as diffusers does; default: "
-        "what the model implies",
+        "number of latent channels that are guided: the first 3, as published, or all 4, as "
+        "diffusers does; default: what the model implies",
         bounds=(1, 1024),
     )
     sampler: str = what(
-        "networks that predict noise: ddpm (default), ancestral sampling; ddim, deterministic unless --eta says "
-        "otherwise, for few steps such as 25; dpm++, unipc, diffusers' solvers, for 10 to 25 steps. Flows: sde "
-        "(default where the network has it); euler, heun, deterministic, for fewer steps. Each makes other pictures",
+        "networks that predict noise: ddpm (default), ancestral sampling; ddim, deterministic "
+        "unless --eta says otherwise, for few steps such as 25; dpm++, unipc, diffusers' "
+        "solvers, for 10 to 25 steps. Flows: sde (default where the network has it); euler, "
+        "heun, deterministic, for fewer steps. Each makes other pictures",
         choices=sampler_names(),
     )
-    eta: float = what("ddim: noise of a step, from 0, none, to 1, as much as ddpm draws", default=0.0)
+    eta: float = what(
+        "ddim: noise of a step, from 0, none, to 1, as much as ddpm draws", default=0.0
+    )
     seed: int = what(
-        "seed of the noise: same seed, device and number of GPUs, same pictures; a CPU takes its lower 32 bits",
+        "seed of the noise: same seed, device and number of GPUs, same pictures; a CPU takes its "
+        "lower 32 bits",
         default=0,
         ranks=("--global-seed", "--seed"),
     )
     num_classes: int = what(
-        "classes that the weights were trained with; default: what --ckpt says, else 1000", bounds=(1, 10**6)
+        "classes that the weights were trained with; default: what --ckpt says, else 1000",
+        bounds=(1, 10**6),
     )
 
     precision: str = speed(
-        "fp16: float16 GEMMs with all else in float32, the fast one; bf16: for weights that overflow float16; "
-        "tf32: float32 with TF32 GEMMs, as DiT ships; fp32: true float32; exact: fp32's pictures from float16 tensor "
-        "cores; default: fp16 on a GPU with tensor cores (bf16 if the weights overflow it), else fp32",
+        "fp16: float16 GEMMs with all else in float32, the fast one; bf16: for weights that "
+        "overflow float16; tf32: float32 with TF32 GEMMs, as DiT ships; fp32: true float32; "
+        "exact: fp32's pictures from float16 tensor cores; default: fp16 on a GPU with tensor "
+        "cores (bf16 if the weights overflow it), else fp32",
         choices=("fp32", "exact", "tf32", "fp16", "bf16"),
     )
     tf32: bool = speed(
-        "--tf32 is --precision tf32 where the hardware has it, else fp32; --no-tf32 is --precision fp32",
+        "--tf32 is --precision tf32 where the hardware has it, else fp32; --no-tf32 is "
+        "--precision fp32",
         action=argparse.BooleanOptionalAction,
         ranks_only=True,
     )
     vae_precision: str = speed(
-        "the decoder's arithmetic. fp16: a fraction of the time and memory, used if a check of its weights passes; "
-        "tf32: float32 with TF32 convolutions; fp32: true float32; auto: fp16 for fp16 and bf16, else as --precision",
+        "the decoder's arithmetic. fp16: a fraction of the time and memory, used if a check of "
+        "its weights passes; tf32: float32 with TF32 convolutions; fp32: true float32; auto: "
+        "fp16 for fp16 and bf16, else as --precision",
         default="auto",
         choices=("auto", "fp32", "tf32", "fp16"),
     )
     forecast: str = speed(
-        "off: every step evaluates the network; plan: the steps that scripts/calibrate.py found to be enough for these "
-        "weights, whose pictures it checked",
+        "off: every step evaluates the network; plan: the steps that scripts/calibrate.py found "
+        "to be enough for these weights, whose pictures it checked",
         default="off",
         choices=("off", "plan"),
     )
 
     ckpt: str = files(
-        "weights: a .pt or .safetensors file, a published name (DiT-XL-2-512x512.pt), a folder in diffusers' layout or "
-        "with consolidated weights, or a hub id; default: the published weights for the image size",
+        "weights: a .pt or .safetensors file, a published name (DiT-XL-2-512x512.pt), a folder "
+        "in diffusers' layout or with consolidated weights, or a hub id; default: the published "
+        "weights for the image size",
     )
-    vae: str = files("decoder: ema, mse (sd-vae-ft-*), a folder, VA-VAE's .pt or a hub id; default: the model's")
+    vae: str = files(
+        "decoder: ema, mse (sd-vae-ft-*), a folder, VA-VAE's .pt or a hub id; default: the model's"
+    )
     latent_stats: str = files(
-        "mean and std of the latents' channels, a .pt file: the decoder takes latents × std + mean; default: the "
-        "latents_stats.pt beside --vae, if that is a file",
+        "mean and std of the latents' channels, a .pt file: the decoder takes latents × std + "
+        "mean; default: the latents_stats.pt beside --vae, if that is a file",
     )
-    forecast_plan: str = files("the plan's file; default: beside the checkpoint, CKPT.forecast.json")
-    device: str = advanced("where to sample, such as cuda, cuda:1 or cpu; default: a GPU if there is one")
+    forecast_plan: str = files(
+        "the plan's file; default: beside the checkpoint, CKPT.forecast.json"
+    )
+    device: str = advanced(
+        "where to sample, such as cuda, cuda:1 or cpu; default: a GPU if there is one"
+    )
 
     output_type = "image"
     layout = OFF
@@ -125,20 +150,31 @@ class Request:
 
     def _check(self):
         if self.model is not None and family_of(self.model) is None:
-            raise UsageError(f"`model={shown(self.model)}`: unknown; choose from {', '.join(model_names())}")
+            raise UsageError(
+                f"`model={shown(self.model)}`: unknown; choose from {', '.join(model_names())}"
+            )
         if self.precision not in (None, self.tier):
-            raise UsageError(f"`tf32={self.tf32}`: conflicts with `precision={self.precision}`; give one")
+            raise UsageError(
+                f"`tf32={self.tf32}`: conflicts with `precision={self.precision}`; give one"
+            )
         _require_seed(self.seed)
         if self.cfg_scale is not None and not 1 <= self.cfg_scale <= 10**6:
-            raise UsageError(f"`cfg_scale={self.cfg_scale:g}`: must be from 1, no guidance, to 1,000,000")
+            raise UsageError(
+                f"`cfg_scale={self.cfg_scale:g}`: must be from 1, no guidance, to 1,000,000"
+            )
         levels = self.guidance_interval
         if levels is not None and not (len(levels) == 2 and 0 <= levels[0] < levels[1] <= 1):
             given = " ".join(f"{level:g}" for level in levels)
-            raise UsageError(f"`guidance_interval={given}`: must be two numbers from 0 to 1, the lower first")
+            raise UsageError(
+                f"`guidance_interval={given}`: must be two numbers from 0 to 1, the lower first"
+            )
         if not 0 <= self.eta <= 1 or self.eta and self.sampler != "ddim":
             raise UsageError(f"`eta={self.eta:g}`: must be from 0 to 1, and is for `sampler=ddim`")
         if self.forecast_plan is not None and self.forecast != "plan":
-            raise UsageError(f"`forecast_plan={self.forecast_plan}`: is for `forecast=plan`; add that or drop this")
+            raise UsageError(
+                f"`forecast_plan={self.forecast_plan}`: is for `forecast=plan`; add that or drop "
+                "this"
+            )
 
     @property
     def tier(self) -> str | None:
@@ -151,38 +187,42 @@ class GridRequest(Request):
     """Pictures of chosen classes, in one file or a folder, by one process or many."""
 
     labels: tuple = what(
-        'class of each picture, by number or name ("golden retriever"); default: eight ImageNet classes, or the first '
-        "eight of a model with other classes",
+        'class of each picture, by number or name ("golden retriever"); default: eight '
+        "ImageNet classes, or the first eight of a model with other classes",
         nargs="+",
         metavar="LABEL",
     )
     class_names: tuple = files(
-        "names of the classes, for --labels and file names: a file with one name a line in their order, or JSON; "
-        "default: those that --ckpt brings, or ImageNet's",
+        "names of the classes, for --labels and file names: a file with one name a line in their "
+        "order, or JSON; default: those that --ckpt brings, or ImageNet's",
         metavar="FILE",
         action="store",
         convert=read_class_names,
     )
     seed_list: tuple = what(
-        "in place of --seed: a grid or folder for each of these seeds, OUTPUT-seed-0.png or OUTPUT/seed-0/",
+        "in place of --seed: a grid or folder for each of these seeds, OUTPUT-seed-0.png or "
+        "OUTPUT/seed-0/",
         names=("--seeds",),
         nargs="+",
         type=int,
         metavar="SEED",
     )
     batch_size: int = speed(
-        "pictures to sample at a time, for a GPU whose memory does not hold all; the pictures stay the same but for "
-        "rounding; default: all of --labels",
+        "pictures to sample at a time, for a GPU whose memory does not hold all; the pictures "
+        "stay the same but for rounding; default: all of --labels",
         bounds=(1, 10**9),
     )
     repeats: int = speed(
-        "time the sampling this often after a warm-up: median and spread", default=1, bounds=(1, 10**9)
+        "time the sampling this often after a warm-up: median and spread",
+        default=1,
+        bounds=(1, 10**9),
     )
     parallel: str = speed(
-        "how GPUs share a picture if there are fewer pictures than GPUs. auto: the fastest layout, measured once a "
-        "machine; off: a GPU a picture; or a layout, rows=2,tokens=2,exchange=kv: the batch rows of guidance, "
-        f"their tokens, and how tokens attend ({', '.join(layouts.EXCHANGES)}). weights=4 divides every layer, for a "
-        "network that does not fit in one GPU",
+        "how GPUs share a picture if there are fewer pictures than GPUs. auto: the fastest "
+        "layout, measured once a machine; off: a GPU a picture; or a layout, "
+        "rows=2,tokens=2,exchange=kv: the batch rows of guidance, their tokens, and how tokens "
+        f"attend ({', '.join(layouts.EXCHANGES)}). weights=4 divides every layer, for a network "
+        "that does not fit in one GPU",
         default="auto",
         metavar="auto|off|rows=N,tokens=N,exchange=NAME|weights=N",
         ranks_only=True,
@@ -203,14 +243,21 @@ class GridRequest(Request):
         if seeds and self.seed != 0:
             raise UsageError(f"`seed_list`: conflicts with `seed={self.seed}`; give one")
         if len(set(seeds)) < len(seeds):
-            raise UsageError("`seed_list`: names a seed twice, and each has a file of its own; name it once")
+            raise UsageError(
+                "`seed_list`: names a seed twice, and each has a file of its own; name it once"
+            )
         for seed in seeds:
             _require_seed(seed)
         suffix = SUFFIX[self.output_type]
-        if self.output and Path(self.output).suffix.lower() != suffix and not is_folder(self.output, self.output_type):
+        if (
+            self.output
+            and Path(self.output).suffix.lower() != suffix
+            and not is_folder(self.output, self.output_type)
+        ):
             folder = ", or name a folder (FOLDER/)" if self.output_type == "image" else ""
             raise UsageError(
-                f"`output={shown(self.output)}`: must end in {suffix} for `output_type={self.output_type}`{folder}"
+                f"`output={shown(self.output)}`: must end in {suffix} for "
+                f"`output_type={self.output_type}`{folder}"
             )
         if self.layout is not None:
             layouts.check(self.layout, self.tier)
@@ -241,21 +288,25 @@ class FidRequest(Request):
     """A folder of many pictures of random classes, by many processes."""
 
     num_fid_samples: int = what(
-        "number of pictures of random classes, one PNG each, and an .npz for FID; default: one grid of --labels",
+        "number of pictures of random classes, one PNG each, and an .npz for FID; default: one "
+        "grid of --labels",
         bounds=(1, 10**9),
     )
     world_independent_noise: bool = what(
-        "FID: key noise and labels by picture, so that any number of ranks makes the same pictures; default: the usual "
-        "stream, a seed a rank",
+        "FID: key noise and labels by picture, so that any number of ranks makes the same "
+        "pictures; default: the usual stream, a seed a rank",
         default=False,
         action="store_true",
     )
     balanced_labels: bool = what(
-        "FID: as many pictures of each class, picture i of class i mod --num-classes; default: random classes",
+        "FID: as many pictures of each class, picture i of class i mod --num-classes; default: "
+        "random classes",
         default=False,
         action="store_true",
     )
-    per_proc_batch_size: int = speed("FID: pictures that a rank makes at a time", default=32, bounds=(1, 10**5))
+    per_proc_batch_size: int = speed(
+        "FID: pictures that a rank makes at a time", default=32, bounds=(1, 10**5)
+    )
     sample_dir: str = files("FID: where the folder is made", default="samples")
 
 

@@ -36,9 +36,12 @@ class Run(NamedTuple):
     side: int  # of a latent
     too_large: str = "the pictures do not fit in free GPU memory; sample fewer at a time"  # error
 
-    def denoise(self, z: Tensor, labels: Tensor, draw: Callable[[], Tensor], on_step: OnStep | None = None) -> Tensor:
-        """Return latents (n, C, L, L), as sampling.denoise. Raises UsageError if the batch does not fit in memory, and
-        for latents that are not finite."""
+    def denoise(
+        self, z: Tensor, labels: Tensor, draw: Callable[[], Tensor], on_step: OnStep | None = None
+    ) -> Tensor:
+        """Return latents (n, C, L, L), as sampling.denoise. Raises UsageError if the
+        batch does not fit in memory, and for latents that are not finite.
+        """
         sums = torch.zeros(self.process.steps, device=self.device)  # read once, after the loop
 
         def after_step(index, x):
@@ -47,21 +50,30 @@ class Run(NamedTuple):
                 on_step(index, x)
 
         with enough_memory(self.too_large):
-            latents = denoise(self.network, self.process, self.guidance, z, labels, draw, on_step=after_step)
+            latents = denoise(
+                self.network, self.process, self.guidance, z, labels, draw, on_step=after_step
+            )
         failed = torch.nonzero(~sums.isfinite())
         if len(failed):
             raise UsageError(
-                f"`precision={self.tier}`: the latents are not finite from step {int(failed[0]) + 1} of {len(sums)} "
-                f"on; {remedy(self.network, self.tier, self.device)}"
+                f"`precision={self.tier}`: the latents are not finite from step "
+                f"{int(failed[0]) + 1} of {len(sums)} on; "
+                f"{remedy(self.network, self.tier, self.device)}"
             )
         return latents
 
     def latents(
-        self, labels: Sequence[int], seed: int, batches: Sequence[slice] = ALL, on_step: OnStep | None = None
+        self,
+        labels: Sequence[int],
+        seed: int,
+        batches: Sequence[slice] = ALL,
+        on_step: OnStep | None = None,
     ) -> Tensor:
-        """Return latents (n', C, L, L) of the slices `batches` of `labels`, from a seed; the same on every call.
+        """Return latents (n', C, L, L) of the slices `batches` of `labels`, from a seed;
+        the same on every call.
 
-        Each slice draws the noise of all labels and uses its own. on_step counts the steps of all slices.
+        Each slice draws the noise of all labels and uses its own. on_step counts the
+        steps of all slices.
         """
         found = []
         for part in batches:
@@ -73,29 +85,40 @@ class Run(NamedTuple):
 
     @torch.inference_mode()
     def estimate(self, x: Tensor, done: int, labels: Sequence[int]) -> Tensor:
-        """Estimate the finished latents from latents x (n, C, L, L) after `done` steps, by one more evaluation."""
+        """Estimate the finished latents from latents x (n, C, L, L) after `done` steps,
+        by one more evaluation.
+        """
         move = next(move for move in moves_of(self.process, self.guidance) if move.step == done)
-        t, guidance = self.process.times()[move.evaluation], move.guidance[0]
+        t = self.process.times()[move.evaluation]
+        guidance = move.guidance[0]
         y = guidance.labels(torch.tensor(labels, device=x.device))
         out = guidance.combine(self.network.forward(x, torch.full(y.shape, t, device=x.device), y))
         return self.process.finished(x, t, out[:, : x.shape[1]])
 
     def warm_up(self, labels: Sequence[int], batches: Sequence[slice] = ALL) -> None:
-        """Make each move of `latents` once, with each number of labels in a slice and each guidance: on a GPU this
-        compiles kernels, chooses algorithms and captures graphs."""
-        first, sizes = {}, set()
+        """Make each move of `latents` once, with each number of labels in a slice and
+        each guidance: on a GPU this compiles kernels, chooses algorithms and captures
+        graphs.
+        """
+        first = {}
+        sizes = set()
         for move in moves_of(self.process, self.guidance):
             first.setdefault((move.kind, move.guidance), move)
-        # Most labels first: they need the largest conditioning table, and a new table voids captured graphs.
+        # Most labels first: they need the largest conditioning table, and a new table
+        # voids captured graphs.
         for part in sorted(batches, key=lambda part: -len(set(labels[part]))):
             if len(labels[part]) not in sizes:
                 sizes.add(len(labels[part]))
                 with enough_memory(self.too_large):
                     noise = self._noise(labels, 0, part)
-                    denoise(self.network, self.process, self.guidance, *noise, moves=[*first.values()])
+                    denoise(
+                        self.network, self.process, self.guidance, *noise, moves=[*first.values()]
+                    )
 
     def _noise(self, labels, seed, part):
-        """Return z (n', C, L, L), labels (n',) and the function that draws a step's noise, for a slice of `labels`."""
+        """Return z (n', C, L, L), labels (n',) and the function that draws a step's
+        noise, for a slice of `labels`.
+        """
         generator = torch.Generator(self.device).manual_seed(seed)  # a run's own
         z = initial_noise(len(labels), self.network.in_channels, self.side, generator)
         if self.process.noise_from_cpu and self.device.type != "cpu":

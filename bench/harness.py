@@ -42,7 +42,9 @@ SAME_STEPS = "model", "image_size", "batch_rows"  # entries of records whose ste
 
 
 def demo_of(model: str) -> str:
-    """Return a model that ships with its weights: of the same family if there is one, else of the same prediction."""
+    """Return a model that ships with its weights: of the same family if there is one,
+    else of the same prediction.
+    """
     own = family_of(model)
     alike = [own, *(family for family in families() if family.prediction == own.prediction)]
     return next(name for family in alike for name, implied in family.models.items() if implied.ckpt)
@@ -50,7 +52,12 @@ def demo_of(model: str) -> str:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the flags of a network, and those of every benchmark."""
-    parser.add_argument("--model", choices=model_names(), metavar="NAME", help="default: DiT-XL/2; on a CPU DiT-Demo/2")
+    parser.add_argument(
+        "--model",
+        choices=model_names(),
+        metavar="NAME",
+        help="default: DiT-XL/2; on a CPU DiT-Demo/2",
+    )
     parser.add_argument("--ckpt", help="weights (default: random ones; the demo's own)")
     parser.add_argument("--image-size", type=int, help="side of a picture in pixels")
     add_output(parser)
@@ -68,20 +75,25 @@ def add_seconds(parser: ArgumentParser, load: float = 5.0, window: float = 3.0) 
     load, window = (load, window) if torch.cuda.is_available() else (0.1 * load, 0.3 * window)
     what = "seconds of steps before timing (default: %(default)g)"
     parser.add_argument("--load", type=float, default=load, help=what)
-    parser.add_argument("--window", type=float, default=window, help="seconds of timed steps (default: %(default)g)")
+    parser.add_argument(
+        "--window", type=float, default=window, help="seconds of timed steps (default: %(default)g)"
+    )
 
 
 def add_batch(parser: ArgumentParser) -> None:
     """Add the flags of a batch whose steps are timed."""
-    parser.add_argument("--pictures", type=positive, default=8, help="pictures in a batch, two batch rows each")
+    parser.add_argument(
+        "--pictures", type=positive, default=8, help="pictures in a batch, two batch rows each"
+    )
     add_seconds(parser)
     what = "take the GPU for one of this compute capability: docs/gpus.md#rehearsals"
     parser.add_argument("--seen-as", type=seen_as.version, metavar="X.Y", help=what)
 
 
 def prepare(args: Namespace) -> torch.device:
-    """Return the device, and complete `args` for it; the default model on a CPU is the demo. Raises UsageError as
-    `complete` does, and for an output that cannot be written."""
+    """Return the device, and complete `args` for it; the default model on a CPU is the
+    demo. Raises UsageError as `complete` does, and for an output that cannot be written.
+    """
     device = loading.choose_device(args.device)
     if getattr(args, "seen_as", None):
         seen_as.see_as(args.seen_as)
@@ -90,17 +102,27 @@ def prepare(args: Namespace) -> torch.device:
     if args.output:
         check_writable(args.output)
     if device.type != "cuda":
-        print(f"On {device} with {torch.get_num_threads()} threads: its times say nothing about a GPU's", flush=True)
+        print(
+            f"On {device} with {torch.get_num_threads()} threads: its times say nothing about a "
+            "GPU's",
+            flush=True,
+        )
     return device
 
 
 def complete(args: Namespace) -> Namespace:
-    """Set in `args` the weights, sizes and number of classes that its model, ckpt and image_size imply; return it.
-    Raises UsageError for a size that the network does not take."""
-    request = GridRequest(args.model, ckpt=args.ckpt, image_size=args.image_size, output_type="latent")
+    """Set in `args` the weights, sizes and number of classes that its model, ckpt and
+    image_size imply; return it. Raises UsageError for a size that the network does not
+    take.
+    """
+    request = GridRequest(
+        args.model, ckpt=args.ckpt, image_size=args.image_size, output_type="latent"
+    )
     known = implied(request)
     run = open_weights(request, torch.device("cpu")) if known.ckpt else known
-    args.ckpt, args.image_size, args.num_classes = known.ckpt, run.image_size, run.num_classes
+    args.ckpt = known.ckpt
+    args.image_size = run.image_size
+    args.num_classes = run.num_classes
     args.latent_size = args.image_size // known.factor
     return args
 
@@ -108,13 +130,21 @@ def complete(args: Namespace) -> Namespace:
 def first_line(*command: str) -> str:
     """Return the first line that a program prints; "" if it prints none or is not installed."""
     with suppress(OSError):
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.partition("\n")[0]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.partition(
+            "\n"
+        )[0]
     return ""
 
 
 def provenance(device: torch.device, commit: str | None) -> dict:
-    """Return the origin of figures: GPU (None on a CPU), CPU cores, torch, version, commit, date, command."""
-    launcher = f"torchrun --nproc_per_node={os.environ['WORLD_SIZE']}" if "WORLD_SIZE" in os.environ else "python"
+    """Return the origin of figures: GPU (None on a CPU), CPU cores, torch, version,
+    commit, date, command.
+    """
+    launcher = (
+        f"torchrun --nproc_per_node={os.environ['WORLD_SIZE']}"
+        if "WORLD_SIZE" in os.environ
+        else "python"
+    )
     return dict(
         gpu=gpu.name(device) if device.type == "cuda" else None,
         cores=len(os.sched_getaffinity(0)),
@@ -127,19 +157,25 @@ def provenance(device: torch.device, commit: str | None) -> dict:
 
 
 def about(kind: str, args: Namespace, device: torch.device) -> dict:
-    """Return the beginning of a record: its kind, the origin of its figures, the network and the pictures."""
+    """Return the beginning of a record: its kind, the origin of its figures, the network
+    and the pictures.
+    """
     weights = Path(args.ckpt).name if args.ckpt else "random, seed 0"
     sizes = dict(model=args.model, image_size=args.image_size, pictures=args.pictures)
     return dict(kind=kind, **provenance(device, args.commit), **sizes, weights=weights)
 
 
 def require_alike(records: list[dict], names: Iterable[str]) -> None:
-    """Raise UsageError unless these entries are the same in all records, each read from its `path`: figures of other
-    jobs are not compared."""
+    """Raise UsageError unless these entries are the same in all records, each read from
+    its `path`: figures of other jobs are not compared.
+    """
     for record in records:
         for name in names:
             if record[name] != records[0][name]:
-                files = f"{records[0]['path']} is of {name} {records[0][name]}, {record['path']} of {record[name]}"
+                files = (
+                    f"{records[0]['path']} is of {name} {records[0][name]}, {record['path']} of "
+                    f"{record[name]}"
+                )
                 raise UsageError(f"{files}: move one of them elsewhere")
 
 
@@ -176,11 +212,14 @@ def run_steps(loop: Callable, steps: int, on_step: Callable[[], None]) -> None:
 
 
 def step_times(loop: Callable | None, steps: int, device: torch.device) -> list[float]:
-    """Return the milliseconds of each of `steps` steps of the sampling run `loop(on_step)`, by the device's clock.
-    Return zeros on an idle rank, which has no loop."""
+    """Return the milliseconds of each of `steps` steps of the sampling run
+    `loop(on_step)`, by the device's clock. Return zeros on an idle rank, which has no
+    loop.
+    """
     if loop is None:
         return [0.0] * steps
-    marks, cuda = [], device.type == "cuda"
+    marks = []
+    cuda = device.type == "cuda"
 
     def mark():
         marks.append(torch.cuda.Event(enable_timing=True) if cuda else time.perf_counter())
@@ -190,17 +229,28 @@ def step_times(loop: Callable | None, steps: int, device: torch.device) -> list[
     run_steps(loop, steps + 1, mark)
     if cuda:
         torch.cuda.synchronize(device)
-    return [before.elapsed_time(after) if cuda else 1e3 * (after - before) for before, after in zip(marks, marks[1:])]
+    return [
+        before.elapsed_time(after) if cuda else 1e3 * (after - before)
+        for before, after in zip(marks, marks[1:])
+    ]
 
 
 def time_steps(
-    loop: Callable | None, device: torch.device, load: float, window: float, slowest: Callable = list
+    loop: Callable | None,
+    device: torch.device,
+    load: float,
+    window: float,
+    slowest: Callable = list,
 ) -> dict:
-    """Time the sampling run `loop(on_step)`: median, 10th and 90th percentile, in milliseconds a step, of the steps in
-    `window` seconds after `load` seconds of them, since a GPU under load runs slower than in a burst.
+    """Time the sampling run `loop(on_step)`: median, 10th and 90th percentile, in
+    milliseconds a step, of the steps in `window` seconds after `load` seconds of them,
+    since a GPU under load runs slower than in a burst.
 
-    slowest: replaces a rank's times by those of the slowest rank, where ranks share the steps."""
-    [one] = slowest([statistics.median(step_times(loop, 5, device)[2:])])  # the first steps compile and tune
+    slowest: replaces a rank's times by those of the slowest rank, where ranks share the
+    steps.
+    """
+    # the first steps compile and tune
+    [one] = slowest([statistics.median(step_times(loop, 5, device)[2:])])
     timed = max(3, round(1e3 * window / one))
     times = sorted(step_times(loop, round(1e3 * load / one) + timed, device)[-timed:])
     found = statistics.median(times), times[len(times) // 10], times[-1 - len(times) // 10]
@@ -208,11 +258,13 @@ def time_steps(
 
 
 def random_network(build: Callable, device: torch.device, **arguments) -> torch.nn.Module:
-    """Return a network in eval mode whose weights are random and not zero: its GEMMs keep a variance of about one.
-    build: its constructor, called with `arguments`."""
+    """Return a network in eval mode whose weights are random and not zero: its GEMMs keep
+    a variance of about one. build: its constructor, called with `arguments`.
+    """
     with torch.device(device):
         model = build(**arguments)
-    state, generator = model.state_dict(), torch.Generator(device).manual_seed(0)
+    state = model.state_dict()
+    generator = torch.Generator(device).manual_seed(0)
     for name, value in state.items():
         if name != "pos_embed":
             scale = value[0].numel() ** -0.5 if value.ndim > 1 else 0.1
@@ -223,13 +275,18 @@ def random_network(build: Callable, device: torch.device, **arguments) -> torch.
 
 
 def model_of(args: Namespace, device: torch.device) -> torch.nn.Module:
-    """Return the float32 network of `args` with the weights of --ckpt or the demo's own, else random ones."""
+    """Return the float32 network of `args` with the weights of --ckpt or the demo's own,
+    else random ones.
+    """
     if args.ckpt:
-        known = dict(ckpt=args.ckpt, image_size=args.image_size, output_type="latent", device=str(device))
+        known = dict(
+            ckpt=args.ckpt, image_size=args.image_size, output_type="latent", device=str(device)
+        )
         return door.ready(GridRequest(args.model, precision="fp32", **known))[1].network.model
     arguments = dict(input_size=args.latent_size, num_classes=args.num_classes)
     siblings = family_of(args.model).part("weights").MODELS.values()
-    if any(build.config.get("qk_norm") for build in siblings):  # as the family's trained weights have it
+    # as the family's trained weights have it
+    if any(build.config.get("qk_norm") for build in siblings):
         arguments["qk_norm"] = True
     return random_network(constructor_of(args.model), device, **arguments)
 
@@ -256,38 +313,52 @@ def build(
     gemm: str = "auto",
     graph: bool = True,
 ) -> Network:
-    """Build the network of a tier with the weights of `model`, a reference network, and set the tier's process-wide
-    switches.
+    """Build the network of a tier with the weights of `model`, a reference network, and
+    set the tier's process-wide switches.
 
-    For an accelerated tier: the backends of its ops; hoist: whether a sampling run computes the conditioning of its
-    steps ahead; graph: whether a step is a CUDA graph.
+    For an accelerated tier: the backends of its ops; hoist: whether a sampling run
+    computes the conditioning of its steps ahead; graph: whether a step is a CUDA graph.
     """
     if device.type == "cuda":
         precision.apply_precision(tier, device)
     if not precision.TIERS[tier].accelerated:
         return Plain(model)
     network = fast.build(model.state_dict(), model, tier, device, tuner, gemm)
-    network.hoists, network.captures = hoist, graph
+    network.hoists = hoist
+    network.captures = graph
     for op, backend in dict(adaln=adaln, last_adaln=adaln, attention=attention).items():
         setattr(network, op, partial(getattr(network, op), backend=backend))
     return network
 
 
-def batch(network: Network, args: Namespace, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the noise (n, C, L, L) and the labels (n,) of the batch that `args` names, the same on every call."""
+def batch(
+    network: Network, args: Namespace, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the noise (n, C, L, L) and the labels (n,) of the batch that `args` names,
+    the same on every call.
+    """
     shape = args.pictures, network.in_channels, args.latent_size, args.latent_size
     z = torch.randn(shape, generator=torch.Generator(device).manual_seed(1), device=device)
     return z, torch.arange(args.pictures, device=device) % args.num_classes
 
 
 def sampling(
-    network: Network, args: Namespace, device: torch.device, steps: int = STEPS, rows: slice = slice(None)
+    network: Network,
+    args: Namespace,
+    device: torch.device,
+    steps: int = STEPS,
+    rows: slice = slice(None),
 ) -> Callable:
-    """Return sampling of the batch that `args` names as `loop(on_step)` → latents. rows: this process's part of it."""
+    """Return sampling of the batch that `args` names as `loop(on_step)` → latents. rows:
+    this process's part of it.
+    """
     name = family_of(args.model).samplers[0]  # of sample.py
     process = FLOWS[name](steps) if name in FLOWS else Ancestral(create_diffusion(str(steps)))
-    guidance, (z, labels) = Guidance(SCALE, args.num_classes), batch(network, args, device)
-    draw = upstream_noise(z, guidance.copies, rows, torch.default_generator if process.noise_from_cpu else None)
+    guidance = Guidance(SCALE, args.num_classes)
+    (z, labels) = batch(network, args, device)
+    draw = upstream_noise(
+        z, guidance.copies, rows, torch.default_generator if process.noise_from_cpu else None
+    )
 
     def loop(on_step=None):
         return denoise(network, process, guidance, z[rows], labels[rows], draw, on_step=on_step)
@@ -297,7 +368,9 @@ def sampling(
 
 def guided(network: Network, args: Namespace, device: torch.device) -> torch.Tensor:
     """Return a guided evaluation of the batch that `args` names at timestep 500, as float64."""
-    guidance, (z, labels) = Guidance(SCALE, args.num_classes), batch(network, args, device)
+    guidance = Guidance(SCALE, args.num_classes)
+    (z, labels) = batch(network, args, device)
     y = guidance.labels(labels)
-    out = network.tokens(z, torch.full_like(y, 500), y)  # `forward` would round a float64 network's output
+    # `forward` would round a float64 network's output
+    out = network.tokens(z, torch.full_like(y, 500), y)
     return guidance.combine(unpatchify(out, network.patch_size)).double()

@@ -1,14 +1,17 @@
-"""Time whole processes as users run them: the contest's job, a cold start, and one GPU against many.
+"""Time whole processes as users run them: the contest's job, a cold start, and one GPU
+against many.
 
     python bench/jobs.py --contest fp32 fp16 --output output/contest.json
     python bench/jobs.py --gpus 4 --output output/ddp.json
     python bench/jobs.py --fid 640 --image-size 256 --output output/fid.json
 
---contest: T from loading the model to the picture on disk, after a run that fills the caches; its points, if the job is
-the contest's; the time of the whole process; the picture's SHA-256, by which scripts/pack.sh finds the record.
---gpus: N GPUs of this node against one: a grid of 8 labels by sample.py, an FID job's pictures/s by sample_ddp.py.
---fid: an FID job on one GPU by few evaluations, so that decoding and writing count: pictures/s from the start of the
-process, and from the first written batch on. Without --ckpt network and decoder have random weights from a seed.
+--contest: T from loading the model to the picture on disk, after a run that fills the
+caches; its points, if the job is the contest's; the time of the whole process; the
+picture's SHA-256, by which scripts/pack.sh finds the record. --gpus: N GPUs of this node
+against one: a grid of 8 labels by sample.py, an FID job's pictures/s by sample_ddp.py.
+--fid: an FID job on one GPU by few evaluations, so that decoding and writing count:
+pictures/s from the start of the process, and from the first written batch on. Without
+--ckpt network and decoder have random weights from a seed.
 """
 
 if not __package__:
@@ -42,19 +45,30 @@ from accel.latents.autoencoder_kl import SD_VAE_FT
 from accel.request import FidRequest
 from bench import harness
 
-ENOUGH = 60.0  # seconds of runs after which a tier is not run again: long runs differ by less than 1 %
+# seconds of runs after which a tier is not run again: long runs differ by less than 1 %
+ENOUGH = 60.0
 CONTEST = dict(model="DiT-XL/2", image_size=512, steps=250, pictures=8)  # the only job with points
 
 
 def run(command: list, **environment) -> tuple[list[str], float]:
-    """Run a command of the repository → printed lines, seconds. Raises UsageError with its complaint if it fails."""
+    """Run a command of the repository → printed lines, seconds. Raises UsageError with
+    its complaint if it fails.
+    """
     started = time.perf_counter()
     command = [sys.executable, *map(str, command)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | environment)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=os.environ | environment
+    )
     taken = time.perf_counter() - started
     if done.returncode:
-        complaint = [line for line in done.stderr.splitlines() if line.startswith(("sample.py: ", "sample_ddp.py: "))]
-        raise UsageError(*(complaint[:1] or [f"{' '.join(command)} failed:", *done.stderr[-4000:].splitlines()]))
+        complaint = [
+            line
+            for line in done.stderr.splitlines()
+            if line.startswith(("sample.py: ", "sample_ddp.py: "))
+        ]
+        raise UsageError(
+            *(complaint[:1] or [f"{' '.join(command)} failed:", *done.stderr[-4000:].splitlines()])
+        )
     return done.stdout.splitlines(), taken
 
 
@@ -76,27 +90,52 @@ def rehearsal(record: dict) -> bool:
 
 def score(seconds: float) -> float:
     """Return the contest's points for T seconds: 50 below 100 s, none from 300 s on."""
-    return 0.0 if seconds >= 300 else 50.0 if seconds < 100 else 50 * math.log(300 / seconds) / math.log(3)
+    return (
+        0.0
+        if seconds >= 300
+        else 50.0
+        if seconds < 100
+        else 50 * math.log(300 / seconds) / math.log(3)
+    )
 
 
 def contest(args: Namespace, flags: list, folder: Path, record: Callable) -> None:
     """Time sample.py in each tier, score it and record its picture."""
-    results, picture, rehearsed = [], folder / "sample.png", rehearsal(vars(args))
+    results = []
+    picture = folder / "sample.png"
+    rehearsed = rehearsal(vars(args))
     for tier in tqdm(args.contest or [args.precision], desc="tiers", leave=False):
-        command = ["sample.py", *flags, "--precision", tier, "--output", picture, "--num-sampling-steps"]
+        command = [
+            "sample.py",
+            *flags,
+            "--precision",
+            tier,
+            "--output",
+            picture,
+            "--num-sampling-steps",
+        ]
         run([*command, min(3, args.steps)])
         runs = []
         while len(runs) < args.repeats and sum(one["total"] for one in runs) < ENOUGH:
             lines, taken = run([*command, args.steps])
             runs.append(dict(phases(lines), process=taken))
-        least, median, most = (choose(one["total"] for one in runs) for choose in (min, statistics.median, max))
-        row = dict(tier=tier, seconds=median, runs=runs, picture=hashlib.sha256(picture.read_bytes()).hexdigest())
+        least, median, most = (
+            choose(one["total"] for one in runs) for choose in (min, statistics.median, max)
+        )
+        row = dict(
+            tier=tier,
+            seconds=median,
+            runs=runs,
+            picture=hashlib.sha256(picture.read_bytes()).hexdigest(),
+        )
         row |= dict(settings=next(line for line in lines if " · " in line))
         row |= {} if rehearsed else dict(points=score(median))
         results.append(row)
         record(dict(contest=results))
         points = "a rehearsal, no points" if rehearsed else f"{row['points']:.1f} of 50 points"
-        tqdm.write(f"{tier:6} T = {median:.2f} s, {least:.2f} to {most:.2f}; process {taken:.2f}: {points}")
+        tqdm.write(
+            f"{tier:6} T = {median:.2f} s, {least:.2f} to {most:.2f}; process {taken:.2f}: {points}"
+        )
 
 
 def against_one(args: Namespace, flags: list, folder: Path, record: Callable) -> None:
@@ -116,22 +155,32 @@ def against_one(args: Namespace, flags: list, folder: Path, record: Callable) ->
     grids = {ranks: [] for ranks in (1, args.gpus)}
     for ranks, found in tqdm([*grids.items()] * args.repeats, desc="grids", leave=False):
         found.append(grid(ranks, args.steps))
-    sampling = {ranks: [seconds["sample"] for seconds, _ in found] for ranks, found in grids.items()}
+    sampling = {
+        ranks: [seconds["sample"] for seconds, _ in found] for ranks, found in grids.items()
+    }
     results = dict(
         grid_sampling_s=sampling | dict(ratio=min(sampling[args.gpus]) / min(sampling[1])),
-        grid_start_to_picture_s={ranks: [taken for _, taken in found] for ranks, found in grids.items()},
+        grid_start_to_picture_s={
+            ranks: [taken for _, taken in found] for ranks, found in grids.items()
+        },
         grid_phases_s={ranks: [seconds for seconds, _ in found] for ranks, found in grids.items()},
     )
     record(results)
-    steps, rates = min(args.steps, 25 if torch.cuda.is_available() else 5), {}
+    steps = min(args.steps, 25 if torch.cuda.is_available() else 5)
+    rates = {}
     for ranks in tqdm(grids, desc="FID jobs", leave=False):
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         size = ["--num-fid-samples", 3 * args.batch * ranks, "--per-proc-batch-size", args.batch]
         place = folder / f"fid{ranks}"
-        run([*torchrun, "sample_ddp.py", *flags, steps, *size, "--sample-dir", place], **threads(ranks))
+        run(
+            [*torchrun, "sample_ddp.py", *flags, steps, *size, "--sample-dir", place],
+            **threads(ranks),
+        )
         rates[ranks] = pictures_per_second(place, args.batch * ranks)
     efficiency = rates[args.gpus] / (args.gpus * rates[1])
-    results["fid_pictures_per_s"] = rates | dict(steps=steps, batch=args.batch, efficiency=efficiency)
+    results["fid_pictures_per_s"] = rates | dict(
+        steps=steps, batch=args.batch, efficiency=efficiency
+    )
     record(results)
     print(json.dumps(results, indent=1))
 
@@ -142,7 +191,8 @@ def fid(args: Namespace, flags: list, folder: Path, record: Callable) -> None:
     command += ["--num-sampling-steps", args.steps, "--per-proc-batch-size", args.batch]
     runs = []
     for index in tqdm(range(1 + args.repeats), desc="jobs", unit="job", leave=False):
-        count, place = args.fid if index else 1, folder / f"fid{index}"  # the first fills the caches
+        count = args.fid if index else 1
+        place = folder / f"fid{index}"  # the first fills the caches
         lines, taken = run([*command, "--num-fid-samples", count, "--sample-dir", place])
         if index:
             rates = dict(whole=args.fid / taken, steady=pictures_per_second(place, args.batch))
@@ -150,13 +200,17 @@ def fid(args: Namespace, flags: list, folder: Path, record: Callable) -> None:
             record(dict(batch=args.batch, sampler="dpm++", fid=runs))
     for name in ("whole", "steady"):
         rates = sorted(one["pictures_per_s"][name] for one in runs)
-        print(f"{name:6} {statistics.median(rates):.2f} pictures/s, {rates[0]:.2f} to {rates[-1]:.2f}")
+        print(
+            f"{name:6} {statistics.median(rates):.2f} pictures/s, {rates[0]:.2f} to {rates[-1]:.2f}"
+        )
 
 
 def flags_of(args: Namespace, device: torch.device, folder: Path) -> list:
-    """Return the flags of network, decoder and device for the commands. Write random weights to `folder` for a network
-    or decoder without a file."""
-    ckpt, implied = args.ckpt, family_of(args.model).models[args.model].vae
+    """Return the flags of network, decoder and device for the commands. Write random
+    weights to `folder` for a network or decoder without a file.
+    """
+    ckpt = args.ckpt
+    implied = family_of(args.model).models[args.model].vae
     vae = args.vae or (None if implied in files.PUBLISHED else implied)
     if not ckpt:
         ckpt = folder / "random.pt"
@@ -166,18 +220,33 @@ def flags_of(args: Namespace, device: torch.device, folder: Path) -> list:
         vae.mkdir()
         (vae / files.FILES[0]).write_text(json.dumps(SD_VAE_FT))
         save_file(harness.random_decoder(torch.device("cpu")).state_dict(), vae / files.FILES[1])
-    return ["--model", args.model, "--image-size", args.image_size, "--ckpt", ckpt, "--vae", vae, "--device", device]
+    return [
+        "--model",
+        args.model,
+        "--image-size",
+        args.image_size,
+        "--ckpt",
+        ckpt,
+        "--vae",
+        vae,
+        "--device",
+        device,
+    ]
 
 
 def prepare(args: Namespace) -> torch.device:
-    """Return the device, and complete `args` for it. Raises UsageError before anything is measured."""
+    """Return the device, and complete `args` for it. Raises UsageError before anything is
+    measured.
+    """
     device = harness.prepare(args)
     args.precision = args.precision or precision.default_tier(device)
     for tier in args.contest or [args.precision]:
         if not precision.supports(tier, device):
             raise UsageError(f"{tier}: {device} cannot run this tier; leave it out")
     if args.fid and args.fid <= args.batch:
-        raise UsageError(f"--fid {args.fid}: needs a second batch; give more than --batch {args.batch}")
+        raise UsageError(
+            f"--fid {args.fid}: needs a second batch; give more than --batch {args.batch}"
+        )
     few = 25 if args.gpus and device.type != "cuda" else harness.STEPS
     args.steps = args.steps or (10 if args.fid else few)
     args.pictures = args.fid or 8
@@ -185,17 +254,26 @@ def prepare(args: Namespace) -> torch.device:
 
 
 def main() -> None:
-    parser, tiers = OneLineParser(description=__doc__.splitlines()[0]), tuple(precision.TIERS)
+    parser = OneLineParser(description=__doc__.splitlines()[0])
+    tiers = tuple(precision.TIERS)
     on_gpu = torch.cuda.is_available()
     what = parser.add_mutually_exclusive_group(required=True)
     text = "the contest's T and points in these tiers (default: sample.py's)"
     what.add_argument("--contest", nargs="*", choices=tiers, metavar="TIER", help=text)
     what.add_argument("--gpus", type=positive, metavar="N", help="N GPUs of this node against one")
-    what.add_argument("--fid", type=positive, metavar="N", help="an FID job of N pictures by dpm++ on one GPU")
+    what.add_argument(
+        "--fid", type=positive, metavar="N", help="an FID job of N pictures by dpm++ on one GPU"
+    )
     harness.add_arguments(parser)
-    parser.add_argument("--vae", help="decoder, as in sample.py (default: a random one; the demo's own)")
-    parser.add_argument("--precision", choices=tiers, help="tier of --gpus and --fid (default: sample.py's)")
-    parser.add_argument("--steps", type=positive, help="steps (default: 250; --fid: 10; --gpus without GPUs: 25)")
+    parser.add_argument(
+        "--vae", help="decoder, as in sample.py (default: a random one; the demo's own)"
+    )
+    parser.add_argument(
+        "--precision", choices=tiers, help="tier of --gpus and --fid (default: sample.py's)"
+    )
+    parser.add_argument(
+        "--steps", type=positive, help="steps (default: 250; --fid: 10; --gpus without GPUs: 25)"
+    )
     text = "runs of each; a contest tier gets no more after a minute (default: %(default)s)"
     parser.add_argument("--repeats", type=positive, default=3 if on_gpu else 1, help=text)
     usual = FidRequest.per_proc_batch_size if on_gpu else 2
@@ -203,8 +281,15 @@ def main() -> None:
     parser.add_argument("--batch", type=positive, default=usual, help=text)
     args = parser.parse_args()
     with user_errors(parser), tempfile.TemporaryDirectory() as folder:
-        device, folder = prepare(args), Path(folder)
-        kind, work = ("ddp", against_one) if args.gpus else ("fid", fid) if args.fid else ("contest", contest)
+        device = prepare(args)
+        folder = Path(folder)
+        kind, work = (
+            ("ddp", against_one)
+            if args.gpus
+            else ("fid", fid)
+            if args.fid
+            else ("contest", contest)
+        )
         about = harness.about(kind, args, device) | dict(steps=args.steps)
         if args.contest is None:
             about |= dict(gpus=args.gpus or 1, precision=args.precision)

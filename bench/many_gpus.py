@@ -2,9 +2,10 @@
 
     torchrun --standalone --nproc_per_node=4 bench/many_gpus.py --gate --output output/parallel.json
 
-Times are of whole denoising steps on the slowest rank, as in bench/steps.py. The speed-up is over the same network,
-tier and kernels on one of these GPUs. Error: relative, of one guided evaluation, against one GPU. --gate judges
-250-step pictures of the demo, shared, against fp32's on one GPU.
+Times are of whole denoising steps on the slowest rank, as in bench/steps.py. The speed-up
+is over the same network, tier and kernels on one of these GPUs. Error: relative, of one
+guided evaluation, against one GPU. --gate judges 250-step pictures of the demo, shared,
+against fp32's on one GPU.
 """
 
 if not __package__:
@@ -37,7 +38,9 @@ from accel.sampling.guidance import Guidance
 from bench import harness
 from bench.steps import Judge
 
-LAYOUTS = [Layout(rows, tokens, name) for rows, tokens in ((1, 2), (2, 2), (1, 4)) for name in EXCHANGES]
+LAYOUTS = [
+    Layout(rows, tokens, name) for rows, tokens in ((1, 2), (2, 2), (1, 4)) for name in EXCHANGES
+]
 LAYOUTS += [Layout(rows=2), Layout(rows=4)]
 
 
@@ -50,35 +53,53 @@ def runnable(network: BlockNetwork, work: Work, groups: Groups) -> Iterator[Layo
 
 
 def laid_out(network: BlockNetwork, work: Work, groups: Groups, layout: Layout) -> Network:
-    """Return the network as this rank evaluates it under `layout`, its GEMMs chosen. Every rank calls this function,
-    since all make the groups."""
+    """Return the network as this rank evaluates it under `layout`, its GEMMs chosen.
+    Every rank calls this function, since all make the groups.
+    """
     planner.tune(network, work, [Placement(layout, groups.job.world)])
     return groups.apply(network, layout)
 
 
 def settings(network: BlockNetwork, work: Work, groups: Groups) -> Iterator[tuple[Layout, int]]:
-    """Yield (layout, ranks) to time: one GPU, pictures for each number of ranks, then useful layouts."""
-    world, pictures = groups.job.world, work.pictures
+    """Yield (layout, ranks) to time: one GPU, pictures for each number of ranks, then
+    useful layouts.
+    """
+    world = groups.job.world
+    pictures = work.pictures
     for ranks in (1, 2, 4, 8):
         if ranks <= world and (pictures >= ranks or ranks == world and pictures > 1):
             yield OFF, ranks
     for layout in runnable(network, work, groups):
-        # Leave out layouts that give a rank only padding, or divide tokens where each GPU could have a picture.
-        if layout.rows <= Guidance.copies * pictures and (pictures < layout.ranks or layout.tokens == 1):
+        # Leave out layouts that give a rank only padding, or divide tokens where each GPU
+        # could have a picture.
+        if layout.rows <= Guidance.copies * pictures and (
+            pictures < layout.ranks or layout.tokens == 1
+        ):
             yield layout, layout.ranks
 
 
 def time_layouts(args: Namespace, groups: Groups, network: BlockNetwork, work: Work) -> list[dict]:
     """Return a row for each layout of the batch that `args` names, the first of one GPU."""
-    job, device, rows, alone = groups.job, groups.device, [], None
-    for layout, ranks in tqdm([*settings(network, work, groups)], desc="layouts", leave=False, disable=job.rank > 0):
+    job = groups.job
+    device = groups.device
+    rows = []
+    alone = None
+    for layout, ranks in tqdm(
+        [*settings(network, work, groups)], desc="layouts", leave=False, disable=job.rank > 0
+    ):
         # A copy, which shares the weights: the graphs of this layout go when it goes.
         shared = laid_out(network.shallow(network.depth), work, groups, layout)
-        own = slice(None) if layout != OFF else Placement(OFF, ranks, job.rank).pictures(args.pictures)
+        own = (
+            slice(None)
+            if layout != OFF
+            else Placement(OFF, ranks, job.rank).pictures(args.pictures)
+        )
         active = job.rank < ranks and len(range(args.pictures)[own]) > 0
         loop = harness.sampling(shared, args, device, rows=own) if active else None
         plan = str(layout) if layout != OFF else "one GPU" if ranks == 1 else "pictures"
-        row = dict(tier=work.tier, size=args.image_size, labels=args.pictures, gpus=ranks, plan=plan)
+        row = dict(
+            tier=work.tier, size=args.image_size, labels=args.pictures, gpus=ranks, plan=plan
+        )
         row |= harness.time_steps(loop, device, args.load, args.window, job.max_over_ranks)
         row["speedup"] = (rows or [row])[0]["ms"] / row["ms"]
         if ranks == 1 or job.rank < ranks and layout != OFF:
@@ -86,7 +107,10 @@ def time_layouts(args: Namespace, groups: Groups, network: BlockNetwork, work: W
             alone = out if ranks == 1 else alone
             row["error"] = float((out - alone).norm() / alone.norm())
         rows.append(row)
-        text = f"{work.tier} {args.image_size} px {args.pictures} labels  {ranks} GPUs {plan:34} {row['ms']:8.3f} ms"
+        text = (
+            f"{work.tier} {args.image_size} px {args.pictures} labels  {ranks} GPUs {plan:34} "
+            f"{row['ms']:8.3f} ms"
+        )
         error = f"  error {row['error']:.1e}" if "error" in row else ""
         tqdm.write(f"{text} [{row['p10']:.3f}, {row['p90']:.3f}]  {row['speedup']:.2f}×{error}")
         del loop, shared
@@ -102,7 +126,8 @@ def share_pictures(args: Namespace, groups: Groups, record: dict) -> None:
         network = harness.build(model, tier, groups.device, Tuner(share=groups.job.from_rank_0))
         tokens = (case.latent_size // network.patch_size) ** 2
         for pictures in args.labels:
-            case.pictures, work = pictures, Work(pictures, None, Counter([Guidance.copies]), tokens, tier)
+            case.pictures = pictures
+            work = Work(pictures, None, Counter([Guidance.copies]), tokens, tier)
             record["plans"] += time_layouts(case, groups, network, work)
             harness.write(args.output, record)
         del model, network
@@ -110,7 +135,8 @@ def share_pictures(args: Namespace, groups: Groups, record: dict) -> None:
 
 def judge_layouts(args: Namespace, groups: Groups, record: dict) -> None:
     """Judge every layout on the demo's 64 pictures in each tier, against fp32 on one GPU."""
-    judge, alike = Judge(1, groups.device), dict(tuner=Tuner(share=groups.job.from_rank_0))
+    judge = Judge(1, groups.device)
+    alike = dict(tuner=Tuner(share=groups.job.from_rank_0))
     for tier in args.precision:
         work = Work(len(judge.labels), None, Counter([Guidance.copies]), judge.tokens, tier)
         for layout in (OFF, *runnable(judge.reference.network, work, groups)):
@@ -119,9 +145,16 @@ def judge_layouts(args: Namespace, groups: Groups, record: dict) -> None:
                 shared(harness.build(judge.model, tier, groups.device, **alike))
                 continue
             result = judge.judge(tier, alike, share=shared)
-            record["judged"].append(dict(tier=tier, plan="one GPU" if layout == OFF else str(layout), **result))
-            verdict = ", ".join(f"{name} {'PASS' if result[name] else 'FAIL'}" for name in ("contest", "strict"))
-            print(f"{tier} {layout}: worst picture {result['worst']['psnr']:.1f} dB, {verdict}", flush=True)
+            record["judged"].append(
+                dict(tier=tier, plan="one GPU" if layout == OFF else str(layout), **result)
+            )
+            verdict = ", ".join(
+                f"{name} {'PASS' if result[name] else 'FAIL'}" for name in ("contest", "strict")
+            )
+            print(
+                f"{tier} {layout}: worst picture {result['worst']['psnr']:.1f} dB, {verdict}",
+                flush=True,
+            )
             gc.collect()
     harness.write(args.output, record)
 
@@ -135,10 +168,15 @@ def measure(args: Namespace, job: Job) -> None:
     args.image_size = args.image_size or [None]
     args.precision = args.precision or [precision.default_tier(device)]
     if device.type != "cuda":
-        print(f"{job.world} processes over gloo share this machine's processor; times say nothing about GPUs")
+        print(
+            f"{job.world} processes over gloo share this machine's processor; times say nothing "
+            "about GPUs"
+        )
     job.open_collectives(device)
     job.wait_for_collectives()
-    record = dict(kind="parallel", **harness.provenance(device, args.commit), gpus=job.world, model=args.model)
+    record = dict(
+        kind="parallel", **harness.provenance(device, args.commit), gpus=job.world, model=args.model
+    )
     record |= dict(load_seconds=args.load, plans=[], judged=[])
     if args.gate:
         judge_layouts(args, Groups(job, device), record)
@@ -147,12 +185,25 @@ def measure(args: Namespace, job: Job) -> None:
 
 def main() -> None:
     parser = OneLineParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=model_names(), metavar="NAME", help="default: DiT-XL/2; on CPUs DiT-Demo/2")
-    parser.add_argument("--labels", type=positive, nargs="+", default=[1, 2, 8], help="numbers of pictures")
-    parser.add_argument("--image-size", type=positive, nargs="+", help="sides in pixels (default: the model's)")
-    parser.add_argument("--precision", nargs="+", choices=precision.TIERS, help="tiers (default: fp16; CPU: fp32)")
+    parser.add_argument(
+        "--model",
+        choices=model_names(),
+        metavar="NAME",
+        help="default: DiT-XL/2; on CPUs DiT-Demo/2",
+    )
+    parser.add_argument(
+        "--labels", type=positive, nargs="+", default=[1, 2, 8], help="numbers of pictures"
+    )
+    parser.add_argument(
+        "--image-size", type=positive, nargs="+", help="sides in pixels (default: the model's)"
+    )
+    parser.add_argument(
+        "--precision", nargs="+", choices=precision.TIERS, help="tiers (default: fp16; CPU: fp32)"
+    )
     harness.add_seconds(parser, load=1.0, window=0.5)
-    parser.add_argument("--gate", action="store_true", help="judge every layout on the demo's pictures too")
+    parser.add_argument(
+        "--gate", action="store_true", help="judge every layout on the demo's pictures too"
+    )
     harness.add_output(parser)
     args = parser.parse_args()
     with user_errors(parser):

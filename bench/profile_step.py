@@ -1,11 +1,14 @@
-"""Profile warm sampling steps with torch.profiler: time by kind of work, against the measured limits of this machine.
+"""Profile warm sampling steps with torch.profiler: time by kind of work, against the
+measured limits of this machine.
 
     python bench/profile_step.py --output output/fast.json                  # as sample.py runs it
-    python bench/profile_step.py --baseline --output output/baseline.json   # upstream's arithmetic: models.py, eager
+    python bench/profile_step.py --baseline --output output/baseline.json   # upstream's arithmetic:
+                                                                            models.py, eager
 
-Prints the profiler's table of the ten most expensive functions. Beside --output lies a trace for Perfetto
-(ui.perfetto.dev). On a GPU a kernel's name tells its kind of work; idle is the time between the first kernel's start
-and the last kernel's end in which none runs.
+Prints the profiler's table of the ten most expensive functions. Beside --output lies a
+trace for Perfetto (ui.perfetto.dev). On a GPU a kernel's name tells its kind of work;
+idle is the time between the first kernel's start and the last kernel's end in which none
+runs.
 """
 
 if not __package__:
@@ -35,12 +38,17 @@ from accel.flags import positive
 from accel.network import BlockNetwork
 from bench import harness, seen_as
 
-WAIT, WARMUP = 1, 2  # steps before the recorded ones
-# The first kind whose pattern a kernel's name contains. Attention comes first: its kernels are named after GEMMs too.
+WAIT = 1
+WARMUP = 2  # steps before the recorded ones
+# The first kind whose pattern a kernel's name contains. Attention comes first: its
+# kernels are named after GEMMs too.
 KINDS = (
     ("attention", r"attention|flash|fmha|sdpa|softmax|mha_fwd"),
     ("copies", r"^Mem(cpy|set)|CatArray|direct_copy|copy_kernel|copy_device|FillFunctor"),
-    ("GEMM", r"gemm|gemv|nvjet|cutlass|cublas|splitK|split_linear|xmma|wgmma|conv|winograd|implicit"),
+    (
+        "GEMM",
+        r"gemm|gemv|nvjet|cutlass|cublas|splitK|split_linear|xmma|wgmma|conv|winograd|implicit",
+    ),
 )
 OTHER = "norm/elementwise"
 # cudaDeviceSynchronize is the profiler's own.
@@ -51,14 +59,16 @@ STAGED = 50  # µs: an asynchronous copy that takes the host longer than this ha
 
 def record(loop: Callable, steps: int, device: torch.device) -> profile:
     """Return the profile of `steps` warm steps of `loop`."""
-    # CUPTI must outlive the first profile, or a captured step that is replayed in the second one crashes.
+    # CUPTI must outlive the first profile, or a captured step that is replayed in the
+    # second one crashes.
     os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
 
     cuda = device.type == "cuda"
 
     def on_step(*_):
-        if cuda and profiler.step_num == WAIT + WARMUP - 1:  # earlier steps' kernels must not be recorded
+        # earlier steps' kernels must not be recorded
+        if cuda and profiler.step_num == WAIT + WARMUP - 1:
             torch.cuda.synchronize(device)
         profiler.step()
 
@@ -77,33 +87,53 @@ def on_device(event) -> bool:
 
 
 def analyse(events: EventList, steps: int) -> dict:
-    """Return the time of `steps` profiled steps on a GPU by kind of work, and the host's waits, in ms a step."""
-    averages, times = events.key_averages(), defaultdict(float)
+    """Return the time of `steps` profiled steps on a GPU by kind of work, and the host's
+    waits, in ms a step.
+    """
+    averages = events.key_averages()
+    times = defaultdict(float)
     kernels = [row for row in averages if on_device(row)]
     for row in kernels:
         kind = next((kind for kind, pattern in KINDS if re.search(pattern, row.key, re.I)), OTHER)
         times[kind] += row.self_device_time_total
-    spans = sorted((event.time_range.start, event.time_range.end) for event in events if on_device(event))
+    spans = sorted(
+        (event.time_range.start, event.time_range.end) for event in events if on_device(event)
+    )
     first = reach = spans[0][0]
     for start, end in spans:
         times["idle"] += max(0.0, start - reach)
         reach = max(reach, end)
-    waits = [row for row in averages if row.device_type == DeviceType.CPU and re.search(WAITS, row.key)]
-    waits = [row for row in waits if "Async" not in row.key or row.self_cpu_time_total > STAGED * row.count]
+    waits = [
+        row for row in averages if row.device_type == DeviceType.CPU and re.search(WAITS, row.key)
+    ]
+    waits = [
+        row
+        for row in waits
+        if "Async" not in row.key or row.self_cpu_time_total > STAGED * row.count
+    ]
     by_time = sorted(times.items(), key=lambda item: -item[1])
     return dict(
         window_ms=(reach - first) / steps / 1e3,
         launches_per_step=sum(row.count for row in kernels) / steps,
-        kinds={kind: dict(ms=time / steps / 1e3, share=time / (reach - first)) for kind, time in by_time},
+        kinds={
+            kind: dict(ms=time / steps / 1e3, share=time / (reach - first))
+            for kind, time in by_time
+        },
         waits=[
-            dict(where=row.key, per_step=row.count / steps, ms_per_step=row.self_cpu_time_total / steps / 1e3)
+            dict(
+                where=row.key,
+                per_step=row.count / steps,
+                ms_per_step=row.self_cpu_time_total / steps / 1e3,
+            )
             for row in sorted(waits, key=lambda row: -row.self_cpu_time_total)
         ],
     )
 
 
 def ceilings(tier: str, device: torch.device) -> dict:
-    """Measure this machine's ceilings: a large GEMM in the tier's arithmetic, after seconds of it, and a large copy."""
+    """Measure this machine's ceilings: a large GEMM in the tier's arithmetic, after
+    seconds of it, and a large copy.
+    """
 
     def milliseconds(work, load, window):
         def loop(on_step):
@@ -113,33 +143,43 @@ def ceilings(tier: str, device: torch.device) -> dict:
         return harness.time_steps(loop, device, load, window)["ms"]
 
     cuda = device.type == "cuda"
-    side, dtype, parts = 8192 if cuda else 1024, precision.TIERS[tier].dtype, 1
+    side = 8192 if cuda else 1024
+    dtype = precision.TIERS[tier].dtype
+    parts = 1
     if tier == "exact":
-        dtype, parts = torch.float16, 3  # high·high, high·low and low·high
+        dtype = torch.float16
+        parts = 3  # high·high, high·low and low·high
     a, b = torch.randn(2, side, side, device=device).to(dtype)
     out = torch.empty_like(a)
     gemm = milliseconds(lambda: torch.mm(a, b, out=out), *((1.5, 1.0) if cuda else (0.1, 0.1)))
     size = 1 << 30 if cuda else 1 << 26
     source, target = torch.ones(2, size, dtype=torch.uint8, device=device)
     copy = milliseconds(lambda: target.copy_(source), 0.0, 0.05)
-    tflops, tb_s = 2 * side**3 / parts / gemm / 1e9, 2 * size / copy / 1e9
+    tflops = 2 * side**3 / parts / gemm / 1e9
+    tb_s = 2 * size / copy / 1e9
     return dict(gemm_tflops=tflops, gemm=f"{side}³ {tier}", copy_tb_s=tb_s)
 
 
 @torch.no_grad()
 def flops(model: torch.nn.Module, args: Namespace, device: torch.device) -> dict[str, int]:
-    """Return the floating-point operations of a step, 2 a multiply-add, as torch counts them on the reference network
-    (conditioning, which a run computes ahead, is 0.05 % of XL/2)."""
+    """Return the floating-point operations of a step, 2 a multiply-add, as torch counts
+    them on the reference network (conditioning, which a run computes ahead, is 0.05 % of
+    XL/2).
+    """
     x = torch.zeros(2, model.in_channels, args.latent_size, args.latent_size, device=device)
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # attention: two batched GEMMs
+    # attention: two batched GEMMs
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(x, x.new_full((2,), 500), torch.zeros(2, dtype=torch.int64, device=device))
-    whole, attention = counter.get_total_flops(), counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
+    whole = counter.get_total_flops()
+    attention = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
     return {"GEMM": args.pictures * (whole - attention), "attention": args.pictures * attention}
 
 
 def adaln_bytes(network: BlockNetwork, row_tokens: int, value_bytes: int) -> int:
-    """Return the fewest bytes that move between the GEMMs of a step if each pass over the tokens is one fused adaLN
-    kernel, as in accel/fast: the float32 residual stream, and branches and GEMM inputs of `value_bytes` a value."""
+    """Return the fewest bytes that move between the GEMMs of a step if each pass over the
+    tokens is one fused adaLN kernel, as in accel/fast: the float32 residual stream, and
+    branches and GEMM inputs of `value_bytes` a value.
+    """
     stream = 4
     middle = stream + 2 * value_bytes  # reads x and a, writes h
     joined = 2 * stream + 3 * value_bytes  # reads x, a and m, writes x and h
@@ -155,12 +195,16 @@ def save_trace(profiler: profile, path: Path) -> None:
 
 
 def run(args: Namespace, device: torch.device) -> dict:
-    """Return the record of a profile, and print the profiler's table; the trace goes beside --output."""
-    model, cuda = harness.model_of(args, device), device.type == "cuda"
+    """Return the record of a profile, and print the profiler's table; the trace goes
+    beside --output.
+    """
+    model = harness.model_of(args, device)
+    cuda = device.type == "cuda"
     network = harness.build(model, args.precision, device)
     loop = harness.sampling(network, args, device)
     timed = harness.time_steps(loop, device, args.load, args.window)
-    ceiling, work = ceilings(args.precision, device), flops(model, args, device)
+    ceiling = ceilings(args.precision, device)
+    work = flops(model, args, device)
     profiler = record(loop, args.steps, device)
     if args.output:
         save_trace(profiler, Path(args.output).with_suffix(".trace.json.gz"))
@@ -178,8 +222,8 @@ def run(args: Namespace, device: torch.device) -> dict:
         timed=timed,
         ceilings=ceiling,
         flops=work,
-        # No arrangement of the same arithmetic is faster: GEMMs and attention at the speed of a large GEMM, all other
-        # bytes at the speed of a large copy.
+        # No arrangement of the same arithmetic is faster: GEMMs and attention at the
+        # speed of a large GEMM, all other bytes at the speed of a large copy.
         floor_ms=(sum(work.values()) / ceiling["gemm_tflops"] + moved / ceiling["copy_tb_s"]) / 1e9,
     )
     if not cuda:
@@ -195,19 +239,23 @@ def run(args: Namespace, device: torch.device) -> dict:
             row["gb_s"] = moved / row["ms"] / 1e6
             row["of_ceiling"] = row["gb_s"] / 1e3 / ceiling["copy_tb_s"]
     if args.seen_as:
-        result["newer"] = seen_as.newer(sorted({event.name for event in events if on_device(event)}), args.seen_as)
+        result["newer"] = seen_as.newer(
+            sorted({event.name for event in events if on_device(event)}), args.seen_as
+        )
     return result
 
 
 def describe(record: dict) -> list[str]:
     """Return the lines that a profile prints below the profiler's table."""
-    timed, ceiling = record["timed"], record["ceilings"]
+    timed = record["timed"]
+    ceiling = record["ceilings"]
     lines = [
-        f"{record['model']}, {record['image_size']} px, {record['batch_rows']} batch rows, {record['tier']}, "
-        f"{record['gpu'] or 'CPU'}",
-        f"{timed['ms']:.2f} ms a step [{timed['p10']:.2f}, {timed['p90']:.2f}]; profiled {record['window_ms']:.2f}; "
-        f"floor {record['floor_ms']:.2f} ({ceiling['gemm']} GEMM {ceiling['gemm_tflops']:.3g} TFLOP/s, copy "
-        f"{ceiling['copy_tb_s']:.3g} TB/s, both measured here)",
+        f"{record['model']}, {record['image_size']} px, {record['batch_rows']} batch rows, "
+        f"{record['tier']}, {record['gpu'] or 'CPU'}",
+        f"{timed['ms']:.2f} ms a step [{timed['p10']:.2f}, {timed['p90']:.2f}]; profiled "
+        f"{record['window_ms']:.2f}; floor {record['floor_ms']:.2f} ({ceiling['gemm']} GEMM "
+        f"{ceiling['gemm_tflops']:.3g} TFLOP/s, copy {ceiling['copy_tb_s']:.3g} TB/s, both "
+        "measured here)",
     ]
     for kind, row in record.get("kinds", {}).items():
         rate = f"  {row['of_ceiling']:.0%} of the ceiling" if "of_ceiling" in row else ""
@@ -215,7 +263,10 @@ def describe(record: dict) -> list[str]:
     if record["gpu"] and not record["waits"]:
         lines.append("The host never waits for the GPU in these steps.")
     for one in record["waits"]:
-        lines.append(f"  the host waits {one['per_step']:.1f} × a step, {one['ms_per_step']:.3f} ms, in {one['where']}")
+        lines.append(
+            f"  the host waits {one['per_step']:.1f} × a step, {one['ms_per_step']:.3f} ms, in "
+            f"{one['where']}"
+        )
     return lines + [f"a kernel of a newer generation: {name}" for name in record.get("newer", [])]
 
 
@@ -225,17 +276,26 @@ def main() -> None:
     harness.add_batch(parser)
     text = "tier (default: sample.py's; --baseline: tf32 where the device has it, else fp32)"
     parser.add_argument("--precision", choices=tuple(precision.TIERS), help=text)
-    parser.add_argument("--baseline", action="store_true", help="upstream's arithmetic: models.py, step by step")
-    parser.add_argument("--steps", type=positive, default=3, help="steps in the trace, after the warm-up")
+    parser.add_argument(
+        "--baseline", action="store_true", help="upstream's arithmetic: models.py, step by step"
+    )
+    parser.add_argument(
+        "--steps", type=positive, default=3, help="steps in the trace, after the warm-up"
+    )
     args = parser.parse_args()
     with user_errors(parser):
         if args.output and Path(args.output).suffix != ".json":
             raise UsageError(f"--output {args.output}: must end in .json")
         device = harness.prepare(args)
         upstream = "tf32" if precision.supports("tf32", device) else "fp32"
-        args.precision = args.precision or (upstream if args.baseline else precision.default_tier(device))
+        args.precision = args.precision or (
+            upstream if args.baseline else precision.default_tier(device)
+        )
         if args.baseline and precision.TIERS[args.precision].accelerated:
-            raise UsageError(f"--precision {args.precision}: upstream samples in fp32 or tf32; choose one of these")
+            raise UsageError(
+                f"--precision {args.precision}: upstream samples in fp32 or tf32; choose one of "
+                "these"
+            )
         result = run(args, device)
         print(*describe(result), sep="\n")
         harness.write(args.output, result)

@@ -1,7 +1,8 @@
 """This GPU seen as one of another generation, for rehearsals and tests.
 
-The code sees another compute capability, and Triton compiles for it: the driver compiles the PTX for this GPU. cuBLAS
-and cuDNN see the real GPU: their kernels may be faster than those they would choose on the older GPU.
+The code sees another compute capability, and Triton compiles for it: the driver compiles
+the PTX for this GPU. cuBLAS and cuDNN see the real GPU: their kernels may be faster than
+those they would choose on the older GPU.
 """
 
 import re
@@ -28,8 +29,9 @@ def version(text: str) -> tuple[int, int]:
 
 
 def compile_for(capability: tuple[int, int]) -> None:
-    """Make Triton compile for an older GPU of `capability`, and the driver compile its PTX for this GPU. Call this once
-    in a process, before a kernel is launched."""
+    """Make Triton compile for an older GPU of `capability`, and the driver compile its
+    PTX for this GPU. Call this once in a process, before a kernel is launched.
+    """
     from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.driver import CudaDriver

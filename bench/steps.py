@@ -1,13 +1,16 @@
-"""Denoising steps: one optimisation after the other, each with its time, its error and its pictures.
+"""Denoising steps: one optimisation after the other, each with its time, its error and
+its pictures.
 
     python bench/steps.py --gate 3 --output output/ladder.json
     python bench/steps.py --only "CUDA graph" --vs compile max-autotune --output output/versus.json
 
-Times are of whole steps in the sampling loop that sample.py runs (guidance, update and noise draw included, no
-decoder): median, 10th and 90th percentile, after --load seconds of the same steps. Weights are random and not zero,
-except the demo's: a fresh DiT outputs zeros. Errors are relative, ‖out − ref‖ / ‖ref‖, of one forward pass against
-float64. --gate judges 250-step pictures of the family's demo, or of one with its prediction, against fp32's from the
-same noise. To compare two trees, run it in each, with --commit for a tree that git does not know.
+Times are of whole steps in the sampling loop that sample.py runs (guidance, update and
+noise draw included, no decoder): median, 10th and 90th percentile, after --load seconds
+of the same steps. Weights are random and not zero, except the demo's: a fresh DiT outputs
+zeros. Errors are relative, ‖out − ref‖ / ‖ref‖, of one forward pass against float64.
+--gate judges 250-step pictures of the family's demo, or of one with its prediction,
+against fp32's from the same noise. To compare two trees, run it in each, with --commit
+for a tree that git does not know.
 """
 
 if not __package__:
@@ -47,7 +50,9 @@ Rung = tuple[str, str, dict]  # name, tier, switches
 
 
 def ladder(device: torch.device, tiers: list[str]) -> Iterator[Rung]:
-    """Yield every rung that `device` can run; tiers: the half tiers that are climbed step by step."""
+    """Yield every rung that `device` can run; tiers: the half tiers that are climbed step
+    by step.
+    """
     for tier in ("fp32", "tf32", "exact"):
         if precision.supports(tier, device):
             yield tier, tier, {}
@@ -61,13 +66,18 @@ def ladder(device: torch.device, tiers: list[str]) -> Iterator[Rung]:
 
 
 class Reference:
-    """A forward pass in float64 and others' distance to it: a label and the null label, at three timesteps."""
+    """A forward pass in float64 and others' distance to it: a label and the null label,
+    at three timesteps.
+    """
 
     def __init__(self, model: torch.nn.Module, args: Namespace, device: torch.device):
-        generator, side = torch.Generator().manual_seed(1), args.latent_size
+        generator = torch.Generator().manual_seed(1)
+        side = args.latent_size
         self.x = torch.randn(2, model.in_channels, side, side, generator=generator).to(device)
         self.y = torch.tensor([1, args.num_classes], device=device)
-        times = (0.02, 0.5, 0.98) if family_of(args.model).prediction == "velocity" else (980, 500, 20)
+        times = (
+            (0.02, 0.5, 0.98) if family_of(args.model).prediction == "velocity" else (980, 500, 20)
+        )
         self.t = [torch.full((2,), t, device=device) for t in times]
         wide = harness.build(copy.deepcopy(model).double(), "fp32", device)
         self.out = [wide.forward(self.x.double(), t, self.y) for t in self.t]
@@ -80,17 +90,32 @@ class Reference:
 
 
 class Judge:
-    """A demo's pictures after 250 guided steps, 64 a seed, against those of fp32 from the same noise."""
+    """A demo's pictures after 250 guided steps, 64 a seed, against those of fp32 from the
+    same noise.
+    """
 
-    def __init__(self, seeds: int, device: torch.device, each: int = 64, steps: int = 250, model: str = "DiT-Demo/2"):
+    def __init__(
+        self,
+        seeds: int,
+        device: torch.device,
+        each: int = 64,
+        steps: int = 250,
+        model: str = "DiT-Demo/2",
+    ):
         request = GridRequest(model, precision="fp32", num_sampling_steps=steps, device=str(device))
         settings, self.reference, self.decoder = door.ready(request)
-        self.model, self.tokens = self.reference.network.model, settings.tokens
-        self.seeds, self.labels = range(seeds), [index % settings.num_classes for index in range(each)]
+        self.model = self.reference.network.model
+        self.tokens = settings.tokens
+        self.seeds = range(seeds)
+        self.labels = [index % settings.num_classes for index in range(each)]
         self.want = self.pictures("fp32", {})
 
-    def pictures(self, tier: str, switches: dict, share: Callable = lambda network: network) -> list:
-        """Return (n, H, W, 3) uint8 for each seed. share: turns the network into one that GPUs share."""
+    def pictures(
+        self, tier: str, switches: dict, share: Callable = lambda network: network
+    ) -> list:
+        """Return (n, H, W, 3) uint8 for each seed. share: turns the network into one that
+        GPUs share.
+        """
         network = share(harness.build(self.model, tier, self.reference.device, **switches))
         run = self.reference._replace(network=network, tier=tier)
         latents = [run.latents(self.labels, seed) for seed in self.seeds]
@@ -98,12 +123,21 @@ class Judge:
         return [to_uint8(self.decoder.decode(one)).numpy() for one in latents]
 
     def judge(self, tier: str, switches: dict, **how) -> dict:
-        """Return the worst picture's figures, and whether every picture meets each criterion, without LPIPS. MAE is of
-        0–1."""
-        pairs = [pair for sets in zip(self.want, self.pictures(tier, switches, **how)) for pair in zip(*sets)]
-        mae, psnr, ssim = zip(*((evaluate.mae(a, b), evaluate.psnr(a, b), evaluate.ssim(a, b)) for a, b in pairs))
+        """Return the worst picture's figures, and whether every picture meets each
+        criterion, without LPIPS. MAE is of 0–1.
+        """
+        pairs = [
+            pair
+            for sets in zip(self.want, self.pictures(tier, switches, **how))
+            for pair in zip(*sets)
+        ]
+        mae, psnr, ssim = zip(
+            *((evaluate.mae(a, b), evaluate.psnr(a, b), evaluate.ssim(a, b)) for a, b in pairs)
+        )
         worst = dict(mae=max(mae), psnr=min(psnr), ssim=min(ssim))
-        meets = {name: all(evaluate.judge(worst, bars).values()) for name, bars in evaluate.GATES.items()}
+        meets = {
+            name: all(evaluate.judge(worst, bars).values()) for name, bars in evaluate.GATES.items()
+        }
         return dict(pictures=len(pairs), worst=worst | dict(mae=max(mae) / 255), **meets)
 
 
@@ -116,12 +150,16 @@ def climb(args: Namespace, device: torch.device, rungs: list[Rung]) -> Iterator[
 
     def measure(name, make):
         gc.collect()  # the memory of the rung before
-        row, started = dict(rung=name), time.perf_counter()
+        row = dict(rung=name)
+        started = time.perf_counter()
         try:
             network = make()
-            row |= harness.time_steps(harness.sampling(network, args, device), device, args.load, args.window)
+            row |= harness.time_steps(
+                harness.sampling(network, args, device), device, args.load, args.window
+            )
             row["seconds"] = time.perf_counter() - started
-            if "max-autotune" not in name:  # the compiler would search again for the reference's two batch rows
+            # the compiler would search again for the reference's two batch rows
+            if "max-autotune" not in name:
                 row["error"] = reference.error(network)
         except torch.OutOfMemoryError:
             row["failed"] = "out of memory"
@@ -140,12 +178,17 @@ def climb(args: Namespace, device: torch.device, rungs: list[Rung]) -> Iterator[
 
 
 def rungs_of(args: Namespace, device: torch.device) -> list[Rung]:
-    """Return the rungs of the ladder that --only names. Raises UsageError if there is nothing to time."""
+    """Return the rungs of the ladder that --only names. Raises UsageError if there is
+    nothing to time.
+    """
     every = list(ladder(device, args.precision))
     rungs = [rung for rung in every if not args.only or any(word in rung[0] for word in args.only)]
     if not (rungs or args.vs):
         names = ", ".join(name for name, *_ in every)
-        raise UsageError(f"--only {' '.join(args.only)}: no rung on {device} has that in its name; there are {names}")
+        raise UsageError(
+            f"--only {' '.join(args.only)}: no rung on {device} has that in its name; there are "
+            f"{names}"
+        )
     return rungs
 
 
@@ -157,8 +200,12 @@ def line(row: dict) -> str:
     if "error" in row:
         text += f"   error {row['error']:.1e}"
     if "judged" in row:
-        judged, worst = row["judged"], row["judged"]["worst"]
-        text += f"   worst PSNR {worst['psnr']:.1f}, MAE {255 * worst['mae']:.4f} of 0-255, without LPIPS: "
+        judged = row["judged"]
+        worst = row["judged"]["worst"]
+        text += (
+            f"   worst PSNR {worst['psnr']:.1f}, MAE {255 * worst['mae']:.4f} of 0-255, without "
+            "LPIPS: "
+        )
         text += ", ".join(f"{name} {'PASS' if judged[name] else 'FAIL'}" for name in evaluate.GATES)
     return text
 
@@ -168,10 +215,17 @@ def main() -> None:
     harness.add_arguments(parser)
     harness.add_batch(parser)
     parser.add_argument("--precision", nargs="+", default=["fp16"], choices=HALF, help="half tiers")
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="rungs with such a word in their name")
-    what = "the same weights in float16 as others run them; compile, max-autotune: modes of torch.compile"
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="WORD", help="rungs with such a word in their name"
+    )
+    what = (
+        "the same weights in float16 as others run them; compile, max-autotune: modes of "
+        "torch.compile"
+    )
     parser.add_argument("--vs", nargs="+", choices=RIVALS, default=[], help=what)
-    parser.add_argument("--gate", type=int, default=0, metavar="SEEDS", help="judge a demo's pictures, 64 a seed")
+    parser.add_argument(
+        "--gate", type=int, default=0, metavar="SEEDS", help="judge a demo's pictures, 64 a seed"
+    )
     args = parser.parse_args()
     with user_errors(parser):
         device = harness.prepare(args)
@@ -180,7 +234,9 @@ def main() -> None:
         rungs = rungs_of(args, device)
         record = harness.about("steps", args, device)
         record |= dict(batch_rows=2 * args.pictures, load_seconds=args.load, rungs=[])
-        print(", ".join(f"{name} {record[name]}" for name in ("gpu", "torch", "commit")), flush=True)
+        print(
+            ", ".join(f"{name} {record[name]}" for name in ("gpu", "torch", "commit")), flush=True
+        )
         for row in climb(args, device, rungs):
             record["rungs"].append(row)
             harness.write(args.output, record)

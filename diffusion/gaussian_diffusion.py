@@ -1,16 +1,18 @@
-"""The Gaussian diffusion process: its tables, one reverse step and its variants, the sampling loops, the losses.
+"""The Gaussian diffusion process: its tables, one reverse step and its variants, the
+sampling loops, the losses.
 
     Ho        Ho et al. 2020, Denoising diffusion probabilistic models, 2006.11239
     Nichol    Nichol & Dhariwal 2021, Improved denoising diffusion probabilistic models, 2102.09672
     Song      Song et al. 2021, Denoising diffusion implicit models, 2010.02502
     Dhariwal  Dhariwal & Nichol 2021, Diffusion models beat GANs on image synthesis, 2105.05233
 
-Everywhere below x is (N, C, ...) and t an integer tensor (N,) on x's device with 0 <= t < num_timesteps; q is
-the noising process, p the model's. `model` is any callable (x, t, **model_kwargs) -> (N, C, ...), or (N, 2C,
-...) if it predicts the variance too. alpha_t = 1 - beta_t, abar_t = alpha_0 ... alpha_t; t counts from 0.
+Everywhere below x is (N, C, ...) and t an integer tensor (N,) on x's device with 0 <= t <
+num_timesteps; q is the noising process, p the model's. `model` is any callable (x, t,
+**model_kwargs) -> (N, C, ...), or (N, 2C, ...) if it predicts the variance too. alpha_t =
+1 - beta_t, abar_t = alpha_0 ... alpha_t; t counts from 0.
 
-No step copies from the host or waits for the device: tables are looked up on t's device. So a step can be
-captured in a CUDA graph after `prepare(device)`.
+No step copies from the host or waits for the device: tables are looked up on t's device.
+So a step can be captured in a CUDA graph after `prepare(device)`.
 """
 
 import enum
@@ -33,12 +35,15 @@ class ModelMeanType(enum.Enum):
 
 
 class ModelVarType(enum.Enum):
-    """The variance of p(x_{t-1} | x_t). Learned variances are channels C ... 2C of the model's output."""
+    """The variance of p(x_{t-1} | x_t). Learned variances are channels C ... 2C of the
+    model's output.
+    """
 
     LEARNED = enum.auto()  # its log
     FIXED_SMALL = enum.auto()  # the posterior's
     FIXED_LARGE = enum.auto()  # beta_t
-    LEARNED_RANGE = enum.auto()  # the position of its log between these two: -1 the posterior's, 1 beta_t
+    # the position of its log between these two: -1 the posterior's, 1 beta_t
+    LEARNED_RANGE = enum.auto()
 
 
 class LossType(enum.Enum):
@@ -65,9 +70,10 @@ def mean_flat(tensor: Tensor) -> Tensor:
 def get_beta_schedule(
     beta_schedule: str, *, beta_start: float, beta_end: float, num_diffusion_timesteps: int
 ) -> np.ndarray:
-    """Return float64 betas (num_diffusion_timesteps,) from beta_start to beta_end by name: "linear"; "quad" (linear
-    in the square root); "warmup10", "warmup50" (linear over the first 10 or 50 %, then constant); "const"
-    (beta_end); "jsd" (1/T, 1/(T-1), ..., 1). Raises ValueError for another name.
+    """Return float64 betas (num_diffusion_timesteps,) from beta_start to beta_end by
+    name: "linear"; "quad" (linear in the square root); "warmup10", "warmup50" (linear
+    over the first 10 or 50 %, then constant); "const" (beta_end); "jsd" (1/T, 1/(T-1),
+    ..., 1). Raises ValueError for another name.
     """
     steps = num_diffusion_timesteps
     if beta_schedule == "linear":
@@ -83,40 +89,51 @@ def get_beta_schedule(
         return np.full(steps, beta_end, dtype=np.float64)
     if beta_schedule == "jsd":
         return 1.0 / np.linspace(steps, 1, steps, dtype=np.float64)
-    raise ValueError(f'beta schedule "{beta_schedule}": expected linear, quad, warmup10, warmup50, const or jsd')
+    raise ValueError(
+        f'beta schedule "{beta_schedule}": expected linear, quad, warmup10, warmup50, const or jsd'
+    )
 
 
 def get_named_beta_schedule(schedule_name: str, num_diffusion_timesteps: int) -> np.ndarray:
     """Return the betas of a published schedule, float64 (num_diffusion_timesteps,).
 
-    "linear": Ho's 1e-4 ... 0.02 for 1000 steps; scaled by 1000 / T for T steps, so that the end is as noisy.
-    "squaredcos_cap_v2": Nichol eq. 17, abar(u) = cos^2(pi/2 (u + 0.008) / 1.008).
-    Raises ValueError for another name.
+    "linear": Ho's 1e-4 ... 0.02 for 1000 steps; scaled by 1000 / T for T steps, so that
+    the end is as noisy. "squaredcos_cap_v2": Nichol eq. 17, abar(u) = cos^2(pi/2 (u +
+    0.008) / 1.008). Raises ValueError for another name.
     """
     if schedule_name == "linear":
         scale = 1000 / num_diffusion_timesteps
         return get_beta_schedule(
-            "linear", beta_start=scale * 0.0001, beta_end=scale * 0.02, num_diffusion_timesteps=num_diffusion_timesteps
+            "linear",
+            beta_start=scale * 0.0001,
+            beta_end=scale * 0.02,
+            num_diffusion_timesteps=num_diffusion_timesteps,
         )
     if schedule_name == "squaredcos_cap_v2":
-        return betas_for_alpha_bar(num_diffusion_timesteps, lambda u: math.cos((u + 0.008) / 1.008 * math.pi / 2) ** 2)
+        return betas_for_alpha_bar(
+            num_diffusion_timesteps, lambda u: math.cos((u + 0.008) / 1.008 * math.pi / 2) ** 2
+        )
     raise ValueError(f'noise schedule "{schedule_name}": expected linear or squaredcos_cap_v2')
 
 
 def betas_for_alpha_bar(
     num_diffusion_timesteps: int, alpha_bar: Callable[[float], float], max_beta: float = 0.999
 ) -> np.ndarray:
-    """Return beta_t = min(1 - abar((t+1)/T) / abar(t/T), max_beta), float64 (T,): Nichol section 3.2. alpha_bar: the
-    function abar on [0, 1]."""
-    edges = [alpha_bar(step / num_diffusion_timesteps) for step in range(num_diffusion_timesteps + 1)]
+    """Return beta_t = min(1 - abar((t+1)/T) / abar(t/T), max_beta), float64 (T,): Nichol
+    section 3.2. alpha_bar: the function abar on [0, 1].
+    """
+    edges = [
+        alpha_bar(step / num_diffusion_timesteps) for step in range(num_diffusion_timesteps + 1)
+    ]
     return np.array([min(1 - after / before, max_beta) for before, after in zip(edges, edges[1:])])
 
 
 class GaussianDiffusion:
     """The process of `betas` (T,), each in (0, 1], and the meaning of the model's output.
 
-    The tables are float64 numpy attributes (T,): betas, alphas_cumprod (abar_t) and functions of these. Every device
-    in use has float32 copies. Raises ValueError for other betas.
+    The tables are float64 numpy attributes (T,): betas, alphas_cumprod (abar_t) and
+    functions of these. Every device in use has float32 copies. Raises ValueError for
+    other betas.
     """
 
     def __init__(
@@ -153,11 +170,18 @@ class GaussianDiffusion:
             self.sqrt_recipm1_alphas_cumprod = np.sqrt(1.0 / self.alphas_cumprod - 1)
 
         # q(x_{t-1} | x_t, x_0), Ho eq. 6 and 7
-        self.posterior_variance = betas * (1.0 - self.alphas_cumprod_prev) / (1.0 - self.alphas_cumprod)
-        # It is 0 at t = 0: p takes the variance of t = 1 there, which matters for the likelihood of x_0 only.
+        self.posterior_variance = (
+            betas * (1.0 - self.alphas_cumprod_prev) / (1.0 - self.alphas_cumprod)
+        )
+        # It is 0 at t = 0: p takes the variance of t = 1 there, which matters for the
+        # likelihood of x_0 only.
         self._first_variance = self.posterior_variance[1] if self.num_timesteps > 1 else betas[0]
-        self.posterior_log_variance_clipped = np.log(np.append(self._first_variance, self.posterior_variance[1:]))
-        self.posterior_mean_coef1 = betas * np.sqrt(self.alphas_cumprod_prev) / (1.0 - self.alphas_cumprod)
+        self.posterior_log_variance_clipped = np.log(
+            np.append(self._first_variance, self.posterior_variance[1:])
+        )
+        self.posterior_mean_coef1 = (
+            betas * np.sqrt(self.alphas_cumprod_prev) / (1.0 - self.alphas_cumprod)
+        )
         self.posterior_mean_coef2 = (
             (1.0 - self.alphas_cumprod_prev) * np.sqrt(1.0 - betas) / (1.0 - self.alphas_cumprod)
         )
@@ -167,14 +191,18 @@ class GaussianDiffusion:
     # ---- tables on the device ----
 
     def prepare(self, device: torch.device | str) -> None:
-        """Upload the tables to `device`, once. Capturing a step in a CUDA graph before this raises RuntimeError."""
+        """Upload the tables to `device`, once. Capturing a step in a CUDA graph before
+        this raises RuntimeError.
+        """
         self._tables(torch.empty(0, device=device).device)  # "cuda" becomes "cuda:0"
 
     def _tables(self, device):
         tables = self._device_tables.get(device)
         if tables is None:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(f'a CUDA graph is being captured: call diffusion.prepare("{device}") before')
+                raise RuntimeError(
+                    f'a CUDA graph is being captured: call diffusion.prepare("{device}") before'
+                )
             with torch.inference_mode(False):  # later callers may be in another mode
                 tables = self._device_tables[device] = self._upload(device)
         return tables
@@ -187,13 +215,17 @@ class GaussianDiffusion:
         large[0] = self._first_variance
         tables["log_betas"] = np.log(self.betas)
         tables["large_variance"], tables["log_large_variance"] = large, np.log(large)
-        rows = torch.from_numpy(np.stack(list(tables.values()))).to(torch.float32).to(device)  # (tables, T)
+        # (tables, T)
+        rows = torch.from_numpy(np.stack(list(tables.values()))).to(torch.float32).to(device)
         return dict(zip(tables, rows.unbind(0)))
 
     @property
     def learns_range(self) -> bool:
         """Return whether the model predicts the noise and a variance in its range, as DiT does."""
-        return self.model_mean_type is ModelMeanType.EPSILON and self.model_var_type is ModelVarType.LEARNED_RANGE
+        return (
+            self.model_mean_type is ModelMeanType.EPSILON
+            and self.model_var_type is ModelVarType.LEARNED_RANGE
+        )
 
     def __getstate__(self):
         return {**vars(self), "_device_tables": {}}  # copies and pickles carry no device memory
@@ -205,14 +237,18 @@ class GaussianDiffusion:
     # ---- q: the noising process ----
 
     def q_mean_variance(self, x_start: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return mean, variance and log variance of q(x_t | x_0) = N(sqrt(abar_t) x_0, (1 - abar_t) I), Ho eq. 4."""
+        """Return mean, variance and log variance of q(x_t | x_0) = N(sqrt(abar_t) x_0, (1
+        - abar_t) I), Ho eq. 4.
+        """
         mean = self._at("sqrt_alphas_cumprod", t, x_start) * x_start
         variance = self._at("sqrt_one_minus_alphas_cumprod", t, x_start) ** 2
         log_variance = self._at("log_one_minus_alphas_cumprod", t, x_start)
         return mean, variance.expand(x_start.shape), log_variance.expand(x_start.shape)
 
     def q_sample(self, x_start: Tensor, t: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Return x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) noise, Ho eq. 4. noise: like x_start, drawn if None."""
+        """Return x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) noise, Ho eq. 4. noise: like
+        x_start, drawn if None.
+        """
         if noise is None:
             noise = torch.randn_like(x_start)
         return (
@@ -220,16 +256,30 @@ class GaussianDiffusion:
             + self._at("sqrt_one_minus_alphas_cumprod", t, x_start) * noise
         )
 
-    def q_posterior_mean_variance(self, x_start: Tensor, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return mean, variance and log variance (clipped at t = 0) of q(x_{t-1} | x_t, x_0), Ho eq. 6 and 7."""
+    def q_posterior_mean_variance(
+        self, x_start: Tensor, x_t: Tensor, t: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return mean, variance and log variance (clipped at t = 0) of q(x_{t-1} | x_t,
+        x_0), Ho eq. 6 and 7.
+        """
         variance = self._at("posterior_variance", t, x_t)
         log_variance = self._at("posterior_log_variance_clipped", t, x_t)
-        return self._posterior_mean(x_start, x_t, t), variance.expand(x_t.shape), log_variance.expand(x_t.shape)
+        return (
+            self._posterior_mean(x_start, x_t, t),
+            variance.expand(x_t.shape),
+            log_variance.expand(x_t.shape),
+        )
 
     def _posterior_mean(self, x_start, x_t, t):
-        """Return Ho eq. 7's (sqrt(abar_{t-1}) beta_t x_0 + sqrt(alpha_t) (1 - abar_{t-1}) x_t) / (1 - abar_t)."""
-        mean = self._at("posterior_mean_coef1", t, x_t) * x_start + self._at("posterior_mean_coef2", t, x_t) * x_t
-        return mean.contiguous()  # as upstream's: randn_like draws the next step's noise in x's memory order
+        """Return Ho eq. 7's (sqrt(abar_{t-1}) beta_t x_0 + sqrt(alpha_t) (1 - abar_{t-1})
+        x_t) / (1 - abar_t).
+        """
+        mean = (
+            self._at("posterior_mean_coef1", t, x_t) * x_start
+            + self._at("posterior_mean_coef2", t, x_t) * x_t
+        )
+        # as upstream's: randn_like draws the next step's noise in x's memory order
+        return mean.contiguous()
 
     # ---- p: from the model's output to a Gaussian over x_{t-1} ----
 
@@ -242,20 +292,28 @@ class GaussianDiffusion:
         denoised_fn: Callable | None = None,
         model_kwargs: dict | None = None,
     ) -> dict[str, Tensor]:
-        """Return p(x_{t-1} | x_t), Ho eq. 1, as a dict: mean, variance, log_variance, pred_xstart, each like x, and
-        extra, the second item if the model returns a pair, else None.
+        """Return p(x_{t-1} | x_t), Ho eq. 1, as a dict: mean, variance, log_variance,
+        pred_xstart, each like x, and extra, the second item if the model returns a pair,
+        else None.
 
-        denoised_fn: applied to the predicted x_0. clip_denoised: then clamp it to [-1, 1]. Raises ValueError if t
-        or the model's output does not fit x.
+        denoised_fn: applied to the predicted x_0. clip_denoised: then clamp it to [-1,
+        1]. Raises ValueError if t or the model's output does not fit x.
         """
         if t.shape != x.shape[:1]:
-            raise ValueError(f"t: expected one timestep per row of x, ({x.shape[0]},), got {tuple(t.shape)}")
+            raise ValueError(
+                f"t: expected one timestep per row of x, ({x.shape[0]},), got {tuple(t.shape)}"
+            )
         output = model(x, self.original_timesteps(t), **(model_kwargs or {}))
         output, extra = output if isinstance(output, tuple) else (output, None)
-        return {**self._output_mean_variance(output, x, t, clip_denoised, denoised_fn), "extra": extra}
+        return {
+            **self._output_mean_variance(output, x, t, clip_denoised, denoised_fn),
+            "extra": extra,
+        }
 
     def _output_mean_variance(self, output, x, t, clip_denoised, denoised_fn=None):
-        """Return p_mean_variance's dict, without extra, for the model's output (N, C or 2C, ...)."""
+        """Return p_mean_variance's dict, without extra, for the model's output (N, C or
+        2C, ...).
+        """
         prediction, variance_values = self._split_output(output, x)
         variance, log_variance = self._variance(variance_values, x, t)
         pred_xstart = self._predict_xstart(prediction, x, t)
@@ -268,10 +326,17 @@ class GaussianDiffusion:
             mean = prediction
         else:
             mean = self._posterior_mean(pred_xstart, x, t)
-        return {"mean": mean, "variance": variance, "log_variance": log_variance, "pred_xstart": pred_xstart}
+        return {
+            "mean": mean,
+            "variance": variance,
+            "log_variance": log_variance,
+            "pred_xstart": pred_xstart,
+        }
 
     def _split_output(self, output, x):
-        """Split the output into the prediction and the learned variance's values, each like x; None if it is fixed."""
+        """Split the output into the prediction and the learned variance's values, each
+        like x; None if it is fixed.
+        """
         learned = self.model_var_type in (ModelVarType.LEARNED, ModelVarType.LEARNED_RANGE)
         channels = x.shape[1] * (2 if learned else 1)
         if output.shape != (x.shape[0], channels, *x.shape[2:]):
@@ -290,7 +355,9 @@ class GaussianDiffusion:
         return self._predict_xstart_from_xprev(x, t, prediction)
 
     def _predict_xstart_from_eps(self, x_t, t, eps):
-        """Solve Ho eq. 4: x_0 = (x_t - sqrt(1 - abar_t) eps) / sqrt(abar_t). It is contiguous, as the mean is."""
+        """Solve Ho eq. 4: x_0 = (x_t - sqrt(1 - abar_t) eps) / sqrt(abar_t). It is
+        contiguous, as the mean is.
+        """
         scaled = self._at("sqrt_recip_alphas_cumprod", t, x_t) * x_t
         return (scaled - self._at("sqrt_recipm1_alphas_cumprod", t, x_t) * eps).contiguous()
 
@@ -302,16 +369,21 @@ class GaussianDiffusion:
 
     def _predict_xstart_from_xprev(self, x_t, t, xprev):
         """Solve Ho eq. 7 for x_0, given the posterior mean xprev."""
-        return (xprev - self._at("posterior_mean_coef2", t, x_t) * x_t) / self._at("posterior_mean_coef1", t, x_t)
+        return (xprev - self._at("posterior_mean_coef2", t, x_t) * x_t) / self._at(
+            "posterior_mean_coef1", t, x_t
+        )
 
     def _variance(self, values, x, t):
-        """Return variance and log variance of p, like x. values: the model's for a learned variance, else None."""
+        """Return variance and log variance of p, like x. values: the model's for a
+        learned variance, else None.
+        """
         if self.model_var_type is ModelVarType.LEARNED_RANGE:
             log_variance = self._range_log_variance(values, x, t)
             return torch.exp(log_variance), log_variance
         if self.model_var_type is ModelVarType.LEARNED:
             return torch.exp(values), values
-        if self.model_var_type is ModelVarType.FIXED_SMALL:  # at t = 0 the variance is 0, its log clipped
+        # at t = 0 the variance is 0, its log clipped
+        if self.model_var_type is ModelVarType.FIXED_SMALL:
             names = "posterior_variance", "posterior_log_variance_clipped"
         else:
             names = "large_variance", "log_large_variance"
@@ -319,32 +391,47 @@ class GaussianDiffusion:
         return variance, log_variance
 
     def _range_log_variance(self, values, x, t):
-        """Return v log beta_t + (1 - v) log(posterior variance), v = (values + 1) / 2: Nichol eq. 15."""
+        """Return v log beta_t + (1 - v) log(posterior variance), v = (values + 1) / 2:
+        Nichol eq. 15.
+        """
         min_log = self._at("posterior_log_variance_clipped", t, x)
         max_log = self._at("log_betas", t, x)
         frac = (values + 1) / 2
         return frac * max_log + (1 - frac) * min_log
 
     def original_timesteps(self, t: Tensor) -> Tensor:
-        """Return the trained process's timesteps for t (N,), as the model and cond_fn receive them."""
+        """Return the trained process's timesteps for t (N,), as the model and cond_fn
+        receive them.
+        """
         return t
 
     # ---- classifier guidance ----
 
     def condition_mean(
-        self, cond_fn: Callable | None, p_mean_var: dict, x: Tensor, t: Tensor, model_kwargs: dict | None = None
+        self,
+        cond_fn: Callable | None,
+        p_mean_var: dict,
+        x: Tensor,
+        t: Tensor,
+        model_kwargs: dict | None = None,
     ) -> Tensor:
-        """Return mean + variance * grad log p(y | x), Dhariwal algorithm 1. cond_fn(x, t, **model_kwargs) returns
-        the gradient, like x. p_mean_var: p_mean_variance's dict.
+        """Return mean + variance * grad log p(y | x), Dhariwal algorithm 1. cond_fn(x, t,
+        **model_kwargs) returns the gradient, like x. p_mean_var: p_mean_variance's dict.
         """
         gradient = cond_fn(x, self.original_timesteps(t), **(model_kwargs or {}))
         return p_mean_var["mean"] + p_mean_var["variance"] * gradient
 
     def condition_score(
-        self, cond_fn: Callable | None, p_mean_var: dict, x: Tensor, t: Tensor, model_kwargs: dict | None = None
+        self,
+        cond_fn: Callable | None,
+        p_mean_var: dict,
+        x: Tensor,
+        t: Tensor,
+        model_kwargs: dict | None = None,
     ) -> dict[str, Tensor]:
-        """Return p_mean_var with pred_xstart and mean for eps - sqrt(1 - abar_t) grad log p(y | x), Dhariwal
-        algorithm 2: guidance for deterministic steps. cond_fn: as in condition_mean.
+        """Return p_mean_var with pred_xstart and mean for eps - sqrt(1 - abar_t) grad log
+        p(y | x), Dhariwal algorithm 2: guidance for deterministic steps. cond_fn: as in
+        condition_mean.
         """
         eps = self._predict_eps_from_xstart(x, t, p_mean_var["pred_xstart"])
         gradient = cond_fn(x, self.original_timesteps(t), **(model_kwargs or {}))
@@ -367,10 +454,12 @@ class GaussianDiffusion:
         *,
         noise: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Make an ancestral step, Ho algorithm 2: x_{t-1} = mean + [t != 0] exp(log_variance / 2) z, z ~ N(0, I).
+        """Make an ancestral step, Ho algorithm 2: x_{t-1} = mean + [t != 0]
+        exp(log_variance / 2) z, z ~ N(0, I).
 
-        noise: z, like x; if None it is drawn after the model's call, at t = 0 too. cond_fn: see condition_mean.
-        Other arguments: see p_mean_variance. Returns a dict: sample (x_{t-1}) and pred_xstart, each like x.
+        noise: z, like x; if None it is drawn after the model's call, at t = 0 too.
+        cond_fn: see condition_mean. Other arguments: see p_mean_variance. Returns a dict:
+        sample (x_{t-1}) and pred_xstart, each like x.
         """
         out = self.p_mean_variance(model, x, t, clip_denoised, denoised_fn, model_kwargs)
         if noise is None:
@@ -378,7 +467,8 @@ class GaussianDiffusion:
         mean = out["mean"]
         if cond_fn is not None:
             mean = self.condition_mean(cond_fn, out, x, t, model_kwargs)
-        not_last = (t != 0).float().view(-1, *[1] * (x.ndim - 1))  # (N, 1, ...); the last step has no noise
+        # (N, 1, ...); the last step has no noise
+        not_last = (t != 0).float().view(-1, *[1] * (x.ndim - 1))
         sample = mean + not_last * torch.exp(0.5 * out["log_variance"]) * noise
         return {"sample": sample, "pred_xstart": out["pred_xstart"]}
 
@@ -398,10 +488,12 @@ class GaussianDiffusion:
         """Make a DDIM step, Song eq. 12 and 16, with abar' = abar_{t-1} and z ~ N(0, I):
 
             x_{t-1} = sqrt(abar') x_0 + sqrt(1 - abar' - sigma^2) eps + sigma z
-            sigma = eta sqrt((1 - abar') / (1 - abar_t)) sqrt(1 - abar_t / abar')    (0 at t = 0, where abar' = 1)
+            sigma = eta sqrt((1 - abar') / (1 - abar_t)) sqrt(1 - abar_t / abar')    (0 at t = 0,
+                                                                                     where abar' =
+                                                                                     1)
 
-        eta: 0 for deterministic, 1 for ancestral steps. noise: z, drawn for eta = 0 too. cond_fn: see
-        condition_score. Other arguments and result: see p_sample.
+        eta: 0 for deterministic, 1 for ancestral steps. noise: z, drawn for eta = 0 too.
+        cond_fn: see condition_score. Other arguments and result: see p_sample.
         """
         out = self.p_mean_variance(model, x, t, clip_denoised, denoised_fn, model_kwargs)
         if cond_fn is not None:
@@ -413,7 +505,9 @@ class GaussianDiffusion:
         sigma = eta * torch.sqrt((1 - abar_prev) / (1 - abar)) * torch.sqrt(1 - abar / abar_prev)
         if noise is None:
             noise = torch.randn_like(x)
-        mean = out["pred_xstart"] * torch.sqrt(abar_prev) + torch.sqrt(1 - abar_prev - sigma**2) * eps
+        mean = (
+            out["pred_xstart"] * torch.sqrt(abar_prev) + torch.sqrt(1 - abar_prev - sigma**2) * eps
+        )
         sample = mean + sigma * noise
         return {"sample": sample, "pred_xstart": out["pred_xstart"]}
 
@@ -432,7 +526,8 @@ class GaussianDiffusion:
 
             x_{t+1} = sqrt(abar_{t+1}) x_0 + sqrt(1 - abar_{t+1}) eps
 
-        Arguments and result (sample is x_{t+1}): see ddim_sample. Raises ValueError unless eta is 0.
+        Arguments and result (sample is x_{t+1}): see ddim_sample. Raises ValueError
+        unless eta is 0.
         """
         if eta != 0.0:
             raise ValueError(f"eta {eta}: only the deterministic path (eta 0) runs in reverse")
@@ -447,7 +542,9 @@ class GaussianDiffusion:
     # ---- samplers: all steps ----
 
     def p_sample_loop(self, *arguments, **named) -> Tensor:
-        """Make all steps of `p_sample_loop_progressive`, with its arguments, and return the last sample (shape)."""
+        """Make all steps of `p_sample_loop_progressive`, with its arguments, and return
+        the last sample (shape).
+        """
         *_, last = self.p_sample_loop_progressive(*arguments, **named)
         return last["sample"]
 
@@ -463,10 +560,12 @@ class GaussianDiffusion:
         device: torch.device | str | None = None,
         progress: bool = False,
     ) -> Iterator[dict[str, Tensor]]:
-        """Make all p_sample steps from x_T = noise, drawn if None; yield p_sample's dict after each step.
+        """Make all p_sample steps from x_T = noise, drawn if None; yield p_sample's dict
+        after each step.
 
-        Draws x_T (shape), then one normal batch a step, the last included. device: by default that of noise, else of
-        the model's parameters. progress: show a bar. Other arguments: see p_sample.
+        Draws x_T (shape), then one normal batch a step, the last included. device: by
+        default that of noise, else of the model's parameters. progress: show a bar. Other
+        arguments: see p_sample.
         """
 
         def step(x: Tensor, t: Tensor):
@@ -475,7 +574,9 @@ class GaussianDiffusion:
         yield from self._loop(step, model, shape, noise, device, progress)
 
     def ddim_sample_loop(self, *arguments, **named) -> Tensor:
-        """Make all steps of `ddim_sample_loop_progressive`, with its arguments, and return the last sample (shape)."""
+        """Make all steps of `ddim_sample_loop_progressive`, with its arguments, and
+        return the last sample (shape).
+        """
         *_, last = self.ddim_sample_loop_progressive(*arguments, **named)
         return last["sample"]
 
@@ -492,10 +593,14 @@ class GaussianDiffusion:
         progress: bool = False,
         eta: float = 0.0,
     ) -> Iterator[dict[str, Tensor]]:
-        """Make all ddim_sample steps; yield ddim_sample's dict after each. Arguments: see p_sample_loop_progressive."""
+        """Make all ddim_sample steps; yield ddim_sample's dict after each. Arguments: see
+        p_sample_loop_progressive.
+        """
 
         def step(x: Tensor, t: Tensor):
-            return self.ddim_sample(model, x, t, clip_denoised, denoised_fn, cond_fn, model_kwargs, eta)
+            return self.ddim_sample(
+                model, x, t, clip_denoised, denoised_fn, cond_fn, model_kwargs, eta
+            )
 
         yield from self._loop(step, model, shape, noise, device, progress)
 
@@ -526,13 +631,20 @@ class GaussianDiffusion:
     # ---- losses ----
 
     def training_losses(
-        self, model: Callable, x_start: Tensor, t: Tensor, model_kwargs: dict | None = None, noise: Tensor | None = None
+        self,
+        model: Callable,
+        x_start: Tensor,
+        t: Tensor,
+        model_kwargs: dict | None = None,
+        noise: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Return the losses at x_t = q_sample(x_start, t, noise) as a dict of (N,): loss; with MSE types also mse and,
-        for a learned variance, vb, the bound's term in bits per dimension.
+        """Return the losses at x_t = q_sample(x_start, t, noise) as a dict of (N,): loss;
+        with MSE types also mse and, for a learned variance, vb, the bound's term in bits
+        per dimension.
 
-        With both the loss is Nichol's hybrid, eq. 16: the prediction in vb is detached, so vb trains the variance
-        alone. Raises ValueError if the model's output does not fit x_start.
+        With both the loss is Nichol's hybrid, eq. 16: the prediction in vb is detached,
+        so vb trains the variance alone. Raises ValueError if the model's output does not
+        fit x_start.
         """
         if noise is None:
             noise = torch.randn_like(x_start)
@@ -540,7 +652,9 @@ class GaussianDiffusion:
         if self.loss_type.is_vb():
             p = self.p_mean_variance(model, x_t, t, clip_denoised=False, model_kwargs=model_kwargs)
             vb = self._vb_term_bpd(p, x_start, x_t, t)
-            return {"loss": vb * self.num_timesteps if self.loss_type is LossType.RESCALED_KL else vb}
+            return {
+                "loss": vb * self.num_timesteps if self.loss_type is LossType.RESCALED_KL else vb
+            }
 
         output = model(x_t, self.original_timesteps(t), **(model_kwargs or {}))
         prediction, variance_values = self._split_output(output, x_t)
@@ -558,29 +672,42 @@ class GaussianDiffusion:
         p = self._output_mean_variance(frozen, x_t, t, clip_denoised=False)
         vb = self._vb_term_bpd(p, x_start, x_t, t)
         if self.loss_type is LossType.RESCALED_MSE:
-            vb = vb * (self.num_timesteps / 1000.0)  # 1e-3 of the whole bound for any T: Nichol section 3.1
+            # 1e-3 of the whole bound for any T: Nichol section 3.1
+            vb = vb * (self.num_timesteps / 1000.0)
         return {"mse": mse, "vb": vb, "loss": mse + vb}
 
     def _vb_term_bpd(self, p, x_start, x_t, t):
-        """Return the bound's term (N,) in bits per dimension, Ho eq. 5: L_{t-1} = KL(q(x_{t-1} | x_t, x_0) || p) or, at
-        t = 0, L_0 = -log p(x_0 | x_1) over 8-bit levels. p: dict with mean and log_variance.
+        """Return the bound's term (N,) in bits per dimension, Ho eq. 5: L_{t-1} =
+        KL(q(x_{t-1} | x_t, x_0) || p) or, at t = 0, L_0 = -log p(x_0 | x_1) over 8-bit
+        levels. p: dict with mean and log_variance.
         """
         q_mean, _, q_log_variance = self.q_posterior_mean_variance(x_start, x_t, t)
-        kl = mean_flat(normal_kl(q_mean, q_log_variance, p["mean"], p["log_variance"])) / math.log(2.0)
-        log_p = discretized_gaussian_log_likelihood(x_start, means=p["mean"], log_scales=0.5 * p["log_variance"])
+        kl = mean_flat(normal_kl(q_mean, q_log_variance, p["mean"], p["log_variance"])) / math.log(
+            2.0
+        )
+        log_p = discretized_gaussian_log_likelihood(
+            x_start, means=p["mean"], log_scales=0.5 * p["log_variance"]
+        )
         return torch.where(t == 0, mean_flat(-log_p) / math.log(2.0), kl)
 
     def _prior_bpd(self, x_start):
         """Return L_T = KL(q(x_T | x_0) || N(0, I)), Ho eq. 5, (N,) in bits per dimension."""
-        t = torch.full((x_start.shape[0],), self.num_timesteps - 1, dtype=torch.int64, device=x_start.device)
+        t = torch.full(
+            (x_start.shape[0],), self.num_timesteps - 1, dtype=torch.int64, device=x_start.device
+        )
         mean, _, log_variance = self.q_mean_variance(x_start, t)
         return mean_flat(normal_kl(mean, log_variance, 0.0, 0.0)) / math.log(2.0)
 
     def calc_bpd_loop(
-        self, model: Callable, x_start: Tensor, clip_denoised: bool = True, model_kwargs: dict | None = None
+        self,
+        model: Callable,
+        x_start: Tensor,
+        clip_denoised: bool = True,
+        model_kwargs: dict | None = None,
     ) -> dict[str, Tensor]:
-        """Return the whole variational bound, Ho eq. 5, with one draw of noise a step, as a dict: total_bpd (N,), the
-        sum of vb and prior_bpd; prior_bpd (N,); vb, xstart_mse and mse (of the noise), each (N, T) from t = T-1 to 0.
+        """Return the whole variational bound, Ho eq. 5, with one draw of noise a step, as
+        a dict: total_bpd (N,), the sum of vb and prior_bpd; prior_bpd (N,); vb,
+        xstart_mse and mse (of the noise), each (N, T) from t = T-1 to 0.
         """
         terms = {"vb": [], "xstart_mse": [], "mse": []}
         for t in self._timesteps(x_start.shape[0], x_start.device):
@@ -601,4 +728,6 @@ def _device_of(model):
     try:
         return next(model.parameters()).device
     except (AttributeError, StopIteration):
-        raise ValueError("device: give it, or noise; the model has no parameters to tell it from") from None
+        raise ValueError(
+            "device: give it, or noise; the model has no parameters to tell it from"
+        ) from None

@@ -1,4 +1,6 @@
-"""Sampling with fewer steps than the process was trained with: Nichol & Dhariwal 2021 (2102.09672), section 4."""
+"""Sampling with fewer steps than the process was trained with: Nichol & Dhariwal 2021
+(2102.09672), section 4.
+"""
 
 from collections.abc import Iterable
 
@@ -12,11 +14,15 @@ from .gaussian_diffusion import GaussianDiffusion
 def space_timesteps(num_timesteps: int, section_counts: str | list[int]) -> set[int]:
     """Return the timesteps to keep of `num_timesteps`.
 
-    section_counts: a list, or a string of numbers with commas: the process is divided into as many equal sections as
-        there are numbers, and each keeps its number of evenly spaced steps ("250"; "10,15,20": of 300 steps ten of
-        the first hundred, fifteen of the second, twenty of the third). "ddimN": N steps at an integer stride from 0
+    section_counts: a list, or a string of numbers with commas: the process is divided
+    into as many equal sections as
+        there are numbers, and each keeps its number of evenly spaced steps ("250"; "10,15,20": of
+        300 steps ten of
+        the first hundred, fifteen of the second, twenty of the third). "ddimN": N steps at an
+        integer stride from 0
         (Song et al. 2021).
-    Raises ValueError for any other value, for a section shorter than its count, and for an impossible stride.
+    Raises ValueError for any other value, for a section shorter than its count, and for
+    an impossible stride.
     """
     if isinstance(section_counts, str) and section_counts.startswith("ddim"):
         wanted = _counts([section_counts[len("ddim") :]], section_counts)[0]
@@ -43,7 +49,8 @@ def space_timesteps(num_timesteps: int, section_counts: str | list[int]) -> set[
         stride = (size - 1) / (count - 1) if count > 1 else 1
         position = 0.0
         for _ in range(count):
-            # Add up as published results did: multiplication rounds some halves to another timestep.
+            # Add up as published results did: multiplication rounds some halves to
+            # another timestep.
             kept.append(start + round(position))
             position += stride
         start += size
@@ -51,7 +58,9 @@ def space_timesteps(num_timesteps: int, section_counts: str | list[int]) -> set[
 
 
 def _counts(values, given):
-    """Return `values` as counts of steps, at least one step in all. given: the user's text, for the error."""
+    """Return `values` as counts of steps, at least one step in all. given: the user's
+    text, for the error.
+    """
     try:
         counts = [int(value) for value in values]
     except (TypeError, ValueError):
@@ -65,7 +74,9 @@ def _counts(values, given):
 
 
 class ByValue:
-    """Equality by value: objects of one class with the same `_values` are equal, and share CUDA graphs."""
+    """Equality by value: objects of one class with the same `_values` are equal, and
+    share CUDA graphs.
+    """
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self._values == other._values
@@ -75,15 +86,17 @@ class ByValue:
 
 
 class SpacedDiffusion(ByValue, GaussianDiffusion):
-    """The process restricted to `use_timesteps`: it has the same marginals there, and betas between kept steps.
+    """The process restricted to `use_timesteps`: it has the same marginals there, and
+    betas between kept steps.
 
         beta'_i = 1 - abar_{S_i} / abar_{S_{i-1}}    (Nichol & Dhariwal 2021, section 4)
 
-    Its own timesteps are 0 ... num_timesteps - 1; the model and cond_fn receive the original timesteps.
-    use_timesteps: the original timesteps to keep. Other arguments: as GaussianDiffusion's, with the original betas.
-    Attributes: use_timesteps (set), timestep_map (sorted list: own index to original timestep),
-    original_num_steps, original_alphas_cumprod (float64).
-    Raises ValueError if use_timesteps is empty or reaches outside the process.
+    Its own timesteps are 0 ... num_timesteps - 1; the model and cond_fn receive the
+    original timesteps. use_timesteps: the original timesteps to keep. Other arguments: as
+    GaussianDiffusion's, with the original betas. Attributes: use_timesteps (set),
+    timestep_map (sorted list: own index to original timestep), original_num_steps,
+    original_alphas_cumprod (float64). Raises ValueError if use_timesteps is empty or
+    reaches outside the process.
     """
 
     def __init__(self, use_timesteps: Iterable[int], **kwargs):
@@ -92,7 +105,11 @@ class SpacedDiffusion(ByValue, GaussianDiffusion):
         base = GaussianDiffusion(**kwargs)
         self.original_num_steps = base.num_timesteps
         self.original_alphas_cumprod = base.alphas_cumprod
-        if not self.timestep_map or self.timestep_map[0] < 0 or self.timestep_map[-1] >= base.num_timesteps:
+        if (
+            not self.timestep_map
+            or self.timestep_map[0] < 0
+            or self.timestep_map[-1] >= base.num_timesteps
+        ):
             raise ValueError(
                 f"use_timesteps: expected some of 0 ... {base.num_timesteps - 1}, got "
                 f"{self.timestep_map[:1]} ... {self.timestep_map[-1:]}"
@@ -113,5 +130,7 @@ class SpacedDiffusion(ByValue, GaussianDiffusion):
         return {**super()._upload(device), "timestep_map": timestep_map}
 
     def original_timesteps(self, t: Tensor) -> Tensor:
-        """Return the original timesteps (N,) int64 of this process's t (N,), looked up on t's device."""
+        """Return the original timesteps (N,) int64 of this process's t (N,), looked up on
+        t's device.
+        """
         return self._tables(t.device)["timestep_map"][t.long()]

@@ -1,43 +1,58 @@
-"""Several ancestral steps by one or two network evaluations, on the noise that these steps would have drawn.
+"""Several ancestral steps by one or two network evaluations, on the noise that these
+steps would have drawn.
 
-Write c_t, d_t for the two coefficients of the posterior mean (Ho et al. 2020, 2006.11239, eq. 7). k steps from x_t are
+Write c_t, d_t for the two coefficients of the posterior mean (Ho et al. 2020, 2006.11239,
+eq. 7). k steps from x_t are
 
-    x_{s-1} = c_s D(x_s, s) + d_s x_s + sigma_s z_s,    s = t, t-1, ..., t-k+1                                (1)
+    x_{s-1} = c_s D(x_s, s) + d_s x_s + sigma_s z_s,    s = t, t-1, ..., t-k+1
+                                                        (1)
 
-with D(x_s, s) the network's x_0. The end depends on the k values of D through one sum only,
+with D(x_s, s) the network's x_0. The end depends on the k values of D through one sum
+only,
 
-    x_{t-k} = ... + W sum_s w_s D(x_s, s),    w_s ~ c_s d_{s-1} ... d_{t-k+1},  sum_s w_s = 1.                (2)
+    x_{t-k} = ... + W sum_s w_s D(x_s, s),    w_s ~ c_s d_{s-1} ... d_{t-k+1},  sum_s w_s = 1.
+                                              (2)
 
-The noise moves D from step to step: D(x_s, s) is a martingale under p, so no extrapolation from past evaluations can
-predict it. But the noise is known: it is the run's random stream, and can be drawn ahead. D is smooth in
-u = x / sqrt(abar), which is x_0 plus noise of variance tau = (1 - abar) / abar. So (2) is an integral over the path u_s
-with the weights w_s, and has quadratures: with n points p_i = sum_s a_is u_s, sum_s a_is = 1,
+The noise moves D from step to step: D(x_s, s) is a martingale under p, so no
+extrapolation from past evaluations can predict it. But the noise is known: it is the
+run's random stream, and can be drawn ahead. D is smooth in u = x / sqrt(abar), which is
+x_0 plus noise of variance tau = (1 - abar) / abar. So (2) is an integral over the path
+u_s with the weights w_s, and has quadratures: with n points p_i = sum_s a_is u_s, sum_s
+a_is = 1,
 
-    sum_s w_s D(u_s, tau_s) = (1/n) sum_i D(p_i, tau_i) + rest,    tau_i = sum_s a_is tau_s.                  (3)
+    sum_s w_s D(u_s, tau_s) = (1/n) sum_i D(p_i, tau_i) + rest,    tau_i = sum_s a_is tau_s.
+                                                                   (3)
 
-One point, the path's weighted mean u*, cancels all terms of first order. Two points also carry the path's spread along
-one direction, the one that holds most of it. The path's increments are independent, of variance tau_s - tau_{s-1}, so
-its covariance is known before its noise is, and
+One point, the path's weighted mean u*, cancels all terms of first order. Two points also
+carry the path's spread along one direction, the one that holds most of it. The path's
+increments are independent, of variance tau_s - tau_{s-1}, so its covariance is known
+before its noise is, and
 
-    p_1, p_2 = u* -+ e,    e the largest principal axis of the u_s, times its standard deviation.             (4)
+    p_1, p_2 = u* -+ e,    e the largest principal axis of the u_s, times its standard deviation.
+                           (4)
 
 For k = 3 this leaves a ninth of the curvature that a pair of steps leaves.
 
-Averaging removes noise: p_i holds noise of variance theta_i = sum_sr a_is a_ir min(tau_s, tau_r) < tau_i, less than its
-timestep says. D at a point with too little noise has a bias, of the same sign at every stride. So p_i is moved away
-from the forecast m of x_0 until its noise is that of the timestep, the trained timestep nearest to tau_i:
+Averaging removes noise: p_i holds noise of variance theta_i = sum_sr a_is a_ir min(tau_s,
+tau_r) < tau_i, less than its timestep says. D at a point with too little noise has a
+bias, of the same sign at every stride. So p_i is moved away from the forecast m of x_0
+until its noise is that of the timestep, the trained timestep nearest to tau_i:
 
-    p_i <- m + sqrt(tau_i / theta_i) (p_i - m).                                                               (5)
+    p_i <- m + sqrt(tau_i / theta_i) (p_i - m).
+                                                                                                              (5)
 
-The path u_s needs D itself. A forecast m_s takes its place there; an error of m enters (3) only through the small steps
-that multiply it. m_t is the x_0 of the last evaluation. Along the path it is updated by the noise's information on x_0.
-The learned variance holds the network's own uncertainty of x_0, sigma_s^2 = b_s + c_s^2 Var(x_0 | x_s), with b_s the
+The path u_s needs D itself. A forecast m_s takes its place there; an error of m enters
+(3) only through the small steps that multiply it. m_t is the x_0 of the last evaluation.
+Along the path it is updated by the noise's information on x_0. The learned variance holds
+the network's own uncertainty of x_0, sigma_s^2 = b_s + c_s^2 Var(x_0 | x_s), with b_s the
 posterior's variance given x_0 (eq. 7). So by the rule for Gaussians, pixel by pixel,
 
-    m_{s-1} = m_s + (1 - b_s / sigma_s^2) (sigma_s / c_s) z_s.                                                (6)
+    m_{s-1} = m_s + (1 - b_s / sigma_s^2) (sigma_s / c_s) z_s.
+                                                                                                              (6)
 
-The first of two evaluations gives a better path. The second point is then 2 u* - p_1 on that path, and the mean of both
-is right although p_1 was not. With k = 1, u* = u_t: the ancestral step itself, to the bit.
+The first of two evaluations gives a better path. The second point is then 2 u* - p_1 on
+that path, and the mean of both is right although p_1 was not. With k = 1, u* = u_t: the
+ancestral step itself, to the bit.
 """
 
 from collections.abc import Callable
@@ -54,19 +69,25 @@ Kind = tuple[int, int]  # (steps, network evaluations) of a stride
 class Strides(ByValue):
     """Ancestral sampling of `diffusion` by strides.
 
-    moves: the strides of a run, in order. Each is (1, 1), or k > 1 steps by one evaluation, or k > 2 steps by two.
-    x (n, C, ...) throughout. t (n,) int64: a timestep of `diffusion`, from which k steps lead to t - k.
-    Raises ValueError for another kind, and for a process without noise prediction and a learned range of variance.
+    moves: the strides of a run, in order. Each is (1, 1), or k > 1 steps by one
+    evaluation, or k > 2 steps by two. x (n, C, ...) throughout. t (n,) int64: a timestep
+    of `diffusion`, from which k steps lead to t - k. Raises ValueError for another kind,
+    and for a process without noise prediction and a learned range of variance.
     """
 
     def __init__(self, diffusion: SpacedDiffusion, moves: list[Kind]):
         if not diffusion.learns_range:
-            raise ValueError("strides: need a network that predicts the noise and a learned range of variance")
-        self.diffusion, self.moves = diffusion, [tuple(kind) for kind in moves]
+            raise ValueError(
+                "strides: need a network that predicts the noise and a learned range of variance"
+            )
+        self.diffusion = diffusion
+        self.moves = [tuple(kind) for kind in moves]
         self.kinds = sorted({(1, 1), *self.moves})
         for k, evaluations in self.kinds:
             if not (k == evaluations == 1 or 1 <= evaluations <= 2 and evaluations < k):
-                raise ValueError(f"strides: {k} steps by {evaluations} evaluations is not a kind of stride")
+                raise ValueError(
+                    f"strides: {k} steps by {evaluations} evaluations is not a kind of stride"
+                )
         self.tables = {kind: _tables_of(diffusion, *kind) for kind in self.kinds}
         self._device_tables = {}
 
@@ -76,7 +97,8 @@ class Strides(ByValue):
 
     def times(self) -> list[int]:
         """Return the original timestep of every evaluation of a run, in order."""
-        found, t = [], self.diffusion.num_timesteps - 1
+        found = []
+        t = self.diffusion.num_timesteps - 1
         for kind in self.moves:
             found += self.tables[kind]["timestep"][t].tolist()
             t -= kind[0]
@@ -92,25 +114,39 @@ class Strides(ByValue):
         if (kind, device) not in self._device_tables:
             with torch.inference_mode(False):  # later callers may be in another mode
                 self._device_tables[kind, device] = {
-                    name: torch.from_numpy(value).to(torch.int64 if name == "timestep" else torch.float32).to(device)
+                    name: torch.from_numpy(value)
+                    .to(torch.int64 if name == "timestep" else torch.float32)
+                    .to(device)
                     for name, value in self.tables[kind].items()
                 }
         return self._device_tables[kind, device]
 
     def start(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return placeholders for the forecast of x_0 and the learned variance's values, each like x. The first stride
-        must be one step: nothing can be forecast yet."""
+        """Return placeholders for the forecast of x_0 and the learned variance's values,
+        each like x. The first stride must be one step: nothing can be forecast yet.
+        """
         return torch.zeros_like(x), torch.zeros_like(x)
 
     def stride(
-        self, model: Callable, x: Tensor, t: Tensor, m: Tensor, values: Tensor, noise: Tensor, evaluations: int = 1
+        self,
+        model: Callable,
+        x: Tensor,
+        t: Tensor,
+        m: Tensor,
+        values: Tensor,
+        noise: Tensor,
+        evaluations: int = 1,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Make k = len(noise) steps from x at t by `evaluations` of `model`: (x, original t) -> (n, 2C, ...).
+        """Make k = len(noise) steps from x at t by `evaluations` of `model`: (x, original
+        t) -> (n, 2C, ...).
 
-        m, values: from the stride before, or from `start` with k = 1. noise (k, n, C, ...): each step's draw; at t = 0
-        it is masked. Returns x_{t-k} and the next m and values, each like x.
+        m, values: from the stride before, or from `start` with k = 1. noise (k, n, C,
+        ...): each step's draw; at t = 0 it is masked. Returns x_{t-k} and the next m and
+        values, each like x.
         """
-        k, d, tables = len(noise), self.diffusion, self._tables((len(noise), evaluations), x.device)
+        k = len(noise)
+        d = self.diffusion
+        tables = self._tables((len(noise), evaluations), x.device)
         if k == 1:
             eps, fresh = d._split_output(model(x, tables["timestep"][t, 0]), x)
             x0 = last = d._predict_xstart_from_eps(x, t, eps)
@@ -121,17 +157,22 @@ class Strides(ByValue):
             last = x0
             if evaluations == 2:
                 path = self._path(x, t, x0, fresh, noise, tables["later"][t, 0])
-                last, second = self._evaluate(model, 2 * _weighted(tables["mean"][t], path) - point, x0, tables, t, 1)
-                x0, fresh = (x0 + last) / 2, (fresh + second) / 2
-        m, later = last, tables["later"][t, -1]
+                last, second = self._evaluate(
+                    model, 2 * _weighted(tables["mean"][t], path) - point, x0, tables, t, 1
+                )
+                x0 = (x0 + last) / 2
+                fresh = (fresh + second) / 2
+        m = last
+        later = tables["later"][t, -1]
         for j in range(k):
             x, news = self._advance(x, t - j, x0, fresh, noise[j])
             m = m + _like(later[:, j], x) * news
         return x, m, fresh
 
     def _path(self, x, t, m, values, noise, later=None):
-        """Return the list of x_s by eq. 1, with m_s of eq. 6 in place of D. later (n, k): the share of each step's
-        noise that m does not hold yet; default: all."""
+        """Return the list of x_s by eq. 1, with m_s of eq. 6 in place of D. later (n, k):
+        the share of each step's noise that m does not hold yet; default: all.
+        """
         path = [x]
         for j in range(len(noise) - 1):
             x, news = self._advance(x, t - j, m, values, noise[j])
@@ -140,14 +181,20 @@ class Strides(ByValue):
         return path
 
     def _evaluate(self, model, point, m, tables, t, i):
-        """Apply eq. 5 to the i-th point (in u) of a stride; return x_0 and the variance's values there."""
-        root, noise, widen = (_like(tables[name][t, i], point) for name in ("root", "noise", "widen"))
+        """Apply eq. 5 to the i-th point (in u) of a stride; return x_0 and the variance's
+        values there.
+        """
+        root, noise, widen = (
+            _like(tables[name][t, i], point) for name in ("root", "noise", "widen")
+        )
         at = root * (m + widen * (point - m))
         eps, values = self.diffusion._split_output(model(at, tables["timestep"][t, i]), at)
         return (at - noise * eps) / root, values
 
     def _advance(self, x, t, x0, values, noise):
-        """Return x_{t-1} of eq. 1 with x_0 given, and the change of x_0 that its noise makes, eq. 6."""
+        """Return x_{t-1} of eq. 1 with x_0 given, and the change of x_0 that its noise
+        makes, eq. 6.
+        """
         d = self.diffusion
         log_variance = d._range_log_variance(values, x, t)
         not_last = _like((t != 0).float(), x)
@@ -158,16 +205,23 @@ class Strides(ByValue):
 
 
 def _tables_of(d, k, evaluations):
-    """Return the tables of one kind of stride from every t, by name: (T, ...) float64, `timestep` int64; zeros where
-    fewer than k steps are left. d: the diffusion."""
+    """Return the tables of one kind of stride from every t, by name: (T, ...) float64,
+    `timestep` int64; zeros where fewer than k steps are left. d: the diffusion.
+    """
     steps = d.num_timesteps
-    c1, c2 = d.posterior_mean_coef1, d.posterior_mean_coef2
-    abar, trained = d.alphas_cumprod, d.original_alphas_cumprod
+    c1 = d.posterior_mean_coef1
+    c2 = d.posterior_mean_coef2
+    abar = d.alphas_cumprod
+    trained = d.original_alphas_cumprod
     level = (1 - trained) / trained  # tau of the trained process
-    mean, first = np.zeros((steps, k)), np.zeros((steps, k))  # of x_s in u* and in p_1
+    mean = np.zeros((steps, k))
+    first = np.zeros((steps, k))  # of x_s in u* and in p_1
     of_points = steps, evaluations
-    widen, root, noise = np.zeros(of_points), np.ones(of_points), np.zeros(of_points)
-    seen, timestep = np.zeros((*of_points, k)), np.zeros(of_points, dtype=np.int64)
+    widen = np.zeros(of_points)
+    root = np.ones(of_points)
+    noise = np.zeros(of_points)
+    seen = np.zeros((*of_points, k))
+    timestep = np.zeros(of_points, dtype=np.int64)
     for t in range(k - 1, steps):
         s = np.arange(t, t - k, -1)
         tau = (1 - abar[s]) / abar[s]
@@ -176,23 +230,40 @@ def _tables_of(d, k, evaluations):
         points = [w] if evaluations == 1 else [w - _axis(w, tau), w + _axis(w, tau)]
         for i, a in enumerate(points):
             theta = a @ np.minimum.outer(tau, tau) @ a
-            at = np.clip(a @ tau, tau[-1], tau[0])  # after a large step a point can lie beyond the path's ends
+            # after a large step a point can lie beyond the path's ends
+            at = np.clip(a @ tau, tau[-1], tau[0])
             timestep[t, i] = d.timestep_map[t] if k == 1 else np.abs(np.log(level / at)).argmin()
             widen[t, i] = np.sqrt(level[timestep[t, i]] / theta)
-            root[t, i], noise[t, i] = np.sqrt(trained[timestep[t, i]]), np.sqrt(1 - trained[timestep[t, i]])
-            seen[t, i] = (a @ np.arange(k) - np.arange(k)).clip(0, 1)  # how much of each step's noise is in the point
+            root[t, i], noise[t, i] = (
+                np.sqrt(trained[timestep[t, i]]),
+                np.sqrt(1 - trained[timestep[t, i]]),
+            )
+            # how much of each step's noise is in the point
+            seen[t, i] = (a @ np.arange(k) - np.arange(k)).clip(0, 1)
         mean[t], first[t] = w / np.sqrt(abar[s]), points[0] / np.sqrt(abar[s])
-    return dict(mean=mean, first=first, widen=widen, root=root, noise=noise, later=1 - seen, timestep=timestep)
+    return dict(
+        mean=mean,
+        first=first,
+        widen=widen,
+        root=root,
+        noise=noise,
+        later=1 - seen,
+        timestep=timestep,
+    )
 
 
 def _axis(w, tau):
-    """Return e of eq. 4 as weights (k,) of the path's points, with sum 0; it points to the path's end. w, tau (k,)."""
+    """Return e of eq. 4 as weights (k,) of the path's points, with sum 0; it points to
+    the path's end. w, tau (k,).
+    """
     k = len(w)
     scale = np.sqrt(-np.diff(tau))  # standard deviations of the increments
-    path = np.tril(np.ones((k, k - 1)), -1) * scale  # each point in terms of increments of variance 1
+    # each point in terms of increments of variance 1
+    path = np.tril(np.ones((k, k - 1)), -1) * scale
     path -= w @ path
     variances, axes = np.linalg.eigh((path.T * w) @ path)
-    e = axes[:, -1] * np.sign(axes[:, -1].sum()) * np.sqrt(max(variances[-1], 0)) / scale  # of the increments
+    # of the increments
+    e = axes[:, -1] * np.sign(axes[:, -1].sum()) * np.sqrt(max(variances[-1], 0)) / scale
     return np.append(0, e) - np.append(e, 0)
 
 

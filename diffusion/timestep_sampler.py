@@ -9,7 +9,9 @@ from torch import Tensor
 
 
 def create_named_schedule_sampler(name: str, diffusion) -> "ScheduleSampler":
-    """Make a sampler of the timesteps of `diffusion`. name: "uniform" or "loss-second-moment", else ValueError."""
+    """Make a sampler of the timesteps of `diffusion`. name: "uniform" or
+    "loss-second-moment", else ValueError.
+    """
     if name == "uniform":
         return UniformSampler(diffusion)
     if name == "loss-second-moment":
@@ -18,15 +20,18 @@ def create_named_schedule_sampler(name: str, diffusion) -> "ScheduleSampler":
 
 
 class ScheduleSampler(ABC):
-    """A distribution over timesteps, with importance weights that keep the expected loss unchanged."""
+    """A distribution over timesteps, with importance weights that keep the expected loss
+    unchanged.
+    """
 
     @abstractmethod
     def weights(self) -> np.ndarray:
         """Return positive weights (num_timesteps,), not necessarily normalised."""
 
     def sample(self, batch_size: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-        """Draw timesteps t (batch_size,) int64 with P(t) = p_t from numpy's global generator. Return t and importance
-        weights 1 / (num_timesteps p_t), (batch_size,) float32.
+        """Draw timesteps t (batch_size,) int64 with P(t) = p_t from numpy's global
+        generator. Return t and importance weights 1 / (num_timesteps p_t), (batch_size,)
+        float32.
         """
         p = self.weights()
         p = p / np.sum(p)
@@ -47,11 +52,14 @@ class UniformSampler(ScheduleSampler):
 
 
 class LossAwareSampler(ScheduleSampler):
-    """A sampler that follows the losses. Every rank of a process group gets all losses in the same order."""
+    """A sampler that follows the losses. Every rank of a process group gets all losses in
+    the same order.
+    """
 
     def update_with_local_losses(self, local_ts: Tensor, local_losses: Tensor) -> None:
-        """Update from the timesteps local_ts (N,) and losses local_losses (N,) of every rank's batch; N may differ
-        between ranks. This is a collective call if a process group is initialised.
+        """Update from the timesteps local_ts (N,) and losses local_losses (N,) of every
+        rank's batch; N may differ between ranks. This is a collective call if a process
+        group is initialised.
         """
         batches = [(local_ts.tolist(), local_losses.tolist())]
         if dist.is_available() and dist.is_initialized():
@@ -62,13 +70,15 @@ class LossAwareSampler(ScheduleSampler):
 
     @abstractmethod
     def update_with_all_losses(self, ts: list[int], losses: list[float]) -> None:
-        """Update from timesteps ts and their losses. Must be deterministic, so that ranks keep equal weights."""
+        """Update from timesteps ts and their losses. Must be deterministic, so that ranks
+        keep equal weights.
+        """
 
 
 class LossSecondMomentResampler(LossAwareSampler):
-    """p_t proportional to sqrt(E[L_t^2]) over the last `history_per_term` losses of each t, mixed with a share
-    `uniform_prob` of the uniform distribution (Nichol & Dhariwal 2021, eq. 18). Uniform until every t has
-    `history_per_term` losses.
+    """p_t proportional to sqrt(E[L_t^2]) over the last `history_per_term` losses of each
+    t, mixed with a share `uniform_prob` of the uniform distribution (Nichol & Dhariwal
+    2021, eq. 18). Uniform until every t has `history_per_term` losses.
     """
 
     def __init__(self, diffusion, history_per_term: int = 10, uniform_prob: float = 0.001):

@@ -1,5 +1,6 @@
-"""The root's download.py in the place where the contest's fork has it. Run as a command, it fetches the published
-weights."""
+"""The root's download.py in the place where the contest's fork has it. Run as a command,
+it fetches the published weights.
+"""
 
 import runpy
 import sys

@@ -1,4 +1,6 @@
-"""`python scripts/verify.py` runs as `python -m scripts.verify` does: with the root on the path, not the folder."""
+"""`python scripts/verify.py` runs as `python -m scripts.verify` does: with the root on
+the path, not the folder.
+"""
 
 import runpy
 import sys

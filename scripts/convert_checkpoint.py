@@ -1,8 +1,10 @@
-"""Convert weights of a network between .pt, .safetensors and, of a DiT, diffusers' layout; read the result back and
-compare. Family, prediction, classes and guided channels are written beside the tensors.
+"""Convert weights of a network between .pt, .safetensors and, of a DiT, diffusers'
+layout; read the result back and compare. Family, prediction, classes and guided channels
+are written beside the tensors.
 
 python scripts/convert_checkpoint.py --ckpt DiT-XL-2-512x512.pt --output DiT-XL-2-512.safetensors
-python scripts/convert_checkpoint.py --ckpt DiT-XL-2-512x512.pt --output DiT-XL-2-512/ --pipeline --vae ema
+python scripts/convert_checkpoint.py --ckpt DiT-XL-2-512x512.pt --output DiT-XL-2-512/ --pipeline
+--vae ema
 """
 
 if not __package__:
@@ -29,21 +31,39 @@ from accel.weights.metadata import OWN, to_header
 from accel.weights.tensor_files import digest, mode_of
 
 # DiT's diffusion process.
-SCHEDULER = {"_class_name": "DDIMScheduler", "beta_start": 0.0001, "beta_end": 0.02, "clip_sample": False}
+SCHEDULER = {
+    "_class_name": "DDIMScheduler",
+    "beta_start": 0.0001,
+    "beta_end": 0.02,
+    "clip_sample": False,
+}
 
 
-def write_folder(state: dict[str, torch.Tensor], fit: Fit, folder: Path, pipeline: bool, vae: Path | None) -> None:
-    """Write a folder in diffusers' layout: transformer/, for a pipeline also index, scheduler and `vae` if given."""
-    files = {"transformer/config.json": config_of(state, fit.num_heads, fit.latent_size, fit.num_classes)}
+def write_folder(
+    state: dict[str, torch.Tensor], fit: Fit, folder: Path, pipeline: bool, vae: Path | None
+) -> None:
+    """Write a folder in diffusers' layout: transformer/, for a pipeline also index,
+    scheduler and `vae` if given.
+    """
+    files = {
+        "transformer/config.json": config_of(state, fit.num_heads, fit.latent_size, fit.num_classes)
+    }
     if pipeline:
-        parts = {"transformer": "DiTTransformer2DModel", "scheduler": "DDIMScheduler", "vae": "AutoencoderKL"}
-        index = {part: ["diffusers", name] for part, name in parts.items()} | ({} if vae else {"vae": [None, None]})
+        parts = {
+            "transformer": "DiTTransformer2DModel",
+            "scheduler": "DDIMScheduler",
+            "vae": "AutoencoderKL",
+        }
+        index = {part: ["diffusers", name] for part, name in parts.items()} | (
+            {} if vae else {"vae": [None, None]}
+        )
         files["model_index.json"] = {"_class_name": "DiTPipeline"} | index
         files["scheduler/scheduler_config.json"] = SCHEDULER
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
-    # The blocks' copies of the embedders share memory here; safetensors wants each tensor to own its bytes.
+    # The blocks' copies of the embedders share memory here; safetensors wants each tensor
+    # to own its bytes.
     tensors = {name: tensor.clone() for name, tensor in to_diffusers(state).items()}
     # Not by save_file, which makes a file that its owner alone may read.
     (folder / "transformer" / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
@@ -53,7 +73,9 @@ def write_folder(state: dict[str, torch.Tensor], fit: Fit, folder: Path, pipelin
             shutil.copyfile(file, folder / "vae" / file.name)
 
 
-def write(state: dict[str, torch.Tensor], fit: Fit, target: Path, pipeline: bool, vae: Path | None) -> None:
+def write(
+    state: dict[str, torch.Tensor], fit: Fit, target: Path, pipeline: bool, vae: Path | None
+) -> None:
     """Write the file or folder that `target` names. It is whole or absent."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.suffix:
@@ -72,7 +94,14 @@ def write(state: dict[str, torch.Tensor], fit: Fit, target: Path, pipeline: bool
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def convert(ckpt: str, output: str, model: str | None, pipeline: bool, vae: str | None, allow_nonfinite: bool) -> None:
+def convert(
+    ckpt: str,
+    output: str,
+    model: str | None,
+    pipeline: bool,
+    vae: str | None,
+    allow_nonfinite: bool,
+) -> None:
     """Check, write, read back and compare. Raises UsageError."""
     target = Path(output)
     if mode_of(target, "output"):
@@ -80,23 +109,31 @@ def convert(ckpt: str, output: str, model: str | None, pipeline: bool, vae: str 
     if target.suffix not in (".pt", ".safetensors", "") or target.name in (".pt", ".safetensors"):
         raise UsageError(f"`output={target}`: must end in .pt or .safetensors, or name a folder")
     if pipeline and target.suffix or vae and not pipeline:
-        raise UsageError("`pipeline`: writes a folder, so `output` must name one; `vae` needs `pipeline`")
+        raise UsageError(
+            "`pipeline`: writes a folder, so `output` must name one; `vae` needs `pipeline`"
+        )
     vae = find(vae).decoder if vae else None
     weights = Checkpoint(ckpt)
     fit = fit_of(weights, model)
     if target.suffix:
         state = ask(fit.family, "sampled", weights.state, weights.metadata)
         if dropped := weights.state.keys() - state.keys():
-            print(f"{shown(ckpt)}: left out {len(dropped)} entries that only training needs, such as {min(dropped)}")
+            print(
+                f"{shown(ckpt)}: left out {len(dropped)} entries that only training needs, such "
+                f"as {min(dropped)}"
+            )
     else:
         state = diffusers_state(ckpt, weights, fit)
     state = {name: tensor.contiguous() for name, tensor in state.items()}
     require_finite(ckpt, state, allow_nonfinite)
     try:
         write(state, fit, target, pipeline, vae)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
+    # torch and safetensors have their own for a full disk
+    except (OSError, RuntimeError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise UsageError(f"`output={target}`: cannot write there ({reason}); choose another, or free space") from None
+        raise UsageError(
+            f"`output={target}`: cannot write there ({reason}); choose another, or free space"
+        ) from None
     require_equal(target, state, fit)
     total = sum(tensor.numel() for tensor in state.values())
     print(f"{target}: {fit.model}, {len(state)} tensors, {total:,} values, read back equal")
@@ -109,16 +146,27 @@ def convert(ckpt: str, output: str, model: str | None, pipeline: bool, vae: str 
 
 
 def diffusers_state(ckpt: str, weights: Checkpoint, fit: Fit) -> dict[str, torch.Tensor]:
-    """Return the weights without their position table, which diffusers' class computes. Raises UsageError for weights
-    that the class cannot compute."""
+    """Return the weights without their position table, which diffusers' class computes.
+    Raises UsageError for weights that the class cannot compute.
+    """
     if fit.family is not family_of("DiT-XL/2"):
-        raise UsageError(f"`output`: diffusers has no {fit.family.name}; name a .pt or .safetensors file")
+        raise UsageError(
+            f"`output`: diffusers has no {fit.family.name}; name a .pt or .safetensors file"
+        )
     if not fit.null_class:
-        raise UsageError("`output`: diffusers' class has a null class, these weights have none; name a .safetensors")
+        raise UsageError(
+            "`output`: diffusers' class has a null class, these weights have none; name a "
+            ".safetensors"
+        )
     state = reference_state(weights, fit)
-    off = require_sinusoid(ckpt, state, fit, "diffusers computes the latter; name a .pt or .safetensors file")
+    off = require_sinusoid(
+        ckpt, state, fit, "diffusers computes the latter; name a .pt or .safetensors file"
+    )
     if off:
-        print(f"{shown(ckpt)}: its position table is up to {off:.1g} off the sine-cosine table, an average's rounding")
+        print(
+            f"{shown(ckpt)}: its position table is up to {off:.1g} off the sine-cosine table, an "
+            "average's rounding"
+        )
     return state
 
 
@@ -127,35 +175,66 @@ def require_finite(ckpt: str, state: dict[str, torch.Tensor], allowed: bool) -> 
     nonfinite = [name for name, tensor in state.items() if not tensor.isfinite().all()]
     if nonfinite and not allowed:
         raise UsageError(
-            f"`ckpt={ckpt}`: {nonfinite[0]} holds NaN or infinity ({len(nonfinite)} of {len(state)} tensors do); "
-            "take another checkpoint, or add `allow_nonfinite`"
+            f"`ckpt={ckpt}`: {nonfinite[0]} holds NaN or infinity ({len(nonfinite)} of "
+            f"{len(state)} tensors do); take another checkpoint, or add `allow_nonfinite`"
         )
 
 
 def require_equal(target: Path, state: dict[str, torch.Tensor], fit: Fit) -> None:
-    """Read `target` back. Remove it and raise UsageError unless it holds the same tensors of the same kind."""
+    """Read `target` back. Remove it and raise UsageError unless it holds the same tensors
+    of the same kind.
+    """
     weights = Checkpoint(target)
-    again, back = recognise(str(target), weights.state, weights.metadata), weights.state
+    again = recognise(str(target), weights.state, weights.metadata)
+    back = weights.state
     if not target.suffix:
         state = {name: tensor for name, tensor in state.items() if name != "pos_embed"}
     wrong = sorted(state.keys() ^ back.keys()) or [
         name for name in state if digest({name: state[name]}) != digest({name: back[name]})
     ]
-    wrong += [name for name, value in fit.metadata().items() if target.suffix and again.metadata().get(name) != value]
+    wrong += [
+        name
+        for name, value in fit.metadata().items()
+        if target.suffix and again.metadata().get(name) != value
+    ]
     if wrong:
         shutil.rmtree(target) if target.is_dir() else target.unlink()
-        raise UsageError(f"`output={target}`: reading it back gave another {', '.join(wrong[:3])}; report this")
+        raise UsageError(
+            f"`output={target}`: reading it back gave another {', '.join(wrong[:3])}; report this"
+        )
 
 
 def main() -> None:
     parser = OneLineParser(description="Convert weights and prove the round trip.")
     add = parser.add_argument
-    add("--ckpt", required=True, help="file, diffusers' folder, published name or hub id (owner/name)")
-    add("--output", required=True, help="NAME.pt, NAME.safetensors, or a folder for diffusers' layout")
-    add("--model", choices=model_names(), metavar="NAME", help="what the weights are, if they do not say")
-    add("--pipeline", action="store_true", help="into a folder: all that diffusers.DiTPipeline loads")
-    add("--vae", help="for --pipeline: ema, mse or a folder; without it pass vae= to from_pretrained")
-    add("--allow-nonfinite", action="store_true", help="convert weights with NaN or infinities, too")
+    add(
+        "--ckpt",
+        required=True,
+        help="file, diffusers' folder, published name or hub id (owner/name)",
+    )
+    add(
+        "--output",
+        required=True,
+        help="NAME.pt, NAME.safetensors, or a folder for diffusers' layout",
+    )
+    add(
+        "--model",
+        choices=model_names(),
+        metavar="NAME",
+        help="what the weights are, if they do not say",
+    )
+    add(
+        "--pipeline",
+        action="store_true",
+        help="into a folder: all that diffusers.DiTPipeline loads",
+    )
+    add(
+        "--vae",
+        help="for --pipeline: ema, mse or a folder; without it pass vae= to from_pretrained",
+    )
+    add(
+        "--allow-nonfinite", action="store_true", help="convert weights with NaN or infinities, too"
+    )
     args = parser.parse_args()
     with user_errors(parser):
         convert(**vars(args))

@@ -1,17 +1,23 @@
 """FID, sFID and Inception Score of pictures, without TensorFlow.
 
-    python -m scripts.fid samples.npz VIRTUAL_imagenet256_labeled.npz     # against ADM's reference statistics
-    python -m scripts.fid fp16.npz fp32.npz                               # two jobs: does the fast tier change FID?
-    python -m scripts.fid pictures/ classes/                              # folders of pictures, one a class or flat
-    python -m scripts.fid fp16.npz fp32.npz --features dinov2             # DINOv2's Fréchet distance, too
+    python -m scripts.fid samples.npz VIRTUAL_imagenet256_labeled.npz     # against ADM's reference
+                                                                          statistics
+    python -m scripts.fid fp16.npz fp32.npz                               # two jobs: does the fast
+                                                                          tier change FID?
+    python -m scripts.fid pictures/ classes/                              # folders of pictures, one
+                                                                          a class or flat
+    python -m scripts.fid fp16.npz fp32.npz --features dinov2             # DINOv2's Fréchet
+                                                                          distance, too
 
-Network and metrics are torch-fidelity's: Inception as ported from the TensorFlow graph that ADM's evaluator runs, FID
-(Heusel et al. 2017, arXiv:1706.08500), Inception Score (Salimans et al. 2016, arXiv:1606.03498), precision and recall
-(Kynkäänniemi et al. 2019, arXiv:1904.06991), DINOv2 ViT-L/14 (Oquab et al. 2023, arXiv:2304.07193), whose Fréchet
-distance follows human judgement more closely (Stein et al. 2023, arXiv:2306.04675). Added here: sFID (Nash et al. 2021,
-arXiv:2103.03841), the FID of features that keep their place in the picture, archives of pictures (arr_0, uint8,
-N×H×W×3) and of statistics (mu, sigma, mu_s, sigma_s; they go first), float32 without TF32, weights of a known hash, and
-the reasons why a figure may not be compared.
+Network and metrics are torch-fidelity's: Inception as ported from the TensorFlow graph
+that ADM's evaluator runs, FID (Heusel et al. 2017, arXiv:1706.08500), Inception Score
+(Salimans et al. 2016, arXiv:1606.03498), precision and recall (Kynkäänniemi et al. 2019,
+arXiv:1904.06991), DINOv2 ViT-L/14 (Oquab et al. 2023, arXiv:2304.07193), whose Fréchet
+distance follows human judgement more closely (Stein et al. 2023, arXiv:2306.04675). Added
+here: sFID (Nash et al. 2021, arXiv:2103.03841), the FID of features that keep their place
+in the picture, archives of pictures (arr_0, uint8, N×H×W×3) and of statistics (mu, sigma,
+mu_s, sigma_s; they go first), float32 without TF32, weights of a known hash, and the
+reasons why a figure may not be compared.
 """
 
 if not __package__:
@@ -43,28 +49,42 @@ from accel.start import take_failure
 URL = "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth"
 SHA256 = "6726825d"  # of the published weights, the first digits, as torch's hub checks them
 LARGEST = 2**29  # bytes of Inception's weights, which are 95 MB
-PUBLISHED = {"--cfg-scale": 1.5, "--num-sampling-steps": 250, "--vae": "ema"}  # DiT-XL/2's FID, Table 2 of the paper
-FULL, LEAST = 50_000, 10  # pictures: of a published figure; one for each part of the Inception Score
-POOL, LOGITS = "2048", "logits_unbiased"  # torch-fidelity's names of Inception's outputs
-SPATIAL, CHANNELS = "spatial", 7  # of TensorFlow's mixed_6/conv, 17×17 each, as ADM's evaluator takes them
-STATISTICS = {POOL: ("mu", "sigma", 2048), SPATIAL: ("mu_s", "sigma_s", CHANNELS * 17 * 17)}  # names in an archive
-DINOV2, DINOV2_SIDE = "dinov2", 224  # torch-fidelity's name of its output; pixels
+# DiT-XL/2's FID, Table 2 of the paper
+PUBLISHED = {"--cfg-scale": 1.5, "--num-sampling-steps": 250, "--vae": "ema"}
+FULL = 50_000
+LEAST = 10  # pictures: of a published figure; one for each part of the Inception Score
+POOL = "2048"
+LOGITS = "logits_unbiased"  # torch-fidelity's names of Inception's outputs
+SPATIAL = "spatial"
+CHANNELS = 7  # of TensorFlow's mixed_6/conv, 17×17 each, as ADM's evaluator takes them
+# names in an archive
+STATISTICS = {POOL: ("mu", "sigma", 2048), SPATIAL: ("mu_s", "sigma_s", CHANNELS * 17 * 17)}
+DINOV2 = "dinov2"
+DINOV2_SIDE = 224  # torch-fidelity's name of its output; pixels
 DINOV2_CODE = "https://github.com/facebookresearch/dinov2"
 DINOV2_URL = "https://dl.fbaipublicfiles.com/dinov2/dinov2_vitl14/dinov2_vitl14_pretrain.pth"
-FID, SFID, FD_DINOV2 = "frechet_inception_distance", "spatial_frechet_inception_distance", "frechet_dinov2_distance"
+FID = "frechet_inception_distance"
+SFID = "spatial_frechet_inception_distance"
+FD_DINOV2 = "frechet_dinov2_distance"
 METRICS = {POOL: FID, SPATIAL: SFID, DINOV2: FD_DINOV2}  # FID's name is torch-fidelity's
-SUFFIXES = ".png", ".jpg", ".jpeg", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff"  # as torchvision's ImageFolder
+# as torchvision's ImageFolder
+SUFFIXES = ".png", ".jpg", ".jpeg", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff"
 
-Features = Callable[[torch.Tensor], dict[str, torch.Tensor]]  # pictures (n, 3, H, W) uint8 → features (n, D) by name
+# pictures (n, 3, H, W) uint8 → features (n, D) by name
+Features = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 
 
 class Pictures(torch.utils.data.Dataset):
-    """Pictures (3, H, W) uint8 of an .npz or a folder, flat or with a folder a class, and the statistics of an .npz
-    that has them. Each picture is read when it is asked for. Raises UsageError for anything else.
+    """Pictures (3, H, W) uint8 of an .npz or a folder, flat or with a folder a class, and
+    the statistics of an .npz that has them. Each picture is read when it is asked for.
+    Raises UsageError for anything else.
     """
 
     def __init__(self, path: Path):
-        self.path, self.files, self.statistics, self.shape = path, [], {}, (0,)
+        self.path = path
+        self.files = []
+        self.statistics = {}
+        self.shape = (0,)
         with self.errors():
             if path.is_dir():
                 self.files = _pictures_below(path)
@@ -77,12 +97,19 @@ class Pictures(torch.utils.data.Dataset):
         for layer, (mu, sigma, size) in STATISTICS.items():
             if f"{mu}.npy" not in archive.namelist():
                 break
-            self.statistics[layer] = {"mu": _array(archive, mu, size), "sigma": _array(archive, sigma, size, size)}
+            self.statistics[layer] = {
+                "mu": _array(archive, mu, size),
+                "sigma": _array(archive, sigma, size, size),
+            }
         if "arr_0.npy" in archive.namelist():
             self.member, self.shape, dtype = _open_array(archive, "arr_0")
             self.start = self.member.tell()
             _, *sides = self.shape if len(self.shape) == 4 else (0, 0)
-            if dtype != np.uint8 or sides[2:] != [3] or not 0 < min(sides) <= max(sides) <= MOST_PIXELS:
+            if (
+                dtype != np.uint8
+                or sides[2:] != [3]
+                or not 0 < min(sides) <= max(sides) <= MOST_PIXELS
+            ):
                 raise ValueError(f"arr_0 is {dtype} {self.shape}, not uint8 (N, H, W, 3)")
 
     @contextmanager
@@ -94,7 +121,9 @@ class Pictures(torch.utils.data.Dataset):
             raise
         except Exception as error:
             reason = shown(str(error), 200)
-            raise UsageError(f"{self.path}: cannot be read ({reason}); give an .npz or a folder of pictures") from None
+            raise UsageError(
+                f"{self.path}: cannot be read ({reason}); give an .npz or a folder of pictures"
+            ) from None
 
     def __len__(self):
         return self.shape[0]
@@ -104,7 +133,9 @@ class Pictures(torch.utils.data.Dataset):
             if self.files:
                 pixels = _pixels(self.files[index])
                 if pixels.shape != self.shape[1:]:
-                    raise ValueError(f"{self.files[index].name} is of another size than {self.files[0].name}")
+                    raise ValueError(
+                        f"{self.files[index].name} is of another size than {self.files[0].name}"
+                    )
             else:
                 size = prod(self.shape[1:])
                 self.member.seek(self.start + index * size)
@@ -112,8 +143,14 @@ class Pictures(torch.utils.data.Dataset):
             return torch.tensor(pixels).permute(2, 0, 1)
 
     def settings(self) -> dict:
-        """Return the settings that sample_ddp.py recorded of the job that made the pictures; {} for others."""
-        folder = self.path if self.path.is_dir() else self.path.with_name(self.path.name.removesuffix(".npz"))
+        """Return the settings that sample_ddp.py recorded of the job that made the
+        pictures; {} for others.
+        """
+        folder = (
+            self.path
+            if self.path.is_dir()
+            else self.path.with_name(self.path.name.removesuffix(".npz"))
+        )
         try:
             settings = read_json(folder / ".job" / "settings.json")
         except (OSError, ValueError):
@@ -123,12 +160,15 @@ class Pictures(torch.utils.data.Dataset):
 
 
 def _pictures_below(folder):
-    """Return the pictures below a folder at any depth, sorted, without hidden folders and links that lead back."""
+    """Return the pictures below a folder at any depth, sorted, without hidden folders and
+    links that lead back.
+    """
 
     def fail(error):
         raise error
 
-    found, seen = [], set()
+    found = []
+    seen = set()
     for place, folders, names in os.walk(folder, onerror=fail, followlinks=True):
         real = os.path.realpath(place)
         folders[:] = [name for name in folders if not name.startswith(".") and real not in seen]
@@ -146,8 +186,10 @@ def _pixels(file):
 
 
 def _open_array(archive, name):
-    """Return an archive's member, open at its values, with shape and dtype. Raises ValueError, before anything is
-    inflated, if the size in the archive's directory is not that of the shape."""
+    """Return an archive's member, open at its values, with shape and dtype. Raises
+    ValueError, before anything is inflated, if the size in the archive's directory is not
+    that of the shape.
+    """
     info = archive.getinfo(f"{name}.npy")
     member = archive.open(info)
     np.lib.format.read_magic(member)
@@ -169,8 +211,10 @@ def _array(archive, name, *shape):
 
 
 def find_weights(given: Path | None) -> tuple[Path, bool]:
-    """Return the file of Inception's weights and whether it is the published one: `given`, or the file in torch's hub
-    cache, downloaded if it is missing. Raises UsageError."""
+    """Return the file of Inception's weights and whether it is the published one:
+    `given`, or the file in torch's hub cache, downloaded if it is missing. Raises
+    UsageError.
+    """
     path = given or Path(torch.hub.get_dir(), "checkpoints", URL.rpartition("/")[2])
     if given is None and not path.exists():
         print(f"fetching {URL} to {path} (95 MB, once)")
@@ -179,23 +223,34 @@ def find_weights(given: Path | None) -> tuple[Path, bool]:
             torch.hub.download_url_to_file(URL, str(path), hash_prefix=SHA256)
         except (OSError, RuntimeError) as error:  # RuntimeError: another hash
             raise UsageError(
-                f"--inception-weights: download failed ({error}); fetch {URL} by other means and name the file"
+                f"--inception-weights: download failed ({error}); fetch {URL} by other means and "
+                "name the file"
             ) from None
     with path_errors("inception_weights", path), open_regular(path) as file:
-        inflated = sum(info.file_size for info in zipfile.ZipFile(file).infolist()) if zipfile.is_zipfile(file) else 0
+        inflated = (
+            sum(info.file_size for info in zipfile.ZipFile(file).infolist())
+            if zipfile.is_zipfile(file)
+            else 0
+        )
         if max(inflated, os.fstat(file.fileno()).st_size) > LARGEST:
-            raise UsageError(f"--inception-weights {path}: are not Inception's, which have 95 MB; take {URL}")
+            raise UsageError(
+                f"--inception-weights {path}: are not Inception's, which have 95 MB; take {URL}"
+            )
         return path, sha256_of(file).startswith(SHA256)
 
 
 def load_inception(path: Path, cuda: bool) -> Features:
-    """Load torch-fidelity's Inception: features (n, 2048), logits without bias (n, 1008), sFID's features (n, 2023)."""
+    """Load torch-fidelity's Inception: features (n, 2048), logits without bias (n, 1008),
+    sFID's features (n, 2023).
+    """
     how = dict(cuda=cuda, feature_extractor_weights_path=str(path), verbose=False)
     try:
         from torch_fidelity.utils import create_feature_extractor
 
-        state = torch.load(path, weights_only=True, map_location="cpu")  # torch-fidelity's own loading executes code
-        if sum(value.numel() for value in state.values()) > LARGEST:  # expanded ones are small in the file
+        # torch-fidelity's own loading executes code
+        state = torch.load(path, weights_only=True, map_location="cpu")
+        # expanded ones are small in the file
+        if sum(value.numel() for value in state.values()) > LARGEST:
             raise ValueError("too large")
         if not all(value.isfinite().all() for value in state.values()):
             raise ValueError("values that are not finite")
@@ -204,26 +259,38 @@ def load_inception(path: Path, cuda: bool) -> Features:
         raise UsageError("torch-fidelity is not installed: pip install torch-fidelity") from None
     except Exception as error:  # whatever other files raise
         reason = shown(str(error).split("\n")[0], 200)
-        raise UsageError(f"--inception-weights {path}: are not Inception's ({reason}); take {URL}") from None
+        raise UsageError(
+            f"--inception-weights {path}: are not Inception's ({reason}); take {URL}"
+        ) from None
 
     def features(pictures):
         found = []
-        # torch-fidelity converts the weights of TensorFlow's mixed_6/conv to Mixed_6d.branch1x1.
-        with network.Mixed_6d.branch1x1.register_forward_hook(lambda module, given, out: found.append(out)):
+        # torch-fidelity converts the weights of TensorFlow's mixed_6/conv to
+        # Mixed_6d.branch1x1.
+        with network.Mixed_6d.branch1x1.register_forward_hook(
+            lambda module, given, out: found.append(out)
+        ):
             pool, logits = network(pictures)
-        # (n, 192, 17, 17) → row, column, channel: TensorFlow's order, and so that of ADM's mu_s and sigma_s.
-        return {POOL: pool, LOGITS: logits, SPATIAL: found[0][:, :CHANNELS].permute(0, 2, 3, 1).flatten(1)}
+        # (n, 192, 17, 17) → row, column, channel: TensorFlow's order, and so that of
+        # ADM's mu_s and sigma_s.
+        return {
+            POOL: pool,
+            LOGITS: logits,
+            SPATIAL: found[0][:, :CHANNELS].permute(0, 2, 3, 1).flatten(1),
+        }
 
     return features
 
 
 def load_dinov2(cuda: bool) -> Features:
-    """Load torch-fidelity's DINOv2 ViT-L/14: features (n, 1024). torch's hub fetches its code and weights. Raises
-    UsageError if it cannot."""
+    """Load torch-fidelity's DINOv2 ViT-L/14: features (n, 1024). torch's hub fetches its
+    code and weights. Raises UsageError if it cannot.
+    """
     from torch_fidelity.utils import create_feature_extractor
 
     hub = Path(torch.hub.get_dir())
-    code, weights = hub / "facebookresearch_dinov2_main", hub / "checkpoints" / DINOV2_URL.rpartition("/")[2]
+    code = hub / "facebookresearch_dinov2_main"
+    weights = hub / "checkpoints" / DINOV2_URL.rpartition("/")[2]
     if not (code.exists() and weights.exists()):
         print(f"fetching {DINOV2_CODE} to {code} and {DINOV2_URL} to {weights} (1.2 GB, once)")
     try:
@@ -231,20 +298,25 @@ def load_dinov2(cuda: bool) -> Features:
     except Exception as error:  # the fetched code's own, too
         reason = shown(str(error).split("\n")[0], 200)
         raise UsageError(
-            f"--features dinov2: cannot be loaded ({reason}); fetch {DINOV2_CODE} to {code} and {DINOV2_URL} to "
-            f"{weights} by other means, or drop it"
+            f"--features dinov2: cannot be loaded ({reason}); fetch {DINOV2_CODE} to {code} and "
+            f"{DINOV2_URL} to {weights} by other means, or drop it"
         ) from None
 
     def features(pictures):
-        # Antialiased, as the papers that report this distance do; torch-fidelity's own resize has nothing left to do.
+        # Antialiased, as the papers that report this distance do; torch-fidelity's own
+        # resize has nothing left to do.
         side = DINOV2_SIDE, DINOV2_SIDE
-        resized = torch.nn.functional.interpolate(pictures.float(), side, mode="bicubic", antialias=True)
+        resized = torch.nn.functional.interpolate(
+            pictures.float(), side, mode="bicubic", antialias=True
+        )
         return {DINOV2: network(resized.round().clamp(0, 255).to(torch.uint8))[0]}
 
     return features
 
 
-def features_of(pictures: Pictures, extractors: list[Features], cuda: bool, batch_size: int) -> dict[str, torch.Tensor]:
+def features_of(
+    pictures: Pictures, extractors: list[Features], cuda: bool, batch_size: int
+) -> dict[str, torch.Tensor]:
     """Return features (N, D) of all pictures, by name, in one pass."""
     found = defaultdict(list)
     loader = torch.utils.data.DataLoader(pictures, batch_size=batch_size, pin_memory=cuda)
@@ -259,44 +331,68 @@ def features_of(pictures: Pictures, extractors: list[Features], cuda: bool, batc
     return {name: torch.cat(values) for name, values in found.items()}
 
 
-def compare(samples: Pictures, reference: Pictures, networks: list[Features], cuda: bool, args: Namespace) -> dict:
-    """Return the metrics of `samples` by torch-fidelity's names; networks: Inception, and DINOv2 if asked for. There is
-    no sFID where the reference's statistics lack its own, and no DINOv2's distance without its pictures."""
+def compare(
+    samples: Pictures, reference: Pictures, networks: list[Features], cuda: bool, args: Namespace
+) -> dict:
+    """Return the metrics of `samples` by torch-fidelity's names; networks: Inception, and
+    DINOv2 if asked for. There is no sFID where the reference's statistics lack its own,
+    and no DINOv2's distance without its pictures.
+    """
     from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
     from torch_fidelity.metric_isc import isc_features_to_metric
     from torch_fidelity.metric_prc import prc_features_to_metric
 
     found = features_of(samples, networks, cuda, args.batch_size)
-    needed = networks[:1] * (args.precision_recall or not reference.statistics) + networks[1:] * bool(len(reference))
+    needed = networks[:1] * (args.precision_recall or not reference.statistics) + networks[
+        1:
+    ] * bool(len(reference))
     others = features_of(reference, needed, cuda, args.batch_size) if needed else {}
     layers = [DINOV2] if reference.statistics else METRICS
-    theirs = {layer: fid_features_to_statistics(others[layer]) for layer in layers if layer in others}
+    theirs = {
+        layer: fid_features_to_statistics(others[layer]) for layer in layers if layer in others
+    }
     metrics = isc_features_to_metric(found[LOGITS])
     for layer, statistics in {**reference.statistics, **theirs}.items():
         ours = fid_features_to_statistics(found[layer])
         ours = {name: value.astype(statistics[name].dtype) for name, value in ours.items()}
         metrics[METRICS[layer]] = fid_statistics_to_metric(ours, statistics, verbose=False)[FID]
     if args.precision_recall:
-        metrics |= prc_features_to_metric(found[POOL], others[POOL], save_cpu_ram=True, verbose=False)
+        metrics |= prc_features_to_metric(
+            found[POOL], others[POOL], save_cpu_ram=True, verbose=False
+        )
     return metrics
 
 
-def caveats(samples: Pictures, reference: Pictures, published: bool, dinov2: bool = False) -> Iterator[str]:
+def caveats(
+    samples: Pictures, reference: Pictures, published: bool, dinov2: bool = False
+) -> Iterator[str]:
     """Yield the reasons why a figure may not be compared with others, one line each."""
-    ours, theirs = samples.settings(), reference.settings()
+    ours = samples.settings()
+    theirs = reference.settings()
     fewest = len(samples) if reference.statistics else min(len(samples), len(reference))
     if fewest < FULL:
-        yield f"FID of {fewest} pictures is larger than of {FULL}: compare it with that of as many only"
+        yield (
+            f"FID of {fewest} pictures is larger than of {FULL}: compare it with that of as many "
+            "only"
+        )
     if dinov2 and reference.statistics and len(reference):
-        yield f"FD-DINOv2 is against the {len(reference)} pictures of the reference, FID against its statistics"
+        yield (
+            f"FD-DINOv2 is against the {len(reference)} pictures of the reference, FID against "
+            "its statistics"
+        )
     if not published:
-        yield "these are not the published Inception weights: the figures compare with each other only"
+        yield (
+            "these are not the published Inception weights: the figures compare with each other "
+            "only"
+        )
     if len(reference) and samples.shape[1:] != reference.shape[1:]:
         of = " against ".join("×".join(map(str, one.shape[1:3])) for one in (samples, reference))
         yield f"pictures of {of} pixels: FID compares one size"
     if ours and theirs:
         names = sorted(name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name))
-        of = ", ".join(f"{shown(name)} ({shown(ours.get(name))}, {shown(theirs.get(name))})" for name in names)
+        of = ", ".join(
+            f"{shown(name)} ({shown(ours.get(name))}, {shown(theirs.get(name))})" for name in names
+        )
         yield f"two jobs that differ in {of}" if names else "two jobs of the same settings"
         return
     for name, value in PUBLISHED.items():
@@ -306,13 +402,27 @@ def caveats(samples: Pictures, reference: Pictures, published: bool, dinov2: boo
 
 def main() -> None:
     parser = OneLineParser(description=__doc__)
-    add, file = parser.add_argument, URL.rpartition("/")[2]
+    add = parser.add_argument
+    file = URL.rpartition("/")[2]
     add("samples", type=Path, help=".npz (arr_0), or a folder of pictures")
-    add("reference", type=Path, help="the same, or ADM's statistics: an .npz with mu, sigma, mu_s, sigma_s")
-    text = f"weights of torch-fidelity's Inception; default: {file} in torch's hub cache, fetched once"
+    add(
+        "reference",
+        type=Path,
+        help="the same, or ADM's statistics: an .npz with mu, sigma, mu_s, sigma_s",
+    )
+    text = (
+        f"weights of torch-fidelity's Inception; default: {file} in torch's hub cache, fetched once"
+    )
     add("--inception-weights", type=Path, metavar="FILE", help=text)
-    add("--precision-recall", action="store_true", help="precision and recall, too: minutes for 50,000 pictures")
-    text = "dinov2: the Fréchet distance of DINOv2's features, beside Inception's figures, in the same pass"
+    add(
+        "--precision-recall",
+        action="store_true",
+        help="precision and recall, too: minutes for 50,000 pictures",
+    )
+    text = (
+        "dinov2: the Fréchet distance of DINOv2's features, beside Inception's figures, in the "
+        "same pass"
+    )
     add("--features", choices=("inception", "dinov2"), default="inception", help=text)
     add("--batch-size", type=positive, default=64, help="pictures at a time (default: 64)")
     add("--device", choices=("cuda", "cpu"), help="default: a GPU if there is one")
@@ -324,12 +434,18 @@ def main() -> None:
 
 
 def report(args: Namespace) -> None:
-    """Print the figures that the command line asks for, and the reasons why they may not be compared."""
-    samples, reference, dinov2 = Pictures(args.samples), Pictures(args.reference), args.features == "dinov2"
+    """Print the figures that the command line asks for, and the reasons why they may not
+    be compared.
+    """
+    samples = Pictures(args.samples)
+    reference = Pictures(args.reference)
+    dinov2 = args.features == "dinov2"
     used = args.precision_recall or not reference.statistics or dinov2 and len(reference)
     for one in [samples] + [reference] * bool(used):
         if len(one) < LEAST:
-            raise UsageError(f"{one.path}: holds {len(one)} pictures (arr_0, or PNGs); at least {LEAST} needed")
+            raise UsageError(
+                f"{one.path}: holds {len(one)} pictures (arr_0, or PNGs); at least {LEAST} needed"
+            )
     cuda = (args.device or "cuda") == "cuda" and torch.cuda.is_available()
     if args.device == "cuda" and not cuda:
         raise UsageError("`device=cuda`: torch finds no GPU; use `device=cpu`")
@@ -337,13 +453,26 @@ def report(args: Namespace) -> None:
     networks = [load_inception(weights, cuda)] + [load_dinov2(cuda) for _ in range(dinov2)]
     found = compare(samples, reference, networks, cuda, args)
     print(f"{samples.path}: {len(samples)} pictures")
-    print(f"{reference.path}: {'statistics' if reference.statistics else f'{len(reference)} pictures'}")
+    print(
+        f"{reference.path}: "
+        f"{'statistics' if reference.statistics else f'{len(reference)} pictures'}"
+    )
     print(f"FID              {found[FID]:.6g}")
-    sfid = f"{found[SFID]:.6g}" if SFID in found else "none: the reference has statistics, but not mu_s, sigma_s"
+    sfid = (
+        f"{found[SFID]:.6g}"
+        if SFID in found
+        else "none: the reference has statistics, but not mu_s, sigma_s"
+    )
     print(f"sFID             {sfid}")
-    print(f"Inception Score  {found['inception_score_mean']:.6g} ± {found['inception_score_std']:.2g}")
+    print(
+        f"Inception Score  {found['inception_score_mean']:.6g} ± {found['inception_score_std']:.2g}"
+    )
     if dinov2:
-        distance = f"{found[FD_DINOV2]:.6g}" if FD_DINOV2 in found else "none: the reference has no pictures"
+        distance = (
+            f"{found[FD_DINOV2]:.6g}"
+            if FD_DINOV2 in found
+            else "none: the reference has no pictures"
+        )
         print(f"FD-DINOv2        {distance}")
     if args.precision_recall:
         print(f"Precision        {found['precision']:.4f}")

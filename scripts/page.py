@@ -1,9 +1,12 @@
-"""A page for the browser: sample pictures, compare two settings on the same noise. Needs `pip install -e .[page]`.
+"""A page for the browser: sample pictures, compare two settings on the same noise. Needs
+`pip install -e .[page]`.
 
-    python -m scripts.page                                       # the demo models; or one model, by sample.py's flags
+    python -m scripts.page                                       # the demo models; or one model, by
+                                                                 sample.py's flags
     python -m scripts.page --model DiT-XL/2 --image-size 512
 
-It is served to this machine only, to one visitor at a time. Its temporary folder is removed when it ends.
+It is served to this machine only, to one visitor at a time. Its temporary folder is
+removed when it ends.
 """
 
 if not __package__:
@@ -45,17 +48,38 @@ from accel.start import ENDINGS
 
 FOLDER = Path(tempfile.gettempdir(), f"dit-page-{secrets.token_hex(8)}")
 if __name__ == "__main__":  # gradio and matplotlib look for their folders when they are imported
-    os.environ |= dict(GRADIO_TEMP_DIR=f"{FOLDER}/served", MPLCONFIGDIR=f"{FOLDER}", TMPDIR=f"{FOLDER}")
+    os.environ |= dict(
+        GRADIO_TEMP_DIR=f"{FOLDER}/served", MPLCONFIGDIR=f"{FOLDER}", TMPDIR=f"{FOLDER}"
+    )
 try:
     import gradio as gr
 except ImportError:  # main says so
     gr = None
 
-PLAN, MOST, PREVIEWS = "ddpm by its plan", 8, 6  # most pictures; estimates during a run, an evaluation each
-LEFT_OUT = "output", "output_type", "seed_list", "repeats", "batch_size", "eta", "forecast", "forecast_plan"
-NAMES = dict(labels="Classes", seed="Seed", num_sampling_steps="Steps", cfg_scale="Guidance", sampler="Sampler")
+PLAN = "ddpm by its plan"
+MOST = 8
+PREVIEWS = 6  # most pictures; estimates during a run, an evaluation each
+LEFT_OUT = (
+    "output",
+    "output_type",
+    "seed_list",
+    "repeats",
+    "batch_size",
+    "eta",
+    "forecast",
+    "forecast_plan",
+)
+NAMES = dict(
+    labels="Classes",
+    seed="Seed",
+    num_sampling_steps="Steps",
+    cfg_scale="Guidance",
+    sampler="Sampler",
+)
 NAMES |= dict(guidance_interval="Guidance interval", precision="Arithmetic", forecast_plan="Plan")
-CSS = """.pixels :is(.image-frame, img) {width: 100%; max-height: 75vh; object-fit: contain !important}
+CSS = """.pixels :is(.image-frame, img) {
+  width: 100%; max-height: 75vh; object-fit: contain !important
+}
 .pixels img {image-rendering: pixelated}"""
 
 
@@ -63,25 +87,42 @@ class Studio:
     """The models of a page, one thread that samples, and the network that was used last."""
 
     def __init__(self, request: GridRequest):
-        shipped = [name for family in families() for name, implied in family.models.items() if implied.ckpt]
+        shipped = [
+            name for family in families() for name, implied in family.models.items() if implied.ckpt
+        ]
         names = [request.model] if request.model or request.ckpt else shipped
         device = loading.choose_device(request.device)
         self.opened = [opening.open_weights(replace(request, model=name), device) for name in names]
-        self.loaded, self.thread, self.stop = {}, ThreadPoolExecutor(1), threading.Event()
+        self.loaded = {}
+        self.thread = ThreadPoolExecutor(1)
+        self.stop = threading.Event()
 
     def sample(self, options: GridSettings, say: Callable, *values: object) -> tuple[str, str]:
         """Return the picture's file and the command that makes the same."""
-        wanted, words = opening.reopen(options, **choose(*values)), ["python", "sample.py"]
+        wanted = opening.reopen(options, **choose(*values))
+        words = ["python", "sample.py"]
         for item in fields(GridRequest):
             value = getattr(wanted.request, item.name)
             if value != item.default and item.name != "class_names":  # the labels are numbers
-                words += [flag_names(item)[0], *map(str, value if isinstance(value, tuple) else (value,))]
+                words += [
+                    flag_names(item)[0],
+                    *map(str, value if isinstance(value, tuple) else (value,)),
+                ]
         return self.picture(wanted, "sample.png", say, PREVIEWS)[0], shlex.join(words)
 
-    def compare(self, options: GridSettings, say: Callable, *values: object) -> tuple[tuple[str, str], str, str]:
-        """Return the files of two pictures, that of their difference, and evaluate.py's report in Markdown."""
-        both = [opening.reopen(options, **choose(*values[:5], *last)) for last in (values[5:8], values[8:])]
-        files, seconds = zip(*[self.picture(one, f"{number}.png", say) for number, one in enumerate(both)])
+    def compare(
+        self, options: GridSettings, say: Callable, *values: object
+    ) -> tuple[tuple[str, str], str, str]:
+        """Return the files of two pictures, that of their difference, and evaluate.py's
+        report in Markdown.
+        """
+        both = [
+            opening.reopen(options, **choose(*values[:5], *last))
+            for last in (values[5:8], values[8:])
+        ]
+        files, seconds = zip(
+            *[self.picture(one, f"{number}.png", say) for number, one in enumerate(both)]
+        )
         vgg = Path(torch.hub.get_dir(), "checkpoints", Path(evaluate.VGG16_URL).name)
         metrics = ["--vgg-weights", vgg] if vgg.exists() else ["--metrics", "mae", "psnr", "ssim"]
         heatmap = str(FOLDER / "difference.png")
@@ -92,27 +133,36 @@ class Studio:
         return files, heatmap, f"### {verdict}\n{took}\n```\n{report}\n```"
 
     @alone()
-    def picture(self, options: GridSettings, name: str, say: Callable, previews: int = 0) -> tuple[str, float]:
+    def picture(
+        self, options: GridSettings, name: str, say: Callable, previews: int = 0
+    ) -> tuple[str, float]:
         """Write the picture of settings; return its file and the seconds of sampling."""
         say(f"Loading {options.model} in {options.tier} …", 0)
         if (key := (options.model, options.tier)) not in self.loaded:
             self.loaded.clear()
             loading.free_memory(options.device)
             self.loaded[key] = door.load(options), door.decoder_of(options)
-        (run, decoder), watch = self.loaded[key], Stopwatch(options.device)
+        (run, decoder) = self.loaded[key]
+        watch = Stopwatch(options.device)
         run = run._replace(process=door.process_of(options), guidance=door.guidance_of(options))
         apply_precision(run.tier, run.device)
         door.warm_up(options, run, watch)
-        total, start = run.process.steps, time.perf_counter()
+        total = run.process.steps
+        start = time.perf_counter()
         due = [total * number // (previews + 1) for number in range(previews, 0, -1)]
 
         def on_step(index, x):
             if x.is_cuda and index % 4 == 3:  # else the host runs ahead, and bar and stop are late
                 torch.cuda.synchronize(x.device)
-            done, preview = index + 1, []
+            done = index + 1
+            preview = []
             if due and due[-1] <= done < total:  # <=: a plan's strides skip steps
                 due.pop()
-                preview = [Image.fromarray(to_grid(decoder.decode(run.estimate(x, done, options.labels))).numpy())]
+                preview = [
+                    Image.fromarray(
+                        to_grid(decoder.decode(run.estimate(x, done, options.labels))).numpy()
+                    )
+                ]
             left = (time.perf_counter() - start) * (total - done) / done
             say(f"Step {done} of {total} · {left:.0f} s left", done / total, *preview)
 
@@ -122,10 +172,13 @@ class Studio:
         return path, watch.seconds["sample"]
 
     def serve(self, work: Callable, outputs: list, *values: object) -> Iterator[dict]:
-        """Run work(say, *values) in the thread. Yield values of `outputs`: its status until it ends, then its results.
-        say(text, share done[, picture]) raises CancelledError when this generator was closed: by Stop or by leaving."""
+        """Run work(say, *values) in the thread. Yield values of `outputs`: its status
+        until it ends, then its results. say(text, share done[, picture]) raises
+        CancelledError when this generator was closed: by Stop or by leaving.
+        """
         status, picture, *_ = outputs
-        news, stop = {status: ""}, threading.Event()
+        news = {status: ""}
+        stop = threading.Event()
         self.stop = stop
 
         def say(text, share, *preview):
@@ -143,22 +196,36 @@ class Studio:
         except Exception as error:
             if (mistake := as_usage_error(error)) is None:
                 raise
-            raise gr.Error(html.escape(mistake.by_flags(NAMES)), duration=None, print_exception=False) from None
+            raise gr.Error(
+                html.escape(mistake.by_flags(NAMES)), duration=None, print_exception=False
+            ) from None
         finally:
             stop.set()
 
 
 def choose(labels, seed, scale, low, high, sampler, steps, tier) -> dict:
-    """Return fields of GridRequest from the fields of the page. Raises UsageError for too many pictures."""
+    """Return fields of GridRequest from the fields of the page. Raises UsageError for too
+    many pictures.
+    """
     if len(labels) > MOST:  # the browser sends no more, other clients may
-        raise UsageError(f"`labels`: {len(labels)} pictures are too many for this page; choose up to {MOST}")
-    by = dict(sampler="ddpm", forecast="plan") if sampler == PLAN else dict(sampler=sampler, forecast="off")
-    by |= dict(num_sampling_steps=steps, cfg_scale=scale, guidance_interval=(low, high), precision=tier)
+        raise UsageError(
+            f"`labels`: {len(labels)} pictures are too many for this page; choose up to {MOST}"
+        )
+    by = (
+        dict(sampler="ddpm", forecast="plan")
+        if sampler == PLAN
+        else dict(sampler=sampler, forecast="off")
+    )
+    by |= dict(
+        num_sampling_steps=steps, cfg_scale=scale, guidance_interval=(low, high), precision=tier
+    )
     return by | dict(labels=tuple(labels) or None, seed=seed or 0)
 
 
 def choices(options: GridSettings) -> tuple[list[str], list[str]]:
-    """Return the samplers of the model's family, its default first, and the tiers of this device."""
+    """Return the samplers of the model's family, its default first, and the tiers of this
+    device.
+    """
     first, *others = options.fit.family.samplers
     plan = [PLAN] * (first == "ddpm" and door.plan_path(options).exists())
     return [first, *plan, *others], [tier for tier in TIERS if supports(tier, options.device)]
@@ -176,14 +243,21 @@ def model_tab(studio: Studio, options: GridSettings) -> None:
 
     def runner(name, work, inputs, *outputs):
         with gr.Row():
-            start, stop = gr.Button(name, variant="primary", scale=4), gr.Button("Stop", min_width=80)
+            start = gr.Button(name, variant="primary", scale=4)
+            stop = gr.Button("Stop", min_width=80)
         status = gr.HTML(elem_classes="status")
         for output in outputs:
             output.render()
         run = partial(studio.serve, partial(work, options), shown := [status, *outputs])
-        how = dict(show_progress="minimal", show_progress_on=status, concurrency_id="one", concurrency_limit=1)
+        how = dict(
+            show_progress="minimal",
+            show_progress_on=status,
+            concurrency_id="one",
+            concurrency_limit=1,
+        )
         begun = start.click(run, inputs, shown, trigger_mode="multiple", **how)  # also after a stop
-        # Not by a function of the button: the run's last message may reach the browser after its result.
+        # Not by a function of the button: the run's last message may reach the browser
+        # after its result.
         begun.failure(lambda: "Stopped.", None, status, queue=False)
         stop.click(None, cancels=begun)
 
@@ -195,9 +269,20 @@ def model_tab(studio: Studio, options: GridSettings) -> None:
     with gr.Row():
         with gr.Column(scale=2, min_width=340):
             shared = [
-                gr.Dropdown(classes, label="Classes", info=f"Up to {MOST}; type to search, by name or number.", **many),
+                gr.Dropdown(
+                    classes,
+                    label="Classes",
+                    info=f"Up to {MOST}; type to search, by name or number.",
+                    **many,
+                ),
                 gr.Number(options.seed, label="Seed", precision=0),
-                gr.Slider(1, max(10, options.cfg_scale), options.cfg_scale, label="Guidance; 1 is none", step=0.1),
+                gr.Slider(
+                    1,
+                    max(10, options.cfg_scale),
+                    options.cfg_scale,
+                    label="Guidance; 1 is none",
+                    step=0.1,
+                ),
                 gr.Slider(0, 1, low, label="Guidance from noise level", step=0.05),
                 gr.Slider(0, 1, high, label="to noise level; 1 is noise", step=0.05),
                 *chooser(options.sampler, options.tier),
@@ -205,36 +290,50 @@ def model_tab(studio: Studio, options: GridSettings) -> None:
         with gr.Column(scale=5):
             with gr.Tab("Sample"):
                 picture = gr.Image(label="Picture", buttons=["download", "fullscreen"], **look)
-                line = gr.Textbox(label="The same picture by a command, to the bit", buttons=["copy"], render=False)
+                line = gr.Textbox(
+                    label="The same picture by a command, to the bit",
+                    buttons=["copy"],
+                    render=False,
+                )
                 runner("Sample", studio.sample, shared, picture, line)
             with gr.Tab("Compare"):
                 gr.Markdown("The settings on the left, and on the same noise:")
                 other = chooser(options.sampler if len(tiers) > 1 else samplers[1], tiers[0])
                 look["buttons"] = ["fullscreen"]
                 both = gr.ImageSlider(label="First on the left, second on the right", **look)
-                difference, report = gr.Image(label="Difference", **look), gr.Markdown(render=False)
+                difference = gr.Image(label="Difference", **look)
+                report = gr.Markdown(render=False)
                 runner("Compare", studio.compare, shared + other, both, difference, report)
 
 
 def main() -> None:
-    parser = OneLineParser(prog="page.py", description="A page for the browser: sample and compare pictures.")
+    parser = OneLineParser(
+        prog="page.py", description="A page for the browser: sample and compare pictures."
+    )
     add_arguments(parser, leave_out=LEFT_OUT)
-    parser.add_argument("--port", type=int, help="of 127.0.0.1; default: the first free one from 7860 on")
+    parser.add_argument(
+        "--port", type=int, help="of 127.0.0.1; default: the first free one from 7860 on"
+    )
     given = vars(parser.parse_args())
     port = given.pop("port")
     with user_errors(parser):
         studio = Studio(GridRequest(**given))
         if gr is None:
             raise UsageError("gradio is missing; install it with pip install -e .[page]")
-        signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)  # one during an import would leave the folder
+        # one during an import would leave the folder
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
         FOLDER.mkdir(mode=0o700)
         try:
-            with gr.Blocks(title="DiT, sampled faster", analytics_enabled=False, delete_cache=(600, 3600)) as page:
+            with gr.Blocks(
+                title="DiT, sampled faster", analytics_enabled=False, delete_cache=(600, 3600)
+            ) as page:
                 gr.Markdown("# DiT, sampled faster")
                 for opened in studio.opened:
                     with gr.Tab(opened.model):
                         model_tab(studio, opened)
-            theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
+            theme = gr.themes.Default(
+                font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]
+            )
             how = dict(share=False, run_history=False, footer_links=[], quiet=True, max_file_size=1)
             how |= dict(server_name="127.0.0.1", server_port=port, theme=theme, css=CSS)
             with path_errors("port", port, "choose another"):

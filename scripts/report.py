@@ -1,9 +1,11 @@
-"""The contest's report from measurements: report.md and a self-contained report.html, from the JSON files in log/.
+"""The contest's report from measurements: report.md and a self-contained report.html,
+from the JSON files in log/.
 
     python scripts/report.py output/report --team US --log log/mine
     python scripts/report.py output/report --lang zh --log log/mine --sections 1 2 3
 
-scripts/report_data.py computes plain data from the log, scripts/report/ holds the text in English and its translations.
+scripts/report_data.py computes plain data from the log, scripts/report/ holds the text in
+English and its translations.
 """
 
 if not __package__:
@@ -31,7 +33,9 @@ TEMPLATES = ROOT / "scripts" / "report"
 
 
 def words(lang: str) -> Callable[[str], str]:
-    """Return the function that translates an English text and fills in its {fields}. Names have no entry."""
+    """Return the function that translates an English text and fills in its {fields}.
+    Names have no entry.
+    """
     known = json.loads((TEMPLATES / f"words.{lang}.json").read_text()) if lang != "en" else {}
 
     def say(text, /, **values):
@@ -43,27 +47,37 @@ def words(lang: str) -> Callable[[str], str]:
 
 def draw(data: dict, lang: str = "en") -> dict[str, bytes]:
     """Return file name → picture."""
-    figures, known = {}, words(lang)
+    figures = {}
+    known = words(lang)
 
-    def say(text):  # with room for wide characters, whose width matplotlib's font lacks: spaces that no browser shows
+    # with room for wide characters, whose width matplotlib's font lacks: spaces that no
+    # browser shows
+    def say(text):
         return known(text) + " " * round(1.3 * sum(ord(letter) > 0x2E7F for letter in known(text)))
 
     if data["front"]:
         figures["pictures.jpg"] = report_plots.photograph(data["front"]["shown"])
     if data.get("profile", {}).get("kinds"):
-        runs = {f"{say(run['who'])}, {run['tier']}": run["kinds"] for run in data["profile"]["kinds"]}
+        runs = {
+            f"{say(run['who'])}, {run['tier']}": run["kinds"] for run in data["profile"]["kinds"]
+        }
         figures["kinds.svg"] = report_plots.kinds(runs, say)
     if single := data.get("single"):
         floor = single["floor"]
-        figures["ladder.svg"] = report_plots.ladder(single["rungs"], floor["floor_ms"], floor["tier"], say)
-    if data.get("many", {}).get("series") and data["device"] != "CPU":  # whose ranks share its cores
+        figures["ladder.svg"] = report_plots.ladder(
+            single["rungs"], floor["floor_ms"], floor["tier"], say
+        )
+    # whose ranks share its cores
+    if data.get("many", {}).get("series") and data["device"] != "CPU":
         figures["scaling.svg"] = report_plots.scaling(data["many"]["series"], say)
     return figures
 
 
 def markdown(data: dict, lang: str) -> str:
     """Return the report's text."""
-    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), trim_blocks=True, lstrip_blocks=True)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES), trim_blocks=True, lstrip_blocks=True
+    )
 
     def fmt(value, spec):
         absent = isinstance(value, (type(None), jinja2.Undefined)) or math.isnan(float(value))
@@ -73,9 +87,12 @@ def markdown(data: dict, lang: str) -> str:
     environment.filters["ms"] = lambda value: f"{value:.1f}" if value >= 10 else f"{value:.2f}"
     environment.globals["say"] = say = words(lang)
     environment.filters["rung"] = lambda name: report_plots.rung_name(name, say)
-    environment.filters["code"] = lambda text: "`" + str(text).replace("`", "'").replace("|", r"\|") + "`"
+    environment.filters["code"] = lambda text: (
+        "`" + str(text).replace("`", "'").replace("|", r"\|") + "`"
+    )
     text = environment.get_template("report.md.j2").render(data)
-    text = re.sub(r"(?<=[\u3000-\uffee])\n(?=[\u3000-\uffee])", "", text)  # Chinese lines join without a space
+    # Chinese lines join without a space
+    text = re.sub(r"(?<=[\u3000-\uffee])\n(?=[\u3000-\uffee])", "", text)
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
@@ -85,7 +102,10 @@ def page(text: str, figures: dict[str, bytes], lang: str) -> str:
     def figure(match):
         kind = "jpeg" if match[1].endswith("jpg") else "svg+xml"
         source = f"data:image/{kind};base64,{base64.b64encode(figures[match[1]]).decode()}"
-        return f'<figure><img alt="{match[2]}" src="{source}"><figcaption>{match[2]}</figcaption></figure>'
+        return (
+            f'<figure><img alt="{match[2]}" '
+            f'src="{source}"><figcaption>{match[2]}</figcaption></figure>'
+        )
 
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
     body = re.sub(r'<p><img src="figures/(.*?)" alt="(.*?)" /></p>', figure, body, flags=re.S)
@@ -96,25 +116,43 @@ def page(text: str, figures: dict[str, bytes], lang: str) -> str:
 
 def main() -> None:
     parser = OneLineParser(description="The contest's report from measurements.")
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder for report.md, report.html and figures/")
+    parser.add_argument(
+        "out", type=Path, metavar="OUT", help="folder for report.md, report.html and figures/"
+    )
     parser.add_argument("--team", help="the team's name, for the front page")
     parser.add_argument("--lang", choices=("en", "zh"), default="en", help="language of the report")
-    parser.add_argument("--log", type=Path, default=ROOT / "log", help="folder with the measurements (default: log/)")
-    parser.add_argument("--sections", nargs="+", type=int, choices=NEEDS, default=[*NEEDS], help="default: all")
+    parser.add_argument(
+        "--log",
+        type=Path,
+        default=ROOT / "log",
+        help="folder with the measurements (default: log/)",
+    )
+    parser.add_argument(
+        "--sections", nargs="+", type=int, choices=NEEDS, default=[*NEEDS], help="default: all"
+    )
     args = parser.parse_args()
     with user_errors(parser):
         try:
             data = collect(args.log, args.sections) | dict(team=args.team)
-            figures, text = draw(data, args.lang), markdown(data, args.lang)
+            figures = draw(data, args.lang)
+            text = markdown(data, args.lang)
         except (KeyError, jinja2.UndefinedError) as error:
-            raise UsageError(f"--log {args.log}: a file lacks an entry ({error}); measure it again") from None
+            raise UsageError(
+                f"--log {args.log}: a file lacks an entry ({error}); measure it again"
+            ) from None
         files = {f"figures/{name}": picture for name, picture in figures.items()}
-        files |= {"report.md": text.encode(), "report.html": page(text, figures, args.lang).encode()}
+        files |= {
+            "report.md": text.encode(),
+            "report.html": page(text, figures, args.lang).encode(),
+        }
         for name, content in files.items():
             check_writable(args.out / name, "OUT")
             with atomic_write(args.out / name) as file:
                 file.write(content)
-        print(f"{args.out / 'report.html'}: {len(figures)} pictures, {len(files['report.html']) / 1e6:.2f} MB")
+        print(
+            f"{args.out / 'report.html'}: {len(figures)} pictures, "
+            f"{len(files['report.html']) / 1e6:.2f} MB"
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""The report's contents as plain data by section: the JSON files of a log, read, checked and compared.
+"""The report's contents as plain data by section: the JSON files of a log, read, checked
+and compared.
 
-A missing measurement is an error that names it, and files of several GPUs are never mixed.
+A missing measurement is an error that names it, and files of several GPUs are never
+mixed.
 """
 
 import hashlib
@@ -25,20 +27,31 @@ RIVALS = r"torch\.compile|diffusers|eager"  # in the name of a rung
 
 
 def read_log(folder: Path) -> dict[str, list[dict]]:
-    """Return role → records of the JSON files and verify*/verify.json, with `path`, `file`, `digest` and `device`.
-    Raises UsageError if a file is damaged or was cut short, and for files of several GPUs."""
+    """Return role → records of the JSON files and verify*/verify.json, with `path`,
+    `file`, `digest` and `device`. Raises UsageError if a file is damaged or was cut
+    short, and for files of several GPUs.
+    """
     if not folder.is_dir():
-        raise UsageError(f"--log {folder}: no such folder; bash scripts/measure.sh {folder} fills one")
-    found, devices = {}, {}
+        raise UsageError(
+            f"--log {folder}: no such folder; bash scripts/measure.sh {folder} fills one"
+        )
+    found = {}
+    devices = {}
     for path in sorted([*folder.glob("*.json"), *folder.glob("verify*/verify.json")]):
         try:
             record = read_json(path)
         except (ValueError, OSError) as error:
             raise UsageError(f"{path}: not JSON ({error}); measure again or remove it") from None
         lacks = {"verify": "recommended" not in record, "parallel": not record.get("plans")}
-        if path.with_name(path.name + ".unfinished").exists() or lacks.get(record.get("kind"), False):
-            raise UsageError(f"{path}: its measurement was cut short; bash scripts/measure.sh {folder} makes it again")
-        digest, device = hashlib.sha256(path.read_bytes()).hexdigest()[:8], record.get("gpu") or "CPU"
+        if path.with_name(path.name + ".unfinished").exists() or lacks.get(
+            record.get("kind"), False
+        ):
+            raise UsageError(
+                f"{path}: its measurement was cut short; bash scripts/measure.sh {folder} makes "
+                "it again"
+            )
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+        device = record.get("gpu") or "CPU"
         for role in roles(record):
             devices.setdefault(device, path)
             about = dict(path=path, file=path.relative_to(folder), digest=digest, device=device)
@@ -46,8 +59,10 @@ def read_log(folder: Path) -> dict[str, list[dict]]:
     if len(devices) > 1:
         files = ", ".join(f"{path} is of {gpu}" for gpu, path in devices.items())
         raise UsageError(f"{files}: a report is of one GPU; name a folder of one by --log")
-    found.get("ladder", []).sort(key=lambda record: -len(record["rungs"]))  # the longest is the ladder
-    found.get("fast", []).sort(key=lambda record: record["timed"]["ms"])  # the fastest is the fast path
+    # the longest is the ladder
+    found.get("ladder", []).sort(key=lambda record: -len(record["rungs"]))
+    # the fastest is the fast path
+    found.get("fast", []).sort(key=lambda record: record["timed"]["ms"])
     return found
 
 
@@ -59,19 +74,31 @@ def roles(record: dict) -> list[str]:
         names = [rung["rung"] for rung in record["rungs"] if "ms" in rung]
         both = {bool(re.search(RIVALS, name)) for name in names} == {True, False}
         return ["ladder"] * ("fp32" in names) + ["versus"] * both
-    return [record["kind"]] if record.get("kind") in ("contest", "verify", "ddp", "parallel") else []
+    return (
+        [record["kind"]] if record.get("kind") in ("contest", "verify", "ddp", "parallel") else []
+    )
 
 
 def contest(found: dict) -> list[dict]:
-    """Return the contest's rows, each with the phases of its median run. Only the contest's job has points. Raises
-    UsageError for records of different jobs."""
-    records, keys, rows = found["contest"], (*CONTEST, "weights"), []
+    """Return the contest's rows, each with the phases of its median run. Only the
+    contest's job has points. Raises UsageError for records of different jobs.
+    """
+    records = found["contest"]
+    keys = (*CONTEST, "weights")
+    rows = []
     require_alike(records, keys)
     job = {key: records[0][key] for key in keys} | dict(rehearsal=rehearsal(records[0]))
     for row in (row for record in records for row in record["contest"]):
         run = min(row["runs"], key=lambda run: abs(run["total"] - row["seconds"]))
-        phases = {phase: seconds for phase, seconds in run.items() if phase not in ("total", "process")}
-        rows.append(row | dict(phases=phases, points=None if job["rehearsal"] else score(row["seconds"]), job=job))
+        phases = {
+            phase: seconds for phase, seconds in run.items() if phase not in ("total", "process")
+        }
+        rows.append(
+            row
+            | dict(
+                phases=phases, points=None if job["rehearsal"] else score(row["seconds"]), job=job
+            )
+        )
     return rows
 
 
@@ -81,7 +108,9 @@ def baseline(found: dict) -> dict:
 
 
 def profile(found: dict) -> dict:
-    """Return the profiles, upstream's first. Raises UsageError for profiles of different networks or batches."""
+    """Return the profiles, upstream's first. Raises UsageError for profiles of different
+    networks or batches.
+    """
     runs = [*found["baseline"], *reversed(found["fast"])]
     require_alike(runs, SAME_STEPS)
     for run in runs:
@@ -92,16 +121,26 @@ def profile(found: dict) -> dict:
 
 
 def single(found: dict) -> dict:
-    """Return the result on one GPU: each optimisation, the rivals, the contest's job and the likeness of pictures."""
-    ladder, today = found["ladder"][0], dict(steps.STEPS)
+    """Return the result on one GPU: each optimisation, the rivals, the contest's job and
+    the likeness of pictures.
+    """
+    ladder = found["ladder"][0]
+    today = dict(steps.STEPS)
     require_alike([ladder, found["fast"][0]], SAME_STEPS)
-    kept = [rung for rung in ladder["rungs"] if rung["rung"].partition(" + ")[2] in ("", *today)]  # since removed: no
+    # since removed: no
+    kept = [rung for rung in ladder["rungs"] if rung["rung"].partition(" + ")[2] in ("", *today)]
     versus = []
     for record in (one for one in found.get("versus", ()) if one["model"] == ladder["model"]):
         rungs = [rung for rung in record["rungs"] if "ms" in rung]
-        ours = min((rung for rung in rungs if not re.search(RIVALS, rung["rung"])), key=lambda rung: rung["ms"])
+        ours = min(
+            (rung for rung in rungs if not re.search(RIVALS, rung["rung"])),
+            key=lambda rung: rung["ms"],
+        )
         first = ours | {"rung": f"{ours['rung'].partition(' + ')[0]} + ours"}
-        versus.append(record | dict(rungs=[first, *(rung for rung in rungs if re.search(RIVALS, rung["rung"]))]))
+        versus.append(
+            record
+            | dict(rungs=[first, *(rung for rung in rungs if re.search(RIVALS, rung["rung"]))])
+        )
     return dict(
         ladder=ladder,
         rungs=[rung for rung in kept if "ms" in rung],
@@ -113,8 +152,9 @@ def single(found: dict) -> dict:
 
 
 def verified(found: dict) -> dict:
-    """Return a verify.json, preferably of the contest's model, with its judged tiers, each with its worst grid and the
-    picture that fails most."""
+    """Return a verify.json, preferably of the contest's model, with its judged tiers,
+    each with its worst grid and the picture that fails most.
+    """
     models = [record["model"] for record in found["contest"]]
     record = min(found["verify"], key=lambda record: record["model"] not in models)
     tiers = [tier for tier in record["tiers"] if "verdicts" in tier]
@@ -128,11 +168,16 @@ def verified(found: dict) -> dict:
 
 
 def many(found: dict) -> dict:
-    """Return the result on many GPUs: the contest's job and FID jobs, and the speed of one label by its best layout."""
+    """Return the result on many GPUs: the contest's job and FID jobs, and the speed of
+    one label by its best layout.
+    """
     series = {}  # of the figure: name → {GPUs: speed over one}
     for ddp in found.get("ddp", ()):
-        most, name = str(ddp["gpus"]), f"{ddp['model']} {ddp['image_size']} px {ddp['precision']}"
-        ddp["runs"] = [job_on(int(gpus), runs) for gpus, runs in ddp["grid_phases_s"].items() if gpus.isdigit()]
+        most = str(ddp["gpus"])
+        name = f"{ddp['model']} {ddp['image_size']} px {ddp['precision']}"
+        ddp["runs"] = [
+            job_on(int(gpus), runs) for gpus, runs in ddp["grid_phases_s"].items() if gpus.isdigit()
+        ]
         ddp.setdefault("pictures", 8)  # older files lack it
         ddp["rehearsal"] = rehearsal(ddp)
         ddp["speed"] = 1 / ddp["grid_sampling_s"]["ratio"]
@@ -144,7 +189,8 @@ def many(found: dict) -> dict:
         if row["labels"] == 1 and row["plan"] != "auto":
             points = series.setdefault(f"{row['tier']}, {row['size']} px + 1 label", {})
             points[row["gpus"]] = max(row["speedup"], points.get(row["gpus"], 0))
-    ranked = sorted(series.items(), key=lambda item: -len(item[1]))[:6]  # most numbers of GPUs first
+    # most numbers of GPUs first
+    ranked = sorted(series.items(), key=lambda item: -len(item[1]))[:6]
     return dict(ddp=found.get("ddp", []), series=dict(ranked))
 
 
@@ -153,22 +199,32 @@ def job_on(gpus: int, runs: list[dict]) -> dict:
     best = min(runs, key=lambda run: run["total"])
     phases = {phase: seconds for phase, seconds in best.items() if phase != "total"}
     totals = [run["total"] for run in runs]
-    return dict(gpus=gpus, T=best["total"], points=score(best["total"]), totals=totals, phases=phases)
+    return dict(
+        gpus=gpus, T=best["total"], points=score(best["total"]), totals=totals, phases=phases
+    )
 
 
 def front_page(data: dict) -> dict:
     """Return before and after, from the sections' data.
 
-    before, after: the contest's rows of upstream's arithmetic and of the recommended tier. upstream: as it ships.
-    here: this project's tiers. judged: tier → its likeness. shown: the heatmap of `after`. missing: keys of text about
-    gaps. Raises UsageError if the heatmap or upstream's arithmetic is missing.
+    before, after: the contest's rows of upstream's arithmetic and of the recommended
+    tier. upstream: as it ships. here: this project's tiers. judged: tier → its likeness.
+    shown: the heatmap of `after`. missing: keys of text about gaps. Raises UsageError if
+    the heatmap or upstream's arithmetic is missing.
     """
-    rows, verified = {row["tier"]: row for row in data["single"]["contest"]}, data["single"]["verified"]
-    job, tiers = data["single"]["contest"][0]["job"], verified["tiers"]
+    rows = {row["tier"]: row for row in data["single"]["contest"]}
+    verified = data["single"]["verified"]
+    job = data["single"]["contest"][0]["job"]
+    tiers = verified["tiers"]
     judged = {plain(tier["tier"]): tier for tier in tiers}
     if not (before := rows.get("fp32") or rows.get("tf32")):
-        raise UsageError("--log: no contest measurement of fp32; bench/jobs.py --contest fp32 --output LOG/fp32.json")
-    after = rows.get(plain(verified["best"]["tier"])) or min(rows.values(), key=lambda row: row["seconds"])
+        raise UsageError(
+            "--log: no contest measurement of fp32; bench/jobs.py --contest fp32 --output "
+            "LOG/fp32.json"
+        )
+    after = rows.get(plain(verified["best"]["tier"])) or min(
+        rows.values(), key=lambda row: row["seconds"]
+    )
     best = judged.get(after["tier"], verified["best"])
     shown = verified["path"].parent / f"heatmap-{safe(best['tier'])}.png"
     if not shown.is_file():
@@ -192,22 +248,32 @@ def front_page(data: dict) -> dict:
         verified=verified,
         shown=shown,
         tier=best["tier"],
-        jobs=[one for one in data.get("many", {}).get("ddp", []) if all(one[key] == job[key] for key in CONTEST)],
+        jobs=[
+            one
+            for one in data.get("many", {}).get("ddp", [])
+            if all(one[key] == job[key] for key in CONTEST)
+        ],
         missing=[key for key, value in missing.items() if value],
     )
 
 
 def plain(tier: str) -> str:
-    """Return a tier's name without its plan and without "again", by which verify.py calls a second fp32."""
+    """Return a tier's name without its plan and without "again", by which verify.py calls
+    a second fp32.
+    """
     return tier.partition(",")[0].removesuffix(" again")
 
 
 def collect(log: Path, sections=(1, 2, 3, 4)) -> dict:
-    """Return the contents by section. Raises UsageError for missing or damaged files and files of another GPU."""
+    """Return the contents by section. Raises UsageError for missing or damaged files and
+    files of another GPU.
+    """
     found = read_log(log)
     device = next((records[0]["device"] for records in found.values()), "CPU")
     for need in " ".join(NEEDS[section] for section in sections).split():
-        if not any(role in found for role in need.split("|")) and (need != "versus" or device != "CPU"):
+        if not any(role in found for role in need.split("|")) and (
+            need != "versus" or device != "CPU"
+        ):
             lacks = f"holds no {need.split('|')[0]} measurement"
             raise UsageError(f"{log}: {lacks}; bash scripts/measure.sh {log} makes it")
     parts = {1: baseline, 2: profile, 3: single, 4: many}
@@ -219,5 +285,6 @@ def collect(log: Path, sections=(1, 2, 3, 4)) -> dict:
         key: "; ".join(dict.fromkeys(str(record[key]) for record in sources if record.get(key)))
         for key in ("driver", "torch", "version", "cores")
     }
-    gpus, front = max(record.get("gpus", 1) for record in sources), front_page(data) if "single" in data else None
+    gpus = max(record.get("gpus", 1) for record in sources)
+    front = front_page(data) if "single" in data else None
     return data | dict(about=about, device=device, gpus=gpus, sources=sources, front=front)

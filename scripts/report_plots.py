@@ -1,6 +1,8 @@
-"""The report's figures: measured rows → SVG, a heatmap → JPEG. Colours are Okabe and Ito's; no figure needs them alone.
+"""The report's figures: measured rows → SVG, a heatmap → JPEG. Colours are Okabe and
+Ito's; no figure needs them alone.
 
-Text stays text, so the reader's browser brings the fonts of its language. say: English → the report's language.
+Text stays text, so the reader's browser brings the fonts of its language. say: English →
+the report's language.
 """
 
 import io
@@ -14,7 +16,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 from PIL import Image
 
-BLUE, ORANGE, GREEN, RED, *_ = COLOURS = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
+BLUE, ORANGE, GREEN, RED, *_ = COLOURS = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#D55E00",
+    "#56B4E9",
+    "#CC79A7",
+)
 MARKS = "osD^vP"
 KINDS = {  # colour, hatch
     "GEMM": (BLUE, None),
@@ -36,9 +45,11 @@ def canvas(width: float, height: float) -> tuple[Figure, matplotlib.axes.Axes]:
 
 
 def svg(figure: Figure) -> bytes:
-    buffer, same_bytes = io.BytesIO(), {"Date": None, "Creator": None}
+    buffer = io.BytesIO()
+    same_bytes = {"Date": None, "Creator": None}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # a font that this machine lacks is the reader's browser's
+        # a font that this machine lacks is the reader's browser's
+        warnings.simplefilter("ignore", UserWarning)
         figure.savefig(buffer, format="svg", metadata=same_bytes)
     return buffer.getvalue()
 
@@ -53,13 +64,18 @@ def ladder(rungs: list[dict], floor_ms: float, floor_tier: str, say: Callable[[s
     figure, axis = canvas(8, 0.36 * len(rungs) + 1.4)
     ms, p10, p90 = (np.array([rung[name] for rung in rungs]) for name in ("ms", "p10", "p90"))
     colours = [RED if rung["rung"] in ("fp32", "tf32") else BLUE for rung in rungs]
-    bars = axis.barh(range(len(rungs)), ms, 0.7, color=colours, xerr=[ms - p10, p90 - ms], ecolor="#444444")
-    axis.bar_label(bars, [f"{one:.0f}" if one >= 100 else f"{one:.3g}" for one in ms], padding=5, fontsize=8)
+    bars = axis.barh(
+        range(len(rungs)), ms, 0.7, color=colours, xerr=[ms - p10, p90 - ms], ecolor="#444444"
+    )
+    axis.bar_label(
+        bars, [f"{one:.0f}" if one >= 100 else f"{one:.3g}" for one in ms], padding=5, fontsize=8
+    )
     axis.set(xscale="log", xlim=(floor_ms / 1.6, max(ms) * 1.7))
     axis.xaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), minor_locator=NullLocator())
     axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axis.axvline(floor_ms, color="black", linestyle="--", linewidth=1.2)
-    text, style = f"{say('floor')} ({floor_tier}): {floor_ms:.1f}", dict(va="center", fontsize=8)
+    text = f"{say('floor')} ({floor_tier}): {floor_ms:.1f}"
+    style = dict(va="center", fontsize=8)
     axis.annotate(text, (floor_ms, -0.75), xytext=(3, 0), textcoords="offset points", **style)
     axis.set_yticks(range(len(rungs)), [rung_name(rung["rung"], say) for rung in rungs], fontsize=9)
     axis.set_ylim(len(rungs) - 0.4, -1.1)
@@ -84,15 +100,20 @@ def kinds(runs: dict[str, dict], say: Callable[[str], str]) -> bytes:
 
 
 def scaling(series: dict[str, dict[int, float]], say: Callable[[str], str]) -> bytes:
-    """Draw speed over one GPU against their number, with the ideal line. series: {name: {GPUs: speed}}."""
+    """Draw speed over one GPU against their number, with the ideal line. series: {name:
+    {GPUs: speed}}.
+    """
     figure, axis = canvas(8.4, 3.8)
     most = max(max(points) for points in series.values())
     axis.plot([1, most], [1, most], "--", color="black", linewidth=1.1, label=say("ideal"))
     for index, (name, points) in enumerate(series.items()):
-        x, style = sorted(points), dict(marker=MARKS[index], color=COLOURS[index])
+        x = sorted(points)
+        style = dict(marker=MARKS[index], color=COLOURS[index])
         axis.plot(x, [points[gpus] for gpus in x], label=rung_name(name, say), **style)
     axis.set_xticks(range(1, most + 1))
-    axis.set(xlabel=say("GPUs"), ylabel=say("speed over one GPU, same setting"), ylim=(0, most * 1.08))
+    axis.set(
+        xlabel=say("GPUs"), ylabel=say("speed over one GPU, same setting"), ylim=(0, most * 1.08)
+    )
     axis.grid(True, color="#dddddd", linewidth=0.6)
     axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     return svg(figure)
@@ -100,7 +121,8 @@ def scaling(series: dict[str, dict[int, float]], say: Callable[[str], str]) -> b
 
 def photograph(file: Path) -> bytes:
     """Return a picture as JPEG, at most 1000 pixels wide."""
-    sheet, buffer = Image.open(file).convert("RGB"), io.BytesIO()
+    sheet = Image.open(file).convert("RGB")
+    buffer = io.BytesIO()
     sheet.thumbnail((1000, sheet.height), Image.Resampling.LANCZOS)
     sheet.save(buffer, "JPEG", quality=82, optimize=True)
     return buffer.getvalue()

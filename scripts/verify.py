@@ -1,16 +1,20 @@
-"""Is it the same picture on your weights and your GPU? Every precision tier against fp32, and which tier to take.
+"""Is it the same picture on your weights and your GPU? Every precision tier against fp32,
+and which tier to take.
 
     python scripts/verify.py --ckpt results/000-DiT-XL-2/checkpoints/0050000.pt --image-size 256
     python scripts/verify.py --precision fp16 bf16 --seeds 5 --gate strict
-    python scripts/verify.py --forecast plan            # fewer network evaluations, against fp32 with all of them
+    python scripts/verify.py --forecast plan            # fewer network evaluations, against fp32
+                                                        with all of them
     python scripts/verify.py --model DiT-Demo/2         # on a CPU as well
 
-Labels and noise are the same for all tiers, one grid a seed. evaluate.py's metrics judge each grid and each picture in
-it. The fastest tier whose grids and pictures all meet the criterion is recommended. Pictures, a heatmap of each tier's
-worst grid, one of the picture that fails most, and verify.json go to --output. scripts/calibrate.py makes a forecast
-plan for the recommended tier.
+Labels and noise are the same for all tiers, one grid a seed. evaluate.py's metrics judge
+each grid and each picture in it. The fastest tier whose grids and pictures all meet the
+criterion is recommended. Pictures, a heatmap of each tier's worst grid, one of the
+picture that fails most, and verify.json go to --output. scripts/calibrate.py makes a
+forecast plan for the recommended tier.
 
-Exit status: 0 a tier passes · 1 none does · 2 bad input · 3 a metric could not be computed (LPIPS without its weights)
+Exit status: 0 a tier passes · 1 none does · 2 bad input · 3 a metric could not be
+computed (LPIPS without its weights)
 """
 
 if not __package__:
@@ -49,7 +53,10 @@ AGAIN = "fp32 again"  # a device without other tiers is compared with itself
 def sample(options: GridSettings, seeds: range, name: str) -> tuple[dict, list[float]]:
     """Return grids (H, W, 3) uint8 by seed, and the seconds of each sampling, after a warm-up."""
     gc.collect()  # captured graphs keep an earlier network's memory until then
-    run, decoder, grids, watch = door.load(options), door.decoder_of(options), {}, Stopwatch(options.device)
+    run = door.load(options)
+    decoder = door.decoder_of(options)
+    grids = {}
+    watch = Stopwatch(options.device)
     with watch.phase("warm-up"):
         run.warm_up(options.labels, door.ALONE.batches(len(options.labels), options.batch_size))
     for seed in seeds:
@@ -61,9 +68,13 @@ def sample(options: GridSettings, seeds: range, name: str) -> tuple[dict, list[f
 
 
 def parts(a: np.ndarray, b: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return the parts of grids a and b that must meet the criterion: "grid", and each picture as "row,column"."""
+    """Return the parts of grids a and b that must meet the criterion: "grid", and each
+    picture as "row,column".
+    """
     tiles = evaluate.find_tiles(a, b)
-    return {"grid": (a, b)} | {name: (a[rows, columns], b[rows, columns]) for name, rows, columns in tiles}
+    return {"grid": (a, b)} | {
+        name: (a[rows, columns], b[rows, columns]) for name, rows, columns in tiles
+    }
 
 
 def overall(verdicts: list) -> str:
@@ -72,16 +83,20 @@ def overall(verdicts: list) -> str:
 
 
 def judge(want: dict, got: dict, lpips: Callable, name: str = "") -> dict:
-    """Return the metrics and verdicts of every part of `got` against `want`, both {seed: grid}, the worst value of
-    each metric, and the reasons for metrics without a value."""
-    rows, reasons = [], {}
+    """Return the metrics and verdicts of every part of `got` against `want`, both {seed:
+    grid}, the worst value of each metric, and the reasons for metrics without a value.
+    """
+    rows = []
+    reasons = {}
     for seed in tqdm(want, desc=f"{name}: metrics", unit="grid", leave=False):
         for part, (a, b) in parts(want[seed], got[seed]).items():
             values, failed = evaluate.measure(a, b, lpips)
             reasons |= dict.fromkeys(failed)
             words = {True: "PASS", False: "FAIL", None: "NONE"}
             verdict = {
-                gate: overall([words[meets] for meets in evaluate.judge(values, thresholds).values()])
+                gate: overall(
+                    [words[meets] for meets in evaluate.judge(values, thresholds).values()]
+                )
                 for gate, thresholds in evaluate.GATES.items()
             }
             rows.append(dict(seed=seed, part=part, **values, verdict=verdict))
@@ -93,7 +108,10 @@ def judge(want: dict, got: dict, lpips: Callable, name: str = "") -> dict:
         parts=rows,
         reasons=[*reasons],
         worst={
-            where: {metric: worst([row[metric] for row in some] or [math.nan]) for metric, worst in pick.items()}
+            where: {
+                metric: worst([row[metric] for row in some] or [math.nan])
+                for metric, worst in pick.items()
+            }
             for where, some in (("grid", grids), ("tile", tiles))
         },
         worst_seed=min(grids, key=lambda row: row["psnr"])["seed"],
@@ -101,8 +119,9 @@ def judge(want: dict, got: dict, lpips: Callable, name: str = "") -> dict:
 
 
 def choose_tiers(asked: list[str] | None, device: torch.device, forecast: str = "off") -> list[str]:
-    """Return the tiers to compare with fp32 and all evaluations; fp32 itself where evaluations are saved. Raises
-    UsageError for a tier that the device lacks."""
+    """Return the tiers to compare with fp32 and all evaluations; fp32 itself where
+    evaluations are saved. Raises UsageError for a tier that the device lacks.
+    """
     for tier in asked or ():
         if not precision.supports(tier, device):
             raise UsageError(f"--precision {tier}: {device} cannot run it; leave it out")
@@ -119,20 +138,29 @@ def recommend(records: list[dict], gate: str) -> dict | None:
 def line(record: dict) -> str:
     if "refused" in record:
         return f"  {record['tier']:22}{record['refused']}"
-    grid, tile = record["worst"]["grid"], record["worst"]["tile"]
+    grid = record["worst"]["grid"]
+    tile = record["worst"]["tile"]
     verdicts = "   ".join(f"{gate} {verdict}" for gate, verdict in record["verdicts"].items())
     return (
-        f"  {record['tier']:22}{record['seconds']['median']:9.2f} s{record['speedup']:8.2f}×   MAE {grid['mae']:.4f}  "
-        f"LPIPS {grid['lpips']:.4f}  PSNR {grid['psnr']:6.2f} dB  SSIM {grid['ssim']:.4f}   "
-        f"worst picture {tile['psnr']:6.2f} dB   {verdicts}"
+        f"  {record['tier']:22}{record['seconds']['median']:9.2f} s{record['speedup']:8.2f}×   "
+        f"MAE {grid['mae']:.4f}  LPIPS {grid['lpips']:.4f}  PSNR {grid['psnr']:6.2f} dB  SSIM "
+        f"{grid['ssim']:.4f}   worst picture {tile['psnr']:6.2f} dB   {verdicts}"
     )
 
 
 def shown(record: dict, gate: str) -> dict[str, dict]:
-    """Return the rows that heatmaps of a judged tier show, by the suffix of their names: the worst grid, and the
-    picture that fails most if there is one. Figures may be read from JSON."""
-    rows = {"": next(r for r in record["parts"] if (r["part"], r["seed"]) == ("grid", record["worst_seed"]))}
-    failed = [row for row in record["parts"] if row["part"] != "grid" and row["verdict"][gate] == "FAIL"]
+    """Return the rows that heatmaps of a judged tier show, by the suffix of their names:
+    the worst grid, and the picture that fails most if there is one. Figures may be read
+    from JSON.
+    """
+    rows = {
+        "": next(
+            r for r in record["parts"] if (r["part"], r["seed"]) == ("grid", record["worst_seed"])
+        )
+    }
+    failed = [
+        row for row in record["parts"] if row["part"] != "grid" and row["verdict"][gate] == "FAIL"
+    ]
     return rows | ({"-picture": min(failed, key=lambda row: float(row["psnr"]))} if failed else {})
 
 
@@ -148,47 +176,70 @@ def draw_heatmaps(out: Path, record: dict, want: dict, got: dict, gate: str) -> 
 
 def verify(args: Namespace, options: GridSettings, tiers: list[str], out: Path) -> dict:
     """Sample, judge and recommend. Return the record, which is in verify.json too."""
-    device, seeds, lpips = options.device, range(args.seeds), evaluate.Lpips(args.vgg_weights)
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    device = options.device
+    seeds = range(args.seeds)
+    lpips = evaluate.Lpips(args.vgg_weights)
+    where = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
     plan = f"forecast {options.forecast}" if options.forecast != "off" else ""
     print(
         f"{options.model} · {options.image_size} px · {count(len(options.labels), 'label')} · "
-        f"{door.steps_and_guidance(options)} · {count(args.seeds, 'seed')}{plan and f' · {plan}'} · "
-        f"{where} · torch {torch.__version__}"
+        f"{door.steps_and_guidance(options)} · {count(args.seeds, 'seed')}{plan and f' · {plan}'} "
+        f"· {where} · torch {torch.__version__}"
     )
     if tiers == [AGAIN]:
         print(f"{device} runs fp32 only: it is compared with a second run of itself.")
-    # First all the sampling: its times are the GPU's alone, and the pictures are on disk before they are judged.
-    want, times = sample(reopen(options, precision="fp32", forecast="off", forecast_plan=None), seeds, "fp32")
+    # First all the sampling: its times are the GPU's alone, and the pictures are on disk
+    # before they are judged.
+    want, times = sample(
+        reopen(options, precision="fp32", forecast="off", forecast_plan=None), seeds, "fp32"
+    )
     reference = median_and_range(times)
     print(f"  {'fp32':22}{reference['median']:9.2f} s   the reference", flush=True)
     names = "model", "image_size", "num_sampling_steps", "sampler", "forecast", "forecast_plan"
-    record = dict(kind="verify", **harness.provenance(device, args.commit), seeds=args.seeds, gate=args.gate)
-    record |= {name: getattr(options, name) for name in names} | dict(pictures=len(options.labels), tiers=[])
-    record |= dict(weights=Path(options.weights.name).name, reference=dict(tier="fp32", seconds=reference))
+    record = dict(
+        kind="verify", **harness.provenance(device, args.commit), seeds=args.seeds, gate=args.gate
+    )
+    record |= {name: getattr(options, name) for name in names} | dict(
+        pictures=len(options.labels), tiers=[]
+    )
+    record |= dict(
+        weights=Path(options.weights.name).name, reference=dict(tier="fp32", seconds=reference)
+    )
     save_grids(out, want, "fp32")
     grids = {}
     for one in tiers:
         tier = f"{one}, {plan}" if plan else one
         try:
-            grids[tier], times = sample(reopen(options, precision=one.partition(" ")[0]), seeds, tier)
+            grids[tier], times = sample(
+                reopen(options, precision=one.partition(" ")[0]), seeds, tier
+            )
         except UsageError as error:  # such as weights that overflow float16
             record["tiers"].append(dict(tier=tier, refused=error.by_flags()))
         else:
             speedup = reference["median"] / statistics.median(times)
-            record["tiers"].append(dict(tier=tier, seconds=median_and_range(times), speedup=speedup))
+            record["tiers"].append(
+                dict(tier=tier, seconds=median_and_range(times), speedup=speedup)
+            )
             save_grids(out, grids[tier], tier)
     for one in record["tiers"]:
         if "refused" not in one:
             one |= judge(want, grids[one["tier"]], lpips, one["tier"])
             draw_heatmaps(out, one, want, grids[one["tier"]], args.gate)
         print(line(one), flush=True)
-    vgg, best = lpips.source, recommend(record["tiers"], args.gate)
+    vgg = lpips.source
+    best = recommend(record["tiers"], args.gate)
     record["vgg_weights"] = vgg and dict(sha256=vgg["sha256"][:8], published=vgg["published"])
     record["recommended"] = best and best["tier"]
     harness.write(out / "verify.json", evaluate.json_ready(record))
     if vgg and not vgg["published"]:
-        print("Note: LPIPS is by a VGG16 that is not the published one; it is not the contest's figure")
+        print(
+            "Note: LPIPS is by a VGG16 that is not the published one; it is not the contest's "
+            "figure"
+        )
     return record
 
 
@@ -209,46 +260,70 @@ def count(number: int, what: str) -> str:
 
 def conclude(record: dict) -> int:
     """Print the recommendation. Return the exit status."""
-    for reason in dict.fromkeys(reason for one in record["tiers"] for reason in one.get("reasons", ())):
+    for reason in dict.fromkeys(
+        reason for one in record["tiers"] for reason in one.get("reasons", ())
+    ):
         print(f"verify.py: {reason}", file=sys.stderr)
-    gate, seeds = record["gate"], count(record["seeds"], "seed")
+    gate = record["gate"]
+    seeds = count(record["seeds"], "seed")
     best = recommend(record["tiers"], gate)
     if best and best["tier"] == AGAIN:
-        status, text = 0, f"--precision fp32 (the only tier here; its second run meets the {gate} criterion)"
+        status = 0
+        text = f"--precision fp32 (the only tier here; its second run meets the {gate} criterion)"
     elif best:
-        flags, speedup = best["tier"].replace(", ", " --"), f"{best['speedup']:.2f} times fp32's speed"
+        flags = best["tier"].replace(", ", " --")
+        speedup = f"{best['speedup']:.2f} times fp32's speed"
         if record.get("forecast_plan"):
             flags += f" --forecast-plan {shlex.quote(record['forecast_plan'])}"
         status = 0
-        text = f"--precision {flags} ({speedup}; all grids and pictures of {seeds} meet the {gate} criterion)"
+        text = (
+            f"--precision {flags} ({speedup}; all grids and pictures of {seeds} meet the {gate} "
+            "criterion)"
+        )
     elif any(one["verdicts"][gate] == "NONE" for one in record["tiers"] if "verdicts" in one):
-        status, text = 3, f"nothing yet: a metric of the {gate} criterion could not be computed"
+        status = 3
+        text = f"nothing yet: a metric of the {gate} criterion could not be computed"
     else:
-        status, text = 1, f"--precision fp32 (no other tier meets the {gate} criterion on every grid and picture)"
+        status = 1
+        text = (
+            f"--precision fp32 (no other tier meets the {gate} criterion on every grid and picture)"
+        )
     print(f"RECOMMENDED: {text}")
     return status
 
 
 def main() -> None:
     parser = OneLineParser(description=__doc__.splitlines()[0])
-    add_arguments(parser, leave_out=("precision", "output", "output_type", "repeats", "seed", "seed_list"))
-    add, several, gates = parser.add_argument, dict(nargs="+", choices=tuple(precision.TIERS)), tuple(evaluate.GATES)
+    add_arguments(
+        parser, leave_out=("precision", "output", "output_type", "repeats", "seed", "seed_list")
+    )
+    add = parser.add_argument
+    several = dict(nargs="+", choices=tuple(precision.TIERS))
+    gates = tuple(evaluate.GATES)
     add("--precision", **several, help="tiers to verify (default: all that the device has)")
     add("--seeds", type=positive, help="grids to make, from seeds 0, 1, … (default: 3; CPU: 1)")
-    add("--gate", choices=gates, default="contest", help="criterion of a recommended tier (default: contest)")
+    add(
+        "--gate",
+        choices=gates,
+        default="contest",
+        help="criterion of a recommended tier (default: contest)",
+    )
     add("--vgg-weights", type=Path, help="LPIPS' VGG16, as in evaluate.py")
     add("--output", default="output/verify", metavar="DIR", help="default: output/verify")
     add("--commit", help="commit to record (default: git's)")
     args = parser.parse_args()
     with user_errors(parser):
-        device, out = loading.choose_device(args.device), Path(args.output)
+        device = loading.choose_device(args.device)
+        out = Path(args.output)
         tiers = choose_tiers(args.precision, device, args.forecast)
         args.precision = args.output = None
         args.seeds = args.seeds or (3 if device.type == "cuda" else 1)
         request = replace(request_from(args), precision="fp32")
         check_writable(out / "verify.json")
         if args.vgg_weights is not None and not args.vgg_weights.is_file():
-            raise UsageError(f"--vgg-weights {args.vgg_weights}: no such file; it should be {evaluate.VGG16_URL}")
+            raise UsageError(
+                f"--vgg-weights {args.vgg_weights}: no such file; it should be {evaluate.VGG16_URL}"
+            )
         options = open_weights(request, device)
         door.process_of(options)  # refuses a plan for another run
         sys.exit(conclude(verify(args, options, tiers, out)))

@@ -13,7 +13,9 @@ def find():
 
 
 class Browser:
-    """One page. `problems` collects errors of the console, of scripts and of loading; `requested` the addresses."""
+    """One page. `problems` collects errors of the console, of scripts and of loading;
+    `requested` the addresses.
+    """
 
     def __init__(self):
         self.profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
@@ -21,7 +23,8 @@ class Browser:
         theirs_in, ours_out = os.pipe()
 
         def as_3_and_4():  # where Chromium looks for its pipe
-            low, high = os.dup(theirs_in), os.dup(theirs_out)
+            low = os.dup(theirs_in)
+            high = os.dup(theirs_out)
             os.dup2(low, 3), os.dup2(high, 4)
 
         quiet = "gpu quic background-networking component-update sync dev-shm-usage"
@@ -35,11 +38,18 @@ class Browser:
             stderr=subprocess.DEVNULL,
         )
         os.close(theirs_in), os.close(theirs_out)
-        self.reader, self.writer = os.fdopen(ours_in, "rb"), os.fdopen(ours_out, "wb")
-        self.count, self.session, self.problems, self.events, self.rest = 0, None, [], [], b""
+        self.reader = os.fdopen(ours_in, "rb")
+        self.writer = os.fdopen(ours_out, "wb")
+        self.count = 0
+        self.session = None
+        self.problems = []
+        self.events = []
+        self.rest = b""
         self.requested = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
@@ -60,7 +70,8 @@ class Browser:
             self.rest += data
         one, self.rest = self.rest.split(b"\0", 1)
         message = json.loads(one)
-        method, details = message.get("method"), message.get("params", {})
+        method = message.get("method")
+        details = message.get("params", {})
         if (
             method == "Runtime.exceptionThrown"
             or method == "Network.loadingFailed"
@@ -77,7 +88,10 @@ class Browser:
     def call(self, method, **params):
         self.count += 1
         message = dict(
-            id=self.count, method=method, params=params, **({"sessionId": self.session} if self.session else {})
+            id=self.count,
+            method=method,
+            params=params,
+            **({"sessionId": self.session} if self.session else {}),
         )
         self.writer.write(json.dumps(message).encode() + b"\0")
         self.writer.flush()
@@ -89,7 +103,11 @@ class Browser:
 
     def open(self, path, width, height=900):
         self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
         )
         self.events.clear()
         self.call("Page.navigate", url=path if str(path).startswith("http") else f"file://{path}")
@@ -97,6 +115,8 @@ class Browser:
             self._message()
 
     def ask(self, expression):
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")

@@ -18,9 +18,12 @@ LONG = "fid", "slurm", "distributed", "demo", "scripts"
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.path.parent.name not in LONG)  # begun first, so that no process ends long after
+    # begun first, so that no process ends long after
+    items.sort(key=lambda item: item.path.parent.name not in LONG)
     if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason="needs a CUDA GPU (pytest -m gpu on one); its reference runs on the CPU")
+        skip = pytest.mark.skip(
+            reason="needs a CUDA GPU (pytest -m gpu on one); its reference runs on the CPU"
+        )
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
@@ -29,17 +32,22 @@ def pytest_collection_modifyitems(items):
 def tracked(*patterns):
     """Files of the repository, as git's patterns name them: not what a user keeps beside them."""
     done = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True)
-    files = done.stdout.splitlines() or [str(path.relative_to(ROOT)) for path in ROOT.rglob("*")]  # a copy without git
+    # a copy without git
+    files = done.stdout.splitlines() or [str(path.relative_to(ROOT)) for path in ROOT.rglob("*")]
     wanted = [one for pattern in patterns for one in (pattern, f"{pattern}/*")]
     return [
         f
         for f in files
-        if not f.startswith(".venv") and any(fnmatch(f, one) for one in wanted) and (ROOT / f).is_file()
+        if not f.startswith(".venv")
+        and any(fnmatch(f, one) for one in wanted)
+        and (ROOT / f).is_file()
     ]
 
 
 def fill(model, seed=0):
-    """Random non-zero weights of sensible size: a default-initialised DiT outputs zeros, and zero equals zero."""
+    """Random non-zero weights of sensible size: a default-initialised DiT outputs zeros,
+    and zero equals zero.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, value in model.named_parameters():
         if name == "pos_embed":
@@ -57,11 +65,15 @@ def opener_of_its_own(monkeypatch):
 
 @pytest.fixture
 def run():
-    """Run a command of the repository in its own process: run("sample.py", "--seed", 1) → CompletedProcess."""
+    """Run a command of the repository in its own process: run("sample.py", "--seed", 1) →
+    CompletedProcess.
+    """
 
     def run(script, *args, cwd=ROOT, timeout=240, **environment):
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        return forks.run([ROOT / script, *args], cwd, timeout, **{"PYTHONPATH": path, **environment})
+        return forks.run(
+            [ROOT / script, *args], cwd, timeout, **{"PYTHONPATH": path, **environment}
+        )
 
     return run
 
@@ -94,7 +106,8 @@ def here(monkeypatch, capsys, one_thread):
         words = [Path(script).name, *map(str, args)]
         monkeypatch.setattr(sys, "argv", words)
         monkeypatch.setattr(processes, "_exit", sys.exit)  # a rank ends by os._exit
-        handlers, status = {number: signal.getsignal(number) for number in STOP_SIGNALS}, 0
+        handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        status = 0
         try:
             importlib.import_module(script.removesuffix(".py").replace("/", ".")).main()
         except SystemExit as leaving:
@@ -109,7 +122,9 @@ def here(monkeypatch, capsys, one_thread):
 
 @pytest.fixture
 def log(here, tmp_path):
-    """Run a program of bench/: log("jobs", "--gpus", 2) → the record that it writes, the text that it prints."""
+    """Run a program of bench/: log("jobs", "--gpus", 2) → the record that it writes, the
+    text that it prints.
+    """
 
     def log(program, *args):
         output = tmp_path / "log.json"
@@ -132,13 +147,23 @@ def weights(tmp_path_factory):
 @pytest.fixture(scope="session")
 def demo(weights, tiny_vae):
     """Flags: the demo model with random weights and the tiny decoder, on a CPU."""
-    return ["--model", "DiT-Demo/2", "--ckpt", str(weights), "--vae", str(tiny_vae), "--device", "cpu"]
+    return [
+        "--model",
+        "DiT-Demo/2",
+        "--ckpt",
+        str(weights),
+        "--vae",
+        str(tiny_vae),
+        "--device",
+        "cpu",
+    ]
 
 
 @pytest.fixture(scope="session")
 def tiny_vae(tmp_path_factory):
-    """A random AutoencoderKL with sd-vae-ft-*'s structure (factor 8, four latent channels), saved in diffusers'
-    layout."""
+    """A random AutoencoderKL with sd-vae-ft-*'s structure (factor 8, four latent
+    channels), saved in diffusers' layout.
+    """
     from diffusers import AutoencoderKL
 
     torch.manual_seed(0)

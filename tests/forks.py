@@ -1,6 +1,8 @@
-"""Run commands in forks of a process that has imported torch, which takes a fresh interpreter three seconds.
+"""Run commands in forks of a process that has imported torch, which takes a fresh
+interpreter three seconds.
 
-Every pytest process has one such parent, by the standard library's fork server. It imports nothing of this repository.
+Every pytest process has one such parent, by the standard library's fork server. It
+imports nothing of this repository.
 """
 
 import multiprocessing
@@ -33,7 +35,9 @@ class Fork:
         for place in self._places:
             place.touch()
         environment = {**os.environ, **environment}
-        self._process = SERVER.Process(target=_run, args=(self.args, cwd, environment, self._places), daemon=True)
+        self._process = SERVER.Process(
+            target=_run, args=(self.args, cwd, environment, self._places), daemon=True
+        )
         self._process.start()
         self.pid = self._process.pid
 
@@ -81,7 +85,9 @@ def _run(command, cwd, environment, places):
     os.chdir(cwd)
     if "OMP_NUM_THREADS" in environment:
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
-    others = [path for path in sys.path if not Path(path).is_relative_to(ROOT) or "site-packages" in path]
+    others = [
+        path for path in sys.path if not Path(path).is_relative_to(ROOT) or "site-packages" in path
+    ]
     given = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     first = "" if command[0] in ("-c", "-m") else str(Path(command[0]).resolve().parent)
     sys.path[:] = dict.fromkeys([first, *given, *others])
@@ -140,11 +146,14 @@ def free_port():
 
 
 def ranks(world, command, cwd=ROOT, started=None, a_node=None, **environment):
-    """Start the ranks of a job on this host as srun does: without a launcher that ends all once one has ended.
+    """Start the ranks of a job on this host as srun does: without a launcher that ends
+    all once one has ended.
 
     started: so many only. a_node: ranks of a node, by default all.
     """
-    environment |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE=str(world))
+    environment |= dict(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE=str(world)
+    )
     return [
         Fork(command, cwd, RANK=str(rank), LOCAL_RANK=str(rank % (a_node or world)), **environment)
         for rank in range(started or world)
@@ -153,7 +162,12 @@ def ranks(world, command, cwd=ROOT, started=None, a_node=None, **environment):
 
 def torchrun(world, *options):
     """What follows `python` to start so many ranks; options: in place of --standalone."""
-    return ["-m", "torch.distributed.run", *(options or ["--standalone"]), f"--nproc_per_node={world}"]
+    return [
+        "-m",
+        "torch.distributed.run",
+        *(options or ["--standalone"]),
+        f"--nproc_per_node={world}",
+    ]
 
 
 def kill(*processes):

@@ -42,7 +42,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 class Hub(Server):
-    """Serves the files under `folder` as the repository `name`. `asked` lists the files that were sent."""
+    """Serves the files under `folder` as the repository `name`. `asked` lists the files
+    that were sent.
+    """
 
     def __init__(self, name: str, folder: Path):
         asked = self.asked = []
@@ -51,7 +53,8 @@ class Hub(Server):
         etags = {path: hashlib.sha1(content).hexdigest() for path, content in files.items()}
         siblings = [{"rfilename": path} for path in files]
         listing = [
-            {"type": "file", "path": path, "size": len(content), "oid": etags[path]} for path, content in files.items()
+            {"type": "file", "path": path, "size": len(content), "oid": etags[path]}
+            for path, content in files.items()
         ]
         answers = {
             f"/api/models/{name}/revision/main": {"id": name, "sha": COMMIT, "siblings": siblings},
@@ -63,11 +66,17 @@ class Hub(Server):
                 path = urlparse(self.path).path
                 file = path.removeprefix(f"/{name}/resolve/{COMMIT}/")
                 if path in answers:
-                    self.answer(200, json.dumps(answers[path]).encode(), {"Content-Type": "application/json"})
+                    self.answer(
+                        200,
+                        json.dumps(answers[path]).encode(),
+                        {"Content-Type": "application/json"},
+                    )
                 elif file in files:
                     if self.command == "GET":
                         asked.append(file)
-                    self.answer(200, files[file], {"ETag": f'"{etags[file]}"', "X-Repo-Commit": COMMIT})
+                    self.answer(
+                        200, files[file], {"ETag": f'"{etags[file]}"', "X-Repo-Commit": COMMIT}
+                    )
                 else:
                     self.answer(404, headers={"X-Error-Code": "RepoNotFound"})
 

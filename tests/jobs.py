@@ -13,18 +13,26 @@ import numpy as np
 from forks import ROOT, Fork, environments, kill, ranks, torchrun, until
 from PIL import Image
 
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests"))),
+}
 
 
 def start(world, *args, launch=(), cwd=ROOT):
-    """A job of so many ranks on this host: one is the process itself, several run under torchrun."""
+    """A job of so many ranks on this host: one is the process itself, several run under
+    torchrun.
+    """
     launcher = torchrun(world, *launch) if world > 1 or launch else []
     return Fork([*launcher, ROOT / "sample_ddp.py", *args], cwd, **ENVIRONMENT)
 
 
 def finish(*processes, status=0, seconds=200):
-    """Their standard output and error. A launcher ends with 1 for every failure and prints the rank's status."""
-    texts, deadline = [], time.monotonic() + seconds
+    """Their standard output and error. A launcher ends with 1 for every failure and
+    prints the rank's status.
+    """
+    texts = []
+    deadline = time.monotonic() + seconds
     try:
         for process in processes:
             texts += process.communicate(timeout=max(1, deadline - time.monotonic()))
@@ -59,8 +67,14 @@ def ranks_of(process):
     """Process ids of a job's ranks, in their order."""
     if "torch.distributed.run" not in process.args:
         return [process.pid]
-    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout
-    found = {int(variables["RANK"]): pid for pid, variables in environments(listed.split()) if "RANK" in variables}
+    listed = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True
+    ).stdout
+    found = {
+        int(variables["RANK"]): pid
+        for pid, variables in environments(listed.split())
+        if "RANK" in variables
+    }
     return [found[rank] for rank in sorted(found)]
 
 
@@ -122,10 +136,14 @@ class Command:
 def files(folder):
     """Every file below a folder with its bytes: pictures, .npz, records."""
     return {
-        str(file.relative_to(folder)): file.read_bytes() for file in sorted(Path(folder).rglob("*")) if file.is_file()
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in sorted(Path(folder).rglob("*"))
+        if file.is_file()
     }
 
 
 def pictures(folder):
     """Pixels by file name."""
-    return {file.name: np.asarray(Image.open(file)) for file in sorted(Path(folder).glob("*/*.png"))}
+    return {
+        file.name: np.asarray(Image.open(file)) for file in sorted(Path(folder).glob("*/*.png"))
+    }

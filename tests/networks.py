@@ -24,7 +24,8 @@ from accel.settings import implied, settle
 from accel.weights.checkpoint import Checkpoint
 from accel.weights.diffusers_layout import WEIGHTS, to_diffusers
 
-SMALL = dict(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=8)  # heads of 72 as in XL; 64 px
+# heads of 72 as in XL; 64 px
+SMALL = dict(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=8)
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
@@ -50,8 +51,21 @@ def settings_of(request, weights=None):
     """Return the settings of a request as on a CPU with weights of its model."""
     known = implied(request)
     patch_size = int(known.model.rpartition("/")[2])
-    fit = Fit(family_of(known.model), known.model, constructor_of(known.model), 6, 4, patch_size, known.num_classes)
-    opened = dict(weights=weights, device=torch.device("cpu"), precision=request.tier or "fp32", vae_precision="fp32")
+    fit = Fit(
+        family_of(known.model),
+        known.model,
+        constructor_of(known.model),
+        6,
+        4,
+        patch_size,
+        known.num_classes,
+    )
+    opened = dict(
+        weights=weights,
+        device=torch.device("cpu"),
+        precision=request.tier or "fp32",
+        vae_precision="fp32",
+    )
     return settle(request, fit, LatentSpace(), **opened)
 
 
@@ -63,7 +77,9 @@ def identify(path, *given):
 
 def write_transformer(folder, state, config):
     """Write a DiT's weights in diffusers' layout, and a config.json."""
-    save_file({name: tensor.clone() for name, tensor in to_diffusers(state).items()}, folder / WEIGHTS)
+    save_file(
+        {name: tensor.clone() for name, tensor in to_diffusers(state).items()}, folder / WEIGHTS
+    )
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -75,7 +91,8 @@ def side_of(model):
 def inputs(model, n, device="cpu"):
     """Return latents, timesteps and labels of n batch rows; the second half has the null label."""
     generator = torch.Generator().manual_seed(1)
-    side, classes = side_of(model), model.y_embedder.num_classes
+    side = side_of(model)
+    classes = model.y_embedder.num_classes
     x = torch.randn(n, model.in_channels, side, side, generator=generator)
     t = torch.randint(0, 1000, (n,), generator=generator)
     y = torch.randint(0, classes, (n,), generator=generator)
@@ -87,7 +104,9 @@ def guided(out, scale, channels=3):
     """Guidance written out: so many channels of both halves get the same estimate."""
     cond, uncond = out.chunk(2)
     both = uncond + scale * (cond - uncond)
-    return torch.cat([torch.cat([both[:, :channels], half[:, channels:]], 1) for half in (cond, uncond)])
+    return torch.cat(
+        [torch.cat([both[:, :channels], half[:, channels:]], 1) for half in (cond, uncond)]
+    )
 
 
 class FourChannels(DiT):
@@ -104,7 +123,9 @@ class Otherwise(DiT):
 
 
 def large_inside(model):
-    """Scale weights of the model: the same function, with values between fc1 and fc2 that float16 does not hold."""
+    """Scale weights of the model: the same function, with values between fc1 and fc2 that
+    float16 does not hold.
+    """
     for block in model.blocks:
         block.mlp.fc1.weight.data.mul_(3e5)
         block.mlp.fc2.weight.data.div_(3e5)
@@ -117,7 +138,9 @@ def error(got, want):
 
 
 def network_of(model, tier, device=None, **how):
-    """Return the accelerated network of a tier; on a CPU the kernels' reference implementations run."""
+    """Return the accelerated network of a tier; on a CPU the kernels' reference
+    implementations run.
+    """
     device = next(model.parameters()).device if device is None else torch.device(device)
     return fast.build(model.state_dict(), model, tier, device, **how)
 
@@ -128,11 +151,15 @@ def fast_network(model, dtype, device="cpu"):
 
 
 def evaluate(network, x, t, y, scale):
-    """Return a network's guided estimate (n, C', H, W) for x (2n, C, H, W), whose first n rows are read."""
+    """Return a network's guided estimate (n, C', H, W) for x (2n, C, H, W), whose first n
+    rows are read.
+    """
     return Guidance(scale, 0).combine(network.forward(x[: len(x) // 2], t, y))
 
 
-def sample(network, process, z, labels, scale=4.0, null_label=8, rows=slice(None), generator=None, **how):
+def sample(
+    network, process, z, labels, scale=4.0, null_label=8, rows=slice(None), generator=None, **how
+):
     """Return latents of a part of a batch, with upstream's noise. scale: None is no guidance."""
     guidance = Unguided() if scale is None else Guidance(scale, null_label)
     how = {"draw": upstream_noise(z, guidance.copies, rows, generator), **how}
@@ -140,11 +167,15 @@ def sample(network, process, z, labels, scale=4.0, null_label=8, rows=slice(None
 
 
 def sde(v, x, steps, draw):
-    """SiT's sampler: Euler–Maruyama on the linear path from the velocity's score: x_t = α·x* + σ·ε, α = t, σ = 1 − t.
-    v(x, t, noise level); draw() → noise like x."""
+    """SiT's sampler: Euler–Maruyama on the linear path from the velocity's score: x_t =
+    α·x* + σ·ε, α = t, σ = 1 − t. v(x, t, noise level); draw() → noise like x.
+    """
 
     def drift(x, t):
-        alpha, sigma, slope_alpha, slope_sigma = t, 1 - t, 1.0, -1.0
+        alpha = t
+        sigma = 1 - t
+        slope_alpha = 1.0
+        slope_sigma = -1.0
         speed = v(x, t, sigma)
         ratio = alpha / slope_alpha
         score = (ratio * speed - x) / (sigma**2 - ratio * slope_sigma * sigma)
@@ -162,17 +193,26 @@ def upstream(model, labels, seed, steps, scale=4.0, eta=None):
     """Return the latents of the usual script on the CPU: seed, z, then its loop."""
     torch.manual_seed(seed)
     return upstreams_loop(
-        model, torch.randn(len(labels), 4, *[side_of(model)] * 2), torch.tensor(labels), steps, scale, eta
+        model,
+        torch.randn(len(labels), 4, *[side_of(model)] * 2),
+        torch.tensor(labels),
+        steps,
+        scale,
+        eta,
     )
 
 
 @torch.no_grad()
 def upstreams_loop(model, z, y, steps, scale=4.0, eta=None):
-    """Return the latents of z and labels y: twice z, the loop over forward_with_cfg, the first half; at scale 1
-    the loop over the model. eta: DDIM's. For a SiT: the loop of SiT's script."""
-    n, evaluate = len(z), model
+    """Return the latents of z and labels y: twice z, the loop over forward_with_cfg, the
+    first half; at scale 1 the loop over the model. eta: DDIM's. For a SiT: the loop of
+    SiT's script.
+    """
+    n = len(z)
+    evaluate = model
     if scale != 1:
-        z, y = torch.cat([z, z]), torch.cat([y, torch.full_like(y, model.y_embedder.num_classes)])
+        z = torch.cat([z, z])
+        y = torch.cat([y, torch.full_like(y, model.y_embedder.num_classes)])
         evaluate = partial(model.forward_with_cfg, cfg_scale=scale)
     if isinstance(model, SiT):
         v = lambda x, t, level: evaluate(x, torch.full((len(x),), t), y)
@@ -183,10 +223,14 @@ def upstreams_loop(model, z, y, steps, scale=4.0, eta=None):
 
 
 def transformer(seed=0, **config):
-    """Return a DiTTransformer2DModel with random weights, the blocks' copies of the embedders equal."""
+    """Return a DiTTransformer2DModel with random weights, the blocks' copies of the
+    embedders equal.
+    """
     from diffusers import DiTTransformer2DModel
 
-    shape = dict(num_attention_heads=2, attention_head_dim=24, num_layers=2, sample_size=8, out_channels=8)
+    shape = dict(
+        num_attention_heads=2, attention_head_dim=24, num_layers=2, sample_size=8, out_channels=8
+    )
     model = fill(DiTTransformer2DModel(**{**shape, **config}), seed)
     first = model.transformer_blocks[0].norm1.emb.state_dict()
     for block in model.transformer_blocks:
@@ -195,7 +239,9 @@ def transformer(seed=0, **config):
 
 
 def pipeline(vae=None):
-    """Return a DiTPipeline of diffusers around a random transformer. vae: its decoder, or the decoder's folder."""
+    """Return a DiTPipeline of diffusers around a random transformer. vae: its decoder, or
+    the decoder's folder.
+    """
     from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline
 
     vae = AutoencoderKL.from_pretrained(vae) if isinstance(vae, Path) else vae
@@ -203,13 +249,17 @@ def pipeline(vae=None):
 
 
 class Original(nn.Module):
-    """A class of the caller's own with the parts of ours, as upstream's classes are; named as ours."""
+    """A class of the caller's own with the parts of ours, as upstream's classes are;
+    named as ours.
+    """
 
     def __init__(self, model):
         super().__init__()
         for name, part in model.named_children():
             self.add_module(name, part)
-        self.pos_embed, self.num_heads, self.model = model.pos_embed, model.num_heads, [model]
+        self.pos_embed = model.pos_embed
+        self.num_heads = model.num_heads
+        self.model = [model]
 
     def forward(self, x, t, y):
         return self.model[0](x, t, y)

@@ -16,9 +16,14 @@ PAGES = [README, CHINESE, CODE, ROOT / "CONTRIBUTING.md", *DOCS]
 
 NUMBER = r"\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?"
 UNIT = r"ms|s|µs|dB|TFLOP/s|×|%|MiB|GiB|W|pictures/s"
-# A figure: a decimal, or an integer with a unit. Not a version, not a threshold, not part of a name.
-FIGURE = re.compile(rf"(?<![\w.,/=^⁻−-])({NUMBER})(?![\w.]*\w*[-–]?bit)(?:\s?({UNIT})(?![\w/]))?(?![\w=])")
-NO_FIGURE = re.compile(r"torch \d+\.\d+|[<>≤≥] \d[\d.]*(?: dB)?|more than \d+ dB|over \d+ dB|40 dB|arXiv:[\d.]+")
+# A figure: a decimal, or an integer with a unit. Not a version, not a threshold, not part
+# of a name.
+FIGURE = re.compile(
+    rf"(?<![\w.,/=^⁻−-])({NUMBER})(?![\w.]*\w*[-–]?bit)(?:\s?({UNIT})(?![\w/]))?(?![\w=])"
+)
+NO_FIGURE = re.compile(
+    r"torch \d+\.\d+|[<>≤≥] \d[\d.]*(?: dB)?|more than \d+ dB|over \d+ dB|40 dB|arXiv:[\d.]+"
+)
 LOG = re.compile(r"(?:\.\./)?(log/[\w./-]+\.json)")
 
 
@@ -42,13 +47,23 @@ def tables(text: str) -> list[list[list[str]]]:
     """Every table as rows of cells, without the rule under its head."""
     found = re.findall(r"(?:^\|.*\|\n)+", text + "\n", re.M)
     rows = [[line.strip("|").split(" | ") for line in table.splitlines()] for table in found]
-    return [[[cell.strip() for cell in row] for row in table if not set("".join(row)) <= set("-|: ")] for table in rows]
+    return [
+        [[cell.strip() for cell in row] for row in table if not set("".join(row)) <= set("-|: ")]
+        for table in rows
+    ]
 
 
 def commands(page: Path) -> Iterator[tuple[list[str], str]]:
-    """(words, comment) of every command: lines of bash blocks, and code in tables that begins with a program."""
+    """(words, comment) of every command: lines of bash blocks, and code in tables that
+    begins with a program.
+    """
     lines = "\n".join(code_blocks(page.read_text(), "bash")).replace("\\\n", " ").splitlines()
-    lines += [f"{code}  # {row[-1]}" for table in tables(prose(page)) for row in table for code in _programs(row[0])]
+    lines += [
+        f"{code}  # {row[-1]}"
+        for table in tables(prose(page))
+        for row in table
+        for code in _programs(row[0])
+    ]
     for line in lines:
         command, _, comment = line.partition("#")
         command = re.sub(r"^\w+=\$\((.*)\)$", r"\1", command.strip())  # a=$(sbatch …)
@@ -57,11 +72,17 @@ def commands(page: Path) -> Iterator[tuple[list[str], str]]:
 
 
 def _programs(cell):
-    return [code for code in re.findall(r"`([^`]+)`", cell) if code.startswith(("python ", "torchrun ", "bash "))]
+    return [
+        code
+        for code in re.findall(r"`([^`]+)`", cell)
+        if code.startswith(("python ", "torchrun ", "bash "))
+    ]
 
 
 def program(words: list[str]) -> tuple[str, list[str]]:
-    """(the file that runs, its arguments) of a command that begins with python, torchrun or bash."""
+    """(the file that runs, its arguments) of a command that begins with python, torchrun
+    or bash.
+    """
     words = words[1:]
     while words[0].startswith("--"):  # torchrun's
         words = words[1:]
@@ -74,23 +95,31 @@ def program(words: list[str]) -> tuple[str, list[str]]:
 def help_of(file: str) -> str:
     """Return the --help of a program, called from another folder."""
     if file.endswith(".sh"):
-        return succeeds(subprocess.run(["bash", ROOT / file, "--help"], cwd="/", capture_output=True, text=True))
+        return succeeds(
+            subprocess.run(["bash", ROOT / file, "--help"], cwd="/", capture_output=True, text=True)
+        )
     return succeeds(run([ROOT / file, "--help"], cwd="/"))
 
 
 def unknown_flags(file: str, arguments: list[str]) -> list[str]:
     """Return the flags of a command that its program lacks."""
-    return [word for word in arguments if word.startswith("--") and not re.search(rf"{word}\b", help_of(file))]
+    return [
+        word
+        for word in arguments
+        if word.startswith("--") and not re.search(rf"{word}\b", help_of(file))
+    ]
 
 
 # ---- figures ----
 
 
 def segments(page: Path) -> Iterator[tuple[str, list[Path], str]]:
-    """(text, files, its block): every stretch of text whose figures come from files in log/.
+    """(text, files, its block): every stretch of text whose figures come from files in
+    log/.
 
-    Figures stand before the log files that their paragraph, list item or table row names. A table whose rows name
-    none belongs to the files of the paragraph before it, which ends with a colon.
+    Figures stand before the log files that their paragraph, list item or table row names.
+    A table whose rows name none belongs to the files of the paragraph before it, which
+    ends with a colon.
     """
     before = []
     for block in re.split(r"\n\s*\n", prose(page)):
@@ -139,7 +168,9 @@ def half_digit(number: str) -> tuple[float, float]:
 def agrees(number: str, unit: str, values: list[float], block: str) -> bool:
     """Whether a figure is a recorded value, rounded, or the ratio of two figures in its block."""
     value, tolerance = half_digit(number)
-    scales = {"%": (100,), "GiB": (1 / 1024,), "MiB": (1, 2**-20)}.get(unit, (1, 255) if "0–255" in block else (1,))
+    scales = {"%": (100,), "GiB": (1 / 1024,), "MiB": (1, 2**-20)}.get(
+        unit, (1, 255) if "0–255" in block else (1,)
+    )
     if any(abs(value - scale * one) <= tolerance for one in values for scale in scales):
         return True
     if unit not in ("×", "%") and not re.search(rf"{re.escape(number)} of\b", block):

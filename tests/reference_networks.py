@@ -1,6 +1,8 @@
-"""DiT (arXiv:2212.09748), Large-DiT and LightningDiT (arXiv:2501.01423) written straight from their definitions, in
-float64 and plain matrix multiplications, from a state dict. They share no line with the networks in accel/families;
-slow and exact, they are what every faster network is held to."""
+"""DiT (arXiv:2212.09748), Large-DiT and LightningDiT (arXiv:2501.01423) written straight
+from their definitions, in float64 and plain matrix multiplications, from a state dict.
+They share no line with the networks in accel/families; slow and exact, they are what
+every faster network is held to.
+"""
 
 import math
 
@@ -23,7 +25,9 @@ def silu(x):
 
 def angles(positions, d):
     """(T, d/2): position·10000^(-2i/d)."""
-    return torch.tensor([[p * 10000 ** (-2 * i / d) for i in range(d // 2)] for p in positions], dtype=torch.float64)
+    return torch.tensor(
+        [[p * 10000 ** (-2 * i / d) for i in range(d // 2)] for p in positions], dtype=torch.float64
+    )
 
 
 def places(side):
@@ -32,31 +36,41 @@ def places(side):
 
 
 def position_table(side, width):
-    """Return (side², width): for a token at (row, column), sines and cosines of the column, then of the row."""
+    """Return (side², width): for a token at (row, column), sines and cosines of the
+    column, then of the row.
+    """
     row, column = (angles(positions, width // 2) for positions in places(side))
     return torch.cat([column.sin(), column.cos(), row.sin(), row.cos()], 1)
 
 
 def turned(x, angles):
-    """x (N, T, h·d): in every head the pairs (2i, 2i+1) are complex numbers, turned by angles (T, d/2)."""
+    """x (N, T, h·d): in every head the pairs (2i, 2i+1) are complex numbers, turned by
+    angles (T, d/2).
+    """
     numbers = torch.view_as_complex(x.reshape(*x.shape[:2], -1, angles.shape[1], 2))
-    return torch.view_as_real(numbers * torch.complex(angles.cos(), angles.sin())[None, :, None]).reshape(x.shape)
+    return torch.view_as_real(
+        numbers * torch.complex(angles.cos(), angles.sin())[None, :, None]
+    ).reshape(x.shape)
 
 
 def attention(q, k, v, d):
     """One head of d at a time; a head of k and v serves several of q's where they have fewer."""
-    mixed, shared = torch.zeros_like(q), q.shape[-1] // k.shape[-1]
+    mixed = torch.zeros_like(q)
+    shared = q.shape[-1] // k.shape[-1]
     for head in range(q.shape[-1] // d):
         mine, theirs = (slice(i * d, (i + 1) * d) for i in (head, head // shared))
         scores = torch.einsum("nid,njd->nij", q[..., mine], k[..., theirs]) / math.sqrt(d)
         weights = torch.exp(scores - scores.amax(-1, keepdim=True))
-        mixed[..., mine] = torch.einsum("nij,njd->nid", weights / weights.sum(-1, keepdim=True), v[..., theirs])
+        mixed[..., mine] = torch.einsum(
+            "nij,njd->nid", weights / weights.sum(-1, keepdim=True), v[..., theirs]
+        )
     return mixed
 
 
 def cut(x, patch):
     """(N, C, H, W) → (N, T, C·p·p): channel, row, column."""
-    patches = x.double().unfold(2, patch, patch).unfold(3, patch, patch)  # (N, C, rows, columns, p, p)
+    # (N, C, rows, columns, p, p)
+    patches = x.double().unfold(2, patch, patch).unfold(3, patch, patch)
     return patches.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
 
 
@@ -76,16 +90,28 @@ class Weights:
         return self.state[name]
 
     def linear(self, v, name):
-        return torch.einsum("...i,oi->...o", v, self[f"{name}.weight"]) + self.state.get(f"{name}.bias", 0)
+        return torch.einsum("...i,oi->...o", v, self[f"{name}.weight"]) + self.state.get(
+            f"{name}.bias", 0
+        )
 
     def condition(self, t, y):
         """The vector of timestep and label that every block modulates with."""
-        angles = torch.stack([t.double() * math.exp(-math.log(10000) * i / 128) for i in range(128)], dim=1)
-        time = silu(self.linear(torch.cat([torch.cos(angles), torch.sin(angles)], dim=1), "t_embedder.mlp.0"))
-        return silu(self.linear(time, "t_embedder.mlp.2") + self["y_embedder.embedding_table.weight"][y])
+        angles = torch.stack(
+            [t.double() * math.exp(-math.log(10000) * i / 128) for i in range(128)], dim=1
+        )
+        time = silu(
+            self.linear(
+                torch.cat([torch.cos(angles), torch.sin(angles)], dim=1), "t_embedder.mlp.0"
+            )
+        )
+        return silu(
+            self.linear(time, "t_embedder.mlp.2") + self["y_embedder.embedding_table.weight"][y]
+        )
 
     def last(self, tokens, condition):
-        shift, scale = self.linear(condition, "final_layer.adaLN_modulation.1")[:, None].chunk(2, -1)
+        shift, scale = self.linear(condition, "final_layer.adaLN_modulation.1")[:, None].chunk(
+            2, -1
+        )
         return self.linear(normed(tokens, 1e-6) * (1 + scale) + shift, "final_layer.linear")
 
     def depth(self, ending):
@@ -95,7 +121,8 @@ class Weights:
 def dit(state, x, t, y, heads, patch):
     """state: a DiT's state dict; x (N, C, H, W); t, y (N,) → (N, C', H, W) float64."""
     p = Weights(state)
-    kernel, condition = p["x_embedder.proj.weight"], p.condition(t, y)
+    kernel = p["x_embedder.proj.weight"]
+    condition = p.condition(t, y)
     tokens = cut(x, patch) @ kernel.flatten(1).T + p["x_embedder.proj.bias"] + p["pos_embed"]
     for b in range(p.depth("attn.qkv.weight")):
         m = p.linear(condition, f"blocks.{b}.adaLN_modulation.1")[:, None]
@@ -111,22 +138,34 @@ def dit(state, x, t, y, heads, patch):
 def large_dit(state, x, t, y, heads, patch=2):
     """state: a Large-DiT's state dict; x (N, C, H, W); t, y (N,) → (N, C', H, W) float64."""
     p = Weights(state)
-    tokens, condition = p.linear(cut(x, patch), "x_embedder"), p.condition(t, y)
+    tokens = p.linear(cut(x, patch), "x_embedder")
+    condition = p.condition(t, y)
     d = tokens.shape[2] // heads
     rotation = angles(range(tokens.shape[1]), d)
     for b in range(p.depth("attention.wq.weight")):
         block = f"layers.{b}"
         m = p.linear(condition, f"{block}.adaLN_modulation.1")[:, None]
         shift1, scale1, gate1, shift2, scale2, gate2 = m.chunk(6, -1)
-        h = normed(tokens, 1e-5, p[f"{block}.attention_norm.weight"], centre=False) * (1 + scale1) + shift1
+        h = (
+            normed(tokens, 1e-5, p[f"{block}.attention_norm.weight"], centre=False) * (1 + scale1)
+            + shift1
+        )
         q, k, v = (p.linear(h, f"{block}.attention.w{name}") for name in "qkv")
         if f"{block}.attention.q_norm.weight" in p.state:
-            norms = ([p[f"{block}.attention.{name}_norm.{kind}"] for kind in ("weight", "bias")] for name in "qk")
+            norms = (
+                [p[f"{block}.attention.{name}_norm.{kind}"] for kind in ("weight", "bias")]
+                for name in "qk"
+            )
             q, k = (normed(one, 1e-5, *norm) for one, norm in zip((q, k), norms))
         mixed = attention(turned(q, rotation), turned(k, rotation), v, d)
         tokens = tokens + gate1 * p.linear(mixed, f"{block}.attention.wo")
-        h = normed(tokens, 1e-5, p[f"{block}.ffn_norm.weight"], centre=False) * (1 + scale2) + shift2
-        hidden = silu(p.linear(h, f"{block}.feed_forward.w1")) * p.linear(h, f"{block}.feed_forward.w3")
+        h = (
+            normed(tokens, 1e-5, p[f"{block}.ffn_norm.weight"], centre=False) * (1 + scale2)
+            + shift2
+        )
+        hidden = silu(p.linear(h, f"{block}.feed_forward.w1")) * p.linear(
+            h, f"{block}.feed_forward.w3"
+        )
         tokens = tokens + gate2 * p.linear(hidden, f"{block}.feed_forward.w2")
     return picture(p.last(tokens, condition), x, patch)
 
@@ -134,8 +173,12 @@ def large_dit(state, x, t, y, heads, patch=2):
 def lightning_dit(state, x, t, y):
     """state: a LightningDiT's file; x (N, C, H, W); t, y (N,) → (N, C, H, W) float64."""
     p = Weights(state)
-    kernel, condition, d = p["x_embedder.proj.weight"], p.condition(t, y), p["feat_rope.freqs_cos"].shape[1]
-    tokens = cut(x, kernel.shape[-1]) @ kernel.flatten(1).T + p["x_embedder.proj.bias"] + p["pos_embed"]
+    kernel = p["x_embedder.proj.weight"]
+    condition = p.condition(t, y)
+    d = p["feat_rope.freqs_cos"].shape[1]
+    tokens = (
+        cut(x, kernel.shape[-1]) @ kernel.flatten(1).T + p["x_embedder.proj.bias"] + p["pos_embed"]
+    )
     by_place = (angles(positions, d // 2) for positions in places(round(tokens.shape[1] ** 0.5)))
     rotation = torch.cat([*by_place], 1)  # the first half by row
     for b in range(p.depth("attn.qkv.weight")):

@@ -1,4 +1,6 @@
-"""What sample.py and sample_ddp.py offer people: names, folders, seeds, batches, plain terminals."""
+"""What sample.py and sample_ddp.py offer people: names, folders, seeds, batches, plain
+terminals.
+"""
 
 import os
 import subprocess
@@ -23,7 +25,9 @@ def picture(path):
 
 
 def test_a_folder_gets_one_png_a_picture(here, tmp_path):
-    """The tiles of the grid, to the bit, under names that say what they are. An existing folder needs no slash."""
+    """The tiles of the grid, to the bit, under names that say what they are. An existing
+    folder needs no slash.
+    """
     labels = "--labels", "planet", 7, "Sea"
     succeeds(here("sample.py", *DEMO, *labels, "--output", tmp_path / "grid.png"))
     stdout = succeeds(here("sample.py", *DEMO, *labels, "--output", f"{tmp_path}/new/folder/"))
@@ -46,7 +50,10 @@ def test_a_list_of_seeds_is_as_many_runs(here, tmp_path):
     succeeds(here("sample.py", *one, "--seed", 0, "--output", tmp_path / "alone-0.png"))
     succeeds(here("sample_ddp.py", *one, "--global-seed", 7, "--output", tmp_path / "alone-7.png"))
     stdout = succeeds(here("sample.py", *one, "--seeds", 0, 7, "--output", tmp_path / "all.png"))
-    assert "1 label × 2 seeds" in stdout and f"{tmp_path}/all-seed-0.png, {tmp_path}/all-seed-7.png: load" in stdout
+    assert (
+        "1 label × 2 seeds" in stdout
+        and f"{tmp_path}/all-seed-0.png, {tmp_path}/all-seed-7.png: load" in stdout
+    )
     succeeds(here("sample_ddp.py", *one, "--seeds", 0, 7, "--output", f"{tmp_path}/all/"))
     for number in (0, 7):
         alone = (tmp_path / f"alone-{number}.png").read_bytes()
@@ -56,8 +63,10 @@ def test_a_list_of_seeds_is_as_many_runs(here, tmp_path):
 
 
 def test_slices_are_the_pictures_of_one_batch():
-    """A slice takes its part of the full draw, so the pictures are the same: up to float32 rounding, as GEMMs of other
-    sizes add in another order. One batch of all is the same to the bit."""
+    """A slice takes its part of the full draw, so the pictures are the same: up to
+    float32 rounding, as GEMMs of other sizes add in another order. One batch of all is
+    the same to the bit.
+    """
     given = dict(model="DiT-Demo/2", device="cpu", num_sampling_steps=3, seed=3)
     settings, run, _ = door.ready(GridRequest(**given))
     whole = door.latents(settings, run)
@@ -67,7 +76,9 @@ def test_slices_are_the_pictures_of_one_batch():
         latents = door.latents(settings, run, on_step=lambda index, x: seen.append(index))
         assert seen == list(range(3 * slices))
         assert batch_size < 8 or torch.equal(latents, whole)
-        assert whole.abs().max() > 0.5 and (latents - whole).abs().max() <= 1e-3 * whole.abs().max(), batch_size
+        assert (
+            whole.abs().max() > 0.5 and (latents - whole).abs().max() <= 1e-3 * whole.abs().max()
+        ), batch_size
 
 
 BOTH = (
@@ -75,7 +86,10 @@ BOTH = (
     (["--labels", -1], "--labels -1: the model knows classes 0 to 7"),
     (["--image-size", 250], "--image-size 250: must be a multiple of 16"),
     (["--model", "DiT-XXL/2"], "--model DiT-XXL/2: unknown; choose from DiT-XL/2"),
-    (["--model", "DiT-B/4", "--output-type", "latent"], "--ckpt: no published weights for DiT-B/4 at 512 px"),
+    (
+        ["--model", "DiT-B/4", "--output-type", "latent"],
+        "--ckpt: no published weights for DiT-B/4 at 512 px",
+    ),
     (["--ckpt", "a.pt", "--ckpt", "b.pt"], "--ckpt b.pt: conflicts with --ckpt a.pt"),
     (["--ckpt", "no/such.pt"], "--ckpt no/such.pt: no such file"),
     (["--ckpt", "no\n\x1b[2Jsuch" + 5000 * "x" + ".pt"], r"--ckpt no\n\x1b[2Jsuchxxx"),
@@ -83,11 +97,17 @@ BOTH = (
     (["--seeds", 2**64], "must fit in 64 bits"),
     (["--seeds", 1, 2, 1], "--seeds: names a seed twice"),
     (["--seeds=--"], "--seeds: give at least one"),
-    (["--guidance-interval", 0.5, 0.5], "--guidance-interval 0.5 0.5: must be two numbers from 0 to 1, the lower"),
+    (
+        ["--guidance-interval", 0.5, 0.5],
+        "--guidance-interval 0.5 0.5: must be two numbers from 0 to 1, the lower",
+    ),
     (["--guidance-channels", 5], "--guidance-channels 5: these latents have 4"),
     (["--batch-size", 0], "--batch-size 0: must be from 1 to"),
     (["--num-sampling-steps", 1001], "--num-sampling-steps 1001: must be from 1 to 1000"),
-    (["--sampler", "dpm++", "--num-sampling-steps", 1000], "1000: must be from 1 to 999 for --sampler dpm++"),
+    (
+        ["--sampler", "dpm++", "--num-sampling-steps", 1000],
+        "1000: must be from 1 to 999 for --sampler dpm++",
+    ),
     (["--cfg-scale", "nan"], "--cfg-scale nan: must be from 1"),
     (["--cfg-scale", "9e18"], "--cfg-scale 9e+18: must be from 1, no guidance, to 1,000,000"),
     (["--device", "\n\x1b[2Jgröße"], r"--device \n\x1b[2Jgröße: "),
@@ -97,7 +117,10 @@ BOTH = (
     (["--output", 300 * "a" + ".png"], "aaa.png: File name too long; choose another path"),
     (["--precision", "tf32"], "--precision tf32: cpu has no TF32"),
     (["--precision", "fp8"], "argument --precision: invalid choice: 'fp8' (choose from 'fp32'"),
-    (["--forecast-plan", "x.json"], "--forecast-plan x.json: is for --forecast plan; add that or drop this"),
+    (
+        ["--forecast-plan", "x.json"],
+        "--forecast-plan x.json: is for --forecast plan; add that or drop this",
+    ),
     (["--lables", 3], "unrecognized arguments: --lables 3"),
 )
 MISTAKES = {
@@ -107,15 +130,22 @@ MISTAKES = {
         (["--vae", "no/vae"], "no/vae by other means and give its folder, or its .pt file"),
         (["--device", "gpu7"], "--device gpu7: no such kind of device; try cuda, cuda:1 or cpu"),
         (["--device", "xpu"], "cannot sample there; use cuda or cpu"),
-        *[(["--device", "cuda"], "finds no CUDA GPU; use --device cpu")] * (not torch.cuda.is_available()),
+        *[(["--device", "cuda"], "finds no CUDA GPU; use --device cpu")]
+        * (not torch.cuda.is_available()),
     ],
     "sample_ddp.py": [
         (["--device", "mps"], "--device mps: ranks sample on cuda or cpu; choose one"),
         (["--device", "cuda:x"], "--device cuda:x: ranks sample on cuda or cpu; choose one"),
-        (["--labels", 1, "--num-fid-samples", 9], "--labels: has no meaning with --num-fid-samples"),
+        (
+            ["--labels", 1, "--num-fid-samples", 9],
+            "--labels: has no meaning with --num-fid-samples",
+        ),
         (["--sample-dir", "here"], "--sample-dir: is for an FID job"),
         (["--parallel", "tokens=3"], "--parallel tokens=3: does not divide the 64 tokens of a row"),
-        (["--parallel", "tokens=3", "--image-size", 256], "tokens=3: does not divide the 256 tokens of a row"),
+        (
+            ["--parallel", "tokens=3", "--image-size", 256],
+            "tokens=3: does not divide the 256 tokens of a row",
+        ),
         (["--world-independent-noise"], "--world-independent-noise: is for an FID job"),
         (["--num-fid-samples", 9, "--sample-dir", "/proc/nowhere"], "--sample-dir /proc/nowhere/"),
     ],
@@ -123,7 +153,8 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(
-    "script, flags, words", [(script, *case) for script, own in MISTAKES.items() for case in (*BOTH, *own)]
+    "script, flags, words",
+    [(script, *case) for script, own in MISTAKES.items() for case in (*BOTH, *own)],
 )
 def test_mistakes_are_one_line(script, flags, words, here, tmp_path, monkeypatch):
     """Before anything is loaded, and nothing is written."""
@@ -132,7 +163,9 @@ def test_mistakes_are_one_line(script, flags, words, here, tmp_path, monkeypatch
     usual = [word for pair in zip(DEMO[::2], DEMO[1::2]) if pair[0] not in flags for word in pair]
     done = here(script, *usual, *flags)
     assert done.returncode == 2 and words in done.stderr and len(done.stderr) < 1100, done.stderr
-    assert done.stderr.startswith(f"{script}: ") and done.stderr.count("\n") == 1 and not done.stdout
+    assert (
+        done.stderr.startswith(f"{script}: ") and done.stderr.count("\n") == 1 and not done.stdout
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -142,8 +175,12 @@ def test_tf32_is_a_permission(here, tmp_path):
     for flag in ("--tf32", "--no-tf32"):
         command = *DEMO, "--labels", 1, flag, "--output", tmp_path / f"{flag}.png"
         outputs[flag] = succeeds(here("sample_ddp.py", *command))
-    assert outputs["--tf32"].count("--tf32: cpu has no TF32 (Ampere or later); sampling in fp32") == 1
-    assert "--tf32:" not in outputs["--no-tf32"] and all("· fp32 ·" in text for text in outputs.values())
+    assert (
+        outputs["--tf32"].count("--tf32: cpu has no TF32 (Ampere or later); sampling in fp32") == 1
+    )
+    assert "--tf32:" not in outputs["--no-tf32"] and all(
+        "· fp32 ·" in text for text in outputs.values()
+    )
     assert (tmp_path / "--tf32.png").read_bytes() == (tmp_path / "--no-tf32.png").read_bytes()
     with pytest.raises(UsageError, match="tf32=True: conflicts with precision=fp32"):
         GridRequest(tf32=True, precision="fp32")
@@ -152,14 +189,25 @@ def test_tf32_is_a_permission(here, tmp_path):
 @pytest.mark.parametrize("script", ["sample.py", "sample_ddp.py"])
 def test_help_has_groups_and_three_examples(script, run):
     text = succeeds(run(script, "--help", COLUMNS="150"))
-    places = [text.index(f"\n{group}:\n") for group in ("what to sample", "speed", "files", "advanced", "examples")]
+    places = [
+        text.index(f"\n{group}:\n")
+        for group in ("what to sample", "speed", "files", "advanced", "examples")
+    ]
     assert places == sorted(places)
     examples = text.partition("\nexamples:\n")[2].strip().splitlines()
     assert len(examples) == 3 and all(f" {script} " in f"{line} " for line in examples)
 
 
 def test_a_terminal_that_lacks_characters(tmp_path):
-    command = [sys.executable, "sample.py", *map(str, DEMO), "--labels", "sea", "--output", tmp_path / "p.png"]
+    command = [
+        sys.executable,
+        "sample.py",
+        *map(str, DEMO),
+        "--labels",
+        "sea",
+        "--output",
+        tmp_path / "p.png",
+    ]
     ascii = os.environ | dict(PYTHONIOENCODING="ascii")
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=ascii)
     assert "DiT-Demo/2 ? 128 px ? 1 label" in succeeds(done)

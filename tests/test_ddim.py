@@ -1,4 +1,6 @@
-"""Upstream's loops with the same seed, for both families, alone and on two ranks; DDIM's own settings."""
+"""Upstream's loops with the same seed, for both families, alone and on two ranks; DDIM's
+own settings.
+"""
 
 import numpy as np
 import pytest
@@ -11,7 +13,10 @@ from safetensors.torch import save_file
 
 from accel.families import constructor_of
 
-LABELS, STEPS, SEED, SCALE = (1, 5, 7), 10, 3, 2.5
+LABELS = (1, 5, 7)
+STEPS = 10
+SEED = 3
+SCALE = 2.5
 
 
 @pytest.fixture(scope="module", params=("DiT-Demo/2", "Large-DiT-Demo/2"))
@@ -20,8 +25,27 @@ def demo(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("weights") / "demo.safetensors"
     model = fill(constructor_of(request.param)())
     save_file(model.state_dict(), path)
-    flags = ["--model", request.param, "--ckpt", path, "--device", "cpu", "--labels", *LABELS, "--seed", SEED]
-    return [*flags, "--num-sampling-steps", STEPS, "--cfg-scale", SCALE, "--output-type", "latent"], model
+    flags = [
+        "--model",
+        request.param,
+        "--ckpt",
+        path,
+        "--device",
+        "cpu",
+        "--labels",
+        *LABELS,
+        "--seed",
+        SEED,
+    ]
+    return [
+        *flags,
+        "--num-sampling-steps",
+        STEPS,
+        "--cfg-scale",
+        SCALE,
+        "--output-type",
+        "latent",
+    ], model
 
 
 @pytest.mark.parametrize("eta", (None, 0.0, 0.5))
@@ -39,7 +63,11 @@ def test_two_ranks_equal_one(demo, tmp_path):
     flags, model = demo
     layouts = "off", "tokens=2,exchange=kv"
     ddim = [*flags, "--sampler", "ddim", "--eta", 0.5]
-    run_each(2, *([*ddim, "--parallel", one, "--output", tmp_path / f"{one}.npy"] for one in layouts))
+    run_each(
+        2, *([*ddim, "--parallel", one, "--output", tmp_path / f"{one}.npy"] for one in layouts)
+    )
     want = upstream(model, LABELS, SEED, STEPS, SCALE, 0.5)
     for one in layouts:
-        assert (torch.from_numpy(np.load(tmp_path / f"{one}.npy")) - want).norm() <= 1e-4 * want.norm(), one
+        assert (
+            torch.from_numpy(np.load(tmp_path / f"{one}.npy")) - want
+        ).norm() <= 1e-4 * want.norm(), one

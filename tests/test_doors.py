@@ -1,5 +1,7 @@
-"""Checkpoints of the users' own at every door: the file alone is enough, its pictures are those of upstream's loop over
-the module that it was saved from, and what cannot be sampled is refused in one line."""
+"""Checkpoints of the users' own at every door: the file alone is enough, its pictures are
+those of upstream's loop over the module that it was saved from, and what cannot be
+sampled is refused in one line.
+"""
 
 import argparse
 import json
@@ -25,27 +27,55 @@ from accel.request import GridRequest
 from accel.weights.diffusers_layout import WEIGHTS, config_of, to_diffusers
 from models import DiT, DiT_models
 
-STEPS, SEED = 3, 5
+STEPS = 3
+SEED = 5
 # name → the model, its constructor's arguments, and how its file is written
 OWN = {
     "train.py's, ten classes, 64 px": ("DiT-S/2", dict(input_size=8, num_classes=10), "training"),
-    "S/8, five classes, safetensors": ("DiT-S/8", dict(input_size=16, num_classes=5), "safetensors"),
-    "S/4, under DistributedDataParallel": ("DiT-S/4", dict(input_size=16, num_classes=10), "module."),
-    "sigma not learned, from Lightning": ("DiT-S/4", dict(input_size=16, num_classes=10, learn_sigma=False), "model."),
-    "Large-DiT, five classes": ("Large-DiT-Demo/2", dict(input_size=16, num_classes=5), "safetensors"),
+    "S/8, five classes, safetensors": (
+        "DiT-S/8",
+        dict(input_size=16, num_classes=5),
+        "safetensors",
+    ),
+    "S/4, under DistributedDataParallel": (
+        "DiT-S/4",
+        dict(input_size=16, num_classes=10),
+        "module.",
+    ),
+    "sigma not learned, from Lightning": (
+        "DiT-S/4",
+        dict(input_size=16, num_classes=10, learn_sigma=False),
+        "model.",
+    ),
+    "Large-DiT, five classes": (
+        "Large-DiT-Demo/2",
+        dict(input_size=16, num_classes=5),
+        "safetensors",
+    ),
     "a SiT": ("SiT-S/2", dict(input_size=8, num_classes=10), "training"),
-    "no null class": ("DiT-S/4", dict(input_size=8, num_classes=10, class_dropout_prob=0.0), "training"),
+    "no null class": (
+        "DiT-S/4",
+        dict(input_size=8, num_classes=10, class_dropout_prob=0.0),
+        "training",
+    ),
 }
 
 
 def save(path, name, model, arguments, kind):
     state = model.state_dict()
     if kind == "training":
-        said = dict(model=name, image_size=8 * arguments["input_size"], num_classes=arguments["num_classes"], vae="ema")
+        said = dict(
+            model=name,
+            image_size=8 * arguments["input_size"],
+            num_classes=arguments["num_classes"],
+            vae="ema",
+        )
         if name.startswith("SiT"):
             said |= dict(path_type="Linear", prediction="velocity", sample_eps=1e-3)
         other = {key: value + 1 for key, value in state.items()}
-        torch.save({"model": other, "ema": state, "opt": {}, "args": argparse.Namespace(**said)}, path)
+        torch.save(
+            {"model": other, "ema": state, "opt": {}, "args": argparse.Namespace(**said)}, path
+        )
     elif kind == "safetensors":
         save_file(state, path)
     else:
@@ -57,7 +87,9 @@ def own(request, tmp_path_factory):
     """(file, module, flags that are needed) of a user's checkpoint."""
     name, arguments, kind = OWN[request.param]
     model = fill(constructor_of(name)(**arguments))
-    path = tmp_path_factory.mktemp("own") / ("own.safetensors" if kind == "safetensors" else "own.pt")
+    path = tmp_path_factory.mktemp("own") / (
+        "own.safetensors" if kind == "safetensors" else "own.pt"
+    )
     save(path, name, model, arguments, kind)
     yield path, model, [] if "class_dropout_prob" not in arguments else ["--cfg-scale", "1"]
     path.unlink()
@@ -74,30 +106,73 @@ COMMON = ["--device", "cpu", "--num-sampling-steps", STEPS, "--output-type", "la
 
 def test_a_checkpoint_is_enough_for_sample_py(own, tmp_path, here):
     path, model, flags = own
-    succeeds(here("sample.py", "--ckpt", path, *flags, *COMMON, "--seed", SEED, "--output", tmp_path / "x.npy"))
+    succeeds(
+        here(
+            "sample.py",
+            "--ckpt",
+            path,
+            *flags,
+            *COMMON,
+            "--seed",
+            SEED,
+            "--output",
+            tmp_path / "x.npy",
+        )
+    )
     labels = range(min(8, model.y_embedder.num_classes))
-    assert same(np.load(tmp_path / "x.npy"), upstream(model, labels, SEED, STEPS, 1 if flags else 4.0))
+    assert same(
+        np.load(tmp_path / "x.npy"), upstream(model, labels, SEED, STEPS, 1 if flags else 4.0)
+    )
 
 
 def test_a_checkpoint_is_enough_for_sampler(own):
     path, model, flags = own
-    how = dict(device="cpu", output_type="latent", num_sampling_steps=STEPS, cfg_scale=1.0 if flags else 4.0)
+    how = dict(
+        device="cpu",
+        output_type="latent",
+        num_sampling_steps=STEPS,
+        cfg_scale=1.0 if flags else 4.0,
+    )
     want = upstream(model, (3, 1), SEED, STEPS, how["cfg_scale"])
     for given in (dict(model=str(path)), dict(ckpt=path), dict(model=model)):
         with Sampler(**given, **how) as sampler:
             assert same(sampler.latents((3, 1), seed=SEED).numpy(), want), given
 
 
-@pytest.mark.parametrize("own", ["train.py's, ten classes, 64 px", "no null class", "a SiT"], indirect=True)
+@pytest.mark.parametrize(
+    "own", ["train.py's, ten classes, 64 px", "no null class", "a SiT"], indirect=True
+)
 def test_a_checkpoint_is_enough_for_ranks(own, tmp_path, tiny_vae):
     """A grid on two ranks, and an FID job, whose labels are those of the model."""
     path, model, flags = own
-    common = ["--ckpt", path, *flags, "--device", "cpu", "--num-sampling-steps", STEPS, "--vae", tiny_vae]
-    latents = ["--output-type", "latent", "--seed", SEED, "--output", tmp_path / "x.npy", "--labels", 3, 1]
+    common = [
+        "--ckpt",
+        path,
+        *flags,
+        "--device",
+        "cpu",
+        "--num-sampling-steps",
+        STEPS,
+        "--vae",
+        tiny_vae,
+    ]
+    latents = [
+        "--output-type",
+        "latent",
+        "--seed",
+        SEED,
+        "--output",
+        tmp_path / "x.npy",
+        "--labels",
+        3,
+        1,
+    ]
     fid = ["--num-fid-samples", 4, "--per-proc-batch-size", 2, "--sample-dir", tmp_path / "samples"]
     grid, job = jobs.run_each(2, [*common, *latents], [*common, *fid])
     assert "2 labels" in grid["text"] and "4 pictures" in job["text"]
-    assert same(np.load(tmp_path / "x.npy"), upstream(model, (3, 1), SEED, STEPS, 1 if flags else 4.0))
+    assert same(
+        np.load(tmp_path / "x.npy"), upstream(model, (3, 1), SEED, STEPS, 1 if flags else 4.0)
+    )
     [npz] = (tmp_path / "samples").glob("*.npz")
     pixels = np.load(npz)["arr_0"]
     assert len(pixels) == 4 and pixels.std() > 1
@@ -112,31 +187,109 @@ def ten():
 
 
 def test_the_matrix_of_refusals(ten, tmp_path, here):
-    """What would give wrong pictures in silence, and what says too little: a line each, before anything is sampled."""
-    bare = fill(DiT_models["DiT-S/4"](input_size=8, num_classes=10, class_dropout_prob=0.0)).state_dict()
-    custom = fill(DiT(input_size=8, hidden_size=96, depth=2, num_heads=4, num_classes=10)).state_dict()
-    plain = fill(DiT_models["DiT-S/4"](input_size=8, num_classes=10, learn_sigma=False)).state_dict()
+    """What would give wrong pictures in silence, and what says too little: a line each,
+    before anything is sampled.
+    """
+    bare = fill(
+        DiT_models["DiT-S/4"](input_size=8, num_classes=10, class_dropout_prob=0.0)
+    ).state_dict()
+    custom = fill(
+        DiT(input_size=8, hidden_size=96, depth=2, num_heads=4, num_classes=10)
+    ).state_dict()
+    plain = fill(
+        DiT_models["DiT-S/4"](input_size=8, num_classes=10, learn_sigma=False)
+    ).state_dict()
     normed = {**ten, "blocks.0.attn.q_norm.weight": torch.ones(64)}
     said = argparse.Namespace
     flow = said(path_type="Linear", prediction="velocity")
     cases = {
         "classes": (ten, None, ["--num-classes", 12], "--num-classes 12: the label table in"),
-        "no null class, by its arguments": (bare, said(num_classes=10), [], "--cfg-scale 4: guidance needs a null"),
-        "no null class, by the flag": (bare, None, ["--num-classes", 10], "--cfg-scale 4: guidance needs a null class"),
-        "arguments of another run": (ten, said(num_classes=1000), [], "says num_classes 1000, and its label table"),
+        "no null class, by its arguments": (
+            bare,
+            said(num_classes=10),
+            [],
+            "--cfg-scale 4: guidance needs a null",
+        ),
+        "no null class, by the flag": (
+            bare,
+            None,
+            ["--num-classes", 10],
+            "--cfg-scale 4: guidance needs a null class",
+        ),
+        "arguments of another run": (
+            ten,
+            said(num_classes=1000),
+            [],
+            "says num_classes 1000, and its label table",
+        ),
         "a label": (ten, None, ["--labels", 10], "--labels 10: the model knows classes 0 to 9"),
-        "another model": (ten, None, ["--model", "DiT-S/2"], "holds the weights of DiT-S/4, not of DiT-S/2; use --mod"),
-        "a SiT": (ten, flow, ["--model", "DiT-S/4"], "as a SiT (path_type Linear), not as DiT-S/4; drop --model"),
-        "a DiT": (ten, said(model="DiT-S/4"), ["--model", "SiT-S/4"], "as a DiT (model DiT-S/4), not as SiT-S/4"),
-        "a DiT's sampler": (ten, flow, ["--sampler", "ddpm"], "--sampler ddpm: is not for a SiT, which SiT-S/4 is; "),
-        "a SiT's sampler": (ten, None, ["--sampler", "sde"], "--sampler sde: is not for a DiT, which DiT-S/4 is; use"),
-        "one step": (ten, flow, ["--num-sampling-steps", 1], "steps 1: must be from 2 to 1000 for --sampler"),
-        "a shift of the SDE": (ten, flow, ["--timestep-shift", 0.5], "--timestep-shift 0.5: is for euler and heun"),
-        "a plan of a SiT": (ten, flow, ["--forecast", "plan"], "plans are made for --sampler ddpm, not for sde"),
-        "another path": (ten, said(path_type="GVP"), [], "was trained with path_type GVP, and only Linear is sampled"),
-        "qk-norm": (normed, None, [], "blocks.0.attn.q_norm.weight is no weight of a DiT, and would be ignored"),
+        "another model": (
+            ten,
+            None,
+            ["--model", "DiT-S/2"],
+            "holds the weights of DiT-S/4, not of DiT-S/2; use --mod",
+        ),
+        "a SiT": (
+            ten,
+            flow,
+            ["--model", "DiT-S/4"],
+            "as a SiT (path_type Linear), not as DiT-S/4; drop --model",
+        ),
+        "a DiT": (
+            ten,
+            said(model="DiT-S/4"),
+            ["--model", "SiT-S/4"],
+            "as a DiT (model DiT-S/4), not as SiT-S/4",
+        ),
+        "a DiT's sampler": (
+            ten,
+            flow,
+            ["--sampler", "ddpm"],
+            "--sampler ddpm: is not for a SiT, which SiT-S/4 is; ",
+        ),
+        "a SiT's sampler": (
+            ten,
+            None,
+            ["--sampler", "sde"],
+            "--sampler sde: is not for a DiT, which DiT-S/4 is; use",
+        ),
+        "one step": (
+            ten,
+            flow,
+            ["--num-sampling-steps", 1],
+            "steps 1: must be from 2 to 1000 for --sampler",
+        ),
+        "a shift of the SDE": (
+            ten,
+            flow,
+            ["--timestep-shift", 0.5],
+            "--timestep-shift 0.5: is for euler and heun",
+        ),
+        "a plan of a SiT": (
+            ten,
+            flow,
+            ["--forecast", "plan"],
+            "plans are made for --sampler ddpm, not for sde",
+        ),
+        "another path": (
+            ten,
+            said(path_type="GVP"),
+            [],
+            "was trained with path_type GVP, and only Linear is sampled",
+        ),
+        "qk-norm": (
+            normed,
+            None,
+            [],
+            "blocks.0.attn.q_norm.weight is no weight of a DiT, and would be ignored",
+        ),
         "another width": (custom, None, [], "load it into its class and use accel.Sampler(module)"),
-        "a plan without sigma": (plain, None, ["--forecast", "plan"], "--forecast plan: needs weights with learned si"),
+        "a plan without sigma": (
+            plain,
+            None,
+            ["--forecast", "plan"],
+            "--forecast plan: needs weights with learned si",
+        ),
         "a plan": (ten, None, ["--forecast", "plan"], "forecast.json: no such file"),
     }
     for name, (state, arguments, flags, words) in cases.items():
@@ -149,32 +302,60 @@ def test_the_matrix_of_refusals(ten, tmp_path, here):
 
 
 def test_what_is_assumed_is_printed(ten, tmp_path, here):
-    """Eleven rows without a word beside them are ten classes and the null class, as everywhere; it is said."""
+    """Eleven rows without a word beside them are ten classes and the null class, as
+    everywhere; it is said.
+    """
     torch.save(ten, tmp_path / "a.pt")
     done = here("sample.py", "--ckpt", tmp_path / "a.pt", *COMMON, "--output", tmp_path / "x.npy")
-    assert done.returncode == 0 and done.stdout.count("10 classes and the null class") == 1, done.stdout + done.stderr
+    assert done.returncode == 0 and done.stdout.count("10 classes and the null class") == 1, (
+        done.stdout + done.stderr
+    )
     assert np.load(tmp_path / "x.npy").shape == (8, 4, 8, 8)
-    assert done.stdout.count("names no family, taken for a DiT (noise); if it is not: --model REPA-SiT-S/4 or") == 1
+    assert (
+        done.stdout.count(
+            "names no family, taken for a DiT (noise); if it is not: --model REPA-SiT-S/4 or"
+        )
+        == 1
+    )
     found = identify(tmp_path / "a.pt")
     assert (found.num_classes, found.null_class) == (10, True)
 
 
 def test_a_first_run_names_all_that_is_missing(tmp_path, run):
-    """Without weights and without network: network and decoder in one line, and what runs without either."""
-    nowhere = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTPS_PROXY", "HF_ENDPOINT")}
+    """Without weights and without network: network and decoder in one line, and what runs
+    without either.
+    """
+    nowhere = {
+        name: "http://127.0.0.1:9"
+        for name in ("http_proxy", "https_proxy", "HTTPS_PROXY", "HF_ENDPOINT")
+    }
     error = refused(run("sample.py", "--device", "cpu", HF_HUB_CACHE=str(tmp_path), **nowhere))
-    words = "--vae stabilityai/sd-vae-ft-ema: not here", "--ckpt DiT-XL-2-512x512.pt: download failed"
-    assert all(word in error for word in (*words, "facebook/DiT-XL-2-512", "--model DiT-Demo/2")), error
+    words = (
+        "--vae stabilityai/sd-vae-ft-ema: not here",
+        "--ckpt DiT-XL-2-512x512.pt: download failed",
+    )
+    assert all(word in error for word in (*words, "facebook/DiT-XL-2-512", "--model DiT-Demo/2")), (
+        error
+    )
 
 
 def test_the_file_may_change_once_it_is_loaded(tmp_path, weights):
-    """On a CPU the network's weights are a copy of the file's. A file that changes while it is read ends the run with a
-    line. The strides of tensors, which a .pt keeps, change no bit."""
-    given = dict(model="DiT-Demo/2", device="cpu", labels=(1, 2), num_sampling_steps=2, output_type="latent")
-    strided, wants = {key: one.T.contiguous().T for key, one in load_file(weights).items() if one.ndim == 2}, []
+    """On a CPU the network's weights are a copy of the file's. A file that changes while
+    it is read ends the run with a line. The strides of tensors, which a .pt keeps, change
+    no bit.
+    """
+    given = dict(
+        model="DiT-Demo/2", device="cpu", labels=(1, 2), num_sampling_steps=2, output_type="latent"
+    )
+    strided = {
+        key: one.T.contiguous().T for key, one in load_file(weights).items() if one.ndim == 2
+    }
+    wants = []
     for name in ("a.safetensors", "a.pt"):
         path = tmp_path / name
-        path.write_bytes(weights.read_bytes()) if name[-1] == "s" else torch.save(load_file(weights) | strided, path)
+        path.write_bytes(weights.read_bytes()) if name[-1] == "s" else torch.save(
+            load_file(weights) | strided, path
+        )
         settings, run, _ = door.ready(GridRequest(ckpt=str(path), **given))
         wants.append(want := door.latents(settings, run))
         size = path.stat().st_size
@@ -191,18 +372,30 @@ def test_the_file_may_change_once_it_is_loaded(tmp_path, weights):
 
 # ---- diffusers ----
 
-NAMES = {str(number): name for number, name in enumerate(["tench, Tinca tinca", "goldfish", *"cdefghij"])}
+NAMES = {
+    str(number): name for number, name in enumerate(["tench, Tinca tinca", "goldfish", *"cdefghij"])
+}
 
 
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory, tiny_vae):
-    """(folder, module): a DiTPipeline with its own class names and its own decoder, as save_pretrained writes one."""
+    """(folder, module): a DiTPipeline with its own class names and its own decoder, as
+    save_pretrained writes one.
+    """
     from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline, DiTTransformer2DModel
 
     module = fill(DiT(input_size=8, hidden_size=96, depth=2, num_heads=4, num_classes=10))
-    config = dict(num_attention_heads=4, attention_head_dim=24, num_layers=2, sample_size=8, num_embeds_ada_norm=10)
+    config = dict(
+        num_attention_heads=4,
+        attention_head_dim=24,
+        num_layers=2,
+        sample_size=8,
+        num_embeds_ada_norm=10,
+    )
     transformer = DiTTransformer2DModel(**config, out_channels=8, norm_eps=1e-6)
-    missing, unexpected = transformer.load_state_dict(to_diffusers(module.state_dict()), strict=False)
+    missing, unexpected = transformer.load_state_dict(
+        to_diffusers(module.state_dict()), strict=False
+    )
     assert not unexpected and not [name for name in missing if "pos_embed" not in name]
     folder = tmp_path_factory.mktemp("pipeline")
     vae = AutoencoderKL.from_pretrained(tiny_vae)
@@ -218,35 +411,70 @@ NO_HEADS = True, "6", 0, 7, 12.0
 @pytest.mark.parametrize("part", ["", "transformer"])
 def test_a_pipelines_folder_is_enough(part, pipeline, tmp_path, here):
     folder, module = pipeline
-    flags = ["--device", "cpu", "--num-sampling-steps", STEPS, "--seed", SEED, "--ckpt", folder / part]
+    flags = [
+        "--device",
+        "cpu",
+        "--num-sampling-steps",
+        STEPS,
+        "--seed",
+        SEED,
+        "--ckpt",
+        folder / part,
+    ]
     named = ["--labels", "tinca tinca", "goldfish"]
-    succeeds(here("sample.py", *flags, *named, "--output-type", "latent", "--output", tmp_path / "x.npy"))
+    succeeds(
+        here("sample.py", *flags, *named, "--output-type", "latent", "--output", tmp_path / "x.npy")
+    )
     assert same(np.load(tmp_path / "x.npy"), upstream(module, (0, 1), SEED, STEPS, 4.0))
-    succeeds(here("sample.py", *flags, *named, "--output", f"{tmp_path}/pictures/"))  # by its own decoder
-    assert sorted(file.name for file in (tmp_path / "pictures").iterdir()) == ["000-0-tench.png", "001-1-goldfish.png"]
+    # by its own decoder
+    succeeds(here("sample.py", *flags, *named, "--output", f"{tmp_path}/pictures/"))
+    assert sorted(file.name for file in (tmp_path / "pictures").iterdir()) == [
+        "000-0-tench.png",
+        "001-1-goldfish.png",
+    ]
     with Sampler(str(folder / part), device="cpu", num_sampling_steps=STEPS) as sampler:
-        assert same(sampler.latents(("tench", 1), seed=SEED).numpy(), upstream(module, (0, 1), SEED, STEPS, 4.0))
+        assert same(
+            sampler.latents(("tench", 1), seed=SEED).numpy(),
+            upstream(module, (0, 1), SEED, STEPS, 4.0),
+        )
         assert sampler.sample("goldfish")[0].size == (64, 64)
 
 
 def test_a_pipelines_hub_id_is_enough(pipeline, tmp_path, run):
     """Network, decoder and class names are fetched, once."""
     folder, _ = pipeline
-    flags = ["--device", "cpu", "--num-sampling-steps", STEPS, "--ckpt", "someone/pipe", "--labels", "tench"]
+    flags = [
+        "--device",
+        "cpu",
+        "--num-sampling-steps",
+        STEPS,
+        "--ckpt",
+        "someone/pipe",
+        "--labels",
+        "tench",
+    ]
     how = dict(HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_DISABLE_PROGRESS_BARS="1")
     with Hub("someone/pipe", folder) as hub:
-        succeeds(run("sample.py", *flags, "--output", tmp_path / "x.png", HF_ENDPOINT=hub.url, **how))
-        parts = [f"{part}/{name}" for part in ("transformer", "vae") for name in ("config.json", WEIGHTS)]
+        succeeds(
+            run("sample.py", *flags, "--output", tmp_path / "x.png", HF_ENDPOINT=hub.url, **how)
+        )
+        parts = [
+            f"{part}/{name}" for part in ("transformer", "vae") for name in ("config.json", WEIGHTS)
+        ]
         index = "model_index.json", "scheduler/scheduler_config.json"
         assert set(hub.asked) == {*index, *parts} and len(hub.asked) == 6
-    succeeds(run("sample.py", *flags, "--output", tmp_path / "y.png", HF_ENDPOINT=hub.url, **how))  # no server now
+    # no server now
+    succeeds(run("sample.py", *flags, "--output", tmp_path / "y.png", HF_ENDPOINT=hub.url, **how))
     assert (tmp_path / "x.png").read_bytes() == (tmp_path / "y.png").read_bytes()
 
 
 @pytest.mark.parametrize(
     "change, words",
     [
-        (dict(num_attention_heads=6, attention_head_dim=36), "attention_head_dim is 36, and its weights have 16"),
+        (
+            dict(num_attention_heads=6, attention_head_dim=36),
+            "attention_head_dim is 36, and its weights have 16",
+        ),
         (dict(norm_eps=0.1), "norm_eps is 0.1, and a DiT has 1e-05 or 1e-06"),
         (dict(activation_fn="geglu"), "activation_fn is geglu, and a DiT has gelu-approximate"),
         (dict(attention_bias=False), "attention_bias is False, and a DiT has True"),
@@ -255,12 +483,17 @@ def test_a_pipelines_hub_id_is_enough(pipeline, tmp_path, run):
         (dict(num_layers=28), "num_layers is 28, and its weights have 2"),
         (dict(num_embeds_ada_norm=1000), "num_embeds_ada_norm is 1000, and its weights have 10"),
         (dict(qk_norm="layer_norm"), "qk_norm layer_norm is unknown"),
-        *((dict(num_attention_heads=n, attention_head_dim=None), "num_attention_heads is") for n in NO_HEADS),
+        *(
+            (dict(num_attention_heads=n, attention_head_dim=None), "num_attention_heads is")
+            for n in NO_HEADS
+        ),
     ],
 )
 def test_a_config_that_says_otherwise_is_refused(change, words, pipeline, tmp_path):
     _, module = pipeline
-    config = dict(_class_name="DiTTransformer2DModel", sample_size=8, patch_size=2, num_attention_heads=4)
+    config = dict(
+        _class_name="DiTTransformer2DModel", sample_size=8, patch_size=2, num_attention_heads=4
+    )
     config["attention_head_dim"] = 24
     write_transformer(tmp_path, module.state_dict(), config)
     assert identify(tmp_path).num_classes == 10
@@ -273,20 +506,37 @@ def test_a_config_that_says_otherwise_is_refused(change, words, pipeline, tmp_pa
 @pytest.mark.parametrize(
     "change, words",
     [
-        (dict(prediction_type="v_prediction"), "prediction_type v_prediction, and only epsilon is sampled"),
-        (dict(beta_schedule="scaled_linear"), "beta_schedule scaled_linear, and only linear is sampled"),
+        (
+            dict(prediction_type="v_prediction"),
+            "prediction_type v_prediction, and only epsilon is sampled",
+        ),
+        (
+            dict(beta_schedule="scaled_linear"),
+            "beta_schedule scaled_linear, and only linear is sampled",
+        ),
         (dict(beta_end=0.012), "beta_end 0.012, and only 0.02 is sampled"),
-        (dict(rescale_betas_zero_snr=True), "rescale_betas_zero_snr True, and only False is sampled"),
-        (dict(trained_betas=[0.1] * 1000), "its scheduler's trained_betas are not DiT's linear ones"),
+        (
+            dict(rescale_betas_zero_snr=True),
+            "rescale_betas_zero_snr True, and only False is sampled",
+        ),
+        (
+            dict(trained_betas=[0.1] * 1000),
+            "its scheduler's trained_betas are not DiT's linear ones",
+        ),
     ],
 )
-def test_a_pipeline_of_another_process_is_refused(change, words, pipeline, tmp_path, tiny_vae, here):
+def test_a_pipeline_of_another_process_is_refused(
+    change, words, pipeline, tmp_path, tiny_vae, here
+):
     """Refuse its folder, for sampling and for conversion, and the pipeline in memory."""
     from diffusers import DDIMScheduler, DiTPipeline
 
     shutil.copytree(pipeline[0], tmp_path / "pipe")
     DDIMScheduler(**change).save_pretrained(tmp_path / "pipe" / "scheduler")
-    for command in (("sample.py", *COMMON, "--output", "x.npy"), ("scripts/convert_checkpoint.py", "--output", "x.pt")):
+    for command in (
+        ("sample.py", *COMMON, "--output", "x.npy"),
+        ("scripts/convert_checkpoint.py", "--output", "x.pt"),
+    ):
         assert words in refused(here(*command, "--ckpt", tmp_path / "pipe"))
     pipe = DiTPipeline.from_pretrained(tmp_path / "pipe")
     for sampler in ({}, dict(sampler=pipe.scheduler)):
@@ -305,29 +555,56 @@ def test_a_pipeline_of_another_process_is_refused(change, words, pipeline, tmp_p
         (dict(num_classes=True), "says num_classes True, which must be"),
         (dict(class_names=[1, 2]), "says class_names [1, 2], which must be a list of names"),
         (dict(num_heads=7), "says 7 heads, which do not divide its width 384"),
-        (dict(family="Large-DiT"), "says family Large-DiT, and its entries are of DiT or REPA or SiT"),
+        (
+            dict(family="Large-DiT"),
+            "says family Large-DiT, and its entries are of DiT or REPA or SiT",
+        ),
     ],
 )
 def test_what_a_file_says_of_itself_is_checked(change, words, ten, tmp_path, here):
     torch.save({"ema": ten, "args": change}, tmp_path / "x.pt")
-    save_file(ten, tmp_path / "x.safetensors", {f"dit.{key}": json.dumps(value) for key, value in change.items()})
+    save_file(
+        ten,
+        tmp_path / "x.safetensors",
+        {f"dit.{key}": json.dumps(value) for key, value in change.items()},
+    )
     for name in ("x.pt", "x.safetensors"):
-        assert words in refused(here("sample.py", "--ckpt", tmp_path / name, *COMMON, "--output", tmp_path / "x.npy"))
+        assert words in refused(
+            here("sample.py", "--ckpt", tmp_path / name, *COMMON, "--output", tmp_path / "x.npy")
+        )
 
 
 def test_a_table_for_a_huge_picture_is_a_line(ten, tmp_path, here):
     """Its bytes are few: it is one row, expanded."""
-    torch.save({**ten, "pos_embed": ten["pos_embed"][:, :1].expand(1, 4096**2, -1)}, tmp_path / "x.pt")
+    torch.save(
+        {**ten, "pos_embed": ten["pos_embed"][:, :1].expand(1, 4096**2, -1)}, tmp_path / "x.pt"
+    )
     start = time.monotonic()
-    error = refused(here("sample.py", "--ckpt", tmp_path / "x.pt", *COMMON, "--output", tmp_path / "x.npy"))
+    error = refused(
+        here("sample.py", "--ckpt", tmp_path / "x.pt", *COMMON, "--output", tmp_path / "x.npy")
+    )
     assert "--image-size 131072: by these weights, and at most 8192" in error
     assert time.monotonic() - start < 20
 
 
 def test_the_heads_that_a_config_says_are_computed(ten, tmp_path, here):
     """No tensor holds their number: the same weights with other heads are another network."""
-    write_transformer(tmp_path, ten, config_of(ten, 6, 8, 10) | dict(num_attention_heads=12, attention_head_dim=32))
-    flags = [*COMMON, "--ckpt", tmp_path, "--seed", SEED, "--labels", 1, "--output", tmp_path / "x.npy"]
+    write_transformer(
+        tmp_path,
+        ten,
+        config_of(ten, 6, 8, 10) | dict(num_attention_heads=12, attention_head_dim=32),
+    )
+    flags = [
+        *COMMON,
+        "--ckpt",
+        tmp_path,
+        "--seed",
+        SEED,
+        "--labels",
+        1,
+        "--output",
+        tmp_path / "x.npy",
+    ]
     succeeds(here("sample.py", *flags))
     module = DiT_models["DiT-S/4"](input_size=8, num_classes=10, num_heads=12).eval()
     module.load_state_dict(ten)
@@ -352,5 +629,7 @@ def test_nonsense_is_refused_in_python_as_on_the_command_line(wrong, words):
     with pytest.raises(ValueError) as error:
         GridRequest(model="DiT-Demo/2", **wrong)
     assert words in str(error.value) and "\n" not in str(error.value)
-    whole = GridRequest(model="DiT-Demo/2", seed=np.int64(3), cfg_scale=np.float32(2), labels=[np.int32(1), "ball"])
+    whole = GridRequest(
+        model="DiT-Demo/2", seed=np.int64(3), cfg_scale=np.float32(2), labels=[np.int32(1), "ball"]
+    )
     assert (whole.seed, whole.cfg_scale, whole.labels) == (3, 2.0, (1, "ball"))

@@ -1,4 +1,6 @@
-"""What upstream's scripts import, where they import it from, and how published weights are fetched."""
+"""What upstream's scripts import, where they import it from, and how published weights
+are fetched.
+"""
 
 import numpy as np
 import pytest
@@ -19,7 +21,8 @@ from models import DiT
 
 NAME = "DiT-XL-2-512x512.pt"
 
-# In the shape of upstream's sample.py: one process, every import and every name that it uses.
+# In the shape of upstream's sample.py: one process, every import and every name that it
+# uses.
 SAMPLE = """
 import argparse
 import torch
@@ -66,7 +69,9 @@ save_image(samples, "sample.png", nrow=4, normalize=True, value_range=(-1, 1))
 
 @pytest.fixture
 def checkout(tmp_path):
-    """This repository's root beside scripts of the user's own, as after replacing upstream's checkout by ours."""
+    """This repository's root beside scripts of the user's own, as after replacing
+    upstream's checkout by ours.
+    """
     for path in ROOT.iterdir():
         if path.name not in ("sample.py", ".git"):
             (tmp_path / path.name).symlink_to(path)
@@ -75,11 +80,42 @@ def checkout(tmp_path):
 
 
 def test_upstreams_sample_runs_unmodified(checkout, run, here, tmp_path):
-    flags = ["--model", "DiT-Demo/2", "--image-size", 128, "--num-classes", 8, "--vae", DEMO / "vae"]
-    succeeds(run(checkout / "sample.py", *flags, "--ckpt", DEMO / "dit.safetensors", cwd=checkout, PYTHONPATH=""))
-    ours = ["--model", "DiT-Demo/2", "--labels", 0, 3, "--num-sampling-steps", 4, "--precision", "fp32"]
+    flags = [
+        "--model",
+        "DiT-Demo/2",
+        "--image-size",
+        128,
+        "--num-classes",
+        8,
+        "--vae",
+        DEMO / "vae",
+    ]
+    succeeds(
+        run(
+            checkout / "sample.py",
+            *flags,
+            "--ckpt",
+            DEMO / "dit.safetensors",
+            cwd=checkout,
+            PYTHONPATH="",
+        )
+    )
+    ours = [
+        "--model",
+        "DiT-Demo/2",
+        "--labels",
+        0,
+        3,
+        "--num-sampling-steps",
+        4,
+        "--precision",
+        "fp32",
+    ]
     succeeds(here("sample.py", *ours, "--output", tmp_path / "ours.png"))
-    a, b = (np.asarray(Image.open(path)).astype(int) for path in (checkout / "sample.png", tmp_path / "ours.png"))
+    a, b = (
+        np.asarray(Image.open(path)).astype(int)
+        for path in (checkout / "sample.png", tmp_path / "ours.png")
+    )
     assert a.shape == b.shape and a.std() > 20
     assert abs(a - b).max() <= 1  # the decoder here sees one picture at a time
 
@@ -113,8 +149,12 @@ class Published(Server):
 
 @pytest.fixture
 def published(tmp_path, monkeypatch):
-    """A small network's weights in the place of the published ones, and the folder that they are fetched into."""
-    state = fill(DiT(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=10)).state_dict()
+    """A small network's weights in the place of the published ones, and the folder that
+    they are fetched into.
+    """
+    state = fill(
+        DiT(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=10)
+    ).state_dict()
     torch.save(state, tmp_path / "source.pt")
     folder = tmp_path / "pretrained_models"
     folder.mkdir()
@@ -129,7 +169,9 @@ def test_published_weights_are_fetched_once(published, monkeypatch):
         weights = checkpoint.Checkpoint(NAME)
         assert weights.path == folder / NAME and not weights.path.exists()
         want = download.download_model(NAME)
-    assert (folder / NAME).read_bytes() == body and [path.name for path in folder.iterdir()] == [NAME]
+    assert (folder / NAME).read_bytes() == body and [path.name for path in folder.iterdir()] == [
+        NAME
+    ]
     for name in (NAME, f"pretrained_models/{NAME}", folder / NAME):  # the server is gone
         got = download.find_model(name)
         assert got.keys() == want.keys() and all(torch.equal(got[key], want[key]) for key in want)
@@ -144,7 +186,9 @@ def test_a_download_is_whole_or_absent(published, monkeypatch):
             download.find_model("DiT-XL-2-256x256.pt")
     with Published(body[:-100], promised=len(body)) as server:
         monkeypatch.setattr(checkpoint, "BASE_URL", f"{server.url}/")
-        with pytest.raises(UsageError, match=f"{len(body) - 100} of {len(body)}.*put it at {folder / NAME}"):
+        with pytest.raises(
+            UsageError, match=f"{len(body) - 100} of {len(body)}.*put it at {folder / NAME}"
+        ):
             download.find_model(NAME)
     with pytest.raises(UsageError, match="download failed"):
         download.find_model(NAME)  # the server is gone
@@ -157,7 +201,10 @@ def test_commands_fetch_what_is_missing(published, monkeypatch, capsys):
     with Published(body) as server:
         monkeypatch.setattr(checkpoint, "BASE_URL", f"{server.url}/")
         checkpoint.fetch_published()
-    assert capsys.readouterr().out.split() == [str(folder / "DiT-XL-2-256x256.pt"), str(folder / NAME)]
+    assert capsys.readouterr().out.split() == [
+        str(folder / "DiT-XL-2-256x256.pt"),
+        str(folder / NAME),
+    ]
 
 
 @pytest.mark.parametrize("script", ["download.py", "pretrained_models/download.py"])

@@ -1,5 +1,6 @@
-"""However a command ends, it is one line and a status, and nothing of ours is left: real processes, found in /proc by a
-variable of their environment."""
+"""However a command ends, it is one line and a status, and nothing of ours is left: real
+processes, found in /proc by a variable of their environment.
+"""
 
 import os
 import re
@@ -31,7 +32,11 @@ LONG = "--num-sampling-steps", 1000, "--labels", 1, 2
 
 
 def long_job(launch, *args):
-    return Launcher(*args, *LONG) if launch == "torchrun" else Command(ROOT / "sample.py", "--gpus", 2, *args, *LONG)
+    return (
+        Launcher(*args, *LONG)
+        if launch == "torchrun"
+        else Command(ROOT / "sample.py", "--gpus", 2, *args, *LONG)
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,7 +51,9 @@ def long_job(launch, *args):
     ],
 )
 def test_nothing_is_left_of_a_job(launch, who, number, demo, tmp_path):
-    """Launcher or rank killed, Ctrl-C, SIGTERM, in the middle of sampling. test_start.py has the others of --gpus."""
+    """Launcher or rank killed, Ctrl-C, SIGTERM, in the middle of sampling. test_start.py
+    has the others of --gpus.
+    """
     launch, *flags = launch.split()
     job = long_job(launch, *demo, *flags, "--output", tmp_path / "x.png")
     job.wait_for("parallel:" if flags else " · 2 ranks")
@@ -55,12 +62,16 @@ def test_nothing_is_left_of_a_job(launch, who, number, demo, tmp_path):
     assert status != 0 and list(tmp_path.iterdir()) == [], error
 
 
-@pytest.mark.parametrize("program, rank", [("sample.py", {}), ("sample_ddp.py", dict(RANK="0", WORLD_SIZE="1"))])
+@pytest.mark.parametrize(
+    "program, rank", [("sample.py", {}), ("sample_ddp.py", dict(RANK="0", WORLD_SIZE="1"))]
+)
 def test_a_command_outlives_the_shell_that_started_it(program, rank, demo, tmp_path):
     """Only ranks of torchrun and --gpus end with their parent."""
     command = [sys.executable, ROOT / program, *demo, "--num-sampling-steps", 2, "--labels", 1]
     words = map(str, [*command, "--output", tmp_path / "x.png"])
-    subprocess.run(["sh", "-c", '"$@" &', "sh", *words], env={**os.environ, **ENVIRONMENT, **rank}, check=True)
+    subprocess.run(
+        ["sh", "-c", '"$@" &', "sh", *words], env={**os.environ, **ENVIRONMENT, **rank}, check=True
+    )
     forks.until((tmp_path / "x.png").exists)
 
 
@@ -154,21 +165,42 @@ def test_what_is_printed_does_not_steer_a_terminal():
 
 
 AT_EXIT = "import atexit; atexit.register(os.kill, os.getpid(), 2)"
-LATER = "start.kill = type('', (), {'__del__': lambda _, kill=os.kill, own=os.getpid(): kill(own, 2)})()"
+LATER = (
+    "start.kill = type('', (), {'__del__': lambda _, kill=os.kill, own=os.getpid(): kill(own, "
+    "2)})()"
+)
 
 
 @pytest.mark.parametrize("when", [AT_EXIT, LATER])
 def test_a_signal_after_the_work_changes_nothing(when):
     """The interpreter still runs for a while."""
-    assert Command("-c", f"import os; from accel import start; start.begin(); {when}").end() == (0, "")
+    assert Command("-c", f"import os; from accel import start; start.begin(); {when}").end() == (
+        0,
+        "",
+    )
 
 
-@pytest.mark.parametrize("ranks, redirection", [(1, ">/dev/full"), (2, "2>&1 | head -c 5"), (1, "<&- >&- 2>&-")])
+@pytest.mark.parametrize(
+    "ranks, redirection", [(1, ">/dev/full"), (2, "2>&1 | head -c 5"), (1, "<&- >&- 2>&-")]
+)
 def test_a_stream_that_fails_ends_nothing(ranks, redirection, demo, tmp_path):
     """Closed, full, or no longer read: the picture is saved, and the status says so."""
-    flags = [*demo, "--num-sampling-steps", 2, "--labels", 1, 2, "--gpus", ranks, "--output", tmp_path / "x.png"]
+    flags = [
+        *demo,
+        "--num-sampling-steps",
+        2,
+        "--labels",
+        1,
+        2,
+        "--gpus",
+        ranks,
+        "--output",
+        tmp_path / "x.png",
+    ]
     line = " ".join(map(str, [sys.executable, ROOT / "sample.py", *flags, redirection]))
-    done = subprocess.run(["bash", "-c", line + "; exit ${PIPESTATUS[0]}"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "-c", line + "; exit ${PIPESTATUS[0]}"], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0 and (tmp_path / "x.png").stat().st_size > 1000, done.stderr
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr
     full = "sample.py: standard output: No space left on device; the work itself is done\n"
@@ -178,8 +210,13 @@ def test_a_stream_that_fails_ends_nothing(ranks, redirection, demo, tmp_path):
 @pytest.mark.parametrize("redirection, status", [(">/dev/full", USAGE), ("| head -c 1", 0)])
 def test_figures_that_a_full_disk_refuses_are_no_success(redirection, status):
     """scripts/fid.py writes nothing else."""
-    code = "from accel import start; start.begin(); from scripts import fid; fid.report = print; fid.main()"
+    code = (
+        "from accel import start; start.begin(); from scripts import fid; fid.report = print; "
+        "fid.main()"
+    )
     line = f"{sys.executable} -c '{code}' a b {redirection}; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == status and done.stderr.count("\n") == bool(status), done.stderr
     assert ("No space left on device" in done.stderr) == bool(status)

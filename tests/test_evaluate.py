@@ -20,12 +20,18 @@ from unprivileged import limited
 import evaluate
 
 PROGRAM = Path(evaluate.__file__)
-DEAD_PROXY = {"https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9", "no_proxy": ""}
+DEAD_PROXY = {
+    "https_proxy": "http://127.0.0.1:9",
+    "http_proxy": "http://127.0.0.1:9",
+    "no_proxy": "",
+}
 
 
 @pytest.fixture(scope="module")
 def vgg(tmp_path_factory):
-    """A seeded VGG16 checkpoint in a torch hub cache, as torchvision's file is laid out: (TORCH_HOME, file)."""
+    """A seeded VGG16 checkpoint in a torch hub cache, as torchvision's file is laid out:
+    (TORCH_HOME, file).
+    """
     home = tmp_path_factory.mktemp("torch_home")
     path = home / "hub" / "checkpoints" / "vgg16-397923af.pth"
     path.parent.mkdir(parents=True)
@@ -37,7 +43,8 @@ def vgg(tmp_path_factory):
             torch.nn.init.normal_(layer.bias, std=0.1)
     state = {f"features.{name}": value for name, value in layers.state_dict().items()}
     for layer, (out, into) in {0: (4096, 25088), 3: (4096, 4096), 6: (1000, 4096)}.items():
-        state[f"classifier.{layer}.weight"] = torch.zeros(1, 1).expand(out, into)  # one number on disk
+        # one number on disk
+        state[f"classifier.{layer}.weight"] = torch.zeros(1, 1).expand(out, into)
         state[f"classifier.{layer}.bias"] = torch.zeros(out)
     torch.save(state, path)
     return home, path
@@ -45,7 +52,9 @@ def vgg(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reference(vgg):
-    """torchmetrics as the contest's script sets it up, on the same checkpoint; its own loader reads it."""
+    """torchmetrics as the contest's script sets it up, on the same checkpoint; its own
+    loader reads it.
+    """
     import torchmetrics.image as image
 
     with pytest.MonkeyPatch.context() as patch:
@@ -53,7 +62,10 @@ def reference(vgg):
         network = image.LearnedPerceptualImagePatchSimilarity(net_type="vgg", normalize=True)
 
     def metrics(a, b, dtype=torch.float32):
-        a, b = (torch.from_numpy(x.copy()).permute(2, 0, 1)[None].float().div(255).to(dtype) for x in (a, b))
+        a, b = (
+            torch.from_numpy(x.copy()).permute(2, 0, 1)[None].float().div(255).to(dtype)
+            for x in (a, b)
+        )
         ssim = image.StructuralSimilarityIndexMeasure().set_dtype(dtype)
         values = {"psnr": image.PeakSignalNoiseRatio()(a, b).item(), "ssim": ssim(a, b).item()}
         if min(a.shape[2:]) >= 16 and dtype == torch.float32:
@@ -68,7 +80,9 @@ def scene(height=96, width=128, seed=0):
     """Smooth colours with edges and texture: (H, W, 3) uint8."""
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[:height, :width] / 32
-    picture = 120 + 90 * np.stack([np.sin(x + p) * np.cos(y * (1 + p)) for p in rng.uniform(0, 3, 3)], -1)
+    picture = 120 + 90 * np.stack(
+        [np.sin(x + p) * np.cos(y * (1 + p)) for p in rng.uniform(0, 3, 3)], -1
+    )
     picture[(np.hypot(x - width / 64, y - height / 64) < 0.8)] = rng.integers(0, 256, 3)
     return np.clip(picture + rng.normal(0, 6, picture.shape), 0, 255).astype(np.uint8)
 
@@ -84,7 +98,8 @@ def one_pixel(picture):
     return changed
 
 
-BASE, GREY = scene(), np.repeat(scene(64, 80, 4)[..., :1], 3, 2)
+BASE = scene()
+GREY = np.repeat(scene(64, 80, 4)[..., :1], 3, 2)
 DARK = (scene(64, 64, 5) // 8).astype(np.uint8)
 PAIRS = {
     "one level of noise": (BASE, noisy(BASE, 1)),
@@ -106,14 +121,18 @@ PAIRS = {
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_values_are_torchmetrics(name, vgg, reference):
     a, b = PAIRS[name]
-    theirs, (ours, _) = reference(a, b), evaluate.measure(a, b, evaluate.Lpips(vgg[1]))
-    # Bright pictures of a narrow range: torchmetrics' own float32 is off by more than 1e-4 from its float64.
+    theirs = reference(a, b)
+    (ours, _) = evaluate.measure(a, b, evaluate.Lpips(vgg[1]))
+    # Bright pictures of a narrow range: torchmetrics' own float32 is off by more than
+    # 1e-4 from its float64.
     exact = reference(a, b, torch.float64)["ssim"]
     assert ours["ssim"] == pytest.approx(exact, abs=1e-8)
     rounding = abs(theirs["ssim"] - exact)
     assert rounding < 5e-5 or np.ptp(np.stack([a, b])) < 32
     for metric, value in theirs.items():
-        assert ours[metric] == pytest.approx(value, abs=1e-4 + (rounding if metric == "ssim" else 0)), metric
+        assert ours[metric] == pytest.approx(
+            value, abs=1e-4 + (rounding if metric == "ssim" else 0)
+        ), metric
     assert ours["mae"] == np.abs(a.astype(int) - b.astype(int)).mean()
     if name == "11 x 11":  # VGG16 has nothing left to look at; torchmetrics raises there
         assert math.isnan(ours["lpips"])
@@ -129,7 +148,9 @@ def save(path, array, **options):
 
 @pytest.fixture
 def command(vgg, tmp_path, monkeypatch, capsys):
-    """Run the command in this process, in an empty folder, VGG16 in torch's hub cache and the network dead."""
+    """Run the command in this process, in an empty folder, VGG16 in torch's hub cache and
+    the network dead.
+    """
     monkeypatch.chdir(tmp_path)
     for name, value in {"TORCH_HOME": str(vgg[0]), **DEAD_PROXY}.items():
         monkeypatch.setenv(name, value)
@@ -141,7 +162,8 @@ def command(vgg, tmp_path, monkeypatch, capsys):
             status = leaving.code
         out, err = capsys.readouterr()
         assert status == 0 or "VERDICT: PASS" not in out
-        assert status != 2 or (err.count("\n") == 1 and "VERDICT" not in out)  # bad input is one line
+        # bad input is one line
+        assert status != 2 or (err.count("\n") == 1 and "VERDICT" not in out)
         return status, out, err
 
     return run
@@ -173,18 +195,28 @@ def test_gates(command, pair):
     others = ["<= 0.01 PASS", "> 40 PASS", ">= 0.99 PASS"]
     for gate, status, mae in (("contest", 0, "<= 0.01 PASS"), ("strict", 1, "<= 3.92157e-05 FAIL")):
         found, out, _ = command(*pair, "--gate", gate)
-        table = [" ".join(line.split()[-3:]) for line in out.splitlines() if "<=" in line or ">" in line]
+        table = [
+            " ".join(line.split()[-3:]) for line in out.splitlines() if "<=" in line or ">" in line
+        ]
         assert found == status and table == [mae, *others]
         assert f"VERDICT: {mae[-4:]} (gate {gate}; not the published VGG16" in out
     status, out, _ = command(*pair, "--gate", "strict", "--max-mae", "0.01")
     assert status == 0 and "own thresholds for MAE" in out.splitlines()[-1]
-    for words in ("--max-lpips nan", "--max-lpips inf", "--metrics mae --max-lpips 1", "--metrics=--", "--heatmap=--"):
+    for words in (
+        "--max-lpips nan",
+        "--max-lpips inf",
+        "--metrics mae --max-lpips 1",
+        "--metrics=--",
+        "--heatmap=--",
+    ):
         status, out, err = command(*pair, *words.split())
         assert status == 2 and out == ""
         assert (f"{words}: gives no value" if words.endswith("=--") else "--max-lpips") in err
 
 
-MAE, PSNR, SSIM = (metric(BASE, 255 - BASE) for metric in (evaluate.mae, evaluate.psnr, evaluate.ssim))
+MAE, PSNR, SSIM = (
+    metric(BASE, 255 - BASE) for metric in (evaluate.mae, evaluate.psnr, evaluate.ssim)
+)
 
 
 @pytest.mark.parametrize(
@@ -206,21 +238,28 @@ def test_each_threshold_alone_decides(command, flag, at, beyond):
 
 
 def test_metrics_judges_by_those_alone(command, pair, monkeypatch):
-    monkeypatch.setattr(evaluate.Lpips, "_load", lambda self: pytest.fail("LPIPS was not asked for"))
+    monkeypatch.setattr(
+        evaluate.Lpips, "_load", lambda self: pytest.fail("LPIPS was not asked for")
+    )
     save("far.png", noisy(BASE, 40)), save("black.png", np.zeros_like(BASE))
     three = ("--metrics", "mae", "psnr", "ssim")
     status, out, err = command(*pair, *three)
     assert (status, err) == (0, "") and "LPIPS" not in out
     assert out.endswith("VERDICT: PASS (gate contest; judged by MAE, PSNR, SSIM)\n")
     assert command("a.png", "far.png", *three)[0] == 1
-    assert command("a.png", "far.png", "--metrics", "mae", "--max-mae", "1")[0] == 0  # PSNR and SSIM do not count
+    # PSNR and SSIM do not count
+    assert command("a.png", "far.png", "--metrics", "mae", "--max-mae", "1")[0] == 0
     assert command("black.png", "black.png", "--metrics", "mae")[0] == 0
     assert command("black.png", "black.png", "--metrics", "mae", "ssim")[0] == 3
 
 
 def test_a_folder_fails_with_one_file(command):
     save("a.png", BASE), Path("many").mkdir(), Path("none").mkdir()
-    save("many/0.png", BASE), save("many/1.PNG", BASE), save("many/2.webp", one_pixel(noisy(BASE, 30)), lossless=True)
+    (
+        save("many/0.png", BASE),
+        save("many/1.PNG", BASE),
+        save("many/2.webp", one_pixel(noisy(BASE, 30)), lossless=True),
+    )
     Path("many/notes.txt").write_text("no picture")
     status, out, _ = command("a.png", "many", "--max-lpips", 9, "--min-ssim", -1, "--max-mae", 1)
     assert status == 1 and "inf dB" in out  # the mean PSNR is inf, above every threshold
@@ -235,7 +274,9 @@ def test_a_folder_fails_with_one_file(command):
 def test_a_metric_without_value_is_never_a_pass(command):
     save("a.png", np.zeros_like(BASE)), save("b.png", np.full_like(BASE, 9))
     for names in (("a.png", "a.png"), ("b.png", "b.png"), ("a.png", "b.png")):
-        status, out, err = command(*names, "--min-psnr=-999", "--max-mae=1", "--min-ssim=-1", "--max-lpips=9")
+        status, out, err = command(
+            *names, "--min-psnr=-999", "--max-mae=1", "--min-ssim=-1", "--max-lpips=9"
+        )
         assert status == 3 and "VERDICT: NONE" in out and "SSIM: undefined" in err
     save("a.png", BASE[:12, :12]), save("b.png", noisy(BASE[:12, :12], 1))
     status, _, err = command("a.png", "b.png")
@@ -250,25 +291,46 @@ def test_a_metric_without_value_is_never_a_pass(command):
 def test_a_crash_is_not_a_verdict(command, pair, monkeypatch):
     monkeypatch.setattr(evaluate, "ssim", lambda a, b: 1 / 0)
     status, _, err = command(*pair, "--json", "o.json")
-    assert status == 3 and "ZeroDivisionError" in err and json.loads(Path("o.json").read_text())["verdict"] == "NONE"
+    assert (
+        status == 3
+        and "ZeroDivisionError" in err
+        and json.loads(Path("o.json").read_text())["verdict"] == "NONE"
+    )
 
 
 @pytest.mark.parametrize("redirection", [">/dev/full", "| head -c 5", "<&- >&- 2>&-"])
 def test_the_status_is_the_verdict_whatever_becomes_of_the_text(redirection, command):
-    """A stream that is closed, full or no longer read. PASS, FAIL and bad input keep their statuses."""
+    """A stream that is closed, full or no longer read. PASS, FAIL and bad input keep
+    their statuses.
+    """
     save("a.png", BASE), save("b.png", noisy(BASE, 60))
     for candidate, status in ("a.png", 0), ("b.png", 1), ("none.png", 2):
-        line = f"{sys.executable} {PROGRAM} a.png {candidate} --metrics mae psnr {redirection}; exit ${{PIPESTATUS[0]}}"
+        line = (
+            f"{sys.executable} {PROGRAM} a.png {candidate} --metrics mae psnr {redirection}; exit "
+            "${PIPESTATUS[0]}"
+        )
         done = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
-        assert done.returncode == status and "Traceback" not in done.stderr and "Exception" not in done.stderr, done
+        assert (
+            done.returncode == status
+            and "Traceback" not in done.stderr
+            and "Exception" not in done.stderr
+        ), done
 
 
-@pytest.mark.parametrize("raised, status", [("KeyboardInterrupt", 130), ("ImportError('numpy')", 3)])
+@pytest.mark.parametrize(
+    "raised, status", [("KeyboardInterrupt", 130), ("ImportError('numpy')", 3)]
+)
 def test_what_ends_in_an_import_is_no_verdict(raised, status, command, tmp_path):
     (tmp_path / "numpy.py").write_text(f"raise {raised}")
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, PROGRAM, "a.png", "a.png"], capture_output=True, text=True, env=env)
-    assert done.returncode == status and done.stderr.count("\n") == 1 and done.stderr.startswith("evaluate.py: ")
+    done = subprocess.run(
+        [sys.executable, PROGRAM, "a.png", "a.png"], capture_output=True, text=True, env=env
+    )
+    assert (
+        done.returncode == status
+        and done.stderr.count("\n") == 1
+        and done.stderr.startswith("evaluate.py: ")
+    )
 
 
 def test_names_of_files_are_shown_on_one_line(command):
@@ -301,8 +363,11 @@ def test_no_network_and_no_weights(command, pair, monkeypatch, tmp_path):
 def test_vgg_weights_from_anywhere(command, pair, vgg, monkeypatch, tmp_path):
     cached = command(*pair, "--json", "1.json")[0]
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "empty"))
-    state = {k: v for k, v in torch.load(vgg[1], weights_only=True).items() if k.startswith("features")}
-    torch.save(state, "old.pth", _use_new_zipfile_serialization=False)  # the published file is in the older format
+    state = {
+        k: v for k, v in torch.load(vgg[1], weights_only=True).items() if k.startswith("features")
+    }
+    # the published file is in the older format
+    torch.save(state, "old.pth", _use_new_zipfile_serialization=False)
     assert cached == command(*pair, "--vgg-weights", "old.pth", "--json", "2.json")[0] == 0
     first, second = (json.loads(Path(f).read_text())["mean"]["lpips"] for f in ("1.json", "2.json"))
     assert first == second > 0
@@ -311,7 +376,9 @@ def test_vgg_weights_from_anywhere(command, pair, vgg, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("damage", ["zeros", "missing", "text"])
 def test_damaged_weights_give_no_verdict(command, pair, vgg, damage):
-    state = {k: v for k, v in torch.load(vgg[1], weights_only=True).items() if k.startswith("features")}
+    state = {
+        k: v for k, v in torch.load(vgg[1], weights_only=True).items() if k.startswith("features")
+    }
     if damage == "zeros":
         state = {k: torch.zeros_like(v) for k, v in state.items()}
     elif damage == "missing":
@@ -339,7 +406,9 @@ def png(width, height, depth, color, rows):
 def test_unreadable_files(command):
     whole = save("a.png", BASE).read_bytes()
     os.mkfifo("pipe.png"), Path("folder.png").mkdir(), os.symlink("loop", "loop")
-    Image.fromarray(BASE).save("moving.png", save_all=True, append_images=[Image.fromarray(255 - BASE)])
+    Image.fromarray(BASE).save(
+        "moving.png", save_all=True, append_images=[Image.fromarray(255 - BASE)]
+    )
     contents = {
         "text.png": b"not a picture",
         "header.png": whole[:20],
@@ -353,7 +422,12 @@ def test_unreadable_files(command):
         for names in (("a.png", name), (name, "a.png")):
             status, _, err = command(*names)
             assert status == 2 and name in err and reasons.get(name, "") in err, name
-    for words in (("a.png",), ("a.png", "loop"), ("x" * 300, "a.png"), ("a.png", "a.png", "--json", "x" * 300)):
+    for words in (
+        ("a.png",),
+        ("a.png", "loop"),
+        ("x" * 300, "a.png"),
+        ("a.png", "a.png", "--json", "x" * 300),
+    ):
         assert command(*words)[0] == 2
 
 
@@ -371,7 +445,9 @@ def test_sizes_and_modes(command):
         Image.fromarray(BASE).convert(mode).save(f"{mode}.png")
         assert command(f"{mode}.png", f"{mode}.png")[0] == 0
         want = np.asarray(Image.fromarray(BASE).convert(mode).convert("RGB"))
-        assert np.array_equal(evaluate.pixel_pair(*[evaluate.read_picture(Path(f"{mode}.png"))] * 2)[0], want)
+        assert np.array_equal(
+            evaluate.pixel_pair(*[evaluate.read_picture(Path(f"{mode}.png"))] * 2)[0], want
+        )
     save("small.png", BASE[:48, :64])
     status, _, err = command("RGB.png", "small.png")
     assert status == 2 and "128x96" in err and "64x48" in err and "save both alike" in err
@@ -383,7 +459,9 @@ def test_what_metrics_cannot_see_is_refused(command):
     """Pillow clips 16-bit grey to white and drops colour's low byte; no metric sees alpha."""
     save("alpha.png", np.dstack([BASE, np.full(BASE.shape[:2], 255, np.uint8)]))
     for name, color, channels in (("grey.png", 0, 1), ("color.png", 2, 3)):
-        rows = b"".join(b"\0" + r.astype(">u2").tobytes() for r in BASE[..., :channels].astype(int) * 257)
+        rows = b"".join(
+            b"\0" + r.astype(">u2").tobytes() for r in BASE[..., :channels].astype(int) * 257
+        )
         Path(name).write_bytes(png(128, 96, 16, color, rows))
     bad = {"alpha.png": "RGBA", "grey.png": "16 bits", "color.png": "16 bits"}
     for name, why in bad.items():
@@ -393,12 +471,18 @@ def test_what_metrics_cannot_see_is_refused(command):
 
 def test_nothing_is_written_over_an_input(command):
     picture = save("a.png", BASE).read_bytes()
-    Path("many").mkdir(), save("many/1.png", BASE), os.symlink("a.png", "soft.png"), os.mkfifo("pipe")
+    (
+        Path("many").mkdir(),
+        save("many/1.png", BASE),
+        os.symlink("a.png", "soft.png"),
+        os.mkfifo("pipe"),
+    )
     Path("w.pth").write_bytes(b"weights")
     before = sorted(path.name for path in Path().iterdir())
     inputs = ("a.png", "soft.png", "./many/../a.png", "many/1.png", "w.pth")
     for flag in ("--json", "--heatmap"):
-        for place in (*inputs, "/proc/x.png", "pipe", "no/where.png", "."):  # refused before any work
+        # refused before any work
+        for place in (*inputs, "/proc/x.png", "pipe", "no/where.png", "."):
             status, out, err = command("a.png", "many", flag, place, "--vgg-weights", "w.pth")
             assert status == 2 and f"{flag} {Path(place)}: " in err and out == ""
     assert command("a.png", "a.png", "--json", "x", "--heatmap", "x")[0] == 2
@@ -414,8 +498,11 @@ def test_no_old_verdict_is_left(command):
     Path("precious").write_bytes(b"precious"), os.remove("o.png"), os.symlink("precious", "o.png")
     assert command("a.png", "none.png", *outputs)[0] == 2
     report = json.loads(Path("o.json").read_text())
-    assert report["verdict"] == "NONE" and report["exit_status"] == 2 and "none.png" in report["error"]
-    assert not Path("o.png").exists() and Path("precious").read_bytes() == b"precious"  # nothing goes through a link
+    assert (
+        report["verdict"] == "NONE" and report["exit_status"] == 2 and "none.png" in report["error"]
+    )
+    # nothing goes through a link
+    assert not Path("o.png").exists() and Path("precious").read_bytes() == b"precious"
 
 
 # ---- tiles, heatmap ----
@@ -430,7 +517,8 @@ def test_tiles(command):
     pictures = [scene(48, 48, seed) for seed in range(8)]
     damaged = [*pictures[:6], noisy(pictures[6], 12), pictures[7]]
     save("a.png", sheet(pictures)), save("b.png", sheet(damaged))
-    loose = ("--min-psnr", 38, "--max-lpips", 0.02, "--min-ssim", 0.9)  # 12 levels: 39 dB over all, 30 in the tile
+    # 12 levels: 39 dB over all, 30 in the tile
+    loose = ("--min-psnr", 38, "--max-lpips", 0.02, "--min-ssim", 0.9)
     status, out, _ = command("a.png", "b.png", "--json", "o.json", *loose)
     tiles = json.loads(Path("o.json").read_text())["files"][0]["tiles"]
     assert status == 0 and out.count("\n  1,") == out.count("\n  2,") == 4 and len(tiles) == 8
@@ -441,7 +529,19 @@ def test_tiles(command):
     failed = [line.split()[0] for line in out.splitlines() if "FAIL" in line]
     assert status == 1 and failed == ["2,3", "VERDICT:"]
     assert command("a.png", "a.png", "--every-tile", "--tiles", "2x4")[0] == 0
-    for layout in ("3x4", "0x4", "2", "2x4x1", "axb", "²x²", "x", "-1x4", f"{'9' * 5000}x4", "1_0x4", " 2x4"):
+    for layout in (
+        "3x4",
+        "0x4",
+        "2",
+        "2x4x1",
+        "axb",
+        "²x²",
+        "x",
+        "-1x4",
+        f"{'9' * 5000}x4",
+        "1_0x4",
+        " 2x4",
+    ):
         status, _, err = command("a.png", "b.png", "--tiles", layout)
         assert status == 2 and "--tiles" in err
 
@@ -450,19 +550,31 @@ def test_grids_are_not_imagined(command):
     save("a.png", scene(102, 202, 3))  # the size of 2x4 pictures of 48 px, but no black lines
     assert "\n  1,1" not in command("a.png", "a.png")[1]
     assert command("a.png", "a.png", "--every-tile")[0] == 2
-    seven, six = sheet([scene(48, 48, s) for s in range(7)]), sheet([scene(48, 48, s) for s in range(6)])
+    seven = sheet([scene(48, 48, s) for s in range(7)])
+    six = sheet([scene(48, 48, s) for s in range(6)])
     assert [c[0] for c in evaluate.find_tiles(seven, seven)][-1] == "2,3"
-    assert [c[0] for c in evaluate.find_tiles(seven, six)][-1] == "2,3"  # a missing picture is no empty place
-    assert [c[0] for c in evaluate.find_tiles(*[sheet([scene(48, 48, 1)] * 3)] * 2)] == ["1,1", "1,2", "1,3"]
+    # a missing picture is no empty place
+    assert [c[0] for c in evaluate.find_tiles(seven, six)][-1] == "2,3"
+    assert [c[0] for c in evaluate.find_tiles(*[sheet([scene(48, 48, 1)] * 3)] * 2)] == [
+        "1,1",
+        "1,2",
+        "1,3",
+    ]
 
 
 def test_heatmap(command):
     """Of a folder it shows the worst picture."""
     save("a.png", BASE), Path("many").mkdir()
-    save("many/1.png", noisy(BASE, 2)), save("many/2.png", noisy(BASE, 60)), save("many/3.png", BASE)
+    (
+        save("many/1.png", noisy(BASE, 2)),
+        save("many/2.png", noisy(BASE, 60)),
+        save("many/3.png", BASE),
+    )
     assert command("a.png", "many", "--metrics", "mae", "psnr", "--heatmap", "heat.png")[0] == 1
     pixels = np.asarray(Image.open("heat.png").convert("RGB"))
     assert pixels.shape[1] > 1000 and len(np.unique(pixels.reshape(-1, 3), axis=0)) > 1000
     assert sorted(p.name for p in Path().iterdir()) == ["a.png", "heat.png", "many"]
-    assert command("a.png", "many/2.png", "--metrics", "mae", "psnr", "--heatmap", "worst.png")[0] == 1
+    assert (
+        command("a.png", "many/2.png", "--metrics", "mae", "psnr", "--heatmap", "worst.png")[0] == 1
+    )
     assert np.array_equal(np.asarray(Image.open("worst.png").convert("RGB")), pixels)

@@ -1,4 +1,6 @@
-"""What callers do with the reference network of every family: guide it, train it, give it what does not fit."""
+"""What callers do with the reference network of every family: guide it, train it, give it
+what does not fit.
+"""
 
 import pytest
 import torch
@@ -19,10 +21,14 @@ FAMILIES = pytest.mark.parametrize("family", SMALL)
 
 @FAMILIES
 def test_guidance_reads_one_half_and_guides_three_channels(family):
-    model, x = fill(family(**SMALL[family])), torch.randn(6, 4, 8, 8)
-    t, y = torch.tensor([0, 1, 1] * 2), torch.tensor([1, 2, 3, 10, 10, 10])
-    out, plain = model.forward_with_cfg(x, t, y, 4.0), model(torch.cat([x[:3], x[:3]]), t, y)
-    cond, uncond = plain[:3], plain[3:]
+    model = fill(family(**SMALL[family]))
+    x = torch.randn(6, 4, 8, 8)
+    t = torch.tensor([0, 1, 1] * 2)
+    y = torch.tensor([1, 2, 3, 10, 10, 10])
+    out = model.forward_with_cfg(x, t, y, 4.0)
+    plain = model(torch.cat([x[:3], x[:3]]), t, y)
+    cond = plain[:3]
+    uncond = plain[3:]
     want = uncond[:, :3] + 4.0 * (cond[:, :3] - uncond[:, :3])
     assert torch.equal(out[:3, :3], want) and torch.equal(out[3:, :3], want)
     assert torch.equal(out[:, 3:], plain[:, 3:])
@@ -32,10 +38,12 @@ def test_guidance_reads_one_half_and_guides_three_channels(family):
 
 @FAMILIES
 def test_learns(family):
-    """A few steps of the usual training loop, of a flow on pairs of noise and data, lower the loss: gradients pass the
-    initial zeros, which make the network blind."""
+    """A few steps of the usual training loop, of a flow on pairs of noise and data, lower
+    the loss: gradients pass the initial zeros, which make the network blind.
+    """
     torch.manual_seed(0)
-    model, diffusion = family(**SMALL[family]).train(), create_diffusion("")
+    model = family(**SMALL[family]).train()
+    diffusion = create_diffusion("")
     x, noise, y = *torch.randn(2, 8, 4, 8, 8), torch.arange(8)
     assert not model(x, y, y).any()
     optimiser = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -45,7 +53,9 @@ def test_learns(family):
             t = torch.rand(8, 1, 1, 1)
             loss = (model(t * x + (1 - t) * noise, t.flatten(), y) - (x - noise)).square().mean()
         else:
-            loss = diffusion.training_losses(model, x, torch.randint(0, 1000, (8,)), dict(y=y))["loss"].mean()
+            loss = diffusion.training_losses(model, x, torch.randint(0, 1000, (8,)), dict(y=y))[
+                "loss"
+            ].mean()
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
@@ -56,20 +66,31 @@ def test_learns(family):
 @FAMILIES
 def test_wrong_input_size_is_named(family):
     with pytest.raises(ValueError, match=r"\(6, 8\).*\(8, 8\)"):
-        family(**SMALL[family])(torch.randn(1, 4, 6, 8), torch.zeros(1), torch.zeros(1, dtype=torch.long))
+        family(**SMALL[family])(
+            torch.randn(1, 4, 6, 8), torch.zeros(1), torch.zeros(1, dtype=torch.long)
+        )
 
 
 @FAMILIES
 def test_label_dropout_and_gradients(family):
     model = fill(family(**SMALL[family])).train()
-    embed, table = model.y_embedder, model.y_embedder.embedding_table.weight
+    embed = model.y_embedder
+    table = model.y_embedder.embedding_table.weight
     torch.manual_seed(0)
-    assert 0.08 < (embed(torch.full((4000,), 3), train=True) == table[10]).all(1).float().mean() < 0.12
+    assert (
+        0.08 < (embed(torch.full((4000,), 3), train=True) == table[10]).all(1).float().mean() < 0.12
+    )
     assert torch.equal(embed(torch.arange(4), train=False), table[:4])
     if family is not DiT_Llama:  # whose original has no such argument
         forced = embed.token_drop(torch.arange(4), force_drop_ids=torch.tensor([0, 1, 0, 1]))
         assert forced.tolist() == [0, 10, 2, 10]
-    assert len(family(**SMALL[family], class_dropout_prob=0.0).y_embedder.embedding_table.weight) == 10
-    model(torch.randn(4, 4, 8, 8), torch.tensor([3, 90, 400, 999]), torch.arange(4)).square().mean().backward()
-    without = [name for name, one in model.named_parameters() if one.requires_grad and not one.grad.any()]
+    assert (
+        len(family(**SMALL[family], class_dropout_prob=0.0).y_embedder.embedding_table.weight) == 10
+    )
+    model(
+        torch.randn(4, 4, 8, 8), torch.tensor([3, 90, 400, 999]), torch.arange(4)
+    ).square().mean().backward()
+    without = [
+        name for name, one in model.named_parameters() if one.requires_grad and not one.grad.any()
+    ]
     assert without == []

@@ -18,7 +18,8 @@ INSTALLED = "requirements.txt", "requirements-page.txt"  # the second by the ext
 OFFLINE = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
 
 needs_setuptools = pytest.mark.skipif(
-    int(version("setuptools").partition(".")[0]) < 77, reason="needs setuptools 77, as requirements-test.txt has it"
+    int(version("setuptools").partition(".")[0]) < 77,
+    reason="needs setuptools 77, as requirements-test.txt has it",
 )
 
 
@@ -26,7 +27,9 @@ needs_setuptools = pytest.mark.skipif(
 def checkout(tmp_path_factory):
     """A copy: pip writes into the folder that it builds."""
     folder = tmp_path_factory.mktemp("checkout")
-    for name in tracked("*.py", "*.toml", "*.txt", "README.md", "LICENSE", "accel", "pretrained_models"):
+    for name in tracked(
+        "*.py", "*.toml", "*.txt", "README.md", "LICENSE", "accel", "pretrained_models"
+    ):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
     (folder / "accel" / "diffusion").symlink_to("../diffusion")  # a link to a folder is no file
@@ -35,13 +38,17 @@ def checkout(tmp_path_factory):
 
 @lru_cache
 def wheel_of(checkout):
-    subprocess.run([*PIP, "wheel", *OFFLINE, "--wheel-dir", checkout / "wheel", checkout], check=True)
+    subprocess.run(
+        [*PIP, "wheel", *OFFLINE, "--wheel-dir", checkout / "wheel", checkout], check=True
+    )
     (path,) = (checkout / "wheel").glob("*.whl")
     return path
 
 
 def beside_others(folder, *names):
-    """Put foreign modules into `folder`, as a checkout of DiT, SiT or REPA has them, that end whoever imports them."""
+    """Put foreign modules into `folder`, as a checkout of DiT, SiT or REPA has them, that
+    end whoever imports them.
+    """
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(f"raise SystemExit('this is the other {name}')")
@@ -49,20 +56,35 @@ def beside_others(folder, *names):
 
 
 def environment(folder):
-    """The python of a new, empty environment, which sees the packages of this one but none of ours."""
+    """The python of a new, empty environment, which sees the packages of this one but
+    none of ours.
+    """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (packages,) = folder.glob("lib/python*/site-packages")
-    (packages / "shared.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
+    (packages / "shared.pth").write_text(
+        "\n".join(path for path in sys.path if path.endswith("-packages"))
+    )
     return folder / "bin" / "python", packages
 
 
-DIT = "models.py", "diffusion/__init__.py", "transport/__init__.py", "download.py", "train_utils.py", "train.py"
+DIT = (
+    "models.py",
+    "diffusion/__init__.py",
+    "transport/__init__.py",
+    "download.py",
+    "train_utils.py",
+    "train.py",
+)
 REPA = "models/__init__.py", "models/sit.py", "utils.py", "samplers.py", "loss.py"
 
 
 @needs_setuptools
-@pytest.mark.parametrize("how, files", [("editable", DIT), ("wheel", REPA)], ids=["editable", "wheel"])
-def test_an_installation_takes_one_name_and_works_beside_any_checkout(how, files, checkout, tmp_path):
+@pytest.mark.parametrize(
+    "how, files", [("editable", DIT), ("wheel", REPA)], ids=["editable", "wheel"]
+)
+def test_an_installation_takes_one_name_and_works_beside_any_checkout(
+    how, files, checkout, tmp_path
+):
     python, packages = environment(tmp_path / "venv")
     before = {path.name for path in packages.iterdir()}
     what = ["--editable", checkout] if how == "editable" else [wheel_of(checkout)]
@@ -93,7 +115,9 @@ def test_an_installation_takes_one_name_and_works_beside_any_checkout(how, files
 def test_a_wheel_holds_what_the_code_reads_and_requires_what_make_installs(checkout):
     with zipfile.ZipFile(wheel_of(checkout)) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-        (metadata,) = (wheel.read(name).decode() for name in wheel.namelist() if name.endswith("/METADATA"))
+        (metadata,) = (
+            wheel.read(name).decode() for name in wheel.namelist() if name.endswith("/METADATA")
+        )
     linked = {f"accel/{name}" for name in tracked("diffusion")}
     assert names == {*tracked("accel"), *linked}
 
@@ -101,14 +125,20 @@ def test_a_wheel_holds_what_the_code_reads_and_requires_what_make_installs(check
         return tuple(sorted(re.findall(r"[\w.-]+|[<>=]=?[\w.]+", requirement)))
 
     required = {same(line) for line in re.findall(r"^Requires-Dist: ([^;\n]*)", metadata, re.M)}
-    pinned = re.findall(r"^[\w-]+[<>=].*$", "".join((ROOT / name).read_text() for name in INSTALLED), re.M)
+    pinned = re.findall(
+        r"^[\w-]+[<>=].*$", "".join((ROOT / name).read_text() for name in INSTALLED), re.M
+    )
     assert required == {same(line) for line in pinned} and len(pinned) > 10
     assert f"\nVersion: {accel.__version__}\n" in metadata
 
 
 def test_the_version_is_stated_once_and_the_changelog_begins_with_it():
     stated = [
-        path for path in tracked("*.py", "*.toml", "*.cff", "*.md") if accel.__version__ in (ROOT / path).read_text()
+        path
+        for path in tracked("*.py", "*.toml", "*.cff", "*.md")
+        if accel.__version__ in (ROOT / path).read_text()
     ]
     assert stated == ["CHANGELOG.md", "pyproject.toml"]
-    assert re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.M)[0] == accel.__version__
+    assert (
+        re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.M)[0] == accel.__version__
+    )

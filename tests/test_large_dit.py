@@ -1,4 +1,6 @@
-"""large_dit.py against the network as it is defined, in float64; its names, shapes, guidance and training."""
+"""large_dit.py against the network as it is defined, in float64; its names, shapes,
+guidance and training.
+"""
 
 import pytest
 import torch
@@ -30,8 +32,10 @@ def test_forward_equals_the_definition(form):
     assert want.abs().mean() > 0.1  # not the blind network
     got = model(x, t, y)
     assert got.shape == want.shape and error(got, want) < 1e-5
-    wide, zero = build(**form).double(), torch.zeros_like(t)
-    assert error(wide(x.double(), t, y), want) < 1e-5  # the sinusoid stays float32, as in the original
+    wide = build(**form).double()
+    zero = torch.zeros_like(t)
+    # the sinusoid stays float32, as in the original
+    assert error(wide(x.double(), t, y), want) < 1e-5
     want = large_dit(model.state_dict(), x, zero, y, model.n_heads, model.patch_size)
     assert error(wide(x.double(), zero, y), want) < 1e-10  # at t = 0 it is exact
 
@@ -39,7 +43,9 @@ def test_forward_equals_the_definition(form):
 @pytest.mark.parametrize("qk_norm", (False, True))
 def test_keys_and_shapes(qk_norm):
     """Compare the smallest model; test_sizes.py has the sizes of all models."""
-    dim, hidden, c = 1536, 4096, 1024
+    dim = 1536
+    hidden = 4096
+    c = 1024
     with torch.device("meta"):
         model = Large_DiT_models["Large-DiT-600M/2"](qk_norm=qk_norm)
     want = {
@@ -67,7 +73,9 @@ def test_keys_and_shapes(qk_norm):
             "adaLN_modulation.1.bias": (6 * dim,),
         }
         if qk_norm:
-            block |= {f"attention.{q}_norm.{kind}": (dim,) for q in "qk" for kind in ("weight", "bias")}
+            block |= {
+                f"attention.{q}_norm.{kind}": (dim,) for q in "qk" for kind in ("weight", "bias")
+            }
         want |= {f"layers.{n}.{name}": shape for name, shape in block.items()}
     assert {name: tuple(value.shape) for name, value in model.state_dict().items()} == want
     assert model.input_size == 32

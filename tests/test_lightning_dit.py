@@ -1,4 +1,6 @@
-"""LightningDiT: its equations in float64, its tiers, which files and modules are its own, shifted times."""
+"""LightningDiT: its equations in float64, its tiers, which files and modules are its own,
+shifted times.
+"""
 
 import pytest
 import torch
@@ -34,8 +36,13 @@ def build(**form):
 def as_file(model):
     """The entries of a published file: those of the network, and its table of rotations."""
     head = model.blocks[0].attn.qkv.in_features // model.num_heads
-    table = rotation_table(head, model.x_embedder.grid_size[0], torch.float32, "cpu").repeat_interleave(2, 1)
-    return {**model.state_dict(), **dict(zip(("feat_rope.freqs_cos", "feat_rope.freqs_sin"), table.unbind(-1)))}
+    table = rotation_table(
+        head, model.x_embedder.grid_size[0], torch.float32, "cpu"
+    ).repeat_interleave(2, 1)
+    return {
+        **model.state_dict(),
+        **dict(zip(("feat_rope.freqs_cos", "feat_rope.freqs_sin"), table.unbind(-1))),
+    }
 
 
 def without_shifts(state):
@@ -64,8 +71,14 @@ def test_every_tier_computes_the_definition(form, change):
     own.eval()
     of_float32 = error(own(x, t, y).detach(), want)
     assert of_float32 < 4e-6 and own.num_heads == 2 and type(own) is LightningDiT
-    assert error(fast_network(own, torch.float64).forward(x.double(), t, y), want) < 1e-6  # the sinusoid's
-    for tier, most in (("fp32", 5e-6), ("exact", max(2e-6, of_float32)), ("fp16", 2e-3), ("bf16", 2e-2)):
+    # the sinusoid's
+    assert error(fast_network(own, torch.float64).forward(x.double(), t, y), want) < 1e-6
+    for tier, most in (
+        ("fp32", 5e-6),
+        ("exact", max(2e-6, of_float32)),
+        ("fp16", 2e-3),
+        ("bf16", 2e-2),
+    ):
         network = network_of(own, tier)
         assert error(network.forward(x, t, y), want) < most, tier
         assert network.overflowed() is None
@@ -90,7 +103,9 @@ def test_published_sizes_are_recognised():
             model = make(qk_norm=True)
         state = model.state_dict()
         table = torch.empty(256, len(state["blocks.0.attn.q_norm.weight"]), device="meta")
-        fit = recognise("x.pt", {**state, "feat_rope.freqs_cos": table, "feat_rope.freqs_sin": table}, {})
+        fit = recognise(
+            "x.pt", {**state, "feat_rope.freqs_cos": table, "feat_rope.freqs_sin": table}, {}
+        )
         assert (fit.model, fit.num_heads, fit.patch_size) == (name, model.num_heads, int(name[-1]))
         assert not fit.learn_sigma
 
@@ -106,16 +121,23 @@ def test_what_is_not_computed_is_named():
         with pytest.raises(UsageError, match=f"ckpt=x.pt: {words}[^\n]*$"):
             recognise("x.pt", left, {})
     with pytest.raises(UsageError, match="freqs_cos has other rotations [^\n]*$"):
-        recognise("x.pt", state | {"feat_rope.freqs_cos": state["feat_rope.freqs_cos"].roll(1, 0)}, {})
+        recognise(
+            "x.pt", state | {"feat_rope.freqs_cos": state["feat_rope.freqs_cos"].roll(1, 0)}, {}
+        )
     with pytest.raises(UsageError, match="q_norm.bias is no weight [^\n]*$"):
-        recognise("x.pt", as_file(build(qk_norm=True)) | {"blocks.0.attn.q_norm.bias": torch.zeros(72)}, {})
+        recognise(
+            "x.pt",
+            as_file(build(qk_norm=True)) | {"blocks.0.attn.q_norm.bias": torch.zeros(72)},
+            {},
+        )
     with pytest.raises(UsageError, match="is not a SiT but a LightningDiT; drop model$"):
         recognise("x.pt", state, {}, "SiT-XL/2")
 
 
 def euler(v, z, steps, shift, heun=False):
     """Over shifted times, guided from time 0.11 on; in float64."""
-    x, times = z.double(), [shift * i / (steps + (shift - 1) * i) for i in range(steps + 1)]
+    x = z.double()
+    times = [shift * i / (steps + (shift - 1) * i) for i in range(steps + 1)]
     for t, end in zip(times, times[1:]):
         slope = v(x, t, t >= 0.11)
         if heun and end != times[-1]:
@@ -124,21 +146,36 @@ def euler(v, z, steps, shift, heun=False):
     return x
 
 
-@pytest.mark.parametrize("process, heun", ((Euler(9, 0.3), False), (Heun(7, 0.3), True), (Euler(5, 2.5), False)))
+@pytest.mark.parametrize(
+    "process, heun", ((Euler(9, 0.3), False), (Heun(7, 0.3), True), (Euler(5, 2.5), False))
+)
 def test_a_shift_and_an_interval(process, heun):
     """By every network the same; the first guided channels are three of 32."""
-    model, z, labels = build(), torch.randn(2, 32, 4, 4), torch.tensor([1, 5])
+    model = build()
+    z = torch.randn(2, 32, 4, 4)
+    labels = torch.tensor([1, 5])
     state = as_file(model)
 
     def v(x, t, guided):
-        rows = lightning_dit(state, torch.cat([x, x]), torch.full((4,), t), torch.tensor([1, 5, 8, 8]))
+        rows = lightning_dit(
+            state, torch.cat([x, x]), torch.full((4,), t), torch.tensor([1, 5, 8, 8])
+        )
         cond, uncond = rows.chunk(2)
         cond[:, :3] += guided * 1.5 * (cond - uncond)[:, :3]
         return cond
 
     want = euler(v, z, process.number, process.shift, heun)
-    for network, most in ((Plain(model), 2e-6), (network_of(model, "fp32"), 5e-6), (network_of(model, "fp16"), 5e-3)):
-        assert error(denoise(network, process, Guidance(2.5, 8, 3, (0.0, 0.89)), z, labels, None), want) < most
+    for network, most in (
+        (Plain(model), 2e-6),
+        (network_of(model, "fp32"), 5e-6),
+        (network_of(model, "fp16"), 5e-3),
+    ):
+        assert (
+            error(
+                denoise(network, process, Guidance(2.5, 8, 3, (0.0, 0.89)), z, labels, None), want
+            )
+            < most
+        )
     assert process != type(process)(process.number) and Euler(9).times()[4] == 4 / 9
 
 
@@ -149,7 +186,9 @@ class Original(nn.Module):
         super().__init__()
         for name, part in model.named_children():
             setattr(self, name, part)
-        self.pos_embed, self.num_heads, self.feat_rope = model.pos_embed, model.num_heads, nn.Module()
+        self.pos_embed = model.pos_embed
+        self.num_heads = model.num_heads
+        self.feat_rope = nn.Module()
         for name, value in as_file(model).items():
             if name.startswith("feat_rope."):
                 self.feat_rope.register_buffer(name.removeprefix("feat_rope."), value)
@@ -167,15 +206,21 @@ class Original(nn.Module):
 def test_the_class_here_and_the_original_class_are_accelerated():
     """The class here computes its rotations, the original keeps them."""
     ours = build(qk_norm=True)
-    theirs, (x, t, y) = Original(ours), batch(ours)
+    theirs = Original(ours)
+    (x, t, y) = batch(ours)
     fast = accelerate(theirs, "fp32")
     assert torch.equal(accelerate(ours, "fp32")(x, t, y), fast(x, t, y))
     assert error(fast(x, t=t, y=y), theirs(x, t, y).double()) < 1e-5
     for start in (0.1, 0.5, 0.9):
         t = torch.full((4,), 0.5)
-        got = fast.forward_with_cfg(x, t, y=y, cfg_scale=3.0, cfg_interval=True, cfg_interval_start=start)
+        got = fast.forward_with_cfg(
+            x, t, y=y, cfg_scale=3.0, cfg_interval=True, cfg_interval_start=start
+        )
         assert error(got, theirs.forward_with_cfg(x, t, y, 3.0, True, start).double()) < 1e-5
-    with pytest.raises(UsageError, match="LightningDiT: is a LightningDiT without SwiGLU, which is not computed here$"):
+    with pytest.raises(
+        UsageError,
+        match="LightningDiT: is a LightningDiT without SwiGLU, which is not computed here$",
+    ):
         Sampler(type("LightningDiT", (DiT,), {})(**SMALL))
     with Sampler(theirs, device="cpu", output_type="latent", num_sampling_steps=2) as sampler:
         assert sampler.latents(3).shape == (1, 32, 4, 4) and sampler.settings.sampler == "euler"

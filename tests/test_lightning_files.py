@@ -1,4 +1,6 @@
-"""LightningDiT's files: checkpoint, YAML beside it, VA-VAE and statistics, by command, hub and FID job."""
+"""LightningDiT's files: checkpoint, YAML beside it, VA-VAE and statistics, by command,
+hub and FID job.
+"""
 
 import numpy as np
 import pytest
@@ -38,13 +40,31 @@ def vae_files(folder, levels=5):
 
     kinds = dict(down_block_types=["DownEncoderBlock2D"] * levels)
     kinds["up_block_types"] = ["AttnUpDecoderBlock2D"] + ["UpDecoderBlock2D"] * (levels - 1)
-    vae = fill(AutoencoderKL(block_out_channels=[32] * levels, layers_per_block=2, latent_channels=32, **kinds))
+    vae = fill(
+        AutoencoderKL(
+            block_out_channels=[32] * levels, layers_per_block=2, latent_channels=32, **kinds
+        )
+    )
     for value in vae.parameters():
-        value.data = value.data / value[0].numel() ** 0.5 if value.ndim == 4 else value.data + (value.ndim == 1)
-    names = {"mid_block.resnets.0": "mid.block_1", "mid_block.attentions.0": "mid.attn_1", "conv_norm_out": "norm_out"}
-    names |= {"mid_block.resnets.1": "mid.block_2", "group_norm": "norm", "to_out.0": "proj_out", ".to_": "."}
+        value.data = (
+            value.data / value[0].numel() ** 0.5
+            if value.ndim == 4
+            else value.data + (value.ndim == 1)
+        )
+    names = {
+        "mid_block.resnets.0": "mid.block_1",
+        "mid_block.attentions.0": "mid.attn_1",
+        "conv_norm_out": "norm_out",
+    }
+    names |= {
+        "mid_block.resnets.1": "mid.block_2",
+        "group_norm": "norm",
+        "to_out.0": "proj_out",
+        ".to_": ".",
+    }
     for level in range(levels):
-        theirs, ldm = f"up_blocks.{level}", f"up.{levels - 1 - level}"
+        theirs = f"up_blocks.{level}"
+        ldm = f"up.{levels - 1 - level}"
         names |= {f"{theirs}.upsamplers.0": f"{ldm}.upsample", f"{theirs}.resnets": f"{ldm}.block"}
         names |= {f"{theirs}.attentions": f"{ldm}.attn"}
     state = {"loss.logvar": torch.zeros(()), "foundation_model.steps": torch.tensor(1)}
@@ -59,7 +79,9 @@ def vae_files(folder, levels=5):
 
 
 def checkpoint(folder, **form):
-    """A training run's checkpoint of a random network, in which names begin with a wrapper's prefix."""
+    """A training run's checkpoint of a random network, in which names begin with a
+    wrapper's prefix.
+    """
     model = build(**form)
     wrapped = {f"module.{name}": value for name, value in as_file(model).items()}
     torch.save({"model": wrapped, "ema": wrapped, "opt": {"state": {}}}, folder / "small.pt")
@@ -69,13 +91,20 @@ def checkpoint(folder, **form):
 def test_va_vae_is_an_autoencoder_kl(tmp_path):
     torch.manual_seed(0)  # the accuracy of float32 depends on the draw
     vae, stats = vae_files(tmp_path)
-    space, latents = find(str(tmp_path / "vavae.pt")), torch.randn(1, 32, 2, 2)
+    space = find(str(tmp_path / "vavae.pt"))
+    latents = torch.randn(1, 32, 2, 2)
     assert (space.channels, space.factor, space.scale) == (32, 16, 1.0)
     with torch.inference_mode():
         want = vae.decode(latents * stats["std"] + stats["mean"]).sample
         got = load(space, "cpu")(space.to_decoder(latents))
         assert torch.equal(got, want) and want.std() > 0.1
-        assert error(HalfDecoder(load(space, "cpu"), torch.float32)(space.to_decoder(latents)), want.double()) < 1e-5
+        assert (
+            error(
+                HalfDecoder(load(space, "cpu"), torch.float32)(space.to_decoder(latents)),
+                want.double(),
+            )
+            < 1e-5
+        )
         half = HalfDecoder(load(space, "cpu"))(space.to_decoder(latents))
         assert error(half, want.double()) < 1e-2
     (tmp_path / STATISTICS).rename(tmp_path / "other.pt")
@@ -91,30 +120,52 @@ def test_va_vae_is_an_autoencoder_kl(tmp_path):
         with pytest.raises(UsageError, match="latent_stats=[^\n]*wrong.pt: [^\n]*$"):
             find(str(tmp_path / "vavae.pt"), str(tmp_path / "wrong.pt"))
     state = torch.load(tmp_path / "vavae.pt")["state_dict"]
-    torch.save(state | {"post_quant_conv.bias": torch.ones(32, dtype=torch.int64)}, tmp_path / "whole.pt")
+    torch.save(
+        state | {"post_quant_conv.bias": torch.ones(32, dtype=torch.int64)}, tmp_path / "whole.pt"
+    )
     with pytest.raises(UsageError, match="whole.pt: [^\n]*post_quant_conv.bias[^\n]*int64[^\n]*$"):
         find(str(tmp_path / "whole.pt"), str(tmp_path / "other.pt"))
 
 
 def test_the_command_believes_the_files(tmp_path, here):
     """Checkpoint, YAML, VA-VAE and statistics; flags override what the YAML says."""
-    model, (vae, stats) = checkpoint(tmp_path), vae_files(tmp_path)
+    model = checkpoint(tmp_path)
+    (vae, stats) = vae_files(tmp_path)
     (tmp_path / "run.yaml").write_text(YAML)
     flags = "--device", "cpu", "--ckpt", tmp_path / "small.pt", "--labels", 1, 5, "--seed", 3
     files = "--vae", tmp_path / "vavae.pt"
-    for more, number, shift in (((), 4, 0.3), (("--timestep-shift", 1, "--num-sampling-steps", 3), 3, 1.0)):
-        text = succeeds(here("sample.py", *flags, *more, "--output", tmp_path / "x.npy", "--output-type", "latent"))
+    for more, number, shift in (
+        ((), 4, 0.3),
+        (("--timestep-shift", 1, "--num-sampling-steps", 3), 3, 1.0),
+    ):
+        text = succeeds(
+            here(
+                "sample.py",
+                *flags,
+                *more,
+                "--output",
+                tmp_path / "x.npy",
+                "--output-type",
+                "latent",
+            )
+        )
         assert "run.yaml beside it says cfg scale 2.5, guidance at levels 0 to 0.89" in text
         torch.manual_seed(3)
         z = torch.randn(2, 32, 4, 4)
         guidance = Guidance(2.5, 8, 3, (0.0, 0.89))
         want = denoise(Plain(model), Euler(number, shift), guidance, z, torch.tensor([1, 5]), None)
         assert np.array_equal(np.load(tmp_path / "x.npy"), want.numpy())
-    assert "64 px" in succeeds(here("sample.py", *flags, *files, *more, "--output", tmp_path / "x.png"))
+    assert "64 px" in succeeds(
+        here("sample.py", *flags, *files, *more, "--output", tmp_path / "x.png")
+    )
     with torch.inference_mode():
-        pixels = torch.cat([vae.decode(one * stats["std"] + stats["mean"]).sample for one in want.split(1)])
+        pixels = torch.cat(
+            [vae.decode(one * stats["std"] + stats["mean"]).sample for one in want.split(1)]
+        )
     assert np.array_equal(np.asarray(Image.open(tmp_path / "x.png")), to_grid(pixels).numpy())
-    assert "euler, heun" in refused(here("sample.py", *flags, "--sampler", "sde", "--output", tmp_path / "y.png"))
+    assert "euler, heun" in refused(
+        here("sample.py", *flags, "--sampler", "sde", "--output", tmp_path / "y.png")
+    )
 
 
 def test_a_converted_file_keeps_its_recipe(tmp_path, here):
@@ -123,13 +174,26 @@ def test_a_converted_file_keeps_its_recipe(tmp_path, here):
     (tmp_path / "small.yaml").write_text(YAML)
     (tmp_path / "away").mkdir()
     before = request_settings(str(tmp_path / "small.pt"))
-    for name, source in (("b.safetensors", tmp_path / "small.pt"), ("c.pt", tmp_path / "away" / "b.safetensors")):
-        succeeds(here("scripts/convert_checkpoint.py", "--ckpt", source, "--output", tmp_path / "away" / name))
+    for name, source in (
+        ("b.safetensors", tmp_path / "small.pt"),
+        ("c.pt", tmp_path / "away" / "b.safetensors"),
+    ):
+        succeeds(
+            here(
+                "scripts/convert_checkpoint.py",
+                "--ckpt",
+                source,
+                "--output",
+                tmp_path / "away" / name,
+            )
+        )
         assert request_settings(str(tmp_path / "away" / name)) == before
 
 
 def request_settings(ckpt):
-    settings = open_weights(GridRequest(ckpt=ckpt, device="cpu", output_type="latent"), torch.device("cpu"))
+    settings = open_weights(
+        GridRequest(ckpt=ckpt, device="cpu", output_type="latent"), torch.device("cpu")
+    )
     names = set(Defaults._fields) - {"ckpt", "vae"}
     return {name: getattr(settings, name) for name in names if hasattr(settings, name)}
 
@@ -153,17 +217,23 @@ def test_a_hostile_yaml_is_one_line(text, tmp_path):
 
 
 def test_what_implies_how_to_sample(tmp_path):
-    """A YAML of another program, or one of several, is nothing; a published name or the checkpoint's own entry is."""
+    """A YAML of another program, or one of several, is nothing; a published name or the
+    checkpoint's own entry is.
+    """
     path = tmp_path / "lightningdit-xl-imagenet256-64ep.pt"
     assert recipe("LightningDiT-XL/1", {}, path)["cfg_scale"] == 10.0
     own = dict(config=dict(model={}, sample=dict(num_sampling_steps=250, cfg_scale=9)))
-    want = dict(guidance_interval=(0.0, 1.0), timestep_shift=1.0, cfg_scale=9.0, num_sampling_steps=249)
+    want = dict(
+        guidance_interval=(0.0, 1.0), timestep_shift=1.0, cfg_scale=9.0, num_sampling_steps=249
+    )
     assert recipe("LightningDiT-XL/1", own, path) == want
     (tmp_path / "compose.yaml").write_text("services: {}")
     assert recipe("LightningDiT-XL/1", {}, path) == {}
     (tmp_path / "a.yaml").write_text(YAML)
     assert recipe("LightningDiT-B/1", {}, tmp_path / "x.pt") == {}
-    with pytest.raises(UsageError, match="describes LightningDiT-XL/1, and the weights are LightningDiT-B/1"):
+    with pytest.raises(
+        UsageError, match="describes LightningDiT-XL/1, and the weights are LightningDiT-B/1"
+    ):
         recipe("LightningDiT-B/1", {}, tmp_path / "a.pt")
 
 
@@ -174,20 +244,46 @@ def test_the_hubs_repositories(tmp_path, run):
         write(tmp_path / name)
     (tmp_path / "small" / "written-last.yaml").write_text(YAML)
     how = dict(HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_DISABLE_PROGRESS_BARS="1")
-    flags = "--device", "cpu", "--labels", 1, "--num-sampling-steps", 1, "--output", tmp_path / "x.png"
+    flags = (
+        "--device",
+        "cpu",
+        "--labels",
+        1,
+        "--num-sampling-steps",
+        1,
+        "--output",
+        tmp_path / "x.png",
+    )
     for flag, name, other in (("--ckpt", "small", "vavae"), ("--vae", "vavae", "small")):
         local = "--vae" if flag == "--ckpt" else "--ckpt", tmp_path / other / f"{other}.pt"
         with Hub(f"hustvl/{name}", tmp_path / name) as hub:
-            succeeds(run("sample.py", *flags, flag, f"hustvl/{name}", *local, HF_ENDPOINT=hub.url, **how))
+            succeeds(
+                run("sample.py", *flags, flag, f"hustvl/{name}", *local, HF_ENDPOINT=hub.url, **how)
+            )
         assert sorted(hub.asked) == sorted(path.name for path in (tmp_path / name).iterdir())
-        assert hub.asked[-1] == f"{name}.pt"  # an older huggingface_hub takes what was interrupted for whole
+        # an older huggingface_hub takes what was interrupted for whole
+        assert hub.asked[-1] == f"{name}.pt"
 
 
 def test_an_fid_job_resumes(tmp_path, here):
     checkpoint(tmp_path)
     vae_files(tmp_path)
-    flags = "--ckpt", tmp_path / "small.pt", "--vae", tmp_path / "vavae.pt", "--num-sampling-steps", 2
-    flags += "--num-fid-samples", 4, "--per-proc-batch-size", 2, "--sample-dir", tmp_path / "samples"
+    flags = (
+        "--ckpt",
+        tmp_path / "small.pt",
+        "--vae",
+        tmp_path / "vavae.pt",
+        "--num-sampling-steps",
+        2,
+    )
+    flags += (
+        "--num-fid-samples",
+        4,
+        "--per-proc-batch-size",
+        2,
+        "--sample-dir",
+        tmp_path / "samples",
+    )
     succeeds(here("sample_ddp.py", "--device", "cpu", *flags))
     [archive] = tmp_path.glob("samples/*.npz")
     assert "euler-shift-0.3-interval-0-0.875" in archive.name

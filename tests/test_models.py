@@ -15,7 +15,12 @@ SMALL = dict(input_size=8, hidden_size=144, depth=3, num_heads=2, num_classes=10
 
 
 @pytest.mark.parametrize(
-    "config", [{}, {"patch_size": 4, "learn_sigma": False}, {"patch_size": 1, "in_channels": 4, "mlp_ratio": 2.0}]
+    "config",
+    [
+        {},
+        {"patch_size": 4, "learn_sigma": False},
+        {"patch_size": 1, "in_channels": 4, "mlp_ratio": 2.0},
+    ],
 )
 def test_forward_equals_the_papers_equations(config):
     model = fill(DiT(**SMALL, **config))
@@ -25,16 +30,24 @@ def test_forward_equals_the_papers_equations(config):
     got = model(x, t, y)
     assert got.shape == want.shape
     assert error(got, want) < 4e-6
-    assert error(model.double()(x.double(), t, y), want) < 3e-6  # the sinusoid stays float32, as upstream's
+    # the sinusoid stays float32, as upstream's
+    assert error(model.double()(x.double(), t, y), want) < 3e-6
 
 
 # Rows and columns of a block's weights, in widths.
-BLOCK = {"attn.qkv": (3, 1), "attn.proj": (1, 1), "mlp.fc1": (4, 1), "mlp.fc2": (1, 4), "adaLN_modulation.1": (6, 1)}
+BLOCK = {
+    "attn.qkv": (3, 1),
+    "attn.proj": (1, 1),
+    "mlp.fc1": (4, 1),
+    "mlp.fc2": (1, 4),
+    "adaLN_modulation.1": (6, 1),
+}
 
 
 def test_keys_and_shapes():
     """Compare DiT-S/4; test_sizes.py has the sizes of all models."""
-    width, patch = 384, 4
+    width = 384
+    patch = 4
     with torch.device("meta"):
         model = DiT_models["DiT-S/4"](input_size=32)
     want = {
@@ -57,7 +70,8 @@ def test_keys_and_shapes():
             want[f"blocks.{n}.{name}.bias"] = (rows * width,)
     assert {name: tuple(value.shape) for name, value in model.state_dict().items()} == want
     norms = [module for module in model.modules() if isinstance(module, torch.nn.LayerNorm)]
-    kinds = {(norm.eps, norm.elementwise_affine) for norm in norms}  # another eps hardly shows in outputs
+    # another eps hardly shows in outputs
+    kinds = {(norm.eps, norm.elementwise_affine) for norm in norms}
     assert len(norms) == 25 and kinds == {(1e-6, False)}
 
 
@@ -76,4 +90,6 @@ def test_position_table_and_timestep_embedding():
         models.TimestepEmbedder.timestep_embedding(torch.ones(3), 9)
     embedding = models.TimestepEmbedder.timestep_embedding(t, 9)
     angles = t[:, None] * 10000.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
-    assert torch.allclose(embedding.double(), torch.cat([angles.cos(), angles.sin(), torch.zeros(3, 1)], 1), atol=1e-4)
+    assert torch.allclose(
+        embedding.double(), torch.cat([angles.cos(), angles.sin(), torch.zeros(3, 1)], 1), atol=1e-4
+    )

@@ -1,4 +1,6 @@
-"""The pages: their figures are those of the files in log/, their commands are real, their links lead somewhere."""
+"""The pages: their figures are those of the files in log/, their commands are real, their
+links lead somewhere.
+"""
 
 import re
 from fnmatch import fnmatch
@@ -34,7 +36,8 @@ from accel.command_line import request_from
 from accel.errors import UsageError
 
 SETTINGS = "sample.py", "sample_ddp.py"
-# Programs whose commands are run here where no GPU is needed; the others have tests of their own.
+# Programs whose commands are run here where no GPU is needed; the others have tests of
+# their own.
 QUICK = (*SETTINGS, "evaluate.py", "scripts/convert_checkpoint.py")
 
 
@@ -46,7 +49,10 @@ def test_figures_are_those_of_the_files_they_name(page):
     """Each is a value in its file, rounded, or the ratio of two figures beside it."""
     for text, files, block in segments(page):
         for number, unit in figures(text):
-            where = f"{name(page)}: {number} {unit}: not in {', '.join(map(name, files))}: …{text[-200:]}"
+            where = (
+                f"{name(page)}: {number} {unit}: not in {', '.join(map(name, files))}: "
+                f"…{text[-200:]}"
+            )
             assert agrees(number, unit, recorded(files), block), where
 
 
@@ -69,13 +75,20 @@ def anchors(page):
 
 
 def test_the_chinese_page_has_the_same_commands_links_and_tables():
-    english, chinese = README.read_text(), CHINESE.read_text()
+    english = README.read_text()
+    chinese = CHINESE.read_text()
 
     def plain(text):
-        return [[line.partition("#")[0].strip() for line in block.splitlines()] for block in code_blocks(text)]
+        return [
+            [line.partition("#")[0].strip() for line in block.splitlines()]
+            for block in code_blocks(text)
+        ]
 
-    assert plain(chinese) == plain(english), "README.zh-CN.md: bring its code blocks up to README.md's"
-    links = [re.findall(r"\]\(([^)]+)\)", text)[1:] for text in (english, chinese)]  # each first links the other
+    assert plain(chinese) == plain(english), (
+        "README.zh-CN.md: bring its code blocks up to README.md's"
+    )
+    # each first links the other
+    links = [re.findall(r"\]\(([^)]+)\)", text)[1:] for text in (english, chinese)]
     assert links[0] == links[1]
     pairs = zip_longest(tables(english), tables(chinese), fillvalue=[])
     for row, other in (rows for pair in pairs for rows in zip_longest(*pair, fillvalue=[])):
@@ -118,10 +131,18 @@ def test_sampling_commands_are_valid():
 
 @lru_cache(maxsize=None)
 def quick_commands(page):
-    """Commands of a page, with their programs, that need neither a GPU nor a download and are on no earlier page."""
-    earlier, found = [words for one in PAGES[: PAGES.index(page)] for words, _ in commands(one)], []
+    """Commands of a page, with their programs, that need neither a GPU nor a download and
+    are on no earlier page.
+    """
+    earlier = [words for one in PAGES[: PAGES.index(page)] for words, _ in commands(one)]
+    found = []
     for words, comment in commands(page):
-        if "GPU" in comment or "download" in comment or words[0] not in ("python", "torchrun") or words in earlier:
+        if (
+            "GPU" in comment
+            or "download" in comment
+            or words[0] not in ("python", "torchrun")
+            or words in earlier
+        ):
             continue
         file, arguments = program(words)
         if file in QUICK and re.search("--help|DiT-Demo|demo/|output/", " ".join(arguments)):
@@ -130,9 +151,13 @@ def quick_commands(page):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", [page for page in PAGES if page != CHINESE and quick_commands(page)], ids=name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page != CHINESE and quick_commands(page)], ids=name
+)
 def test_commands_for_any_machine_run(page, tmp_path):
-    """In an empty folder with links to the repository's files, with few steps where a command leaves them open."""
+    """In an empty folder with links to the repository's files, with few steps where a
+    command leaves them open.
+    """
     for item in ROOT.iterdir():
         if item.name not in ("output", "samples", ".git"):
             (tmp_path / item.name).symlink_to(item)
@@ -140,8 +165,12 @@ def test_commands_for_any_machine_run(page, tmp_path):
         command = ["-m", "torch.distributed.run"] * (words[0] == "torchrun") + words[1:]
         if file in SETTINGS and not {"--num-sampling-steps", "--forecast"} & {*words}:
             command += ["--num-sampling-steps", "2"]
-        done = forks.run(command, tmp_path, timeout=300, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
-        assert done.returncode == 0, f"{name(page)}: {' '.join(words)}\n{done.stdout[-800:]}{done.stderr[-800:]}"
+        done = forks.run(
+            command, tmp_path, timeout=300, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""
+        )
+        assert done.returncode == 0, (
+            f"{name(page)}: {' '.join(words)}\n{done.stdout[-800:]}{done.stderr[-800:]}"
+        )
 
 
 @pytest.mark.timeout(300)
@@ -149,7 +178,9 @@ def test_the_python_example_runs(tmp_path, monkeypatch):
     (example,) = code_blocks(README.read_text(), "python")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT))
-    exec(compile(example.replace("seed=0", "seed=0, num_sampling_steps=2"), "README.md", "exec"), {})
+    exec(
+        compile(example.replace("seed=0", "seed=0, num_sampling_steps=2"), "README.md", "exec"), {}
+    )
     assert len(list(tmp_path.glob("*.png"))) == 2
 
 
@@ -158,12 +189,16 @@ def test_the_python_example_runs(tmp_path, monkeypatch):
 
 def test_the_index_of_log_names_every_file():
     text = (ROOT / "log" / "README.md").read_text()
-    for entry in {path.split("/")[1] + "/" * (path.count("/") > 1) for path in tracked("log")} - {"README.md"}:
+    for entry in {path.split("/")[1] + "/" * (path.count("/") > 1) for path in tracked("log")} - {
+        "README.md"
+    }:
         assert f"`{entry}`" in text, f"log/README.md does not name log/{entry}"
 
 
 def test_code_md_names_every_file_and_what_pages_name_is_there():
-    named = re.findall(r"`([\w./*-]+)`", "".join(re.findall(r"^\| [^|]+ \|", CODE.read_text(), re.M)))
+    named = re.findall(
+        r"`([\w./*-]+)`", "".join(re.findall(r"^\| [^|]+ \|", CODE.read_text(), re.M))
+    )
     files = tracked("*.py", "*.cu", "*.cuh", "*.ipynb", "*.sbatch", "scripts/*.sh")
     for path in files:
         if not path.startswith(("tests/", "log/", ".ci/")):
@@ -172,11 +207,28 @@ def test_code_md_names_every_file_and_what_pages_name_is_there():
         named = r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|cuh?|sh|sbatch))`(?:, `(\w+)`)?"
         for path, member in re.findall(named, page.read_text()):
             file = ROOT / path if (ROOT / path).exists() else ROOT / "accel" / path
-            assert re.search(rf"(def|class) {member}" if member else "", file.read_text()), (page.name, path, member)
+            assert re.search(rf"(def|class) {member}" if member else "", file.read_text()), (
+                page.name,
+                path,
+                member,
+            )
 
 
 def test_no_file_names_a_path_of_a_machine():
-    for path in tracked("*.py", "*.cu", "*.cuh", "*.sh", "*.sbatch", "*.j2", "*.md", "Makefile", ".ci/*", "log/*.json"):
+    for path in tracked(
+        "*.py",
+        "*.cu",
+        "*.cuh",
+        "*.sh",
+        "*.sbatch",
+        "*.j2",
+        "*.md",
+        "Makefile",
+        ".ci/*",
+        "log/*.json",
+    ):
         text = (ROOT / path).read_text()
         match = re.search(r"(?<![\w.:/}$)])/(?:home|root|Users|mnt|scratch)/\w+", text)
-        assert not match and str(ROOT) not in text and str(Path.home()) + "/" not in text, f"{path}: {match}"
+        assert not match and str(ROOT) not in text and str(Path.home()) + "/" not in text, (
+            f"{path}: {match}"
+        )

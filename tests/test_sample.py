@@ -13,26 +13,58 @@ from unprivileged import limited
 DEMO = ("--model", "DiT-Demo/2", "--device", "cpu")
 
 
-def test_picture_and_latents_are_the_same_in_two_processes(weights, tiny_vae, tmp_path, run, here, monkeypatch):
+def test_picture_and_latents_are_the_same_in_two_processes(
+    weights, tiny_vae, tmp_path, run, here, monkeypatch
+):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    common = ["sample.py", *DEMO, "--ckpt", weights, "--num-sampling-steps", 4, "--labels", 1, 5, 7, 0, 2]
+    common = [
+        "sample.py",
+        *DEMO,
+        "--ckpt",
+        weights,
+        "--num-sampling-steps",
+        4,
+        "--labels",
+        1,
+        5,
+        7,
+        0,
+        2,
+    ]
     outputs = []
     for name, command in (("a", here), ("b", run)):
         folder = tmp_path / name
         text = succeeds(command(*common, "--vae", tiny_vae, "--output", folder / "deep" / "p.png"))
         succeeds(command(*common, "--output-type", "latent", "--output", folder / "l.npy"))
-        assert all(word in text for word in ("load", "sample", "decode", "save", "total", "5 labels", "fp32"))
+        assert all(
+            word in text
+            for word in ("load", "sample", "decode", "save", "total", "5 labels", "fp32")
+        )
         outputs.append(((folder / "deep" / "p.png").read_bytes(), np.load(folder / "l.npy")))
     (picture, latents), (again, latents_again) = outputs
     assert picture == again and np.array_equal(latents, latents_again)
     assert latents.dtype == np.float32 and latents.shape == (5, 4, 16, 16)
     image = Image.open(tmp_path / "a" / "deep" / "p.png")
-    assert image.mode == "RGB" and image.size == (4 * 130 + 2, 2 * 130 + 2) and np.asarray(image).std() > 1
+    assert (
+        image.mode == "RGB"
+        and image.size == (4 * 130 + 2, 2 * 130 + 2)
+        and np.asarray(image).std() > 1
+    )
 
 
 def test_repeats_time_the_same_picture(weights, tmp_path, here, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    common = [*DEMO, "--ckpt", weights, "--num-sampling-steps", 3, "--labels", 4, "--output-type", "latent"]
+    common = [
+        *DEMO,
+        "--ckpt",
+        weights,
+        "--num-sampling-steps",
+        3,
+        "--labels",
+        4,
+        "--output-type",
+        "latent",
+    ]
     results = []
     for repeats in (1, 3):
         text = succeeds(here("sample.py", *common, "--repeats", repeats))
@@ -49,10 +81,13 @@ def test_too_little_memory_is_one_line(where, weights, tmp_path, here):
         torch.save({"x": torch.zeros(2**27)}, path)
     flags = ["--ckpt", path] if where == "loading" else ["--ckpt", weights, "--image-size", 2048]
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    with limited("AS", resource.getpagesize() * pages + 2**26):  # 64 MB beyond what this process has
+    # 64 MB beyond what this process has
+    with limited("AS", resource.getpagesize() * pages + 2**26):
         output = "--output", tmp_path / "x.npy", "--output-type", "latent"
         done = here("sample.py", *DEMO, *flags, "--labels", 1, *output)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert done.stderr.splitlines()[-1].startswith("sample.py: memory ran out; use a smaller --image-size"), done.stderr
+    assert done.stderr.splitlines()[-1].startswith(
+        "sample.py: memory ran out; use a smaller --image-size"
+    ), done.stderr
     path.unlink(missing_ok=True)
     assert not (tmp_path / "x.npy").exists()

@@ -7,7 +7,11 @@ from accel.weights.shapes import shapes_only
 
 DIT = {"XL": (28, 1152, 16), "L": (24, 1024, 16), "B": (12, 768, 12), "S": (12, 384, 6)}
 SIZES = {  # name without its patch → blocks, width, heads
-    **{f"{family}-{size}": DIT[size] for family in ("DiT", "SiT", "REPA-SiT", "LightningDiT") for size in DIT},
+    **{
+        f"{family}-{size}": DIT[size]
+        for family in ("DiT", "SiT", "REPA-SiT", "LightningDiT")
+        for size in DIT
+    },
     "Large-DiT-600M": (16, 1536, 32),
     "Large-DiT-3B": (32, 3072, 32),
     "Large-DiT-7B": (32, 4096, 32),
@@ -17,17 +21,28 @@ SIZES = {  # name without its patch → blocks, width, heads
     "SiT-Demo": (6, 216, 3),
     "Large-DiT-Demo": (10, 192, 2),
 }
-# The MLP's hidden width of some: 4·D; of SwiGLU int(8/3·D), in Large-DiT rounded up to a multiple of 256.
+# The MLP's hidden width of some: 4·D; of SwiGLU int(8/3·D), in Large-DiT rounded up to a
+# multiple of 256.
 HIDDEN = {"DiT-XL/2": 4608, "SiT-B/4": 3072, "LightningDiT-XL/1": 3072, "LightningDiT-L/2": 2730}
 HIDDEN |= {"LightningDiT-B/1": 2048, "LightningDiT-1p0B/1": 4096, "LightningDiT-1p6B/1": 4778}
 HIDDEN |= {"Large-DiT-600M/2": 4096, "Large-DiT-3B/2": 8192, "Large-DiT-7B/2": 11008}
 IMAGENET = ("ema", 4.0, 3, (0.0, 1.0), 250, 1.0)
-DEFAULTS = {  # first model of a family → image size, VAE, guidance, guided channels, interval, steps, shift
+# first model of a family → image size, VAE, guidance, guided channels, interval, steps,
+# shift
+DEFAULTS = {
     "DiT-XL/2": (512, *IMAGENET),
     "SiT-XL/2": (256, *IMAGENET),
     "Large-DiT-600M/2": (256, *IMAGENET),
     "REPA-SiT-XL/2": (256, "ema", 1.8, 4, (0.0, 0.7), 250, 1.0),
-    "LightningDiT-XL/1": (256, "hustvl/vavae-imagenet256-f16d32-dinov2", 6.7, 3, (0.0, 0.875), 249, 0.3),
+    "LightningDiT-XL/1": (
+        256,
+        "hustvl/vavae-imagenet256-f16d32-dinov2",
+        6.7,
+        3,
+        (0.0, 0.875),
+        249,
+        0.3,
+    ),
 }
 
 
@@ -36,13 +51,21 @@ def test_sizes(name):
     with shapes_only():
         model = constructor_of(name)()
     stem, _, patch = name.partition("/")
-    lightning, demo = stem.startswith("LightningDiT"), stem.endswith("Demo")
-    width, rows = len(next(model.x_embedder.parameters())), len(model.y_embedder.embedding_table.weight)
+    lightning = stem.startswith("LightningDiT")
+    demo = stem.endswith("Demo")
+    width = len(next(model.x_embedder.parameters()))
+    rows = len(model.y_embedder.embedding_table.weight)
     assert (len(model.blocks), width, model.num_heads) == SIZES[stem]
-    assert (model.patch_size, model.in_channels, rows) == (int(patch), 32 if lightning else 4, 9 if demo else 1001)
+    assert (model.patch_size, model.in_channels, rows) == (
+        int(patch),
+        32 if lightning else 4,
+        9 if demo else 1001,
+    )
     assert model.out_channels == (32 if lightning else 4 if name == "SiT-Demo/2" else 8)
     if name in HIDDEN:
-        of_mlp = [key for key, value in model.blocks[0].named_parameters() if HIDDEN[name] in value.shape]
+        of_mlp = [
+            key for key, value in model.blocks[0].named_parameters() if HIDDEN[name] in value.shape
+        ]
         assert {"fc2.weight", "w3.weight", "w2.weight"} & {key.partition(".")[2] for key in of_mlp}
 
 
@@ -50,13 +73,23 @@ def test_sizes(name):
 def test_defaults(name):
     implied = family_of(name).models[name]
     assert family_of(name).recipe == implied._replace(ckpt=None)
-    assert implied.num_classes == 1000 and implied.factor == (16 if name.startswith("LightningDiT") else 8)
-    numbers = implied.guidance_channels, implied.guidance_interval, implied.num_sampling_steps, implied.timestep_shift
+    assert implied.num_classes == 1000 and implied.factor == (
+        16 if name.startswith("LightningDiT") else 8
+    )
+    numbers = (
+        implied.guidance_channels,
+        implied.guidance_interval,
+        implied.num_sampling_steps,
+        implied.timestep_shift,
+    )
     assert (implied.image_size, implied.vae, implied.cfg_scale, *numbers) == DEFAULTS[name]
 
 
 def test_published_names():
     published = {
-        name: dict(one.published) for family in families() for name, one in family.models.items() if one.published
+        name: dict(one.published)
+        for family in families()
+        for name, one in family.models.items()
+        if one.published
     }
     assert published == {"DiT-XL/2": {256: "DiT-XL-2-256x256.pt", 512: "DiT-XL-2-512x512.pt"}}

@@ -1,4 +1,6 @@
-"""A family is a folder: put into a copy of the program, a new one works by every command, and nothing else changes."""
+"""A family is a folder: put into a copy of the program, a new one works by every command,
+and nothing else changes.
+"""
 
 import ast
 import re
@@ -22,7 +24,9 @@ TOY = ["--model", "Toy/2", "--num-sampling-steps", 8]
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    """A copy of the program with the folder of the family, random weights and a decoder of three levels in it."""
+    """A copy of the program with the folder of the family, random weights and a decoder
+    of three levels in it.
+    """
     from diffusers import AutoencoderKL
 
     tree = tmp_path_factory.mktemp("tree")
@@ -30,7 +34,8 @@ def tree(tmp_path_factory):
         if not name.startswith(("tests/", "log/")):
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, tree / name)
-    shutil.copytree(ROOT / "diffusion", tree / "accel" / "diffusion")  # a link to a folder is no file
+    # a link to a folder is no file
+    shutil.copytree(ROOT / "diffusion", tree / "accel" / "diffusion")
     family = tree / "accel" / "families" / "toy"
     shutil.copytree(ROOT / "tests" / "toy_family", family)
     torch.manual_seed(0)
@@ -42,7 +47,10 @@ def tree(tmp_path_factory):
         latent_channels=3,
         scaling_factor=0.5,
     ).save_pretrained(family / "vae")
-    code = "import torch; from accel.families.toy.network import Toy; torch.save(Toy().state_dict(), 'toy.pt')"
+    code = (
+        "import torch; from accel.families.toy.network import Toy; "
+        "torch.save(Toy().state_dict(), 'toy.pt')"
+    )
     succeeds(tree, "-c", code)
     save_file(torch.load(tree / "toy.pt"), family / "toy.safetensors")
     return tree
@@ -70,7 +78,8 @@ def test_a_picture_by_one_process_and_by_two(tree):
 
 
 def test_one_picture_whose_evaluations_two_ranks_share(tree):
-    found, latent = [], ["--labels", 3, "--image-size", 32, "--output-type", "latent", "--output"]
+    found = []
+    latent = ["--labels", 3, "--image-size", 32, "--output-type", "latent", "--output"]
     for parallel in ("off", "rows=2", "tokens=2", "tokens=2,exchange=ulysses"):
         by_two(tree, "--parallel", parallel, *latent, f"{parallel}.npy")
         found.append(np.load(tree / f"{parallel}.npy"))
@@ -119,8 +128,11 @@ def test_the_converter_there_and_back(tree):
     for source, target in (("toy.pt", "there.safetensors"), ("there.safetensors", "back.pt")):
         text = succeeds(tree, "scripts/convert_checkpoint.py", "--ckpt", source, "--output", target)
         assert "read back equal" in text
-    first, back = load_file(tree / "there.safetensors"), torch.load(tree / "back.pt")["ema"]
-    assert first.keys() == back.keys() and all(torch.equal(value, back[name]) for name, value in first.items())
+    first = load_file(tree / "there.safetensors")
+    back = torch.load(tree / "back.pt")["ema"]
+    assert first.keys() == back.keys() and all(
+        torch.equal(value, back[name]) for name, value in first.items()
+    )
 
 
 PYTHON = """
@@ -154,5 +166,10 @@ def test_a_family_is_named_in_its_folder_alone():
     names = re.compile(rf"\b({'|'.join([*folders, *(one.name for one in families()[1:])])})\b")
     for file in tracked("accel/*.py", "bench/*.py", "scripts/*.py", "*.py"):
         if not file.startswith(("accel/families/", "tests/", "pretrained_models/")):
-            code = re.sub(r'^ *"""(.|\n)*?"""$', "", ast.unparse(ast.parse((ROOT / file).read_text())), flags=re.M)
+            code = re.sub(
+                r'^ *"""(.|\n)*?"""$',
+                "",
+                ast.unparse(ast.parse((ROOT / file).read_text())),
+                flags=re.M,
+            )
             assert not (found := names.search(code)), f"{file}: {found}"

@@ -1,4 +1,6 @@
-"""This process with fewer rights or less room. Tests run as root in CI, and root may read everything."""
+"""This process with fewer rights or less room. Tests run as root in CI, and root may read
+everything.
+"""
 
 import gc
 import os
@@ -27,8 +29,9 @@ def unprivileged() -> Iterator[None]:
 
 @contextmanager
 def limited(kind: str, most: int) -> Iterator[None]:
-    """Run the block with a limit of this process: bytes of a file (`FSIZE`), which stops a write in its middle as a
-    full disk does, or bytes of memory (`AS`)."""
+    """Run the block with a limit of this process: bytes of a file (`FSIZE`), which stops
+    a write in its middle as a full disk does, or bytes of memory (`AS`).
+    """
     number = getattr(resource, f"RLIMIT_{kind}")
     usual = resource.getrlimit(number)
     resource.setrlimit(number, (most, usual[1]))

@@ -1,7 +1,8 @@
-"""Build network, process, guidance, decoder and placement from settings, for the commands, accel.api, scripts/ and
-bench/. Nothing below knows settings. FID jobs: fid.py.
+"""Build network, process, guidance, decoder and placement from settings, for the
+commands, accel.api, scripts/ and bench/. Nothing below knows settings. FID jobs: fid.py.
 
-`ready` opens a request and builds all that one process needs; `latents` or `sample` runs it, `save` writes.
+`ready` opens a request and builds all that one process needs; `latents` or `sample` runs
+it, `save` writes.
 """
 
 import statistics
@@ -44,8 +45,12 @@ if TYPE_CHECKING:  # a grid of one process does not wait for these
 ALONE = Placement()
 
 
-def ready(request: Request, weights: LoadedModule | None = None) -> tuple[Settings, Run, Decoder | None]:
-    """Return the settings, run and decoder of a request, for this process alone. weights: in place of the request's."""
+def ready(
+    request: Request, weights: LoadedModule | None = None
+) -> tuple[Settings, Run, Decoder | None]:
+    """Return the settings, run and decoder of a request, for this process alone. weights:
+    in place of the request's.
+    """
     settings = open_weights(request, loading.choose_device(request.device), weights)
     return settings, load(settings), decoder_of(settings)
 
@@ -53,18 +58,29 @@ def ready(request: Request, weights: LoadedModule | None = None) -> tuple[Settin
 def guidance_of(settings: Settings) -> Guidance | Unguided:
     if not settings.guided:
         return Unguided()
-    return Guidance(settings.cfg_scale, settings.num_classes, settings.guidance_channels, settings.guidance_interval)
+    return Guidance(
+        settings.cfg_scale,
+        settings.num_classes,
+        settings.guidance_channels,
+        settings.guidance_interval,
+    )
 
 
 def process_of(settings: Settings, scheduler: Any = None) -> Process:
-    """Return the process of a run. scheduler: of diffusers, in place of the settings' sampler. Raises UsageError if the
-    plan was made for another run, and for a flow with a scheduler."""
-    steps, sampler, family = settings.num_sampling_steps, settings.sampler, settings.fit.family
+    """Return the process of a run. scheduler: of diffusers, in place of the settings'
+    sampler. Raises UsageError if the plan was made for another run, and for a flow with a
+    scheduler.
+    """
+    steps = settings.num_sampling_steps
+    sampler = settings.sampler
+    family = settings.fit.family
     if scheduler is not None:
         if family.prediction == "noise":
             return Solver(scheduler, steps)
         others = ", ".join(family.samplers)
-        raise UsageError(f"`sampler`: a scheduler takes estimates of noise, and this is a flow; give {others}")
+        raise UsageError(
+            f"`sampler`: a scheduler takes estimates of noise, and this is a flow; give {others}"
+        )
     if sampler in FLOWS:
         return FLOWS[sampler](steps, settings.timestep_shift)
     diffusion = create_diffusion(str(steps), learn_sigma=settings.fit.learn_sigma)
@@ -82,7 +98,9 @@ def batch_of(
     placement: Placement = ALONE,
     sizes: Iterable[int] | None = None,
 ) -> Batch:
-    """Return a run's network evaluations on any rank. sizes: pictures that are denoised at once; default: a grid's."""
+    """Return a run's network evaluations on any rank. sizes: pictures that are denoised
+    at once; default: a grid's.
+    """
     sizes = sizes or placement.sizes(len(settings.labels), settings.batch_size)
     rows = {placement.rows(n, copies) for n in sizes for copies in count_copies(process, guidance)}
     most_first = sorted(rows, key=lambda rows: (prod(rows), rows), reverse=True)
@@ -96,20 +114,34 @@ def load(
     tuner: "Tuner | None" = None,
     part: Part = WHOLE,
 ) -> Run:
-    """Load the network and return the run. placement, sizes: as for `batch_of`; tuner, part: as for loading.load."""
-    process, guidance = process_of(settings), guidance_of(settings)
+    """Load the network and return the run. placement, sizes: as for `batch_of`; tuner,
+    part: as for loading.load.
+    """
+    process = process_of(settings)
+    guidance = guidance_of(settings)
     trained = settings.fit.trained_size(settings.space.factor)
     if trained not in (None, settings.image_size):
-        print(f"{settings.model}: weights trained at {trained} px, sampling at {settings.image_size} px")
-    batch, fixed = batch_of(settings, process, guidance, placement, sizes), settings.request.tier is not None
-    weights, fit, tier, device = settings.weights, settings.fit, settings.tier, settings.device
+        print(
+            f"{settings.model}: weights trained at {trained} px, sampling at "
+            f"{settings.image_size} px"
+        )
+    batch = batch_of(settings, process, guidance, placement, sizes)
+    fixed = settings.request.tier is not None
+    weights = settings.weights
+    fit = settings.fit
+    tier = settings.tier
+    device = settings.device
     with enough_memory(settings.too_large):
-        network, tier = loading.load(weights, fit, tier, device, batch, fixed=fixed, tuner=tuner, part=part)
+        network, tier = loading.load(
+            weights, fit, tier, device, batch, fixed=fixed, tuner=tuner, part=part
+        )
     return Run(network, process, guidance, tier, device, settings.latent_size, settings.too_large)
 
 
 def decoder_of(settings: Settings, captured: bool = False) -> Decoder | None:
-    """Return the decoder, not loaded yet; None for latents. captured: for many pictures, as for Decoder."""
+    """Return the decoder, not loaded yet; None for latents. captured: for many pictures,
+    as for Decoder.
+    """
     if settings.output_type == "latent":
         return None
     otherwise = precision.float32_decoder(settings.tier, settings.device)
@@ -118,12 +150,20 @@ def decoder_of(settings: Settings, captured: bool = False) -> Decoder | None:
 
 def describe(settings: Settings, run: Run, ranks: int | None = None) -> str:
     """Return the line that announces a run. ranks: their number, in a command of many."""
-    gpu, process = run.device.type == "cuda", run.process
-    where = torch.cuda.get_device_name(run.device) if gpu else f"CPU, {torch.get_num_threads()} threads"
-    plan = f" ({process.evaluations} network evaluations)" if process.evaluations < process.steps else ""
+    gpu = run.device.type == "cuda"
+    process = run.process
+    where = (
+        torch.cuda.get_device_name(run.device) if gpu else f"CPU, {torch.get_num_threads()} threads"
+    )
+    plan = (
+        f" ({process.evaluations} network evaluations)"
+        if process.evaluations < process.steps
+        else ""
+    )
     return (
-        f"{settings.model} · {settings.image_size} px · {settings.pictures} · {steps_and_guidance(settings, plan)} · "
-        f"{run.tier} · {where} · torch {torch.__version__}" + (f" · {ranks} rank{'s' * (ranks > 1)}" if ranks else "")
+        f"{settings.model} · {settings.image_size} px · {settings.pictures} · "
+        f"{steps_and_guidance(settings, plan)} · {run.tier} · {where} · torch {torch.__version__}"
+        + (f" · {ranks} rank{'s' * (ranks > 1)}" if ranks else "")
     )
 
 
@@ -134,8 +174,13 @@ def steps_and_guidance(settings: Settings, evaluations: str = "") -> str:
     low, high = settings.guidance_interval
     interval = "" if (low, high) == (0, 1) else f" at levels {low:g} to {high:g}"
     usual = settings.guidance_channels == Guidance.channels
-    channels = "" if usual or settings.cfg_scale == 1 else f" on {settings.guidance_channels} channels"
-    return f"{settings.num_sampling_steps} {by}steps{evaluations} · cfg {settings.cfg_scale:g}{interval}{channels}"
+    channels = (
+        "" if usual or settings.cfg_scale == 1 else f" on {settings.guidance_channels} channels"
+    )
+    return (
+        f"{settings.num_sampling_steps} {by}steps{evaluations} · cfg "
+        f"{settings.cfg_scale:g}{interval}{channels}"
+    )
 
 
 def latents(settings: GridSettings, run: Run, on_step: OnStep | None = None) -> Tensor:
@@ -144,20 +189,32 @@ def latents(settings: GridSettings, run: Run, on_step: OnStep | None = None) -> 
     return run.latents(settings.labels, settings.seed, batches, on_step)
 
 
-def warm_up(settings: GridSettings, run: Run, watch: Stopwatch, placement: Placement = ALONE) -> None:
-    """Make each move once where the first takes longer than others: the bar should not learn its pace from it."""
+def warm_up(
+    settings: GridSettings, run: Run, watch: Stopwatch, placement: Placement = ALONE
+) -> None:
+    """Make each move once where the first takes longer than others: the bar should not
+    learn its pace from it.
+    """
     if settings.repeats > 1 or run.device.type == "cuda" and run.network.captures:
         with watch.phase("warm-up"):
-            run.warm_up(settings.labels, placement.batches(len(settings.labels), settings.batch_size))
+            run.warm_up(
+                settings.labels, placement.batches(len(settings.labels), settings.batch_size)
+            )
 
 
 def sample(
-    settings: GridSettings, run: Run, watch: Stopwatch, placement: Placement = ALONE, show: bool = True
+    settings: GridSettings,
+    run: Run,
+    watch: Stopwatch,
+    placement: Placement = ALONE,
+    show: bool = True,
 ) -> list[Tensor]:
-    """Return latents (n', C, L, L) of the pictures that this rank denoises, for each seed. Show a bar, and time
-    `settings.repeats` runs. show: whether this process prints."""
+    """Return latents (n', C, L, L) of the pictures that this rank denoises, for each
+    seed. Show a bar, and time `settings.repeats` runs. show: whether this process prints.
+    """
     batches = placement.batches(len(settings.labels), settings.batch_size)
-    steps, of_seeds = run.process.steps * len(batches), []
+    steps = run.process.steps * len(batches)
+    of_seeds = []
     for seed in settings.seeds:
         times = []
         for _ in range(settings.repeats):
@@ -167,7 +224,9 @@ def sample(
             times.append(time.perf_counter() - start)
         of_seeds.append(found)
         if len(times) > 1 and show:
-            spread = f"median {statistics.median(times):.3f} s, {min(times):.3f} to {max(times):.3f} s"
+            spread = (
+                f"median {statistics.median(times):.3f} s, {min(times):.3f} to {max(times):.3f} s"
+            )
             print(f"sampling, {len(times)} runs after warm-up: {spread}")
     return of_seeds
 
@@ -181,9 +240,17 @@ def decode(decoder: Decoder, latents: Tensor, watch: Stopwatch) -> Tensor:
         return decoder.decode(latents)
 
 
-def save(settings: GridSettings, path: str, content: Tensor, watch: Stopwatch, decoder: Decoder | None = None) -> None:
-    """Write latents, or pictures: from pixels, or by a decoder from latents. path: a file, or a folder for one file a
-    picture. Every file is whole or absent. Raises UsageError if it cannot be written."""
+def save(
+    settings: GridSettings,
+    path: str,
+    content: Tensor,
+    watch: Stopwatch,
+    decoder: Decoder | None = None,
+) -> None:
+    """Write latents, or pictures: from pixels, or by a decoder from latents. path: a
+    file, or a folder for one file a picture. Every file is whole or absent. Raises
+    UsageError if it cannot be written.
+    """
     if settings.output_type == "latent":
         with watch.phase("save"):
             return output.save_latents(path, content)
@@ -198,20 +265,28 @@ def save(settings: GridSettings, path: str, content: Tensor, watch: Stopwatch, d
 
 
 def layout_of(settings: GridSettings, job: "Job") -> tuple["Groups", Layout | None]:
-    """Return the process groups and a grid's layout, None to measure it. Raises UsageError if it cannot run."""
+    """Return the process groups and a grid's layout, None to measure it. Raises
+    UsageError if it cannot run.
+    """
     from accel.parallel import planner  # brings torch.distributed
     from accel.parallel.groups import Groups
 
-    groups, layout = Groups(job, settings.device), settings.layout
-    if layout is None and len(settings.labels) >= job.world:  # with a picture for every GPU there is nothing to share
+    groups = Groups(job, settings.device)
+    layout = settings.layout
+    # with a picture for every GPU there is nothing to share
+    if layout is None and len(settings.labels) >= job.world:
         layout = OFF
     if layout not in (None, OFF):
         planner.check(layout, settings.tokens, settings.fit.num_heads, groups)
     return groups, layout
 
 
-def place(settings: GridSettings, run: Run, groups: "Groups", layout: Layout | None) -> tuple[Run, Placement]:
-    """Return the run with the network as this rank evaluates it, and this rank's placement. layout: None to measure."""
+def place(
+    settings: GridSettings, run: Run, groups: "Groups", layout: Layout | None
+) -> tuple[Run, Placement]:
+    """Return the run with the network as this rank evaluates it, and this rank's
+    placement. layout: None to measure.
+    """
     from accel.parallel.planner import Work, share_evaluations
 
     copies = count_copies(run.process, run.guidance)
@@ -221,11 +296,17 @@ def place(settings: GridSettings, run: Run, groups: "Groups", layout: Layout | N
 
 
 def plan_path(settings: Settings) -> Path:
-    """Return the path of the weights' plan: `forecast_plan`, or a name beside or in the checkpoint."""
+    """Return the path of the weights' plan: `forecast_plan`, or a name beside or in the
+    checkpoint.
+    """
     if settings.forecast_plan is not None:
         return Path(settings.forecast_plan)
     weights = settings.weights.path
-    return weights / "forecast.json" if weights.is_dir() else weights.with_name(f"{weights.stem}.forecast.json")
+    return (
+        weights / "forecast.json"
+        if weights.is_dir()
+        else weights.with_name(f"{weights.stem}.forecast.json")
+    )
 
 
 def plan_settings(settings: Settings) -> dict:

@@ -1,4 +1,6 @@
-"""Build the values of accel/fid from an FID job's settings: its order, and the record that decides pictures' bits."""
+"""Build the values of accel/fid from an FID job's settings: its order, and the record
+that decides pictures' bits.
+"""
 
 import platform
 from contextlib import suppress
@@ -23,16 +25,32 @@ from accel.sampling.guidance import Guidance
 from accel.settings import FidSettings
 
 # Fields of a request that are recorded by their outcome, or decide no bit.
-LEFT_OUT = {"ckpt", "vae", "latent_stats", "device", "precision", "vae_precision", "tf32", "sample_dir"}
+LEFT_OUT = {
+    "ckpt",
+    "vae",
+    "latent_stats",
+    "device",
+    "precision",
+    "vae_precision",
+    "tf32",
+    "sample_dir",
+}
 LEFT_OUT |= {"forecast", "forecast_plan"}
-# Fields that older folders, which may be resumed, lack: recorded only where they differ from the default.
+# Fields that older folders, which may be resumed, lack: recorded only where they differ
+# from the default.
 LATER = {"guidance_interval": (0.0, 1.0), "guidance_channels": 3, "timestep_shift": 1.0}
 
 
 def require_seeds(request: FidRequest, world: int) -> None:
     """Raise UsageError for a seed that gives a rank of upstream's stream none of 64 bits."""
-    if not request.world_independent_noise and not -(2**63) <= request.seed * world <= 2**64 - world:
-        raise UsageError(f"`seed={request.seed}`: times {world} ranks it must fit into 64 bits; use a smaller one")
+    if (
+        not request.world_independent_noise
+        and not -(2**63) <= request.seed * world <= 2**64 - world
+    ):
+        raise UsageError(
+            f"`seed={request.seed}`: times {world} ranks it must fit into 64 bits; use a smaller "
+            "one"
+        )
 
 
 def order_of(settings: FidSettings) -> Order:
@@ -52,35 +70,47 @@ def order_of(settings: FidSettings) -> Order:
 
 
 def folder_of(settings: FidSettings) -> Path:
-    """Return the pictures' folder by upstream's rule: samples/DiT-XL-2-pretrained-size-512-vae-ema-cfg-4.0-seed-0, with
-    settings that upstream lacks before the seed.
+    """Return the pictures' folder by upstream's rule:
+    samples/DiT-XL-2-pretrained-size-512-vae-ema-cfg-4.0-seed-0, with settings that
+    upstream lacks before the seed.
 
-    Weights and decoders given as files or folders appear by their last name, the model's own as "pretrained".
+    Weights and decoders given as files or folders appear by their last name, the model's
+    own as "pretrained".
     """
 
     def name(value):
         own = value is None or Path(value).is_relative_to(DEMO)
-        return "pretrained" if own else Path(value).name.removesuffix(".pt").removesuffix(".safetensors")
+        return (
+            "pretrained"
+            if own
+            else Path(value).name.removesuffix(".pt").removesuffix(".safetensors")
+        )
 
     changed = f"-{settings.sampler}" * (settings.sampler not in ("ddpm", "ddim", "sde"))
     changed += f"-shift-{settings.timestep_shift:g}" * (settings.timestep_shift != 1)
     if settings.guidance_interval != (0, 1):
         changed += "-interval-{:g}-{:g}".format(*settings.guidance_interval)
-    changed += f"-channels-{settings.guidance_channels}" * (settings.guidance_channels != Guidance.channels)
+    changed += f"-channels-{settings.guidance_channels}" * (
+        settings.guidance_channels != Guidance.channels
+    )
     weights = f"{settings.model.replace('/', '-')}-{name(settings.request.ckpt)}"
     return Path(settings.sample_dir) / (
-        f"{weights}-size-{settings.image_size}-vae-{name(settings.vae)}-cfg-{settings.cfg_scale}{changed}"
-        f"-seed-{settings.seed}"
+        f"{weights}-size-{settings.image_size}-vae-{name(settings.vae)}-cfg-{settings.cfg_scale}{changed}-seed-{settings.seed}"
     )
 
 
 def settings_of(settings: FidSettings, run: Run, decoder: Decoder, world: int) -> dict:
-    """Return all that decides a picture's bits, by the name of its flag if it has one; plain JSON."""
+    """Return all that decides a picture's bits, by the name of its flag if it has one;
+    plain JSON.
+    """
     device = run.device
     default = {name for name, usual in LATER.items() if getattr(settings, name) == usual}
     relevant = [item for item in fields(FidRequest) if item.name not in LEFT_OUT | default]
     values = {flag_names(item, ranks=True)[0]: getattr(settings, item.name) for item in relevant}
-    record = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}  # as in JSON
+    # as in JSON
+    record = {
+        name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
+    }
     record |= {
         "--precision": run.tier,
         "--ckpt (contents)": digest_of(settings),

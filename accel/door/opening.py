@@ -20,11 +20,14 @@ from accel.settings import Settings, implied, settle
 from accel.weights.checkpoint import Checkpoint
 
 
-def open_weights(request: Request, device: torch.device, weights: Checkpoint | LoadedModule | None = None) -> Settings:
-    """Return the settings of a request; fetch its weights and decoder. weights: in place of the request's.
+def open_weights(
+    request: Request, device: torch.device, weights: Checkpoint | LoadedModule | None = None
+) -> Settings:
+    """Return the settings of a request; fetch its weights and decoder. weights: in place
+    of the request's.
 
-    Raises UsageError; for a request that contradicts itself, and for a tier that the device lacks, before anything is
-    fetched.
+    Raises UsageError; for a request that contradicts itself, and for a tier that the
+    device lacks, before anything is fetched.
     """
     weights = weights or checkpoint_of(request, device)
     precisions = choose_precision(request, device)
@@ -32,37 +35,55 @@ def open_weights(request: Request, device: torch.device, weights: Checkpoint | L
 
 
 def reopen(settings: Settings, **changes: Any) -> Settings:
-    """Return settings for the same weights, device and decoder, with `changes` to the request's fields."""
+    """Return settings for the same weights, device and decoder, with `changes` to the
+    request's fields.
+    """
     request = replace(settings.request, **changes)
     precisions = choose_precision(request, settings.device)
-    return settle(request, settings.fit, settings.space, weights=settings.weights, device=settings.device, **precisions)
+    return settle(
+        request,
+        settings.fit,
+        settings.space,
+        weights=settings.weights,
+        device=settings.device,
+        **precisions,
+    )
 
 
 def checkpoint_of(request: Request, device: torch.device) -> Checkpoint:
-    """Return the request's weights, not fetched yet. Raises UsageError if there are none of that name."""
+    """Return the request's weights, not fetched yet. Raises UsageError if there are none
+    of that name.
+    """
     known = implied(request)
     name = known.ckpt or published_name(known.model, known.image_size, known.num_classes)
-    # A CPU computes with copies, so that writing to the file meanwhile changes no picture. A network that ranks divide
-    # stays in the file, and each rank reads its part.
+    # A CPU computes with copies, so that writing to the file meanwhile changes no
+    # picture. A network that ranks divide stays in the file, and each rank reads its
+    # part.
     divided = request.layout is not None and request.layout.weights > 1
     return Checkpoint(name, mapped=device.type != "cpu" or divided)
 
 
 def choose_precision(request: Request, device: torch.device) -> dict[str, str]:
-    """Set the backend switches of the request's tier, or of the device's default. Return the tier and the decoder's
-    arithmetic, by their fields."""
+    """Set the backend switches of the request's tier, or of the device's default. Return
+    the tier and the decoder's arithmetic, by their fields.
+    """
     tier = request.tier or precision.default_tier(device)
     if tier == "tf32" and request.tf32 and not precision.supports(tier, device):
         print(f"--tf32: {device} has no {precision.TIERS[tier].hardware}; sampling in fp32")
         tier = "fp32"
     precision.apply_precision(tier, device)
-    return dict(precision=tier, vae_precision=precision.decoder_precision(request.vae_precision, tier, device))
+    return dict(
+        precision=tier,
+        vae_precision=precision.decoder_precision(request.vae_precision, tier, device),
+    )
 
 
 def fetch(request: Request, weights: Checkpoint | LoadedModule) -> tuple[Fit, LatentSpace]:
-    """Download the files of network and decoder that are not here yet. Return the fit of the weights and their latent
-    space. Raises UsageError that names all that is missing."""
-    known, missing = implied(request), []
+    """Download the files of network and decoder that are not here yet. Return the fit of
+    the weights and their latent space. Raises UsageError that names all that is missing.
+    """
+    known = implied(request)
+    missing = []
 
     def attempt(work, *arguments):
         try:
@@ -93,28 +114,37 @@ def fetch(request: Request, weights: Checkpoint | LoadedModule) -> tuple[Fit, La
 def _require_channels(request, known, fit, space):
     if request.output_type == "image" and space.channels != fit.in_channels:
         raise UsageError(
-            f"`vae={known.vae}`: decodes latents of {space.channels} channels, and {known.model} makes "
-            f"{fit.in_channels}; give the decoder that it was trained with"
+            f"`vae={known.vae}`: decodes latents of {space.channels} channels, and {known.model} "
+            f"makes {fit.in_channels}; give the decoder that it was trained with"
         )
 
 
-def fit_of(weights: Checkpoint | LoadedModule, model: str | None = None, num_classes: int | None = None) -> Fit:
-    """Return the family and sizes of weights. Raises UsageError if the user's model or classes contradict them, and for
-    a pipeline of another process."""
+def fit_of(
+    weights: Checkpoint | LoadedModule, model: str | None = None, num_classes: int | None = None
+) -> Fit:
+    """Return the family and sizes of weights. Raises UsageError if the user's model or
+    classes contradict them, and for a pipeline of another process.
+    """
     if isinstance(weights, LoadedModule):
         if num_classes not in (None, weights.fit.num_classes):
-            given = f"`num_classes={num_classes}`: {weights.name} has {weights.fit.num_classes} classes"
+            given = (
+                f"`num_classes={num_classes}`: {weights.name} has {weights.fit.num_classes} classes"
+            )
             raise UsageError(f"{given}; drop it")
         require_schedule(weights.name, weights.fit.schedule)
         return weights.fit
-    fit = recognise(weights.name, weights.state, weights.metadata, model, num_classes, shipped_as(weights.name))
+    fit = recognise(
+        weights.name, weights.state, weights.metadata, model, num_classes, shipped_as(weights.name)
+    )
     require_schedule(f"`ckpt={weights.name}`", fit.schedule)
     recipe = ask(fit.family, "recipe", fit.model, weights.metadata, weights.path)
     return fit._replace(recipe={**fit.recipe, **recipe})
 
 
 def shipped_as(name: str) -> str | None:
-    """Return the model whose weights, shipped or published, have this name or path; None if there is none."""
+    """Return the model whose weights, shipped or published, have this name or path; None
+    if there is none.
+    """
     for family in families():
         for model, defaults in family.models.items():
             if defaults.ckpt == name or Path(name).name in defaults.published.values():
@@ -123,7 +153,13 @@ def shipped_as(name: str) -> str | None:
 
 
 def digest_of(settings: Settings) -> str:
-    """Return 16 hex digits of all that decides the network's function: its tensors, and the number of heads where it is
-    not that of the model of this size."""
-    digest, fit = settings.weights.digest(), settings.fit
-    return digest if fit.usual else hashlib.sha256(f"{digest} {fit.num_heads} heads".encode()).hexdigest()[:16]
+    """Return 16 hex digits of all that decides the network's function: its tensors, and
+    the number of heads where it is not that of the model of this size.
+    """
+    digest = settings.weights.digest()
+    fit = settings.fit
+    return (
+        digest
+        if fit.usual
+        else hashlib.sha256(f"{digest} {fit.num_heads} heads".encode()).hexdigest()[:16]
+    )

@@ -82,5 +82,7 @@ def sampler_names() -> tuple[str, ...]:
 
 
 def constructor_of(model: str) -> Callable[..., Any]:
-    """Return the constructor of a model's reference network: (input_size=, num_classes=) → nn.Module."""
+    """Return the constructor of a model's reference network: (input_size=, num_classes=)
+    → nn.Module.
+    """
     return family_of(model).part("weights").MODELS[model]

@@ -1,5 +1,7 @@
-"""Weights from a network that the caller holds, in place of a Checkpoint: models.DiT, the original classes of every
-family, and their wrappers. Each family's weights.py recognises its own modules by `of_module`."""
+"""Weights from a network that the caller holds, in place of a Checkpoint: models.DiT, the
+original classes of every family, and their wrappers. Each family's weights.py recognises
+its own modules by `of_module`.
+"""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,7 +17,8 @@ from accel.network import unwrapped
 from accel.weights.shapes import shapes_of
 from accel.weights.tensor_files import require_floats
 
-COMPARED = "eps", "approximate"  # attributes that change a submodule's function and are in no state dict
+# attributes that change a submodule's function and are in no state dict
+COMPARED = "eps", "approximate"
 
 
 class OfModule(NamedTuple):
@@ -25,29 +28,38 @@ class OfModule(NamedTuple):
     metadata: dict[str, Any]  # facts that no tensor holds, such as num_heads
     latent_size: int | None = None  # side of the latent; None: that of its position table
     strength: int = 0  # if several families recognise a module, the strongest claim wins
-    read: Callable[[dict], dict] = dict  # renames the entries of its state dict as in the family's files
-    arguments: Callable[..., tuple] = lambda x, t, y: ((x, t, y), {})  # x, t, y of the reference network → its own
+    # renames the entries of its state dict as in the family's files
+    read: Callable[[dict], dict] = dict
+    # x, t, y of the reference network → its own
+    arguments: Callable[..., tuple] = lambda x, t, y: ((x, t, y), {})
     output: Callable[[Any], Tensor] = lambda out: out  # its own output → the reference network's
-    timestep_embedding: Callable[[Tensor, int], Tensor] | None = None  # replaces the reference network's
-    face: type | None = None  # a mixin over accelerated.Accelerated: the signature of the accelerated copy
+    # replaces the reference network's
+    timestep_embedding: Callable[[Tensor, int], Tensor] | None = None
+    # a mixin over accelerated.Accelerated: the signature of the accelerated copy
+    face: type | None = None
 
 
 class LoadedModule:
     """The weights of a module that the caller holds, and the facts that follow from them.
 
-    module: a network, or a pipeline with one; wrapped and compiled modules are unwrapped. `state`: the weights under
-    the names of the family's files, not copied unless `copy`. `fit`: their family and sizes; `model`: the reference
-    network of their shape, without values. Raises UsageError, naming the difference, for another network.
+    module: a network, or a pipeline with one; wrapped and compiled modules are unwrapped.
+    `state`: the weights under the names of the family's files, not copied unless `copy`.
+    `fit`: their family and sizes; `model`: the reference network of their shape, without
+    values. Raises UsageError, naming the difference, for another network.
     """
 
     def __init__(self, module: nn.Module, copy: bool = False):
-        names, schedule = (), None
+        names = ()
+        schedule = None
         if not isinstance(module, nn.Module):
             names = _class_names(getattr(module, "labels", None))
             schedule = getattr(getattr(module, "scheduler", None), "config", None)
             module = getattr(module, "transformer", module)  # a pipeline's
         if not isinstance(module, nn.Module):
-            raise UsageError(f"{type(module).__name__}: is not a DiT; give a torch.nn.Module, or a pipeline with one")
+            raise UsageError(
+                f"{type(module).__name__}: is not a DiT; give a torch.nn.Module, or a pipeline "
+                "with one"
+            )
         self.module = unwrapped(module)
         self.name = type(self.module).__name__
         state = self.module.state_dict()
@@ -57,8 +69,15 @@ class LoadedModule:
         raw = self._raw(state)
         rows = raw[how.family.part("weights").LABELS].shape[0]
         classes = getattr(getattr(self.module, "y_embedder", None), "num_classes", rows - 1)
-        facts = dict(family=how.family.name, num_classes=classes if classes in (rows, rows - 1) else rows - 1)
-        self.metadata = {**facts, "class_names": names, "schedule": schedule and dict(schedule), **how.metadata}
+        facts = dict(
+            family=how.family.name, num_classes=classes if classes in (rows, rows - 1) else rows - 1
+        )
+        self.metadata = {
+            **facts,
+            "class_names": names,
+            "schedule": schedule and dict(schedule),
+            **how.metadata,
+        }
         try:
             fit = recognise(self.name, raw, self.metadata)
             self.fit = fit._replace(model=self.name, latent_size=how.latent_size or fit.latent_size)
@@ -66,25 +85,35 @@ class LoadedModule:
             raise UsageError(error.marked.replace(f"`ckpt={self.name}`", self.name)) from None
         require_floats(raw, self.name)
         if how.timestep_embedding:
-            self.fit = self.fit._replace(build=partial(_with_embedding, self.fit.build, how.timestep_embedding))
+            self.fit = self.fit._replace(
+                build=partial(_with_embedding, self.fit.build, how.timestep_embedding)
+            )
         self.state = {name: value.clone() for name, value in raw.items()} if copy else raw
         self.model = self.fit.empty(self.fit.latent_size)
         self._require_attributes()
 
     @property
     def assumed(self) -> bool:
-        """Return whether other families have these entries too, and neither the class nor the entries name one."""
+        """Return whether other families have these entries too, and neither the class nor
+        the entries name one.
+        """
         names = [kind.__name__ for kind in type(self.module).__mro__]
         named = self.how.strength or any(self.how.family.name in name for name in names)
         return not named and len(families_with(shapes_of(self.state))) > 1
 
     def _known_by(self, state):
         try:
-            found = [how for family in families() if (how := family.part("weights").of_module(self.module, state))]
+            found = [
+                how
+                for family in families()
+                if (how := family.part("weights").of_module(self.module, state))
+            ]
         except ValueError as error:
             raise UsageError(f"{self.name}: {error}") from None
         except (KeyError, AttributeError) as error:
-            raise UsageError(f"{self.name}: is not a DiT: no {getattr(error, 'name', None) or error.args[0]}") from None
+            raise UsageError(
+                f"{self.name}: is not a DiT: no {getattr(error, 'name', None) or error.args[0]}"
+            ) from None
         if not found:
             keys = " and no ".join(family.part("weights").KEYS[1] for family in families()[:2])
             raise UsageError(f"{self.name}: is not a DiT: no {keys}")
@@ -97,10 +126,14 @@ class LoadedModule:
             raise UsageError(f"{self.name}: {error}") from None
 
     def read(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a state dict of the module under the names of the reference network. Raises UsageError for anything
-        but dense tensors of floats by name."""
+        """Return a state dict of the module under the names of the reference network.
+        Raises UsageError for anything but dense tensors of floats by name.
+        """
         if not isinstance(state, Mapping):
-            raise UsageError(f"{self.name}: a state dict maps names to tensors, and this is a {type(state).__name__}")
+            raise UsageError(
+                f"{self.name}: a state dict maps names to tensors, and this is a "
+                f"{type(state).__name__}"
+            )
         require_floats(state, self.name)
         return ask(self.how.family, "converted", self._raw(state), self.metadata)
 
@@ -111,7 +144,9 @@ class LoadedModule:
                 want = getattr(module, attribute, None)
                 if want is not None and getattr(theirs.get(name), attribute, want) != want:
                     here = getattr(theirs[name], attribute)
-                    raise UsageError(f"{self.name}: {name}.{attribute} is {here}, and only {want} is computed")
+                    raise UsageError(
+                        f"{self.name}: {name}.{attribute} is {here}, and only {want} is computed"
+                    )
 
     def fetch(self) -> None:
         """No-op: the weights are loaded."""
@@ -124,10 +159,17 @@ class LoadedModule:
         self.module = self.state = None
 
     def evaluate(
-        self, x: Tensor, t: Tensor, y: Tensor, state: dict[str, Tensor] | None = None, scale: float | None = None
+        self,
+        x: Tensor,
+        t: Tensor,
+        y: Tensor,
+        state: dict[str, Tensor] | None = None,
+        scale: float | None = None,
     ) -> Tensor:
-        """Return the module's output, converted to the reference network's: x (N, C, H, W), t (N,), y (N,) →
-        (N, C', H, W). state: replaces the module's weights. scale: for its forward_with_cfg, in place of forward."""
+        """Return the module's output, converted to the reference network's: x (N, C, H,
+        W), t (N,), y (N,) → (N, C', H, W). state: replaces the module's weights. scale:
+        for its forward_with_cfg, in place of forward.
+        """
         arguments, named = self.how.arguments(x, t, y)
         # Not `__call__`, in which a module that was compiled in place compiles.
         method = _Method(self.module, "forward" if scale is None else "forward_with_cfg")
@@ -141,10 +183,13 @@ class _Method(nn.Module):
 
     def __init__(self, module: nn.Module, method: str):
         super().__init__()
-        self.module, self.forward = module, getattr(module, method)
+        self.module = module
+        self.forward = getattr(module, method)
 
 
-def _with_embedding(build: Callable[..., nn.Module], embedding: Callable, **shape: Any) -> nn.Module:
+def _with_embedding(
+    build: Callable[..., nn.Module], embedding: Callable, **shape: Any
+) -> nn.Module:
     """Build a reference network with another embedding of timesteps."""
     model = build(**shape)
     model.t_embedder.timestep_embedding = embedding
@@ -152,7 +197,9 @@ def _with_embedding(build: Callable[..., nn.Module], embedding: Callable, **shap
 
 
 def _class_names(labels):
-    """Return the name of every class by number, from a DiTPipeline's numbers by name; () if a number has none."""
+    """Return the name of every class by number, from a DiTPipeline's numbers by name; ()
+    if a number has none.
+    """
     names = [[] for _ in range(1 + max((labels or {}).values(), default=-1))]
     for name, number in (labels or {}).items():
         names[number].append(name)

@@ -1,20 +1,27 @@
-"""Recognise the family and sizes of weights from their shapes and metadata, by asking each family's folder.
+"""Recognise the family and sizes of weights from their shapes and metadata, by asking
+each family's folder.
 
 A family's weights.py has
 
     MODELS                         name of a model → constructor of the reference network
-    KEYS                           names of tensors that every file of the family has; if a file has those of several
+    KEYS                           names of tensors that every file of the family has; if a file has
+                                   those of several
                                    families, it is of the one with the most
     LABELS                         the label table's name
-    sizes(shapes, metadata)        (name, constructor, heads); raises KeyError for a missing entry, ValueError for
+    sizes(shapes, metadata)        (name, constructor, heads); raises KeyError for a missing entry,
+                                   ValueError for
                                    unsupported weights
-    of_module(module, state)       OfModule, the rules to read a module of the family, or None (loaded_module.py)
+    of_module(module, state)       OfModule, the rules to read a module of the family, or None
+                                   (loaded_module.py)
 
 and, if the family differs from the default,
 
-    claim(shapes, metadata)        (strength, reason) if other entries or metadata prove the family, or None
-    converted(state, metadata)     state dict of the file → state dict of the reference network; default: unchanged
-    sampled(state, metadata)       the entries of a file that sampling needs, under its names; default: unchanged
+    claim(shapes, metadata)        (strength, reason) if other entries or metadata prove the family,
+                                   or None
+    converted(state, metadata)     state dict of the file → state dict of the reference network;
+                                   default: unchanged
+    sampled(state, metadata)       the entries of a file that sampling needs, under its names;
+                                   default: unchanged
     recipe(model, metadata, path)  values of settings that a file at `path` implies
 """
 
@@ -34,11 +41,13 @@ from accel.families import Family, families, family_of
 from accel.weights.checkpoint import Checkpoint, pretrained_models
 from accel.weights.shapes import Shapes, require_fit, shapes_of, shapes_only
 
-# A moving average of a fixed table rounds at each step: with a decay of 0.9999 the errors of 10,000 float32 roundings
-# add up to at most 6e-4 of a value near one.
+# A moving average of a fixed table rounds at each step: with a decay of 0.9999 the errors
+# of 10,000 float32 roundings add up to at most 6e-4 of a value near one.
 AVERAGED = 6e-4
-# Strength of a claim: tensors or arguments that only this family's training leaves count more than a model's name.
-STRUCTURE, NAMED = 2, 1
+# Strength of a claim: tensors or arguments that only this family's training leaves count
+# more than a model's name.
+STRUCTURE = 2
+NAMED = 1
 EXPLICIT = 3  # the family's name in metadata that this program wrote
 
 Sizes = tuple[str, Callable[..., torch.nn.Module], int]  # name, constructor and heads of a model
@@ -54,27 +63,35 @@ class Fit(NamedTuple):
     in_channels: int
     patch_size: int
     num_classes: int
-    null_class: bool = True  # whether the label table ends with a row for the unconditional estimate
+    # whether the label table ends with a row for the unconditional estimate
+    null_class: bool = True
     learn_sigma: bool = True
     latent_size: int | None = None  # side of the training latents, if known
     image_size: int | None = None  # side of the training pictures in pixels, if known
     vae: str | None = None
     class_names: tuple[str, ...] = ()
-    recipe: Mapping[str, Any] = MappingProxyType({})  # values of settings that these weights imply, not their family
+    # values of settings that these weights imply, not their family
+    recipe: Mapping[str, Any] = MappingProxyType({})
     schedule: dict | None = None  # a pipeline's scheduler configuration
     usual: bool = True  # whether shapes and family imply the number of heads
 
     def trained_size(self, factor: int) -> int | None:
-        """Return the side of the training pictures in pixels, or None. factor: a picture's side / its latent's side."""
+        """Return the side of the training pictures in pixels, or None. factor: a
+        picture's side / its latent's side.
+        """
         return factor * self.latent_size if self.latent_size else self.image_size
 
     def empty(self, latent_size: int) -> torch.nn.Module:
-        """Return the reference network for latents of this side, on the meta device: shapes without values."""
+        """Return the reference network for latents of this side, on the meta device:
+        shapes without values.
+        """
         with shapes_only():
             return self.build(input_size=latent_size, num_classes=self.num_classes)
 
     def metadata(self) -> dict[str, Any]:
-        """Return the facts to write into a file of these weights, by their names in weights/metadata.py."""
+        """Return the facts to write into a file of these weights, by their names in
+        weights/metadata.py.
+        """
         facts = {
             "family": self.family.name,
             "prediction": self.family.prediction,
@@ -85,7 +102,10 @@ class Fit(NamedTuple):
             "vae": self.vae if self.vae in ("ema", "mse") else None,  # else a path of this machine
             "class_names": list(self.class_names) or None,
             "guidance_channels": self.recipe.get("guidance_channels"),
-            "recipe": {name: value for name, value in self.recipe.items() if name != "guidance_channels"} or None,
+            "recipe": {
+                name: value for name, value in self.recipe.items() if name != "guidance_channels"
+            }
+            or None,
         }
         return {name: value for name, value in facts.items() if value is not None}
 
@@ -100,9 +120,10 @@ def recognise(
 ) -> Fit:
     """Return the family, sizes and facts of the weights `state`. Print every assumption.
 
-    source: the user's name for the weights. metadata: checked entries that come with the tensors. model, num_classes:
-    the user's options. shipped_as: the model of a file that this program ships or fetches. Raises UsageError for
-    weights of no family or of another model, and for contradictions.
+    source: the user's name for the weights. metadata: checked entries that come with the
+    tensors. model, num_classes: the user's options. shipped_as: the model of a file that
+    this program ships or fetches. Raises UsageError for weights of no family or of
+    another model, and for contradictions.
     """
     have = shapes_of(state)
     family, assumed = choose_family(source, have, metadata, model, shipped_as)
@@ -122,13 +143,19 @@ def recognise(
         network = build(num_classes=classes)
     require_fit(f"`ckpt={source}`", state, network)
     if model not in (None, name):
-        raise UsageError(f"`ckpt={source}`: holds the weights of {name}, not of {model}; use `model={name}`")
+        raise UsageError(
+            f"`ckpt={source}`: holds the weights of {name}, not of {model}; use `model={name}`"
+        )
     if assumed:
         _say_what_is_assumed(source, family, have, metadata)
     usual = family.models.get(name, family.recipe).num_classes
     if num_classes is None and "num_classes" not in metadata and classes not in (1000, usual):
-        print(f"{shown(source, 300)}: {classes} classes and the null class (all {rows} classes? --num-classes {rows})")
-    table, schedule = state.get("pos_embed"), metadata.get("schedule")
+        print(
+            f"{shown(source, 300)}: {classes} classes and the null class (all {rows} classes? "
+            f"--num-classes {rows})"
+        )
+    table = state.get("pos_embed")
+    schedule = metadata.get("schedule")
     facts = dict(
         learn_sigma=network.out_channels == 2 * network.in_channels,
         latent_size=isqrt(table.shape[1]) * network.patch_size if table is not None else None,
@@ -137,9 +164,20 @@ def recognise(
         usual=standard,
         image_size=metadata.get("image_size"),
         vae=metadata.get("vae"),
-        schedule=schedule if isinstance(schedule, dict) else None,  # else an argument of a training run
+        # else an argument of a training run
+        schedule=schedule if isinstance(schedule, dict) else None,
     )
-    return Fit(family, name, build, heads, network.in_channels, network.patch_size, classes, null_class, **facts)
+    return Fit(
+        family,
+        name,
+        build,
+        heads,
+        network.in_channels,
+        network.patch_size,
+        classes,
+        null_class,
+        **facts,
+    )
 
 
 def _recipe(metadata):
@@ -151,7 +189,9 @@ def _recipe(metadata):
 
 
 def reference_state(weights: Any, fit: Fit) -> dict[str, torch.Tensor]:
-    """Return the tensors of `weights`, a Checkpoint or a LoadedModule, under the names of their reference network."""
+    """Return the tensors of `weights`, a Checkpoint or a LoadedModule, under the names of
+    their reference network.
+    """
     return ask(fit.family, "converted", weights.state, weights.metadata)
 
 
@@ -171,19 +211,29 @@ def ask(family: Family, function: str, *arguments: Any) -> Any:
 def choose_family(
     source: str, have: Shapes, metadata: dict[str, Any], model: str | None, shipped_as: str | None
 ) -> tuple[Family, bool]:
-    """Return the family of weights with the shapes `have`, and whether it is an assumption: several families have these
-    entries, and nothing names one. Other arguments: as for `recognise`. Raises UsageError as `recognise` does."""
+    """Return the family of weights with the shapes `have`, and whether it is an
+    assumption: several families have these entries, and nothing names one. Other
+    arguments: as for `recognise`. Raises UsageError as `recognise` does.
+    """
     alike = families_with(have)
     wanted = family_of(model) if model else None
     if not alike:
         likely = wanted or families()[0]
         missing = next(key for key in likely.part("weights").KEYS if key not in have)
         others = " or ".join(f"a {family.name}" for family in families() if family != likely)
-        raise UsageError(f"`ckpt={source}`: is not a {likely.name}: no {missing}; nor is it {others}")
-    claims = [(*claim, family) for family in alike if (claim := ask(family, "claim", have, metadata))]
+        raise UsageError(
+            f"`ckpt={source}`: is not a {likely.name}: no {missing}; nor is it {others}"
+        )
+    claims = [
+        (*claim, family) for family in alike if (claim := ask(family, "claim", have, metadata))
+    ]
     for name in (metadata.get("model"), shipped_as):
         claims += [(NAMED, f"model {name}", family) for family in alike if name in family.models]
-    claims += [(EXPLICIT, f"family {family.name}", family) for family in alike if metadata.get("family") == family.name]
+    claims += [
+        (EXPLICIT, f"family {family.name}", family)
+        for family in alike
+        if metadata.get("family") == family.name
+    ]
     if "family" in metadata and metadata["family"] not in [family.name for family in alike]:
         raise UsageError(
             f"`ckpt={source}`: says family {shown(metadata['family'])}, and its entries are of "
@@ -193,23 +243,37 @@ def choose_family(
         strength, reason, family = max(claims, key=lambda claim: claim[0])
         for other_strength, other_reason, other in claims:
             if other != family and other_strength >= STRUCTURE:
-                raise UsageError(f"`ckpt={source}`: says {reason}, and has {other_reason}; save it again")
+                raise UsageError(
+                    f"`ckpt={source}`: says {reason}, and has {other_reason}; save it again"
+                )
         if wanted not in (None, family):
             raise UsageError(
-                f"`ckpt={source}`: was trained as a {family.name} ({reason}), not as {model}; drop `model`"
+                f"`ckpt={source}`: was trained as a {family.name} ({reason}), not as {model}; "
+                "drop `model`"
             )
         return family, False
     if wanted in alike:
         return wanted, False
     if wanted:
-        raise UsageError(f"`ckpt={source}`: is not a {wanted.name} but a {alike[0].name}; drop `model`")
+        raise UsageError(
+            f"`ckpt={source}`: is not a {wanted.name} but a {alike[0].name}; drop `model`"
+        )
     return _by_file_name(source, alike) or alike[0], len(alike) > 1
 
 
 def _by_file_name(source, alike):
-    """Return the family whose name is the first word of the file's name, as in published files, or None."""
+    """Return the family whose name is the first word of the file's name, as in published
+    files, or None.
+    """
     file = source.replace("\\", "/").rpartition("/")[2].lower()
-    return next((family for family in alike if re.match(rf"{re.escape(family.name.lower())}(\b|[-_])", file)), None)
+    return next(
+        (
+            family
+            for family in alike
+            if re.match(rf"{re.escape(family.name.lower())}(\b|[-_])", file)
+        ),
+        None,
+    )
 
 
 def _say_what_is_assumed(source, family, have, metadata):
@@ -220,7 +284,10 @@ def _say_what_is_assumed(source, family, have, metadata):
             name = other.part("weights").sizes(have, metadata)[0]
             others += [f"--model {name}"] if name in other.models and other != family else []
     remedy = f"; if it is not: {' or '.join(others)}" if others else ""
-    print(f"{shown(source, 300)}: names no family, taken for a {family.name} ({family.prediction}){remedy}")
+    print(
+        f"{shown(source, 300)}: names no family, taken for a {family.name} "
+        f"({family.prediction}){remedy}"
+    )
 
 
 def families_with(have: Shapes) -> list[Family]:
@@ -231,39 +298,48 @@ def families_with(have: Shapes) -> list[Family]:
 
 
 def _classes(source, rows, metadata, wanted):
-    """Return (number of classes, whether a null class follows them), from the rows of the label table."""
+    """Return (number of classes, whether a null class follows them), from the rows of the
+    label table.
+    """
     classes = metadata.get("num_classes", max(rows - 1, 1)) if wanted is None else wanted
     if rows in (classes, classes + 1):
         return classes, rows == classes + 1
     if wanted is None:
         raise UsageError(
-            f"`ckpt={source}`: says num_classes {classes}, and its label table has {rows} rows; give `num_classes`"
+            f"`ckpt={source}`: says num_classes {classes}, and its label table has {rows} rows; "
+            "give `num_classes`"
         )
     raise UsageError(
-        f"`num_classes={wanted}`: the label table in {source} has {rows} rows, one for each class and one for no "
-        f"class; use `num_classes={max(rows - 1, 1)}`"
+        f"`num_classes={wanted}`: the label table in {source} has {rows} rows, one for each class "
+        f"and one for no class; use `num_classes={max(rows - 1, 1)}`"
     )
 
 
 def require_sinusoid(source: str, state: dict[str, torch.Tensor], fit: Fit, remedy: str) -> float:
-    """Return how far the position table in `state` is from the sine-cosine table of its grid. Raises UsageError, with
-    `remedy`, for more than the rounding of a moving average: a table that was trained is no function of the grid."""
-    found, table = state["pos_embed"], fit.empty(fit.latent_size).position_table()
+    """Return how far the position table in `state` is from the sine-cosine table of its
+    grid. Raises UsageError, with `remedy`, for more than the rounding of a moving
+    average: a table that was trained is no function of the grid.
+    """
+    found = state["pos_embed"]
+    table = fit.empty(fit.latent_size).position_table()
     off = float((found.cpu().float() - torch.as_tensor(table)).abs().max())
     rounding = max(AVERAGED, torch.finfo(found.dtype).eps)
     if not off <= rounding:
         raise UsageError(
-            f"`ckpt={source}`: its position table is up to {off:.2g} off the sine-cosine table of its grid, more than "
-            f"the rounding of an average ({rounding:.1g}); {remedy}"
+            f"`ckpt={source}`: its position table is up to {off:.2g} off the sine-cosine table of "
+            f"its grid, more than the rounding of an average ({rounding:.1g}); {remedy}"
         )
     return off
 
 
 def find_model(name_or_path: str | Path) -> dict[str, torch.Tensor]:
-    """Return a state dict under the names of its family's reference network, as upstream's function of this name does;
-    weights of no family are returned unchanged. name_or_path: as for Checkpoint. Raises UsageError."""
+    """Return a state dict under the names of its family's reference network, as
+    upstream's function of this name does; weights of no family are returned unchanged.
+    name_or_path: as for Checkpoint. Raises UsageError.
+    """
     checkpoint = Checkpoint(name_or_path)
-    state, shapes = checkpoint.state, shapes_of(checkpoint.state)
+    state = checkpoint.state
+    shapes = shapes_of(checkpoint.state)
     if not families_with(shapes):
         return state
     family, _ = choose_family(checkpoint.name, shapes, checkpoint.metadata, None, None)
@@ -271,24 +347,33 @@ def find_model(name_or_path: str | Path) -> dict[str, torch.Tensor]:
 
 
 def download_model(name: str) -> dict[str, torch.Tensor]:
-    """Return the state dict of published weights, as upstream's function of this name does. Download them on first
-    use. Raises UsageError for another name."""
+    """Return the state dict of published weights, as upstream's function of this name
+    does. Download them on first use. Raises UsageError for another name.
+    """
     if name not in pretrained_models:
-        raise UsageError(f"`ckpt={name}`: not published; the names are {', '.join(sorted(pretrained_models))}")
+        raise UsageError(
+            f"`ckpt={name}`: not published; the names are {', '.join(sorted(pretrained_models))}"
+        )
     return find_model(name)
 
 
 def published_name(model: str, image_size: int, num_classes: int) -> str:
-    """Return the name of a model's published weights for a size in pixels. Raises UsageError if there are none."""
+    """Return the name of a model's published weights for a size in pixels. Raises
+    UsageError if there are none.
+    """
     family = family_of(model)
     implied = family.models[model]
     if image_size in implied.published and num_classes == implied.num_classes:
         return implied.published[image_size]
     if family.fetch:
-        raise UsageError(f"`ckpt`: {model} needs a file; the family's are fetched by: {family.fetch}")
+        raise UsageError(
+            f"`ckpt`: {model} needs a file; the family's are fetched by: {family.fetch}"
+        )
     there = [(name, sorted(one.published)) for name, one in family.models.items() if one.published]
-    known = "".join(f" (there are {name} at {' and '.join(map(str, sizes))})" for name, sizes in there)
+    known = "".join(
+        f" (there are {name} at {' and '.join(map(str, sizes))})" for name, sizes in there
+    )
     raise UsageError(
-        f"`ckpt`: no published weights for {model} at {image_size} px with {num_classes} classes{known}; give a file "
-        "or a folder"
+        f"`ckpt`: no published weights for {model} at {image_size} px with {num_classes} "
+        f"classes{known}; give a file or a folder"
     )

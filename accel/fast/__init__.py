@@ -20,8 +20,10 @@ from accel.precision import TIERS
 
 
 def family_of(model: torch.nn.Module) -> ModuleType:
-    """Import fast.py of a model's family, which lays out its weights: lay_out(read, model, ops) → Layout. It lies
-    beside the module of the model's class, or of a class that this derives from. Raises UsageError if there is none."""
+    """Import fast.py of a model's family, which lays out its weights: lay_out(read,
+    model, ops) → Layout. It lies beside the module of the model's class, or of a class
+    that this derives from. Raises UsageError if there is none.
+    """
     packages = (kind.__module__.rpartition(".")[0] for kind in type(model).__mro__)
     names = (f"{package}.fast" for package in packages if package.startswith("accel.families."))
     name = next(filter(find_spec, names), None)
@@ -31,11 +33,14 @@ def family_of(model: torch.nn.Module) -> ModuleType:
     return import_module(name)
 
 
-def laid_out(state: dict[str, torch.Tensor], model: torch.nn.Module, ops: Half | Split) -> FastNetwork:
-    """Make the accelerated network of the weights `state`, on any device, computed with `ops`.
+def laid_out(
+    state: dict[str, torch.Tensor], model: torch.nn.Module, ops: Half | Split
+) -> FastNetwork:
+    """Make the accelerated network of the weights `state`, on any device, computed with
+    `ops`.
 
-    model: the module, with or without values, for heads, sizes and the timestep's embedding. Raises ValueError, naming
-    the layer, for weights that the tier cannot hold.
+    model: the module, with or without values, for heads, sizes and the timestep's
+    embedding. Raises ValueError, naming the layer, for weights that the tier cannot hold.
     """
     read = Reader(state, ops.device, ops.stream, ops.part)
     return FastNetwork(family_of(model).lay_out(read, model, ops), ops)
@@ -50,9 +55,14 @@ def build(
     gemm: str = "auto",
     part: Part = WHOLE,
 ) -> FastNetwork:
-    """Make the accelerated network as `laid_out` does, with the ops of a tier. tuner: chooses the GEMMs' algorithms;
-    gemm: their backend."""
-    ops = Split(device, gemm, part) if tier == "exact" else Half(TIERS[tier].dtype, device, tuner, gemm, part)
+    """Make the accelerated network as `laid_out` does, with the ops of a tier. tuner:
+    chooses the GEMMs' algorithms; gemm: their backend.
+    """
+    ops = (
+        Split(device, gemm, part)
+        if tier == "exact"
+        else Half(TIERS[tier].dtype, device, tuner, gemm, part)
+    )
     return laid_out(state, model, ops)
 
 
@@ -65,12 +75,15 @@ def load(
     tuner: Tuner | None = None,
     part: Part = WHOLE,
 ) -> FastNetwork:
-    """Make the accelerated network as `build` does. Compile its kernels while the weights are copied.
+    """Make the accelerated network as `build` does. Compile its kernels while the weights
+    are copied.
 
-    model: of the same shape, without values (on the meta device). rows: batch rows of one evaluation on this rank.
+    model: of the same shape, without values (on the meta device). rows: batch rows of one
+    evaluation on this rank.
     """
     zero = torch.zeros((), device=device)
-    zeros = {  # without the blocks after the first, whose names begin with their list's and an index
+    # without the blocks after the first, whose names begin with their list's and an index
+    zeros = {
         name: zero.expand(value.shape)
         for name, value in model.state_dict().items()
         if not re.match(r"\w+\.[1-9]", name)
@@ -83,8 +96,13 @@ def load(
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def warm_up(call):
-        # A thread begins on GPU 0, to which leaving a stream of another one would return: that makes a context there.
-        with torch.inference_mode(), torch.cuda.device_of(shallow.position), torch.cuda.stream(stream):
+        # A thread begins on GPU 0, to which leaving a stream of another one would return:
+        # that makes a context there.
+        with (
+            torch.inference_mode(),
+            torch.cuda.device_of(shallow.position),
+            torch.cuda.stream(stream),
+        ):
             call()
 
     with ThreadPoolExecutor(len(calls)) as pool:
@@ -95,18 +113,22 @@ def load(
 
 
 def kernel_calls(network: FastNetwork, rows: int) -> list[Callable[[], object]]:
-    """Return calls of every kernel of a network evaluation of so many batch rows, for warming up."""
-    tokens, t = len(network.position), torch.zeros(rows, dtype=torch.int64, device=network.position.device)
+    """Return calls of every kernel of a network evaluation of so many batch rows, for
+    warming up.
+    """
+    tokens = len(network.position)
+    t = torch.zeros(rows, dtype=torch.int64, device=network.position.device)
     h = network.position.repeat(rows, 1, 1)  # (N, T, D)
-    branch, condition = (h.to(network.dtype), 0), network.condition(t, t)
+    branch = (h.to(network.dtype), 0)
+    condition = network.condition(t, t)
     (qkv, proj, fc1, fc2), rotate, activate, _ = network.blocks[0]
 
     def attend():
         packed = qkv.zeros(rows, tokens)
         network.attention(rotate(packed, 0) if rotate else packed, network.num_heads)
 
-    # Each makes a tensor first: a thread has no CUDA context before its first operation of torch, which kernels of our
-    # own ask for.
+    # Each makes a tensor first: a thread has no CUDA context before its first operation
+    # of torch, which kernels of our own ask for.
     return [
         *(partial(network.adaln, h.clone(), condition, 0, (branch,) * count) for count in range(3)),
         lambda: network.last_adaln(h.clone(), condition, 0, (branch, branch)),

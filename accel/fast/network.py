@@ -1,11 +1,16 @@
-"""The accelerated network: blocks that a family lays out, computed with the ops of a tier, on a rank's part of them.
+"""The accelerated network: blocks that a family lays out, computed with the ops of a
+tier, on a rank's part of them.
 
-GEMMs in the tier's arithmetic around a float32 residual stream. One kernel does everything between two GEMMs. What
-depends on (timestep, label) alone comes from a table. Per block:
+GEMMs in the tier's arithmetic around a float32 residual stream. One kernel does
+everything between two GEMMs. What depends on (timestep, label) alone comes from a table.
+Per block:
 
-    h ← adaLN(x)                               fused adaLN kernel: reads x, writes h as the next GEMM takes it
-    a ← proj(attention(qkv(h)))                two GEMMs, one attention; some families rotate q and k before it
-    h ← adaLN(x + gate·a)                      x is not written: the next kernel adds a again, which is cheaper
+    h ← adaLN(x)                               fused adaLN kernel: reads x, writes h as the next
+                                               GEMM takes it
+    a ← proj(attention(qkv(h)))                two GEMMs, one attention; some families rotate q and
+                                               k before it
+    h ← adaLN(x + gate·a)                      x is not written: the next kernel adds a again, which
+                                               is cheaper
     m ← fc2(act(fc1(h)))                       two GEMMs; GELU in the epilogue, SwiGLU by a kernel
     x ← x + gate·a + gate·m,  h ← adaLN(x)     this is already the next block's first kernel
 
@@ -45,27 +50,38 @@ class Layout(NamedTuple):
 class FastNetwork(BlockNetwork):
     """See the module's text.
 
-    The ops of a step, and whether it is captured and hoists its conditioning, are attributes: a benchmark replaces one
-    of them.
+    The ops of a step, and whether it is captured and hoists its conditioning, are
+    attributes: a benchmark replaces one of them.
     """
 
     captures = hoists = True
 
     def __init__(self, layout: Layout, ops: Half | Split):
         super().__init__()
-        self.patch_size, self.in_channels = layout.patch_size, layout.in_channels
-        self.patches, self.position, self.final = layout.patches, layout.position, layout.final
-        self.blocks, self.conditioning = layout.blocks, layout.conditioning
-        self.depth, self.width, self.num_heads = len(self.blocks), len(self.patches), layout.num_heads // ops.part.ranks
-        self.part, self.dtype, self.device = ops.part, ops.dtype, ops.device
+        self.patch_size = layout.patch_size
+        self.in_channels = layout.in_channels
+        self.patches = layout.patches
+        self.position = layout.position
+        self.final = layout.final
+        self.blocks = layout.blocks
+        self.conditioning = layout.conditioning
+        self.depth = len(self.blocks)
+        self.width = len(self.patches)
+        self.num_heads = layout.num_heads // ops.part.ranks
+        self.part = ops.part
+        self.dtype = ops.dtype
+        self.device = ops.device
         self.adaln = partial(ops.adaln, rms_eps=layout.rms_eps)
         self.last_adaln = partial(ops.last_adaln, rms_eps=layout.last_rms_eps)
-        self.attention, self.overflowed = ops.attention, ops.overflowed
-        self.tuner, self.exchanges = ops.tuner, ops.exchanges
+        self.attention = ops.attention
+        self.overflowed = ops.overflowed
+        self.tuner = ops.tuner
+        self.exchanges = ops.exchanges
         self.table = None  # of sampling runs
 
     def embed(self, x: Tensor, tokens: slice = slice(None), copies: int = 1) -> Tensor:
-        patches = F.pixel_unshuffle(x.to(self.position.dtype), self.patch_size)  # (n, C·p·p, H/p, W/p)
+        # (n, C·p·p, H/p, W/p)
+        patches = F.pixel_unshuffle(x.to(self.position.dtype), self.patch_size)
         with true_float32():
             h = F.linear(patches.flatten(2).transpose(1, 2)[:, tokens], self.patches)  # (n, t, D)
         return (h.expand(copies, *h.shape) + self.position[tokens]).flatten(0, 1)
@@ -74,7 +90,9 @@ class FastNetwork(BlockNetwork):
         return Modulation(self.conditioning(t, y), torch.arange(len(t), device=t.device))
 
     def forward_blocks(self, h, condition, attend, tokens=slice(None)) -> Tensor:
-        x, first, total = h, tokens.start or 0, self.part.sum
+        x = h
+        first = tokens.start or 0
+        total = self.part.sum
         h = self.adaln(x, condition, 0)  # (N, t, D)
         for i in range(self.depth):
             (qkv, proj, fc1, fc2), rotate, activate, _ = self.blocks[i]
@@ -92,7 +110,8 @@ class FastNetwork(BlockNetwork):
             if i + 1 < self.depth:
                 h = self.adaln(x, condition, following, branches)
         with true_float32():
-            return F.linear(self.last_adaln(x, condition, following, branches), *self.final)  # (N, t, p·p·C')
+            # (N, t, p·p·C')
+            return F.linear(self.last_adaln(x, condition, following, branches), *self.final)
 
     def schedule(self, times, labels, at_once=1) -> tuple[BlockNetwork, Callable[..., None]]:
         if not self.hoists:
@@ -115,10 +134,17 @@ class FastNetwork(BlockNetwork):
 
     def tune(self, row_tokens: Iterable[int]) -> None:
         tuned = [layer for layer in self.blocks[0].gemms if layer.backend == "tuned"]
-        gemms = [(*layer.shape(m), self.dtype, self.device) for m in sorted(set(row_tokens)) for layer in tuned]
+        gemms = [
+            (*layer.shape(m), self.dtype, self.device)
+            for m in sorted(set(row_tokens))
+            for layer in tuned
+        ]
         if not gemms:
             return
         before = len(self.tuner.seconds)
         self.tuner.choose_alike(gemms)
         if taken := self.tuner.seconds[before:]:
-            print(f"GEMMs measured for this GPU: {len(taken)} in {sum(taken):.1f} s; later runs find what was chosen")
+            print(
+                f"GEMMs measured for this GPU: {len(taken)} in {sum(taken):.1f} s; later runs "
+                "find what was chosen"
+            )

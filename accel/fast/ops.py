@@ -1,11 +1,14 @@
-"""A tier's ops: all that the loop over blocks (network.py) computes with, and how a block's four GEMMs are laid out.
+"""A tier's ops: all that the loop over blocks (network.py) computes with, and how a
+block's four GEMMs are laid out.
 
     Half     operands in half precision, sums in float32; float32 and float64 are for tests
-    Split    float32's accuracy from float16 tensor cores: GEMMs and attention take and give high/low splits
+    Split    float32's accuracy from float16 tensor cores: GEMMs and attention take and give
+             high/low splits
 
-Both have `device`, `part` and `tuner`; `dtype`, of a GEMM's weights as a family gives them; `stream`, of the residual
-stream, norms, conditioning and last layer; `exchanges`, the token exchanges that keep the tier's accuracy; the ops
-`adaln`, before a GEMM, `last_adaln` and `attention`; `block` and `overflowed`.
+Both have `device`, `part` and `tuner`; `dtype`, of a GEMM's weights as a family gives
+them; `stream`, of the residual stream, norms, conditioning and last layer; `exchanges`,
+the token exchanges that keep the tier's accuracy; the ops `adaln`, before a GEMM,
+`last_adaln` and `attention`; `block` and `overflowed`.
 """
 
 from collections.abc import Callable
@@ -24,14 +27,17 @@ from accel.kernels.split_linear import SplitLinear, balance, choose
 from accel.kernels.swiglu import swiglu, swiglu_split
 from accel.network import WHOLE, BlockNetwork, Part
 
-Gemms = dict[str, tuple[Tensor, Tensor | None]]  # by name: weight (N, K) and bias (N,) of qkv, proj, fc1 and fc2
+# by name: weight (N, K) and bias (N,) of qkv, proj, fc1 and fc2
+Gemms = dict[str, tuple[Tensor, Tensor | None]]
 
 
 class Block(NamedTuple):
     """A block of the network, between its norms."""
 
     gemms: tuple[Linear | SplitLinear, ...]  # qkv, proj, fc1, fc2
-    rotate: Callable | None  # (packed projection, its first token) → the same with q and k rotated; None: no rotation
+    # (packed projection, its first token) → the same with q and k rotated; None: no
+    # rotation
+    rotate: Callable | None
     activate: Callable | None  # between fc1 and fc2; None: GELU, in the epilogue of fc1
     norms: Tensor | None  # (2, 2, D): weight and bias of the norm of queries, then of keys
 
@@ -45,7 +51,9 @@ class Rotation(NamedTuple):
 
 
 class Half:
-    """Half precision with float32 sums. tuner: chooses the GEMMs' algorithms. gemm: their backend."""
+    """Half precision with float32 sums. tuner: chooses the GEMMs' algorithms. gemm: their
+    backend.
+    """
 
     exchanges = BlockNetwork.exchanges
 
@@ -57,14 +65,20 @@ class Half:
         gemm: str = "auto",
         part: Part = WHOLE,
     ):
-        self.dtype, self.device, self.tuner, self.gemm, self.part = dtype, device, tuner or Tuner(), gemm, part
+        self.dtype = dtype
+        self.device = device
+        self.tuner = tuner or Tuner()
+        self.gemm = gemm
+        self.part = part
         self.stream = torch.promote_types(dtype, torch.float32)
-        self.adaln, self.last_adaln = partial(adaln, dtype=dtype), partial(adaln, dtype=self.stream)
+        self.adaln = partial(adaln, dtype=dtype)
+        self.last_adaln = partial(adaln, dtype=self.stream)
         self.attention = attention
 
     def block(self, gemms: Gemms, gated: bool = False, rotation: Rotation | None = None) -> Block:
-        """Return a block of a rank's part of four GEMMs. gated: fc1 is two matrices one below the other, for SwiGLU in
-        place of GELU."""
+        """Return a block of a rank's part of four GEMMs. gated: fc1 is two matrices one
+        below the other, for SwiGLU in place of GELU.
+        """
         layers = tuple(
             Linear(weight, bias, gelu=index == 2 and not gated, tuner=self.tuner, backend=self.gemm)
             for index, (weight, bias) in enumerate(gemms.values())
@@ -84,26 +98,36 @@ class Split:
     dtype = stream = torch.float32
 
     def __init__(self, device: torch.device, gemm: str = "auto", part: Part = WHOLE):
-        self.device, self.part, self.tuner, self.watched = device, part, None, {}
+        self.device = device
+        self.part = part
+        self.tuner = None
+        self.watched = {}
         self.gemm = choose(device) if gemm == "auto" else gemm
         self.adaln = partial(adaln_split, stack=self.gemm == "cublas")
-        self.last_adaln, self.attention = partial(adaln, dtype=torch.float32), split_attention
+        self.last_adaln = partial(adaln, dtype=torch.float32)
+        self.attention = split_attention
 
     def block(self, gemms: Gemms, gated: bool = False, rotation: Rotation | None = None) -> Block:
-        """Lay out a block as Half.block does. Raises ValueError, naming the layer, for weights that are not finite.
+        """Lay out a block as Half.block does. Raises ValueError, naming the layer, for
+        weights that are not finite.
 
-        Powers of two move between neighbouring GEMMs: from q to k, from v to proj, from GELU's output to fc2. They
-        change no bit of the function, but the values that are split get similar magnitudes. SwiGLU's output is scaled
-        by the token.
+        Powers of two move between neighbouring GEMMs: from q to k, from v to proj, from
+        GELU's output to fc2. They change no bit of the function, but the values that are
+        split get similar magnitudes. SwiGLU's output is scaled by the token.
         """
-        names, layer = list(gemms), partial(SplitLinear, backend=self.gemm)
+        names = list(gemms)
+        layer = partial(SplitLinear, backend=self.gemm)
         (qkv, bq), (proj, bp), (fc1, b1), (fc2, b2) = (
-            (weight, weight.new_zeros(len(weight)) if bias is None else bias) for weight, bias in gemms.values()
+            (weight, weight.new_zeros(len(weight)) if bias is None else bias)
+            for weight, bias in gemms.values()
         )
-        overflow, rotate, activate = self._watch(names[0]), None, None
+        overflow = self._watch(names[0])
+        rotate = None
+        activate = None
         factor, norms = _balanced(qkv, bq, rotation)
         if rotation:  # its kernel splits and watches
-            kernel, overflow = partial(qk_norm_rotary_split, overflow=overflow), None
+            kernel = partial(qk_norm_rotary_split, overflow=overflow)
+            overflow = None
             rotate = partial(_rotate, kernel, self.part, rotation._replace(norms=norms))
         attention = (
             layer(qkv * factor[:, None], bq * factor, overflow=overflow, name=names[0]),
@@ -126,14 +150,18 @@ class Split:
         return self.watched[layer]
 
     def overflowed(self) -> str | None:
-        """Return the first layer with a value too large for a split, or None. Wait for the device."""
+        """Return the first layer with a value too large for a split, or None. Wait for
+        the device.
+        """
         flags = torch.cat([*self.watched.values()]).tolist()
         return next((layer for layer, flag in zip(self.watched, flags) if flag), None)
 
 
 def _rotate(kernel, part, rotation, qkv, first):
-    """Normalise and rotate q and k of the packed projection by `kernel`. A norm over heads that ranks divide is applied
-    before, by tensor operations with the statistics of all ranks."""
+    """Normalise and rotate q and k of the packed projection by `kernel`. A norm over
+    heads that ranks divide is applied before, by tensor operations with the statistics of
+    all ranks.
+    """
     norms = rotation.norms
     if norms is not None and part.ranks > 1 and not rotation.rms_eps:
         normalise(qkv, norms, lambda mean: part.sum(mean) / part.ranks)
@@ -142,8 +170,9 @@ def _rotate(kernel, part, rotation, qkv, first):
 
 
 def _balanced(qkv, bias, rotation):
-    """Return powers of two for the outputs of qkv (3·D,), and the norms with theirs. Outputs that are rotated into each
-    other have the same."""
+    """Return powers of two for the outputs of qkv (3·D,), and the norms with theirs.
+    Outputs that are rotated into each other have the same.
+    """
     q, k, v = balance(qkv, bias).chunk(3)  # each (D,)
     norms = rotation and rotation.norms
     if norms is not None:
@@ -159,5 +188,6 @@ def _balanced(qkv, bias, rotation):
 
 def _balance_pairs(weight, bias):
     """Balance weight (D, K) and bias (D,) with the same power of two for outputs 2i and 2i + 1."""
-    both = torch.cat([weight, bias[:, None]], 1).unflatten(0, (-1, 2)).flatten(1)  # (D/2, 2·(K + 1))
+    # (D/2, 2·(K + 1))
+    both = torch.cat([weight, bias[:, None]], 1).unflatten(0, (-1, 2)).flatten(1)
     return balance(both, both.new_zeros(len(both))).repeat_interleave(2)

@@ -1,4 +1,6 @@
-"""A state dict as one rank reads it: of a GEMM its part alone, from the mapped file straight to the device."""
+"""A state dict as one rank reads it: of a GEMM its part alone, from the mapped file
+straight to the device.
+"""
 
 import torch
 from torch import Tensor
@@ -12,9 +14,13 @@ class Reader:
     stream: the dtype of all that is not a GEMM's.
     """
 
-    def __init__(self, state: dict[str, Tensor], device: torch.device, stream: torch.dtype, part: Part):
+    def __init__(
+        self, state: dict[str, Tensor], device: torch.device, stream: torch.dtype, part: Part
+    ):
         self.state = {name: value.detach() for name, value in state.items()}
-        self.device, self.stream, self.part = device, stream, part
+        self.device = device
+        self.stream = stream
+        self.part = part
 
     def depth(self, layer: str) -> int:
         """Count the blocks: tensors whose name ends with `layer`."""
@@ -25,8 +31,9 @@ class Reader:
         return self._copy(self.state[name], dtype)
 
     def rows(self, name: str, dtype: torch.dtype, matrices: int = 1) -> Tensor:
-        """Return this rank's outputs of a GEMM: its part of the rows of each of `matrices` stacked matrices, or of
-        their bias."""
+        """Return this rank's outputs of a GEMM: its part of the rows of each of
+        `matrices` stacked matrices, or of their bias.
+        """
         parts = self.state[name].unflatten(0, (matrices, self.part.ranks, -1))
         return self._copy(parts[:, self.part.rank], dtype).flatten(0, 1)
 
@@ -36,15 +43,22 @@ class Reader:
         return self._copy(parts[:, self.part.rank], dtype)
 
     def once(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return the bias of a GEMM whose results the ranks sum: on the first rank, zeros on the others."""
+        """Return the bias of a GEMM whose results the ranks sum: on the first rank, zeros
+        on the others.
+        """
         bias = self(name, dtype)
         return bias if self.part.rank == 0 else torch.zeros_like(bias)
 
     def heads(self, name: str, heads: int, size: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return this rank's query heads, of `heads` of `size` rows; several may share a head of keys or values."""
-        whole, mine = self.state[name].unflatten(0, (-1, size)), heads // self.part.ranks
-        shared, first = heads // len(whole), mine * self.part.rank
-        rows = self._copy(whole[first // shared : (first + mine - 1) // shared + 1], dtype)  # (kv heads, d, …)
+        """Return this rank's query heads, of `heads` of `size` rows; several may share a
+        head of keys or values.
+        """
+        whole = self.state[name].unflatten(0, (-1, size))
+        mine = heads // self.part.ranks
+        shared = heads // len(whole)
+        first = mine * self.part.rank
+        # (kv heads, d, …)
+        rows = self._copy(whole[first // shared : (first + mine - 1) // shared + 1], dtype)
         if shared > 1:
             rows = rows.repeat_interleave(shared, dim=0)[first % shared :][:mine]
         return rows.flatten(0, 1)

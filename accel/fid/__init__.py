@@ -1,4 +1,5 @@
-"""A folder of many pictures for FID: made by many ranks, killed at any moment, continued with the same command.
+"""A folder of many pictures for FID: made by many ranks, killed at any moment, continued
+with the same command.
 
     <folder>/000000.png …        the pictures; a file under such a name is finished
     <folder>/.job/settings.json  the settings that decide their bits; a start with others is refused
@@ -7,7 +8,8 @@
     <folder>/.job/…              the GEMM algorithms that the autotuner chose, on a GPU
     <folder>.npz                 arr_0 (N, H, W, 3) uint8, as the FID evaluators read it
 
-A command makes an `Order`. Inside `locked` it loads its network and decoder, and calls `run`.
+A command makes an `Order`. Inside `locked` it loads its network and decoder, and calls
+`run`.
 """
 
 import errno
@@ -35,7 +37,8 @@ from accel.progress import Stopwatch
 class Maker(NamedTuple):
     """The functions that make the pictures of a batch on this rank."""
 
-    denoise: Callable[[torch.Tensor, torch.Tensor, Draw], torch.Tensor]  # z, labels, draw → latents, as noise.py has z
+    # z, labels, draw → latents, as noise.py has z
+    denoise: Callable[[torch.Tensor, torch.Tensor, Draw], torch.Tensor]
     decode: Callable[[torch.Tensor], torch.Tensor]  # latents → pixels (n, 3, H, W), about (-1, 1)
     device: torch.device
     watch: Stopwatch
@@ -44,8 +47,10 @@ class Maker(NamedTuple):
 
 @contextmanager
 def locked(folder: Path, job: Job) -> Iterator[None]:
-    """Make the folder and keep other jobs out of it. Load the network inside too: its autotuner writes to the folder.
-    Raises UsageError on every rank if another job is at work there, or if this user may not write there."""
+    """Make the folder and keep other jobs out of it. Load the network inside too: its
+    autotuner writes to the folder. Raises UsageError on every rank if another job is at
+    work there, or if this user may not write there.
+    """
     with ExitStack() as stack:
         job.run_collectively(lambda: stack.enter_context(sole_job(folder)), only=0)
         job.run_collectively(lambda: _require_access(folder), only=0)
@@ -55,26 +60,34 @@ def locked(folder: Path, job: Job) -> Iterator[None]:
 def _require_access(folder):
     """Raise UsageError where this user may not write or list, before weights are loaded."""
     for place in (folder, folder / ".job", folder.parent):
-        with path_errors("sample_dir", place, "give yourself the right to write there and list it, or use another"):
+        with path_errors(
+            "sample_dir",
+            place,
+            "give yourself the right to write there and list it, or use another",
+        ):
             require_writable(place)
             if place != folder.parent:
                 os.listdir(place)
 
 
 def tuner_folders(folder: Path) -> list[Path]:
-    """Return the folders of the GEMM autotuner's choices: the job's own, since another algorithm rounds differently,
-    then the user's cache."""
+    """Return the folders of the GEMM autotuner's choices: the job's own, since another
+    algorithm rounds differently, then the user's cache.
+    """
     return [folder / ".job", cache_folder()]
 
 
 def run(order: Order, job: Job, settings: dict, maker: Maker) -> None:
-    """Make the missing pictures of `order` and their .npz; settings: as `begin` has them. Raises Stopped when asked to
-    stop, UsageError where ranks differ in settings, the folder holds something else or the disk is full."""
+    """Make the missing pictures of `order` and their .npz; settings: as `begin` has them.
+    Raises Stopped when asked to stop, UsageError where ranks differ in settings, the
+    folder holds something else or the disk is full.
+    """
     job.require_equal(settings, OF_MACHINE)
-    folder, batches = order.folder, Batches(order, job.rank, job.world)
+    folder = order.folder
+    batches = Batches(order, job.rank, job.world)
     archive = Archive(folder, order.count, order.image_size)
-    # Rank 0's view for all: each node has its own, older view of a network file system, and ranks with different views
-    # would leave batches to each other.
+    # Rank 0's view for all: each node has its own, older view of a network file system,
+    # and ranks with different views would leave batches to each other.
     finished = job.from_rank_0(lambda: _begin(batches, archive, settings))
     with disk_errors(folder):
         if len(finished) < batches.count:
@@ -95,8 +108,8 @@ def disk_errors(folder: Path) -> Iterator[None]:
             raise
         remedy = "free some" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "mend that"
         raise UsageError(
-            f"`sample_dir`: {error.strerror} at {error.filename or folder}; {remedy} and start again with the same "
-            "command to resume"
+            f"`sample_dir`: {error.strerror} at {error.filename or folder}; {remedy} and start "
+            "again with the same command to resume"
         ) from None
 
 
@@ -111,14 +124,25 @@ def _begin(batches, archive, settings):
 
 
 def _make_pictures(maker, order, job, batches, finished):
-    """Make this rank's share of the batches that are not finished. Raises Stopped if any rank was asked to stop."""
+    """Make this rank's share of the batches that are not finished. Raises Stopped if any
+    rank was asked to stop.
+    """
     todo = batches.left(finished)
     left = sum(job.all_gather_object(sum(len(batches.pictures(batch)) for batch in todo)))
     already = batches.total - left
-    noise = (PictureNoise if order.independent else UpstreamNoise)(order, batches, maker.device, maker.draws)
+    noise = (PictureNoise if order.independent else UpstreamNoise)(
+        order, batches, maker.device, maker.draws
+    )
     with (
-        tqdm(total=batches.total, initial=already, unit="picture", smoothing=0.1, disable=job.rank > 0) as bar,
-        ThreadPoolExecutor(1) as background,  # compresses and writes a batch while the next is sampled
+        tqdm(
+            total=batches.total,
+            initial=already,
+            unit="picture",
+            smoothing=0.1,
+            disable=job.rank > 0,
+        ) as bar,
+        # compresses and writes a batch while the next is sampled
+        ThreadPoolExecutor(1) as background,
     ):
         written = background.submit(lambda: None)
         while todo and not job.stopping:
@@ -134,7 +158,9 @@ def _make_pictures(maker, order, job, batches, finished):
             with maker.watch.phase("decode"):
                 pixels = to_uint8(maker.decode(latents)).numpy()
             written.result()  # at most one batch waits in memory
-            written = background.submit(write_pictures, order.folder, batches.pictures(batch), pixels)
+            written = background.submit(
+                write_pictures, order.folder, batches.pictures(batch), pixels
+            )
             bar.update(already + job.store.add("pictures", len(pixels)) - bar.n)
         written.result()
         job.barrier()

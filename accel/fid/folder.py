@@ -1,6 +1,8 @@
-"""The folder of an FID job: the order, its batches and pictures, and the settings that make them.
+"""The folder of an FID job: the order, its batches and pictures, and the settings that
+make them.
 
-A picture gets its name when its bytes are on disk: a file under a picture's name is a finished picture.
+A picture gets its name when its bytes are on disk: a file under a picture's name is a
+finished picture.
 """
 
 import io
@@ -20,8 +22,10 @@ from accel.errors import UsageError, require_equal
 from accel.files import atomic_write, read_json, read_small, remove_partial_files, sync_folder
 
 CODE = "this code's kernels"  # the setting that may change while a job is interrupted
-OF_MACHINE = {"device", "torch", "number of threads", CODE}  # settings that nodes of one job may differ in
-# Threads that compress PNGs: 16 ms a picture of 256 px, 60 ms of 512 px. Four keep up with twice what an H200 makes.
+# settings that nodes of one job may differ in
+OF_MACHINE = {"device", "torch", "number of threads", CODE}
+# Threads that compress PNGs: 16 ms a picture of 256 px, 60 ms of 512 px. Four keep up
+# with twice what an H200 makes.
 WRITERS = 4
 
 
@@ -35,10 +39,13 @@ class Order(NamedTuple):
     num_classes: int
     image_size: int  # pixels of a side
     latent: tuple[int, int, int]  # (C, L, L)
-    copies: int = 2  # normals that a step of upstream's stream draws for a picture: 2 with guidance, else 1
+    # normals that a step of upstream's stream draws for a picture: 2 with guidance, else
+    # 1
+    copies: int = 2
     balanced: bool = False  # as many pictures of each class; else random classes
     noise_from_cpu: bool = False  # of the steps of upstream's stream
-    independent: bool = False  # noise and labels keyed by picture; else upstream's stream, a seed a rank
+    # noise and labels keyed by picture; else upstream's stream, a seed a rank
+    independent: bool = False
 
     @property
     def batch_sizes(self) -> set[int]:
@@ -51,30 +58,45 @@ class Order(NamedTuple):
 class Batches:
     """The division of an order's pictures into batches and ranks.
 
-    Upstream's way: in a round each rank makes n pictures, interleaved by rank; the total is rounded up to whole rounds.
-    The world-independent way: a round is one batch, made by any rank; the last may be smaller.
+    Upstream's way: in a round each rank makes n pictures, interleaved by rank; the total
+    is rounded up to whole rounds. The world-independent way: a round is one batch, made
+    by any rank; the last may be smaller.
     """
 
     def __init__(self, order: Order, rank: int, world: int):
-        self.order, self.rank, self.world = order, rank, world
+        self.order = order
+        self.rank = rank
+        self.world = world
         self.in_round = 1 if order.independent else world  # batches, whose pictures are interleaved
-        self.count = self.in_round * ceil(order.count / (self.in_round * order.batch_size))  # of all ranks
+        # of all ranks
+        self.count = self.in_round * ceil(order.count / (self.in_round * order.batch_size))
         self.total = order.count if order.independent else self.count * order.batch_size
 
     def finished(self) -> set[int]:
         """Return the batches of all ranks whose pictures are all in the folder."""
         there = {entry.name for entry in os.scandir(self.order.folder) if entry.is_file()}
-        return {batch for batch in range(self.count) if there.issuperset(map(picture_name, self.pictures(batch)))}
+        return {
+            batch
+            for batch in range(self.count)
+            if there.issuperset(map(picture_name, self.pictures(batch)))
+        }
 
     def left(self, finished: Collection[int]) -> list[int]:
         """Return this rank's share of the batches that are not in `finished`, in order."""
         if self.order.independent:
-            return [batch for batch in range(self.count) if batch not in finished][self.rank :: self.world]
-        return [batch for batch in range(self.rank, self.count, self.world) if batch not in finished]
+            return [batch for batch in range(self.count) if batch not in finished][
+                self.rank :: self.world
+            ]
+        return [
+            batch for batch in range(self.rank, self.count, self.world) if batch not in finished
+        ]
 
     def pictures(self, batch: int) -> range:
-        """Return the picture numbers of a batch. In upstream's way, batch i·world + rank is the i-th of that rank."""
-        (index, offset), size = divmod(batch, self.in_round), self.in_round * self.order.batch_size  # of a round
+        """Return the picture numbers of a batch. In upstream's way, batch i·world + rank
+        is the i-th of that rank.
+        """
+        (index, offset) = divmod(batch, self.in_round)
+        size = self.in_round * self.order.batch_size  # of a round
         return range(index * size + offset, min((index + 1) * size, self.total), self.in_round)
 
 
@@ -109,18 +131,29 @@ def read_picture(path: Path, size: int) -> np.ndarray:
         with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
             if (image.size, image.mode) == ((size, size), "RGB"):
                 return np.asarray(image)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):  # SyntaxError: a damaged chunk
+    # SyntaxError: a damaged chunk
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
         pass
-    raise UsageError(f"{path}: is not a whole PNG of {size}×{size} pixels; delete it and start again: it is made anew")
+    raise UsageError(
+        f"{path}: is not a whole PNG of {size}×{size} pixels; delete it and start again: it is "
+        "made anew"
+    )
 
 
 def begin(folder: Path, settings: dict) -> None:
-    """Open the folder for a job with `settings`: plain JSON, all that decides the pictures' bits by the names that a
-    user knows. Removes what killed jobs left unfinished. Raises UsageError if its pictures were made otherwise."""
-    home, npz = folder / ".job", npz_of(folder)
+    """Open the folder for a job with `settings`: plain JSON, all that decides the
+    pictures' bits by the names that a user knows. Removes what killed jobs left
+    unfinished. Raises UsageError if its pictures were made otherwise.
+    """
+    home = folder / ".job"
+    npz = npz_of(folder)
     if any(home.glob("rank-*.jsonl")):
-        raise UsageError(f"`sample_dir`: {folder} was begun by version 3; resume it with 3.0.0, or use another")
-    if npz.exists() or any(entry.name.endswith(".png") and entry.is_file() for entry in os.scandir(folder)):
+        raise UsageError(
+            f"`sample_dir`: {folder} was begun by version 3; resume it with 3.0.0, or use another"
+        )
+    if npz.exists() or any(
+        entry.name.endswith(".png") and entry.is_file() for entry in os.scandir(folder)
+    ):
         _compare(folder, home / "settings.json", settings)
     else:
         with atomic_write(home / "settings.json", "w", durable=True, through_link=False) as file:
@@ -137,10 +170,14 @@ def _compare(folder, record, settings):
         earlier = read_json(record)
     except (OSError, ValueError):
         raise UsageError(
-            f"`sample_dir`: {folder} holds pictures, or its .npz is there, without a record of how they were made "
-            f"({record} is missing or damaged); move them, or use another `sample_dir`"
+            f"`sample_dir`: {folder} holds pictures, or its .npz is there, without a record of "
+            f"how they were made ({record} is missing or damaged); move them, or use another "
+            "`sample_dir`"
         ) from None
     if earlier.get(CODE) != settings.get(CODE):
-        print(f"{folder}: was begun by other kernels; pictures from here on may differ in their last bits")
+        print(
+            f"{folder}: was begun by other kernels; pictures from here on may differ in their "
+            "last bits"
+        )
     begun = f"the pictures in {folder} were begun with"
     require_equal(settings, earlier, {CODE}, begun, "use that, or another `sample_dir`")

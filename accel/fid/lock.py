@@ -16,7 +16,8 @@ PATIENCE = 2.0  # seconds that a killed process may take to end
 
 @contextmanager
 def sole_job(folder: Path) -> Iterator[None]:
-    """Make the folder and keep other jobs out of it inside. UsageError names the job that is at work there.
+    """Make the folder and keep other jobs out of it inside. UsageError names the job that
+    is at work there.
 
     A file system without flock gets a line that says so.
     """
@@ -26,12 +27,15 @@ def sole_job(folder: Path) -> Iterator[None]:
     with path_errors("sample_dir", path, "remove it or free some space, or use another"):
         file = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)  # never through a link
     with file:
-        handle = file.fileno()  # unbuffered: closing writes nothing, which a full disk would refuse once more
+        # unbuffered: closing writes nothing, which a full disk would refuse once more
+        handle = file.fileno()
         with path_errors("sample_dir", folder, "free some space or mend that, or use another"):
             _lock(folder, handle)
             os.ftruncate(handle, 0)
             now = time.strftime("%Y-%m-%d %H:%M:%S")
-            os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()} since {now}".encode(), 0)
+            os.pwrite(
+                handle, f"process {os.getpid()} on {socket.gethostname()} since {now}".encode(), 0
+            )
         try:
             yield
         finally:
@@ -47,9 +51,13 @@ def _lock(folder, handle):
             if time.monotonic() > deadline:
                 holder = shown(os.pread(handle, 1000, 0).decode(errors="replace"), 200)
                 raise UsageError(
-                    f"`sample_dir`: {folder} is in use by another job ({holder}); wait for it, or use another"
+                    f"`sample_dir`: {folder} is in use by another job ({holder}); wait for it, or "
+                    "use another"
                 ) from None
         except OSError as error:
-            print(f"{folder}: this file system has no locks ({error.strerror}); start one job at a time here")
+            print(
+                f"{folder}: this file system has no locks ({error.strerror}); start one job at a "
+                "time here"
+            )
             return None
         time.sleep(0.05)

@@ -13,28 +13,36 @@ Drawn = tuple[torch.Tensor, torch.Tensor, Draw]
 
 
 def labels_of(order: Order, pictures: range, drawn: torch.Tensor) -> torch.Tensor:
-    """Return labels (n,) of `pictures`: `drawn`, or by the picture's number if balanced. `drawn` is drawn in any case,
-    so the noise is that of a job with random labels."""
+    """Return labels (n,) of `pictures`: `drawn`, or by the picture's number if balanced.
+    `drawn` is drawn in any case, so the noise is that of a job with random labels.
+    """
     if not order.balanced:
         return drawn
     return torch.tensor([number % order.num_classes for number in pictures], device=drawn.device)
 
 
 class UpstreamNoise:
-    """Upstream's stream on the device's own generator: seeded once a rank, then one batch after the other.
+    """Upstream's stream on the device's own generator: seeded once a rank, then one batch
+    after the other.
 
-    A batch draws z, labels and the noise of its steps: 2n rows with guidance, n without. draws: how many steps draw.
+    A batch draws z, labels and the noise of its steps: 2n rows with guidance, n without.
+    draws: how many steps draw.
     """
 
     def __init__(self, order: Order, batches: Batches, device: torch.device, draws: int):
-        self.order, self.batches, self.device, self.draws = order, batches, device, draws
+        self.order = order
+        self.batches = batches
+        self.device = device
+        self.draws = draws
         self.of_steps = torch.default_generator if order.noise_from_cpu else None
         self.next = batches.rank  # of this rank's batches, the first that is not drawn yet
         torch.manual_seed(order.seed * batches.world + batches.rank)
 
     def skip(self, batch: int) -> bool:
-        """Draw one batch before `batch` without the network, so a resumed job has the stream of an undisturbed one.
-        Return False if there is none: `batch` is the next. A CUDA generator's offset could be advanced, a CPU's not."""
+        """Draw one batch before `batch` without the network, so a resumed job has the
+        stream of an undisturbed one. Return False if there is none: `batch` is the next.
+        A CUDA generator's offset could be advanced, a CPU's not.
+        """
         if self.next == batch:
             return False
         _, _, draw = self.batch(self.next)
@@ -43,8 +51,12 @@ class UpstreamNoise:
         return True
 
     def batch(self, batch: int) -> Drawn:
-        """Return z (n, C, L, L), labels (n,) and the function that draws a step's noise, of this rank's next batch."""
-        order, device, n = self.order, self.device, self.order.batch_size
+        """Return z (n, C, L, L), labels (n,) and the function that draws a step's noise,
+        of this rank's next batch.
+        """
+        order = self.order
+        device = self.device
+        n = self.order.batch_size
         assert batch == self.next
         self.next += self.batches.world
         z = torch.randn(n, *order.latent, device=device)
@@ -54,10 +66,14 @@ class UpstreamNoise:
 
 
 class PictureNoise:
-    """Noise and label keyed by the picture's number, a generator each: every rank draws the same for a picture."""
+    """Noise and label keyed by the picture's number, a generator each: every rank draws
+    the same for a picture.
+    """
 
     def __init__(self, order: Order, batches: Batches, device: torch.device, draws: int):
-        self.order, self.batches, self.device = order, batches, device
+        self.order = order
+        self.batches = batches
+        self.device = device
 
     def skip(self, batch: int) -> bool:
         """Return False: there is no stream."""
@@ -65,13 +81,18 @@ class PictureNoise:
 
     def batch(self, batch: int) -> Drawn:
         """Return z (n, C, L, L), labels (n,) and the function that draws a step's noise."""
-        order, device, pictures = self.order, self.device, self.batches.pictures(batch)
-        # The odd factor keeps the seeds of one job apart in their low 32 bits, all that the CPU's generator takes.
+        order = self.order
+        device = self.device
+        pictures = self.batches.pictures(batch)
+        # The odd factor keeps the seeds of one job apart in their low 32 bits, all that
+        # the CPU's generator takes.
         seeds = [(order.seed * 0x9E3779B97F4A7C15 + number) % 2**63 for number in pictures]
         generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
 
         def draw(make, *shape):
-            return torch.stack([make(*shape, device=device, generator=generator) for generator in generators])
+            return torch.stack(
+                [make(*shape, device=device, generator=generator) for generator in generators]
+            )
 
         labels = labels_of(order, pictures, draw(torch.randint, 0, order.num_classes, ()))
         noise = partial(draw, torch.randn, *order.latent)

@@ -1,6 +1,8 @@
-"""The .npz of an FID job: arr_0 (N, H, W, 3) uint8, uncompressed, as the FID evaluators read it.
+"""The .npz of an FID job: arr_0 (N, H, W, 3) uint8, uncompressed, as the FID evaluators
+read it.
 
-.job/npz.json records its SHA-256. A later start reads the archive at the speed of the disk and compares.
+.job/npz.json records its SHA-256. A later start reads the archive at the speed of the
+disk and compares.
 """
 
 import json
@@ -23,11 +25,16 @@ class Archive:
     """The archive of pictures 0 … count - 1 of `folder`, each (size, size, 3)."""
 
     def __init__(self, folder: Path, count: int, size: int):
-        self.path, self.folder, self.count, self.size = npz_of(folder), folder, count, size
+        self.path = npz_of(folder)
+        self.folder = folder
+        self.count = count
+        self.size = size
         self.record = folder / ".job" / "npz.json"
 
     def problem(self) -> str | None:
-        """Compare the existing archive with its record; reads all of it. Return what is wrong, or None."""
+        """Compare the existing archive with its record; reads all of it. Return what is
+        wrong, or None.
+        """
         try:
             record = read_json(self.record)
             with open_regular(self.path) as file:
@@ -53,7 +60,8 @@ class Archive:
     def write(self, stopping: Callable[[], bool]) -> None:
         """Write the archive, few pictures in memory at a time.
 
-        Raises UsageError for a file that is not a whole picture, Stopped when `stopping()` says so.
+        Raises UsageError for a file that is not a whole picture, Stopped when
+        `stopping()` says so.
         """
         with atomic_write(self.path, mode="w+b", durable=True) as file:
             with (
@@ -62,12 +70,16 @@ class Archive:
                 ThreadPoolExecutor(READERS) as pool,
             ):
                 shape = self.count, self.size, self.size, 3
-                np.lib.format.write_array_header_1_0(member, dict(descr="|u1", fortran_order=False, shape=shape))
+                np.lib.format.write_array_header_1_0(
+                    member, dict(descr="|u1", fortran_order=False, shape=shape)
+                )
                 for first in range(0, self.count, RUN):
                     for pixels in pool.map(self._read, range(first, min(first + RUN, self.count))):
                         member.write(pixels)
                     if stopping():
-                        raise Stopped(f"stopped while writing {self.path}; start again with the same command")
+                        raise Stopped(
+                            f"stopped while writing {self.path}; start again with the same command"
+                        )
             record = {"sha256": sha256_of(file)}
             with atomic_write(self.record, "w", durable=True, through_link=False) as out:
                 json.dump(record, out)

@@ -1,7 +1,8 @@
-"""Kernels, a folder an op: __init__.py has the op and its choice of backend, reference.py plain torch, triton.py and
-hopper.py (with .cu) the kernels. Small ops are one file.
+"""Kernels, a folder an op: __init__.py has the op and its choice of backend, reference.py
+plain torch, triton.py and hopper.py (with .cu) the kernels. Small ops are one file.
 
-cuda.py compiles, loads and launches CUDA text; hopper.cuh is device code that Hopper's kernels share.
+cuda.py compiles, loads and launches CUDA text; hopper.cuh is device code that Hopper's
+kernels share.
 """
 
 import hashlib
@@ -14,9 +15,12 @@ SOURCES = {".py", ".cu", ".cuh", ".json"}
 
 
 def version(*paths: Path) -> str:
-    """Return a short hash of source files, files in folders and their subfolders included. It marks plans and FID jobs,
-    which depend on code."""
-    files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    """Return a short hash of source files, files in folders and their subfolders
+    included. It marks plans and FID jobs, which depend on code.
+    """
+    files = [
+        file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])
+    ]
     contents = b"".join(file.read_bytes() for file in files if file.suffix in SOURCES)
     return hashlib.sha256(contents).hexdigest()[:8]
 
@@ -28,7 +32,9 @@ def check_backend(op: str, backend: str, backends: tuple[str, ...]) -> None:
 
 
 def kept(file: Path) -> dict:
-    """Return the JSON object in a file of a cache; none if it is absent or damaged: it is measured again."""
+    """Return the JSON object in a file of a cache; none if it is absent or damaged: it is
+    measured again.
+    """
     try:
         return read_json(file)
     except (OSError, ValueError):
@@ -36,7 +42,9 @@ def kept(file: Path) -> dict:
 
 
 def keep(file: Path, content: bytes) -> None:
-    """Write a file of a cache; where it cannot be written every process compiles or measures for itself."""
+    """Write a file of a cache; where it cannot be written every process compiles or
+    measures for itself.
+    """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(file, through_link=False) as out:

@@ -1,7 +1,8 @@
-"""CUDA kernels without a toolkit: NVRTC compiles the text, the cubin stays on disk, the driver loads and launches it.
+"""CUDA kernels without a toolkit: NVRTC compiles the text, the cubin stays on disk, the
+driver loads and launches it.
 
-Both are called through cuda.bindings, which torch installs. The first launch on a machine compiles for seconds, later
-processes load some 50 KB.
+Both are called through cuda.bindings, which torch installs. The first launch on a machine
+compiles for seconds, later processes load some 50 KB.
 """
 
 import ctypes
@@ -29,9 +30,15 @@ OPTIONS = b"--gpu-architecture=sm_90a", b"--std=c++17"
 
 
 def by_triton(op: str, backend: str, x: Tensor) -> bool:
-    """Return whether `op` uses its Triton kernel for x. backend: one of BACKENDS; "auto": on a GPU, but for float64."""
+    """Return whether `op` uses its Triton kernel for x. backend: one of BACKENDS; "auto":
+    on a GPU, but for float64.
+    """
     check_backend(op, backend, BACKENDS)
-    return HAS_TRITON and x.is_cuda and x.dtype != torch.float64 if backend == "auto" else backend == "triton"
+    return (
+        HAS_TRITON and x.is_cuda and x.dtype != torch.float64
+        if backend == "auto"
+        else backend == "triton"
+    )
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -40,7 +47,9 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def writes_to_peer(index: int, peer: int) -> bool:
-    """Return whether GPU `index` can write to GPU `peer` and update its words atomically: over NVLink, rarely PCIe."""
+    """Return whether GPU `index` can write to GPU `peer` and update its words atomically:
+    over NVLink, rarely PCIe.
+    """
     driver = _bindings("driver")
     devices = [call(driver.cuDeviceGet, ordinal) for ordinal in (index, peer)]
     return all(
@@ -55,16 +64,21 @@ def writes_to_peer(index: int, peer: int) -> bool:
 
 @lru_cache(None)
 def _bindings(name):
-    """Import cuda.bindings' driver or nvrtc on first use: older GPUs need neither, and a full cache no compiler."""
+    """Import cuda.bindings' driver or nvrtc on first use: older GPUs need neither, and a
+    full cache no compiler.
+    """
     try:
         return import_module(f"cuda.bindings.{name}")
     except ImportError:
-        raise RuntimeError("CUDA's driver is called through cuda.bindings: pip install cuda-bindings") from None
+        raise RuntimeError(
+            "CUDA's driver is called through cuda.bindings: pip install cuda-bindings"
+        ) from None
 
 
 def call(function: Callable, *arguments: Any) -> Any:
-    """Call a function of cuda.bindings, which returns (status, *values); return its one value, or None. Raises
-    RuntimeError for a status other than success."""
+    """Call a function of cuda.bindings, which returns (status, *values); return its one
+    value, or None. Raises RuntimeError for a status other than success.
+    """
     status, *values = function(*arguments)
     if status:
         raise RuntimeError(f"{function.__name__} failed: {status.name}")
@@ -73,9 +87,11 @@ def call(function: Callable, *arguments: Any) -> Any:
 
 @contextmanager
 def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
-    """Capture all launches inside the block into `graph` on `stream`. Other threads may load and save meanwhile.
+    """Capture all launches inside the block into `graph` on `stream`. Other threads may
+    load and save meanwhile.
 
-    The garbage collector is off: an old graph that it frees on this thread would void the capture.
+    The garbage collector is off: an old graph that it frees on this thread would void the
+    capture.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -88,9 +104,11 @@ def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterato
 
 
 def wgmma(name: str, columns: int, half: str, a_in_registers: bool = False) -> str:
-    """Return the CUDA text of a function around one warpgroup MMA, 64 × columns × 16: (d, a, b, accumulate).
+    """Return the CUDA text of a function around one warpgroup MMA, 64 × columns × 16: (d,
+    a, b, accumulate).
 
-    Inline assembly must name every register. a_in_registers: A is in registers and B lies column by column.
+    Inline assembly must name every register. a_in_registers: A is in registers and B lies
+    column by column.
     """
     count = columns // 2
     a = [f"unsigned a{i}" for i in range(4)] if a_in_registers else ["unsigned long long a"]
@@ -104,24 +122,33 @@ def wgmma(name: str, columns: int, half: str, a_in_registers: bool = False) -> s
     return f"""__device__ __forceinline__ void {name}(float (&d)[{count}], {", ".join(inputs)}) {{
     asm volatile("{{ .reg .pred p; setp.ne.b32 p, {condition}, 0; "
                  "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{half}.{half} "
-                 "{{{d}}}, {a_operand}, {b_number}, p, 1, 1, {layouts}; }}" : {outputs} : {operands});
+                 "{{{d}}}, {a_operand}, {b_number}, p, 1, 1, {layouts}; }}"
+                 : {outputs} : {operands});
 }}
 """
 
 
 def registers(consumers: int, blocks: int = 1) -> dict[str, int]:
-    """Return a thread's registers in the consumer warpgroups and in the producer's, with `blocks` on a multiprocessor.
+    """Return a thread's registers in the consumer warpgroups and in the producer's, with
+    `blocks` on a multiprocessor.
 
-    At the start every warpgroup gets an equal share of the 64 Ki, in eights; setmaxnreg then moves them.
+    At the start every warpgroup gets an equal share of the 64 Ki, in eights; setmaxnreg
+    then moves them.
     """
     pool = 512 // ((consumers + 1) * blocks) // 8 * 8 * (consumers + 1)
     producer = 24 if consumers == 2 and blocks == 1 else 32
-    return dict(REGISTERS=min(240, (pool - producer) // consumers // 8 * 8), PRODUCER_REGISTERS=producer)
+    return dict(
+        REGISTERS=min(240, (pool - producer) // consumers // 8 * 8), PRODUCER_REGISTERS=producer
+    )
 
 
-def source(files: tuple[Path, ...], config: NamedTuple, functions: str, half: str, **constants: int) -> str:
-    """Return a kernel's whole text: the fields of `config` and the constants as macros, generated functions,
-    hopper.cuh, and its own files. half: the operands' type, as PTX names it."""
+def source(
+    files: tuple[Path, ...], config: NamedTuple, functions: str, half: str, **constants: int
+) -> str:
+    """Return a kernel's whole text: the fields of `config` and the constants as macros,
+    generated functions, hopper.cuh, and its own files. half: the operands' type, as PTX
+    names it.
+    """
     macros = {name.upper(): int(value) for name, value in config._asdict().items()} | constants
     macros["HALF"] = f'"{half}"'
     defines = [f"#define {name} {value}\n" for name, value in macros.items()]
@@ -130,7 +157,9 @@ def source(files: tuple[Path, ...], config: NamedTuple, functions: str, half: st
 
 
 def compile_cubin(text: str, name: str) -> bytes:
-    """Compile to machine code for sm_90a, by NVRTC; needs no GPU. Raises RuntimeError with the compiler's log."""
+    """Compile to machine code for sm_90a, by NVRTC; needs no GPU. Raises RuntimeError
+    with the compiler's log.
+    """
     nvrtc = _bindings("nvrtc")
     program = call(nvrtc.nvrtcCreateProgram, text.encode(), name.encode(), 0, None, None)
     try:
@@ -147,9 +176,13 @@ def compile_cubin(text: str, name: str) -> bytes:
 
 
 def cached_cubin(text: str, name: str) -> bytes:
-    """Return `compile_cubin`'s code, kept on disk behind its SHA-256, under a name that changes with text and compiler.
-    A file that does not match its digest is compiled again."""
-    key = hashlib.sha256(b"\n".join((text.encode(), str(torch.version.cuda).encode(), *OPTIONS))).hexdigest()[:16]
+    """Return `compile_cubin`'s code, kept on disk behind its SHA-256, under a name that
+    changes with text and compiler. A file that does not match its digest is compiled
+    again.
+    """
+    key = hashlib.sha256(
+        b"\n".join((text.encode(), str(torch.version.cuda).encode(), *OPTIONS))
+    ).hexdigest()[:16]
     file = cache_folder() / f"{name}-{key}.cubin"
     try:
         kept = read_small(file)
@@ -163,22 +196,31 @@ def cached_cubin(text: str, name: str) -> bytes:
 
 
 class Kernel:
-    """The kernel `name` of a CUDA text, loaded on a device; not to be made while a graph is being captured.
+    """The kernel `name` of a CUDA text, loaded on a device; not to be made while a graph
+    is being captured.
 
     shared_bytes: dynamic shared memory of a block.
     """
 
     def __init__(self, text: str, name: str, threads: int, shared_bytes: int, device: torch.device):
         if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(f"{name}: first used inside a CUDA graph; run the step once before capturing it")
-        self.threads, self.shared_bytes, self.device = threads, shared_bytes, device
+            raise RuntimeError(
+                f"{name}: first used inside a CUDA graph; run the step once before capturing it"
+            )
+        self.threads = threads
+        self.shared_bytes = shared_bytes
+        self.device = device
         driver = _bindings("driver")
         with torch.cuda.device(device):
             torch.cuda.current_stream()  # makes the device's context
             module = call(driver.cuModuleLoadData, cached_cubin(text, name))
             self.function = call(driver.cuModuleGetFunction, module, name.encode())
-            # All kernels have one carve-out: with another, a kernel could not be set up while its predecessor runs.
-            settings = {"MAX_DYNAMIC_SHARED_SIZE_BYTES": shared_bytes, "PREFERRED_SHARED_MEMORY_CARVEOUT": 100}
+            # All kernels have one carve-out: with another, a kernel could not be set up
+            # while its predecessor runs.
+            settings = {
+                "MAX_DYNAMIC_SHARED_SIZE_BYTES": shared_bytes,
+                "PREFERRED_SHARED_MEMORY_CARVEOUT": 100,
+            }
             for setting, value in settings.items():
                 attribute = getattr(driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{setting}")
                 call(driver.cuFuncSetAttribute, self.function, attribute, value)
@@ -186,16 +228,22 @@ class Kernel:
     def launch(self, blocks: int, *arguments: Any) -> None:
         """Launch on the device's current stream.
 
-        arguments: tensors (their pointers), None (no pointer), int and float (32 bits), tensor maps.
+        arguments: tensors (their pointers), None (no pointer), int and float (32 bits),
+        tensor maps.
         """
         driver = _bindings("driver")
         values, kinds = zip(*map(_argument, arguments))
         with torch.cuda.device(self.device):
             stream = torch.cuda.current_stream(self.device).cuda_stream
             configuration = driver.CUlaunchConfig()
-            configuration.gridDimX, configuration.gridDimY, configuration.gridDimZ = blocks, 1, 1
-            configuration.blockDimX, configuration.blockDimY, configuration.blockDimZ = self.threads, 1, 1
-            configuration.sharedMemBytes, configuration.hStream = self.shared_bytes, driver.CUstream(stream)
+            configuration.gridDimX = blocks
+            configuration.gridDimY = 1
+            configuration.gridDimZ = 1
+            configuration.blockDimX = self.threads
+            configuration.blockDimY = 1
+            configuration.blockDimZ = 1
+            configuration.sharedMemBytes = self.shared_bytes
+            configuration.hStream = driver.CUstream(stream)
             call(driver.cuLaunchKernelEx, configuration, self.function, (values, kinds), 0)
 
 
@@ -203,23 +251,32 @@ _KINDS = {int: ctypes.c_int, float: ctypes.c_float}
 
 
 def _argument(value):
-    """Return a kernel's argument as cuda.bindings takes it: (value, ctypes type); a tensor map's type is None."""
+    """Return a kernel's argument as cuda.bindings takes it: (value, ctypes type); a
+    tensor map's type is None.
+    """
     if value is None or torch.is_tensor(value):
         return (0 if value is None else value.data_ptr()), ctypes.c_void_p
     return value, _KINDS.get(type(value))
 
 
 def tensor_map(
-    tensor: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
+    tensor: Tensor,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle: int,
 ) -> Any:
     """Describe a half tensor's memory to TMA.
 
-    sizes: in elements, innermost first. strides: in bytes, of all dimensions but the innermost. box: the size of one
-    copy. swizzle: bytes that the box's lines are swizzled over.
+    sizes: in elements, innermost first. strides: in bytes, of all dimensions but the
+    innermost. box: the size of one copy. swizzle: bytes that the box's lines are swizzled
+    over.
     """
     driver = _bindings("driver")
     if tensor.dtype not in HALF or not tensor.is_contiguous() or tensor.data_ptr() % 16:
-        raise ValueError("backend 'hopper' takes contiguous tensors in half precision, aligned to 16 bytes")
+        raise ValueError(
+            "backend 'hopper' takes contiguous tensors in half precision, aligned to 16 bytes"
+        )
     element = f"CU_TENSOR_MAP_DATA_TYPE_{'B' * (tensor.dtype == torch.bfloat16)}FLOAT16"
     return call(
         driver.cuTensorMapEncodeTiled,

@@ -1,7 +1,8 @@
-"""SwiGLU between two GEMMs in one pass: silu(a)·b, silu(a) = a / (1 + e^-a)     (Shazeer 2020, arXiv:2002.05202)
+"""SwiGLU between two GEMMs in one pass: silu(a)·b, silu(a) = a / (1 + e^-a)     (Shazeer
+2020, arXiv:2002.05202)
 
-One GEMM gives a and b side by side. As tensor operations, silu(a) crosses memory twice more. The result leaves in the
-input's dtype, or split into high and low.
+One GEMM gives a and b side by side. As tensor operations, silu(a) crosses memory twice
+more. The result leaves in the input's dtype, or split into high and low.
 """
 
 import torch
@@ -24,7 +25,9 @@ BLOCK = 1024
 
 
 def swiglu(x: Tensor, backend: str = "auto") -> Tensor:
-    """Compute silu(a)·b (…, F) of x (…, 2·F): a and b side by side, contiguous; in x's dtype, by float32 or wider."""
+    """Compute silu(a)·b (…, F) of x (…, 2·F): a and b side by side, contiguous; in x's
+    dtype, by float32 or wider.
+    """
     if not cuda.by_triton("swiglu", backend, x):
         return _torch(x)
     width = x.shape[-1] // 2
@@ -37,14 +40,18 @@ def swiglu(x: Tensor, backend: str = "auto") -> Tensor:
 
 
 def swiglu_split(x: Tensor, backend: str = "auto", stack: bool = False) -> HighLow:
-    """Compute `swiglu` of a float32 x (…, 2·F) → (…, F), split into high and low with a power of two a token. stack: in
-    the layout that cuBLAS's split GEMM takes."""
+    """Compute `swiglu` of a float32 x (…, 2·F) → (…, F), split into high and low with a
+    power of two a token. stack: in the layout that cuBLAS's split GEMM takes.
+    """
     if not cuda.by_triton("swiglu_split", backend, x):
         return split(_torch(x))
     *shape, width = *x.shape[:-1], x.shape[-1] // 2
-    pair, scale = new_pair(*shape, width, device=x.device, stack=stack), torch.empty(shape, device=x.device)
+    pair = new_pair(*shape, width, device=x.device, stack=stack)
+    scale = torch.empty(shape, device=x.device)
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
-        _swiglu_split[(scale.numel(),)](x, pair, scale, scale.numel() * width, STACK=stack, **split_config(width))
+        _swiglu_split[(scale.numel(),)](
+            x, pair, scale, scale.numel() * width, STACK=stack, **split_config(width)
+        )
     return HighLow(pair, scale)
 
 
@@ -75,7 +82,15 @@ if triton:
         tl.store(out_ptr + token * WIDTH + column, result.to(out_ptr.dtype.element_ty), inside)
 
     @triton.jit(do_not_specialize=["low"])
-    def _swiglu_split(x_ptr, pair_ptr, scale_ptr, low, STACK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    def _swiglu_split(
+        x_ptr,
+        pair_ptr,
+        scale_ptr,
+        low,
+        STACK: tl.constexpr,
+        WIDTH: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
         token = tl.program_id(0).to(tl.int64)
         column = tl.arange(0, BLOCK)
         inside = column < WIDTH

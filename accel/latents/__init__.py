@@ -1,7 +1,8 @@
-"""Latent spaces: channels, factor, scale or statistics, and decoder of a network's latents. Imports no torch.
+"""Latent spaces: channels, factor, scale or statistics, and decoder of a network's
+latents. Imports no torch.
 
-files.py finds and reads a decoder, decoder.py runs it picture by picture, autoencoder_kl.py and half.py are its
-mathematics, pixels.py turns pixels into bytes.
+files.py finds and reads a decoder, decoder.py runs it picture by picture,
+autoencoder_kl.py and half.py are its mathematics, pixels.py turns pixels into bytes.
 """
 
 from pathlib import Path
@@ -14,8 +15,9 @@ if TYPE_CHECKING:  # torch is slow to import
 class LatentSpace(NamedTuple):
     """The space of a network's latents. The defaults are those of sd-vae-ft-*.
 
-    channels: of a latent. factor: pixels of a picture's side for one of the latent's. scale, shift, or mean and std by
-    channel: see `to_decoder`. decoder: the folder with the decoder's files; None where no picture is decoded.
+    channels: of a latent. factor: pixels of a picture's side for one of the latent's.
+    scale, shift, or mean and std by channel: see `to_decoder`. decoder: the folder with
+    the decoder's files; None where no picture is decoded.
     """
 
     channels: int = 4
@@ -27,9 +29,12 @@ class LatentSpace(NamedTuple):
     decoder: Path | None = None
 
     def to_decoder(self, latents: "Tensor") -> "Tensor":
-        """Turn latents (n, C, L, L) into the decoder's input as diffusers' pipelines do: latents / scale + shift, or
-        latents · std / scale + mean."""
+        """Turn latents (n, C, L, L) into the decoder's input as diffusers' pipelines do:
+        latents / scale + shift, or latents · std / scale + mean.
+        """
         if self.std:
-            mean, std = (latents.new_tensor(values)[:, None, None] for values in (self.mean, self.std))
+            mean, std = (
+                latents.new_tensor(values)[:, None, None] for values in (self.mean, self.std)
+            )
             return latents * std / self.scale + mean
         return latents / self.scale + self.shift if self.shift else latents / self.scale

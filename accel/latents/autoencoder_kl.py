@@ -1,10 +1,12 @@
-"""The decoder half of the latent-diffusion autoencoder (Rombach et al. 2022, arXiv:2112.10752).
+"""The decoder half of the latent-diffusion autoencoder (Rombach et al. 2022,
+arXiv:2112.10752).
 
-It gives the same bits as diffusers' AutoencoderKL from the same files, of any sizes and numbers of levels and latent
-channels. Other kinds of blocks are refused.
+It gives the same bits as diffusers' AutoencoderKL from the same files, of any sizes and
+numbers of levels and latent channels. Other kinds of blocks are refused.
 """
 
-# Our own, because `import diffusers` takes 2.6 to 8 s: longer than four GPUs need to sample.
+# Our own, because `import diffusers` takes 2.6 to 8 s: longer than four GPUs need to
+# sample.
 
 from itertools import zip_longest
 from pathlib import Path
@@ -19,10 +21,12 @@ from accel.latents import LatentSpace
 
 EPS = 1e-6
 STATISTICS = ("latents_mean", "latents_std")
-UP_BLOCKS = {"UpDecoderBlock2D": False, "AttnUpDecoderBlock2D": True}  # kind → whether attention follows each layer
+# kind → whether attention follows each layer
+UP_BLOCKS = {"UpDecoderBlock2D": False, "AttnUpDecoderBlock2D": True}
 OF_LATENTS = ("scaling_factor", "shift_factor", *STATISTICS)
 FLAGS = ("use_post_quant_conv", "mid_block_add_attention")
-# AutoencoderKL's values for the entries of config.json that decide a decoder's function, and those of sd-vae-ft-*.
+# AutoencoderKL's values for the entries of config.json that decide a decoder's function,
+# and those of sd-vae-ft-*.
 DEFAULTS = {
     "act_fn": "silu",
     "block_out_channels": [64],
@@ -43,13 +47,17 @@ SD_VAE_FT = {
     "layers_per_block": 2,
     "up_block_types": ["UpDecoderBlock2D"] * 4,
 }
-MOST_CHANNELS, MOST_LAYERS, MOST_LEVELS = 8192, 64, 8  # far beyond any: a damaged config.json should not take minutes
+MOST_CHANNELS = 8192
+MOST_LAYERS = 64
+MOST_LEVELS = 8  # far beyond any: a damaged config.json should not take minutes
 LARGEST = 1e6  # of scales and shifts, far beyond any
 
 
 def check_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of a config.json that decide the decoder's function, with AutoencoderKL's defaults. Raises
-    ValueError for an entry that is damaged or asks for another function than is computed here."""
+    """Return the entries of a config.json that decide the decoder's function, with
+    AutoencoderKL's defaults. Raises ValueError for an entry that is damaged or asks for
+    another function than is computed here.
+    """
 
     def is_size(value, most=MOST_CHANNELS):
         return type(value) is int and 0 < value <= most
@@ -64,8 +72,11 @@ def check_config(config: dict[str, Any]) -> dict[str, Any]:
         return isinstance(values, list) and len(values) == length and all(map(check, values))
 
     entries = {name: config.get(name, value) for name, value in DEFAULTS.items()}
-    widths, shift, mean, std = (entries[name] for name in ("block_out_channels", "shift_factor", *STATISTICS))
-    levels, channels = len(widths) if isinstance(widths, list) else 0, entries["latent_channels"]
+    widths, shift, mean, std = (
+        entries[name] for name in ("block_out_channels", "shift_factor", *STATISTICS)
+    )
+    levels = len(widths) if isinstance(widths, list) else 0
+    channels = entries["latent_channels"]
     is_plain = mean is None and std is None
     valid = {name: isinstance(entries[name], bool) for name in FLAGS} | {
         "act_fn": entries["act_fn"] == "silu",
@@ -100,12 +111,16 @@ def space_of(entries: dict[str, Any], folder: Path) -> LatentSpace:
 
 
 class Residual(nn.Module):
-    """x + conv(silu(norm(conv(silu(norm(x)))))), the first x through a 1×1 convolution where the widths differ."""
+    """x + conv(silu(norm(conv(silu(norm(x)))))), the first x through a 1×1 convolution
+    where the widths differ.
+    """
 
     def __init__(self, width_in: int, width: int, groups: int):
         super().__init__()
-        self.norm1, self.conv1 = nn.GroupNorm(groups, width_in, EPS), nn.Conv2d(width_in, width, 3, padding=1)
-        self.norm2, self.conv2 = nn.GroupNorm(groups, width, EPS), nn.Conv2d(width, width, 3, padding=1)
+        self.norm1 = nn.GroupNorm(groups, width_in, EPS)
+        self.conv1 = nn.Conv2d(width_in, width, 3, padding=1)
+        self.norm2 = nn.GroupNorm(groups, width, EPS)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1)
         self.conv_shortcut = nn.Conv2d(width_in, width, 1) if width_in != width else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -125,7 +140,8 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.group_norm(x.flatten(2)).transpose(1, 2)  # (N, HW, C)
-        q, k, v = (layer(h)[:, None] for layer in (self.to_q, self.to_k, self.to_v))  # each (N, 1, HW, C)
+        # each (N, 1, HW, C)
+        q, k, v = (layer(h)[:, None] for layer in (self.to_q, self.to_k, self.to_v))
         h = self.to_out[0](F.scaled_dot_product_attention(q, k, v)[:, 0])
         return h.transpose(1, 2).reshape(x.shape) + x
 
@@ -140,18 +156,29 @@ class Upsample(nn.Module):
 
 
 class Block(nn.Module):
-    """Residual layers, an attention after each of the first `attentions`; at the end an upsampling, if any."""
+    """Residual layers, an attention after each of the first `attentions`; at the end an
+    upsampling, if any.
+    """
 
-    def __init__(self, width_in: int, width: int, layers: int, groups: int, attentions: int, upsample: bool):
+    def __init__(
+        self, width_in: int, width: int, layers: int, groups: int, attentions: int, upsample: bool
+    ):
         super().__init__()
-        self.resnets = nn.ModuleList([Residual(width if i else width_in, width, groups) for i in range(layers)])
+        self.resnets = nn.ModuleList(
+            [Residual(width if i else width_in, width, groups) for i in range(layers)]
+        )
         self.attentions = nn.ModuleList([Attention(width, groups) for _ in range(attentions)])
         self.upsamplers = nn.ModuleList([Upsample(width)] if upsample else [])
 
     @property
     def layers(self) -> list[nn.Module]:
         """Return residual layers and attentions in their order."""
-        return [layer for pair in zip_longest(self.resnets, self.attentions) for layer in pair if layer is not None]
+        return [
+            layer
+            for pair in zip_longest(self.resnets, self.attentions)
+            for layer in pair
+            if layer is not None
+        ]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in (*self.layers, *self.upsamplers):
@@ -162,12 +189,21 @@ class Block(nn.Module):
 class Layers(nn.Module):
     def __init__(self, config: dict[str, Any]):
         super().__init__()
-        widths, layers = config["block_out_channels"][::-1], config["layers_per_block"] + 1
-        groups, attention = config["norm_num_groups"], config["mid_block_add_attention"]
+        widths = config["block_out_channels"][::-1]
+        layers = config["layers_per_block"] + 1
+        groups = config["norm_num_groups"]
+        attention = config["mid_block_add_attention"]
         self.conv_in = nn.Conv2d(config["latent_channels"], widths[0], 3, padding=1)
         self.mid_block = Block(widths[0], widths[0], 2, groups, attention, upsample=False)
         self.up_blocks = nn.ModuleList(
-            Block(widths[max(i - 1, 0)], width, layers, groups, layers * UP_BLOCKS[kind], upsample=i + 1 < len(widths))
+            Block(
+                widths[max(i - 1, 0)],
+                width,
+                layers,
+                groups,
+                layers * UP_BLOCKS[kind],
+                upsample=i + 1 < len(widths),
+            )
             for i, (width, kind) in enumerate(zip(widths, config["up_block_types"]))
         )
         self.conv_norm_out = nn.GroupNorm(groups, widths[-1], EPS)
@@ -180,34 +216,46 @@ class Layers(nn.Module):
         return self.conv_out(F.silu(self.conv_norm_out(x)))
 
 
-# The attention's projections, as the published sd-vae-ft-* files still name them → as they are named since.
+# The attention's projections, as the published sd-vae-ft-* files still name them → as
+# they are named since.
 _OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
 class KLDecoder(nn.Module):
-    """The decoder's input (N, C, L, L) → pixels (N, 3, H, W). Its state-dict keys are AutoencoderKL's.
+    """The decoder's input (N, C, L, L) → pixels (N, 3, H, W). Its state-dict keys are
+    AutoencoderKL's.
 
-    config: an AutoencoderKL's config.json as a dict; `entries`: the result of check_config, which may raise ValueError.
+    config: an AutoencoderKL's config.json as a dict; `entries`: the result of
+    check_config, which may raise ValueError.
     """
 
     def __init__(self, config: dict[str, Any]):
         super().__init__()
         self.entries = config = check_config(config)
         channels = config["latent_channels"]
-        self.post_quant_conv = nn.Conv2d(channels, channels, 1) if config["use_post_quant_conv"] else None
+        self.post_quant_conv = (
+            nn.Conv2d(channels, channels, 1) if config["use_post_quant_conv"] else None
+        )
         self.decoder = Layers(config)
 
     def forward(self, z: torch.Tensor) -> torch.Tensor:
         return self.decoder(z if self.post_quant_conv is None else self.post_quant_conv(z))
 
     def renamed(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the entries of an AutoencoderKL's state dict that this half needs, under its names, in its shapes."""
-        want, found = self.state_dict(), {}
+        """Return the entries of an AutoencoderKL's state dict that this half needs, under
+        its names, in its shapes.
+        """
+        want = self.state_dict()
+        found = {}
         for name, tensor in state.items():
             parts = name.split(".")
             if "attentions" in parts and parts[-2] in _OLD_NAMES:
                 parts[-2] = _OLD_NAMES[parts[-2]]
             name = ".".join(parts)
             if name in want:
-                found[name] = tensor.reshape(want[name].shape) if tensor.numel() == want[name].numel() else tensor
+                found[name] = (
+                    tensor.reshape(want[name].shape)
+                    if tensor.numel() == want[name].numel()
+                    else tensor
+                )
         return found

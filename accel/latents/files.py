@@ -1,4 +1,6 @@
-"""The files of a decoder: a folder in diffusers' layout or a file in LDM's, given or fetched, opened once, checked."""
+"""The files of a decoder: a folder in diffusers' layout or a file in LDM's, given or
+fetched, opened once, checked.
+"""
 
 import hashlib
 import json
@@ -14,7 +16,14 @@ from accel.latents.autoencoder_kl import KLDecoder, space_of
 from accel.weights.checkpoint import FILE_SUFFIXES, FOLDER, HUB_ID, fetch_from_hub
 from accel.weights.diffusers_layout import WEIGHTS, weight_files
 from accel.weights.shapes import shapes_only
-from accel.weights.tensor_files import cached_digest, file_stamps, mode_of, read_json, read_tensors, require_floats
+from accel.weights.tensor_files import (
+    cached_digest,
+    file_stamps,
+    mode_of,
+    read_json,
+    read_tensors,
+    require_floats,
+)
 
 PUBLISHED = ("ema", "mse")
 FILES = ("config.json", WEIGHTS)
@@ -23,13 +32,15 @@ FILES = ("config.json", WEIGHTS)
 def find(name: str, statistics: str | None = None) -> LatentSpace:
     """Return the latent space of a VAE, with the folder or file of its decoder.
 
-    name: a folder in diffusers' layout, a diffusers pipeline's root with vae/ in it, a .pt file in LDM's layout, a hub
-    id, or ema or mse: pretrained_models/sd-vae-ft-NAME, else the hub's stabilityai/sd-vae-ft-NAME, which is fetched.
-    statistics: a file with mean and deviation of the latents' channels; default, for LDM's layout: the file beside it.
-    Raises UsageError unless the files hold an AutoencoderKL's decoder.
+    name: a folder in diffusers' layout, a diffusers pipeline's root with vae/ in it, a
+    .pt file in LDM's layout, a hub id, or ema or mse: pretrained_models/sd-vae-ft-NAME,
+    else the hub's stabilityai/sd-vae-ft-NAME, which is fetched. statistics: a file with
+    mean and deviation of the latents' channels; default, for LDM's layout: the file
+    beside it. Raises UsageError unless the files hold an AutoencoderKL's decoder.
     """
     folder = FOLDER / f"sd-vae-ft-{name}" if name in PUBLISHED else Path(name)
-    mode, is_tensors = mode_of(folder, "vae"), folder.suffix in FILE_SUFFIXES
+    mode = mode_of(folder, "vae")
+    is_tensors = folder.suffix in FILE_SUFFIXES
     if not stat.S_ISDIR(mode) and not (stat.S_ISREG(mode) and is_tensors):
         both = " and ".join(FILES)
         if name in PUBLISHED:
@@ -37,9 +48,14 @@ def find(name: str, statistics: str | None = None) -> LatentSpace:
             remedy = f"put {both} of {repository} into {folder}"
         elif HUB_ID.fullmatch(name) and not mode and not is_tensors and not folder.parent.exists():
             repository = name
-            remedy = f"fetch https://huggingface.co/{name} by other means and give its folder, or its .pt file"
+            remedy = (
+                f"fetch https://huggingface.co/{name} by other means and give its folder, or its "
+                ".pt file"
+            )
         else:
-            raise UsageError(f"`vae={name}`: neither ema nor mse nor a folder; give a folder with {both}")
+            raise UsageError(
+                f"`vae={name}`: neither ema nor mse nor a folder; give a folder with {both}"
+            )
         folder = fetch_from_hub(repository, "", "vae", remedy)
     if not mode_of(folder / FILES[0], "vae") and stat.S_ISDIR(mode_of(folder / "vae", "vae")):
         folder = folder / "vae"
@@ -50,20 +66,26 @@ def find(name: str, statistics: str | None = None) -> LatentSpace:
 
 
 def load(space: LatentSpace, device: torch.device | str) -> KLDecoder:
-    """Return the float32 decoder of a space from `find`, on `device`. Raises UsageError as find does."""
+    """Return the float32 decoder of a space from `find`, on `device`. Raises UsageError
+    as find does.
+    """
     entries, state = _open(space.decoder)
     with shapes_only():
         decoder = KLDecoder(entries)
-    how = dict(dtype=torch.float32, copy=True, memory_format=torch.contiguous_format)  # strides decide rounding
+    # strides decide rounding
+    how = dict(dtype=torch.float32, copy=True, memory_format=torch.contiguous_format)
     state = {name: tensor.to(device, **how) for name, tensor in state.items()}
     decoder.load_state_dict(state, assign=True)
     return decoder.eval().requires_grad_(False)
 
 
 def digest(space: LatentSpace) -> str:
-    """Return 16 hex digits of all that turns latents of a space into pixels: the space's numbers, the entries of
-    config.json that the decoder takes, and its weights, whose own digest the cache folder keeps for later runs."""
-    folder, numbers = space.decoder, space._replace(decoder=None)._asdict()
+    """Return 16 hex digits of all that turns latents of a space into pixels: the space's
+    numbers, the entries of config.json that the decoder takes, and its weights, whose own
+    digest the cache folder keeps for later runs.
+    """
+    folder = space.decoder
+    numbers = space._replace(decoder=None)._asdict()
     of_weights = cached_digest(file_stamps(_files(folder), "vae"), lambda: _open(folder)[1])
     entries = json.dumps({**_open(folder)[0], **numbers}, sort_keys=True)
     return hashlib.sha256(f"{of_weights} {entries}".encode()).hexdigest()[:16]
@@ -76,30 +98,39 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _open(folder: Path) -> tuple[dict, dict[str, torch.Tensor]]:
-    """Return (the entries of config.json that the decoder takes, its weights, memory-mapped). Open the files once and
-    keep both until a file changes."""
+    """Return (the entries of config.json that the decoder takes, its weights,
+    memory-mapped). Open the files once and keep both until a file changes.
+    """
     files = _files(folder)
     return _read(tuple(files), tuple(file_stamps(files, "vae")))
 
 
 @lru_cache(maxsize=1)
 def _read(files: tuple[Path, ...], stamps: tuple) -> tuple[dict, dict[str, torch.Tensor]]:
-    config, state = ldm_layout.read(files[0]) if len(files) == 1 else (read_json(files[0], "vae"), {})
+    config, state = (
+        ldm_layout.read(files[0]) if len(files) == 1 else (read_json(files[0], "vae"), {})
+    )
     if config.get("_class_name") != "AutoencoderKL":
-        raise UsageError(f"`vae={files[0]}`: describes {config.get('_class_name')}, not AutoencoderKL")
+        raise UsageError(
+            f"`vae={files[0]}`: describes {config.get('_class_name')}, not AutoencoderKL"
+        )
     try:
         with shapes_only():
             decoder = KLDecoder(config)
     except ValueError as error:
-        raise UsageError(f"`vae={files[0]}`: {error}, which is not computed here; give another AutoencoderKL") from None
+        raise UsageError(
+            f"`vae={files[0]}`: {error}, which is not computed here; give another AutoencoderKL"
+        ) from None
     for file in files[1:]:
         state |= read_tensors(file, "vae")
     require_floats(state, f"`vae={files[-1]}`")
-    state, want = decoder.renamed(state), decoder.state_dict()
+    state = decoder.renamed(state)
+    want = decoder.state_dict()
     wrong = [name for name in want if name not in state or state[name].shape != want[name].shape]
     if wrong:
         raise UsageError(
-            f"`vae={files[-1]}`: these weights are not those of {'config.json' if files[1:] else 'an AutoencoderKL'} "
-            f"({len(wrong)} entries differ, first {wrong[0]}); copy them again"
+            f"`vae={files[-1]}`: these weights are not those of "
+            f"{'config.json' if files[1:] else 'an AutoencoderKL'} ({len(wrong)} entries differ, "
+            f"first {wrong[0]}); copy them again"
         )
     return decoder.entries, state

@@ -1,9 +1,12 @@
-"""The decoder in float16, for one picture at a time: the mathematics of autoencoder_kl.py, arranged for a GPU.
+"""The decoder in float16, for one picture at a time: the mathematics of
+autoencoder_kl.py, arranged for a GPU.
 
-Convolutions and the attention's GEMMs read and write float16 and accumulate in float32, in channels_last layout as
-tensor cores want it. The residual stream inside a block, biases, norms and softmax statistics are float32. A value that
-overflows float16 enters the statistics of a GroupNorm and turns the whole picture into NaN, which decoder.py looks
-for. Nearest upsampling and the convolution after it are one transposed convolution, with 4/9 of the multiplications.
+Convolutions and the attention's GEMMs read and write float16 and accumulate in float32,
+in channels_last layout as tensor cores want it. The residual stream inside a block,
+biases, norms and softmax statistics are float32. A value that overflows float16 enters
+the statistics of a GroupNorm and turns the whole picture into NaN, which decoder.py looks
+for. Nearest upsampling and the convolution after it are one transposed convolution, with
+4/9 of the multiplications.
 """
 
 import torch
@@ -16,28 +19,35 @@ from accel.latents.autoencoder_kl import Attention, KLDecoder, Residual
 class HalfDecoder:
     """The decoder's input (1, C, L, L) → pixels (1, 3, H, W), both float32.
 
-    decoder: the float32 decoder; its weights are converted once, here. dtype: of the GEMMs and convolutions.
+    decoder: the float32 decoder; its weights are converted once, here. dtype: of the
+    GEMMs and convolutions.
     """
 
     def __init__(self, decoder: KLDecoder, dtype: torch.dtype = torch.float16):
-        self.decoder, self.dtype = decoder, dtype
+        self.decoder = decoder
+        self.dtype = dtype
         self.weights = {}  # layer → its weights in dtype
         self.biases = {}  # Residual → all biases that its sum receives
         layers = decoder.decoder
         for layer in layers.modules():
             if isinstance(layer, torch.nn.Conv2d):
                 self.weights[layer] = layer.weight.to(dtype, memory_format=torch.channels_last)
-        # The convolution before a Residual, while its bias is not yet added to the Residual's input.
+        # The convolution before a Residual, while its bias is not yet added to the
+        # Residual's input.
         before = layers.conv_in
         for block in (layers.mid_block, *layers.up_blocks):
             for layer in block.resnets:
                 pending = 0 if before is None else before.bias
                 if layer.conv_shortcut is not None:
-                    through = 0 if before is None else layer.conv_shortcut.weight[:, :, 0, 0] @ pending
+                    through = (
+                        0 if before is None else layer.conv_shortcut.weight[:, :, 0, 0] @ pending
+                    )
                     pending = layer.conv_shortcut.bias + through
                 self.biases[layer], before = layer.conv2.bias + pending, None
             for layer in block.upsamplers:
-                self.weights[layer.conv] = _doubling(layer.conv.weight).to(dtype, memory_format=torch.channels_last)
+                self.weights[layer.conv] = _doubling(layer.conv.weight).to(
+                    dtype, memory_format=torch.channels_last
+                )
                 before = layer.conv
         for attention in (layer for layer in layers.modules() if isinstance(layer, Attention)):
             qkv = attention.to_q, attention.to_k, attention.to_v
@@ -49,24 +59,31 @@ class HalfDecoder:
 
     def __call__(self, z: torch.Tensor) -> torch.Tensor:
         before = torch.backends.cudnn.deterministic
-        torch.backends.cudnn.deterministic = True  # some algorithms of transposed convolutions add in any order
+        # some algorithms of transposed convolutions add in any order
+        torch.backends.cudnn.deterministic = True
         try:
             return self._decode(z)
         finally:
             torch.backends.cudnn.deterministic = before
 
     def _decode(self, z: torch.Tensor) -> torch.Tensor:
-        outer, layers = self.decoder, self.decoder.decoder
-        z = z if outer.post_quant_conv is None else outer.post_quant_conv(z)  # C × C: stays in float32
+        outer = self.decoder
+        layers = self.decoder.decoder
+        # C × C: stays in float32
+        z = z if outer.post_quant_conv is None else outer.post_quant_conv(z)
         z = z.to(self.dtype, memory_format=torch.channels_last)
         x = add(self._convolve(layers.conv_in, z), layers.conv_in.bias)
         for block in (layers.mid_block, *layers.up_blocks):
             for layer in block.layers:
                 compute = self._attend if isinstance(layer, Attention) else self._residual
-                # Before an upsampling the sum needs no statistics, and the convolution there reads half precision.
+                # Before an upsampling the sum needs no statistics, and the convolution
+                # there reads half precision.
                 x = compute(layer, x, last=layer is block.layers[-1] and len(block.upsamplers) > 0)
             for layer in block.upsamplers:
-                x = add(F.conv_transpose2d(x.value, self.weights[layer.conv], None, 2, 1), layer.conv.bias)
+                x = add(
+                    F.conv_transpose2d(x.value, self.weights[layer.conv], None, 2, 1),
+                    layer.conv.bias,
+                )
         x = self._convolve(layers.conv_out, self._norm(layers.conv_norm_out, x))
         return (x.float() + layers.conv_out.bias[:, None, None]).contiguous()
 
@@ -80,8 +97,14 @@ class HalfDecoder:
     def _residual(self, layer: Residual, x: Sum, last: bool) -> Sum:
         h = add(self._convolve(layer.conv1, self._norm(layer.norm1, x)), layer.conv1.bias)
         h = self._convolve(layer.conv2, self._norm(layer.norm2, h))
-        x = x.value if layer.conv_shortcut is None else self._convolve(layer.conv_shortcut, x.value.to(self.dtype))
-        return add(x, self.biases[layer], h, self.dtype if last else torch.float32, statistics=not last)
+        x = (
+            x.value
+            if layer.conv_shortcut is None
+            else self._convolve(layer.conv_shortcut, x.value.to(self.dtype))
+        )
+        return add(
+            x, self.biases[layer], h, self.dtype if last else torch.float32, statistics=not last
+        )
 
     def _attend(self, layer: Attention, x: Sum, last: bool) -> Sum:
         weight, bias, out = self.weights[layer]
@@ -91,11 +114,18 @@ class HalfDecoder:
         q, k, v = F.linear(h, weight, bias).split(channels, -1)  # each (1, 1, HW, C)
         h = F.linear(F.scaled_dot_product_attention(q, k, v), out)
         h = h.view(1, height, width, channels).permute(0, 3, 1, 2)
-        return add(x.value, layer.to_out[0].bias, h, self.dtype if last else torch.float32, statistics=not last)
+        return add(
+            x.value,
+            layer.to_out[0].bias,
+            h,
+            self.dtype if last else torch.float32,
+            statistics=not last,
+        )
 
 
 def _doubling(weight: torch.Tensor) -> torch.Tensor:
-    """Fold nearest upsampling by 2 into the 3×3 convolution after it: one transposed convolution, 4×4 at stride 2.
+    """Fold nearest upsampling by 2 into the 3×3 convolution after it: one transposed
+    convolution, 4×4 at stride 2.
 
     Per axis, taps (a, b, c) become (c, b + c, a + b, a).
     """

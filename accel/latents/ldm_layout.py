@@ -1,6 +1,8 @@
-"""An AutoencoderKL in the layout of latent diffusion's training (arXiv:2112.10752), and statistics of its latents.
+"""An AutoencoderKL in the layout of latent diffusion's training (arXiv:2112.10752), and
+statistics of its latents.
 
-VA-VAE (Yao et al. 2025, arXiv:2501.01423) comes so: one file with encoder, decoder and losses, and latents_stats.pt.
+VA-VAE (Yao et al. 2025, arXiv:2501.01423) comes so: one file with encoder, decoder and
+losses, and latents_stats.pt.
 """
 
 import re
@@ -23,18 +25,30 @@ _LAYER |= {"nin_shortcut": "conv_shortcut", "norm_out": "conv_norm_out"}
 
 
 def read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return (config.json's entries, the decoder's weights under diffusers' names). Raises UsageError about --vae."""
+    """Return (config.json's entries, the decoder's weights under diffusers' names).
+    Raises UsageError about --vae.
+    """
     content = read_tensors(file, "vae")
     whole = content["state_dict"] if isinstance(content.get("state_dict"), dict) else content
-    state = {name: value for name, value in whole.items() if re.match(r"decoder\.|post_quant_conv\.", str(name))}
+    state = {
+        name: value
+        for name, value in whole.items()
+        if re.match(r"decoder\.|post_quant_conv\.", str(name))
+    }
     require_floats(state, f"`vae={file}`")
-    levels = sorted({int(found[1]) for name in state if (found := re.match(r"decoder\.up\.(\d+)\.", name))})
-    blocks = sum(bool(re.fullmatch(r"decoder\.up\.0\.block\.\d+\.conv1\.weight", name)) for name in state)
+    levels = sorted(
+        {int(found[1]) for name in state if (found := re.match(r"decoder\.up\.(\d+)\.", name))}
+    )
+    blocks = sum(
+        bool(re.fullmatch(r"decoder\.up\.0\.block\.\d+\.conv1\.weight", name)) for name in state
+    )
     try:
         widths = [len(state[f"decoder.up.{level}.block.0.conv1.weight"]) for level in levels]
         channels = state["decoder.conv_in.weight"].shape[1]
     except (KeyError, IndexError) as error:
-        raise UsageError(f"`vae={file}`: is not an AutoencoderKL in LDM's layout: no {error.args[0]}") from None
+        raise UsageError(
+            f"`vae={file}`: is not an AutoencoderKL in LDM's layout: no {error.args[0]}"
+        ) from None
     attends = [f"decoder.up.{level}.attn.0.q.weight" in state for level in reversed(levels)]
     config = SD_VAE_FT | dict(
         block_out_channels=widths,
@@ -49,7 +63,9 @@ def read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _renamed(name, last):
-    """Return diffusers' name of an entry. diffusers counts levels from the latent on, LDM from the picture."""
+    """Return diffusers' name of an entry. diffusers counts levels from the latent on, LDM
+    from the picture.
+    """
     *path, layer, kind = name.split(".")
     match path:
         case ["decoder", "mid", where]:
@@ -60,25 +76,39 @@ def _renamed(name, last):
 
 
 def beside(file: Path) -> Path:
-    """Return the file of the statistics of a decoder's latents. Raises UsageError if there is none."""
+    """Return the file of the statistics of a decoder's latents. Raises UsageError if
+    there is none.
+    """
     found = file.parent / STATISTICS
     if not found.is_file():
         raise UsageError(
-            f"`vae={file}`: says no scale of its latents; put {STATISTICS} beside it, or give `latent_stats`"
+            f"`vae={file}`: says no scale of its latents; put {STATISTICS} beside it, or give "
+            "`latent_stats`"
         )
     return found
 
 
 def with_statistics(space: LatentSpace, file: str | Path) -> LatentSpace:
-    """Return a space whose latents have these statistics: mean and std (1, C, 1, 1). Raises UsageError."""
-    content, found = read_tensors(Path(file), "latent_stats"), {}
+    """Return a space whose latents have these statistics: mean and std (1, C, 1, 1).
+    Raises UsageError.
+    """
+    content = read_tensors(Path(file), "latent_stats")
+    found = {}
     for name, least in (("mean", -LARGEST), ("std", 1 / LARGEST)):
         value = content.get(name)
-        if not isinstance(value, Tensor) or not value.is_floating_point() or value.numel() != space.channels:
+        if (
+            not isinstance(value, Tensor)
+            or not value.is_floating_point()
+            or value.numel() != space.channels
+        ):
             raise UsageError(
-                f"`latent_stats={file}`: must hold mean and std of {space.channels} channels; has no such {name}"
+                f"`latent_stats={file}`: must hold mean and std of {space.channels} channels; has "
+                f"no such {name}"
             )
         found[name] = tuple(value.flatten().tolist())
         if not all(least <= one <= LARGEST for one in found[name]):
-            raise UsageError(f"`latent_stats={file}`: holds values that are no mean or deviation; compute it again")
+            raise UsageError(
+                f"`latent_stats={file}`: holds values that are no mean or deviation; compute it "
+                "again"
+            )
     return space._replace(**found, scale=1.0, shift=0.0)

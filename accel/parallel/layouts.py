@@ -9,12 +9,15 @@ TOGETHER = {"rows", "tokens", "exchange"}, {"weights"}  # the names that a layou
 
 
 class Layout(NamedTuple):
-    """The division of a network evaluation among ranks. All ones: each rank has pictures of its own (data parallel)."""
+    """The division of a network evaluation among ranks. All ones: each rank has pictures
+    of its own (data parallel).
+    """
 
     rows: int = 1  # ranks that divide the batch rows
     tokens: int = 1  # ranks that divide the tokens of each row
     exchange: str = "kv"  # of tokens
-    weights: int = 1  # ranks that divide every layer's weights; then neither rows nor tokens are divided
+    # ranks that divide every layer's weights; then neither rows nor tokens are divided
+    weights: int = 1
 
     @property
     def ranks(self) -> int:
@@ -26,14 +29,18 @@ class Layout(NamedTuple):
             return "a GPU a picture"
         if self.weights > 1:
             return f"weights={self.weights}"
-        return f"rows={self.rows}" + (f",tokens={self.tokens},exchange={self.exchange}" if self.tokens > 1 else "")
+        return f"rows={self.rows}" + (
+            f",tokens={self.tokens},exchange={self.exchange}" if self.tokens > 1 else ""
+        )
 
 
 OFF = Layout()
 
 
 def parse(text: str, exchange: str = "kv") -> Layout:
-    """Return the layout that users write as rows=2,tokens=2,exchange=kv; exchange: the default. Raises UsageError."""
+    """Return the layout that users write as rows=2,tokens=2,exchange=kv; exchange: the
+    default. Raises UsageError.
+    """
     items = [item.partition("=")[::2] for item in text.split(",")]
     given = dict(items)
     known = len(given) == len(items) and any(given.keys() <= names for names in TOGETHER)
@@ -51,26 +58,44 @@ def parse(text: str, exchange: str = "kv") -> Layout:
 
 
 def check(
-    layout: Layout, tier: str | None, tokens: int | None = None, heads: int | None = None, world: int | None = None
+    layout: Layout,
+    tier: str | None,
+    tokens: int | None = None,
+    heads: int | None = None,
+    world: int | None = None,
 ) -> None:
     """Raise UsageError if `layout` cannot run. None is a value that is not known yet.
 
     tokens: of a batch row; heads: of the network; world: number of ranks.
     """
-    problem, exchange = None, layout.exchange if layout.tokens > 1 else None
+    problem = None
+    exchange = layout.exchange if layout.tokens > 1 else None
     if exchange not in (None, "ulysses") and tier == "exact":
-        problem = f"exchange={exchange}`: keeps no float32 accuracy; take exchange=ulysses with `precision=exact`"
+        problem = (
+            f"exchange={exchange}`: keeps no float32 accuracy; take exchange=ulysses with "
+            "`precision=exact`"
+        )
     elif world and layout.ranks > world:
         problem = f"{layout}`: needs {layout.ranks} processes, there are {world}"
     elif heads and heads % layout.weights:
-        problem = f"weights={layout.weights}`: does not divide {heads} heads; {_divisors(heads, world)}"
+        problem = (
+            f"weights={layout.weights}`: does not divide {heads} heads; {_divisors(heads, world)}"
+        )
     elif tokens and tokens % layout.tokens:
-        problem = f"tokens={layout.tokens}`: does not divide the {tokens} tokens of a row; {_divisors(tokens, world)}"
+        problem = (
+            f"tokens={layout.tokens}`: does not divide the {tokens} tokens of a row; "
+            f"{_divisors(tokens, world)}"
+        )
     elif heads and exchange == "ulysses" and heads % layout.tokens:
-        problem = f"tokens={layout.tokens},exchange=ulysses`: does not divide {heads} heads; take exchange=kv"
+        problem = (
+            f"tokens={layout.tokens},exchange=ulysses`: does not divide {heads} heads; take "
+            "exchange=kv"
+        )
     if problem:
         raise UsageError(f"`parallel={problem}")
 
 
 def _divisors(number, world):
-    return "try " + " or ".join(str(ranks) for ranks in range(1, (world or 8) + 1) if number % ranks == 0)
+    return "try " + " or ".join(
+        str(ranks) for ranks in range(1, (world or 8) + 1) if number % ranks == 0
+    )

@@ -1,9 +1,11 @@
-"""The layout for a batch with fewer pictures than GPUs, chosen by arithmetic and a measurement.
+"""The layout for a batch with fewer pictures than GPUs, chosen by arithmetic and a
+measurement.
 
-Arithmetic leaves few layouts: of layouts with equal work per rank, the one with fewer GPUs, then the one that divides
-tokens among fewer ranks (batch rows exchange nothing before the end of an evaluation). The cost of a layer and
-its exchange differs from machine to machine, so each of these layouts evaluates a few blocks of the network, for a few
-milliseconds. Every rank makes the same calls.
+Arithmetic leaves few layouts: of layouts with equal work per rank, the one with fewer
+GPUs, then the one that divides tokens among fewer ranks (batch rows exchange nothing
+before the end of an evaluation). The cost of a layer and its exchange differs from
+machine to machine, so each of these layouts evaluates a few blocks of the network, for a
+few milliseconds. Every rank makes the same calls.
 """
 
 import json
@@ -45,7 +47,9 @@ class Work(NamedTuple):
         """Return the number of evaluations on this rank by (pictures, batch rows of each)."""
         found = Counter()
         for part in placement.batches(self.pictures, self.at_once):
-            found.update({(part.stop - part.start, copies): count for copies, count in self.copies.items()})
+            found.update(
+                {(part.stop - part.start, copies): count for copies, count in self.copies.items()}
+            )
         return found
 
     def load(self, placement: Placement) -> int:
@@ -55,17 +59,23 @@ class Work(NamedTuple):
 
 
 def check(layout: Layout, tokens: int, heads: int, groups: Groups) -> None:
-    """Raise UsageError if the user's layout cannot run here. tokens: of a batch row; heads: of the network."""
+    """Raise UsageError if the user's layout cannot run here. tokens: of a batch row;
+    heads: of the network.
+    """
     layouts.check(layout, None, tokens, heads, groups.job.world)
     if layout.tokens > 1 and layout.exchange == "push" and not groups.peers():
-        raise UsageError("`parallel=exchange=push`: needs NVLink between all these GPUs; take exchange=kv")
+        raise UsageError(
+            "`parallel=exchange=push`: needs NVLink between all these GPUs; take exchange=kv"
+        )
 
 
 def share_evaluations(
     network: BlockNetwork, work: Work, groups: Groups, layout: Layout | None
 ) -> tuple[Network, Placement]:
-    """Return the network as this rank evaluates it, and this rank's placement. layout: has passed `check`; None: choose
-    one. The collectives must be open. An idle rank keeps its network."""
+    """Return the network as this rank evaluates it, and this rank's placement. layout:
+    has passed `check`; None: choose one. The collectives must be open. An idle rank keeps
+    its network.
+    """
     job = groups.job
     if layout == OFF:
         return network, Placement(OFF, job.world, job.rank)
@@ -91,8 +101,11 @@ def tune(network: Network, work: Work, placements: Iterable[Placement]) -> None:
 
 
 def choose_once(network: BlockNetwork, work: Work, groups: Groups) -> tuple[Layout, str]:
-    """Choose a layout and keep it on disk: layouts of equal speed round differently, and two runs must agree."""
-    where, file = situation(network, work, groups), cache_folder() / "plans.json"
+    """Choose a layout and keep it on disk: layouts of equal speed round differently, and
+    two runs must agree.
+    """
+    where = situation(network, work, groups)
+    file = cache_folder() / "plans.json"
     if found := groups.job.from_rank_0(lambda: kernels.kept(file).get(where)):
         with suppress(TypeError, ValueError):  # a damaged entry; a UsageError is a ValueError
             text, reason = found
@@ -101,27 +114,37 @@ def choose_once(network: BlockNetwork, work: Work, groups: Groups) -> tuple[Layo
     layout, reason = choose(network, work, groups)
     if groups.job.rank == 0:
         text = "off" if layout == OFF else str(layout)
-        kernels.keep(file, json.dumps({**kernels.kept(file), where: [text, reason]}, indent=1).encode())
+        kernels.keep(
+            file, json.dumps({**kernels.kept(file), where: [text, reason]}, indent=1).encode()
+        )
     return layout, reason
 
 
 def situation(network: BlockNetwork, work: Work, groups: Groups) -> str:
     """Describe all that a choice depends on: the key of a kept layout."""
-    neighbours = groupby(groups.job.all_gather_object(groups.job.host))  # ranks in a row that are on one host
+    # ranks in a row that are on one host
+    neighbours = groupby(groups.job.all_gather_object(groups.job.host))
     sizes = "+".join(str(len([*ranks])) for _, ranks in neighbours) + " peers" * groups.peers()
     gpu = groups.device.type == "cuda"
-    name = torch.cuda.get_device_name(groups.device) if gpu else f"processors of {torch.get_num_threads()} threads"
+    name = (
+        torch.cuda.get_device_name(groups.device)
+        if gpu
+        else f"processors of {torch.get_num_threads()} threads"
+    )
     code = kernels.version(kernels.FOLDER, Path(__file__).parent)
     batch = f"{work.pictures} pictures, {work.at_once or 'all'} at a time, of {work.tokens} tokens"
     shares = sorted((copies, count / work.copies.total()) for copies, count in work.copies.items())
-    rows = ", ".join(f"{copies} batch rows each in {share:.0%} of evaluations" for copies, share in shares)
+    rows = ", ".join(
+        f"{copies} batch rows each in {share:.0%} of evaluations" for copies, share in shares
+    )
     where = f"{sizes} {name}, code {code}, torch {torch.__version__}"
     return f"{where}: {batch}, {rows}, {work.tier}, {network.describe()}"
 
 
 def choose(network: BlockNetwork, work: Work, groups: Groups) -> tuple[Layout, str]:
     """Return the fastest candidate and a text with all times, the same on every rank."""
-    job, peers = groups.job, groups.peers()
+    job = groups.job
+    peers = groups.peers()
     exchanges = [name for name in network.exchanges if peers or name != "push"]
     hosts = job.all_gather_object(job.host)
     found = candidates(work, network.num_heads, hosts, exchanges)
@@ -130,16 +153,22 @@ def choose(network: BlockNetwork, work: Work, groups: Groups) -> tuple[Layout, s
     passes = [[milliseconds(network, work, groups, layout) for layout in found] for _ in range(2)]
     times = job.max_over_ranks(map(min, *passes))
     best = times.index(min(times))
-    others = ", ".join(f"{layout} {ms:.2f}" for layout, ms in zip(found, times) if layout != found[best])
+    others = ", ".join(
+        f"{layout} {ms:.2f}" for layout, ms in zip(found, times) if layout != found[best]
+    )
     return found[best], f"{times[best]:.2f} ms a step estimated" + (f"; {others}" if others else "")
 
 
-def candidates(work: Work, heads: int, host_of: list[str], exchanges: Iterable[str]) -> list[Layout]:
+def candidates(
+    work: Work, heads: int, host_of: list[str], exchanges: Iterable[str]
+) -> list[Layout]:
     """Return the layouts worth timing, the least parallel first.
 
-    host_of: each rank's host; exchanges: names of the token exchanges that the devices and the network support.
+    host_of: each rank's host; exchanges: names of the token exchanges that the devices
+    and the network support.
     """
-    world, tokens = len(host_of), work.tokens
+    world = len(host_of)
+    tokens = work.tokens
 
     def load(layout):
         return work.load(Placement(layout, world))
@@ -159,28 +188,41 @@ def candidates(work: Work, heads: int, host_of: list[str], exchanges: Iterable[s
     for layout in sorted(meshes, key=lambda layout: (layout.ranks, load(layout), layout.tokens)):
         if load(layout) < load(found[-1]):
             usable = [name for name in exchanges if name != "ulysses" or heads % layout.tokens == 0]
-            found += [layout._replace(exchange=name) for name in usable] if layout.tokens > 1 else [layout]
+            found += (
+                [layout._replace(exchange=name) for name in usable]
+                if layout.tokens > 1
+                else [layout]
+            )
     return found
 
 
 @torch.no_grad()
 def milliseconds(network: BlockNetwork, work: Work, groups: Groups, layout: Layout) -> float:
-    """Return the estimated time of a step of all pictures under `layout` on this rank; 0 if it is idle."""
+    """Return the estimated time of a step of all pictures under `layout` on this rank; 0
+    if it is idle.
+    """
     depths = [min(depth, network.depth) for depth in DEPTHS]
-    shared = [groups.apply(network.shallow(depth), layout) for depth in depths]  # idle ranks make its groups too
+    # idle ranks make its groups too
+    shared = [groups.apply(network.shallow(depth), layout) for depth in depths]
     placement = Placement(layout, groups.job.world)  # of rank 0, which has the most pictures
     if groups.job.rank >= placement.busy:
         return 0.0
-    device, evaluations, times = groups.device, work.evaluations(placement), []
+    device = groups.device
+    evaluations = work.evaluations(placement)
+    times = []
     side = isqrt(work.tokens) * network.patch_size
-    generator = torch.Generator(device).manual_seed(0)  # its own: the run's random stream begins untouched
+    # its own: the run's random stream begins untouched
+    generator = torch.Generator(device).manual_seed(0)
     for one in shared:
         scheduled, advance = one.schedule([500], [0])
         advance(0)
         total = 0.0
         for (pictures, copies), count in evaluations.items():
-            x = torch.randn(pictures, network.in_channels, side, side, generator=generator, device=device)
-            zeros = torch.zeros(copies * pictures, dtype=torch.int64, device=device)  # indices and labels
+            x = torch.randn(
+                pictures, network.in_channels, side, side, generator=generator, device=device
+            )
+            # indices and labels
+            zeros = torch.zeros(copies * pictures, dtype=torch.int64, device=device)
             total += count * _milliseconds(partial(scheduled.tokens, x, zeros, zeros), device)
         times.append(total / work.copies.total())
     a_block = (times[1] - times[0]) / max(depths[1] - depths[0], 1)

@@ -1,10 +1,12 @@
-"""One network evaluation on many GPUs: its batch rows, which guidance doubles, and their tokens, over rows × columns.
+"""One network evaluation on many GPUs: its batch rows, which guidance doubles, and their
+tokens, over rows × columns.
 
     ranks of a column   divide the batch rows: nothing is exchanged until the end of the evaluation
-    ranks of a row      divide the tokens, from the patch embedding to the last layer: attention exchanges
+    ranks of a row      divide the tokens, from the patch embedding to the last layer: attention
+                        exchanges
 
-The output is gathered once. Guidance, sampler and noise then run on every rank alike, on the same numbers: the random
-stream and the sampling loop know nothing of this.
+The output is gathered once. Guidance, sampler and noise then run on every rank alike, on
+the same numbers: the random stream and the sampling loop know nothing of this.
 """
 
 import copy
@@ -19,29 +21,43 @@ from accel.parallel.exchanges import Exchange
 
 
 class Sharded(Network):
-    """A network that is evaluated by several ranks: all call alike with the same tensors, and get the same.
+    """A network that is evaluated by several ranks: all call alike with the same tensors,
+    and get the same.
 
-    everyone: the group of these ranks; ranks that share the tokens of the same batch rows are neighbours in it.
-    exchange: among such neighbours; None if every rank has whole rows.
+    everyone: the group of these ranks; ranks that share the tokens of the same batch rows
+    are neighbours in it. exchange: among such neighbours; None if every rank has whole
+    rows.
     """
 
-    captures = True  # shared evaluations are short enough for launches to count, also those of a plain network
+    # shared evaluations are short enough for launches to count, also those of a plain
+    # network
+    captures = True
 
-    def __init__(self, network: BlockNetwork, everyone: dist.ProcessGroup, exchange: Exchange | None = None):
+    def __init__(
+        self, network: BlockNetwork, everyone: dist.ProcessGroup, exchange: Exchange | None = None
+    ):
         super().__init__()
-        self.network, self.everyone = network, everyone
-        self.patch_size, self.in_channels = network.patch_size, network.in_channels
-        self.attend = partial(exchange, attention=network.attention) if exchange else network.attention
+        self.network = network
+        self.everyone = everyone
+        self.patch_size = network.patch_size
+        self.in_channels = network.in_channels
+        self.attend = (
+            partial(exchange, attention=network.attention) if exchange else network.attention
+        )
         self.columns = exchange.size if exchange else 1  # ranks that a row's tokens lie on
         self.rows = dist.get_world_size(everyone) // self.columns
         self.row, self.column = divmod(dist.get_rank(everyone), self.columns)
 
     @torch.no_grad()
     def tokens(self, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        n, rows, columns = len(y), self.rows, self.columns
+        n = len(y)
+        rows = self.rows
+        columns = self.columns
         share = -(-n // rows)
         # The last share is filled up with the last row: collectives want equal shapes.
-        mine = torch.arange(self.row * share, (self.row + 1) * share, device=x.device).clamp(max=n - 1)
+        mine = torch.arange(self.row * share, (self.row + 1) * share, device=x.device).clamp(
+            max=n - 1
+        )
         total = (x.shape[-1] // self.patch_size) ** 2
         length = total // columns
         part = slice(self.column * length, (self.column + 1) * length)
@@ -50,16 +66,20 @@ class Sharded(Network):
         out = self.network.forward_blocks(h, condition, self.attend, part).contiguous()
         whole = out.new_empty(rows * columns, *out.shape)  # (ranks, share, t, p·p·C')
         dist.all_gather_into_tensor(whole.flatten(0, 1), out, group=self.everyone)
-        whole = whole.unflatten(0, (rows, columns)).transpose(1, 2)  # (rows, share, columns, t, p·p·C')
+        # (rows, share, columns, t, p·p·C')
+        whole = whole.unflatten(0, (rows, columns)).transpose(1, 2)
         return whole.reshape(rows * share, total, -1)[:n]
 
-    def schedule(self, times: list[float], labels: list[int], at_once: int = 1) -> tuple[Network, Callable[..., None]]:
+    def schedule(
+        self, times: list[float], labels: list[int], at_once: int = 1
+    ) -> tuple[Network, Callable[..., None]]:
         scheduled = copy.copy(self)
         scheduled.network, advance = self.network.schedule(times, labels, at_once)
         return scheduled, advance
 
     def replayed(self, key: Hashable, step: Callable) -> Callable:
-        return self.network.replayed((self, key), step)  # the network knows when its graphs become void
+        # the network knows when its graphs become void
+        return self.network.replayed((self, key), step)
 
     def overflowed(self) -> str | None:
         return self.network.overflowed()

@@ -1,9 +1,11 @@
 """The denoising loop: noise → latents.
 
-It depends on three interfaces only: a network, a process (accel/sampling/process.py) and a guidance.
+It depends on three interfaces only: a network, a process (accel/sampling/process.py) and
+a guidance.
 
-The random stream is upstream's: z of n latents, then at every step, also the last and also DDIM's with η = 0, one
-normal draw of the whole guided batch. The null half's noise is drawn and not used: both halves share their latents.
+The random stream is upstream's: z of n latents, then at every step, also the last and
+also DDIM's with η = 0, one normal draw of the whole guided batch. The null half's noise
+is drawn and not used: both halves share their latents.
 """
 
 from collections import Counter
@@ -31,11 +33,18 @@ class Move(NamedTuple):
 
 def moves_of(process: Process, guidance: Guidance | Unguided) -> list[Move]:
     """Return the moves of a run, in order."""
-    found, step, evaluation = [], 0, 0
+    found = []
+    step = 0
+    evaluation = 0
     parts = tuple(guidance.at(level) for level in process.levels())
     for steps, evaluations in process.moves:
-        found.append(Move((steps, evaluations), parts[evaluation : evaluation + evaluations], step, evaluation))
-        step, evaluation = step + steps, evaluation + evaluations
+        found.append(
+            Move(
+                (steps, evaluations), parts[evaluation : evaluation + evaluations], step, evaluation
+            )
+        )
+        step = step + steps
+        evaluation = evaluation + evaluations
     return found
 
 
@@ -44,20 +53,30 @@ def count_copies(process: Process, guidance: Guidance | Unguided) -> Counter[int
     return Counter(guidance.at(level).copies for level in process.levels())
 
 
-def initial_noise(n: int, channels: int, latent_size: int, generator: torch.Generator) -> torch.Tensor:
+def initial_noise(
+    n: int, channels: int, latent_size: int, generator: torch.Generator
+) -> torch.Tensor:
     """Draw the first normal of a run, z (n, C, L, L), on the generator's device."""
-    return torch.randn(n, channels, latent_size, latent_size, generator=generator, device=generator.device)
+    return torch.randn(
+        n, channels, latent_size, latent_size, generator=generator, device=generator.device
+    )
 
 
 def upstream_noise(
-    z: torch.Tensor, copies: int, rows: slice = slice(None), generator: torch.Generator | None = None
+    z: torch.Tensor,
+    copies: int,
+    rows: slice = slice(None),
+    generator: torch.Generator | None = None,
 ) -> Callable[[], torch.Tensor]:
-    """Return a function that draws a step's noise (n', C, L, L) for `rows` of the batch z (n, C, L, L).
+    """Return a function that draws a step's noise (n', C, L, L) for `rows` of the batch z
+    (n, C, L, L).
 
-    copies: batch rows of a latent. generator: by default torch's own on z's device. A CPU generator draws on the CPU;
-    its numbers are pinned and copied to z's device without waiting.
+    copies: batch rows of a latent. generator: by default torch's own on z's device. A CPU
+    generator draws on the CPU; its numbers are pinned and copied to z's device without
+    waiting.
     """
-    shape, device = (copies * len(z), *z.shape[1:]), z.device if generator is None else generator.device
+    shape = (copies * len(z), *z.shape[1:])
+    device = z.device if generator is None else generator.device
     how = dict(generator=generator, device=device, pin_memory=z.is_cuda and device.type == "cpu")
     # Draw 2n rows, use n': upstream's random stream.
     return lambda: torch.randn(shape, **how)[: len(z)][rows].to(z.device, non_blocking=True)
@@ -75,16 +94,20 @@ def denoise(
     moves: list[Move] | None = None,
     on_step: OnStep | None = None,
 ) -> torch.Tensor:
-    """Sample latents (n, C, L, L) from noise z (n, C, L, L) and labels (n,) on its device.
+    """Sample latents (n, C, L, L) from noise z (n, C, L, L) and labels (n,) on its
+    device.
 
-    draw: returns the noise of a step, like z. moves: some of `moves_of`, for warm-up; default: all.
-    on_step(i, x): called when step i has been queued, with its result x (n, C, L, L).
+    draw: returns the noise of a step, like z. moves: some of `moves_of`, for warm-up;
+    default: all. on_step(i, x): called when step i has been queued, with its result x (n,
+    C, L, L).
     """
-    y, every_move = guidance.labels(labels), moves_of(process, guidance)
+    y = guidance.labels(labels)
+    every_move = moves_of(process, guidance)
     indices = torch.arange(process.evaluations, device=z.device)
     at_once = max(evaluations for _, evaluations in process.moves)
     scheduled, advance = network.schedule(process.times(), y.tolist(), at_once)
-    captures, evaluate = network.captures and z.is_cuda, scheduled.forward
+    captures = network.captures and z.is_cuda
+    evaluate = scheduled.forward
     if captures:
         process.prepare(z.device)
     if captures and not process.captured:
@@ -94,7 +117,8 @@ def denoise(
         return process.move(kind, state, at, noise, partial(_guided, evaluate, parts, at, y))
 
     make = network.replayed((process, guidance), move) if captures and process.captured else move
-    state, noise = process.begin(z), z[None, :0]
+    state = process.begin(z)
+    noise = z[None, :0]
     for kind, parts, step, evaluation in moves or every_move:
         steps, evaluations = kind
         advance(*range(evaluation, evaluation + evaluations))
@@ -108,6 +132,9 @@ def denoise(
 
 
 def _guided(evaluate, parts, at, y, x, number=0):
-    """Evaluate the network at x (n, C, H, W), a move's `number`-th time, guided → (n, C', H, W) in x's dtype."""
-    at, guidance = at + number if number else at, parts[number]
+    """Evaluate the network at x (n, C, H, W), a move's `number`-th time, guided → (n, C',
+    H, W) in x's dtype.
+    """
+    at = at + number if number else at
+    guidance = parts[number]
     return guidance.combine(evaluate(x, at.repeat(guidance.copies), y[: guidance.copies * len(x)]))

@@ -26,8 +26,13 @@ class Ancestral(Process):
         self.diffusion.prepare(device)
 
     def move(self, kind, state, at, noise, evaluate) -> State:
-        (x,), t = state, self.diffusion.num_timesteps - 1 - at  # (n,)
-        return (self._step(lambda x, t: evaluate(x), x, t, clip_denoised=False, noise=noise[0])["sample"],)
+        (x,) = state
+        t = self.diffusion.num_timesteps - 1 - at  # (n,)
+        return (
+            self._step(lambda x, t: evaluate(x), x, t, clip_denoised=False, noise=noise[0])[
+                "sample"
+            ],
+        )
 
     def _step(self, *arguments, **how):
         return self.diffusion.p_sample(*arguments, **how)
@@ -35,7 +40,9 @@ class Ancestral(Process):
 
 @dataclass(frozen=True)
 class Ddim(Ancestral):
-    """DDIM (Song et al. 2021, arXiv:2010.02502). eta: the noise of a step, from 0 (none) to 1 (as in ancestral)."""
+    """DDIM (Song et al. 2021, arXiv:2010.02502). eta: the noise of a step, from 0 (none)
+    to 1 (as in ancestral).
+    """
 
     eta: float = 0.0
 

@@ -1,14 +1,16 @@
 """Flows: a network that estimates a velocity carries noise at t = 0 to data at t = 1.
 
-On the linear path x_t = t·x* + (1 − t)·ε the velocity v estimates x* − ε (SiT, Ma et al. 2024, arXiv:2401.08740). In N
-steps:
+On the linear path x_t = t·x* + (1 − t)·ε the velocity v estimates x* − ε (SiT, Ma et al.
+2024, arXiv:2401.08740). In N steps:
 
     Euler   x ← x + Δt·v(x, t)                                    even steps, or shifted ones
     Heun    the same by the mean of v at both ends of a step; the last is Euler's
-    Sde     x ← x + Δt·((1 + t)·v − x) + √(2·(1 − t)·Δt)·noise    N − 1 even steps to 0.96; one of 0.04, no noise
+    Sde     x ← x + Δt·((1 + t)·v − x) + √(2·(1 − t)·Δt)·noise    N − 1 even steps to 0.96; one of
+            0.04, no noise
 
-The SDE's drift is v + w·score, with score = (t·v − x)/(1 − t) and SiT's diffusion w = 1 − t, the noise level.
-A shift s moves even times t to s·t / (1 + (s − 1)·t): below one the steps at noise are shorter.
+The SDE's drift is v + w·score, with score = (t·v − x)/(1 − t) and SiT's diffusion w = 1 −
+t, the noise level. A shift s moves even times t to s·t / (1 + (s − 1)·t): below one the
+steps at noise are shorter.
 """
 
 from dataclasses import dataclass
@@ -85,13 +87,16 @@ class Heun(Euler):
     def move(self, kind, state, at, noise, evaluate) -> State:
         if kind[1] == 1:
             return super().move(kind, state, at, noise, evaluate)
-        (x,), step = state, self._step(state[0], at)
+        (x,) = state
+        step = self._step(state[0], at)
         v = evaluate(x)
         return (x + step / 2 * (v + evaluate(x + step * v, 1)),)
 
 
 class Sde(Euler):
-    """The SDE with the same marginals by Euler and Maruyama's method. number: at least 2. Its times have no shift."""
+    """The SDE with the same marginals by Euler and Maruyama's method. number: at least 2.
+    Its times have no shift.
+    """
 
     noise_from_cpu = True
 
@@ -106,11 +111,14 @@ class Sde(Euler):
         return [1 - t for t in self.times()]
 
     def coefficients(self) -> list:
-        """Return the coefficients of x, v and the noise in the step of every evaluation, three lists."""
+        """Return the coefficients of x, v and the noise in the step of every evaluation,
+        three lists.
+        """
         *starts, last = self.times()
         step = (1 - LAST) / (self.number - 1)
         steps = [(1 - step, step * (1 + t), (2 * (1 - t) * step) ** 0.5) for t in starts]
-        steps.append((1 - LAST, LAST * (1 + last), 0.0))  # its noise is that of the step before, times zero
+        # its noise is that of the step before, times zero
+        steps.append((1 - LAST, LAST * (1 + last), 0.0))
         return [list(column) for column in zip(*steps)]
 
     def move(self, kind, state, at, noise, evaluate) -> State:

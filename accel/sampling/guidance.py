@@ -1,7 +1,7 @@
 """Guidance: the network's outputs for all batch rows of a latent → one estimate.
 
-A guidance is a value. It defines how many batch rows share a latent (`copies`), their labels, and how their outputs are
-combined.
+A guidance is a value. It defines how many batch rows share a latent (`copies`), their
+labels, and how their outputs are combined.
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,10 @@ CHANNELS = 3  # of the noise estimate's four, as for the published pictures
 
 
 def guided(out: Tensor, scale: float | Tensor, channels: int = CHANNELS) -> Tensor:
-    """Guide without a classifier (Ho & Salimans 2022, arXiv:2207.12598): uncond + scale · (cond − uncond) on the first
-    `channels` channels. out (2n, C', H, W), the conditional rows first → (n, channels, H, W)."""
+    """Guide without a classifier (Ho & Salimans 2022, arXiv:2207.12598): uncond + scale ·
+    (cond − uncond) on the first `channels` channels. out (2n, C', H, W), the conditional
+    rows first → (n, channels, H, W).
+    """
     cond, uncond = out[:, :channels].chunk(2)
     return uncond + scale * (cond - uncond)
 
@@ -28,7 +30,9 @@ class Unguided:
     scale: ClassVar[float] = 1.0
 
     def at(self, level: float) -> "Unguided":
-        """Return the guidance of an evaluation at a noise level, from 0 at the data to 1 at noise."""
+        """Return the guidance of an evaluation at a noise level, from 0 at the data to 1
+        at noise.
+        """
         return self
 
     def labels(self, y: Tensor) -> Tensor:
@@ -36,16 +40,19 @@ class Unguided:
         return y
 
     def combine(self, out: Tensor) -> Tensor:
-        """Combine the outputs for the batch rows (N, C', H, W) → estimates for the latents (n, C', H, W)."""
+        """Combine the outputs for the batch rows (N, C', H, W) → estimates for the
+        latents (n, C', H, W).
+        """
         return out
 
 
 @dataclass(frozen=True)
 class Guidance:
-    """Classifier-free guidance by `scale` on the first `channels` channels; the others are the conditional row's.
+    """Classifier-free guidance by `scale` on the first `channels` channels; the others
+    are the conditional row's.
 
-    interval: the noise levels, ends included, at which it acts (Kynkäänniemi et al. 2024, arXiv:2404.07724). At other
-    levels only the conditional rows are evaluated.
+    interval: the noise levels, ends included, at which it acts (Kynkäänniemi et al. 2024,
+    arXiv:2404.07724). At other levels only the conditional rows are evaluated.
     """
 
     copies: ClassVar[int] = 2

@@ -1,7 +1,9 @@
-"""Samplers of diffusers: the library computes the steps, this repository evaluates the network.
+"""Samplers of diffusers: the library computes the steps, this repository evaluates the
+network.
 
-Other pictures than ancestral sampling's, in 10 to 25 evaluations: DPM-Solver++ (Lu et al. 2022, arXiv:2211.01095),
-UniPC (Zhao et al. 2023, arXiv:2302.04867), and any scheduler that takes estimates of noise.
+Other pictures than ancestral sampling's, in 10 to 25 evaluations: DPM-Solver++ (Lu et al.
+2022, arXiv:2211.01095), UniPC (Zhao et al. 2023, arXiv:2302.04867), and any scheduler
+that takes estimates of noise.
 """
 
 import inspect
@@ -17,7 +19,8 @@ from accel.diffusion.respace import ByValue
 from accel.errors import UsageError, shown
 from accel.sampling.process import Kind, Process, State
 
-# Name → module and class of diffusers.schedulers: importing the module alone takes a fraction of the time.
+# Name → module and class of diffusers.schedulers: importing the module alone takes a
+# fraction of the time.
 SOLVERS = {
     "dpm++": ("scheduling_dpmsolver_multistep", "DPMSolverMultistepScheduler"),
     "unipc": ("scheduling_unipc_multistep", "UniPCMultistepScheduler"),
@@ -26,12 +29,15 @@ LINEAR = get_named_beta_schedule("linear", 1000)
 
 
 def make_scheduler(name: str, **config: Any) -> Any:
-    """Make the scheduler of a name in SOLVERS with DiT's betas. config: further arguments, such as solver_order."""
+    """Make the scheduler of a name in SOLVERS with DiT's betas. config: further
+    arguments, such as solver_order.
+    """
     module, kind = SOLVERS[name]
     return getattr(_import(f"diffusers.schedulers.{module}"), kind)(trained_betas=LINEAR, **config)
 
 
-# DiT's values of the entries that define the trained process in a scheduler's configuration.
+# DiT's values of the entries that define the trained process in a scheduler's
+# configuration.
 TRAINED = {
     "prediction_type": "epsilon",
     "num_train_timesteps": 1000,
@@ -43,9 +49,11 @@ TRAINED = {
 
 
 def require_schedule(owner: str, config: Mapping[str, Any] | None) -> None:
-    """Raise UsageError about `owner`, naming the entry, if a scheduler's configuration is of another process than
-    DiT's. trained_betas take precedence over the schedule's name."""
-    config, wanted = config or {}, dict(TRAINED)
+    """Raise UsageError about `owner`, naming the entry, if a scheduler's configuration is
+    of another process than DiT's. trained_betas take precedence over the schedule's name.
+    """
+    config = config or {}
+    wanted = dict(TRAINED)
     betas = config.get("trained_betas")
     if betas is not None:
         if np.shape(betas) != LINEAR.shape or not np.allclose(betas, LINEAR, rtol=1e-5):
@@ -53,22 +61,34 @@ def require_schedule(owner: str, config: Mapping[str, Any] | None) -> None:
         wanted = {name: wanted[name] for name in ("prediction_type", "rescale_betas_zero_snr")}
     for name, value in wanted.items():
         if config.get(name, value) != value:
-            raise UsageError(f"{owner}: its scheduler has {name} {shown(config[name])}, and only {value} is sampled")
+            raise UsageError(
+                f"{owner}: its scheduler has {name} {shown(config[name])}, and only {value} is "
+                "sampled"
+            )
 
 
 def require_scheduler(scheduler: Any) -> None:
-    """Raise UsageError unless `scheduler` is a scheduler of diffusers that takes estimates of noise."""
-    if not (isinstance(getattr(scheduler, "config", None), Mapping) and callable(getattr(scheduler, "step", None))):
-        raise UsageError(f"`sampler={shown(scheduler)}`: give a sampler's name, or a scheduler of diffusers")
+    """Raise UsageError unless `scheduler` is a scheduler of diffusers that takes
+    estimates of noise.
+    """
+    if not (
+        isinstance(getattr(scheduler, "config", None), Mapping)
+        and callable(getattr(scheduler, "step", None))
+    ):
+        raise UsageError(
+            f"`sampler={shown(scheduler)}`: give a sampler's name, or a scheduler of diffusers"
+        )
     if "beta_schedule" not in scheduler.config and "trained_betas" not in scheduler.config:
         raise UsageError(
-            f"`sampler`: {type(scheduler).__name__} has no betas: it is not for a network of noise estimates"
+            f"`sampler`: {type(scheduler).__name__} has no betas: it is not for a network of "
+            "noise estimates"
         )
 
 
 def _import(module):
-    """Import a module of diffusers without torch's compiler, from which the library takes an optional decorator at more
-    than half of its import time."""
+    """Import a module of diffusers without torch's compiler, from which the library takes
+    an optional decorator at more than half of its import time.
+    """
     compiler = "torch._dynamo"
     if compiler in sys.modules:
         return import_module(module)
@@ -84,7 +104,9 @@ class _NoGenerator:
 
     @property
     def device(self) -> None:
-        raise UsageError("`sampler`: this scheduler draws noise in its steps; give a deterministic one")
+        raise UsageError(
+            "`sampler`: this scheduler draws noise in its steps; give a deterministic one"
+        )
 
 
 class Solver(ByValue, Process):
@@ -93,12 +115,14 @@ class Solver(ByValue, Process):
     scheduler: it is copied, not changed. steps: its num_inference_steps.
     """
 
-    draws, captured = 0, False
+    draws = 0
+    captured = False
 
     def __init__(self, scheduler: Any, steps: int):
         require_scheduler(scheduler)
         require_schedule("`sampler`", scheduler.config)
-        self.scheduler, self.number = scheduler, steps
+        self.scheduler = scheduler
+        self.number = steps
         takes_generator = "generator" in inspect.signature(scheduler.step).parameters
         self.generator = dict(generator=_NoGenerator()) if takes_generator else {}
         self._times = self._begun().timesteps.tolist()
@@ -124,5 +148,6 @@ class Solver(ByValue, Process):
     def move(self, kind, state, at, noise, evaluate) -> State:
         x, scheduler, times = state
         t = next(times)
-        eps = evaluate(scheduler.scale_model_input(x, t))[:, : x.shape[1]]  # without the learned variance
+        # without the learned variance
+        eps = evaluate(scheduler.scale_model_input(x, t))[:, : x.shape[1]]
         return scheduler.step(eps, t, x, return_dict=False, **self.generator)[0], scheduler, times

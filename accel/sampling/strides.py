@@ -1,5 +1,7 @@
-"""Plans: ancestral sampling by strides of several steps, with one or two network evaluations each. diffusion/strides.py
-has the mathematics; scripts/calibrate.py finds plans."""
+"""Plans: ancestral sampling by strides of several steps, with one or two network
+evaluations each. diffusion/strides.py has the mathematics; scripts/calibrate.py finds
+plans.
+"""
 
 import hashlib
 from itertools import count
@@ -24,6 +26,9 @@ class Strides(strides.Strides, Process):
         return x, *self.start(x), torch.full((len(x),), last, device=x.device)
 
     def move(self, kind, state, at, noise, evaluate) -> State:
-        (x, forecast, values, t), numbers = state, count()  # t (n,): where the stride starts
-        stepped = self.stride(lambda x, t: evaluate(x, next(numbers)), x, t, forecast, values, noise, kind[1])
+        (x, forecast, values, t) = state
+        numbers = count()  # t (n,): where the stride starts
+        stepped = self.stride(
+            lambda x, t: evaluate(x, next(numbers)), x, t, forecast, values, noise, kind[1]
+        )
         return *stepped, t - kind[0]

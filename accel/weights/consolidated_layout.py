@@ -1,5 +1,6 @@
-"""Folders of LLaMA's training: consolidated_ema.00-of-01.pth (moving average) or consolidated.00-of-01.pth (weights),
-and model_args.pth (arguments of the run)."""
+"""Folders of LLaMA's training: consolidated_ema.00-of-01.pth (moving average) or
+consolidated.00-of-01.pth (weights), and model_args.pth (arguments of the run).
+"""
 
 import os
 import re
@@ -12,7 +13,8 @@ from accel.errors import UsageError
 from accel.weights import training_layout
 from accel.weights.tensor_files import read_namespace
 
-WEIGHTS = "consolidated_ema.00-of-01.pth", "consolidated.00-of-01.pth"  # the first that is there is used
+# the first that is there is used
+WEIGHTS = "consolidated_ema.00-of-01.pth", "consolidated.00-of-01.pth"
 ARGUMENTS = "model_args.pth"
 PART = re.compile(r"consolidated\w*\.\d+-of-(\d+)\.pth")
 
@@ -23,16 +25,22 @@ def holds(folder: Path) -> bool:
 
 
 def read(folder: Path, mapped: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return (state dict, the arguments of the run: nothing if their file is not there). Raises UsageError about
-    --ckpt."""
+    """Return (state dict, the arguments of the run: nothing if their file is not there).
+    Raises UsageError about --ckpt.
+    """
     whole = [folder / name for name in WEIGHTS if (folder / name).exists()]
     parts = sorted(filter(PART.fullmatch, os.listdir(folder)))
     if not whole and parts:
         world = int(PART.fullmatch(parts[0])[1])
         raise UsageError(
-            f"`ckpt={folder}`: {parts[0]} holds a part of each tensor, for {world} processes; join them to {WEIGHTS[0]}"
+            f"`ckpt={folder}`: {parts[0]} holds a part of each tensor, for {world} processes; "
+            f"join them to {WEIGHTS[0]}"
         )
     if not whole:
-        raise UsageError(f"`ckpt={folder}`: holds neither {WEIGHTS[0]} nor {WEIGHTS[1]}; copy the weights there")
+        raise UsageError(
+            f"`ckpt={folder}`: holds neither {WEIGHTS[0]} nor {WEIGHTS[1]}; copy the weights there"
+        )
     state, _ = training_layout.read(whole[0], mapped)
-    return state, read_namespace(folder / ARGUMENTS, "ckpt") if (folder / ARGUMENTS).exists() else {}
+    return state, read_namespace(folder / ARGUMENTS, "ckpt") if (
+        folder / ARGUMENTS
+    ).exists() else {}

@@ -1,4 +1,5 @@
-"""DiT in the layout of diffusers: a folder with config.json and weights under DiTTransformer2DModel's names.
+"""DiT in the layout of diffusers: a folder with config.json and weights under
+DiTTransformer2DModel's names.
 
 No position table is stored there: the class computes it for its `sample_size`.
 """
@@ -31,10 +32,12 @@ _BLOCK = {
     "adaLN_modulation.1": "norm1.linear",
 }
 SCHEDULE = "scheduler/scheduler_config.json"  # of a pipeline
-WEIGHTS, PICKLED = "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin"
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+PICKLED = "diffusion_pytorch_model.bin"
 
-# Entries of config.json that must have one of these values, since nothing else is computed; others must be idle: None
-# or False. norm_eps: DiT's own is 1e-6, and diffusers writes its default, 1e-5, beside the published weights.
+# Entries of config.json that must have one of these values, since nothing else is
+# computed; others must be idle: None or False. norm_eps: DiT's own is 1e-6, and diffusers
+# writes its default, 1e-5, beside the published weights.
 COMPUTED = {
     "_class_name": ("DiTTransformer2DModel", "Transformer2DModel"),
     "activation_fn": ("gelu-approximate",),
@@ -45,7 +48,13 @@ COMPUTED = {
 }
 CLASSES = "num_embeds_ada_norm"
 # dropout acts in training only, norm_num_groups in other kinds of transformers.
-WITHOUT_EFFECT = "sample_size", "num_attention_heads", "attention_head_dim", "dropout", "norm_num_groups"
+WITHOUT_EFFECT = (
+    "sample_size",
+    "num_attention_heads",
+    "attention_head_dim",
+    "dropout",
+    "norm_num_groups",
+)
 
 
 def holds(folder: Path) -> bool:
@@ -54,7 +63,9 @@ def holds(folder: Path) -> bool:
 
 
 def read(folder: Path, mapped: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return (state dict of models.DiT, the facts beside it, None if unknown). Raises UsageError about --ckpt."""
+    """Return (state dict of models.DiT, the facts beside it, None if unknown). Raises
+    UsageError about --ckpt.
+    """
     folder = folder / "transformer" if (folder / "transformer").is_dir() else folder
     state = {}
     for file in weight_files(folder, "ckpt"):
@@ -70,28 +81,45 @@ def read(folder: Path, mapped: bool) -> tuple[dict[str, torch.Tensor], dict[str,
 
 
 def check_config(config: dict[str, Any], state: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the facts that a config of DiTTransformer2DModel holds beside its weights `state`, which are under DiT's
-    names: family, side of the latent, heads, classes. Raises ValueError where it describes another function."""
-    side, heads, classes = (config.get(name) for name in ("sample_size", "num_attention_heads", CLASSES))
+    """Return the facts that a config of DiTTransformer2DModel holds beside its weights
+    `state`, which are under DiT's names: family, side of the latent, heads, classes.
+    Raises ValueError where it describes another function.
+    """
+    side, heads, classes = (
+        config.get(name) for name in ("sample_size", "num_attention_heads", CLASSES)
+    )
     if type(side) is not int or not 0 < side <= 4096:
         raise ValueError(f"sample_size is {shown(side)}, must be from 1 to 4096; copy it again")
     has = _sizes(state) | {CLASSES: len(state["y_embedder.embedding_table.weight"]) - 1}
-    width, patch = len(state["x_embedder.proj.weight"]), has["patch_size"]
+    width = len(state["x_embedder.proj.weight"])
+    patch = has["patch_size"]
     if heads is not None:
         if type(heads) is not int or heads < 1 or width % heads:
-            raise ValueError(f"num_attention_heads is {shown(heads)}, which must divide {width}; copy both again")
+            raise ValueError(
+                f"num_attention_heads is {shown(heads)}, which must divide {width}; copy both again"
+            )
         has["attention_head_dim"] = width // heads
     for name, value in config.items():
         if name in has and value not in (None, has[name]):
-            raise ValueError(f"{name} is {shown(value)}, and its weights have {has[name]}; copy both again")
+            raise ValueError(
+                f"{name} is {shown(value)}, and its weights have {has[name]}; copy both again"
+            )
         if name in COMPUTED and value not in COMPUTED[name]:
             wanted = " or ".join(map(str, COMPUTED[name]))
-            raise ValueError(f"{name} is {shown(value)}, and a DiT has {wanted}; such a network cannot be computed")
+            raise ValueError(
+                f"{name} is {shown(value)}, and a DiT has {wanted}; such a network cannot be "
+                "computed"
+            )
         known = name in has or name in COMPUTED or name in WITHOUT_EFFECT or name.startswith("_")
         if not known and value not in (None, False):
-            raise ValueError(f"{shown(name)} {shown(value)} is unknown, so it cannot be computed; remove it if idle")
+            raise ValueError(
+                f"{shown(name)} {shown(value)} is unknown, so it cannot be computed; remove it if "
+                "idle"
+            )
     if side % patch:
-        raise ValueError(f"sample_size is {side}, which {patch}, the patch, must divide; copy both again")
+        raise ValueError(
+            f"sample_size is {side}, which {patch}, the patch, must divide; copy both again"
+        )
     return {"family": "DiT", "latent_size": side, "num_heads": heads, "num_classes": classes}
 
 
@@ -102,7 +130,9 @@ def has_vae(folder: Path) -> bool:
 
 
 def _of_pipeline(folder):
-    """Return the decoder, the schedule and the names of the classes that a DiTPipeline's folder holds."""
+    """Return the decoder, the schedule and the names of the classes that a DiTPipeline's
+    folder holds.
+    """
     found = {"vae": str(folder / "vae")} if (folder / "vae" / "config.json").is_file() else {}
     if (folder / SCHEDULE).is_file():
         found["schedule"] = read_json(folder / SCHEDULE, "ckpt")
@@ -111,14 +141,20 @@ def _of_pipeline(folder):
     if not isinstance(names, dict):
         return found
     numbers = range(len(names))
-    if {str(number) for number in numbers} != names.keys() or not all(isinstance(one, str) for one in names.values()):
-        raise UsageError(f"`ckpt={index}`: id2label must name classes 0 to {len(names) - 1}; mend it, or remove it")
+    if {str(number) for number in numbers} != names.keys() or not all(
+        isinstance(one, str) for one in names.values()
+    ):
+        raise UsageError(
+            f"`ckpt={index}`: id2label must name classes 0 to {len(names) - 1}; mend it, or "
+            "remove it"
+        )
     return found | {"class_names": [names[str(number)] for number in numbers]}
 
 
 def weight_files(folder: Path, parameter: str) -> list[Path]:
-    """Return the weights beside a config.json: one file, or shards; .safetensors rather than .bin. Raises
-    UsageError."""
+    """Return the weights beside a config.json: one file, or shards; .safetensors rather
+    than .bin. Raises UsageError.
+    """
     with path_errors(parameter, folder):
         names = os.listdir(folder)
     others = sorted(name for name in names if name.endswith(".safetensors"))
@@ -133,7 +169,8 @@ def weight_files(folder: Path, parameter: str) -> list[Path]:
             missing = ", ".join(sorted(found - set(names)))  # a name with a slash is never there
             if missing or not found:
                 raise UsageError(
-                    f"`{parameter}={folder}`: lacks {missing or 'the files'} that {index} names; copy it again"
+                    f"`{parameter}={folder}`: lacks {missing or 'the files'} that {index} names; "
+                    "copy it again"
                 )
             return [folder / name for name in sorted(found)]
         if plain in names and "config.json" in names:
@@ -146,13 +183,26 @@ def weight_files(folder: Path, parameter: str) -> list[Path]:
 
 
 def to_diffusers(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return diffusers' state dict from that of models.DiT, without the position table, which diffusers computes."""
+    """Return diffusers' state dict from that of models.DiT, without the position table,
+    which diffusers computes.
+    """
     depth = 1 + max(int(key.split(".")[1]) for key in state if key.startswith("blocks."))
-    out = {f"{theirs}.{kind}": state[f"{ours}.{kind}"] for ours, theirs in _OUTER.items() for kind in _KINDS}
+    out = {
+        f"{theirs}.{kind}": state[f"{ours}.{kind}"]
+        for ours, theirs in _OUTER.items()
+        for kind in _KINDS
+    }
     for n in range(depth):
-        ours, theirs = f"blocks.{n}", f"transformer_blocks.{n}"
+        ours = f"blocks.{n}"
+        theirs = f"transformer_blocks.{n}"
         out.update({f"{theirs}.norm1.{key}": state[name] for name, key in _EMBEDDERS.items()})
-        out.update({f"{theirs}.{b}.{kind}": state[f"{ours}.{a}.{kind}"] for a, b in _BLOCK.items() for kind in _KINDS})
+        out.update(
+            {
+                f"{theirs}.{b}.{kind}": state[f"{ours}.{a}.{kind}"]
+                for a, b in _BLOCK.items()
+                for kind in _KINDS
+            }
+        )
         for kind in _KINDS:
             for name, part in zip("qkv", state[f"{ours}.attn.qkv.{kind}"].chunk(3)):
                 out[f"{theirs}.attn1.to_{name}.{kind}"] = part
@@ -160,33 +210,47 @@ def to_diffusers(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def from_diffusers(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Invert `to_diffusers`. Raises ValueError if an entry is missing or the blocks' copies of the embedders differ."""
+    """Invert `to_diffusers`. Raises ValueError if an entry is missing or the blocks'
+    copies of the embedders differ.
+    """
     try:
         numbers = (int(key.split(".")[1]) for key in state if key.startswith("transformer_blocks."))
         depth = 1 + max(numbers, default=0)
-        out = {f"{ours}.{kind}": state[f"{theirs}.{kind}"] for ours, theirs in _OUTER.items() for kind in _KINDS}
+        out = {
+            f"{ours}.{kind}": state[f"{theirs}.{kind}"]
+            for ours, theirs in _OUTER.items()
+            for kind in _KINDS
+        }
         for name, key in _EMBEDDERS.items():
             copies = [state[f"transformer_blocks.{n}.norm1.{key}"] for n in range(depth)]
             if not all(torch.equal(copies[0], copy) for copy in copies[1:]):
                 raise ValueError(
-                    f"the blocks' copies of {key} differ, and a DiT has one for all; train it in DiT's own layout"
+                    f"the blocks' copies of {key} differ, and a DiT has one for all; train it in "
+                    "DiT's own layout"
                 )
             out[name] = copies[0]
         for n in range(depth):
-            ours, theirs = f"blocks.{n}", f"transformer_blocks.{n}"
+            ours = f"blocks.{n}"
+            theirs = f"transformer_blocks.{n}"
             for a, b in _BLOCK.items():
                 out |= {f"{ours}.{a}.{kind}": state[f"{theirs}.{b}.{kind}"] for kind in _KINDS}
             for kind in _KINDS:
                 qkv = [state[f"{theirs}.attn1.to_{name}.{kind}"] for name in "qkv"]
                 out[f"{ours}.attn.qkv.{kind}"] = torch.cat(qkv)
     except (KeyError, RuntimeError) as error:
-        raise as_usage_error(error) or ValueError(f"not a DiT in diffusers' layout ({error})") from None
+        raise as_usage_error(error) or ValueError(
+            f"not a DiT in diffusers' layout ({error})"
+        ) from None
     if unknown := sorted(state.keys() - to_diffusers(out).keys() - {"pos_embed.pos_embed"}):
-        raise ValueError(f"{unknown[0]} is not of a DiT in diffusers' layout ({len(unknown)} such entries)")
+        raise ValueError(
+            f"{unknown[0]} is not of a DiT in diffusers' layout ({len(unknown)} such entries)"
+        )
     return out
 
 
-def config_of(state: dict[str, torch.Tensor], num_heads: int, latent_size: int, num_classes: int) -> dict[str, Any]:
+def config_of(
+    state: dict[str, torch.Tensor], num_heads: int, latent_size: int, num_classes: int
+) -> dict[str, Any]:
     """Return config.json of diffusers' DiTTransformer2DModel for a state dict under DiT's names."""
     entries = {
         "_class_name": "DiTTransformer2DModel",

@@ -1,7 +1,8 @@
-"""The facts that lie beside tensors, such as a training run's arguments: one schema, checked once as they are read.
+"""The facts that lie beside tensors, such as a training run's arguments: one schema,
+checked once as they are read.
 
-Entries that decide pictures or sizes have a type and a range. Others are kept as they are if they are plain values:
-a family may know them.
+Entries that decide pictures or sizes have a type and a range. Others are kept as they are
+if they are plain values: a family may know them.
 """
 
 import json
@@ -20,23 +21,41 @@ class _Entry(NamedTuple):
 
 
 def _whole(low, high):
-    return _Entry(lambda value: type(value) is int and low <= value <= high, f"a whole number from {low} to {high}")
+    return _Entry(
+        lambda value: type(value) is int and low <= value <= high,
+        f"a whole number from {low} to {high}",
+    )
 
 
 def _is_names(value):
-    return isinstance(value, (list, tuple)) and all(isinstance(one, str) and one.isprintable() for one in value)
+    return isinstance(value, (list, tuple)) and all(
+        isinstance(one, str) and one.isprintable() for one in value
+    )
 
 
 def _is_recipe(value):
     """Return whether a value is a dict of settings that this program wrote."""
-    bounds = {"cfg_scale": (1, 10**6), "timestep_shift": (0.01, 100), "num_sampling_steps": (1, 1000)}
+    bounds = {
+        "cfg_scale": (1, 10**6),
+        "timestep_shift": (0.01, 100),
+        "num_sampling_steps": (1, 1000),
+    }
     if not isinstance(value, dict) or value.keys() - {"guidance_interval", *bounds}:
         return False
     ends = value.get("guidance_interval", (0, 1))
-    if not isinstance(ends, (list, tuple)) or len(ends) != 2 or type(value.get("num_sampling_steps", 1)) is not int:
+    if (
+        not isinstance(ends, (list, tuple))
+        or len(ends) != 2
+        or type(value.get("num_sampling_steps", 1)) is not int
+    ):
         return False
-    numbers = [(one, 0, 1) for one in ends] + [(value[name], *bounds[name]) for name in bounds if name in value]
-    return all(type(one) in (int, float) and low <= one <= high for one, low, high in numbers) and ends[0] < ends[1]
+    numbers = [(one, 0, 1) for one in ends] + [
+        (value[name], *bounds[name]) for name in bounds if name in value
+    ]
+    return (
+        all(type(one) in (int, float) and low <= one <= high for one, low, high in numbers)
+        and ends[0] < ends[1]
+    )
 
 
 _TEXT = _Entry(lambda value: isinstance(value, str) and len(value) <= 4096, "text")
@@ -57,8 +76,9 @@ SCHEMA = {
 
 
 def checked(source: object, found: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of `found` that are not None, known ones checked. Raises UsageError, naming the file `source`
-    and the entry."""
+    """Return the entries of `found` that are not None, known ones checked. Raises
+    UsageError, naming the file `source` and the entry.
+    """
     kept = {}
     for name, value in found.items():
         if value is None or not isinstance(name, str):
@@ -66,8 +86,8 @@ def checked(source: object, found: dict[str, Any]) -> dict[str, Any]:
         if name in SCHEMA:
             if not SCHEMA[name].valid(value):
                 raise UsageError(
-                    f"`ckpt={source}`: says {name} {shown(value)}, which must be {SCHEMA[name].meaning}; save it again "
-                    "without that entry"
+                    f"`ckpt={source}`: says {name} {shown(value)}, which must be "
+                    f"{SCHEMA[name].meaning}; save it again without that entry"
                 )
         elif not isinstance(value, (str, int, float, bool, dict)):
             continue
@@ -81,7 +101,9 @@ def to_header(metadata: dict[str, Any]) -> dict[str, str]:
 
 
 def from_header(header: dict[str, str]) -> dict[str, Any]:
-    """Return the metadata in the header of a safetensors file; other programs' entries are left out."""
+    """Return the metadata in the header of a safetensors file; other programs' entries
+    are left out.
+    """
     found = {}
     for name, text in header.items():
         if name.startswith(PREFIX):

@@ -13,8 +13,9 @@ Shapes = dict[str, tuple]
 
 
 class _NoInitialisation(TorchFunctionMode):
-    """Skip initialisation: on the meta device there is nothing to draw, but trying makes torch import its compiler,
-    which takes up to three seconds."""
+    """Skip initialisation: on the meta device there is nothing to draw, but trying makes
+    torch import its compiler, which takes up to three seconds.
+    """
 
     def __torch_function__(self, function, types, arguments=(), keywords=None):
         draws = function in (torch.Tensor.uniform_, torch.Tensor.normal_)
@@ -25,13 +26,17 @@ class _NoInitialisation(TorchFunctionMode):
 
 @contextmanager
 def shapes_only() -> Iterator[None]:
-    """Give modules made inside shapes and no values: parameters on the meta device, nothing is initialised."""
+    """Give modules made inside shapes and no values: parameters on the meta device,
+    nothing is initialised.
+    """
     with torch.device("meta"), _NoInitialisation():
         yield
 
 
 def shapes_of(state: dict[str, torch.Tensor]) -> Shapes:
-    """Return the shape of every entry. Position tables of all square grids get the same one, (1, "T", D)."""
+    """Return the shape of every entry. Position tables of all square grids get the same
+    one, (1, "T", D).
+    """
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     table = shapes.get("pos_embed", ())
     if len(table) == 3 and table[0] == 1 and table[1] == isqrt(table[1]) ** 2 > 0:
@@ -40,16 +45,22 @@ def shapes_of(state: dict[str, torch.Tensor]) -> Shapes:
 
 
 def require_fit(name: str, state: dict[str, torch.Tensor], model: torch.nn.Module) -> None:
-    """Raise UsageError about `name` unless `state` has the entries of `model`, of their shapes, and no others."""
-    have, want = shapes_of(state), shapes_of(model.state_dict())
+    """Raise UsageError about `name` unless `state` has the entries of `model`, of their
+    shapes, and no others.
+    """
+    have = shapes_of(state)
+    want = shapes_of(model.state_dict())
     # In the module's order: the first difference is then the nearest to the input.
     wrong = [entry for entry in {**want, **have} if have.get(entry) != want.get(entry)]
     if not wrong:
         return
-    first = next((entry for entry in wrong if entry in have), wrong[0])  # an entry of the caller's is named first
+    # an entry of the caller's is named first
+    first = next((entry for entry in wrong if entry in have), wrong[0])
     count = f" ({len(wrong)} entries differ)" if len(wrong) > 1 else ""
     if first not in want:
-        raise UsageError(f"{name}: {first} is no weight of a {type(model).__name__}, and would be ignored{count}")
+        raise UsageError(
+            f"{name}: {first} is no weight of a {type(model).__name__}, and would be ignored{count}"
+        )
     if first not in have:
         raise UsageError(f"{name}: is not a {type(model).__name__}: no {first}{count}")
     raise UsageError(f"{name}: {first} is {have[first]}, must be {want[first]}{count}")

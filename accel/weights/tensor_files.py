@@ -1,7 +1,8 @@
-"""Files of tensors and JSON that a user names: read safely, and every failure is one line about the parameter.
+"""Files of tensors and JSON that a user names: read safely, and every failure is one line
+about the parameter.
 
-Nothing in a file is ever executed, a pipe or a device is never opened, and tensors are memory-mapped where the format
-allows it.
+Nothing in a file is ever executed, a pipe or a device is never opened, and tensors are
+memory-mapped where the format allows it.
 """
 
 import argparse
@@ -22,11 +23,15 @@ from accel.errors import UsageError, as_usage_error, path_errors, shown
 from accel.files import atomic_write, cache_folder, open_regular, read_small
 from accel.files import read_json as read_object
 
-SETTLED = 2e9  # ns: two changes of a file that come sooner after one another may have the same time stamp
+# ns: two changes of a file that come sooner after one another may have the same time
+# stamp
+SETTLED = 2e9
 
 
 def mode_of(path: Path, parameter: str) -> int:
-    """Return st_mode of `path`, 0 if nothing is there. Raises UsageError where permissions or the name forbid it."""
+    """Return st_mode of `path`, 0 if nothing is there. Raises UsageError where
+    permissions or the name forbid it.
+    """
     with path_errors(parameter, path):
         try:
             return path.stat().st_mode
@@ -35,16 +40,21 @@ def mode_of(path: Path, parameter: str) -> int:
 
 
 def read_tensors(path: Path, parameter: str, mapped: bool = True) -> dict:
-    """Return the content of a .safetensors file or a pickle (.pt, .ckpt, .bin), on the CPU; mapped: not copied, where
-    the format allows it. Raises UsageError about `parameter`."""
+    """Return the content of a .safetensors file or a pickle (.pt, .ckpt, .bin), on the
+    CPU; mapped: not copied, where the format allows it. Raises UsageError about
+    `parameter`.
+    """
     if path.suffix == ".safetensors":
         return read_safetensors(path, parameter, mapped)[0]
     return _read_pickle(path, parameter, dict, "a state dict", mapped)
 
 
-def read_safetensors(path: Path, parameter: str, mapped: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return (tensors, metadata) of a .safetensors file; mapped: as for `read_tensors`. Raises UsageError about
-    `parameter`."""
+def read_safetensors(
+    path: Path, parameter: str, mapped: bool = True
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return (tensors, metadata) of a .safetensors file; mapped: as for `read_tensors`.
+    Raises UsageError about `parameter`.
+    """
     from safetensors import SafetensorError, safe_open
 
     with _regular_file(path, parameter):
@@ -52,16 +62,23 @@ def read_safetensors(path: Path, parameter: str, mapped: bool = True) -> tuple[d
             with safe_open(path, "pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
                 metadata = file.metadata() or {}
-            return tensors if mapped else {name: value.clone() for name, value in tensors.items()}, metadata
+            return tensors if mapped else {
+                name: value.clone() for name, value in tensors.items()
+            }, metadata
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             reason = str(error).splitlines()[0][:120]
-            raise UsageError(f"`{parameter}={path}`: truncated or not safetensors ({reason}); copy it again") from None
+            raise UsageError(
+                f"`{parameter}={path}`: truncated or not safetensors ({reason}); copy it again"
+            ) from None
 
 
 def read_namespace(path: Path, parameter: str) -> dict:
-    """Return the arguments of a training run, an argparse.Namespace of torch.save. Raises UsageError about
-    `parameter`."""
-    return vars(_read_pickle(path, parameter, argparse.Namespace, "the arguments of a training run"))
+    """Return the arguments of a training run, an argparse.Namespace of torch.save. Raises
+    UsageError about `parameter`.
+    """
+    return vars(
+        _read_pickle(path, parameter, argparse.Namespace, "the arguments of a training run")
+    )
 
 
 def read_json(path: Path, parameter: str) -> dict:
@@ -74,23 +91,30 @@ def read_json(path: Path, parameter: str) -> dict:
 
 
 def require_floats(state: dict, source: str) -> None:
-    """Raise UsageError about `source` unless every entry of a state dict is a dense tensor of floats, not empty, with
-    at least one dimension."""
+    """Raise UsageError about `source` unless every entry of a state dict is a dense
+    tensor of floats, not empty, with at least one dimension.
+    """
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
             kind = f"of type {type(tensor).__name__}"
         elif tensor.layout is not torch.strided or tensor.is_meta:
             kind = f"{tensor.layout} on {tensor.device}"
-        elif tensor.ndim and tensor.numel() and tensor.is_floating_point() and isinstance(name, str):
+        elif (
+            tensor.ndim and tensor.numel() and tensor.is_floating_point() and isinstance(name, str)
+        ):
             continue
         else:
             kind = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
-        raise UsageError(f"{source}: {shown(name)} is {kind}; weights are dense tensors of floats, save them as such")
+        raise UsageError(
+            f"{source}: {shown(name)} is {kind}; weights are dense tensors of floats, save them "
+            "as such"
+        )
 
 
 def digest(state: dict[str, torch.Tensor]) -> str:
-    """Return 16 hex digits over names, shapes and all float32 values, the same for every format and order of
-    entries."""
+    """Return 16 hex digits over names, shapes and all float32 values, the same for every
+    format and order of entries.
+    """
     total = hashlib.sha256()
     for name in sorted(state):
         tensor = state[name].detach().float().contiguous().flatten()
@@ -100,18 +124,23 @@ def digest(state: dict[str, torch.Tensor]) -> str:
 
 
 def file_stamps(files: list[Path], parameter: str) -> list[tuple]:
-    """Return (path, size, mtime, inode, ctime) of each file: another version of it has another stamp."""
+    """Return (path, size, mtime, inode, ctime) of each file: another version of it has
+    another stamp.
+    """
     stamps = []
     for file in files:
         with path_errors(parameter, file):
             one = file.stat()
-        stamps.append((str(file.absolute()), one.st_size, one.st_mtime_ns, one.st_ino, one.st_ctime_ns))
+        stamps.append(
+            (str(file.absolute()), one.st_size, one.st_mtime_ns, one.st_ino, one.st_ctime_ns)
+        )
     return stamps
 
 
 def cached_digest(stamps: list[tuple], state: Callable[[], dict[str, torch.Tensor]]) -> str:
-    """Return `digest(state())` of files with these stamps, taken before they were opened; the cache folder keeps
-    it."""
+    """Return `digest(state())` of files with these stamps, taken before they were opened;
+    the cache folder keeps it.
+    """
     name = Path("digests", hashlib.sha256(repr(stamps).encode()).hexdigest()[:32])
     with suppress(OSError, ValueError):
         found = read_small(cache_folder() / name).decode()
@@ -130,28 +159,36 @@ def cached_digest(stamps: list[tuple], state: Callable[[], dict[str, torch.Tenso
 
 @contextmanager
 def _regular_file(path: Path, parameter: str) -> Iterator[None]:
-    """Raise UsageError about `parameter` unless `path` is a regular file that can be read, inside too."""
+    """Raise UsageError about `parameter` unless `path` is a regular file that can be
+    read, inside too.
+    """
     with path_errors(parameter, path):
-        open_regular(path).close()  # torch and safetensors have errors of their own for pipes and permissions
+        # torch and safetensors have errors of their own for pipes and permissions
+        open_regular(path).close()
         yield
 
 
 def _read_pickle(path: Path, parameter: str, kind: type, meaning: str, mapped: bool = False) -> Any:
-    """Return the content of a file of torch.save, an object of `kind`; meaning: the kind in words. Raises UsageError
-    about `parameter`."""
+    """Return the content of a file of torch.save, an object of `kind`; meaning: the kind
+    in words. Raises UsageError about `parameter`.
+    """
     damaged = UsageError(f"`{parameter}={path}`: truncated or not a checkpoint; copy it again")
     try:
-        # Training scripts store their parsed arguments beside the weights: a Namespace is plain data.
+        # Training scripts store their parsed arguments beside the weights: a Namespace is
+        # plain data.
         safe = torch.serialization.safe_globals([argparse.Namespace])
         with _regular_file(path, parameter), safe, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the format, of interest to torch's developers
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and _can_be_mapped(path))
+            content = torch.load(
+                path, map_location="cpu", weights_only=True, mmap=mapped and _can_be_mapped(path)
+            )
     except pickle.UnpicklingError as error:
         code = re.search(r"(?:GLOBAL|class) (\S+)", str(error))
         if code is None:  # another kind of file, or the half of one
             raise damaged from None
         raise UsageError(
-            f"`{parameter}={path}`: refused, loading it would run code ({code[1]}); save its state dict with torch.save"
+            f"`{parameter}={path}`: refused, loading it would run code ({code[1]}); save its "
+            "state dict with torch.save"
         ) from None
     except Exception as error:  # an unpickler ends in whatever the bytes happen to mean
         raise (as_usage_error(error) or damaged) from None
@@ -161,7 +198,9 @@ def _read_pickle(path: Path, parameter: str, kind: type, meaning: str, mapped: b
 
 
 def _can_be_mapped(path: Path) -> bool:
-    """Return whether torch may map the file: a zip archive of uncompressed members, torch.save's format since 1.6."""
+    """Return whether torch may map the file: a zip archive of uncompressed members,
+    torch.save's format since 1.6.
+    """
     if not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:

@@ -1,4 +1,6 @@
-"""Read one file of a training script or torch.save: a state dict, or a checkpoint that contains one."""
+"""Read one file of a training script or torch.save: a state dict, or a checkpoint that
+contains one.
+"""
 
 import argparse
 from pathlib import Path
@@ -10,7 +12,8 @@ from accel.errors import UsageError, shown
 from accel.weights.metadata import OWN, from_header
 from accel.weights.tensor_files import read_safetensors, read_tensors, require_floats
 
-ENTRIES = ("ema", "model", "state_dict")  # of a training checkpoint; the first that is there is used
+# of a training checkpoint; the first that is there is used
+ENTRIES = ("ema", "model", "state_dict")
 PREFIXES = ("module.", "_orig_mod.", "model.")  # of wrappers around the trained network
 AVERAGES = "n_averaged"  # torch's AveragedModel counts in it
 
@@ -39,19 +42,30 @@ def read(path: Path, mapped: bool) -> tuple[dict[str, torch.Tensor], dict[str, A
     if entry != ENTRIES[0] and others:
         print(f'{path}: the weights are those of "{entry}", not of {shown(", ".join(others))}')
     prefix = ""
-    while found := [one for one in PREFIXES if all(name.startswith(prefix + one) for name in state)]:
+    while found := [
+        one for one in PREFIXES if all(name.startswith(prefix + one) for name in state)
+    ]:
         prefix += found[0]
     if prefix:
-        print(f'{path}: every name begins with "{prefix}", as a wrapped model is saved; loading without it')
+        print(
+            f'{path}: every name begins with "{prefix}", as a wrapped model is saved; loading '
+            "without it"
+        )
     return {name.removeprefix(prefix): tensor for name, tensor in state.items()}, facts
 
 
 def _is_state(value):
-    return isinstance(value, dict) and len(value) > 0 and all(isinstance(one, torch.Tensor) for one in value.values())
+    return (
+        isinstance(value, dict)
+        and len(value) > 0
+        and all(isinstance(one, torch.Tensor) for one in value.values())
+    )
 
 
 def _facts(content):
-    """Return the facts beside the tensors: as the converter writes them, else a training run's arguments."""
+    """Return the facts beside the tensors: as the converter writes them, else a training
+    run's arguments.
+    """
     found = content.get(OWN) or content.get("args")
     found = vars(found) if isinstance(found, argparse.Namespace) else found
     return found if isinstance(found, dict) else {"config": content.get("config")}

@@ -1,4 +1,6 @@
-"""accelerate() where callers expect a module: in their loops, wrapped, refused where it is another network, renewed."""
+"""accelerate() where callers expect a module: in their loops, wrapped, refused where it
+is another network, renewed.
+"""
 
 import copy
 import gc
@@ -9,7 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import fill
-from networks import DEVICES, SMALL, build, error, inputs, large_inside, pipeline, small, transformer, upstream
+from networks import (
+    DEVICES,
+    SMALL,
+    build,
+    error,
+    inputs,
+    large_inside,
+    pipeline,
+    small,
+    transformer,
+    upstream,
+)
 from test_large_dit import build as build_large
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -24,7 +37,8 @@ from models import DiT
 WHOLE = {"final_layer.linear.weight": torch.ones(32, 144, dtype=torch.int64)}
 # A tier that the CPU has, and all that a GPU may have.
 ON = pytest.mark.parametrize(
-    "tier, device", [("fp32", "cpu"), *(pytest.param(tier, "cuda", marks=pytest.mark.gpu) for tier in TIERS)]
+    "tier, device",
+    [("fp32", "cpu"), *(pytest.param(tier, "cuda", marks=pytest.mark.gpu) for tier in TIERS)],
 )
 
 
@@ -32,16 +46,24 @@ def test_it_is_used_as_a_module_is():
     model = small()
     fast = accelerate(model).to("cpu").eval().train(False)
     first = next(fast.parameters())
-    assert first.device == torch.device("cpu") and first.dtype == torch.float32 and fast.in_channels == 4
+    assert (
+        first.device == torch.device("cpu")
+        and first.dtype == torch.float32
+        and fast.in_channels == 4
+    )
     assert not fast.training and fast.precision == "fp32" and fast.num_classes == 8
     # fp32 computes with what it was made from.
-    assert sum(value.numel() for value in fast.parameters()) == sum(value.numel() for value in model.parameters())
+    assert sum(value.numel() for value in fast.parameters()) == sum(
+        value.numel() for value in model.parameters()
+    )
     assert fast.state_dict().keys() == model.state_dict().keys()
     copied = small()
     copied.load_state_dict(fast.state_dict())
     x, t, y = inputs(model, 4)
     with torch.no_grad():  # fp32 is the reference network
-        assert torch.equal(copied(x, t, y), want := model(x, t, y)) and torch.equal(fast.forward(y=y, x=x, t=t), want)
+        assert torch.equal(copied(x, t, y), want := model(x, t, y)) and torch.equal(
+            fast.forward(y=y, x=x, t=t), want
+        )
         want = model.forward_with_cfg(x, t, y, 3.0)
     for scale in (3, torch.tensor(3.0)):
         assert torch.equal(fast.forward_with_cfg(x, t, cfg_scale=scale, y=y), want)
@@ -52,15 +74,25 @@ def test_every_tier_samples_in_upstreams_loop(tier, device):
     """The call that scripts make, keywords and all, twice, with other guidance."""
     if not supports(tier, torch.device(device)):
         pytest.skip(f"this GPU has no {tier}")
-    model, diffusion = small().to(device), create_diffusion("5")
+    model = small().to(device)
+    diffusion = create_diffusion("5")
     fast = accelerate(model, tier)
     for scale in (4.0, 1.5):
         z = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0)).to(device)
-        z, y, samples = torch.cat([z, z]), torch.tensor([3, 5, 8, 8], device=device), []
+        z = torch.cat([z, z])
+        y = torch.tensor([3, 5, 8, 8], device=device)
+        samples = []
         for network in (model, fast):
             torch.manual_seed(0)
-            how = dict(clip_denoised=False, model_kwargs=dict(y=y, cfg_scale=scale), progress=False, device=device)
-            samples.append(diffusion.p_sample_loop(network.forward_with_cfg, z.shape, z, **how).double())
+            how = dict(
+                clip_denoised=False,
+                model_kwargs=dict(y=y, cfg_scale=scale),
+                progress=False,
+                device=device,
+            )
+            samples.append(
+                diffusion.p_sample_loop(network.forward_with_cfg, z.shape, z, **how).double()
+            )
         assert samples[0].norm() > 0
         bound = {"fp16": 3e-3, "bf16": 3e-2, "tf32": 1e-2}.get(tier, 1e-5)
         assert error(samples[1], samples[0].cpu()) < bound
@@ -69,29 +101,64 @@ def test_every_tier_samples_in_upstreams_loop(tier, device):
 @pytest.mark.parametrize(
     "call, words",
     [
-        (lambda fast, x, t, y: fast.to("meta"), r"to\('meta'\): the weights are on cpu; use accelerate\(model, dev"),
+        (
+            lambda fast, x, t, y: fast.to("meta"),
+            r"to\('meta'\): the weights are on cpu; use accelerate\(model, dev",
+        ),
         (lambda fast, x, t, y: fast.to(torch.float16), "the precision is fp32; use accelerate"),
-        (lambda fast, x, t, y: fast.train(), r"train\(\): this copy only evaluates; train the model"),
+        (
+            lambda fast, x, t, y: fast.train(),
+            r"train\(\): this copy only evaluates; train the model",
+        ),
         (lambda fast, x, t, y: pickle.dumps(fast), "cannot be pickled or copied; pickle the model"),
-        (lambda fast, x, t, y: fast(x[:, :3], t, y), r"x is \(4, 3, 8, 8\), must be \(N, 4, 8, 8\)"),
-        (lambda fast, x, t, y: fast.forward_with_cfg(x[:3], t, y, 4), r"x is \(3, 4, 8, 8\), must be \(2N, 4, 8, 8\)"),
+        (
+            lambda fast, x, t, y: fast(x[:, :3], t, y),
+            r"x is \(4, 3, 8, 8\), must be \(N, 4, 8, 8\)",
+        ),
+        (
+            lambda fast, x, t, y: fast.forward_with_cfg(x[:3], t, y, 4),
+            r"x is \(3, 4, 8, 8\), must be \(2N, 4, 8, 8\)",
+        ),
         (lambda fast, x, t, y: fast(x, t[:2], y), r"t is \(2,\), must be \(4,\)"),
         (lambda fast, x, t, y: fast(x, t, y.to("meta")), "y is on meta, the weights are on cpu"),
         (
-            lambda fast, x, t, y: accelerate(small(class_dropout_prob=0)).forward_with_cfg(x, t, y, 4.0),
+            lambda fast, x, t, y: accelerate(small(class_dropout_prob=0)).forward_with_cfg(
+                x, t, y, 4.0
+            ),
             "no null class .label dropout., no guidance; use forward",
         ),
-        (lambda fast, *_: accelerate(small(), "fp16"), "precision=fp16: cpu has no .*; choose fp32"),
+        (
+            lambda fast, *_: accelerate(small(), "fp16"),
+            "precision=fp16: cpu has no .*; choose fp32",
+        ),
         (lambda fast, *_: accelerate(small(), device="nonsense"), "device nonsense"),
         (lambda fast, *_: accelerate(small(), device="meta"), "device meta: holds no values"),
-        (lambda fast, x, t, y: fast.load_state_dict({}), "load_state_dict: is not a DiT: no pos_embed .* differ"),
+        (
+            lambda fast, x, t, y: fast.load_state_dict({}),
+            "load_state_dict: is not a DiT: no pos_embed .* differ",
+        ),
         (lambda fast, x, t, y: fast.load_state_dict({}, strict=False), "all weights are needed"),
-        (lambda fast, x, t, y: fast.load_state_dict([]), "maps names to tensors, and this is a list"),
-        (lambda fast, x, t, y: fast.load_state_dict(small().state_dict() | WHOLE), "is torch.int64 of shape"),
-        (lambda fast, x, t, y: accelerate(small(), "fp16"), "precision=fp16: cpu has no .*; choose fp32"),
+        (
+            lambda fast, x, t, y: fast.load_state_dict([]),
+            "maps names to tensors, and this is a list",
+        ),
+        (
+            lambda fast, x, t, y: fast.load_state_dict(small().state_dict() | WHOLE),
+            "is torch.int64 of shape",
+        ),
+        (
+            lambda fast, x, t, y: accelerate(small(), "fp16"),
+            "precision=fp16: cpu has no .*; choose fp32",
+        ),
         (lambda fast, x, t, y: accelerate(small(), device="nonsense"), "device nonsense"),
-        (lambda fast, x, t, y: accelerate(small(), guidance_channels=0), "guidance_channels=0: must be from 1 to 4"),
-        (lambda fast, x, t, y: accelerate(small(), guidance_channels=5), "guidance_channels=5: must be from 1 to 4"),
+        (
+            lambda fast, x, t, y: accelerate(small(), guidance_channels=0),
+            "guidance_channels=0: must be from 1 to 4",
+        ),
+        (
+            lambda fast, x, t, y: accelerate(small(), guidance_channels=5),
+            "guidance_channels=5: must be from 1 to 4",
+        ),
         (
             lambda fast, x, t, y: fast.load_state_dict(small(num_classes=9).state_dict()),
             r"embedding_table.weight is \(10, 144\), must be \(9, 144\)",
@@ -101,7 +168,8 @@ def test_every_tier_samples_in_upstreams_loop(tier, device):
 def test_what_it_cannot_do_is_one_line(call, words):
     """And changes nothing."""
     model = small()
-    fast, (x, t, y) = accelerate(model), inputs(model, 4)
+    fast = accelerate(model)
+    (x, t, y) = inputs(model, 4)
     with pytest.raises(UsageError, match=words) as caught:
         call(fast, x, t, y)
     assert "\n" not in str(caught.value) and torch.equal(fast(x, t, y), accelerate(model)(x, t, y))
@@ -120,7 +188,8 @@ def test_wrapped_models_are_unwrapped(group):
     with torch.no_grad():
         want = model(x, t, y)
     parallel = nn.parallel.DistributedDataParallel(model)
-    compiled, averaged = (torch.compile(one) for one in (model, parallel)), AveragedModel(model)
+    compiled = (torch.compile(one) for one in (model, parallel))
+    averaged = AveragedModel(model)
     for wrapped in (model, nn.DataParallel(model), parallel, *compiled, averaged):
         assert torch.allclose(accelerate(wrapped, "fp32")(x, t, y), want, atol=1e-5)
 
@@ -128,7 +197,8 @@ def test_wrapped_models_are_unwrapped(group):
 @pytest.mark.gpu
 def test_fp32_sets_tf32_for_itself(switches):
     model = small().cuda()
-    fast, (x, t, y) = accelerate(model, "fp32"), inputs(model, 4, "cuda")
+    fast = accelerate(model, "fp32")
+    (x, t, y) = inputs(model, 4, "cuda")
     want = fast(x, t, y)
     torch.backends.cuda.matmul.allow_tf32 = True
     assert torch.equal(fast(x, t, y), want) and switches()[0]
@@ -139,7 +209,9 @@ def test_fp32_sets_tf32_for_itself(switches):
     [
         lambda: build("DiT-S/8", input_size=32, depth=2, num_classes=10, learn_sigma=False),
         lambda: small(hidden_size=60, num_heads=5, mlp_ratio=3.0, in_channels=8, patch_size=4),
-        lambda: build_large(qk_norm=True, n_kv_heads=1, ffn_dim_multiplier=1.3, multiple_of=32, learn_sigma=False),
+        lambda: build_large(
+            qk_norm=True, n_kv_heads=1, ffn_dim_multiplier=1.3, multiple_of=32, learn_sigma=False
+        ),
         lambda: small().double(),
         lambda: small().half(),
         lambda: small(class_dropout_prob=0),
@@ -148,8 +220,11 @@ def test_fp32_sets_tf32_for_itself(switches):
 )
 def test_shapes_of_the_callers_own(make):
     model = make()
-    fast, side = accelerate(model), getattr(model, "input_size", None) or model.x_embedder.img_size[0]
-    x, t, y = torch.randn(4, model.in_channels, side, side), torch.tensor([0, 5, 500, 999]), torch.tensor([7, 0, 1, 2])
+    fast = accelerate(model)
+    side = getattr(model, "input_size", None) or model.x_embedder.img_size[0]
+    x = torch.randn(4, model.in_channels, side, side)
+    t = torch.tensor([0, 5, 500, 999])
+    y = torch.tensor([7, 0, 1, 2])
     with torch.no_grad():
         want = copy.deepcopy(model).double()(x.double(), t, y)
     assert fast(x, t, y).shape == want.shape and error(fast(x, t, y), want) < 1e-5
@@ -168,23 +243,44 @@ def changed(model, name, attribute, value):
 
 
 OTHERS = {
-    "fewer channels": (lambda: small(Halved), r"returns \(1, 4, 8, 8\), a DiT with these weights \(1, 8, 8, 8\)"),
-    "another function": (lambda: small(networks.Otherwise), "another function .* relative error .*, 0.0001 is allowed"),
+    "fewer channels": (
+        lambda: small(Halved),
+        r"returns \(1, 4, 8, 8\), a DiT with these weights \(1, 8, 8, 8\)",
+    ),
+    "another function": (
+        lambda: small(networks.Otherwise),
+        "another function .* relative error .*, 0.0001 is allowed",
+    ),
     "untrained": (lambda: networks.Otherwise(**SMALL), "another function .* relative error"),
     "a norm more": (
         lambda: changed(small(), "blocks.1.attn", "q_norm", nn.LayerNorm(72)),
         r"blocks.1.attn.q_norm.weight is no weight of a DiT.*\(2 entries",
     ),
-    "eps": (lambda: changed(small(), "blocks.1.norm2", "eps", 1e-3), "blocks.1.norm2.eps is 0.001, and only 1e-06"),
-    "GELU": (lambda: changed(small(), "blocks.0.mlp.act", "approximate", "none"), "mlp.act.approximate is none"),
-    "norm_eps": (lambda: build_large(norm_eps=1e-2), "layers.0.attention_norm.eps is 0.01, and only 1e-05"),
+    "eps": (
+        lambda: changed(small(), "blocks.1.norm2", "eps", 1e-3),
+        "blocks.1.norm2.eps is 0.001, and only 1e-06",
+    ),
+    "GELU": (
+        lambda: changed(small(), "blocks.0.mlp.act", "approximate", "none"),
+        "mlp.act.approximate is none",
+    ),
+    "norm_eps": (
+        lambda: build_large(norm_eps=1e-2),
+        "layers.0.attention_norm.eps is 0.01, and only 1e-05",
+    ),
     "a weight less": (
         lambda: changed(small(), "final_layer.linear", "bias", None),
         "is not a DiT: no final_layer.linear.bias",
     ),
     "a config": (lambda: transformer(norm_eps=0.1), "DiTTransformer2DModel: norm_eps is 0.1"),
-    "no biases": (lambda: transformer(attention_bias=False), "not a DiT in diffusers' layout .*to_q.bias"),
-    "no values": (lambda: small().to("meta"), "DiT: pos_embed holds no values; load the weights first"),
+    "no biases": (
+        lambda: transformer(attention_bias=False),
+        "not a DiT in diffusers' layout .*to_q.bias",
+    ),
+    "no values": (
+        lambda: small().to("meta"),
+        "DiT: pos_embed holds no values; load the weights first",
+    ),
     "no DiT": (lambda: nn.Linear(2, 2), "Linear: is not a DiT: no blocks.0.attn.qkv.weight"),
     "no module": (lambda: "DiT-XL/2", "str: is not a DiT; give a torch.nn.Module"),
 }
@@ -201,7 +297,8 @@ def test_the_check_can_be_skipped():
     model = small(networks.Otherwise)
     x, t, y = inputs(model, 2)
     assert torch.equal(accelerate(model, check=False)(x, t, y), accelerate(small())(x, t, y))
-    untrained = accelerate(DiT(**SMALL))  # its output is zero, so noise takes the place of weights that are
+    # its output is zero, so noise takes the place of weights that are
+    untrained = accelerate(DiT(**SMALL))
     assert not untrained(x, t, y).any()
 
 
@@ -211,14 +308,22 @@ def test_the_module_stays_as_it_is(device):
     model = small().to(device).train()
     model.blocks[1].eval()
     model.blocks[0].mlp.fc1.weight.grad = torch.ones_like(model.blocks[0].mlp.fc1.weight)
-    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    before = copy.deepcopy(model.state_dict())
+    state = torch.get_rng_state()
     gpu = torch.cuda.get_rng_state() if device == "cuda" else None
     accelerate(model)
     assert model.training and not model.blocks[1].training and model.blocks[0].mlp.training
-    assert model.blocks[0].mlp.fc1.weight.grad.min() == 1 and model.blocks[1].mlp.fc1.weight.grad is None
+    assert (
+        model.blocks[0].mlp.fc1.weight.grad.min() == 1
+        and model.blocks[1].mlp.fc1.weight.grad is None
+    )
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert all(value.requires_grad == (name != "pos_embed") for name, value in model.named_parameters())
-    assert torch.equal(torch.get_rng_state(), state) and (gpu is None or torch.equal(torch.cuda.get_rng_state(), gpu))
+    assert all(
+        value.requires_grad == (name != "pos_embed") for name, value in model.named_parameters()
+    )
+    assert torch.equal(torch.get_rng_state(), state) and (
+        gpu is None or torch.equal(torch.cuda.get_rng_state(), gpu)
+    )
 
 
 @pytest.mark.gpu
@@ -226,7 +331,8 @@ def test_weights_that_overflow_are_refused():
     words = "precision=fp16: overflows on these weights; use precision="
     with pytest.raises(UsageError, match=words):
         accelerate(large_inside(small()), "fp16", "cuda")
-    fast, other = accelerate(small(), "fp16", "cuda"), large_inside(small())
+    fast = accelerate(small(), "fp16", "cuda")
+    other = large_inside(small())
     x, t, y = inputs(other, 2, "cuda")
     want = fast(x, t, y)
     with pytest.raises(UsageError, match=words):
@@ -242,14 +348,17 @@ def test_weights_are_renewed_in_place(tier, device):
     makes = [small, *[lambda **how: build_large(qk_norm=True, **how)] * (tier != "exact")]
     for make in makes:
         model = make().to(device)
-        fast, (x, t, y) = accelerate(model, tier), inputs(model, 4, device)
+        fast = accelerate(model, tier)
+        (x, t, y) = inputs(model, 4, device)
         before = fast(x, t, y), fast.forward_with_cfg(x, t, y, 2.0)
         graphs = _graphs(fast)
         ema = fill(copy.deepcopy(model), seed=5)
         fast.load_state_dict(ema.state_dict())
         new = accelerate(ema, tier)
         got = fast(x, t, y), fast.forward_with_cfg(x, t, y, 2.0)
-        assert torch.equal(got[0], new(x, t, y)) and torch.equal(got[1], new.forward_with_cfg(x, t, y, 2.0))
+        assert torch.equal(got[0], new(x, t, y)) and torch.equal(
+            got[1], new.forward_with_cfg(x, t, y, 2.0)
+        )
         assert not torch.equal(got[0], before[0]) and _graphs(fast) == graphs
         assert len(graphs) == 2 * (device == "cuda" and TIERS[tier].accelerated)
         for value in ema.parameters():
@@ -267,12 +376,18 @@ def _graphs(fast):
 @DEVICES
 def test_the_callers_modes_change_nothing(device):
     model = small().to(device)
-    fast, (x, t, y) = accelerate(model), inputs(model, 4, device)
-    want, default = fast(x, t, y), torch.get_default_dtype()
+    fast = accelerate(model)
+    (x, t, y) = inputs(model, 4, device)
+    want = fast(x, t, y)
+    default = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.float64)
         torch.set_default_device("meta")
-        for mode in (lambda: torch.autocast(device, torch.bfloat16), torch.inference_mode, torch.enable_grad):
+        for mode in (
+            lambda: torch.autocast(device, torch.bfloat16),
+            torch.inference_mode,
+            torch.enable_grad,
+        ):
             with mode():
                 got = fast(x, t, y), accelerate(model)(x, t, y)
             assert all(torch.equal(one, want) and not one.is_inference() for one in got)
@@ -291,13 +406,21 @@ def test_guidance_on_four_channels_is_recognised():
     model = small(networks.FourChannels)
     x, t, y = inputs(model, 4)
     with torch.no_grad():
-        want, three = model.forward_with_cfg(x, t, y, 4.0), DiT.forward_with_cfg(model, x, t, y, 4.0)
+        want = model.forward_with_cfg(x, t, y, 4.0)
+        three = DiT.forward_with_cfg(model, x, t, y, 4.0)
     assert torch.allclose(accelerate(model).forward_with_cfg(x, t, y, 4.0), want, atol=1e-5)
-    assert torch.allclose(accelerate(model, guidance_channels=3).forward_with_cfg(x, t, y, 4.0), three, atol=1e-5)
-    how = dict(device="cpu", output_type="latent", num_sampling_steps=4, ckpt=None, guidance_channels=None)  # left open
+    assert torch.allclose(
+        accelerate(model, guidance_channels=3).forward_with_cfg(x, t, y, 4.0), three, atol=1e-5
+    )
+    # left open
+    how = dict(
+        device="cpu", output_type="latent", num_sampling_steps=4, ckpt=None, guidance_channels=None
+    )
     with Sampler(model, **how) as sampler:
         assert sampler.settings.guidance_channels == 4
-        assert torch.allclose(sampler.latents([1, 5]), upstream(model, (1, 5), 0, 4, 4.0), atol=1e-4)
+        assert torch.allclose(
+            sampler.latents([1, 5]), upstream(model, (1, 5), 0, 4, 4.0), atol=1e-4
+        )
     assert accelerate(model, guidance_channels=4).guidance_channels == 4
     untrained = networks.FourChannels(**SMALL)
     assert accelerate(untrained).guidance_channels == 4  # its own output is zero
@@ -309,9 +432,14 @@ def test_another_guidance_is_refused_and_forward_is_not():
     fast = accelerate(model)
     with torch.no_grad():
         assert torch.allclose(fast(x, t, y), model(x, t, y), atol=1e-5)
-    with pytest.raises(UsageError, match="that of Rescaled guides in a way of its own; call forward"):
+    with pytest.raises(
+        UsageError, match="that of Rescaled guides in a way of its own; call forward"
+    ):
         fast.forward_with_cfg(x, t, y, 4.0)
-    with pytest.raises(UsageError, match="Rescaled: its forward_with_cfg guides in a way of its own; call accelerate"):
+    with pytest.raises(
+        UsageError,
+        match="Rescaled: its forward_with_cfg guides in a way of its own; call accelerate",
+    ):
         Sampler(model, device="cpu", output_type="latent")
     with Sampler(model, device="cpu", output_type="latent", guidance_channels=3) as sampler:
         assert sampler.settings.guidance_channels == 3
@@ -325,12 +453,15 @@ class AsPublished(DiT_Llama):
         del self.n_heads, self.dim
 
     def rotation(self, x):
-        length, head_dim = (self.input_size // self.patch_size) ** 2, self.layers[0].attention.head_dim
+        length = (self.input_size // self.patch_size) ** 2
+        head_dim = self.layers[0].attention.head_dim
         return rotation_table(head_dim, length, x.dtype, x.device)
 
 
 def test_a_large_dit_as_published():
-    model = fill(AsPublished(input_size=8, dim=96, n_layers=2, n_heads=3, num_classes=8, qk_norm=True))
+    model = fill(
+        AsPublished(input_size=8, dim=96, n_layers=2, n_heads=3, num_classes=8, qk_norm=True)
+    )
     x, t, y = inputs(model, 4)
     with torch.no_grad():
         assert torch.allclose(accelerate(model)(x, t, y), model(x, t, y), atol=1e-5)
@@ -339,7 +470,9 @@ def test_a_large_dit_as_published():
 @DEVICES
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
 def test_in_the_pipeline_of_diffusers(device, guidance, tiny_vae):
-    """The pipeline's own pictures, but for rounding: another embedding of t and guidance on four channels are its."""
+    """The pipeline's own pictures, but for rounding: another embedding of t and guidance
+    on four channels are its.
+    """
     pipe = pipeline(tiny_vae).to(device)
     pipe.set_progress_bar_config(disable=True)
 
@@ -348,7 +481,8 @@ def test_in_the_pipeline_of_diffusers(device, guidance, tiny_vae):
         return pipe(class_labels=[3, 7], generator=torch.Generator().manual_seed(0), **how).images
 
     with switches_kept():
-        torch.backends.cudnn.allow_tf32 = False  # torch's default, which moves the pipeline's own pictures by 6e-4
+        # torch's default, which moves the pipeline's own pictures by 6e-4
+        torch.backends.cudnn.allow_tf32 = False
         want = pictures()
         pipe.transformer = accelerate(pipe.transformer, "fp32")
         got = pictures()
@@ -360,7 +494,8 @@ def test_in_the_pipeline_of_diffusers(device, guidance, tiny_vae):
 def test_a_pipeline_is_saved_whole_or_not_at_all(tmp_path, tiny_vae):
     pipe = pipeline(tiny_vae)
     pipe.save_pretrained(tmp_path / "a")
-    want, original = (tmp_path / "a" / "model_index.json").read_text(), pipe.transformer
+    want = (tmp_path / "a" / "model_index.json").read_text()
+    original = pipe.transformer
     pipe.transformer = accelerate(original)
     for folder in ("a", "b"):  # its own folder, and another
         pipe.to("cpu").save_pretrained(tmp_path / folder)
@@ -373,6 +508,9 @@ def test_a_pipeline_is_saved_whole_or_not_at_all(tmp_path, tiny_vae):
     gc.collect()
     with pytest.raises(UsageError, match="the model that the weights came from is gone"):
         pipe.transformer.state_dict()
-    with pytest.raises(UsageError, match=r"save_pretrained\(\): the model that the weights came from is gone; keep it"):
+    with pytest.raises(
+        UsageError,
+        match=r"save_pretrained\(\): the model that the weights came from is gone; keep it",
+    ):
         pipe.save_pretrained(tmp_path / "c")
     assert not (tmp_path / "c").exists()

@@ -37,23 +37,46 @@ def test_pictures_are_those_of_the_command(device, here, tmp_path):
     ]
     with demo(device) as sampler:
         for labels, how in [*cases, cases[0]]:
-            pictures, folder = sampler.sample(labels, **how), tmp_path / str(len(labels))
-            flags = [part for name, value in how.items() for part in ("--" + name.replace("_", "-"), value)]
-            command = ["sample.py", "--model", "DiT-Demo/2", "--device", device, "--labels", *labels, *flags]
+            pictures = sampler.sample(labels, **how)
+            folder = tmp_path / str(len(labels))
+            flags = [
+                part
+                for name, value in how.items()
+                for part in ("--" + name.replace("_", "-"), value)
+            ]
+            command = [
+                "sample.py",
+                "--model",
+                "DiT-Demo/2",
+                "--device",
+                device,
+                "--labels",
+                *labels,
+                *flags,
+            ]
             if not folder.exists():
                 forks.succeeds(here(*command, "--output", f"{folder}/"))
             for picture, file in zip(pictures, sorted(folder.iterdir()), strict=True):
                 want = np.asarray(Image.open(file))
-                assert picture.mode == "RGB" and np.array_equal(np.asarray(picture), want) and want.std() > 1
+                assert (
+                    picture.mode == "RGB"
+                    and np.array_equal(np.asarray(picture), want)
+                    and want.std() > 1
+                )
 
 
 def test_labels_by_name_number_or_alone_and_defaults_of_the_constructor(capsys):
     with demo(seed=5, cfg_scale=3.0, batch_size=1) as sampler:
         both = sampler.latents(["planet", 3], progress=True)
         assert "8/8" in capsys.readouterr().err  # the steps of all batches
-        assert torch.equal(both, sampler.latents((0, "ball"), seed=5, num_sampling_steps=4, cfg_scale=3.0))
+        assert torch.equal(
+            both, sampler.latents((0, "ball"), seed=5, num_sampling_steps=4, cfg_scale=3.0)
+        )
         for five in (5, np.int64(5), torch.tensor(5)):
-            assert torch.equal(sampler.latents("sea"), sampler.latents(five)) and len(sampler.latents(five)) == 1
+            assert (
+                torch.equal(sampler.latents("sea"), sampler.latents(five))
+                and len(sampler.latents(five)) == 1
+            )
         for other in (dict(seed=0), dict(num_sampling_steps=5), dict(cfg_scale=4.0)):
             assert not torch.equal(both, sampler.latents([0, 3], **other))
         assert torch.equal(both, sampler.latents([0, 3]))
@@ -61,7 +84,9 @@ def test_labels_by_name_number_or_alone_and_defaults_of_the_constructor(capsys):
 
 @DEVICES
 def test_a_module_that_the_caller_holds(device):
-    """The demo's weights in models.DiT, wrapped, compiled, and in half: the same as by name. They are copied."""
+    """The demo's weights in models.DiT, wrapped, compiled, and in half: the same as by
+    name. They are copied.
+    """
     from accel.families.recognise import find_model
 
     model = DiT_models["DiT-Demo/2"]()
@@ -79,11 +104,25 @@ def test_a_module_that_the_caller_holds(device):
 
 
 def test_a_class_of_the_callers_own(capsys):
-    """The state dict and num_heads suffice. Any size works; a size that it was not trained at is printed."""
-    model = fill(DiT(input_size=8, patch_size=4, hidden_size=48, depth=2, num_heads=3, mlp_ratio=8 / 3, num_classes=5))
+    """The state dict and num_heads suffice. Any size works; a size that it was not
+    trained at is printed.
+    """
+    model = fill(
+        DiT(
+            input_size=8,
+            patch_size=4,
+            hidden_size=48,
+            depth=2,
+            num_heads=3,
+            mlp_ratio=8 / 3,
+            num_classes=5,
+        )
+    )
     how = dict(output_type="latent", device="cpu", num_sampling_steps=3)
     with Sampler(model, **how) as ours, Sampler(Original(copy.deepcopy(model)), **how) as other:
-        assert ours.latents([4]).shape == (1, 4, 8, 8) and torch.equal(ours.latents([4]), other.latents([4]))
+        assert ours.latents([4]).shape == (1, 4, 8, 8) and torch.equal(
+            ours.latents([4]), other.latents([4])
+        )
     assert "trained at" not in capsys.readouterr().out
     with Sampler(model, image_size=128, **how) as larger:
         assert larger.latents(range(5)).shape == (5, 4, 16, 16)
@@ -91,7 +130,9 @@ def test_a_class_of_the_callers_own(capsys):
 
 
 def test_a_class_that_names_no_family_is_taken_for_a_dit_aloud(capsys):
-    """Without sigma a flow has a DiT's entries and function: its class alone says that it is one."""
+    """Without sigma a flow has a DiT's entries and function: its class alone says that it
+    is one.
+    """
     how = dict(output_type="latent", device="cpu", num_sampling_steps=3)
     for kind, sampler, words in (
         (Original, "ddpm", "Original: names no family, taken for a DiT (noise)"),
@@ -105,11 +146,15 @@ def test_a_class_that_names_no_family_is_taken_for_a_dit_aloud(capsys):
 
 
 def test_a_position_table_that_was_trained_serves_its_own_size():
-    model, how = small(), dict(output_type="latent", device="cpu", num_sampling_steps=3)
+    model = small()
+    how = dict(output_type="latent", device="cpu", num_sampling_steps=3)
     model.pos_embed.data += 0.1
     with Sampler(model, **how) as sampler:
         assert torch.allclose(sampler.latents([4]), upstream(model, (4,), 0, 3), atol=1e-4)
-    with pytest.raises(UsageError, match="DiT: its position table is up to 0.1 off .*; sample at the size that it was"):
+    with pytest.raises(
+        UsageError,
+        match="DiT: its position table is up to 0.1 off .*; sample at the size that it was",
+    ):
         Sampler(model, image_size=128, **how)
 
 
@@ -131,19 +176,40 @@ def test_close_frees_the_network():
     [
         (lambda: Sampler(""), "ckpt: is empty"),
         (lambda: Sampler("x" * 300), "model=xxx.*: unknown; choose from"),
-        (lambda: Sampler("weights.pt", model="DiT-XL/2"), "model=DiT-XL/2: the first argument is the model already"),
+        (
+            lambda: Sampler("weights.pt", model="DiT-XL/2"),
+            "model=DiT-XL/2: the first argument is the model already",
+        ),
         (lambda: demo(weights=3), "weights: is not an option of Sampler"),
         (lambda: Sampler("weights.pt"), "ckpt=weights.pt: no such file"),
-        (lambda: demo(sampler=DDIMScheduler), "sampler=<class .*>: give a sampler's name, or a scheduler of diffusers"),
-        (lambda: demo(sampler=FlowMatchEulerDiscreteScheduler()), "FlowMatchEulerDiscreteScheduler has no betas"),
+        (
+            lambda: demo(sampler=DDIMScheduler),
+            "sampler=<class .*>: give a sampler's name, or a scheduler of diffusers",
+        ),
+        (
+            lambda: demo(sampler=FlowMatchEulerDiscreteScheduler()),
+            "FlowMatchEulerDiscreteScheduler has no betas",
+        ),
         (lambda: pickle.dumps(demo()), "cannot be pickled or copied; make another"),
-        (lambda: demo(vae=nn.Linear(2, 2)), "vae=Linear: give ema, mse, a folder or an AutoencoderKL"),
-        (lambda: demo(vae=AutoencoderKL().to("meta")), "vae=AutoencoderKL: holds no values; load the weights first"),
+        (
+            lambda: demo(vae=nn.Linear(2, 2)),
+            "vae=Linear: give ema, mse, a folder or an AutoencoderKL",
+        ),
+        (
+            lambda: demo(vae=AutoencoderKL().to("meta")),
+            "vae=AutoencoderKL: holds no values; load the weights first",
+        ),
         (lambda: demo().latents(0, num_sampling_steps=0), "num_sampling_steps=0"),
         (lambda: demo().latents(b"12"), "labels=b'12': must be a class's number or name"),
         (lambda: demo(output_type="latent").sample(0), "output_type=latent: loads no decoder"),
-        (lambda: Sampler(DiT(hidden_size=48, depth=1, num_heads=2, in_channels=3)), "vae=ema: .* makes 3; give"),
-        (lambda: Sampler(DiT(hidden_size=48, depth=1, num_heads=2), ckpt="x.pt"), "ckpt: is for weights on disk"),
+        (
+            lambda: Sampler(DiT(hidden_size=48, depth=1, num_heads=2, in_channels=3)),
+            "vae=ema: .* makes 3; give",
+        ),
+        (
+            lambda: Sampler(DiT(hidden_size=48, depth=1, num_heads=2), ckpt="x.pt"),
+            "ckpt: is for weights on disk",
+        ),
     ],
 )
 def test_errors_are_value_errors_of_one_line(make, words):
@@ -162,19 +228,29 @@ def test_a_plan_for_other_steps_is_refused_every_time():
             sampler.refresh(fill(DiT_models["DiT-Demo/2"]()))
 
 
-@pytest.mark.parametrize("precision, device", [("fp32", "cpu"), pytest.param("fp16", "cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "precision, device", [("fp32", "cpu"), pytest.param("fp16", "cuda", marks=pytest.mark.gpu)]
+)
 def test_weights_are_renewed_in_place(precision, device):
     """To the bit as a new Sampler; what was captured is replayed."""
     how = dict(precision=precision, device=device, output_type="latent", num_sampling_steps=3)
     build = DiT_models["DiT-Demo/2"]
-    model, ema = fill(build()), fill(build(), seed=3)
+    model = fill(build())
+    ema = fill(build(), seed=3)
     with Sampler(model, **how) as sampler, Sampler(ema, **how) as new:
-        before, graphs = sampler.latents([1, 2]), graphs_of(sampler)
+        before = sampler.latents([1, 2])
+        graphs = graphs_of(sampler)
         sampler.refresh(nn.DataParallel(ema))
-        assert torch.equal(sampler.latents([1, 2]), new.latents([1, 2])) and graphs_of(sampler) == graphs
+        assert (
+            torch.equal(sampler.latents([1, 2]), new.latents([1, 2]))
+            and graphs_of(sampler) == graphs
+        )
         assert not torch.equal(sampler.latents([1, 2]), before)
         for other, words in (
-            (fill(DiT(input_size=16, hidden_size=48, depth=2, num_heads=2, num_classes=8)), "must be "),
+            (
+                fill(DiT(input_size=16, hidden_size=48, depth=2, num_heads=2, num_classes=8)),
+                "must be ",
+            ),
             (fill(build(num_heads=2)), "has num_heads 2, unlike"),
             (fill(build(num_classes=9, class_dropout_prob=0)), "has num_classes 9, unlike"),
             (fill(FourChannels(**build.config)), "has guidance_channels 4, unlike"),
@@ -204,7 +280,10 @@ def test_threads_get_their_own_pictures(device):
         with ThreadPoolExecutor(len(works)) as pool:
             for _ in range(3):
                 found = [pool.submit(work) for work in works]
-                assert all(torch.equal(one.result(), latents) for one, latents in zip(found, want, strict=True))
+                assert all(
+                    torch.equal(one.result(), latents)
+                    for one, latents in zip(found, want, strict=True)
+                )
 
 
 @DEVICES
@@ -218,7 +297,8 @@ def test_the_callers_modes_change_nothing_and_are_left_alone(device):
 
     before = trace()
     with demo(device, output_type="latent") as sampler:
-        want, default = sampler.latents([1, 2]), torch.get_default_dtype()
+        want = sampler.latents([1, 2])
+        default = torch.get_default_dtype()
         try:
             torch.set_default_dtype(torch.float64)
             torch.set_default_device("meta")
@@ -234,22 +314,28 @@ def test_the_callers_modes_change_nothing_and_are_left_alone(device):
 
 @DEVICES
 def test_a_pipeline_of_diffusers(device, tiny_vae):
-    """Its transformer with its own embedding of t, and its decoder. Guidance and process are ours: those of the
-    original loop."""
+    """Its transformer with its own embedding of t, and its decoder. Guidance and process
+    are ours: those of the original loop.
+    """
     pipe = pipeline(tiny_vae)
-    how, theirs = dict(device=device, precision="fp32", num_sampling_steps=3), pipe.transformer.to(device)
+    how = dict(device=device, precision="fp32", num_sampling_steps=3)
+    theirs = pipe.transformer.to(device)
     with Sampler(pipe, **how) as sampler:
-        latents, pictures = sampler.latents([207, 3], seed=1), sampler.sample([207, 3], seed=1)
+        latents = sampler.latents([207, 3], seed=1)
+        pictures = sampler.sample([207, 3], seed=1)
     with Sampler(pipe.transformer, vae=pipe.vae, **how) as sampler:
         assert torch.equal(sampler.latents([207, 3], seed=1), latents)
         assert np.array_equal(sampler.sample([207, 3], seed=1)[1], pictures[1])
 
     def with_cfg(x, t, y, cfg_scale):
-        return guided(theirs(torch.cat([x[:2], x[:2]]), timestep=t, class_labels=y).sample, cfg_scale)
+        return guided(
+            theirs(torch.cat([x[:2], x[:2]]), timestep=t, class_labels=y).sample, cfg_scale
+        )
 
     torch.manual_seed(1)
     z = torch.randn(2, 4, 8, 8, device=device)
-    z, y = torch.cat([z, z]), torch.tensor([207, 3, 1000, 1000], device=device)
+    z = torch.cat([z, z])
+    y = torch.tensor([207, 3, 1000, 1000], device=device)
     arguments = dict(clip_denoised=False, model_kwargs=dict(y=y, cfg_scale=4.0), device=device)
     want = create_diffusion("3").p_sample_loop(with_cfg, z.shape, z, **arguments)[:2]
     assert (latents - want).norm() / want.norm() < 1e-4
@@ -259,13 +345,18 @@ def test_a_pipeline_of_diffusers(device, tiny_vae):
 
 
 def graphs_of(sampler):
-    return [id(graph) for one in sampler._run.network._replayed.values() for graph in one.graphs.values()]
+    return [
+        id(graph)
+        for one in sampler._run.network._replayed.values()
+        for graph in one.graphs.values()
+    ]
 
 
 @pytest.mark.gpu
 def test_a_step_is_captured_once_and_replayed():
-    """A new number of pictures, steps or guidance is another graph; a new seed or label is not, nor is a former
-    value. Few are kept."""
+    """A new number of pictures, steps or guidance is another graph; a new seed or label
+    is not, nor is a former value. Few are kept.
+    """
     with demo("cuda", precision="fp16", output_type="latent") as sampler:
         first_latents = sampler.latents([1, 2], seed=0)
         first = graphs_of(sampler)

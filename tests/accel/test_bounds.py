@@ -1,4 +1,6 @@
-"""The least and the most of every bounded value are valid, and the next values beyond them are refused by name."""
+"""The least and the most of every bounded value are valid, and the next values beyond
+them are refused by name.
+"""
 
 from dataclasses import fields
 from math import inf, nan, nextafter
@@ -10,7 +12,8 @@ from accel.latents.autoencoder_kl import DEFAULTS, check_config
 from accel.request import FidRequest, GridRequest
 from accel.weights import diffusers_layout, metadata
 
-UP, STATISTICS = "UpDecoderBlock2D", dict(latent_channels=1, latents_mean=[0.0], latents_std=[1.0])
+UP = "UpDecoderBlock2D"
+STATISTICS = dict(latent_channels=1, latents_mean=[0.0], latents_std=[1.0])
 WEIGHTS = {  # of a transformer of width 12
     "x_embedder.proj.weight": torch.zeros(12, 4, 1, 1),
     "final_layer.linear.weight": torch.zeros(8, 12),
@@ -26,14 +29,27 @@ CHECKS = {
     "levels": lambda block_out_channels: check_config(
         dict(block_out_channels=block_out_channels, up_block_types=[UP] * len(block_out_channels))
     ),
-    "statistics": lambda **entry: check_config(STATISTICS | {name: [value] for name, value in entry.items()}),
+    "statistics": lambda **entry: check_config(
+        STATISTICS | {name: [value] for name, value in entry.items()}
+    ),
     "lists": lambda **entry: check_config(STATISTICS | entry),
-    "transformer": lambda **entry: diffusers_layout.check_config({"sample_size": 8, **entry}, WEIGHTS),
+    "transformer": lambda **entry: diffusers_layout.check_config(
+        {"sample_size": 8, **entry}, WEIGHTS
+    ),
 }
 BOUNDS = [  # names of a check and of its argument, least and most
-    ("grid.image_size checkpoint.image_size decoder.latent_channels decoder.norm_num_groups", 1, 8192),
+    (
+        "grid.image_size checkpoint.image_size decoder.latent_channels decoder.norm_num_groups",
+        1,
+        8192,
+    ),
     ("grid.num_sampling_steps recipe.num_sampling_steps", 1, 1000),
-    ("grid.guidance_channels checkpoint.guidance_channels checkpoint.in_channels checkpoint.num_heads", 1, 1024),
+    (
+        "grid.guidance_channels checkpoint.guidance_channels checkpoint.in_channels "
+        "checkpoint.num_heads",
+        1,
+        1024,
+    ),
     ("grid.num_classes checkpoint.num_classes", 1, 10**6),
     ("grid.batch_size grid.repeats fid.num_fid_samples", 1, 10**9),
     ("fid.per_proc_batch_size", 1, 10**5),
@@ -47,7 +63,10 @@ BOUNDS = [  # names of a check and of its argument, least and most
     ("decoder.scaling_factor statistics.latents_std", 1e-6, 1e6),
     ("decoder.shift_factor statistics.latents_mean", -1e6, 1e6),
 ]
-INTERVALS = [[0, 1], [0, 5e-324]], [[-5e-324, 1], [0, nextafter(1, 2)], [0.5, 0.5], [0], [0, 0.5, 1]]
+INTERVALS = (
+    [[0, 1], [0, 5e-324]],
+    [[-5e-324, 1], [0, nextafter(1, 2)], [0.5, 0.5], [0], [0, 0.5, 1]],
+)
 VALUES = [  # names, valid values, refused values
     ("grid.sampler", ["ddpm", "ddim", "dpm++", "unipc", "sde", "euler", "heun"], ["plms"]),
     ("grid.precision", ["fp32", "exact", "tf32", "fp16", "bf16"], ["fp64"]),
@@ -58,19 +77,31 @@ VALUES = [  # names, valid values, refused values
     ("grid.seed_list", [[-(2**63), 2**64 - 1]], [[7, 7]]),
     ("grid.guidance_interval recipe.guidance_interval", *INTERVALS),
     ("checkpoint.family checkpoint.model checkpoint.vae", ["x" * 4096], ["x" * 4097, 1]),
-    ("decoder.use_post_quant_conv decoder.mid_block_add_attention", [True, False], [1, "yes", None]),
+    (
+        "decoder.use_post_quant_conv decoder.mid_block_add_attention",
+        [True, False],
+        [1, "yes", None],
+    ),
     ("checkpoint.class_names", [["a", "b"]], ["ab", [1], ["a\n"]]),
     ("checkpoint.recipe", [{}], [{"seed": 1}, 1]),
     ("levels.block_out_channels", [[1], [8192], [64] * 8], [[], [0], ["16"], [8193], [64] * 9]),
     ("decoder.block_out_channels", [[64]], [8, None]),
-    ("decoder.up_block_types", [["AttnUpDecoderBlock2D"]], [None, [], [UP, UP], ["DownEncoderBlock2D"]]),
+    (
+        "decoder.up_block_types",
+        [["AttnUpDecoderBlock2D"]],
+        [None, [], [UP, UP], ["DownEncoderBlock2D"]],
+    ),
     ("decoder.act_fn", ["silu"], ["relu", None]),
     ("decoder.out_channels", [3], [2, 4, "3"]),
     ("lists.latents_mean lists.latents_std", [[1.0]], [None, [], [1.0, 1.0], ["1"], 1.0]),
 ]
 CASES = {name: (valid, refused) for names, valid, refused in VALUES for name in names.split()}
 for names, least, most in BOUNDS:
-    beyond = [least - 1, most + 1] if isinstance(least, int) else [nextafter(least, -inf), nextafter(most, inf), nan]
+    beyond = (
+        [least - 1, most + 1]
+        if isinstance(least, int)
+        else [nextafter(least, -inf), nextafter(most, inf), nan]
+    )
     others = [str(least), True, [least], *[least + 0.5] * isinstance(least, int)]
     CASES |= {name: ([least, most], beyond + others) for name in names.split()}
 
@@ -90,4 +121,6 @@ def test_bounds(case):
 def test_no_bounded_value_is_missing_here():
     items = *fields(GridRequest), *fields(FidRequest)
     bounded = {item.name for item in items if {"bounds", "choices"} & item.metadata.keys()}
-    assert bounded | metadata.SCHEMA.keys() | DEFAULTS.keys() <= {case.split(".")[1] for case in CASES}
+    assert bounded | metadata.SCHEMA.keys() | DEFAULTS.keys() <= {
+        case.split(".")[1] for case in CASES
+    }

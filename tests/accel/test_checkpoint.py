@@ -57,11 +57,16 @@ def error(path, ask=find_model):
 
 def test_plain_legacy_and_safetensors(tmp_path, state, capsys):
     torch.save(state, tmp_path / "a.pt")
-    torch.save(state, tmp_path / "b.pt", _use_new_zipfile_serialization=False)  # as written before torch 1.6
+    # as written before torch 1.6
+    torch.save(state, tmp_path / "b.pt", _use_new_zipfile_serialization=False)
     torch.save({"state_dict": state}, tmp_path / "c.ckpt")
     save_file(state, tmp_path / "d.safetensors")
-    average = {name: value + 1 for name, value in state.items()}  # only `ema` is upstream's name: test_doors.py
-    torch.save({"model": state, "model_ema": average, "args": argparse.Namespace(lr=1e-4)}, tmp_path / "e.pt")
+    # only `ema` is upstream's name: test_doors.py
+    average = {name: value + 1 for name, value in state.items()}
+    torch.save(
+        {"model": state, "model_ema": average, "args": argparse.Namespace(lr=1e-4)},
+        tmp_path / "e.pt",
+    )
     for name in ("a.pt", "b.pt", "c.ckpt", "d.safetensors", "e.pt"):
         assert same(find_model(tmp_path / name), state), name
     assert 'the weights are those of "model", not of model_ema' in capsys.readouterr().out
@@ -88,13 +93,18 @@ def test_compressed_pt(tmp_path, state):
     """Re-zipped with deflate, mapped bytes are not the tensors'."""
     torch.save(state, tmp_path / "a.pt")
     for method in (zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED):
-        with zipfile.ZipFile(tmp_path / "a.pt") as source, zipfile.ZipFile(tmp_path / "b.pt", "w", method) as target:
+        with (
+            zipfile.ZipFile(tmp_path / "a.pt") as source,
+            zipfile.ZipFile(tmp_path / "b.pt", "w", method) as target,
+        ):
             for name in source.namelist():
                 target.writestr(name, source.read(name))
         assert same(find_model(tmp_path / "b.pt"), state)
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+@pytest.mark.parametrize(
+    "prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."]
+)
 def test_wrapped_models_load(tmp_path, state, prefix, capsys):
     wrapped = {prefix + name: tensor for name, tensor in state.items()}
     averages = dict(n_averaged=torch.tensor(1)) if prefix == "module." else {}
@@ -104,7 +114,10 @@ def test_wrapped_models_load(tmp_path, state, prefix, capsys):
     [line] = capsys.readouterr().out.splitlines()
     assert line.startswith(f"{tmp_path / 'a.pt'}: ") and f'"{prefix}"' in line
     save_file(state, tmp_path / "b.safetensors")
-    assert weights.digest() == Checkpoint(tmp_path / "b.safetensors").digest() and capsys.readouterr().out == ""
+    assert (
+        weights.digest() == Checkpoint(tmp_path / "b.safetensors").digest()
+        and capsys.readouterr().out == ""
+    )
 
 
 def test_diffusers_layout(tmp_path, folder, state):
@@ -125,13 +138,19 @@ def test_diffusers_layout(tmp_path, folder, state):
     assert same(find_model(folder), state)  # by its name
     (folder / "diffusion_pytorch_model.bin").unlink()
     index = folder / "diffusion_pytorch_model.safetensors.index.fp16.json"
-    index.write_text(json.dumps({"weight_map": {key: name for name, part in shards.items() for key in part}}))
+    index.write_text(
+        json.dumps({"weight_map": {key: name for name, part in shards.items() for key in part}})
+    )
     assert same(find_model(folder), state)
     index = index.rename(folder / "diffusion_pytorch_model.safetensors.index.json")
     assert same(find_model(folder), state)
     (folder / "two.safetensors").unlink()
     assert "lacks two.safetensors" in error(folder)
-    for wrong in ({"weight_map": {"a": "../../one.safetensors", "b": [3]}}, {"weight_map": ["one.safetensors"]}, {}):
+    for wrong in (
+        {"weight_map": {"a": "../../one.safetensors", "b": [3]}},
+        {"weight_map": ["one.safetensors"]},
+        {},
+    ):
         index.write_text(json.dumps(wrong))
         assert "copy it again" in error(folder)
 
@@ -165,7 +184,14 @@ def test_folders_that_are_not_a_dit(tmp_path, folder, state, monkeypatch):
 
 
 def test_missing(tmp_path):
-    for path in (tmp_path / "none.pt", "no/such.pt", tmp_path / "none.pt" / "x", "a/b/c", "../x", ""):
+    for path in (
+        tmp_path / "none.pt",
+        "no/such.pt",
+        tmp_path / "none.pt" / "x",
+        "a/b/c",
+        "../x",
+        "",
+    ):
         with pytest.raises(UsageError):
             find_model(path)
     message = error(tmp_path / "none.pt", Checkpoint)
@@ -208,30 +234,47 @@ def test_no_state_dict(tmp_path):
     assert "holds a list" in error(tmp_path / "list.pt")
     torch.save({"step": 7, "name": "x"}, tmp_path / "numbers.pt")
     assert "no state dict" in error(tmp_path / "numbers.pt")
-    for content in (b"hello", b"junk", b"\x89PNG\r\n\x1a\n"):  # text that an unpickler takes for something begun
+    # text that an unpickler takes for something begun
+    for content in (b"hello", b"junk", b"\x89PNG\r\n\x1a\n"):
         (tmp_path / "x.pt").write_bytes(content)
         assert "x.pt: truncated or not a checkpoint" in error(tmp_path / "x.pt")
 
 
 def test_tensors_that_are_no_weights(tmp_path, state):
-    """Refuse integers, complex numbers, quantised, sparse, empty and meta tensors, and tensors of no dimension."""
+    """Refuse integers, complex numbers, quantised, sparse, empty and meta tensors, and
+    tensors of no dimension.
+    """
     ones = torch.ones(4)
     quantised = torch.quantize_per_tensor(ones, 0.1, 0, torch.qint8)
-    for wrong in (ones.int(), ones.cfloat(), quantised, torch.eye(4).to_sparse(), ones[0], ones.to("meta"), ones[:0]):
+    for wrong in (
+        ones.int(),
+        ones.cfloat(),
+        quantised,
+        torch.eye(4).to_sparse(),
+        ones[0],
+        ones.to("meta"),
+        ones[:0],
+    ):
         torch.save({**state, "final_layer.linear.bias": wrong}, tmp_path / "a.pt")
         message = error(tmp_path / "a.pt")
         assert "final_layer.linear.bias is" in message and "tensors of floats" in message
 
 
-@pytest.mark.parametrize("shape", [(9,), (1, 9), (1, 8, 216), (2, 64, 216), (1, 0, 216), (1, 64, 216, 1)])
+@pytest.mark.parametrize(
+    "shape", [(9,), (1, 9), (1, 8, 216), (2, 64, 216), (1, 0, 216), (1, 64, 216, 1)]
+)
 def test_malformed_position_table(tmp_path, shape):
-    torch.save({**find_model(DEMO / "dit.safetensors"), "pos_embed": torch.ones(shape)}, tmp_path / "a.pt")
+    torch.save(
+        {**find_model(DEMO / "dit.safetensors"), "pos_embed": torch.ones(shape)}, tmp_path / "a.pt"
+    )
     message = error(tmp_path / "a.pt", lambda path: identify(path, "DiT-Demo/2"))
     assert "pos_embed is " in message and str(shape) in message
 
 
 def test_what_is_never_opened(tmp_path, folder, state):
-    """Pipes, sockets, devices, what belongs to another user, and names that no file system takes."""
+    """Pipes, sockets, devices, what belongs to another user, and names that no file
+    system takes.
+    """
     os.mkfifo(tmp_path / "pipe.pt")
     with socket.socket(socket.AF_UNIX) as one:
         one.bind(str(tmp_path / "socket.pt"))
@@ -264,12 +307,16 @@ def test_which_model_the_weights_fit(tmp_path):
         assert (found.model, found.num_classes, found.latent_size) == ("DiT-Demo/2", 8, 16)
         assert found.null_class and found.learn_sigma
     torch.save({"blocks.0.x": torch.ones(2)}, tmp_path / "x.pt")
-    with pytest.raises(UsageError, match="is not a DiT: no x_embedder.proj.weight; nor is it a Large-DiT"):
+    with pytest.raises(
+        UsageError, match="is not a DiT: no x_embedder.proj.weight; nor is it a Large-DiT"
+    ):
         identify(tmp_path / "x.pt", "DiT-S/8")
     flat = DiT_models["DiT-S/8"](input_size=8).state_dict()
     flat["x_embedder.proj.weight"] = flat["x_embedder.proj.weight"].flatten(1)
     torch.save(flat, tmp_path / "flat.pt")
-    with pytest.raises(UsageError, match=r"x_embedder.proj.weight is \(384, 256\), must have four dimensions"):
+    with pytest.raises(
+        UsageError, match=r"x_embedder.proj.weight is \(384, 256\), must have four dimensions"
+    ):
         identify(tmp_path / "flat.pt")
 
 
@@ -283,7 +330,8 @@ def test_one_digest_for_every_layout(tmp_path, state, folder):
     torch.save(state, tmp_path / "a.pt")
     want = Checkpoint(tmp_path / "a.pt").digest()
     assert len(want) == 16 and Checkpoint(folder).digest() == want
-    for name, same in (("pos_embed", True), ("blocks.1.attn.qkv.weight", False)):  # the table may be of another size
+    # the table may be of another size
+    for name, same in (("pos_embed", True), ("blocks.1.attn.qkv.weight", False)):
         save_file({**state, name: state[name] + 1e-6}, tmp_path / "b.safetensors")
         assert (Checkpoint(tmp_path / "b.safetensors").digest() == want) == same
 
@@ -320,7 +368,16 @@ def test_a_hub_id_of_pickles(tmp_path, folder, run):
     """Only what is needed is fetched, once. Pipelines: test_doors.py."""
 
     def sample(ckpt):
-        flags = ["--model", "DiT-Demo/2", "--num-sampling-steps", 2, "--labels", 1, "--device", "cpu"]
+        flags = [
+            "--model",
+            "DiT-Demo/2",
+            "--num-sampling-steps",
+            2,
+            "--labels",
+            1,
+            "--device",
+            "cpu",
+        ]
         place = dict(HF_HUB_CACHE=str(tmp_path / "hub"), HF_ENDPOINT=hub.url)
         return run("sample.py", *flags, "--ckpt", ckpt, "--output", tmp_path / "x.png", **place)
 
@@ -331,7 +388,10 @@ def test_a_hub_id_of_pickles(tmp_path, folder, run):
     (folder / "config.json").write_text(json.dumps(dict(sample_size=16, patch_size=2)))
     with Hub("someone/dit-demo", folder.parent) as hub:
         succeeds(sample("someone/dit-demo"))
-        assert sorted(hub.asked) == ["transformer/config.json", "transformer/diffusion_pytorch_model.bin"]
+        assert sorted(hub.asked) == [
+            "transformer/config.json",
+            "transformer/diffusion_pytorch_model.bin",
+        ]
         line = refused(sample("someone/nothing"))
         assert "--ckpt someone/nothing: not here" in line and "404" in line
     succeeds(sample("someone/dit-demo"))  # cached: the server is gone

@@ -27,7 +27,9 @@ def test_whole_or_absent(tmp_path):
 
 def test_a_link_keeps_its_target_and_a_file_its_mode(tmp_path):
     """`--output` through a link writes to what it points to, even where that is not there yet."""
-    target, link, early = tmp_path / "deep" / "target", tmp_path / "link", tmp_path / "early"
+    target = tmp_path / "deep" / "target"
+    link = tmp_path / "link"
+    early = tmp_path / "early"
     target.parent.mkdir()
     target.write_bytes(b"before")
     target.chmod(0o640)
@@ -43,7 +45,8 @@ def test_a_link_keeps_its_target_and_a_file_its_mode(tmp_path):
 
 def test_a_temporary_file_is_never_another_s(tmp_path, monkeypatch):
     """Somebody who guesses its name gets neither a link followed nor his file removed."""
-    precious, path = tmp_path / "precious", tmp_path / "x"
+    precious = tmp_path / "precious"
+    path = tmp_path / "x"
     precious.write_bytes(b"precious")
     monkeypatch.setattr(files.secrets, "token_hex", lambda count: "0" * 2 * count)
     guessed = tmp_path / ".x.0000000000000000.part"
@@ -55,7 +58,8 @@ def test_a_temporary_file_is_never_another_s(tmp_path, monkeypatch):
 
 def test_two_writers_of_one_file_both_end_well(tmp_path):
     """Processes and threads, over and over: the file is always one of theirs, whole."""
-    path, length = tmp_path / "x", 1 << 20
+    path = tmp_path / "x"
+    length = 1 << 20
     code = f"""
 import sys
 from accel.files import atomic_write
@@ -68,14 +72,22 @@ for _ in range(50):
         if path.exists():
             assert path.read_bytes() in (b"a" * length, b"b" * length)
         time.sleep(0.005)
-    assert [writer.returncode for writer in writers] == [0, 0], [writer.text() for writer in writers]
+    assert [writer.returncode for writer in writers] == [0, 0], [
+        writer.text() for writer in writers
+    ]
     assert os.listdir(tmp_path) == ["x"]
 
 
 def test_only_what_killed_processes_left_is_removed(tmp_path):
     """By the very form of the name: no glob, in which a job's own name might hold a pattern."""
     own = [".000017.png.0123456789abcdef.part", ".[a].npz.0123456789abcdef.part"]
-    others = [".a.npz.0123456789abcdef.part", ".123.png.mine.part", ".y.png.probe", "000017.png", ".000017.png.part"]
+    others = [
+        ".a.npz.0123456789abcdef.part",
+        ".123.png.mine.part",
+        ".y.png.probe",
+        "000017.png",
+        ".000017.png.part",
+    ]
     for name in own + others:
         (tmp_path / name).touch()
     (tmp_path / ".000018.png.0123456789abcdef.part").mkdir()
@@ -92,12 +104,23 @@ def test_what_is_no_file_is_not_replaced(tmp_path):
     before = sorted(os.listdir(tmp_path))
     for name in ("pipe", "link", "folder"):
         for through_link in (True, False):
-            with pytest.raises(OSError, match="a pipe"), atomic_write(tmp_path / name, through_link=through_link):
+            with (
+                pytest.raises(OSError, match="a pipe"),
+                atomic_write(tmp_path / name, through_link=through_link),
+            ):
                 pass
     assert sorted(os.listdir(tmp_path)) == before and (tmp_path / "pipe").is_fifo()
 
 
-DAMAGED = b"", b"[" * 200_000, b'{"a":' * 200_000, b"\xff\xfe", b"[1]", b'{"a": ' + b"1" * 5000 + b"}", b'{"a": 1'
+DAMAGED = (
+    b"",
+    b"[" * 200_000,
+    b'{"a":' * 200_000,
+    b"\xff\xfe",
+    b"[1]",
+    b'{"a": ' + b"1" * 5000 + b"}",
+    b'{"a": 1',
+)
 
 
 def test_whatever_stands_in_a_small_files_place_is_an_error_at_once(tmp_path):
@@ -110,7 +133,11 @@ def test_whatever_stands_in_a_small_files_place_is_an_error_at_once(tmp_path):
     os.truncate(tmp_path / "large", 1 << 40)
     for number, content in enumerate(DAMAGED):
         (tmp_path / str(number)).write_bytes(content)
-    for path in (*tmp_path.iterdir(), tmp_path / "absent", *map(Path, ("/dev/zero", "/dev/null", "/dev/tty"))):
+    for path in (
+        *tmp_path.iterdir(),
+        tmp_path / "absent",
+        *map(Path, ("/dev/zero", "/dev/null", "/dev/tty")),
+    ):
         start = time.monotonic()
         with pytest.raises((OSError, ValueError)) as caught:
             read_json(path)
@@ -148,7 +175,11 @@ def test_the_cache_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(files.Path, "home", no_home)
     monkeypatch.setattr(files.tempfile, "tempdir", str(tmp_path))
     folder = cache_folder()
-    assert folder == cache_folder() and folder.parent == tmp_path and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert (
+        folder == cache_folder()
+        and folder.parent == tmp_path
+        and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    )
     monkeypatch.setattr(files.os, "getuid", lambda: 12345)
     (tmp_path / "dit-12345").mkdir()  # somebody else's
     assert cache_folder() != tmp_path / "dit-12345" and cache_folder().parent == tmp_path

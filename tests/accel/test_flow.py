@@ -24,22 +24,28 @@ from accel.sampling.guidance import Guidance
 from accel.weights.checkpoint import Checkpoint
 from accel.weights.shapes import shapes_only
 
-Z, LABELS = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([1, 5, 2])
+Z = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+LABELS = torch.tensor([1, 5, 2])
 NULL = torch.full_like(LABELS, 8)
 
 
 def small(**changes):
     model = networks.small(SiT, **changes)
-    model.final_layer.linear.weight.data.mul_(0.2)  # a velocity of the size of x: latents stay near one
+    # a velocity of the size of x: latents stay near one
+    model.final_layer.linear.weight.data.mul_(0.2)
     return model
 
 
 def velocity(model, scale=4.0, channels=3, interval=(0.0, 1.0)):
-    """x (2n, 4, 8, 8) as SiT's loop has it, t, the noise level that decides guidance → v for both halves, float64."""
+    """x (2n, 4, 8, 8) as SiT's loop has it, t, the noise level that decides guidance → v
+    for both halves, float64.
+    """
     state = model.state_dict()
 
     def v(x, t, level):
-        rows = dit(state, torch.cat([x[:3], x[:3]]), torch.full((6,), t), torch.cat([LABELS, NULL]), 2, 2)[:, :4]
+        rows = dit(
+            state, torch.cat([x[:3], x[:3]]), torch.full((6,), t), torch.cat([LABELS, NULL]), 2, 2
+        )[:, :4]
         inside = interval[0] <= round(level, 6) <= interval[1]
         return guided(rows, scale, channels) if inside else torch.cat([rows[:3], rows[:3]])
 
@@ -47,9 +53,13 @@ def velocity(model, scale=4.0, channels=3, interval=(0.0, 1.0)):
 
 
 def ode(v, x, steps, heun=False):
-    """The library's loop over noise levels 1 … 0. Guidance of a correction is that of its step's start."""
+    """The library's loop over noise levels 1 … 0. Guidance of a correction is that of its
+    step's start.
+    """
     for i in range(steps):
-        t, end, level = i / steps, (i + 1) / steps, (steps - i) / steps
+        t = i / steps
+        end = (i + 1) / steps
+        level = (steps - i) / steps
         slope = v(x, t, level)
         if heun and i < steps - 1:
             slope = (slope + v(x + (end - t) * slope, end, level)) / 2
@@ -61,7 +71,9 @@ def ode(v, x, steps, heun=False):
 def test_latents_and_random_stream_are_sits(learn_sigma):
     """Its own draws: 2n rows a step from the CPU, none for the last step, none for an ODE."""
     model = small(learn_sigma=learn_sigma)
-    both, v, network = torch.cat([Z, Z]).double(), velocity(model), Plain(model)
+    both = torch.cat([Z, Z]).double()
+    v = velocity(model)
+    network = Plain(model)
     torch.manual_seed(3)
     want = sde(v, both, 12, lambda: torch.randn(6, 4, 8, 8).double())[:3]
     after = torch.get_rng_state()
@@ -85,10 +97,14 @@ def test_tables_outlive_other_processes():
 @pytest.mark.parametrize("process, heun", ((Euler(10), False), (Heun(10), True), (Sde(25), None)))
 def test_an_interval_and_all_channels(process, heun):
     """As REPA guides: a step's start decides, both ends of the interval included."""
-    model, interval = small(), (0.2, 0.6)
-    v, guidance = velocity(model, 4.0, 4, interval), Guidance(4.0, 8, 4, interval)
-    both, draws = torch.cat([Z, Z]).double(), torch.randn(25, 6, 4, 8, 8)
-    want, steps = iter(draws.double()), iter(draws[:, :3])
+    model = small()
+    interval = (0.2, 0.6)
+    v = velocity(model, 4.0, 4, interval)
+    guidance = Guidance(4.0, 8, 4, interval)
+    both = torch.cat([Z, Z]).double()
+    draws = torch.randn(25, 6, 4, 8, 8)
+    want = iter(draws.double())
+    steps = iter(draws[:, :3])
     want = sde(v, both, 25, lambda: next(want)) if heun is None else ode(v, both, 10, heun)
     got = denoise(Plain(model), process, guidance, Z, LABELS, lambda: next(steps))
     assert error(got, want[:3]) < 2e-6
@@ -96,14 +112,23 @@ def test_an_interval_and_all_channels(process, heun):
 
 
 def test_repas_weights_turned_are_a_sits():
-    """REPA's time is 1 − t, its velocity −v; its projectors go. Turned twice, the weights are what they were."""
+    """REPA's time is 1 − t, its velocity −v; its projectors go. Turned twice, the weights
+    are what they were.
+    """
     model = small(learn_sigma=False)
     theirs = {**model.state_dict(), "projectors.0.0.weight": torch.randn(3, 3)}
     assert repa.claim(theirs, {}) and not repa.claim(model.state_dict(), {})
     ours = copy.deepcopy(model)
     ours.load_state_dict(repa.converted(theirs, {}), strict=True)
-    t, x = torch.tensor([0.0, 0.3, 1.0]), Z
-    assert error(ours(x, 1 - t, LABELS).detach(), -model.double()(x.double(), t.double(), LABELS).detach()) < 2e-6
+    t = torch.tensor([0.0, 0.3, 1.0])
+    x = Z
+    assert (
+        error(
+            ours(x, 1 - t, LABELS).detach(),
+            -model.double()(x.double(), t.double(), LABELS).detach(),
+        )
+        < 2e-6
+    )
     again = repa.converted(ours.state_dict(), {})
     assert all(torch.allclose(again[name], theirs[name], atol=1e-6) for name in again)
     half = repa.converted({name: value.half() for name, value in theirs.items()}, {})
@@ -133,7 +158,9 @@ OfSit.__name__ = OfRepa.__name__ = "SiT"
 def test_accelerate_takes_the_original_and_repas_class(kind):
     """And renews their weights."""
     model = kind(small(learn_sigma=kind is not OfRepa)).eval()
-    x, t, y = torch.randn(4, 4, 8, 8), torch.tensor([0.1, 0.5, 0.96, 1.0]), torch.tensor([1, 2, 8, 8])
+    x = torch.randn(4, 4, 8, 8)
+    t = torch.tensor([0.1, 0.5, 0.96, 1.0])
+    y = torch.tensor([1, 2, 8, 8])
     fast = accelerate(model)
     for factor in (1, 1.5):
         model.load_state_dict({name: factor * value for name, value in model.state_dict().items()})
@@ -143,14 +170,21 @@ def test_accelerate_takes_the_original_and_repas_class(kind):
 
 
 def test_guidance_of_an_accelerated_repa():
-    x, t, y = torch.randn(4, 4, 8, 8), torch.tensor([0.1, 0.5] * 2), torch.tensor([1, 2, 8, 8])
+    x = torch.randn(4, 4, 8, 8)
+    t = torch.tensor([0.1, 0.5] * 2)
+    y = torch.tensor([1, 2, 8, 8])
     model = OfRepa(small(learn_sigma=False)).eval()  # its recipe guides all channels
     cond, uncond = model(torch.cat([x[:2]] * 2), t, y)[0].detach().double().chunk(2)
-    assert error(accelerate(model).forward_with_cfg(x, t, y, 3.0)[:2], uncond + 3 * (cond - uncond)) < 1e-5
+    assert (
+        error(accelerate(model).forward_with_cfg(x, t, y, 3.0)[:2], uncond + 3 * (cond - uncond))
+        < 1e-5
+    )
 
 
 def test_a_sampler_of_a_sit_and_of_repas():
-    """SiT's default is its SDE; REPA's class gives the same latents as the SiT that its weights are turned into."""
+    """SiT's default is its SDE; REPA's class gives the same latents as the SiT that its
+    weights are turned into.
+    """
     model = small(learn_sigma=False)
     theirs = OfRepa(copy.deepcopy(model))
     ours = copy.deepcopy(model)
@@ -160,24 +194,37 @@ def test_a_sampler_of_a_sit_and_of_repas():
     for one in (theirs, ours):
         with Sampler(one, **how) as sampler:
             assert sampler.settings.sampler == "sde"
-            given = sampler.settings.cfg_scale, sampler.settings.guidance_channels, sampler.settings.guidance_interval
-            assert given == ((1.8, 4, (0.0, 0.7)) if one is theirs else (4.0, 3, (0.0, 1.0)))  # REPA's recipe
-        with Sampler(one, **how, cfg_scale=4.0, guidance_channels=3, guidance_interval=(0, 1)) as sampler:
+            given = (
+                sampler.settings.cfg_scale,
+                sampler.settings.guidance_channels,
+                sampler.settings.guidance_interval,
+            )
+            # REPA's recipe
+            assert given == ((1.8, 4, (0.0, 0.7)) if one is theirs else (4.0, 3, (0.0, 1.0)))
+        with Sampler(
+            one, **how, cfg_scale=4.0, guidance_channels=3, guidance_interval=(0, 1)
+        ) as sampler:
             found.append(sampler.latents([1, 5, 2], seed=7))
             with pytest.raises(UsageError, match="is of another class"):
                 sampler.refresh(networks.small(learn_sigma=False))
     torch.manual_seed(7)
     z = torch.randn(3, 4, 8, 8)
-    want = denoise(Plain(ours), Sde(4), Guidance(4.0, 8), z, LABELS.new_tensor([1, 5, 2]), upstream_noise(z, 2))
+    want = denoise(
+        Plain(ours), Sde(4), Guidance(4.0, 8), z, LABELS.new_tensor([1, 5, 2]), upstream_noise(z, 2)
+    )
     assert all(error(one, want.double()) < 1e-5 for one in found)
-    with pytest.raises(UsageError, match="sampler=ddpm: is not for a SiT, which SiT is; use sde, euler, heun"):
+    with pytest.raises(
+        UsageError, match="sampler=ddpm: is not for a SiT, which SiT is; use sde, euler, heun"
+    ):
         Sampler(model, sampler="ddpm", **how)
 
 
 # ---- files ----
 
 SIT = dict(model="SiT-S/4", path_type="Linear", prediction="velocity")  # of SiT's training
-REPA = dict(num_classes=10, model="SiT-S/4", path_type="linear", prediction="v", enc_type="dinov2-vit-b")
+REPA = dict(
+    num_classes=10, model="SiT-S/4", path_type="linear", prediction="v", enc_type="dinov2-vit-b"
+)
 
 
 @pytest.fixture(scope="module")
@@ -199,15 +246,34 @@ def state():
         ("a.pt", True, REPA, None, "REPA-SiT-S/4"),
         ("a.pt", False, REPA, None, "REPA-SiT-S/4"),
         ("a.pt", False, {}, "REPA-SiT-S/4", "REPA-SiT-S/4"),
-        ("a.pt", False, SIT, "REPA-SiT-S/4", "as a SiT .path_type Linear., not as REPA-SiT-S/4; drop model"),
+        (
+            "a.pt",
+            False,
+            SIT,
+            "REPA-SiT-S/4",
+            "as a SiT .path_type Linear., not as REPA-SiT-S/4; drop model",
+        ),
         ("a.pt", True, {}, "DiT-S/4", "as a REPA .projectors., not as DiT-S/4; drop model"),
-        ("a.pt", False, {**SIT, "prediction": "score"}, None, "with prediction score, and only velocity is sampled"),
-        ("a.pt", True, {**REPA, "path_type": "cosine"}, None, "with path_type cosine, and only Linear is sampled"),
+        (
+            "a.pt",
+            False,
+            {**SIT, "prediction": "score"},
+            None,
+            "with prediction score, and only velocity is sampled",
+        ),
+        (
+            "a.pt",
+            True,
+            {**REPA, "path_type": "cosine"},
+            None,
+            "with path_type cosine, and only Linear is sampled",
+        ),
     ],
 )
 def test_which_family_weights_are_of(name, projectors, args, model, found, state, tmp_path, capsys):
-    """Training goes before the user, and the user before the file's name. What is only assumed is printed, with the
-    flag for each other family."""
+    """Training goes before the user, and the user before the file's name. What is only
+    assumed is printed, with the flag for each other family.
+    """
     whole = {**state, "projectors.0.0.weight": torch.ones(2, 2)} if projectors else state
     torch.save({"ema": whole, "args": argparse.Namespace(**args)}, tmp_path / name)
     weights = Checkpoint(tmp_path / name)
@@ -220,12 +286,24 @@ def test_which_family_weights_are_of(name, projectors, args, model, found, state
             fit()
         return
     assert (fit().model, fit().learn_sigma) == (found, False)
-    line = next((line for line in capsys.readouterr().out.splitlines() if "names no family" in line), None)
+    line = next(
+        (line for line in capsys.readouterr().out.splitlines() if "names no family" in line), None
+    )
     assert (line is not None) == (not args and not projectors and model is None)
     if line:
-        others = {"--model DiT-S/4", "--model SiT-S/4", "--model REPA-SiT-S/4"} - {f"--model {found}"}
-        assert all(other in line for other in others) and f"--model {found}" not in line.replace("REPA-SiT", "REPA")
-    turned = torch.equal(reference_state(weights, fit())["final_layer.linear.bias"], -state["final_layer.linear.bias"])
-    assert turned == found.startswith("REPA") and reference_state(weights, fit()).keys() == state.keys()
+        others = {"--model DiT-S/4", "--model SiT-S/4", "--model REPA-SiT-S/4"} - {
+            f"--model {found}"
+        }
+        assert all(other in line for other in others) and f"--model {found}" not in line.replace(
+            "REPA-SiT", "REPA"
+        )
+    turned = torch.equal(
+        reference_state(weights, fit())["final_layer.linear.bias"],
+        -state["final_layer.linear.bias"],
+    )
+    assert (
+        turned == found.startswith("REPA")
+        and reference_state(weights, fit()).keys() == state.keys()
+    )
     with shapes_only():
         assert type(fit().build(input_size=8)) is (SiT if "SiT" in found else DiT)

@@ -1,5 +1,7 @@
-"""--forecast: off is as before to the bit; plans are followed, refused, resumed and shared by ranks. The mathematics of
-strides is in tests/diffusion, how plans are found in tests/scripts."""
+"""--forecast: off is as before to the bit; plans are followed, refused, resumed and
+shared by ranks. The mathematics of strides is in tests/diffusion, how plans are found in
+tests/scripts.
+"""
 
 import json
 import re
@@ -25,7 +27,13 @@ STRIDES = [(1, 1), (2, 1), (4, 2), (2, 1), (1, 1)]  # of ten steps, six evaluati
 
 
 def settings_of(weights, **more):
-    common = dict(model="DiT-Demo/2", ckpt=str(weights), num_sampling_steps=10, forecast="plan", output_type="latent")
+    common = dict(
+        model="DiT-Demo/2",
+        ckpt=str(weights),
+        num_sampling_steps=10,
+        forecast="plan",
+        output_type="latent",
+    )
     return opening.open_weights(GridRequest(**{**common, **more}), CPU)
 
 
@@ -41,22 +49,30 @@ def plan(weights):
 
 def latents_of(network, process, device=CPU, scale=3.0, **how):
     torch.manual_seed(4)
-    z, labels = torch.randn(3, 4, 8, 8, device=device), torch.tensor([1, 5, 2], device=device)
+    z = torch.randn(3, 4, 8, 8, device=device)
+    labels = torch.tensor([1, 5, 2], device=device)
     return sample(network, process, z, labels, scale, **how)
 
 
 @pytest.mark.parametrize("scale", (3.0, None))
 def test_a_plan_that_evaluates_every_step_is_no_forecast_bit_for_bit(scale):
-    """With models.DiT and with the accelerated network and its hoisted conditioning; the random stream is the same for
-    every plan."""
+    """With models.DiT and with the accelerated network and its hoisted conditioning; the
+    random stream is the same for every plan.
+    """
     diffusion = create_diffusion("10")
-    every, fewer = Strides(diffusion, [(1, 1)] * 10), Strides(diffusion, STRIDES)
+    every = Strides(diffusion, [(1, 1)] * 10)
+    fewer = Strides(diffusion, STRIDES)
     for network in (Plain(small()), fast_network(small(), torch.float16)):
-        want, state = latents_of(network, Ancestral(diffusion), scale=scale), torch.get_rng_state()
+        want = latents_of(network, Ancestral(diffusion), scale=scale)
+        state = torch.get_rng_state()
         got = latents_of(network, every, scale=scale)
         assert torch.equal(want, got) and torch.equal(torch.get_rng_state(), state)
         got = latents_of(network, fewer, scale=scale)
-        assert torch.equal(torch.get_rng_state(), state) and not torch.equal(got, want) and got.isfinite().all()
+        assert (
+            torch.equal(torch.get_rng_state(), state)
+            and not torch.equal(got, want)
+            and got.isfinite().all()
+        )
 
 
 REFUSED = {
@@ -79,27 +95,40 @@ REFUSED = {
 def test_plans_that_do_not_fit_are_refused(change, words, weights, plan, tmp_path):
     file = tmp_path / "p.json"
     if change is not None:
-        file.write_text(change if isinstance(change, str) else json.dumps({**json.loads(plan.read_text()), **change}))
+        file.write_text(
+            change
+            if isinstance(change, str)
+            else json.dumps({**json.loads(plan.read_text()), **change})
+        )
     with pytest.raises(UsageError, match="^forecast_plan=.*" + re.escape(words)) as error:
         process_of(settings_of(weights, forecast_plan=str(file)))
     assert "\n" not in str(error.value)
 
 
 def test_the_demos_plan_is_for_the_demo():
-    """The plan that ships fits the weights that ship. Its evidence says that it passes, and with how many
-    evaluations."""
+    """The plan that ships fits the weights that ship. Its evidence says that it passes,
+    and with how many evaluations.
+    """
     settings = opening.open_weights(GridRequest(model="DiT-Demo/2", forecast="plan"), CPU)
     plan = json.loads(plan_path(settings).read_text())
     strides = process_of(settings).moves
-    assert sum(steps for steps, _ in strides) == 250 and sum(count for _, count in strides) == plan["evaluations"]
-    assert plan["evidence"]["passes"] and plan["evidence"]["calibration"]["seed"] not in plan["evidence"]["seeds"]
+    assert (
+        sum(steps for steps, _ in strides) == 250
+        and sum(count for _, count in strides) == plan["evaluations"]
+    )
+    assert (
+        plan["evidence"]["passes"]
+        and plan["evidence"]["calibration"]["seed"] not in plan["evidence"]["seeds"]
+    )
 
 
 def test_ranks_follow_one_plan(weights, plan, tmp_path, here):
     """Two ranks make sample.py's latents."""
     common = ["--model", "DiT-Demo/2", "--device", "cpu", "--ckpt", weights, "--labels", 1, 5, 2]
     common += ["--num-sampling-steps", 10, "--forecast", "plan", "--output-type", "latent"]
-    assert "(6 network evaluations)" in succeeds(here("sample.py", *common, "--output", tmp_path / "one.npy"))
+    assert "(6 network evaluations)" in succeeds(
+        here("sample.py", *common, "--output", tmp_path / "one.npy")
+    )
     assert "2 ranks" in run(2, *common, "--output", tmp_path / "two.npy")
     want, got = (np.load(tmp_path / name) for name in ("one.npy", "two.npy"))
     assert np.abs(want).max() > 0.5 and np.abs(want - got).max() < 1e-4 * np.abs(want).max()

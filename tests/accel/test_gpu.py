@@ -1,5 +1,6 @@
-"""Choices and refusals on each generation of GPUs, and the switches that a tier sets. The GPUs are
-stand-ins: nothing is launched."""
+"""Choices and refusals on each generation of GPUs, and the switches that a tier sets. The
+GPUs are stand-ins: nothing is launched.
+"""
 
 import pytest
 import torch
@@ -12,7 +13,10 @@ from accel.kernels.linear import tuner
 from accel.request import GridRequest
 
 GPU = torch.device("cuda", 0)
-OLD, AMPERE, HOPPER, BLACKWELL = ((7, 0), (7, 5)), ((8, 0), (8, 6), (8, 9)), ((9, 0),), ((10, 0), (12, 0))
+OLD = ((7, 0), (7, 5))
+AMPERE = ((8, 0), (8, 6), (8, 9))
+HOPPER = ((9, 0),)
+BLACKWELL = ((10, 0), (12, 0))
 CAPABILITIES = (*OLD, *AMPERE, *HOPPER, *BLACKWELL)
 WHEEL_2_10 = ["sm_70", "sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
 WHEEL_2_11 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_110", "sm_120", "compute_120"]
@@ -26,7 +30,9 @@ def seen(request):
 
 
 def test_backends(seen):
-    """Hopper's kernels on Hopper alone; in half precision Triton's on Ampere and Ada; exact by cuBLAS elsewhere."""
+    """Hopper's kernels on Hopper alone; in half precision Triton's on Ampere and Ada;
+    exact by cuBLAS elsewhere.
+    """
     half = {OLD: "efficient", AMPERE: "triton", HOPPER: "hopper", BLACKWELL: "flash"}
     split = "hopper" if seen == (9, 0) else "cublas"
     [generation] = (group for group in half if seen in group)
@@ -51,7 +57,9 @@ def test_winners_of_another_gpu_are_not_taken(seen, monkeypatch):
 
 
 def test_tiers(seen):
-    """What a GPU has, it runs; what it lacks is refused in a line, by the flag that asked for it."""
+    """What a GPU has, it runs; what it lacks is refused in a line, by the flag that asked
+    for it.
+    """
     lacking = {"bf16", "tf32"} if seen in OLD else set()
     assert {tier for tier in precision.TIERS if not precision.supports(tier, GPU)} == lacking
     assert precision.default_tier(GPU) == "fp16"
@@ -71,7 +79,13 @@ def test_tiers(seen):
 
 
 def test_no_tf32_but_where_it_is_asked_for(switches):
-    tiers = dict(fp32=(False, False), exact=(False, False), tf32=(True, True), fp16=(False, True), bf16=(False, True))
+    tiers = dict(
+        fp32=(False, False),
+        exact=(False, False),
+        tf32=(True, True),
+        fp16=(False, True),
+        bf16=(False, True),
+    )
     with gpu.seen_as((9, 0)):
         for tier, want in tiers.items():
             precision.apply_precision(tier, GPU)
@@ -98,7 +112,9 @@ def test_no_tf32_but_where_it_is_asked_for(switches):
     ],
 )
 def test_a_torch_without_code_for_the_gpu_is_refused(capability, targets, remedy, monkeypatch):
-    """remedy: None where the installed torch, built for `targets`, has code for the machine's GPU."""
+    """remedy: None where the installed torch, built for `targets`, has code for the
+    machine's GPU.
+    """
     seen = dict(is_available=True, device_count=1, get_device_name="Tesla", get_arch_list=targets)
     for name, value in dict(seen, get_device_capability=capability).items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)

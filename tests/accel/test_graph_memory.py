@@ -10,7 +10,8 @@ from accel.graphs import Replayed, capture
 
 pytestmark = pytest.mark.gpu
 
-# Few rows and columns and a long sum: cuBLAS divides the sum and keeps the parts in its workspace.
+# Few rows and columns and a long sum: cuBLAS divides the sum and keeps the parts in its
+# workspace.
 PROGRAM = """
 import gc
 import torch
@@ -43,8 +44,11 @@ def test_an_earlier_graphs_memory_is_not_used(run, tmp_path):
 
 
 def test_garbage_graphs_do_not_void_a_capture():
-    """A graph in a cycle of references is freed by the garbage collector, which may run at any allocation."""
-    x, cycle = torch.zeros(4, device="cuda"), []
+    """A graph in a cycle of references is freed by the garbage collector, which may run
+    at any allocation.
+    """
+    x = torch.zeros(4, device="cuda")
+    cycle = []
     cycle += [cycle, Replayed(torch.sin)]
     cycle[1](x)
     del cycle

@@ -81,7 +81,9 @@ def test_own_names_in_python_and_json(listed, tmp_path):
     for number, names in enumerate((NAMES, numbered)):
         (tmp_path / f"{number}.json").write_text(json.dumps(names))
     for given in (NAMES, numbered, listed, tmp_path / "0.json", tmp_path / "1.json"):
-        with Sampler("DiT-Demo/2", device="cpu", num_sampling_steps=1, class_names=given) as sampler:
+        with Sampler(
+            "DiT-Demo/2", device="cpu", num_sampling_steps=1, class_names=given
+        ) as sampler:
             assert sampler.latents("tulip").equal(sampler.latents(1))
             with pytest.raises(UsageError, match="labels=planet: no class has that name"):
                 sampler.latents("planet")
@@ -108,7 +110,11 @@ def test_wrong_names_are_one_line_before_anything_is_loaded(content, words, tmp_
 
 
 def test_a_name_that_two_classes_have_or_no_class_is_refused():
-    with pytest.raises(UsageError, match=r"2 classes have that name; give one of cat \(0\), cat \(2\)"):
+    with pytest.raises(
+        UsageError, match=r"2 classes have that name; give one of cat \(0\), cat \(2\)"
+    ):
         find_label("cat", ("cat", "dog", "cat"), 3)
-    with pytest.raises(UsageError, match="labels=cat: no class names are known here; give a number"):
+    with pytest.raises(
+        UsageError, match="labels=cat: no class names are known here; give a number"
+    ):
         find_label("cat", (), 3)

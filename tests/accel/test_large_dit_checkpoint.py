@@ -32,7 +32,13 @@ def weights(folder, model, name="consolidated_ema.00-of-01.pth"):
 
 
 def arguments(folder, **more):
-    known = {"model": "DiT_Llama_Demo_patch2", "image_size": 128, "num_classes": 8, "vae": "ema", **more}
+    known = {
+        "model": "DiT_Llama_Demo_patch2",
+        "image_size": 128,
+        "num_classes": 8,
+        "vae": "ema",
+        **more,
+    }
     torch.save(argparse.Namespace(**known), folder / "model_args.pth")
 
 
@@ -40,7 +46,9 @@ def test_a_file_and_a_folder_give_the_networks_values(tmp_path, capsys):
     model = demo()
     weights(tmp_path, demo(), "consolidated.00-of-01.pth")
     save_file(model.state_dict(), tmp_path / "file.safetensors")
-    x, t, y = torch.randn(2, 4, 16, 16), torch.tensor([7, 900]), torch.tensor([3, 8])
+    x = torch.randn(2, 4, 16, 16)
+    t = torch.tensor([7, 900])
+    y = torch.tensor([3, 8])
     with torch.no_grad():
         want = model(x, t, y)
     for name in (tmp_path, tmp_path / "file.safetensors"):
@@ -59,7 +67,10 @@ def test_qk_norm_follows_from_the_keys(tmp_path):
     weights(tmp_path, demo(qk_norm=False))
     assert not load(tmp_path).model.layers[0].attention.q_norm.state_dict()
     arguments(tmp_path, qk_norm=True)
-    with pytest.raises(UsageError, match="ckpt=.*: model_args.pth says qk_norm, and the weights have none; .*remove"):
+    with pytest.raises(
+        UsageError,
+        match="ckpt=.*: model_args.pth says qk_norm, and the weights have none; .*remove",
+    ):
         load(tmp_path)
     weights(tmp_path, demo())
     assert load(tmp_path).model.layers[0].attention.q_norm.state_dict()
@@ -75,7 +86,9 @@ def test_arguments_are_never_executed(tmp_path):
 
     weights(tmp_path, demo())
     torch.save(argparse.Namespace(model=Evil()), tmp_path / "model_args.pth")
-    with pytest.raises(UsageError, match="ckpt=.*model_args.pth: refused, loading it would run code"):
+    with pytest.raises(
+        UsageError, match="ckpt=.*model_args.pth: refused, loading it would run code"
+    ):
         load(tmp_path)
     torch.save([1], tmp_path / "model_args.pth")
     with pytest.raises(UsageError, match="holds a list, not the arguments of a training run"):
@@ -85,15 +98,24 @@ def test_arguments_are_never_executed(tmp_path):
 
 def test_folders_that_cannot_be_used_are_one_line(tmp_path):
     arguments(tmp_path)
-    with pytest.raises(UsageError, match="holds neither consolidated_ema.00-of-01.pth nor consolidated.00-of-01.pth"):
+    with pytest.raises(
+        UsageError,
+        match="holds neither consolidated_ema.00-of-01.pth nor consolidated.00-of-01.pth",
+    ):
         load(tmp_path)
     for rank in (0, 1):
         weights(tmp_path, demo(), f"consolidated_ema.{rank:02d}-of-02.pth")
-    with pytest.raises(UsageError, match=r"consolidated_ema.00-of-02.pth holds a part of each tensor, for 2 processes"):
+    with pytest.raises(
+        UsageError,
+        match=r"consolidated_ema.00-of-02.pth holds a part of each tensor, for 2 processes",
+    ):
         load(tmp_path)
 
 
 def test_an_unknown_number_of_heads_is_named(tmp_path):
     weights(tmp_path, fill(DiT_Llama(input_size=16, dim=96, n_layers=2, n_heads=2, num_classes=8)))
-    with pytest.raises(UsageError, match="is a Large-DiT of 2 blocks of width 96, and no tensor says how many heads"):
+    with pytest.raises(
+        UsageError,
+        match="is a Large-DiT of 2 blocks of width 96, and no tensor says how many heads",
+    ):
         load(tmp_path)

@@ -1,4 +1,6 @@
-"""A request to a run: what is refused and when, what is checked of weights and latents, what loading costs."""
+"""A request to a run: what is refused and when, what is checked of weights and latents,
+what loading costs.
+"""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -30,13 +32,25 @@ def request_of(weights, kind=GridRequest, **more):
     "wrong, words",
     [
         (dict(ckpt="no/such.pt"), "ckpt=no/such.pt"),
-        (dict(precision="exact"), "precision=exact: cpu has no float16 tensor cores .*; choose fp32"),
+        (
+            dict(precision="exact"),
+            "precision=exact: cpu has no float16 tensor cores .*; choose fp32",
+        ),
         (dict(vae_precision="fp16"), "vae_precision=fp16"),
-        (dict(model="DiT-S/8", image_size=144), "image_size=144: must be a multiple of 64 .*patch 8"),
+        (
+            dict(model="DiT-S/8", image_size=144),
+            "image_size=144: must be a multiple of 64 .*patch 8",
+        ),
     ],
 )
-def test_what_flags_decide_comes_before_weights_that_are_fetched(wrong, words, weights, monkeypatch):
-    for fetch in ("latents.files.fetch_from_hub", "weights.checkpoint.fetch_from_hub", "weights.checkpoint._download"):
+def test_what_flags_decide_comes_before_weights_that_are_fetched(
+    wrong, words, weights, monkeypatch
+):
+    for fetch in (
+        "latents.files.fetch_from_hub",
+        "weights.checkpoint.fetch_from_hub",
+        "weights.checkpoint._download",
+    ):
         monkeypatch.setattr(f"accel.{fetch}", lambda *_: pytest.fail("fetched"))
     monkeypatch.setattr("accel.latents.files.FOLDER", weights.parent)  # where no decoder lies
     with pytest.raises(UsageError, match=words):
@@ -44,8 +58,10 @@ def test_what_flags_decide_comes_before_weights_that_are_fetched(wrong, words, w
 
 
 def test_loading_imports_no_compiler():
-    """Making the network on the meta device, to check the weights against, must not cost seconds, and diffusers' import
-    no more than it must. Both can be imported whole afterwards."""
+    """Making the network on the meta device, to check the weights against, must not cost
+    seconds, and diffusers' import no more than it must. Both can be imported whole
+    afterwards.
+    """
     code = (
         "import sys, torch\nfrom accel import door\nfrom accel.request import GridRequest\n"
         "for sampler in ('ddpm', 'unipc'):\n"
@@ -55,15 +71,21 @@ def test_loading_imports_no_compiler():
         "print(torch.compile(torch.cos, backend='eager')(torch.zeros(1)).item())"
     )
     done = forks.run(["-c", code])
-    assert done.stdout.splitlines() == ["6 set()", "6 {'diffusers'}", "1.0"], done.stdout + done.stderr
+    assert done.stdout.splitlines() == ["6 set()", "6 {'diffusers'}", "1.0"], (
+        done.stdout + done.stderr
+    )
 
 
 def test_loading_costs_the_file(tmp_path):
-    """Peak memory of loading 131M parameters from a .pt is at most 1.2 times the file, the interpreter and torch
-    aside."""
+    """Peak memory of loading 131M parameters from a .pt is at most 1.2 times the file,
+    the interpreter and torch aside.
+    """
     path = tmp_path / "b.pt"
     with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in DiT_models["DiT-B/2"](input_size=64).state_dict().items()}
+        shapes = {
+            name: tensor.shape
+            for name, tensor in DiT_models["DiT-B/2"](input_size=64).state_dict().items()
+        }
     torch.save({name: torch.full(shape, 0.01) for name, shape in shapes.items()}, path)
     code = (
         "import resource, sys, torch; from accel import door; from accel.request import GridRequest\n"
@@ -83,32 +105,58 @@ def test_latents_that_are_not_finite_name_the_step(weights, monkeypatch):
     _, run, _ = door.ready(request_of(weights, labels=(1,), output_type="latent"))
     condition = run.network.condition
     run.network.condition = lambda t, y: condition(t, y) * (float("nan") if t[0] < 600 else 1)
-    with pytest.raises(UsageError, match="precision=fp32: .* not finite from step 3 of 5 on; check the weights"):
+    with pytest.raises(
+        UsageError, match="precision=fp32: .* not finite from step 3 of 5 on; check the weights"
+    ):
         run.latents((1,), 0)
     run = run._replace(tier="fp16")  # on a GPU, with bfloat16 and, like a V100, without
     for supported, remedy in ((True, "bf16"), (False, "fp32")):
-        monkeypatch.setattr(network, "supports", lambda tier, device, supported=supported: supported)
-        with pytest.raises(UsageError, match=f"fp16: .* not finite from step 3 of 5 on; use precision={remedy}"):
+        monkeypatch.setattr(
+            network, "supports", lambda tier, device, supported=supported: supported
+        )
+        with pytest.raises(
+            UsageError, match=f"fp16: .* not finite from step 3 of 5 on; use precision={remedy}"
+        ):
             run.latents((1,), 0)
 
 
 def test_the_check_for_overflow_leaves_the_random_stream_alone():
-    """By the reference implementations: float16 overflows where bfloat16 and float32 do not. The run's noise is the
-    same whether or not there was a check."""
+    """By the reference implementations: float16 overflows where bfloat16 and float32 do
+    not. The run's noise is the same whether or not there was a check.
+    """
     models = small(), large_inside(small())
-    before, found = torch.get_rng_state(), []
+    before = torch.get_rng_state()
+    found = []
     for model in models:
-        networks = (fast_network(model, dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32))
-        found.append([overflows(network, Batch([(1, 2)], 8, 8), CPU, FAMILY.some_times) for network in networks])
-    assert found == [[False] * 3, [True, False, False]] and torch.equal(torch.get_rng_state(), before)
+        networks = (
+            fast_network(model, dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32)
+        )
+        found.append(
+            [
+                overflows(network, Batch([(1, 2)], 8, 8), CPU, FAMILY.some_times)
+                for network in networks
+            ]
+        )
+    assert found == [[False] * 3, [True, False, False]] and torch.equal(
+        torch.get_rng_state(), before
+    )
 
 
 @pytest.mark.parametrize(
     "how, message",
     [
-        (dict(labels=range(6)), "labels: 6 pictures at a time do not fit in free GPU memory; use batch_size=3"),
-        (dict(labels=range(6), batch_size=2), "batch_size=2: does not fit in free GPU memory; use a smaller one"),
-        (dict(labels=(1,)), "image_size=128: a picture does not fit in free GPU memory; use a smaller one"),
+        (
+            dict(labels=range(6)),
+            "labels: 6 pictures at a time do not fit in free GPU memory; use batch_size=3",
+        ),
+        (
+            dict(labels=range(6), batch_size=2),
+            "batch_size=2: does not fit in free GPU memory; use a smaller one",
+        ),
+        (
+            dict(labels=(1,)),
+            "image_size=128: a picture does not fit in free GPU memory; use a smaller one",
+        ),
         (
             dict(kind=FidRequest, num_fid_samples=100, per_proc_batch_size=48),
             "per_proc_batch_size=48: does not fit in free GPU memory; use a smaller one",
@@ -128,7 +176,8 @@ def test_too_little_memory_names_what_made_the_batch(how, message, weights):
 
 def test_a_disk_that_is_full_is_a_line(tmp_path):
     """Here a limit on the size of files."""
-    output, settings = str(tmp_path / "x.npy"), settings_of(GridRequest("DiT-Demo/2", output_type="latent"))
+    output = str(tmp_path / "x.npy")
+    settings = settings_of(GridRequest("DiT-Demo/2", output_type="latent"))
     words = f"output={output}: .*; free some space, or choose another path"
     with limited("FSIZE", 4096), pytest.raises(UsageError, match=words):
         door.save(settings, output, torch.randn(8, 4, 128, 128), Stopwatch(CPU))
@@ -138,9 +187,15 @@ def test_a_disk_that_is_full_is_a_line(tmp_path):
 @pytest.mark.gpu
 def test_weights_that_overflow_float16_are_found(tmp_path, capsys):
     torch.save(large_inside(build("DiT-Demo/2")).state_dict(), tmp_path / "large.pt")
-    request = request_of(tmp_path / "large.pt", device="cuda", output_type="latent", output=str(tmp_path / "x.npy"))
+    request = request_of(
+        tmp_path / "large.pt", device="cuda", output_type="latent", output=str(tmp_path / "x.npy")
+    )
     _, run, _ = door.ready(request)
-    assert run.tier == "bf16" and "overflow" in capsys.readouterr().out and run.latents((1,), 0).isfinite().all()
+    assert (
+        run.tier == "bf16"
+        and "overflow" in capsys.readouterr().out
+        and run.latents((1,), 0).isfinite().all()
+    )
     with pytest.raises(UsageError, match="precision=fp16: overflows.*bf16"):
         door.ready(replace(request, precision="fp16"))
 
@@ -153,4 +208,6 @@ def test_an_overflow_at_any_of_three_timesteps_is_seen(bad, value):
         out[-1, -1, -1] = value if int(t[0]) == bad and y.tolist() == [0, 8] else 1
         return out
 
-    assert overflows(SimpleNamespace(tokens=tokens, in_channels=4), Batch([(1, 2)], 8, 8), CPU, FAMILY.some_times)
+    assert overflows(
+        SimpleNamespace(tokens=tokens, in_channels=4), Batch([(1, 2)], 8, 8), CPU, FAMILY.some_times
+    )

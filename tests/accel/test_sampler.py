@@ -1,4 +1,6 @@
-"""The denoising loop: the random stream draw by draw, every process with every kind of network, captured steps."""
+"""The denoising loop: the random stream draw by draw, every process with every kind of
+network, captured steps.
+"""
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ from accel.sampling.solvers import Solver, make_scheduler
 from accel.sampling.strides import Strides
 from diffusion import create_diffusion
 
-Z, LABELS = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([1, 5, 5])
+Z = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+LABELS = torch.tensor([1, 5, 5])
 PROCESSES = {
     "ancestral": Ancestral(create_diffusion("6")),
     "ddim": Ddim(create_diffusion("6"), 0.5),
@@ -29,7 +32,8 @@ PROCESSES = {
 
 def model_of(name):
     model = small(learn_sigma=name not in ("euler", "heun", "sde"))
-    model.final_layer.linear.weight.data.mul_(0.2)  # a velocity of the size of x: latents stay near one
+    # a velocity of the size of x: latents stay near one
+    model.final_layer.linear.weight.data.mul_(0.2)
     return model
 
 
@@ -41,9 +45,12 @@ def small_table(network):
 
 @pytest.mark.parametrize("scale", (4.0, None))
 def test_latents_and_random_stream_are_upstreams(scale):
-    """z, then at every step, the last included, one normal of 2n rows, or n without guidance; a share of the batch
-    draws it all too."""
-    model, process, before = small(), Ancestral(create_diffusion("7")), torch.get_rng_state()
+    """z, then at every step, the last included, one normal of 2n rows, or n without
+    guidance; a share of the batch draws it all too.
+    """
+    model = small()
+    process = Ancestral(create_diffusion("7"))
+    before = torch.get_rng_state()
     want = upstream(model, LABELS.tolist(), 11, 7, scale or 1)
     after = torch.get_rng_state()
     torch.set_rng_state(before)
@@ -51,26 +58,43 @@ def test_latents_and_random_stream_are_upstreams(scale):
         generator = torch.Generator().manual_seed(11)
         z = initial_noise(3, 4, 8, generator)
         got = sample(Plain(model), process, z, LABELS, scale, rows=rows, generator=generator)
-        assert torch.equal(got, want) or len(got) < 3 and error(got, want[rows].double()) < 1e-5  # other GEMMs
-        assert torch.equal(generator.get_state(), after) and torch.equal(torch.get_rng_state(), before)
+        # other GEMMs
+        assert torch.equal(got, want) or len(got) < 3 and error(got, want[rows].double()) < 1e-5
+        assert torch.equal(generator.get_state(), after) and torch.equal(
+            torch.get_rng_state(), before
+        )
 
 
 @pytest.mark.parametrize("name", PROCESSES)
 def test_every_network_gives_the_same_latents(name):
-    """The plain one and the accelerated tiers; conditioning hoisted, whole or in small chunks, and not; a share of the
-    batch. The random state is the same after all; on_step sees every step's result."""
-    process, results, seen = PROCESSES[name], [], []
+    """The plain one and the accelerated tiers; conditioning hoisted, whole or in small
+    chunks, and not; a share of the batch. The random state is the same after all; on_step
+    sees every step's result.
+    """
+    process = PROCESSES[name]
+    results = []
+    seen = []
     fast = [network_of(model_of(name), tier) for tier in ("fp32", "fp32", "fp32", "exact", "fp16")]
-    fast[0].hoists, fast[1].table = False, small_table(fast[1])
+    fast[0].hoists = False
+    fast[1].table = small_table(fast[1])
     for network in (Plain(model_of(name)), *fast):
         torch.manual_seed(1)
         seen.clear()
-        latents = sample(network, process, Z, LABELS, 3.0, on_step=lambda index, x: seen.append((index, x.clone())))
+        latents = sample(
+            network,
+            process,
+            Z,
+            LABELS,
+            3.0,
+            on_step=lambda index, x: seen.append((index, x.clone())),
+        )
         assert torch.equal(seen[-1][1], latents) and seen[-1][0] == process.steps - 1
         results.append((latents, torch.get_rng_state()))
         torch.manual_seed(1)
         part = sample(network, process, Z, LABELS, 3.0, rows=slice(1, 3))
-        assert error(part, latents[1:].double()) < 1e-4 and torch.equal(torch.get_rng_state(), results[0][1])
+        assert error(part, latents[1:].double()) < 1e-4 and torch.equal(
+            torch.get_rng_state(), results[0][1]
+        )
     errors = [error(latents, results[0][0].double()) for latents, _ in results[1:]]
     assert max(errors[:4]) < 1e-5 and errors[4] < 1e-2, errors
     assert fast[2].table is not None and fast[0].table is None
@@ -78,18 +102,31 @@ def test_every_network_gives_the_same_latents(name):
 
 @pytest.mark.parametrize("name", PROCESSES)
 def test_a_warm_up_makes_each_move_once(name, monkeypatch):
-    """Moves of one kind, guidance and number of pictures are one captured graph: a run captures none of its own."""
-    process, seen, batches = PROCESSES[name], [], [slice(0, 3), slice(3, 6), slice(6, 8)]
-    run = Run(Plain(model_of(name)), process, Guidance(3.0, 8, interval=(0.2, 0.7)), "fp32", torch.device("cpu"), 8)
+    """Moves of one kind, guidance and number of pictures are one captured graph: a run
+    captures none of its own.
+    """
+    process = PROCESSES[name]
+    seen = []
+    batches = [slice(0, 3), slice(3, 6), slice(6, 8)]
+    run = Run(
+        Plain(model_of(name)),
+        process,
+        Guidance(3.0, 8, interval=(0.2, 0.7)),
+        "fp32",
+        torch.device("cpu"),
+        8,
+    )
     move = type(process).move
 
     def noted(self, kind, state, at, noise, evaluate):
-        seen.append((kind, evaluate.args[1], state[0].shape, noise.shape))  # args: network, guidance, …
+        # args: network, guidance, …
+        seen.append((kind, evaluate.args[1], state[0].shape, noise.shape))
         return move(self, kind, state, at, noise, evaluate)
 
     monkeypatch.setattr(type(process), "move", noted)
     run.warm_up(range(8), batches)
-    warm, seen = seen, []
+    warm = seen
+    seen = []
     run.latents(range(8), 0, batches)
     assert len(set(warm)) == len(warm) and set(warm) == set(seen) and len(warm) < len(seen)
 
@@ -98,10 +135,13 @@ def test_a_warm_up_makes_each_move_once(name, monkeypatch):
 @pytest.mark.parametrize("name", PROCESSES)
 @pytest.mark.parametrize("scale", (4.0, None))
 def test_captured_is_direct(name, scale):
-    """Bit for bit: all steps, over chunks of the table, twice through the same graph with other labels, and a share of
-    the batch."""
+    """Bit for bit: all steps, over chunks of the table, twice through the same graph with
+    other labels, and a share of the batch.
+    """
     direct, captured = (network_of(model_of(name), "fp16", "cuda") for _ in range(2))
-    direct.captures, direct.table, captured.table = False, small_table(direct), small_table(captured)
+    direct.captures = False
+    direct.table = small_table(direct)
+    captured.table = small_table(captured)
     for labels in ([0, 1, 2], [7, 7, 5]):
         for rows in (slice(None), slice(1, 3)):
             results = []
@@ -117,10 +157,15 @@ def test_captured_is_direct(name, scale):
 @pytest.mark.parametrize("scale", (4.0, None))
 @pytest.mark.parametrize("kind", ("plain", "fast"))
 def test_no_copy_and_no_wait_in_the_loop(kind, scale):
-    """In a second run, nothing after the first step waits for the device or moves data to or from it."""
-    device, model, process = torch.device("cuda"), build("DiT-Demo/2").cuda(), Ancestral(create_diffusion("10"))
+    """In a second run, nothing after the first step waits for the device or moves data to
+    or from it.
+    """
+    device = torch.device("cuda")
+    model = build("DiT-Demo/2").cuda()
+    process = Ancestral(create_diffusion("10"))
     network = Plain(model) if kind == "plain" else fast_network(model, torch.float16, device)
-    z, labels = torch.randn(4, 4, 16, 16, device=device), torch.arange(4, device=device)
+    z = torch.randn(4, 4, 16, 16, device=device)
+    labels = torch.arange(4, device=device)
     sample(network, process, z, labels, scale)
     activities = torch.profiler.ProfilerActivity
     profile = torch.profiler.profile(activities=[activities.CUDA, activities.CPU])
@@ -136,5 +181,7 @@ def test_no_copy_and_no_wait_in_the_loop(kind, scale):
         profile.stop()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    copies = [event.name for event in profile.events() if "HtoD" in event.name or "DtoH" in event.name]
+    copies = [
+        event.name for event in profile.events() if "HtoD" in event.name or "DtoH" in event.name
+    ]
     assert len(profile.events()) and not copies and x.isfinite().all()

@@ -1,5 +1,7 @@
-"""Requests and settings: what a model and its weights imply, and values that no command is needed for. What commands
-refuse: tests/test_sample.py, tests/test_commands.py, tests/test_doors.py."""
+"""Requests and settings: what a model and its weights imply, and values that no command
+is needed for. What commands refuse: tests/test_sample.py, tests/test_commands.py,
+tests/test_doors.py.
+"""
 
 import os
 
@@ -18,17 +20,34 @@ from accel.settings import implied
 
 
 def test_what_a_model_implies_unless_a_flag_says_otherwise():
-    xl, demo = implied(GridRequest()), implied(GridRequest(model="DiT-Demo/2"))
+    xl = implied(GridRequest())
+    demo = implied(GridRequest(model="DiT-Demo/2"))
     assert (xl.image_size, xl.num_classes, xl.vae, xl.ckpt) == (512, 1000, "ema", None)
-    assert xl.labels == (207, 360, 387, 974, 88, 979, 417, 279) and GridRequest().outputs == ("sample.png",)
+    assert xl.labels == (207, 360, 387, 974, 88, 979, 417, 279) and GridRequest().outputs == (
+        "sample.png",
+    )
     assert GridRequest(output=b"a.png").outputs == ("a.png",)
-    assert implied(GridRequest("DiT-S/2", vae="some/folder", image_size=24)).image_size == 24  # its factor may be 4
-    assert (xl.model, xl.sampler, xl.cfg_scale, xl.num_sampling_steps, xl.seed) == ("DiT-XL/2", "ddpm", 4.0, 250, 0)
+    # its factor may be 4
+    assert implied(GridRequest("DiT-S/2", vae="some/folder", image_size=24)).image_size == 24
+    assert (xl.model, xl.sampler, xl.cfg_scale, xl.num_sampling_steps, xl.seed) == (
+        "DiT-XL/2",
+        "ddpm",
+        4.0,
+        250,
+        0,
+    )
     assert (demo.image_size, demo.num_classes, demo.labels) == (128, 8, tuple(range(8)))
     assert (demo.vae, demo.ckpt) == (str(DEMO / "vae"), str(DEMO / "dit.safetensors"))
-    latent = GridRequest(model="DiT-Demo/2", image_size=256, labels=(3,), vae="mse", output_type="latent")
+    latent = GridRequest(
+        model="DiT-Demo/2", image_size=256, labels=(3,), vae="mse", output_type="latent"
+    )
     other = implied(latent)
-    assert (other.image_size, other.labels, other.vae, latent.outputs) == (256, (3,), "mse", ("sample.npy",))
+    assert (other.image_size, other.labels, other.vae, latent.outputs) == (
+        256,
+        (3,),
+        "mse",
+        ("sample.npy",),
+    )
     for model in "SiT-XL/2", "Large-DiT-3B/2":
         assert implied(GridRequest(model=model)).image_size == 256
     assert implied(GridRequest(num_classes=12)).labels == tuple(range(8))
@@ -39,7 +58,8 @@ def test_what_a_model_implies_unless_a_flag_says_otherwise():
 
 def test_weights_come_before_their_model_and_a_request_before_both(tmp_path):
     state = fill(DiT_models["DiT-S/4"](input_size=8, num_classes=10)).state_dict()
-    args = dict(guidance_channels=4, num_classes=10, vae="mse", schedule="cosine")  # the last one of training alone
+    # the last one of training alone
+    args = dict(guidance_channels=4, num_classes=10, vae="mse", schedule="cosine")
     torch.save({"ema": state, "metadata": None, "args": args}, tmp_path / "x.pt")
     request = GridRequest(ckpt=str(tmp_path / "x.pt"), output_type="latent", device="cpu")
     known = implied(request)  # names of labels, too, wait for the weights
@@ -49,7 +69,12 @@ def test_weights_come_before_their_model_and_a_request_before_both(tmp_path):
     assert (settings.model, settings.image_size, settings.num_classes) == ("DiT-S/4", 64, 10)
     assert (settings.guidance_channels, settings.vae, settings.cfg_scale) == (4, "mse", 4.0)
     again = reopen(settings, guidance_channels=3, image_size=128, seed=7)
-    assert (again.guidance_channels, again.image_size, again.latent_size, again.seed) == (3, 128, 16, 7)
+    assert (again.guidance_channels, again.image_size, again.latent_size, again.seed) == (
+        3,
+        128,
+        16,
+        7,
+    )
     assert again.labels == settings.labels == tuple(range(8)) and again.weights is settings.weights
 
 

@@ -18,7 +18,8 @@ from accel.sampling.strides import Strides
 
 diffusers = pytest.importorskip("diffusers")
 CPU = torch.device("cpu")
-Z, LABELS = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([1, 5, 2])
+Z = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+LABELS = torch.tensor([1, 5, 2])
 
 
 def by_hand(scheduler, model, scale, channels):
@@ -35,7 +36,8 @@ def by_hand(scheduler, model, scale, channels):
 
 @pytest.mark.parametrize("channels", (3, 4))
 @pytest.mark.parametrize(
-    "name, config", [("dpm++", {}), ("dpm++", dict(solver_order=3, use_karras_sigmas=True)), ("unipc", {})]
+    "name, config",
+    [("dpm++", {}), ("dpm++", dict(solver_order=3, use_karras_sigmas=True)), ("unipc", {})],
 )
 def test_latents_are_the_librarys(name, config, channels):
     scheduler = make(name, **config)
@@ -43,7 +45,8 @@ def test_latents_are_the_librarys(name, config, channels):
     scheduler.set_timesteps(7)
     want = by_hand(scheduler, small(), 3.0, channels)
     networks = Plain(small()), fast_network(small(), torch.float32)
-    guidance, before = Guidance(3.0, 8, channels), torch.get_rng_state()
+    guidance = Guidance(3.0, 8, channels)
+    before = torch.get_rng_state()
     for network in networks:
         for _ in range(2):  # a second run begins anew
             got = denoise(network, Solver(make(name, **config), 7), guidance, Z, LABELS, None)
@@ -68,28 +71,50 @@ def test_what_cannot_be_sampled_by_is_a_line():
     ancestral = diffusers.EulerAncestralDiscreteScheduler()
     with pytest.raises(UsageError, match="sampler: this scheduler draws noise in its steps"):
         denoise(Plain(small()), Solver(ancestral, 3), Guidance(2.0, 8), Z, LABELS, None)
-    with pytest.raises(UsageError, match="sampler: its scheduler has prediction_type v_prediction, and only epsilon "):
-        Solver(make("dpm++", prediction_type="v_prediction"), 5)  # other entries: tests/test_doors.py
+    with pytest.raises(
+        UsageError,
+        match="sampler: its scheduler has prediction_type v_prediction, and only epsilon ",
+    ):
+        # other entries: tests/test_doors.py
+        Solver(make("dpm++", prediction_type="v_prediction"), 5)
     with pytest.raises(UsageError, match="x: its scheduler's trained_betas are not"):
         require_schedule("x", dict(trained_betas=5))
 
 
 def test_processes_are_values():
     assert Solver(make("dpm++"), 5) == Solver(make("dpm++"), 5) and hash(Solver(make("unipc"), 5))
-    assert len({Solver(make("dpm++"), 5), Solver(make("dpm++"), 6), Solver(make("dpm++", solver_order=3), 5)}) == 3
-    first, second = (Strides(create_diffusion("7"), [(1, 1), *moves]) for moves in ([(2, 1), (4, 2)], [(4, 2), (2, 1)]))
-    assert first != second and first.setting != second.setting  # an FID folder tells plans apart by it
+    assert (
+        len(
+            {
+                Solver(make("dpm++"), 5),
+                Solver(make("dpm++"), 6),
+                Solver(make("dpm++", solver_order=3), 5),
+            }
+        )
+        == 3
+    )
+    first, second = (
+        Strides(create_diffusion("7"), [(1, 1), *moves])
+        for moves in ([(2, 1), (4, 2)], [(4, 2), (2, 1)])
+    )
+    # an FID folder tells plans apart by it
+    assert first != second and first.setting != second.setting
 
 
 def test_a_stride_starts_where_the_last_ended():
-    model, plan, t = small(), Strides(create_diffusion("10"), [(1, 1), (4, 2), (2, 1), (3, 1)]), 9
+    model = small()
+    plan = Strides(create_diffusion("10"), [(1, 1), (4, 2), (2, 1), (3, 1)])
+    t = 9
     noise = torch.randn(10, *Z.shape, generator=torch.Generator().manual_seed(1))
     got = denoise(Plain(model), plan, Unguided(), Z, LABELS, iter(noise).__next__)
     x, m, values = Z, *plan.start(Z)
     with torch.no_grad():
         for k, evaluations in plan.moves:
-            drawn, steps = noise[9 - t : 9 - t + k], torch.full((3,), t)
-            x, m, values = plan.stride(lambda x, t: model(x, t, LABELS), x, steps, m, values, drawn, evaluations)
+            drawn = noise[9 - t : 9 - t + k]
+            steps = torch.full((3,), t)
+            x, m, values = plan.stride(
+                lambda x, t: model(x, t, LABELS), x, steps, m, values, drawn, evaluations
+            )
             t -= k
     assert (got - x).abs().max() <= 1e-5 * x.abs().max()
 
@@ -97,7 +122,8 @@ def test_a_stride_starts_where_the_last_ended():
 @pytest.mark.parametrize("process", [Ancestral(create_diffusion("10")), Solver(make("dpm++"), 10)])
 def test_outside_the_interval_half_the_rows_are_evaluated(process):
     """At noise levels from 0.3 to 0.7 guided, elsewhere the conditional estimate alone."""
-    network, rows = Plain(small()), []
+    network = Plain(small())
+    rows = []
     condition = network.condition
     network.condition = lambda t, y: (rows.append((int(t[0]), len(y))), condition(t, y))[1]
     guidance = Guidance(3.0, 8, interval=(0.3, 0.7))
@@ -110,12 +136,24 @@ def test_outside_the_interval_half_the_rows_are_evaluated(process):
 
 
 def test_a_scheduler_for_a_sampler():
-    """By its name, and as an object with a configuration of its own; other weights than a DiT's are refused."""
+    """By its name, and as an object with a configuration of its own; other weights than a
+    DiT's are refused.
+    """
     how = dict(device="cpu", num_sampling_steps=5, output_type="latent")
     found = []
     for given in ("unipc", make("unipc"), make("unipc", solver_order=1)):
         with Sampler("DiT-Demo/2", sampler=given, **how) as sampler:
-            found.append((sampler.latents([1, 3], seed=4), sampler.latents([1, 3], seed=4, num_sampling_steps=4)))
-    assert all(map(torch.equal, found[0], found[1])) and not any(map(torch.equal, found[0], found[2]))
-    with pytest.raises(UsageError, match="sampler: a scheduler takes estimates of noise, and this is a flow; give sde"):
+            found.append(
+                (
+                    sampler.latents([1, 3], seed=4),
+                    sampler.latents([1, 3], seed=4, num_sampling_steps=4),
+                )
+            )
+    assert all(map(torch.equal, found[0], found[1])) and not any(
+        map(torch.equal, found[0], found[2])
+    )
+    with pytest.raises(
+        UsageError,
+        match="sampler: a scheduler takes estimates of noise, and this is a flow; give sde",
+    ):
         Sampler(small(SiT), sampler=make("unipc"), **how)

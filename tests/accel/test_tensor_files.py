@@ -19,17 +19,25 @@ def test_a_digest_covers_every_value(place):
 
 
 def test_a_digest_covers_names_and_shapes():
-    one, two = torch.ones(4), torch.zeros(4)
-    states = {"a": one, "b": two}, {"b": one, "a": two}, {"a": one.view(2, 2), "b": two}, {"a": one, "c": two}
+    one = torch.ones(4)
+    two = torch.zeros(4)
+    states = (
+        {"a": one, "b": two},
+        {"b": one, "a": two},
+        {"a": one.view(2, 2), "b": two},
+        {"a": one, "c": two},
+    )
     assert len({digest(state) for state in states}) == len(states)
     assert digest({"b": two, "a": one}) == digest(states[0])
 
 
 def test_what_is_kept_of_a_digest_is_whole_and_of_an_old_file(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    stamps, state = [("a", 1, 0, 0, time.time_ns())], {"a": torch.ones(3)}
+    stamps = [("a", 1, 0, 0, time.time_ns())]
+    state = {"a": torch.ones(3)}
     want = cached_digest(stamps, lambda: state)
-    assert not (tmp_path / "dit").exists()  # files just written: a change within the clock's resolution would go unseen
+    # files just written: a change within the clock's resolution would go unseen
+    assert not (tmp_path / "dit").exists()
     stamps = [("a", 1, 0, 0, 0)]
     assert cached_digest(stamps, lambda: state) == want
     [kept] = (tmp_path / "dit" / "digests").iterdir()
@@ -38,7 +46,11 @@ def test_what_is_kept_of_a_digest_is_whole_and_of_an_old_file(tmp_path, monkeypa
     for text in (b"", b"x" * 16, b"\xff" * 16, b"0" * 17):
         kept.write_bytes(text)
         assert cached_digest(stamps, lambda: state) == want == kept.read_text()
-    for put in (os.mkfifo, lambda place: place.symlink_to(tmp_path / "pipe"), lambda place: place.symlink_to(precious)):
+    for put in (
+        os.mkfifo,
+        lambda place: place.symlink_to(tmp_path / "pipe"),
+        lambda place: place.symlink_to(precious),
+    ):
         kept.unlink()
         put(kept)
         start = time.monotonic()

@@ -21,18 +21,28 @@ DEMO = Namespace(model="DiT-Demo/2", pictures=2, latent_size=16, num_classes=8)
 
 def test_a_file_runs_as_its_module_does():
     done = forks.run([ROOT / "bench/steps.py", "--model", "x"], cwd="/")
-    assert done.returncode == 2 and done.stderr.startswith("steps.py: argument --model: invalid choice: 'x'")
+    assert done.returncode == 2 and done.stderr.startswith(
+        "steps.py: argument --model: invalid choice: 'x'"
+    )
 
 
 NO_GPU = "--device", "cpu"
 REFUSED = [
     ("steps", ["--output", "/proc/x.json"], "--output /proc/x.json: No such file"),
     ("steps", ["--only", "graph", *NO_GPU], "--only graph: no rung on cpu"),
-    ("steps", ["--model", "DiT-S/8", "--image-size", "144"], "--image-size 144: must be a multiple of 64"),
+    (
+        "steps",
+        ["--model", "DiT-S/8", "--image-size", "144"],
+        "--image-size 144: must be a multiple of 64",
+    ),
     ("steps", ["--vs", "compile", *NO_GPU], "--vs: compares float16 on a GPU"),
     ("steps", ["--seen-as", "8"], "--seen-as: 8: must be a compute capability, as 8.0"),
     ("profile_step", ["--output", "x.txt"], "--output x.txt: must end in .json"),
-    ("profile_step", ["--baseline", "--precision", "fp16", *NO_GPU], "--precision fp16: upstream samples in fp32"),
+    (
+        "profile_step",
+        ["--baseline", "--precision", "fp16", *NO_GPU],
+        "--precision fp16: upstream samples in fp32",
+    ),
     ("jobs", ["--contest", "fp32", "bf16", *NO_GPU], "bf16: cpu cannot run this tier"),
     ("jobs", ["--fid", "4", "--batch", "4", *NO_GPU], "--fid 4: needs a second batch"),
     ("many_gpus", [], "torchrun"),
@@ -50,7 +60,12 @@ def test_refused_before_anything_is_measured(program, arguments, words, monkeypa
 def test_provenance(monkeypatch):
     monkeypatch.setattr(sys, "argv", [str(ROOT / "bench" / "x.py"), "--flag", "two words"])
     about = harness.provenance(CPU, None)
-    assert about["gpu"] is None and about["torch"] == torch.__version__ and about["commit"] and about["date"]
+    assert (
+        about["gpu"] is None
+        and about["torch"] == torch.__version__
+        and about["commit"]
+        and about["date"]
+    )
     assert about["command"] == "python bench/x.py --flag 'two words'"  # to be typed again
     monkeypatch.setenv("PATH", "")
     assert harness.provenance(CPU, None)["commit"] == ""  # without git
@@ -73,13 +88,34 @@ def test_times_are_of_the_last_steps():
 
 def test_any_family_by_its_models_name(monkeypatch, log):
     """A flow of 32 channels at factor 16, one output per channel, that its family adds."""
-    monkeypatch.setitem(sit.FAMILY.models, "Other/1", Defaults(image_size=256, num_classes=5, factor=16))
-    shape = dict(input_size=16, in_channels=32, patch_size=1, hidden_size=96, depth=1, num_heads=2, learn_sigma=False)
+    monkeypatch.setitem(
+        sit.FAMILY.models, "Other/1", Defaults(image_size=256, num_classes=5, factor=16)
+    )
+    shape = dict(
+        input_size=16,
+        in_channels=32,
+        patch_size=1,
+        hidden_size=96,
+        depth=1,
+        num_heads=2,
+        learn_sigma=False,
+    )
     monkeypatch.setitem(SiT_models, "Other/1", _constructor("Other_1", SiT, **shape))
     assert harness.demo_of("Other/1") == harness.demo_of("REPA-SiT-XL/2") == "SiT-Demo/2"
     assert harness.demo_of("Large-DiT-3B/2") == "Large-DiT-Demo/2"
     assert harness.complete(Namespace(model="Other/1", ckpt=None, image_size=128)).latent_size == 8
-    flags = ["--model", "Other/1", "--image-size", 128, "--pictures", 1, "--load", 0, "--window", 0.1]
+    flags = [
+        "--model",
+        "Other/1",
+        "--image-size",
+        128,
+        "--pictures",
+        1,
+        "--load",
+        0,
+        "--window",
+        0.1,
+    ]
     record, _ = log("steps", *flags, "--device", "cpu", "--commit", "older")
     assert record["commit"] == "older" and 0 < record["rungs"][0]["error"] < 1e-5
 
@@ -88,7 +124,9 @@ def test_random_weights_make_no_zeros():
     """As a freshly initialised DiT does."""
     build = constructor_of("DiT-S/8")
     network, again = (harness.random_network(build, CPU, input_size=8, num_classes=4) for _ in "ab")
-    x, t, y = torch.randn(2, 4, 8, 8), torch.tensor([1, 900]), torch.tensor([0, 3])
+    x = torch.randn(2, 4, 8, 8)
+    t = torch.tensor([1, 900])
+    y = torch.tensor([0, 3])
     assert 0.1 < network(x, t, y).std() < 10 and torch.equal(network(x, t, y), again(x, t, y))
 
 
@@ -99,23 +137,36 @@ def test_a_switch_reaches_its_op(tier):
     want = harness.guided(harness.build(model, "fp32", CPU), DEMO, CPU)
     switches = harness.PLAIN | dict(attention="torch")
     network = harness.build(model, tier, CPU, **switches)
-    assert (harness.guided(network, DEMO, CPU) - want).norm() / want.norm() < (1e-3 if tier == "fp16" else 2e-6)
-    assert not network.hoists and not network.captures and harness.build(model, tier, CPU, gemm="torch").hoists
+    assert (harness.guided(network, DEMO, CPU) - want).norm() / want.norm() < (
+        1e-3 if tier == "fp16" else 2e-6
+    )
+    assert (
+        not network.hoists
+        and not network.captures
+        and harness.build(model, tier, CPU, gemm="torch").hoists
+    )
     for switch in ("adaln", "attention", "gemm"):
         with pytest.raises(ValueError, match="backend"):
-            harness.guided(harness.build(model, tier, CPU, **switches | {switch: "none"}), DEMO, CPU)
+            harness.guided(
+                harness.build(model, tier, CPU, **switches | {switch: "none"}), DEMO, CPU
+            )
 
 
 def test_eager_computes_the_same():
-    """In the loop, which gives the index of an evaluation for its time. The compiler is tested on a GPU."""
-    model, found = fill(DiT_models["DiT-Demo/2"](num_classes=8)), []
+    """In the loop, which gives the index of an evaluation for its time. The compiler is
+    tested on a GPU.
+    """
+    model = fill(DiT_models["DiT-Demo/2"](num_classes=8))
+    found = []
     for network in (harness.build(model, "fp32", CPU), Rival("eager", model, torch.float32, CPU)):
         torch.manual_seed(1)
         found.append(harness.sampling(network, DEMO, CPU, steps=3)())
     assert torch.allclose(*found, atol=1e-4)
 
 
-FLASH, CUDNN, BF16 = "pytorch_flash::flash_fwd_kernel", "cudnn_native_sdpa_sm90_flash_fprop", "sm80_xmma_gemm_bf16bf16"
+FLASH = "pytorch_flash::flash_fwd_kernel"
+CUDNN = "cudnn_native_sdpa_sm90_flash_fprop"
+BF16 = "sm80_xmma_gemm_bf16bf16"
 ANY = ["_adaln", "fmha_cutlassF_f16_aligned_64x128_rf_sm80", "nvjet_hsh_128x256_64x4_2x1_v_bz_TNT"]
 
 

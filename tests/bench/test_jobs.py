@@ -13,7 +13,9 @@ from bench import jobs
 
 @pytest.fixture
 def forked(monkeypatch):
-    """The jobs' processes are forks, torchrun's ranks too: its agent would import torch anew in each."""
+    """The jobs' processes are forks, torchrun's ranks too: its agent would import torch
+    anew in each.
+    """
 
     def run(command, cwd, env, **_):
         words = command[1:]
@@ -26,7 +28,9 @@ def forked(monkeypatch):
     monkeypatch.setattr(jobs, "subprocess", SimpleNamespace(run=run))
 
 
-@pytest.mark.parametrize("seconds, points", [(0.5, 50), (100, 50), (300 / 3**0.5, 25), (299.9, 0.015), (900, 0)])
+@pytest.mark.parametrize(
+    "seconds, points", [(0.5, 50), (100, 50), (300 / 3**0.5, 25), (299.9, 0.015), (900, 0)]
+)
 def test_the_contests_points(seconds, points):
     assert jobs.score(seconds) == pytest.approx(points, abs=0.001)
 
@@ -38,7 +42,9 @@ def test_contest(forked, tmp_path, run, log):
     assert record["kind"] == "contest" and record["model"] == "DiT-Demo/2" and record["steps"] == 2
     assert row["tier"] == "fp32" and row["seconds"] == once["total"] < once["process"]
     assert "points" not in row and "a rehearsal, no points" in printed
-    assert once["total"] == pytest.approx(once["load"] + once["sample"] + once["decode"] + once["save"], abs=0.03)
+    assert once["total"] == pytest.approx(
+        once["load"] + once["sample"] + once["decode"] + once["save"], abs=0.03
+    )
     # The picture that was timed is the one that the same settings make.
     flags = ["--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", "2", "--output"]
     assert run("sample.py", *flags, tmp_path / "again.png").returncode == 0
@@ -55,19 +61,30 @@ def test_random_weights_and_a_random_decoder_without_files(forked, log):
 def test_one_process_against_two(forked, log):
     record, _ = log("jobs", "--gpus", 2, "--device", "cpu", "--steps", 2, "--batch", 1)
     assert (record["kind"], record["gpus"], record["precision"]) == ("ddp", 2, "fp32")
-    sampling, wall = record["grid_sampling_s"], record["grid_start_to_picture_s"]
+    sampling = record["grid_sampling_s"]
+    wall = record["grid_start_to_picture_s"]
     assert sampling["ratio"] == sampling["2"][0] / sampling["1"][0]
     assert set(wall) == set(record["grid_phases_s"]) == {"1", "2"}
     assert 0 < sampling["1"][0] < record["grid_phases_s"]["1"][0]["total"] < wall["1"][0]
     rates = record["fid_pictures_per_s"]
-    assert rates["efficiency"] == pytest.approx(rates["2"] / (2 * rates["1"])) and rates["batch"] == 1
+    assert (
+        rates["efficiency"] == pytest.approx(rates["2"] / (2 * rates["1"])) and rates["batch"] == 1
+    )
 
 
 def test_an_fid_job(forked, log):
     record, printed = log("jobs", "--fid", 4, "--batch", 2, "--device", "cpu", "--steps", 2)
-    assert (record["kind"], record["pictures"], record["steps"], record["precision"]) == ("fid", 4, 2, "fp32")
+    assert (record["kind"], record["pictures"], record["steps"], record["precision"]) == (
+        "fid",
+        4,
+        2,
+        "fp32",
+    )
     [once] = record["fid"]
-    assert once["pictures_per_s"]["whole"] == 4 / once["process"] and once["pictures_per_s"]["steady"] > 0
+    assert (
+        once["pictures_per_s"]["whole"] == 4 / once["process"]
+        and once["pictures_per_s"]["steady"] > 0
+    )
     assert 0 < once["sample"] + once["decode"] < once["total"] < once["process"]
     assert "steady" in printed
 
@@ -82,5 +99,17 @@ def test_pictures_per_second(tmp_path):
 
 
 def test_a_commands_complaint_is_given_in_its_line(forked, tmp_path, here):
-    done = here("bench/jobs.py", "--gpus", 2, "--device", "cpu", "--vae", "x", "--output", tmp_path / "x.json")
-    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("jobs.py: sample.py: --vae x: ")
+    done = here(
+        "bench/jobs.py",
+        "--gpus",
+        2,
+        "--device",
+        "cpu",
+        "--vae",
+        "x",
+        "--output",
+        tmp_path / "x.json",
+    )
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith(
+        "jobs.py: sample.py: --vae x: "
+    )

@@ -16,8 +16,14 @@ def test_few_pictures_on_many_ranks(tmp_path):
     record = json.loads((tmp_path / "out" / "x.json").read_text())
     assert {(row["size"], row["tier"]) for row in record["plans"]} == {(128, "fp32")}
     one, *shared = record["plans"]  # no layout of four ranks, and none by a kernel of a GPU
-    assert (one["plan"], one["gpus"]) == ("one GPU", 1) and str(Layout(2)) in [row["plan"] for row in shared]
+    assert (one["plan"], one["gpus"]) == ("one GPU", 1) and str(Layout(2)) in [
+        row["plan"] for row in shared
+    ]
     assert all(row["gpus"] == 2 and row["speedup"] == one["ms"] / row["ms"] for row in shared)
     assert all(row["error"] < 1e-5 for row in shared)
-    assert record["kind"] == "parallel" and record["gpu"] is None and record["torch"] == torch.__version__
+    assert (
+        record["kind"] == "parallel"
+        and record["gpu"] is None
+        and record["torch"] == torch.__version__
+    )
     assert record["command"].startswith("torchrun --nproc_per_node=2 ")

@@ -16,7 +16,9 @@ def on_host(name, start, length):
 
 def on_gpu(name, start, length, note=False):
     times = dict(start_us=start, end_us=start + length, stack=[])
-    return FunctionEvent(0, name, 7, **times, use_device="cuda", device_type=DeviceType.CUDA, is_user_annotation=note)
+    return FunctionEvent(
+        0, name, 7, **times, use_device="cuda", device_type=DeviceType.CUDA, is_user_annotation=note
+    )
 
 
 def analyse(events, steps):
@@ -25,10 +27,16 @@ def analyse(events, steps):
     return profile_step.analyse(events, steps)
 
 
-# Two steps of 1000 us on a GPU, and the profiler's own wait after the last. In each step a GEMM and an attention kernel
-# overlap on two streams, a copy makes the host wait, and the end is idle. Kernels of torch, cuBLAS, cuDNN and ours.
+# Two steps of 1000 us on a GPU, and the profiler's own wait after the last. In each step
+# a GEMM and an attention kernel overlap on two streams, a copy makes the host wait, and
+# the end is idle. Kernels of torch, cuBLAS, cuDNN and ours.
 KERNELS = (
-    ("nvjet_sm90_hsh_128x128_bias", "cudnn_generated_fort_native_sdpa_sm90_flash", "_norm_modulate", "Memcpy HtoD"),
+    (
+        "nvjet_sm90_hsh_128x128_bias",
+        "cudnn_generated_fort_native_sdpa_sm90_flash",
+        "_norm_modulate",
+        "Memcpy HtoD",
+    ),
     (
         "void cublasLt::splitKreduce_kernel<32, 16>",
         "fmha_cutlassF_f32_aligned_64x128_rf_sm80(PyTorchMemEffAttention)",
@@ -65,8 +73,11 @@ def test_events_of_a_gpu():
     }
     assert found["window_ms"] == pytest.approx(0.751) and found["launches_per_step"] == 4
     assert found["kinds"]["GEMM"]["share"] == pytest.approx(0.3 / 0.751)
-    # A copy is queued in 5 us. The wait after it is the queue's, and the last wait is the profiler's.
-    assert found["waits"] == [dict(where="cudaStreamSynchronize", per_step=1, ms_per_step=pytest.approx(0.35))]
+    # A copy is queued in 5 us. The wait after it is the queue's, and the last wait is the
+    # profiler's.
+    assert found["waits"] == [
+        dict(where="cudaStreamSynchronize", per_step=1, ms_per_step=pytest.approx(0.35))
+    ]
 
 
 def test_a_copy_that_blocks_is_a_wait():
@@ -82,12 +93,30 @@ FEW = "--load", 0, "--window", 0.1, "--pictures", 1
 def test_on_a_cpu(tmp_path, log):
     record, printed = log("profile_step", *FEW, "--device", "cpu", "--steps", 2)
     assert "aten::addmm" in printed
-    assert record["gpu"] is None and record["tier"] == "fp32" and record["batch_rows"] == 2 and record["commit"]
-    assert record["kind"] == "profile" and record["model"] == "DiT-Demo/2" and record["weights"] == "dit.safetensors"
-    assert record["window_ms"] > 0 and record["floor_ms"] > 0 and not record["baseline"] and "kinds" not in record
-    # Two rows of 64 tokens through six blocks of 216: GEMMs 12·D², attention 2·T·D a token, 2 a multiply-add.
-    gemms, attention = 2 * 2 * 64 * 6 * 12 * 216**2, 2 * 2 * 64 * 6 * 2 * 64 * 216
-    assert record["flops"]["attention"] == attention and gemms < record["flops"]["GEMM"] < 1.05 * gemms
+    assert (
+        record["gpu"] is None
+        and record["tier"] == "fp32"
+        and record["batch_rows"] == 2
+        and record["commit"]
+    )
+    assert (
+        record["kind"] == "profile"
+        and record["model"] == "DiT-Demo/2"
+        and record["weights"] == "dit.safetensors"
+    )
+    assert (
+        record["window_ms"] > 0
+        and record["floor_ms"] > 0
+        and not record["baseline"]
+        and "kinds" not in record
+    )
+    # Two rows of 64 tokens through six blocks of 216: GEMMs 12·D², attention 2·T·D a
+    # token, 2 a multiply-add.
+    gemms = 2 * 2 * 64 * 6 * 12 * 216**2
+    attention = 2 * 2 * 64 * 6 * 2 * 64 * 216
+    assert (
+        record["flops"]["attention"] == attention and gemms < record["flops"]["GEMM"] < 1.05 * gemms
+    )
     with gzip.open(tmp_path / "log.trace.json.gz") as file:
         names = [one["name"] for one in json.load(file)["traceEvents"]]
     assert names.count("aten::scaled_dot_product_attention") == 2 * 6  # two steps of six blocks
@@ -96,11 +125,18 @@ def test_on_a_cpu(tmp_path, log):
 @pytest.mark.gpu
 def test_on_a_gpu(log):
     """A captured step shows its kernels and no wait."""
-    records, printed = {}, ""
+    records = {}
+    printed = ""
     for name, *flags in (["fast"], ["upstream", "--baseline"]):
         records[name], text = log("profile_step", *FEW, "--model", "DiT-Demo/2", *flags)
         printed += text
-        assert all(records[name]["kinds"][kind]["ms"] > 0 for kind in ("GEMM", "attention", "norm/elementwise"))
+        assert all(
+            records[name]["kinds"][kind]["ms"] > 0
+            for kind in ("GEMM", "attention", "norm/elementwise")
+        )
         assert 0 < records[name]["kinds"]["GEMM"]["of_ceiling"] < 1.5
     assert not records["fast"]["waits"] and "never waits" in printed
-    assert records["upstream"]["baseline"] and records["upstream"]["timed"]["ms"] > records["fast"]["timed"]["ms"]
+    assert (
+        records["upstream"]["baseline"]
+        and records["upstream"]["timed"]["ms"] > records["fast"]["timed"]["ms"]
+    )

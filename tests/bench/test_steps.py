@@ -23,14 +23,23 @@ def test_each_rung_adds_one_switch(monkeypatch):
     assert [len(change) for change in changes] == [1] * len(changes)
     parameters = signature(harness.build).parameters.values()
     defaults = {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
-    assert set.union(*changes) == set(defaults) and rungs[-1][2] == defaults  # the last is what users get
+    # the last is what users get
+    assert set.union(*changes) == set(defaults) and rungs[-1][2] == defaults
 
 
 def test_on_a_cpu_the_demo_is_timed(log):
     record, _ = log("steps", *FEW, "--device", "cpu", "--pictures", 1, "--gate", 1)
     [rung] = record["rungs"]
-    assert rung["rung"] == "fp32" and 0 < rung["p10"] <= rung["ms"] <= rung["p90"] and 0 < rung["error"] < 1e-5
-    assert record["kind"] == "steps" and record["model"] == "DiT-Demo/2" and record["weights"] == "dit.safetensors"
+    assert (
+        rung["rung"] == "fp32"
+        and 0 < rung["p10"] <= rung["ms"] <= rung["p90"]
+        and 0 < rung["error"] < 1e-5
+    )
+    assert (
+        record["kind"] == "steps"
+        and record["model"] == "DiT-Demo/2"
+        and record["weights"] == "dit.safetensors"
+    )
     assert record["batch_rows"] == 2 and record["gpu"] is None
 
 
@@ -38,9 +47,13 @@ def test_a_judge_sees_a_worse_tier():
     """Eight pictures of two steps: fp32 equals itself, a network with other weights does not."""
     judge = steps.Judge(1, torch.device("cpu"), each=8, steps=2)
     same = judge.judge("fp32", {})
-    assert same["contest"] and same["strict"] and same["pictures"] == 8 and same["worst"]["mae"] == 0
+    assert (
+        same["contest"] and same["strict"] and same["pictures"] == 8 and same["worst"]["mae"] == 0
+    )
     cpu = torch.device("cpu")
-    other = harness.build(harness.random_network(constructor_of("DiT-Demo/2"), cpu, num_classes=8), "fp32", cpu)
+    other = harness.build(
+        harness.random_network(constructor_of("DiT-Demo/2"), cpu, num_classes=8), "fp32", cpu
+    )
     worse = judge.judge("fp32", {}, share=lambda network: other)
     assert not worse["contest"] and not worse["strict"] and worse["worst"]["psnr"] < 40
 
@@ -50,7 +63,12 @@ def test_a_judge_sees_a_worse_tier():
 def test_rivals_on_a_gpu(model, log):
     flags = "--model", model, "--only", "exact", "CUDA graph", "--vs", "eager", "compile"
     rungs = {rung["rung"]: rung for rung in log("steps", *FEW, *flags)[0]["rungs"]}
-    assert [*rungs] == ["exact", "fp16 + CUDA graph", "fp16 + eager", "fp16 + torch.compile default"]
+    assert [*rungs] == [
+        "exact",
+        "fp16 + CUDA graph",
+        "fp16 + eager",
+        "fp16 + torch.compile default",
+    ]
     assert all(rung["ms"] > 0 and rung["error"] < 1e-2 for rung in rungs.values())
     assert rungs["exact"]["error"] < 1e-5
 
@@ -59,7 +77,18 @@ def test_rivals_on_a_gpu(model, log):
 def test_an_older_gpu(run, tmp_path):
     """Times, pictures and kernels of a process that sees an A100."""
     few = "--model", "DiT-Demo/2", "--seen-as", "8.0", "--load", 0, "--window", 0.2
-    succeeds(run("bench/steps.py", *few, "--only", "CUDA graph", "--gate", 1, "--output", tmp_path / "out.json"))
+    succeeds(
+        run(
+            "bench/steps.py",
+            *few,
+            "--only",
+            "CUDA graph",
+            "--gate",
+            1,
+            "--output",
+            tmp_path / "out.json",
+        )
+    )
     record = json.loads((tmp_path / "out.json").read_text())
     assert record["gpu"].endswith("as 8.0") and record["rungs"][0]["judged"]["contest"]
     succeeds(run("bench/profile_step.py", *few, "--output", tmp_path / "profile.json"))

@@ -1,8 +1,9 @@
-"""The demo models' golden latents and picture, committed beside their weights: what they make must stay what it is.
+"""The demo models' golden latents and picture, committed beside their weights: what they
+make must stay what it is.
 
-They were made in float32 on a CPU and on a GPU. Another machine's GEMMs round otherwise, and 250 steps carry that on.
-The bounds are those of the strict criterion (accuracy that no display shows), far below what any change of the
-mathematics would do.
+They were made in float32 on a CPU and on a GPU. Another machine's GEMMs round otherwise,
+and 250 steps carry that on. The bounds are those of the strict criterion (accuracy that
+no display shows), far below what any change of the mathematics would do.
 """
 
 import json
@@ -34,7 +35,9 @@ def make(kind, here, tmp_path, *flags, model="DiT-Demo/2", stem="golden"):
 
 
 def test_golden_on_the_cpu():
-    """Two of the eight pictures through all steps: the others would take three times as long and show no more."""
+    """Two of the eight pictures through all steps: the others would take three times as
+    long and show no more.
+    """
     settings, run, decoder = door.ready(GridRequest(model="DiT-Demo/2", device="cpu"))
     golden = np.load(DEMO / "golden-cpu.npy")
     near(run.latents(settings.labels, 0, [slice(2, 4)]).numpy(), golden[2:4])
@@ -57,8 +60,14 @@ def test_golden_on_a_gpu(here, tmp_path):
 
 
 def test_the_card_quotes_the_committed_figures():
-    training, figures = (json.loads((DEMO / name).read_text()) for name in ("training.json", "score.json"))
-    quoted = [f"{100 * figures['recognised']:.1f} %", f"{training['vae']['psnr_db']} dB", str(training["dit"]["loss"])]
+    training, figures = (
+        json.loads((DEMO / name).read_text()) for name in ("training.json", "score.json")
+    )
+    quoted = [
+        f"{100 * figures['recognised']:.1f} %",
+        f"{training['vae']['psnr_db']} dB",
+        str(training["dit"]["loss"]),
+    ]
     quoted += [f"{name} {100 * share:.1f} %" for name, share in figures["by_class"].items()]
     card = (DEMO / "README.md").read_text()
     assert [figure for figure in quoted if figure not in card] == []

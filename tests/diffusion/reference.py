@@ -1,7 +1,8 @@
 """The diffusion process in float64, straight from the papers' equations.
 
-Where a closed form can be had another way it is: the posterior by Bayes' rule, the KL by torch.distributions, the
-normal distribution function by erf. Throughout t is (N,), other tensors are (N, C, H, W).
+Where a closed form can be had another way it is: the posterior by Bayes' rule, the KL by
+torch.distributions, the normal distribution function by erf. Throughout t is (N,), other
+tensors are (N, C, H, W).
 """
 
 import math
@@ -15,7 +16,8 @@ from diffusion.respace import SpacedDiffusion
 
 
 def linear_betas(steps):
-    return torch.linspace(0.1 / steps, 20 / steps, steps, dtype=torch.float64)  # Ho, section 4: 1e-4 … 0.02 of 1000
+    # Ho, section 4: 1e-4 … 0.02 of 1000
+    return torch.linspace(0.1 / steps, 20 / steps, steps, dtype=torch.float64)
 
 
 def cosine_betas(steps):
@@ -29,7 +31,8 @@ class Reference:
 
     def __init__(self, betas, timesteps):
         abars = (1 - betas).cumprod(0)[sorted(timesteps)]
-        self.abars = torch.cat([abars, torch.tensor([0.0, 1.0])])  # then those of t = T, noise, and of t = -1, none
+        # then those of t = T, noise, and of t = -1, none
+        self.abars = torch.cat([abars, torch.tensor([0.0, 1.0])])
 
     def abar(self, t):
         return self.abars[t].view(-1, 1, 1, 1)
@@ -38,8 +41,11 @@ class Reference:
         return 1 - self.abar(t) / self.abar(t - 1)
 
     def posterior(self, x0, xt, t):
-        """Return mean and variance in x of N(x_t; sqrt(alpha) x, beta) N(x; sqrt(abar') x0, 1 - abar')."""
-        beta, before = self.beta(t), self.abar(t - 1)
+        """Return mean and variance in x of N(x_t; sqrt(alpha) x, beta) N(x; sqrt(abar')
+        x0, 1 - abar').
+        """
+        beta = self.beta(t)
+        before = self.abar(t - 1)
         both = (1 - beta) * (1 - before) + beta
         mean = ((1 - beta).sqrt() * (1 - before) * xt + before.sqrt() * beta * x0) / both
         return mean, beta * (1 - before) / both
@@ -61,7 +67,8 @@ class Reference:
 
     def log_variance(self, kind, t, v=None):
         """kind: a ModelVarType; v: the model's values."""
-        small, large = self.posterior(0.0, 0.0, t.clamp(min=1))[1].log(), self.beta(t).log()  # t = 0: its neighbour's
+        small = self.posterior(0.0, 0.0, t.clamp(min=1))[1].log()
+        large = self.beta(t).log()  # t = 0: its neighbour's
         if kind == "LEARNED_RANGE":
             return (1 + v) / 2 * large + (1 - v) / 2 * small
         if kind == "LEARNED":
@@ -69,23 +76,35 @@ class Reference:
         return small if kind == "FIXED_SMALL" else torch.where(self.abar(t - 1) == 1, small, large)
 
     def ddim(self, xt, t, x0, eta, noise):
-        now, before = self.abar(t), self.abar(t - 1)
+        now = self.abar(t)
+        before = self.abar(t - 1)
         sigma = eta * ((1 - before) / (1 - now) * (1 - now / before)).sqrt()
-        return before.sqrt() * x0 + (1 - before - sigma**2).sqrt() * self.eps(xt, t, x0) + sigma * noise
+        return (
+            before.sqrt() * x0
+            + (1 - before - sigma**2).sqrt() * self.eps(xt, t, x0)
+            + sigma * noise
+        )
 
     def ddim_up(self, xt, t, x0):
         return self.noised(x0, t + 1, self.eps(xt, t, x0))
 
     def bound(self, x0, xt, t, mean, log_variance):
-        """Return bits per dimension (N,), Ho eq. 5: the two Gaussians' KL or, at t = 0, the coded length of x0."""
-        sigma, (q_mean, q_variance) = (log_variance / 2).exp(), self.posterior(x0, xt, t)
+        """Return bits per dimension (N,), Ho eq. 5: the two Gaussians' KL or, at t = 0,
+        the coded length of x0.
+        """
+        sigma = (log_variance / 2).exp()
+        (q_mean, q_variance) = self.posterior(x0, xt, t)
         kl = kl_divergence(Normal(q_mean, q_variance.clamp(min=1e-99).sqrt()), Normal(mean, sigma))
-        bits = torch.where(self.abar(t - 1) == 1, -level_log_probability(x0, mean, sigma), kl) / math.log(2)
+        bits = torch.where(
+            self.abar(t - 1) == 1, -level_log_probability(x0, mean, sigma), kl
+        ) / math.log(2)
         return bits.mean((1, 2, 3))
 
     def prior_bound(self, x0):
         last = self.abars[-3]
-        kl = kl_divergence(Normal(last.sqrt() * x0, (1 - last).sqrt()), Normal(torch.zeros_like(x0), 1.0))
+        kl = kl_divergence(
+            Normal(last.sqrt() * x0, (1 - last).sqrt()), Normal(torch.zeros_like(x0), 1.0)
+        )
         return kl.mean((1, 2, 3)) / math.log(2)
 
 
@@ -97,7 +116,8 @@ def level_log_probability(x, mean, sigma):
     return (upper - lower).log()
 
 
-# ---- models in closed form: nonlinear in x and dependent on t and y, so that a wrong timestep or label shows ----
+# ---- models in closed form: nonlinear in x and dependent on t and y, so that a wrong
+# timestep or label shows ----
 
 
 def wavy(x, t, y=0.3):
@@ -117,16 +137,23 @@ def slope(x, t, y=0.3):
 
 
 def process(respacing="250", variance="LEARNED_RANGE", mean="EPSILON", loss="MSE"):
-    kept, betas = create_diffusion(respacing).timestep_map, linear_betas(1000)
+    kept = create_diffusion(respacing).timestep_map
+    betas = linear_betas(1000)
     kinds = dict(
-        model_mean_type=gd.ModelMeanType[mean], model_var_type=gd.ModelVarType[variance], loss_type=gd.LossType[loss]
+        model_mean_type=gd.ModelMeanType[mean],
+        model_var_type=gd.ModelVarType[variance],
+        loss_type=gd.LossType[loss],
     )
     return SpacedDiffusion(use_timesteps=kept, betas=betas.numpy(), **kinds), Reference(betas, kept)
 
 
 def batch(d):
-    """t at the first, second, middle and last step; x, x_0 at 8-bit levels and noise, each (N, 3, 4, 4) float64."""
-    t = torch.tensor(sorted({0, min(1, d.num_timesteps - 1), d.num_timesteps // 2, d.num_timesteps - 1}))
+    """t at the first, second, middle and last step; x, x_0 at 8-bit levels and noise,
+    each (N, 3, 4, 4) float64.
+    """
+    t = torch.tensor(
+        sorted({0, min(1, d.num_timesteps - 1), d.num_timesteps // 2, d.num_timesteps - 1})
+    )
     generator = torch.Generator().manual_seed(0)
     x, noise = torch.randn(2, len(t), 3, 4, 4, generator=generator, dtype=torch.float64)
     levels = torch.randint(0, 256, x.shape, generator=generator)

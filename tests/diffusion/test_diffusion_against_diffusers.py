@@ -1,5 +1,6 @@
-"""diffusers' schedulers over all steps, without their differences: float32 tables, other timesteps, no clipped
-prediction in DDIM's direction."""
+"""diffusers' schedulers over all steps, without their differences: float32 tables, other
+timesteps, no clipped prediction in DDIM's direction.
+"""
 
 from functools import partial
 
@@ -16,11 +17,19 @@ def compare(d, scheduler, ours, theirs, channels=4):
     scheduler.alphas_cumprod = torch.from_numpy(create_diffusion("").alphas_cumprod)
     scheduler.one = torch.ones((), dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
-    x, *noises = torch.randn(1 + d.num_timesteps, 2, 4, 6, 6, generator=generator, dtype=torch.float64)
+    x, *noises = torch.randn(
+        1 + d.num_timesteps, 2, 4, 6, 6, generator=generator, dtype=torch.float64
+    )
     other = x
-    for i, t, noise in zip(reversed(range(d.num_timesteps)), scheduler.timesteps, noises, strict=True):
-        x = ours(lambda x, t: wavy(x, t)[:, :channels], x, torch.full((2,), i), noise=noise)["sample"]
-        other = theirs(wavy(other, torch.full((2,), int(t)))[:, :channels], t, other, noise).prev_sample
+    for i, t, noise in zip(
+        reversed(range(d.num_timesteps)), scheduler.timesteps, noises, strict=True
+    ):
+        x = ours(lambda x, t: wavy(x, t)[:, :channels], x, torch.full((2,), i), noise=noise)[
+            "sample"
+        ]
+        other = theirs(
+            wavy(other, torch.full((2,), int(t)))[:, :channels], t, other, noise
+        ).prev_sample
     torch.testing.assert_close(x, other, rtol=0, atol=2e-4 * other.abs().max().item())
 
 
@@ -30,11 +39,15 @@ def compare(d, scheduler, ours, theirs, channels=4):
 def test_ancestral_sampling_agrees_with_ddpm_scheduler(respacing, variance, clip, monkeypatch):
     learned = variance == "learned_range"
     d = create_diffusion(respacing, learn_sigma=learned, sigma_small=variance == "fixed_small")
-    scheduler = DDPMScheduler(beta_start=1e-4, beta_end=0.02, variance_type=variance, clip_sample=clip)
+    scheduler = DDPMScheduler(
+        beta_start=1e-4, beta_end=0.02, variance_type=variance, clip_sample=clip
+    )
     scheduler.set_timesteps(timesteps=d.timestep_map[::-1])  # its own spacing skips other steps
 
     def theirs(out, t, x, noise):
-        monkeypatch.setattr("diffusers.schedulers.scheduling_ddpm.randn_tensor", lambda *_, **how: noise)
+        monkeypatch.setattr(
+            "diffusers.schedulers.scheduling_ddpm.randn_tensor", lambda *_, **how: noise
+        )
         return scheduler.step(out, t, x)
 
     compare(d, scheduler, partial(d.p_sample, clip_denoised=clip), theirs, 8 if learned else 4)

@@ -1,4 +1,6 @@
-"""The loops: their random stream, arguments, generators; and that nothing in them waits for the device."""
+"""The loops: their random stream, arguments, generators; and that nothing in them waits
+for the device.
+"""
 
 import inspect
 from functools import partial
@@ -18,9 +20,11 @@ LOOPS = {"p_sample_loop": {}, "ddim_sample_loop": {}, "ddim_sample_loop eta": di
 @pytest.mark.parametrize("layout", [None, torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("name", LOOPS)
 def test_random_stream_draw_by_draw(name, layout):
-    """x_T if none is given, then at each step the model's own draw (dropout) and one whole batch: at t = 0 and for
-    eta = 0 too, where it goes unused. A model may scale t in place; the next step does not see it. The first draw has
-    the memory order of the noise given, later ones do not."""
+    """x_T if none is given, then at each step the model's own draw (dropout) and one
+    whole batch: at t = 0 and for eta = 0 too, where it goes unused. A model may scale t
+    in place; the next step does not see it. The first draw has the memory order of the
+    noise given, later ones do not.
+    """
     d = create_diffusion("20")
     kwargs = dict(clip_denoised=False, model_kwargs=dict(y=0.1), **LOOPS[name])
     given = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
@@ -38,21 +42,30 @@ def test_random_stream_draw_by_draw(name, layout):
     x = start if layout else torch.randn(SHAPE)
     step = d.p_sample if name == "p_sample_loop" else d.ddim_sample
     for i in reversed(range(20)):
-        drawn, noise = torch.randn(8, 8), torch.randn_like(x) if i == 19 else torch.randn(SHAPE)
-        x = step(partial(model, drawn=drawn), x, torch.full((4,), i), noise=noise, **kwargs)["sample"]
+        drawn = torch.randn(8, 8)
+        noise = torch.randn_like(x) if i == 19 else torch.randn(SHAPE)
+        x = step(partial(model, drawn=drawn), x, torch.full((4,), i), noise=noise, **kwargs)[
+            "sample"
+        ]
     assert torch.equal(torch.get_rng_state(), after) and torch.equal(x, sample)
 
 
 def test_progressive_loops_yield_every_step_and_leave_the_grad_mode_alone():
-    d, z, weight = create_diffusion("6"), torch.randn(SHAPE), torch.ones((), requires_grad=True)
+    d = create_diffusion("6")
+    z = torch.randn(SHAPE)
+    weight = torch.ones((), requires_grad=True)
     for name in ("p_sample_loop", "ddim_sample_loop"):
         torch.manual_seed(0)
         outs = []
-        for out in getattr(d, name + "_progressive")(lambda x, t: weight * wavy(x, t), SHAPE, z, device="cpu"):
+        for out in getattr(d, name + "_progressive")(
+            lambda x, t: weight * wavy(x, t), SHAPE, z, device="cpu"
+        ):
             assert torch.is_grad_enabled() and not out["sample"].requires_grad
             outs.append(out)
         torch.manual_seed(0)
-        assert len(outs) == 6 and torch.equal(outs[-1]["sample"], getattr(d, name)(wavy, SHAPE, z, device="cpu"))
+        assert len(outs) == 6 and torch.equal(
+            outs[-1]["sample"], getattr(d, name)(wavy, SHAPE, z, device="cpu")
+        )
         assert all(set(out) == {"sample", "pred_xstart"} for out in outs)
 
 
@@ -72,7 +85,8 @@ def test_device_follows_noise_or_parameters_and_progress_shows_a_bar(capsys):
 
 
 def test_argument_names_order_and_defaults_are_the_published_ones():
-    d, step = create_diffusion("2"), "model x t clip_denoised denoised_fn"
+    d = create_diffusion("2")
+    step = "model x t clip_denoised denoised_fn"
     loop = "model shape noise clip_denoised denoised_fn cond_fn model_kwargs device progress"
     for name, arguments in {
         "q_mean_variance": "x_start t",
@@ -91,34 +105,53 @@ def test_argument_names_order_and_defaults_are_the_published_ones():
     }.items():
         parameters = inspect.signature(getattr(d, name)).parameters
         assert list(parameters) == arguments.split(), name
-        assert "clip_denoised" not in parameters or parameters["clip_denoised"].default is True, name
-    names = "timestep_respacing noise_schedule use_kl sigma_small predict_xstart learn_sigma rescale_learned_sigmas"
-    assert list(inspect.signature(create_diffusion).parameters) == [*names.split(), "diffusion_steps"]
+        assert "clip_denoised" not in parameters or parameters["clip_denoised"].default is True, (
+            name
+        )
+    names = (
+        "timestep_respacing noise_schedule use_kl sigma_small predict_xstart learn_sigma "
+        "rescale_learned_sigmas"
+    )
+    assert list(inspect.signature(create_diffusion).parameters) == [
+        *names.split(),
+        "diffusion_steps",
+    ]
 
 
 class NoCopies(TorchDispatchMode):
     """Refuses operations that move data to or from the device."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs, name = kwargs or {}, function.overloadpacket.__name__
-        assert name not in ("lift", "lift_fresh", "lift_fresh_copy", "scalar_tensor", "copy_", "from_file"), name
+        kwargs = kwargs or {}
+        name = function.overloadpacket.__name__
+        assert name not in (
+            "lift",
+            "lift_fresh",
+            "lift_fresh_copy",
+            "scalar_tensor",
+            "copy_",
+            "from_file",
+        ), name
         assert name != "_to_copy" or kwargs.get("device") is None
         return function(*args, **kwargs)
 
 
 @pytest.mark.parametrize("learn_sigma", [True, False])
 def test_no_copy_and_no_wait(learn_sigma, monkeypatch):
-    """In the loops, guided by a classifier or not, in losses and in the bound: each can be a CUDA graph. Fake tensors
-    raise where a value is read."""
+    """In the loops, guided by a classifier or not, in losses and in the bound: each can
+    be a CUDA graph. Fake tensors raise where a value is read.
+    """
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    d, device = create_diffusion("2", learn_sigma=learn_sigma), "cuda:0"
+    d = create_diffusion("2", learn_sigma=learn_sigma)
+    device = "cuda:0"
 
     def model(x, t):
         return wavy(x, t)[:, : 8 if learn_sigma else 4]
 
     with FakeTensorMode():
         d.prepare(device)
-        x, t = torch.randn(SHAPE, device=device), torch.arange(4, device=device)
+        x = torch.randn(SHAPE, device=device)
+        t = torch.arange(4, device=device)
         with NoCopies():
             for name, how in LOOPS.items():
                 getattr(d, name.split()[0])(model, SHAPE, device=device, cond_fn=slope, **how)

@@ -13,7 +13,11 @@ from diffusion.timestep_sampler import LossSecondMomentResampler, create_named_s
 CLOSE = dict(rtol=3e-6, atol=3e-5)
 MEANS, VARIANCES, LOSSES = (
     pytest.mark.parametrize(name, [kind.name for kind in kinds])
-    for name, kinds in (("mean", gd.ModelMeanType), ("variance", gd.ModelVarType), ("loss", gd.LossType))
+    for name, kinds in (
+        ("mean", gd.ModelMeanType),
+        ("variance", gd.ModelVarType),
+        ("loss", gd.LossType),
+    )
 )
 
 
@@ -22,7 +26,9 @@ def close(got, want, **how):
 
 
 def outputs(d, variance, x, t, y=0.3):
-    """A model, its prediction at the original timesteps, and its variance values (None where it has none)."""
+    """A model, its prediction at the original timesteps, and its variance values (None
+    where it has none).
+    """
     out = wavy(x, torch.tensor(d.timestep_map)[t], y)
     if variance.startswith("LEARNED"):
         return wavy, *out.chunk(2, 1)
@@ -43,7 +49,9 @@ def test_noising_and_its_posterior(respacing):
     close(mean, want)
     close(variance, spread)
     close(log_variance, ref.log_variance("FIXED_SMALL", t))
-    assert {one.shape for one in (*d.q_mean_variance(x0, t), mean, variance, log_variance)} == {x.shape}
+    assert {one.shape for one in (*d.q_mean_variance(x0, t), mean, variance, log_variance)} == {
+        x.shape
+    }
 
 
 @pytest.mark.parametrize("clip", [True, False])
@@ -53,12 +61,16 @@ def test_p_mean_variance_and_ancestral_step(variance, mean, clip):
     d, ref = process("10,15,20", variance, mean)
     t, x, _, noise = batch(d)
     x = x.contiguous(memory_format=torch.channels_last)  # the model's output has this order, too
-    how, given = {}, dict(clip_denoised=clip, model_kwargs=dict(y=0.7))
+    how = {}
+    given = dict(clip_denoised=clip, model_kwargs=dict(y=0.7))
     if mean == "PREVIOUS_X":
         how = dict(atol=3e-4)
-        t, x, noise = t[:2], x[:2], noise[:2]  # solving its mean for x_0 divides by coefficients near 0 at the end
+        t = t[:2]
+        x = x[:2]
+        noise = noise[:2]  # solving its mean for x_0 divides by coefficients near 0 at the end
     model, prediction, values = outputs(d, variance, x, t, 0.7)
-    x0, log_variance = ref.x0(x, t, prediction, mean), ref.log_variance(variance, t, values)
+    x0 = ref.x0(x, t, prediction, mean)
+    log_variance = ref.log_variance(variance, t, values)
     x0 = x0.clamp(-1, 1) if clip else x0
     want, small = ref.posterior(x0, x, t)
     want = prediction if mean == "PREVIOUS_X" else want
@@ -73,8 +85,11 @@ def test_p_mean_variance_and_ancestral_step(variance, mean, clip):
     close(out["variance"], spread)
     moved = (t > 0).view(-1, 1, 1, 1) * (log_variance / 2).exp() * noise
     close(d.p_sample(model, x, t, noise=noise, **given)["sample"], want + moved, **how)
-    want = want + spread * slope(x, torch.tensor(d.timestep_map)[t], 0.7)  # guidance of the mean: Dhariwal, algorithm 1
-    close(d.p_sample(model, x, t, cond_fn=slope, noise=noise, **given)["sample"], want + moved, **how)
+    # guidance of the mean: Dhariwal, algorithm 1
+    want = want + spread * slope(x, torch.tensor(d.timestep_map)[t], 0.7)
+    close(
+        d.p_sample(model, x, t, cond_fn=slope, noise=noise, **given)["sample"], want + moved, **how
+    )
 
 
 @pytest.mark.parametrize("guided", [False, True])
@@ -94,7 +109,8 @@ def test_ddim_step(respacing, clip, guided):
     for eta in (0.0, 0.5):
         out = d.ddim_sample(wavy, x, t, eta=eta, noise=noise, **given)
         close(out["pred_xstart"], x0)
-        # In float32 1 - abar has 4 digits left at t = 1, and so has sigma: so it is in every published picture.
+        # In float32 1 - abar has 4 digits left at t = 1, and so has sigma: so it is in
+        # every published picture.
         close(out["sample"], ref.ddim(x, t, x0, eta, noise), rtol=1e-5, atol=5e-4)
     up = d.ddim_reverse_sample(wavy, x, t, **given)
     close(up["sample"], ref.ddim_up(x, t, x0), rtol=1e-5, atol=1e-4)
@@ -126,10 +142,15 @@ def test_extra_of_a_pair_and_shapes_that_do_not_fit():
 
 def test_likelihoods():
     levels = torch.arange(256, dtype=torch.float64) / 127.5 - 1
-    mean, scale = torch.full_like(levels, 0.1), torch.full_like(levels, -1.2)
-    log_p = diffusion_utils.discretized_gaussian_log_likelihood(levels, means=mean, log_scales=scale)
+    mean = torch.full_like(levels, 0.1)
+    scale = torch.full_like(levels, -1.2)
+    log_p = diffusion_utils.discretized_gaussian_log_likelihood(
+        levels, means=mean, log_scales=scale
+    )
     assert log_p.exp().sum() == pytest.approx(1, abs=1e-9)  # 256 levels and nothing else
-    far = diffusion_utils.discretized_gaussian_log_likelihood(levels[:1], means=levels[-1:], log_scales=scale[:1] - 4)
+    far = diffusion_utils.discretized_gaussian_log_likelihood(
+        levels[:1], means=levels[-1:], log_scales=scale[:1] - 4
+    )
     assert far.isfinite().all()
     got = diffusion_utils.continuous_gaussian_log_likelihood(levels, means=mean, log_scales=scale)
     close(got, torch.distributions.Normal(mean, scale.exp()).log_prob(levels), rtol=1e-9, atol=0)
@@ -147,7 +168,11 @@ def test_training_losses(loss, variance, mean):
     _, off, values = outputs(d, variance, xt, t)
     prediction = target + (0.1 if mean == "EPSILON" else 0.003) * off
     out = prediction if values is None else torch.cat([prediction, values], 1)
-    at = prediction if mean == "PREVIOUS_X" else ref.posterior(ref.x0(xt, t, prediction, mean), xt, t)[0]
+    at = (
+        prediction
+        if mean == "PREVIOUS_X"
+        else ref.posterior(ref.x0(xt, t, prediction, mean), xt, t)[0]
+    )
     want = ref.bound(x0, xt, t, at, ref.log_variance(variance, t, values))
     terms = d.training_losses(lambda *_: out, x0, t, noise=noise)
 
@@ -169,7 +194,10 @@ def test_each_term_trains_its_own_half_of_the_output():
     """And nothing else (Nichol, section 3.1)."""
     d, _ = process("")
     t, _, x0, noise = batch(d)
-    halves = (noise + 0.05 * torch.sin(7 * x0)).requires_grad_(), (0.8 * torch.cos(5 * x0)).requires_grad_()
+    halves = (
+        (noise + 0.05 * torch.sin(7 * x0)).requires_grad_(),
+        (0.8 * torch.cos(5 * x0)).requires_grad_(),
+    )
     terms = d.training_losses(lambda x, t: torch.cat(halves, 1), x0, t, noise=noise)
     for name, own in (("mse", 0), ("vb", 1)):
         gradients = torch.autograd.grad(terms[name].sum(), halves, retain_graph=True)
@@ -187,8 +215,11 @@ def test_bits_per_dimension():
     for column, t in enumerate(torch.arange(39, -1, -1)[:, None].repeat(1, 4)):
         noise = torch.randn_like(x0)
         xt = d.q_sample(x0, t, noise)
-        eps, x = wavy(xt, d.original_timesteps(t))[:, :3], d.p_mean_variance(wavy, xt, t, False)["pred_xstart"]
-        assert torch.equal(out["vb"][:, column], d.training_losses(wavy, x0, t, noise=noise)["loss"])
+        eps = wavy(xt, d.original_timesteps(t))[:, :3]
+        x = d.p_mean_variance(wavy, xt, t, False)["pred_xstart"]
+        assert torch.equal(
+            out["vb"][:, column], d.training_losses(wavy, x0, t, noise=noise)["loss"]
+        )
         close(out["xstart_mse"][:, column], ((x - x0) ** 2).mean((1, 2, 3)))
         close(out["mse"][:, column], ((eps - noise) ** 2).mean((1, 2, 3)), rtol=2e-3)
     close(out["prior_bpd"], ref.prior_bound(x0), rtol=1e-3, atol=1e-7)
@@ -197,7 +228,9 @@ def test_bits_per_dimension():
 
 def test_timesteps_to_train_on():
     np.random.seed(0)
-    t, weights = create_named_schedule_sampler("uniform", create_diffusion("20")).sample(20_000, "cpu")
+    t, weights = create_named_schedule_sampler("uniform", create_diffusion("20")).sample(
+        20_000, "cpu"
+    )
     assert t.dtype == torch.int64 and torch.equal(weights, torch.ones(20_000))
     assert (torch.bincount(t, minlength=20) - 1000).abs().max() < 150
     by_loss = create_named_schedule_sampler("loss-second-moment", create_diffusion("20"))
@@ -205,12 +238,18 @@ def test_timesteps_to_train_on():
     with pytest.raises(ValueError, match="importance"):
         create_named_schedule_sampler("importance", create_diffusion("20"))
     sampler = LossSecondMomentResampler(create_diffusion("4"), history_per_term=2, uniform_prob=0.1)
-    sampler.update_with_local_losses(torch.tensor([0, 0, 1, 1, 2, 2, 3]), torch.tensor([9.0, 1, 2, 2, 0, 0, 1]))
+    sampler.update_with_local_losses(
+        torch.tensor([0, 0, 1, 1, 2, 2, 3]), torch.tensor([9.0, 1, 2, 2, 0, 0, 1])
+    )
     assert (sampler.weights() == 1).all()  # t = 3 still lacks one
-    sampler.update_with_local_losses(torch.tensor([3, 0]), torch.tensor([7.0, 3]))  # 9 leaves the history of t = 0
+    # 9 leaves the history of t = 0
+    sampler.update_with_local_losses(torch.tensor([3, 0]), torch.tensor([7.0, 3]))
     root = np.array([5.0, 4.0, 0.0, 25.0]) ** 0.5
     np.testing.assert_allclose(sampler.weights(), 0.9 * root / root.sum() + 0.1 / 4)
     t, weights = sampler.sample(100_000, "cpu")
     loss = torch.tensor([1.0, -2.0, 0.5, 3.0])
-    assert (loss[t] * weights).mean() == pytest.approx(loss.mean().item(), abs=0.03)  # weighted: the uniform mean
-    assert torch.bincount(t, minlength=4).numpy() / 1e5 == pytest.approx(sampler.weights(), abs=0.01)
+    # weighted: the uniform mean
+    assert (loss[t] * weights).mean() == pytest.approx(loss.mean().item(), abs=0.03)
+    assert torch.bincount(t, minlength=4).numpy() / 1e5 == pytest.approx(
+        sampler.weights(), abs=0.01
+    )

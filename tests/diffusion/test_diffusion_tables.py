@@ -16,7 +16,9 @@ from diffusion.respace import SpacedDiffusion
 
 
 @pytest.mark.parametrize("steps", [1000, 50])
-@pytest.mark.parametrize("schedule, betas", [("linear", linear_betas), ("squaredcos_cap_v2", cosine_betas)])
+@pytest.mark.parametrize(
+    "schedule, betas", [("linear", linear_betas), ("squaredcos_cap_v2", cosine_betas)]
+)
 def test_schedules_are_the_papers(schedule, betas, steps):
     d = create_diffusion("", noise_schedule=schedule, diffusion_steps=steps)
     assert d.num_timesteps == steps and d.posterior_mean_coef1.dtype == np.float64
@@ -34,14 +36,19 @@ def test_shapes_of_beta_schedules():
     }.items():
         got = gd.get_beta_schedule(name, beta_start=0.01, beta_end=0.09, num_diffusion_timesteps=20)
         np.testing.assert_allclose(got, want)
-    assert gd.betas_for_alpha_bar(4, lambda u: 1 - u, max_beta=0.7) == pytest.approx([1 / 4, 1 / 3, 1 / 2, 0.7])
+    assert gd.betas_for_alpha_bar(4, lambda u: 1 - u, max_beta=0.7) == pytest.approx(
+        [1 / 4, 1 / 3, 1 / 2, 0.7]
+    )
 
 
 @pytest.mark.parametrize("respacing", ["250", "10,15,20", "7", "1", [5, 0, 3], "999"])
 def test_respacing(respacing):
-    """Keeps the timesteps nearest to evenly spaced ones of each section, whose first and last it holds; at a tie either
-    neighbour. Exact fractions say where these lie."""
-    d, positions, start = create_diffusion(respacing), [], 0
+    """Keeps the timesteps nearest to evenly spaced ones of each section, whose first and
+    last it holds; at a tie either neighbour. Exact fractions say where these lie.
+    """
+    d = create_diffusion(respacing)
+    positions = []
+    start = 0
     counts = [int(c) for c in respacing.split(",")] if isinstance(respacing, str) else respacing
     for section, count in enumerate(counts):
         size = 1000 // len(counts) + (section < 1000 % len(counts))
@@ -49,18 +56,39 @@ def test_respacing(respacing):
         start += size
     assert all(abs(t - p) <= 0.5 for t, p in zip(d.timestep_map, positions, strict=True))
     assert d.use_timesteps == set(d.timestep_map) and d.original_num_steps == 1000
-    ref, t = Reference(linear_betas(1000), d.timestep_map), torch.arange(d.num_timesteps)
+    ref = Reference(linear_betas(1000), d.timestep_map)
+    t = torch.arange(d.num_timesteps)
     np.testing.assert_allclose(d.alphas_cumprod, ref.abar(t).flatten(), rtol=1e-9)
     np.testing.assert_allclose(d.betas, ref.beta(t).flatten(), rtol=1e-6)
 
 
 def test_even_strides_and_ties_are_the_published_ones():
-    for respacing, stride in {"ddim50": 20, "ddim34": 30, "ddim1000": 1, "ddim1": 1000, "": 1, None: 1}.items():
+    for respacing, stride in {
+        "ddim50": 20,
+        "ddim34": 30,
+        "ddim1000": 1,
+        "ddim1": 1000,
+        "": 1,
+        None: 1,
+    }.items():
         assert create_diffusion(respacing).timestep_map == list(range(0, 1000, stride))
-    # Stride 49.95 to 21 steps, added up in float64: 499.5 comes out just below or above, and decides.
+    # Stride 49.95 to 21 steps, added up in float64: 499.5 comes out just below or above,
+    # and decides.
     assert sorted(space_timesteps(1000, "21")) == [*range(0, 451, 50), *range(499, 1000, 50)]
-    assert sorted(space_timesteps(1000, "250"))[120:130] == [481, 485, 489, 493, 497, 502, 506, 510, 514, 518]
-    # A half goes to the even neighbour: adding a half and cutting off would give 167 and 833.
+    assert sorted(space_timesteps(1000, "250"))[120:130] == [
+        481,
+        485,
+        489,
+        493,
+        497,
+        502,
+        506,
+        510,
+        514,
+        518,
+    ]
+    # A half goes to the even neighbour: adding a half and cutting off would give 167 and
+    # 833.
     assert sorted(space_timesteps(1000, "7")) == [0, 166, 333, 500, 666, 832, 999]
 
 
@@ -78,7 +106,9 @@ def test_impossible_processes_say_why():
             create_diffusion(respacing)
         assert str(respacing) in str(error.value) and "\n" not in str(error.value)
     kinds = dict(
-        model_mean_type=gd.ModelMeanType.EPSILON, model_var_type=gd.ModelVarType.FIXED_SMALL, loss_type=gd.LossType.MSE
+        model_mean_type=gd.ModelMeanType.EPSILON,
+        model_var_type=gd.ModelVarType.FIXED_SMALL,
+        loss_type=gd.LossType.MSE,
     )
     for betas in ([], [0.0, 0.1], [0.1, 1.5], [[0.1]], [float("nan")]):
         with pytest.raises(ValueError, match="betas"):
@@ -96,20 +126,36 @@ def test_create_diffusion_chooses_kinds():
         ({}, "EPSILON", "LEARNED_RANGE", "MSE"),
         (dict(learn_sigma=False), "EPSILON", "FIXED_LARGE", "MSE"),
         (dict(learn_sigma=False, sigma_small=True), "EPSILON", "FIXED_SMALL", "MSE"),
-        (dict(predict_xstart=True, rescale_learned_sigmas=True), "START_X", "LEARNED_RANGE", "RESCALED_MSE"),
+        (
+            dict(predict_xstart=True, rescale_learned_sigmas=True),
+            "START_X",
+            "LEARNED_RANGE",
+            "RESCALED_MSE",
+        ),
         (dict(use_kl=True), "EPSILON", "LEARNED_RANGE", "RESCALED_KL"),
     ):
         d = create_diffusion("10", **arguments)
-        assert (d.model_mean_type.name, d.model_var_type.name, d.loss_type.name) == (mean, variance, loss)
+        assert (d.model_mean_type.name, d.model_var_type.name, d.loss_type.name) == (
+            mean,
+            variance,
+            loss,
+        )
 
 
 def test_copies_are_equal_have_no_device_tables_and_take_any_integer_t():
-    d, x = create_diffusion("25"), torch.randn(2, 4, 3, 3)
+    d = create_diffusion("25")
+    x = torch.randn(2, 4, 3, 3)
     used = d.q_sample(x, torch.tensor([0, 24]), noise=x)
     for other in (copy.deepcopy(d), pickle.loads(pickle.dumps(d)), copy.copy(d)):
         assert not other._device_tables and other == d and hash(other) == hash(d)
-        assert torch.equal(other.q_sample(x, torch.tensor([0, 24], dtype=torch.uint8), noise=x), used)
-    for how in (dict(noise_schedule="squaredcos_cap_v2"), dict(learn_sigma=False), dict(predict_xstart=True)):
+        assert torch.equal(
+            other.q_sample(x, torch.tensor([0, 24], dtype=torch.uint8), noise=x), used
+        )
+    for how in (
+        dict(noise_schedule="squaredcos_cap_v2"),
+        dict(learn_sigma=False),
+        dict(predict_xstart=True),
+    ):
         assert d != create_diffusion("25", **how)
     assert d not in (create_diffusion("24"), create_diffusion("ddim25"), "25")
 
@@ -120,7 +166,9 @@ def test_tables_first_used_in_inference_mode_train_later():
         d.p_sample_loop(lambda x, t: torch.cat([x, x], 1), (1, 2, 2, 2), device="cpu")
     weight = torch.ones((), requires_grad=True)
     x = torch.randn(2, 2, 2, 2)
-    terms = d.training_losses(lambda x, t: torch.cat([weight * x, weight * x], 1), x, torch.tensor([1, 7]))
+    terms = d.training_losses(
+        lambda x, t: torch.cat([weight * x, weight * x], 1), x, torch.tensor([1, 7])
+    )
     terms["loss"].sum().backward()
     assert weight.grad.isfinite() and weight.grad != 0
 

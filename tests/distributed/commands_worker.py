@@ -1,4 +1,5 @@
-"""One rank that runs several commands of sample_ddp.py and notes what its network was tuned for and evaluated.
+"""One rank that runs several commands of sample_ddp.py and notes what its network was
+tuned for and evaluated.
 
 Rank 0 prints JSON: of each command what it printed, and what each rank found.
 """
@@ -17,7 +18,9 @@ from accel.network import Plain
 from accel.parallel import processes
 
 found = {}
-prepare, load_decoder, warm_up = loading.load, files.load, door.warm_up
+prepare = loading.load
+load_decoder = files.load
+warm_up = door.warm_up
 
 
 def prepare_and_note(weights, fit, tier, device, batch, **how):
@@ -53,16 +56,25 @@ def load_decoder_and_note(*arguments):
 
 
 if __name__ == "__main__":
-    loading.load, files.load, door.warm_up = prepare_and_note, load_decoder_and_note, warm_up_and_note
+    loading.load = prepare_and_note
+    files.load = load_decoder_and_note
+    door.warm_up = warm_up_and_note
     for kind in (Plain, FastNetwork):
-        kind.forward_blocks, kind.tune = noting(kind.forward_blocks), tune_and_note
+        kind.forward_blocks = noting(kind.forward_blocks)
+        kind.tune = tune_and_note
     results = []
     with processes.launched_job("commands_worker.py") as job:
         processes.launched_job = lambda *_: nullcontext(job)
         for command in json.loads(sys.argv[1]):
             print("sample_ddp.py", *command, file=sys.stderr)  # the last is the one that fails
             sys.argv = ["sample_ddp.py", *command]
-            found = {"prepared": None, "tuned": [], "not tuned": [], "evaluated": [], "loaded a VAE": False}
+            found = {
+                "prepared": None,
+                "tuned": [],
+                "not tuned": [],
+                "evaluated": [],
+                "loaded a VAE": False,
+            }
             with redirect_stdout(StringIO()) as text:
                 sample_ddp.main()
             results.append({"text": text.getvalue(), "ranks": job.all_gather_object(found)})

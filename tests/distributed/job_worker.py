@@ -17,11 +17,16 @@ from accel.parallel.placement import Placement
 
 def exchange(job):
     """Prints what the ranks exchanged, on rank 0."""
-    assert job.all_gather_object({"rank": job.rank}) == [{"rank": rank} for rank in range(job.world)]
+    assert job.all_gather_object({"rank": job.rank}) == [
+        {"rank": rank} for rank in range(job.world)
+    ]
     assert job.from_rank_0(lambda: f"made on rank {job.rank}") == "made on rank 0"
     assert job.run_collectively(lambda: job.rank, only=1) == (1 if job.rank == 1 else None)
-    rank, turn = job.run_in_turns(lambda: (job.rank, job.store.add("turns", 1)))  # each once, rank 0 first
-    assert rank == job.rank and (turn == 1) == (rank == 0) and job.store.add("turns", 0) == job.world
+    # each once, rank 0 first
+    rank, turn = job.run_in_turns(lambda: (job.rank, job.store.add("turns", 1)))
+    assert (
+        rank == job.rank and (turn == 1) == (rank == 0) and job.store.add("turns", 0) == job.world
+    )
     assert job.max_over_ranks([job.rank, -job.rank]) == [job.world - 1, 0]
     for n, layout in ((7, Layout()), (2, Layout()), (1, Layout(rows=2))):
         placement = Placement(layout, job.world, job.rank)
@@ -32,8 +37,12 @@ def exchange(job):
 
 
 def turns(job):
-    """Two nodes of two: a download is made on rank 0, then by one rank of the other node, then by all that are left."""
-    first, _, second_node, _ = taken = job.all_gather_object(job.run_in_turns(lambda: job.store.add("turns", 1)))
+    """Two nodes of two: a download is made on rank 0, then by one rank of the other node,
+    then by all that are left.
+    """
+    first, _, second_node, _ = taken = job.all_gather_object(
+        job.run_in_turns(lambda: job.store.add("turns", 1))
+    )
     assert first == 1 and second_node == 2 and sorted(taken) == [1, 2, 3, 4], taken
 
 
@@ -50,7 +59,9 @@ def complain(message):
 
 def on_one(job):
     """One rank fails while the others wait for what rank 0 makes."""
-    job.run_collectively(lambda: complain("--ckpt x: no such file") if job.rank == 1 else job.from_rank_0(list))
+    job.run_collectively(
+        lambda: complain("--ckpt x: no such file") if job.rank == 1 else job.from_rank_0(list)
+    )
 
 
 def on_all(job):
@@ -78,8 +89,10 @@ crash_on_0 = partial(crash, rank=0)
 
 
 def killed(job):
-    """Kill rank 1 while the others compute. They take the launcher's SIGTERM for a request to stop after this batch.
-    Ranks that torchrun starts in their place must not see that request."""
+    """Kill rank 1 while the others compute. They take the launcher's SIGTERM for a
+    request to stop after this batch. Ranks that torchrun starts in their place must not
+    see that request.
+    """
     if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "1" and not job.stopping:
         return exchange(job)
     job.stop_on_signals(signal.SIGTERM)

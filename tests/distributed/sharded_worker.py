@@ -23,7 +23,11 @@ from accel.parallel.groups import Groups
 from accel.parallel.layouts import Layout
 from accel.parallel.processes import launched_job
 
-SIDE, D, HEADS, DEPTH, CLASSES = 12, 96, 12, 3, 10
+SIDE = 12
+D = 96
+HEADS = 12
+DEPTH = 3
+CLASSES = 10
 
 
 class SplitDiT(Plain):
@@ -51,7 +55,8 @@ def difference(got, want):
 
 def sharded(job, model, generator):
     """Batch rows and tokens over every mesh of two to all ranks."""
-    world, groups = job.world, Groups(job, torch.device("cpu"))
+    world = job.world
+    groups = Groups(job, torch.device("cpu"))
     for pictures in (1, 3):
         x = torch.randn(2 * pictures, 4, SIDE, SIDE, generator=generator)
         t = torch.randint(0, 1000, (2 * pictures,), generator=generator)
@@ -68,7 +73,9 @@ def sharded(job, model, generator):
                     if job.rank >= layout.ranks:
                         continue
                     row = {"kind": kind, "layout": layout}
-                    yield row | difference(evaluate(shared, x, t, y, 4.0), evaluate(alone, x, t, y, 4.0))
+                    yield row | difference(
+                        evaluate(shared, x, t, y, 4.0), evaluate(alone, x, t, y, 4.0)
+                    )
                     yield row | difference(shared.forward(x, t, y), alone.forward(x, t, y))
 
 
@@ -77,7 +84,8 @@ class BytesRead(TorchDispatchMode):
 
     def __init__(self, state):
         super().__init__()
-        self.storages, self.total = {value.untyped_storage().data_ptr() for value in state.values()}, 0
+        self.storages = {value.untyped_storage().data_ptr() for value in state.values()}
+        self.total = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.__name__.startswith(("_to_copy", "clone", "copy_")):
@@ -94,15 +102,23 @@ def held(network):
 
 def accelerated(job, model, generator):
     """Accelerated networks of every family and tier, of which ranks read and hold a part."""
-    shape = dict(input_size=SIDE, dim=96, n_layers=3, n_heads=4, num_classes=CLASSES, multiple_of=32)
+    shape = dict(
+        input_size=SIDE, dim=96, n_layers=3, n_heads=4, num_classes=CLASSES, multiple_of=32
+    )
     large = (fill(DiT_Llama(**shape, n_kv_heads=kv, qk_norm=kv == 2)) for kv in (4, 2))
     sizes = dict(input_size=SIDE, hidden_size=D, depth=DEPTH, num_heads=HEADS, num_classes=CLASSES)
-    flows = fill(SiT(**sizes)), with_norms(LightningDiT(**sizes, patch_size=2, in_channels=4, qk_norm=True))
-    x, t, y = torch.randn(2, 4, SIDE, SIDE, generator=generator), torch.tensor([7, 7]), torch.tensor([3, CLASSES])
+    flows = (
+        fill(SiT(**sizes)),
+        with_norms(LightningDiT(**sizes, patch_size=2, in_channels=4, qk_norm=True)),
+    )
+    x = torch.randn(2, 4, SIDE, SIDE, generator=generator)
+    t = torch.tensor([7, 7])
+    y = torch.tensor([3, CLASSES])
     groups = Groups(job, torch.device("cpu"))
     cases = (2, "fp16"), (job.world, "fp32"), (job.world, "exact")
     for (ranks, tier), one in product(cases, (model, *flows, *large)):
-        part, state = groups.part(Layout(weights=ranks)), one.state_dict()
+        part = groups.part(Layout(weights=ranks))
+        state = one.state_dict()
         with BytesRead(state) as whole_read:
             whole = build(state, one, tier, torch.device("cpu"))
         with BytesRead(state) as read:
@@ -111,7 +127,8 @@ def accelerated(job, model, generator):
             continue
         row = dict(kind="accelerated", tier=tier, family=type(one).__name__, ranks=ranks)
         row |= dict(held=held(network) / held(whole), read=read.total / whole_read.total)
-        scheduled = [one.schedule([7], [3, CLASSES]) for one in (network, whole)]  # which fills the table by parts
+        # which fills the table by parts
+        scheduled = [one.schedule([7], [3, CLASSES]) for one in (network, whole)]
         index = torch.zeros(2, dtype=torch.int64)
         for _, advance in scheduled:
             advance(0)
@@ -120,25 +137,42 @@ def accelerated(job, model, generator):
         yield row | difference(evaluate(network, x, t, y, 4.0), want)
 
 
-LARGE = Layout(rows=2), Layout(tokens=4), Layout(tokens=2, exchange="ulysses"), Layout(rows=2, tokens=2)
+LARGE = (
+    Layout(rows=2),
+    Layout(tokens=4),
+    Layout(tokens=2, exchange="ulysses"),
+    Layout(rows=2, tokens=2),
+)
 
 
 def large(job, _, generator):
     """A Large-DiT, plain and accelerated, by every kind of mesh."""
-    x, y = torch.randn(4, 4, 8, 8, generator=generator), torch.tensor([3, 7, CLASSES, CLASSES])
-    t, groups = torch.tensor([500, 20, 500, 20]), Groups(job, torch.device("cpu"))
+    x = torch.randn(4, 4, 8, 8, generator=generator)
+    y = torch.tensor([3, 7, CLASSES, CLASSES])
+    t = torch.tensor([500, 20, 500, 20])
+    groups = Groups(job, torch.device("cpu"))
     shape = dict(input_size=8, dim=96, n_layers=3, n_heads=4, num_classes=CLASSES, multiple_of=32)
     model = fill(DiT_Llama(**shape, qk_norm=True))
     networks = {"plain": Plain(model), "fast": network_of(model, "fp32")}
     for layout, (kind, network) in product(LARGE, networks.items()):
         shared = groups.apply(network, layout)
         if job.rank < layout.ranks:
-            got, want = evaluate(shared, x, t, y, 4.0), evaluate(network, x, t, y, 4.0)
+            got = evaluate(shared, x, t, y, 4.0)
+            want = evaluate(network, x, t, y, 4.0)
             yield {"kind": f"large, {kind}", "layout": str(layout)} | difference(got, want)
 
 
 def main():
-    model = fill(DiT(input_size=SIDE, patch_size=2, hidden_size=D, depth=DEPTH, num_heads=HEADS, num_classes=CLASSES))
+    model = fill(
+        DiT(
+            input_size=SIDE,
+            patch_size=2,
+            hidden_size=D,
+            depth=DEPTH,
+            num_heads=HEADS,
+            num_classes=CLASSES,
+        )
+    )
     with launched_job("sharded_worker.py") as job:
         results = []
         for part in (sharded, accelerated, large):

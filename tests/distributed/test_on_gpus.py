@@ -27,19 +27,32 @@ def demo(demo):
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_grid_equals_one_process(precision, demo, tmp_path, run):
-    """As many labels as ranks and one more. In half precision fewer rows may take another GEMM, which rounds
-    differently."""
+    """As many labels as ranks and one more. In half precision fewer rows may take another
+    GEMM, which rounds differently.
+    """
     labels = [i % 8 for i in range(GPUS + 1)]
-    common = [*demo, "--precision", precision, *LATENT, "--num-sampling-steps", 20, "--labels", *labels]
+    common = [
+        *demo,
+        "--precision",
+        precision,
+        *LATENT,
+        "--num-sampling-steps",
+        20,
+        "--labels",
+        *labels,
+    ]
     run_job(GPUS, *common, "--output", tmp_path / "many.npy")
     assert run("sample.py", *common, "--output", tmp_path / "one.npy").returncode == 0
-    many, one = np.load(tmp_path / "many.npy"), np.load(tmp_path / "one.npy")
+    many = np.load(tmp_path / "many.npy")
+    one = np.load(tmp_path / "one.npy")
     bound = 1e-4 if precision == "fp32" else 2e-2
     assert np.abs(one).max() > 0.5 and np.abs(many - one).max() <= bound * np.abs(one).max()
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("parallel", ["rows=2", "tokens=2,exchange=push", "tokens=2,exchange=kv", "auto"])
+@pytest.mark.parametrize(
+    "parallel", ["rows=2", "tokens=2,exchange=push", "tokens=2,exchange=kv", "auto"]
+)
 def test_one_picture_on_two_gpus(parallel, demo, tmp_path, run):
     """In half precision, captured in graphs: one process's picture, and the same bits again."""
     common = [*demo, "--precision", "fp16", *LATENT, "--num-sampling-steps", 50, "--labels", 3]
@@ -59,12 +72,15 @@ def test_every_layer_on_two_gpus(precision, tmp_path, run):
     common = [*large, *LATENT, "--num-sampling-steps", 20, "--labels", 3]
     run_job(2, *common, "--parallel", "weights=2", "--output", tmp_path / "two.npy")
     assert run("sample.py", *common, "--output", tmp_path / "one.npy").returncode == 0
-    two, one = np.load(tmp_path / "two.npy"), np.load(tmp_path / "one.npy")
+    two = np.load(tmp_path / "two.npy")
+    one = np.load(tmp_path / "one.npy")
     assert np.abs(two - one).max() <= (1e-4 if precision == "fp32" else 2e-2) * np.abs(one).max()
 
 
 def test_killed_fid_job_ends_with_the_same_bits(demo, tmp_path):
-    """All ranks killed twice. Its GEMMs are those of the calm job, as they are when a job is started again."""
+    """All ranks killed twice. Its GEMMs are those of the calm job, as they are when a job
+    is started again.
+    """
     how = ["--num-fid-samples", 64 * GPUS, "--per-proc-batch-size", 4, "--num-sampling-steps", 100]
     command = [*demo, *how, "--sample-dir"]
     run_job(GPUS, *command, tmp_path / "calm")
@@ -82,7 +98,10 @@ def test_killed_fid_job_ends_with_the_same_bits(demo, tmp_path):
         assert len(list(killed.glob("*.png"))) < 64 * GPUS
     run_job(GPUS, *command, tmp_path / "killed")
     for file in [*sorted(calm.glob("*.png")), calm.with_name(calm.name + ".npz")]:
-        assert file.read_bytes() == (tmp_path / "killed" / file.relative_to(tmp_path / "calm")).read_bytes(), file.name
+        assert (
+            file.read_bytes()
+            == (tmp_path / "killed" / file.relative_to(tmp_path / "calm")).read_bytes()
+        ), file.name
 
 
 def test_two_ranks_on_one_gpu_are_named(demo):
@@ -93,7 +112,9 @@ def test_two_ranks_on_one_gpu_are_named(demo):
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 def test_the_last_exchange_leaves_no_process_behind(demo, tmp_path):
-    """NCCL waits for CUDA graphs that hold its kernels; the job ends soon after its picture is there all the same."""
+    """NCCL waits for CUDA graphs that hold its kernels; the job ends soon after its
+    picture is there all the same.
+    """
     output = tmp_path / "l.npy"
     how = ["--precision", "fp32", "--parallel", "rows=2", "--labels", 3, "--num-sampling-steps", 20]
     job = start(2, *demo, *how, *LATENT, "--output", output)
@@ -106,8 +127,19 @@ def test_the_last_exchange_leaves_no_process_behind(demo, tmp_path):
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 def test_a_rank_lost_in_a_captured_step(demo, tmp_path):
-    """The other waits for it in a kernel of NCCL's, which no exception interrupts: the launcher ends it."""
-    how = ["--parallel", "tokens=2", "--labels", 3, "--num-sampling-steps", 1000, "--seeds", *range(200)]
+    """The other waits for it in a kernel of NCCL's, which no exception interrupts: the
+    launcher ends it.
+    """
+    how = [
+        "--parallel",
+        "tokens=2",
+        "--labels",
+        3,
+        "--num-sampling-steps",
+        1000,
+        "--seeds",
+        *range(200),
+    ]
     job = start(2, *demo, *how, *LATENT, "--output", tmp_path / "l.npy")
     job.wait_for("parallel:")
     time.sleep(10)

@@ -16,7 +16,14 @@ from accel.parallel import exchanges, layouts, planner
 from accel.parallel.groups import Groups
 from accel.parallel.layouts import OFF, Layout
 from accel.parallel.placement import Placement
-from accel.parallel.planner import Work, candidates, check, choose_once, share_evaluations, situation
+from accel.parallel.planner import (
+    Work,
+    candidates,
+    check,
+    choose_once,
+    share_evaluations,
+    situation,
+)
 from accel.parallel.processes import Job
 from accel.request import GridRequest
 
@@ -45,10 +52,23 @@ def groups_of(world):
     "text, message",
     (
         ("rows=8", "--parallel rows=8: needs 8 processes, there are 4"),
-        ("tokens=3", "--parallel tokens=3: does not divide the 1024 tokens of a row; try 1 or 2 or 4"),
-        ("tokens=4,exchange=ulysses", "exchange=ulysses: does not divide 6 heads; take exchange=kv"),
-        ("tokens=2,exchange=push", "--parallel exchange=push: needs NVLink between all these GPUs; take exchange=kv"),
-        ("rows=0", "--parallel rows=0: rows=0: give auto, off, rows=N,tokens=N,exchange=kv|push|ulysses, or weights=N"),
+        (
+            "tokens=3",
+            "--parallel tokens=3: does not divide the 1024 tokens of a row; try 1 or 2 or 4",
+        ),
+        (
+            "tokens=4,exchange=ulysses",
+            "exchange=ulysses: does not divide 6 heads; take exchange=kv",
+        ),
+        (
+            "tokens=2,exchange=push",
+            "--parallel exchange=push: needs NVLink between all these GPUs; take exchange=kv",
+        ),
+        (
+            "rows=0",
+            "--parallel rows=0: rows=0: give auto, off, "
+            "rows=N,tokens=N,exchange=kv|push|ulysses, or weights=N",
+        ),
         ("weights=4", "--parallel weights=4: does not divide 6 heads; try 1 or 2 or 3"),
         ("weights=2,rows=2", "weights=2: give"),
         ("row=2", "--parallel row=2: row=2: give"),
@@ -56,7 +76,10 @@ def groups_of(world):
         ("rows=2,exchange=kv", "exchange=kv: exchange says how tokens are shared; add tokens=N"),
         ("tokens=2,exchange=nvlink", "exchange=nvlink: give"),
         ("fast", "--parallel fast: fast=: give"),
-        ("tokens=2,exchange=kv exact", "exchange=kv: keeps no float32 accuracy; take exchange=ulysses"),
+        (
+            "tokens=2,exchange=kv exact",
+            "exchange=kv: keeps no float32 accuracy; take exchange=ulysses",
+        ),
     ),
 )
 def test_refusals(text, message):
@@ -67,7 +90,9 @@ def test_refusals(text, message):
 
 
 def test_what_is_wanted():
-    """The layout that the user names; none where it is to be chosen; OFF where there is nothing to share."""
+    """The layout that the user names; none where it is to be chosen; OFF where there is
+    nothing to share.
+    """
     assert wanted("rows=2,tokens=2") == Layout(2, 2, "kv")
     assert wanted("tokens=2", precision="exact") == Layout(1, 2, "ulysses")
     assert wanted("auto") is None and wanted("off") == OFF
@@ -83,22 +108,34 @@ def test_the_flag_knows_what_there_is():
 
 @pytest.mark.parametrize("text", ("rows=1", "tokens=1,exchange=ulysses", "weights=1"))
 def test_a_mesh_of_one_is_no_mesh(text):
-    """Whatever else it names: one process opens no collectives, and a GPU a picture waits for none."""
+    """Whatever else it names: one process opens no collectives, and a GPU a picture waits
+    for none.
+    """
     network = Plain(fill(DiT(input_size=16, hidden_size=24, depth=1, num_heads=6)))
-    assert wanted(text) == OFF and share_evaluations(network, work(), groups_of(1), OFF) == (network, Placement())
+    assert wanted(text) == OFF and share_evaluations(network, work(), groups_of(1), OFF) == (
+        network,
+        Placement(),
+    )
 
 
 def test_a_choice_is_of_this_code_and_kept(tmp_path, monkeypatch):
-    """Layouts are kept between runs; faster kernels, another exchange, or GPUs without NVLink are another choice."""
+    """Layouts are kept between runs; faster kernels, another exchange, or GPUs without
+    NVLink are another choice.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = fill(DiT(input_size=16, hidden_size=24, depth=3, num_heads=6, num_classes=8))
     network = Plain(model)
     how = network, work(), (groups := groups_of(1))
     where = situation(*how)
     seen = {where}
-    assert f"code {version(FOLDER, ROOT / 'accel/parallel')}, torch" in where and network.describe() in where
+    assert (
+        f"code {version(FOLDER, ROOT / 'accel/parallel')}, torch" in where
+        and network.describe() in where
+    )
     text = situation(network, work(copies=Counter({2: 3, 1: 1})), groups)
-    assert "1 batch rows each in 25% of evaluations, 2 batch rows each in 75% of evaluations" in text
+    assert (
+        "1 batch rows each in 25% of evaluations, 2 batch rows each in 75% of evaluations" in text
+    )
     chosen, reason = choose_once(*how)
     assert chosen == OFF and "ms a step estimated" in reason
     file = tmp_path / "dit" / "plans.json"
@@ -142,7 +179,9 @@ def test_an_estimate_is_of_the_whole_network(monkeypatch):
 
 
 def test_candidates():
-    """Never one that gives no rank less to do than another with fewer GPUs or without an exchange."""
+    """Never one that gives no rank less to do than another with fewer GPUs or without an
+    exchange.
+    """
 
     def names(pictures, tokens, heads, hosts, **batch):
         found = candidates(work(pictures, tokens, **batch), heads, hosts, ("kv", "ulysses"))
@@ -160,4 +199,7 @@ def test_candidates():
     # One picture at a time: a rank makes one alone, or a quarter of each of three.
     assert names(3, 1024, 3, ONE_HOST, at_once=1) == ["off", "rows=2,tokens=2,exchange=kv"]
     # Without guidance a picture is one batch row.
-    assert names(1, 1024, 3, ["a"] * 2, copies=Counter({1: 10})) == ["off", "rows=1,tokens=2,exchange=kv"]
+    assert names(1, 1024, 3, ["a"] * 2, copies=Counter({1: 10})) == [
+        "off",
+        "rows=1,tokens=2,exchange=kv",
+    ]

@@ -1,4 +1,6 @@
-"""The ranks of a job: what they exchange, how they are asked to stop, and how they end; in real processes over gloo."""
+"""The ranks of a job: what they exchange, how they are asked to stop, and how they end;
+in real processes over gloo.
+"""
 
 import os
 import re
@@ -29,7 +31,9 @@ def under_torchrun(*command):
 
 
 def by_themselves(world, ending, **environment):
-    """Run job_worker.py without a launcher, each rank ends by itself → (exit statuses by rank, output, error)."""
+    """Run job_worker.py without a launcher, each rank ends by itself → (exit statuses by
+    rank, output, error).
+    """
     jobs = forks.ranks(world, [WORKER, ending], **ENVIRONMENT, **environment)
     try:
         output, error = map("".join, zip(*(job.communicate(timeout=60) for job in jobs)))
@@ -59,7 +63,8 @@ def test_steps_of_neighbouring_jobs_have_ports_of_their_own(monkeypatch):
             monkeypatch.setenv("SLURM_STEP_ID", str(step))
             processes._set_address(os.environ)
             ports.add(int(os.environ["MASTER_PORT"]))
-    assert len(ports) == 3 * 16 and min(ports) >= 12000 and max(ports) < 32000  # below those of outgoing connections
+    # below those of outgoing connections
+    assert len(ports) == 3 * 16 and min(ports) >= 12000 and max(ports) < 32000
 
 
 @pytest.mark.parametrize(
@@ -67,7 +72,10 @@ def test_steps_of_neighbouring_jobs_have_ports_of_their_own(monkeypatch):
     [
         ("on_one", r"rank 1 on \S+: --ckpt x: no such file"),
         ("on_all", "--vae x: no such folder"),
-        ("on_two", r"rank 1 on \S+: --ckpt 1: no such file\njob_worker.py: rank 2 on \S+: --ckpt 2: no such file"),
+        (
+            "on_two",
+            r"rank 1 on \S+: --ckpt 1: no such file\njob_worker.py: rank 2 on \S+: --ckpt 2: no such file",
+        ),
         ("alone", "--sample-dir: No space left on device"),
     ],
 )
@@ -81,14 +89,22 @@ def test_a_mistake_on_any_rank_ends_all_with_one_line(ending, line):
     "command, cause",
     [
         ([WORKER, "stopped"], "job_worker.py: stopped; start again"),
-        (["sample_ddp.py", "--sample-dir", "x"], "sample_ddp.py: --sample-dir: is for an FID job.*"),
+        (
+            ["sample_ddp.py", "--sample-dir", "x"],
+            "sample_ddp.py: --sample-dir: is for an FID job.*",
+        ),
     ],
 )
 def test_torchruns_summary_says_why(command, cause):
-    """A mistake is a line before torchrun's own forty and the root cause in them. It is no crash."""
+    """A mistake is a line before torchrun's own forty and the root cause in them. It is
+    no crash.
+    """
     _, error = under_torchrun(*command)
     own, _, summary = error.partition("Root Cause")
-    assert re.search(f"traceback : {cause}$", summary, re.M) and len(re.findall(f"^{cause}$", own, re.M)) == 1, error
+    assert (
+        re.search(f"traceback : {cause}$", summary, re.M)
+        and len(re.findall(f"^{cause}$", own, re.M)) == 1
+    ), error
     assert root_cause(error)[1] == str(STOPPED if "stopped" in cause else USAGE)
     assert "Error:" not in own.partition("ChildFailedError")[0], error
 
@@ -97,7 +113,8 @@ def test_torchruns_summary_says_why(command, cause):
 def test_the_failing_ranks_traceback_comes_first(ending, rank):
     """It is torchrun's root cause too; what the others meet because of it is a line each."""
     _, error = under_torchrun(WORKER, ending)
-    first, own = error.index("Traceback"), error.partition("ChildFailedError")[0]
+    first = error.index("Traceback")
+    own = error.partition("ChildFailedError")[0]
     assert re.search(rf"rank {rank} of 2 on \S+:\n$", error[:first])
     assert f"ZeroDivisionError: of rank {rank}" in error[first:].split("\n\n")[0]
     others = re.findall(r"^rank (\d): \w+Error.*\(after rank (\d) failed\)$", own, re.M)
@@ -114,7 +131,9 @@ def test_a_dead_rank_ends_the_job(ending):
 
 
 def test_a_job_whose_rank_died_is_started_again_by_torchrun():
-    done = forks.run([*forks.torchrun(2, "--standalone", "--max-restarts=1"), WORKER, "killed"], **ENVIRONMENT)
+    done = forks.run(
+        [*forks.torchrun(2, "--standalone", "--max-restarts=1"), WORKER, "killed"], **ENVIRONMENT
+    )
     assert (done.returncode, done.stdout) == (0, "exchanged\n"), done.stderr
 
 
@@ -127,7 +146,9 @@ def test_a_job_that_stops_on_rank_0():
 
 def test_ranks_with_different_latents_fail():
     statuses, _, error = by_themselves(3, "different")
-    assert set(statuses.values()) == {1} and re.search(r"different latents \(checksums \w{8}, \w{8}, \w{8}\)", error)
+    assert set(statuses.values()) == {1} and re.search(
+        r"different latents \(checksums \w{8}, \w{8}, \w{8}\)", error
+    )
 
 
 def test_ranks_that_do_not_all_start():
@@ -136,13 +157,18 @@ def test_ranks_that_do_not_all_start():
     for rank, process in enumerate(started):
         error = process.communicate(timeout=30)[1]
         assert process.returncode == USAGE and "Traceback" not in error
-        line = rf"job_worker.py: rank {rank} of 3: cannot connect at 127.0.0.1:\d+; start all ranks \("
+        line = (
+            rf"job_worker.py: rank {rank} of 3: cannot connect at 127.0.0.1:\d+; start all ranks \("
+        )
         assert re.match(line, error.splitlines()[-1]), error
 
 
 def test_a_signal_inside_the_handler_of_another_does_not_lock():
-    """As when a launcher and a queue both ask: the second comes while the first is being noted, wherever that is."""
-    job, met = Job(), []
+    """As when a launcher and a queue both ask: the second comes while the first is being
+    noted, wherever that is.
+    """
+    job = Job()
+    met = []
 
     def again(frame, event, _):
         if len(met) < 50 and event == "line" and frame.f_code.co_name == "_on_signal":
@@ -167,7 +193,14 @@ def test_a_signal_inside_the_handler_of_another_does_not_lock():
 def test_an_fid_job_that_is_stopped_while_it_starts_can_be_continued(number):
     """Queues take nodes away whenever they like: the batch file requeues on this status alone."""
     job = subprocess.Popen(
-        [sys.executable, str(ROOT / "sample_ddp.py"), "--model", "DiT-Demo/2", "--num-fid-samples", "8"],
+        [
+            sys.executable,
+            str(ROOT / "sample_ddp.py"),
+            "--model",
+            "DiT-Demo/2",
+            "--num-fid-samples",
+            "8",
+        ],
         cwd=ROOT,
         text=True,
         stderr=subprocess.PIPE,
@@ -175,7 +208,11 @@ def test_an_fid_job_that_is_stopped_while_it_starts_can_be_continued(number):
     forks.until(lambda: caught(job.pid) >> (number - 1) & 1, 20, pause=0.001)
     job.send_signal(number)
     _, error = job.communicate(timeout=20)
-    assert job.returncode == STOPPED and error.count("\n") == 1 and "start again with the same command" in error
+    assert (
+        job.returncode == STOPPED
+        and error.count("\n") == 1
+        and "start again with the same command" in error
+    )
 
 
 HERE = "RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1"
@@ -190,8 +227,14 @@ STEP = "SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=0"  # of srun's environment
         ("RANK=0", "WORLD_SIZE is not set"),
         (f"RANK=0 WORLD_SIZE={'9' * 5000}", "WORLD_SIZE is '999"),
         (HERE, "MASTER_PORT is not set"),
-        ("RANK=0 WORLD_SIZE=2 MASTER_PORT=1234 MASTER_ADDR=", "MASTER_ADDR '' is not the name of a host"),
-        ("RANK=0 WORLD_SIZE=2 MASTER_PORT=1234 MASTER_ADDR=a..b", "MASTER_ADDR a..b is not the name of a host"),
+        (
+            "RANK=0 WORLD_SIZE=2 MASTER_PORT=1234 MASTER_ADDR=",
+            "MASTER_ADDR '' is not the name of a host",
+        ),
+        (
+            "RANK=0 WORLD_SIZE=2 MASTER_PORT=1234 MASTER_ADDR=a..b",
+            "MASTER_ADDR a..b is not the name of a host",
+        ),
         (f"{HERE} MASTER_PORT=65536", "MASTER_PORT is '65536'"),
         (f"{STEP} SLURM_STEP_ID=0 SLURM_PROCID=x", "SLURM_PROCID is 'x'"),
         (f"{STEP} SLURM_STEP_ID=b SLURM_JOB_ID=1 SLURM_PROCID=0", "SLURM_STEP_ID is 'b'"),
@@ -200,15 +243,22 @@ STEP = "SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=0"  # of srun's environment
 def test_an_environment_that_no_launcher_makes_is_one_line(variables, words, here, monkeypatch):
     monkeypatch.setattr(os, "environ", dict(one.split("=") for one in variables.split()))
     done = here("sample_ddp.py", "--model", "DiT-Demo/2")
-    assert done.returncode == USAGE and done.stderr.count("\n") == 1 and len(done.stderr) < 250, done.stderr
+    assert done.returncode == USAGE and done.stderr.count("\n") == 1 and len(done.stderr) < 250, (
+        done.stderr
+    )
     assert f"the environment's {words}" in done.stderr and not done.stdout
 
 
 @pytest.mark.parametrize("rank", (0, 1))
 def test_srun_without_scontrol(rank, here, tmp_path, monkeypatch):
     """As in a container without Slurm's commands: rank 0 names what to export."""
-    own = f"SLURM_STEP_NUM_TASKS=2 SLURM_PROCID={rank} SLURM_LOCALID={rank} SLURM_JOB_ID=7 SLURM_STEP_ID=0"
-    step = dict(one.split("=") for one in f"{own} SLURM_STEP_NODELIST=n[1-2] PATH={tmp_path}".split())
+    own = (
+        f"SLURM_STEP_NUM_TASKS=2 SLURM_PROCID={rank} SLURM_LOCALID={rank} SLURM_JOB_ID=7 "
+        "SLURM_STEP_ID=0"
+    )
+    step = dict(
+        one.split("=") for one in f"{own} SLURM_STEP_NODELIST=n[1-2] PATH={tmp_path}".split()
+    )
     monkeypatch.setattr(os, "environ", step)
     done = here("sample_ddp.py", "--model", "DiT-Demo/2")
     assert done.returncode == USAGE and done.stderr.count("\n") == 1 - rank

@@ -1,4 +1,6 @@
-"""sample_ddp.py in real processes over gloo: equal to one process, killed, stopped, misled. FID's folder: tests/fid."""
+"""sample_ddp.py in real processes over gloo: equal to one process, killed, stopped,
+misled. FID's folder: tests/fid.
+"""
 
 import re
 from math import prod
@@ -24,7 +26,8 @@ GRIDS = {
     **{f"{name}.npy": [*SHORT, "--labels", 6] for name in ("auto", "again")},
 }
 FID = ["--num-fid-samples", 12, "--per-proc-batch-size", 3, "--num-sampling-steps", 2]
-# Guidance at one of three steps, and slices of two pictures and of one: the tokens of every GEMM, 64 a batch row.
+# Guidance at one of three steps, and slices of two pictures and of one: the tokens of
+# every GEMM, 64 a batch row.
 MIXED = ["--num-sampling-steps", 3, "--guidance-interval", 0.2, 0.7]
 SLICED = ["--batch-size", 2, "--repeats", 2, "--output-type", "latent"]
 TUNED = {
@@ -35,7 +38,10 @@ TUNED = {
     "weights=3": ({64, 128, 256}, [*SLICED, "--labels", 1, 2, 3]),
     "auto": ({16, 32, 64, 128}, [*SLICED, "--labels", 6]),
     "FID": ({192, 384}, [*FID, "--num-fid-samples", 13]),
-    "FID by picture": ({64, 128, 192, 384}, [*FID, "--num-fid-samples", 13, "--world-independent-noise"]),
+    "FID by picture": (
+        {64, 128, 192, 384},
+        [*FID, "--num-fid-samples", 13, "--world-independent-noise"],
+    ),
 }
 
 
@@ -45,12 +51,15 @@ def grids(demo, tmp_path_factory):
     folder = tmp_path_factory.mktemp("grids")
     commands = {name: [*demo, *flags, "--output", folder / name] for name, flags in GRIDS.items()}
     commands["three"] = [*demo, *THREE, "--output", folder / "three.png"]
-    return folder, dict(zip(commands, run_each(4, *commands.values(), XDG_CACHE_HOME=str(folder)), strict=True))
+    return folder, dict(
+        zip(commands, run_each(4, *commands.values(), XDG_CACHE_HOME=str(folder)), strict=True)
+    )
 
 
 def one_process(flags, demo, here, place):
-    """The latents of sample.py, and how far float32 rounding takes others: fewer rows take another path through the
-    CPU's GEMM, which adds in another order."""
+    """The latents of sample.py, and how far float32 rounding takes others: fewer rows
+    take another path through the CPU's GEMM, which adds in another order.
+    """
     assert here("sample.py", *demo, *flags, "--output", place).returncode == 0
     latents = np.load(place)
     assert np.abs(latents).max() > 0.5
@@ -62,7 +71,8 @@ def test_a_picture_on_ranks_is_that_of_one_process(grids, demo, here, tmp_path):
     folder, results = grids
     expected, rounding = one_process([*SHORT, "--labels", 6], demo, here, tmp_path / "one.npy")
     for layout in ONE_PICTURE:
-        mine, text = np.load(folder / f"{layout}.npy"), results[f"{layout}.npy"]["text"]
+        mine = np.load(folder / f"{layout}.npy")
+        text = results[f"{layout}.npy"]["text"]
         assert np.abs(mine - expected).max() <= rounding
         if layout == "off":
             assert np.array_equal(mine, expected)  # the same rows in the same GEMMs
@@ -80,10 +90,14 @@ def test_a_grid_on_ranks_is_that_of_one_process(grids, demo, here, tmp_path, mon
 
 
 def test_two_runs_give_one_picture(grids):
-    """One label on four ranks: the layout that was chosen is kept, since two that take as long round differently."""
+    """One label on four ranks: the layout that was chosen is kept, since two that take as
+    long round differently.
+    """
     folder, results = grids
     texts = [results[name]["text"] for name in ("auto.npy", "again.npy")]
-    first, second = (re.search(r"^parallel: (.*, \d of 4 GPUs): (.*)$", text, re.M) for text in texts)
+    first, second = (
+        re.search(r"^parallel: (.*, \d of 4 GPUs): (.*)$", text, re.M) for text in texts
+    )
     assert first[1] == second[1] and "measured before" not in first[2]
     assert f"{first[2]}; measured before on this machine ({folder}/dit/plans.json)" == second[2]
     assert (folder / "auto.npy").read_bytes() == (folder / "again.npy").read_bytes()
@@ -92,37 +106,62 @@ def test_two_runs_give_one_picture(grids):
 @pytest.fixture(scope="module")
 def tuned(demo, tmp_path_factory):
     """{name: what each of four ranks tuned and evaluated}."""
-    folder, commands = tmp_path_factory.mktemp("tuned"), []
+    folder = tmp_path_factory.mktemp("tuned")
+    commands = []
     for name, (_, flags) in TUNED.items():
         place = ["--sample-dir", folder / name] if "FID" in name else ["--output", folder / "x.npy"]
-        commands.append([*demo, *flags, *MIXED, *(["--parallel", name] if "=" in name else []), *place])
+        commands.append(
+            [*demo, *flags, *MIXED, *(["--parallel", name] if "=" in name else []), *place]
+        )
     results = run_each(4, *commands, XDG_CACHE_HOME=str(folder))
     return {name: result["ranks"] for name, result in zip(TUNED, results, strict=True)}
 
 
 @pytest.mark.parametrize("name", TUNED)
 def test_what_is_tuned_is_what_runs(name, tuned):
-    """No rank evaluates a number of tokens that was not tuned before, or that its warm-up has not seen, and none is
-    tuned that no rank evaluates. Ranks that share tokens check whole rows for overflow. Kernels are compiled for the
-    most rows; ranks that a layout leaves idle evaluate nothing."""
-    tokens, ranks = TUNED[name][0], tuned[name]
+    """No rank evaluates a number of tokens that was not tuned before, or that its warm-up
+    has not seen, and none is tuned that no rank evaluates. Ranks that share tokens check
+    whole rows for overflow. Kernels are compiled for the most rows; ranks that a layout
+    leaves idle evaluate nothing.
+    """
+    tokens = TUNED[name][0]
+    ranks = tuned[name]
     assert [rank["not tuned"] for rank in ranks] == [[]] * 4
-    assert all(rank["tuned"] == ranks[0]["tuned"] and rank["prepared"] * 64 == max(tokens) for rank in ranks)
+    assert all(
+        rank["tuned"] == ranks[0]["tuned"] and rank["prepared"] * 64 == max(tokens)
+        for rank in ranks
+    )
     busy = {"rows=2": 2, "tokens=2": 2, "weights=3": 3}.get(name, 4)
-    assert name == "auto" or [bool(rank["evaluated"]) for rank in ranks] == [True] * busy + [False] * (4 - busy)
+    assert name == "auto" or [bool(rank["evaluated"]) for rank in ranks] == [True] * busy + [
+        False
+    ] * (4 - busy)
     evaluated = {prod(shape) for rank in ranks for shape in rank["evaluated"]}
     whole_rows = {max(tokens)} if "tokens" in name else set()
     assert set(ranks[0]["tuned"]) == tokens and tokens - whole_rows <= evaluated <= tokens
-    assert "FID" in name or [rank["warm"] for rank in ranks] == [rank["evaluated"] for rank in ranks]
+    assert "FID" in name or [rank["warm"] for rank in ranks] == [
+        rank["evaluated"] for rank in ranks
+    ]
 
 
 def test_each_rank_that_has_pictures_decodes_them(grids):
-    assert [rank["loaded a VAE"] for rank in grids[1]["three"]["ranks"]] == [True, True, True, False]
+    assert [rank["loaded a VAE"] for rank in grids[1]["three"]["ranks"]] == [
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_two_nodes(grids, demo, here, tmp_path):
-    """Two agents on one host connect as two nodes would; the picture is sample.py's, on two ranks or four."""
-    launch = ["--nnodes=2", "--rdzv_backend=c10d", "--rdzv_id=test", f"--rdzv_endpoint=127.0.0.1:{free_port()}"]
+    """Two agents on one host connect as two nodes would; the picture is sample.py's, on
+    two ranks or four.
+    """
+    launch = [
+        "--nnodes=2",
+        "--rdzv_backend=c10d",
+        "--rdzv_id=test",
+        f"--rdzv_endpoint=127.0.0.1:{free_port()}",
+    ]
     command = [*demo, *THREE, "--output", tmp_path / "nodes.png"]
     assert "2 ranks" in finish(*(start(1, *command, launch=launch) for _ in range(2)))
     assert here("sample.py", *demo, *THREE, "--output", tmp_path / "one.png").returncode == 0
@@ -135,20 +174,40 @@ def test_two_nodes(grids, demo, here, tmp_path):
     "factor, flags, more, words",
     [
         (None, ["--output", "../x.png"], [], "--ckpt w.safetensors: no such file"),
-        (1, ["--output", "../x.png"], ["--seed", 5], "--global-seed 5: rank 0 has 0; start all ranks with the"),
-        (2, ["--sample-dir", "..", *FID], [], r"--ckpt \(contents\) \w{16}: rank 0 has \w{16}; start all"),
+        (
+            1,
+            ["--output", "../x.png"],
+            ["--seed", 5],
+            "--global-seed 5: rank 0 has 0; start all ranks with the",
+        ),
+        (
+            2,
+            ["--sample-dir", "..", *FID],
+            [],
+            r"--ckpt \(contents\) \w{16}: rank 0 has \w{16}; start all",
+        ),
     ],
 )
-def test_what_one_node_lacks_or_has_otherwise_is_named_before_sampling(factor, flags, more, words, demo, tmp_path):
-    """Start two nodes. The second has no weights, or the first's times `factor`, and `more` flags."""
+def test_what_one_node_lacks_or_has_otherwise_is_named_before_sampling(
+    factor, flags, more, words, demo, tmp_path
+):
+    """Start two nodes. The second has no weights, or the first's times `factor`, and
+    `more` flags.
+    """
     for node in ("n0", "n1"):
         (tmp_path / node).mkdir()
     (tmp_path / "n0" / "w.safetensors").symlink_to(demo[3])
     if factor:
-        save_file({name: factor * one for name, one in load_file(demo[3]).items()}, tmp_path / "n1" / "w.safetensors")
-    common, port = [*demo[:3], "w.safetensors", *demo[4:], *flags], free_port()
+        save_file(
+            {name: factor * one for name, one in load_file(demo[3]).items()},
+            tmp_path / "n1" / "w.safetensors",
+        )
+    common = [*demo[:3], "w.safetensors", *demo[4:], *flags]
+    port = free_port()
     launch = "--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={port}", "--node_rank"
-    nodes = [start(1, *common, *more * i, cwd=tmp_path / f"n{i}", launch=[*launch, i]) for i in range(2)]
+    nodes = [
+        start(1, *common, *more * i, cwd=tmp_path / f"n{i}", launch=[*launch, i]) for i in range(2)
+    ]
     text = finish(*nodes, status=USAGE)
     assert re.search(rf"^sample_ddp.py: rank 1 on \S+: {words}", text, re.M), text
     assert not re.search("step/s|picture/s", text) and not (tmp_path / "x.png").exists()
@@ -157,4 +216,7 @@ def test_what_one_node_lacks_or_has_otherwise_is_named_before_sampling(factor, f
 @pytest.mark.skipif(CUDA, reason="there is a GPU")
 def test_ranks_without_gpus_are_named(demo):
     text = run(2, *demo[:-1], "cuda", status=USAGE)
-    assert re.search(r"^sample_ddp.py: no GPU; .*--device cpu", text, re.M) and text.count("no GPU") == 1
+    assert (
+        re.search(r"^sample_ddp.py: no GPU; .*--device cpu", text, re.M)
+        and text.count("no GPU") == 1
+    )

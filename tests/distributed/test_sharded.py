@@ -8,7 +8,9 @@ from jobs import run
 
 @pytest.fixture(scope="module")
 def results():
-    """What every one of four ranks found, on meshes of two, three and four; the smaller leave some idle."""
+    """What every one of four ranks found, on meshes of two, three and four; the smaller
+    leave some idle.
+    """
     ranks = json.loads(run(4, script="tests/distributed/sharded_worker.py").splitlines()[0])
     assert len(ranks) == 4 and len(ranks[0]) > len(ranks[2]) > len(ranks[3])
     return [row for rank in ranks for row in rank]
@@ -23,13 +25,18 @@ def of_kind(results, *kinds):
 def test_equal_to_one_process(results):
     seen = {(*row["layout"][:3], row["kind"]) for row in of_kind(results, "plain", "split")}
     exchanges = {(1, tokens, name, "plain") for tokens in (2, 3, 4) for name in ("kv", "ulysses")}
-    assert exchanges | {(1, 3, "ulysses", "split"), (3, 1, "kv", "plain"), (2, 2, "kv", "plain")} <= seen
+    assert (
+        exchanges | {(1, 3, "ulysses", "split"), (3, 1, "kv", "plain"), (2, 2, "kv", "plain")}
+        <= seen
+    )
     for row in of_kind(results, "plain", "split"):
         assert row["size"] > 0.5 and row["error"] <= 1e-5, row
 
 
 def test_accelerated_networks_are_read_in_parts(results):
-    """Of every family and tier a rank reads and holds its part of all large weights, and all ranks sum to the whole."""
+    """Of every family and tier a rank reads and holds its part of all large weights, and
+    all ranks sum to the whole.
+    """
     rows = of_kind(results, "accelerated")
     assert {row["family"] for row in rows} == {"DiT", "SiT", "LightningDiT", "DiT_Llama"}
     for row in rows:

@@ -1,4 +1,6 @@
-"""sample.py --gpus in real processes, as CPU ranks: the same picture, and how it ends. A terminal holds the command."""
+"""sample.py --gpus in real processes, as CPU ranks: the same picture, and how it ends. A
+terminal holds the command.
+"""
 
 import fcntl
 import os
@@ -31,7 +33,8 @@ class Terminal(Command):
     def __init__(self, *args):
         self.ours, self.theirs = pty.openpty()
         os.set_blocking(self.ours, False)
-        fcntl.ioctl(self.theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))  # tqdm draws none of no width
+        # tqdm draws none of no width
+        fcntl.ioctl(self.theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))
         self.text = ""
         streams = dict.fromkeys(("stdin", "stdout", "stderr"), self.theirs)
         super().__init__(ROOT / "sample.py", *args, "--gpus", 2, streams=streams)
@@ -43,7 +46,8 @@ class Terminal(Command):
 
     def read(self, until=None, seconds=120):
         """Until `until` stands on the terminal, or the command has ended → its text."""
-        deadline, ended = time.monotonic() + seconds, False
+        deadline = time.monotonic() + seconds
+        ended = False
         while not ended and (until is None or until not in self.text):
             assert time.monotonic() < deadline, self.text
             ended = self.process.poll() is not None
@@ -74,7 +78,9 @@ def test_the_picture_of_one_process(demo, here, tmp_path):
     assert done.returncode == 0 and re.search(r" · [\d.]+ s since start$", done.stdout), done
     text = Terminal(*flags, tmp_path / "two.png").end(status=0)
     assert text.count(" · 2 ranks") == text.count("s since start") == 1
-    one, two = (np.asarray(Image.open(tmp_path / name)).astype(int) for name in ("one.png", "two.png"))
+    one, two = (
+        np.asarray(Image.open(tmp_path / name)).astype(int) for name in ("one.png", "two.png")
+    )
     assert one.std() > 1 and np.abs(one - two).max() <= 1  # GEMMs of fewer rows round otherwise
 
 
@@ -85,8 +91,16 @@ LONG = ["--num-sampling-steps", 1000, "--labels", 1, 2]
     "ask, status, line",
     [
         (lambda job: os.write(job.ours, b"\x03"), INTERRUPTED, "interrupted"),  # Ctrl-C
-        (lambda job: job.process.send_signal(signal.SIGTERM), STOPPED, "stopped; start again with the same command"),
-        (lambda job: os.kill(job.alive()["1"][0], signal.SIGKILL), 1, "rank 1 of 2: ended by signal 9"),
+        (
+            lambda job: job.process.send_signal(signal.SIGTERM),
+            STOPPED,
+            "stopped; start again with the same command",
+        ),
+        (
+            lambda job: os.kill(job.alive()["1"][0], signal.SIGKILL),
+            1,
+            "rank 1 of 2: ended by signal 9",
+        ),
     ],
     ids=["ctrl-c", "SIGTERM", "a killed rank"],
 )
@@ -95,7 +109,11 @@ def test_all_end_together(ask, status, line, demo, tmp_path):
     job.read(until="/1000")  # the bar shows that it samples
     ask(job)
     text = job.end(status)
-    assert text.endswith(f"\r\nsample.py: {line}\r\n") and text.count("sample.py:") == 1 and "Traceback" not in text
+    assert (
+        text.endswith(f"\r\nsample.py: {line}\r\n")
+        and text.count("sample.py:") == 1
+        and "Traceback" not in text
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -110,12 +128,17 @@ def test_a_signal_that_nohup_ignores_ends_nothing(demo, tmp_path):
 
 
 def test_a_mistake_is_said_once(demo, tmp_path):
-    path, state = tmp_path / "w.safetensors", build("DiT-Demo/2").state_dict()
+    path = tmp_path / "w.safetensors"
+    state = build("DiT-Demo/2").state_dict()
     state["final_layer.linear.bias"][0] = float("inf")
     save_file(state, path)
     flags = [*demo[:3], path, *demo[4:], "--num-sampling-steps", 2, "--output", tmp_path / "x.png"]
     text = Terminal(*flags).end(USAGE)
-    assert text.count("sample.py: ") == 1 and "not finite from step 1 of 2" in text and "Traceback" not in text
+    assert (
+        text.count("sample.py: ") == 1
+        and "not finite from step 1 of 2" in text
+        and "Traceback" not in text
+    )
     assert not (tmp_path / "x.png").exists()
 
 
@@ -144,7 +167,9 @@ def test_one_gpu_is_this_process(monkeypatch):
 
 
 def test_a_rank_that_ignores_sigterm_is_killed():
-    rank = subprocess.Popen(["sh", "-c", "trap '' TERM; echo; exec sleep 60"], stdout=subprocess.PIPE)
+    rank = subprocess.Popen(
+        ["sh", "-c", "trap '' TERM; echo; exec sleep 60"], stdout=subprocess.PIPE
+    )
     rank.stdout.readline()
     begun = time.monotonic()
     start._end([rank])
@@ -156,18 +181,28 @@ def test_ranks_divide_the_cores(given, expected, tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if given:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
-    code = f"import os; open({str(tmp_path)!r} + '/' + os.environ['RANK'], 'w').write(os.environ['OMP_NUM_THREADS'])"
+    code = (
+        f"import os; open({str(tmp_path)!r} + '/' + os.environ['RANK'], "
+        "'w').write(os.environ['OMP_NUM_THREADS'])"
+    )
     monkeypatch.setattr(sys, "argv", ["-c", code])
     assert [rank.wait(60) for rank in start._start(2)] == [0, 0]
-    assert {file.name: int(file.read_text()) for file in tmp_path.iterdir()} == {"0": expected, "1": expected}
+    assert {file.name: int(file.read_text()) for file in tmp_path.iterdir()} == {
+        "0": expected,
+        "1": expected,
+    }
 
 
 def test_a_rank_whose_parent_has_ended_does_not_begin():
     """Before it could ask to be ended with it."""
     code = "from accel import start; start.begin(); print('begun')"
     env = {**os.environ, "DIT_BEGAN": f"1.000000 {os.getppid()}"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr == "-c: the process that started this rank has ended\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    assert (
+        done.returncode == 1 and done.stderr == "-c: the process that started this rank has ended\n"
+    )
     assert not done.stdout
 
 
@@ -186,5 +221,7 @@ while not (active := driver.cuDevicePrimaryCtxGetState(driver.cuDeviceGet(0)[1])
     time.sleep(0.01)
 print(active, torch.cuda.is_initialized())
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["0" if device == "cpu" else "1", "False"]

@@ -1,5 +1,6 @@
-"""docs/python.md: every block runs as it stands, in order, and every value that it shows is right. README's runs too.
-Both on a CPU and, marked `gpu`, on a GPU."""
+"""docs/python.md: every block runs as it stands, in order, and every value that it shows
+is right. README's runs too. Both on a CPU and, marked `gpu`, on a GPU.
+"""
 
 import re
 
@@ -17,7 +18,9 @@ SHOWN = re.compile(r"^(\S.*?)  # → (.*)$", re.MULTILINE)
 
 @pytest.fixture
 def checkout(tmp_path):
-    """The repository's folder as a reader has it, and the model file that the page tells to keep."""
+    """The repository's folder as a reader has it, and the model file that the page tells
+    to keep.
+    """
     for name in ("accel", "diffusion", "models.py", "download.py", "pretrained_models"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "my_models.py").write_text((ROOT / "models.py").read_text())
@@ -32,19 +35,29 @@ def pipeline(tmp_path, tiny_vae):
 
 # CUDA_VISIBLE_DEVICES: none, or as the machine has it.
 DEVICES = pytest.mark.parametrize(
-    "visible", [pytest.param({"CUDA_VISIBLE_DEVICES": ""}, id="cpu"), pytest.param({}, id="gpu", marks=pytest.mark.gpu)]
+    "visible",
+    [
+        pytest.param({"CUDA_VISIBLE_DEVICES": ""}, id="cpu"),
+        pytest.param({}, id="gpu", marks=pytest.mark.gpu),
+    ],
 )
 
 
 @DEVICES
 def test_every_block_runs_and_shows_what_it_gives(checkout, pipeline, visible):
-    assert len(BLOCKS) >= 9 and all(word in PAGE for word in ("copy the weights", "Your own checkout", "ValueError"))
+    assert len(BLOCKS) >= 9 and all(
+        word in PAGE for word in ("copy the weights", "Your own checkout", "ValueError")
+    )
     code = "\n".join(BLOCKS).replace("facebook/DiT-XL-2-256", "pipeline")
     shown = SHOWN.findall(code)
     assert len(shown) >= 7
     code = SHOWN.sub(lambda line: f"assert str({line[1]}) == {line[2]!r}, {line[1]}", code)
-    done = forks.run(["-c", code], checkout, timeout=280, OMP_NUM_THREADS="1", PYTHONPATH="", **visible)
+    done = forks.run(
+        ["-c", code], checkout, timeout=280, OMP_NUM_THREADS="1", PYTHONPATH="", **visible
+    )
     forks.succeeds(done)
     assert "20/20" in done.stderr  # the bar of progress=True
-    sizes = {name: Image.open(checkout / name).size for name in ("planet.png", "sea.png", "grid.png")}
+    sizes = {
+        name: Image.open(checkout / name).size for name in ("planet.png", "sea.png", "grid.png")
+    }
     assert sizes == {"planet.png": (128, 128), "sea.png": (128, 128), "grid.png": (262, 132)}

@@ -1,4 +1,5 @@
-"""sample_ddp.py on a rank whose node shows files as they were before the job was begun, as a network file system may.
+"""sample_ddp.py on a rank whose node shows files as they were before the job was begun,
+as a network file system may.
 
 Opening a file by its name asks the server.
 """
@@ -8,7 +9,9 @@ import sys
 from pathlib import Path
 from tempfile import mkdtemp
 
-EMPTY, exists, scandir = mkdtemp(), Path.exists, os.scandir
+EMPTY = mkdtemp()
+exists = Path.exists
+scandir = os.scandir
 
 
 def hidden(path):

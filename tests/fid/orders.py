@@ -7,5 +7,7 @@ from accel.fid.folder import Order
 
 def order(**more):
     """`Order` with what a test leaves open."""
-    small = dict(folder=Path("pictures"), count=12, batch_size=2, seed=3, num_classes=8, image_size=128)
+    small = dict(
+        folder=Path("pictures"), count=12, batch_size=2, seed=3, num_classes=8, image_size=128
+    )
     return Order(**{**small, "latent": (4, 16, 16), **more})

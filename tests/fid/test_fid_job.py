@@ -1,4 +1,6 @@
-"""Whole FID jobs in real processes: equal to upstream's, killed, stopped, starved of disk, misled, started twice."""
+"""Whole FID jobs in real processes: equal to upstream's, killed, stopped, starved of
+disk, misled, started twice.
+"""
 
 import argparse
 import json
@@ -31,7 +33,8 @@ from accel.graphs import Replayed
 from accel.latents.half import HalfDecoder
 from accel.weights.diffusers_layout import config_of
 
-WANTED, MADE = 42, 44  # two ranks make two at a time
+WANTED = 42
+MADE = 44  # two ranks make two at a time
 FID = ["--num-fid-samples", WANTED, "--per-proc-batch-size", 2, "--num-sampling-steps", 6]
 SHORT = ["--num-fid-samples", 6, "--per-proc-batch-size", 2, "--num-sampling-steps", 4]
 
@@ -53,10 +56,13 @@ def by_hand(model, vae_folder, rank, world, n, rounds, cfg_scale, seed, steps):
     """Upstream's job for one rank, as its users know it: {file name: picture}."""
     from diffusers import AutoencoderKL
 
-    vae, side, out = AutoencoderKL.from_pretrained(vae_folder), side_of(model), {}
+    vae = AutoencoderKL.from_pretrained(vae_folder)
+    side = side_of(model)
+    out = {}
     torch.manual_seed(seed * world + rank)
     for round_ in range(rounds):
-        z, y = torch.randn(n, 4, side, side), torch.randint(0, 8, (n,))
+        z = torch.randn(n, 4, side, side)
+        y = torch.randint(0, 8, (n,))
         latents = upstreams_loop(model, z, y, steps, cfg_scale)
         pixels = torch.cat([vae.decode(latent[None] / 0.18215).sample for latent in latents])
         pixels = (127.5 * pixels + 128).clamp(0, 255).permute(0, 2, 3, 1).to(torch.uint8).numpy()
@@ -67,21 +73,35 @@ def by_hand(model, vae_folder, rank, world, n, rounds, cfg_scale, seed, steps):
 
 @pytest.mark.parametrize("world, cfg_scale", [(2, 1.5), (1, 1.0)])
 def test_the_folder_is_upstreams(world, cfg_scale, demo, weights, tiny_vae, tmp_path):
-    n, wanted, seed, steps = 3, 7, 5, 3
+    n = 3
+    wanted = 7
+    seed = 5
+    steps = 3
     rounds = -(-wanted // (n * world))
     how = ["--num-fid-samples", wanted, "--per-proc-batch-size", n, "--num-sampling-steps", steps]
-    command = [*demo, *how, "--global-seed", seed, "--cfg-scale", cfg_scale, "--sample-dir", tmp_path]
+    command = [
+        *demo,
+        *how,
+        "--global-seed",
+        seed,
+        "--cfg-scale",
+        cfg_scale,
+        "--sample-dir",
+        tmp_path,
+    ]
     text = run(world, *command)
     assert f"· {wanted} pictures ·" in text and "labels" not in text  # it draws its own
     name = f"DiT-Demo-2-demo-size-128-vae-{tiny_vae.name}-cfg-{cfg_scale}-seed-5"
     assert {path.name for path in tmp_path.iterdir()} == {name, name + ".npz"}
-    expected, model = {}, DiT_models["DiT-Demo/2"]().eval()
+    expected = {}
+    model = DiT_models["DiT-Demo/2"]().eval()
     model.load_state_dict(load_file(weights))
     for rank in range(world):
         expected |= by_hand(model, tiny_vae, rank, world, n, rounds, cfg_scale, seed, steps)
     made = pictures(tmp_path)
     assert sorted(made) == sorted(expected) == [f"{i:06d}.png" for i in range(rounds * n * world)]
-    # The null half's update is left out, which leaves the stream as it is, and changes nothing else on the CPU.
+    # The null half's update is left out, which leaves the stream as it is, and changes
+    # nothing else on the CPU.
     assert all(np.array_equal(made[name], expected[name]) for name in made)
     assert len({picture.tobytes() for picture in made.values()}) == len(made)
     array = np.load(tmp_path / f"{name}.npz")["arr_0"]
@@ -90,13 +110,35 @@ def test_the_folder_is_upstreams(world, cfg_scale, demo, weights, tiny_vae, tmp_
 
 
 def test_the_folder_of_a_sit_is_sits(one, tiny_vae, tmp_path):
-    """SiT's job over two batches, the second also after the first was drawn again: its last step draws no noise, so
-    the second batch begins where SiT's does."""
+    """SiT's job over two batches, the second also after the first was drawn again: its
+    last step draws no noise, so the second batch begins where SiT's does.
+    """
     model = fill(SiT_models["SiT-S/4"](input_size=8, num_classes=8, depth=2))
     said = argparse.Namespace(num_classes=8, num_heads=6, path_type="Linear", prediction="velocity")
-    torch.save({"model": {}, "ema": model.state_dict(), "opt": {}, "args": said}, tmp_path / "sit.pt")
-    how = ["--num-fid-samples", 4, "--per-proc-batch-size", 2, "--num-sampling-steps", 4, "--vae", tiny_vae]
-    command = ["--ckpt", tmp_path / "sit.pt", *how, "--device", "cpu", "--cfg-scale", 1.5, "--sample-dir", tmp_path]
+    torch.save(
+        {"model": {}, "ema": model.state_dict(), "opt": {}, "args": said}, tmp_path / "sit.pt"
+    )
+    how = [
+        "--num-fid-samples",
+        4,
+        "--per-proc-batch-size",
+        2,
+        "--num-sampling-steps",
+        4,
+        "--vae",
+        tiny_vae,
+    ]
+    command = [
+        "--ckpt",
+        tmp_path / "sit.pt",
+        *how,
+        "--device",
+        "cpu",
+        "--cfg-scale",
+        1.5,
+        "--sample-dir",
+        tmp_path,
+    ]
     assert "4 SDE steps" in one(*command)
     expected = by_hand(model, tiny_vae, 0, 1, 2, 2, 1.5, 0, 4)
 
@@ -120,7 +162,9 @@ def undisturbed(demo, tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
     run(2, *demo, *FID, "--sample-dir", folder)
     made = files(folder)
-    assert sum(name.endswith(".png") for name in made) == MADE and not any(".part" in name for name in made)
+    assert sum(name.endswith(".png") for name in made) == MADE and not any(
+        ".part" in name for name in made
+    )
     return made
 
 
@@ -145,14 +189,18 @@ def copy(short, tmp_path):
 
 @pytest.mark.timeout(600)
 def test_ten_kills_change_nothing(demo, undisturbed, tmp_path):
-    """One job, killed ten times: while it starts, or a random moment after some more pictures; a rank of torchrun's,
-    or both ranks. After every third kill two pictures are deleted by hand.
+    """One job, killed ten times: while it starts, or a random moment after some more
+    pictures; a rank of torchrun's, or both ranks. After every third kill two pictures are
+    deleted by hand.
 
-    Started again each time with the same command, it ends with every bit of an undisturbed one.
+    Started again each time with the same command, it ends with every bit of an
+    undisturbed one.
     """
-    dice, seen = random.Random(time.time_ns()), []
+    dice = random.Random(time.time_ns())
+    seen = []
     for number in range(10):
-        made, command = len(list(tmp_path.glob("*/*.png"))), [*demo, *FID, "--sample-dir", tmp_path]
+        made = len(list(tmp_path.glob("*/*.png")))
+        command = [*demo, *FID, "--sample-dir", tmp_path]
         jobs = start_ranks(2, *command) if number % 5 else [start(2, *command)]
         if number % 4 == 3:
             time.sleep(dice.uniform(0, 1))
@@ -164,7 +212,8 @@ def test_ten_kills_change_nothing(demo, undisturbed, tmp_path):
             [job], victim = jobs, dice.randrange(2)
             os.kill(ranks_of(job)[victim], signal.SIGKILL)
             _, error = job.communicate(timeout=60)  # a lost rank ends its job within a minute
-            # The other was at work, and takes the launcher's SIGTERM for a request to stop.
+            # The other was at work, and takes the launcher's SIGTERM for a request to
+            # stop.
             assert re.search(rf"Root Cause.*rank +: {victim} .*SIGKILL", error, re.DOTALL), error
         there = sorted(tmp_path.glob("*/*.png"))
         seen.append((number, len(jobs), len(there)))
@@ -178,7 +227,8 @@ def test_ten_kills_change_nothing(demo, undisturbed, tmp_path):
 def test_a_signal_to_one_rank_stops_all_and_the_job_resumes(demo, undisturbed, tmp_path):
     """SIGUSR1 to one rank; then, in the next run, SIGTERM to the other."""
     for number, victim in ((signal.SIGUSR1, 1), (signal.SIGTERM, 0)):
-        least = 2 + len(list(tmp_path.glob("*/*.png")))  # two more than there are: the job is at work
+        # two more than there are: the job is at work
+        least = 2 + len(list(tmp_path.glob("*/*.png")))
         job = start(2, *demo, *FID, "--sample-dir", tmp_path)
         assert wait_for_pictures(tmp_path, least, job)
         os.kill(ranks_of(job)[victim], number)
@@ -188,7 +238,9 @@ def test_a_signal_to_one_rank_stops_all_and_the_job_resumes(demo, undisturbed, t
         assert text.count(f"exitcode  : {STOPPED}") == 2
         made = files(tmp_path)
         count = sum(name.endswith(".png") for name in made)
-        assert least <= count < MADE and not any(".part" in name or name.endswith("npz") for name in made)
+        assert least <= count < MADE and not any(
+            ".part" in name or name.endswith("npz") for name in made
+        )
         assert count % 2 == 0  # all that was made is written
     run(2, *demo, *FID, "--sample-dir", tmp_path)
     assert files(tmp_path) == undisturbed
@@ -200,16 +252,30 @@ def test_a_full_disk_ends_the_job_cleanly_and_it_resumes(demo, undisturbed, tmp_
         pytest.skip("a file system of its own needs root and mount")
     try:
         text = run(2, *demo, *FID, "--sample-dir", tmp_path, status=USAGE)
-        assert "--sample-dir: No space left on device" in text and "free some" in text and "OSError" not in text
+        assert (
+            "--sample-dir: No space left on device" in text
+            and "free some" in text
+            and "OSError" not in text
+        )
         made = files(tmp_path)
-        assert not any(".part" in name for name in made) and 0 < sum(name.endswith(".png") for name in made) < MADE
-        pages = sum(-(-len(content) // 4096) for name, content in undisturbed.items() if not name.endswith(".npz"))
+        assert (
+            not any(".part" in name for name in made)
+            and 0 < sum(name.endswith(".png") for name in made) < MADE
+        )
+        pages = sum(
+            -(-len(content) // 4096)
+            for name, content in undisturbed.items()
+            if not name.endswith(".npz")
+        )
         # Enough for the pictures, not for the .npz.
         subprocess.run(["mount", "-o", f"remount,size={4 * pages + 400}k", tmp_path], check=True)
-        # Rank 0 fails in the .npz while rank 1 waits at a barrier: the launcher ends both.
+        # Rank 0 fails in the .npz while rank 1 waits at a barrier: the launcher ends
+        # both.
         text = finish(start(2, *demo, *FID, "--sample-dir", tmp_path), status=USAGE)
         assert "--sample-dir: No space left on device" in text
-        assert sum(name.endswith(".png") for name in files(tmp_path)) == MADE and not list(tmp_path.glob("*npz*"))
+        assert sum(name.endswith(".png") for name in files(tmp_path)) == MADE and not list(
+            tmp_path.glob("*npz*")
+        )
         subprocess.run(["mount", "-o", "remount,size=100m", tmp_path], check=True)
         run(2, *demo, *FID, "--sample-dir", tmp_path)
         assert files(tmp_path) == undisturbed
@@ -229,12 +295,15 @@ def test_a_limit_on_the_size_of_files_is_one_line(most, demo, short, one, tmp_pa
 
 
 def test_world_independent_noise(demo, one, tmp_path):
-    """Three ranks; begun by two and ended by one, or by two of which one sees nothing of the job that was killed, since
-    its node's listing of a network file system is half a minute old: the same pictures.
+    """Three ranks; begun by two and ended by one, or by two of which one sees nothing of
+    the job that was killed, since its node's listing of a network file system is half a
+    minute old: the same pictures.
 
-    Ranks that share what is left by a count of their own would each leave batches to the other.
+    Ranks that share what is left by a count of their own would each leave batches to the
+    other.
     """
-    wanted, places = 24, [tmp_path / name for name in ("three", "one", "lagging")]
+    wanted = 24
+    places = [tmp_path / name for name in ("three", "one", "lagging")]
     how = [*demo, *FID, "--num-fid-samples", wanted, "--world-independent-noise"]
 
     def shown(text):
@@ -251,21 +320,29 @@ def test_world_independent_noise(demo, one, tmp_path):
         min(place.glob("*/*.png")).unlink()  # by hand
     one(*how, "--sample-dir", places[1])
     made = len(list(places[2].glob("*/*.png")))
-    text = run(2, *how, "--sample-dir", places[2], script="tests/fid/lagging_worker.py", LAGGING="1")
+    text = run(
+        2, *how, "--sample-dir", places[2], script="tests/fid/lagging_worker.py", LAGGING="1"
+    )
     assert shown(text)[0] >= made - 4, text  # it resumed
     whole, *others = map(pictures, places)
     assert sorted(whole) == [f"{i:06d}.png" for i in range(wanted)]
     assert len({picture.tobytes() for picture in whole.values()}) == wanted
     for other in others:
-        assert sorted(other) == sorted(whole) and all(np.array_equal(other[name], whole[name]) for name in whole)
+        assert sorted(other) == sorted(whole) and all(
+            np.array_equal(other[name], whole[name]) for name in whole
+        )
     assert len({next(place.glob("*.npz")).read_bytes() for place in places}) == 1
 
 
 @pytest.mark.gpu
 def test_a_job_replays_its_decoder(one, tmp_path, monkeypatch, switches):
-    """On a GPU, as a CUDA graph: the same pictures as by a decoder whose kernels are launched one by one."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # both take the GEMM algorithms that the first chose
-    decoders, decoder_of = [], door.decoder_of
+    """On a GPU, as a CUDA graph: the same pictures as by a decoder whose kernels are
+    launched one by one.
+    """
+    # both take the GEMM algorithms that the first chose
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    decoders = []
+    decoder_of = door.decoder_of
 
     def kept(opened, captured):
         decoders.append(decoder_of(opened, captured and not decoders))
@@ -275,7 +352,11 @@ def test_a_job_replays_its_decoder(one, tmp_path, monkeypatch, switches):
     for name in ("replayed", "launched"):
         one("--model", "DiT-Demo/2", "--precision", "fp16", *SHORT, "--sample-dir", tmp_path / name)
     replayed, launched = (decoder.load().half for decoder in decoders)
-    assert isinstance(replayed, Replayed) and len(replayed.graphs) == 1 and isinstance(launched, HalfDecoder)
+    assert (
+        isinstance(replayed, Replayed)
+        and len(replayed.graphs) == 1
+        and isinstance(launched, HalfDecoder)
+    )
     made, others = (pictures(tmp_path / name) for name in ("replayed", "launched"))
     assert len(made) == 6 and all(np.array_equal(made[name], others[name]) for name in made)
 
@@ -289,7 +370,9 @@ def test_a_second_job_while_the_first_is_at_work(demo, undisturbed, one, tmp_pat
     assert wait_for_pictures(tmp_path, 2, first[0])
     first[0].send_signal(signal.SIGSTOP)  # or it may be done before the second has given up
     text = one(*command, status=USAGE)
-    assert f"in use by another job (process {first[0].pid} on {socket.gethostname()} since " in text, text
+    assert (
+        f"in use by another job (process {first[0].pid} on {socket.gethostname()} since " in text
+    ), text
     assert "Traceback" not in text and "px ·" not in text  # nothing was loaded
     first[0].send_signal(signal.SIGCONT)
     finish(*first)
@@ -300,7 +383,9 @@ def test_a_second_job_while_the_first_is_at_work(demo, undisturbed, one, tmp_pat
 
 
 def test_what_a_kill_leaves_is_mended(demo, undisturbed, one, tmp_path):
-    """Pictures that are gone, some of them in the middle, and partial files; a damaged picture, once it is deleted."""
+    """Pictures that are gone, some of them in the middle, and partial files; a damaged
+    picture, once it is deleted.
+    """
     command = [*demo, *FID, "--sample-dir", tmp_path]
     for name, content in undisturbed.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -313,7 +398,10 @@ def test_what_a_kill_leaves_is_mended(demo, undisturbed, one, tmp_path):
     assert damaged in finish(start(2, *command), status=USAGE) and not npz.exists()
     for number in (0, 17, 42, 43):
         (home / f"{number:06d}.png").unlink()
-    for partial in (home / ".000017.png.0123456789abcdef.part", tmp_path / f".{npz.name}.0123456789abcdef.part"):
+    for partial in (
+        home / ".000017.png.0123456789abcdef.part",
+        tmp_path / f".{npz.name}.0123456789abcdef.part",
+    ):
         partial.write_bytes(b"half")
     run(2, *command)
     assert files(tmp_path) == undisturbed
@@ -323,19 +411,33 @@ def test_what_a_kill_leaves_is_mended(demo, undisturbed, one, tmp_path):
 
 
 def test_a_recorded_setting_is_what_it_came_to(demo, copy, one):
-    """`auto` and its name are one job; so are two paths to the same weights, and not to others: all bytes count."""
+    """`auto` and its name are one job; so are two paths to the same weights, and not to
+    others: all bytes count.
+    """
     samples, _, _ = copy
     before = files(samples)
     ckpt = samples / "elsewhere" / Path(demo[3]).name
     ckpt.parent.mkdir()
     shutil.copy(demo[3], ckpt)
-    command = [*demo[:3], ckpt, *demo[4:], *SHORT, "--vae-precision", "fp32", "--no-tf32", "--sample-dir", samples]
+    command = [
+        *demo[:3],
+        ckpt,
+        *demo[4:],
+        *SHORT,
+        "--vae-precision",
+        "fp32",
+        "--no-tf32",
+        "--sample-dir",
+        samples,
+    ]
     one(*command)
     state = load_file(ckpt)
     state["blocks.1.attn.qkv.weight"][3, 1] += 1
     save_file(state, ckpt)
     text = one(*command, status=USAGE)
-    assert "--ckpt (contents)" in text and "begun with" in text and text.count("sample_ddp.py: ") == 1
+    assert (
+        "--ckpt (contents)" in text and "begun with" in text and text.count("sample_ddp.py: ") == 1
+    )
     shutil.rmtree(ckpt.parent)
     assert files(samples) == before
 
@@ -343,19 +445,35 @@ def test_a_recorded_setting_is_what_it_came_to(demo, copy, one):
 def test_another_config_beside_the_same_weights_is_another_setting(tiny_vae, one, tmp_path):
     """No tensor holds the number of heads."""
     state = fill(DiT_models["DiT-S/4"](input_size=8, num_classes=8)).state_dict()
-    ckpt, config = tmp_path / "ckpt", config_of(state, 6, 8, 8)
+    ckpt = tmp_path / "ckpt"
+    config = config_of(state, 6, 8, 8)
     ckpt.mkdir()
-    command = ["--ckpt", ckpt, "--vae", tiny_vae, "--device", "cpu", *SHORT, "--sample-dir", tmp_path / "samples"]
+    command = [
+        "--ckpt",
+        ckpt,
+        "--vae",
+        tiny_vae,
+        "--device",
+        "cpu",
+        *SHORT,
+        "--sample-dir",
+        tmp_path / "samples",
+    ]
     write_transformer(ckpt, state, {**config, "num_attention_heads": 3, "attention_head_dim": 128})
     one(*command)
-    (ckpt / "config.json").write_text(json.dumps({**config, "num_attention_heads": 12, "attention_head_dim": 32}))
+    (ckpt / "config.json").write_text(
+        json.dumps({**config, "num_attention_heads": 12, "attention_head_dim": 32})
+    )
     assert "--ckpt (contents)" in one(*command, status=USAGE)
 
 
 def test_an_npz_that_is_not_whole_or_of_other_kernels_pictures_is_written_again(demo, copy, one):
-    """Kill a job between its pictures and its .npz, then truncate the .npz. A whole .npz is left alone."""
+    """Kill a job between its pictures and its .npz, then truncate the .npz. A whole .npz
+    is left alone.
+    """
     samples, folder, npz = copy
-    before, command = files(samples), [*demo, *SHORT, "--sample-dir", samples]
+    before = files(samples)
+    command = [*demo, *SHORT, "--sample-dir", samples]
     settings = folder / ".job" / "settings.json"
     settings.write_text(re.sub(r'(this code.s kernels": ")\w', r"\1x", settings.read_text()))
     (folder / "000004.png").unlink()
@@ -368,7 +486,9 @@ def test_an_npz_that_is_not_whole_or_of_other_kernels_pictures_is_written_again(
         assert one(*command).count(f"{npz}: {problem}; writing it again\n") == 1
     assert "writing it again" not in one(*command)
     made = files(samples)
-    assert made.pop(str(settings.relative_to(samples))) != before.pop(str(settings.relative_to(samples)))
+    assert made.pop(str(settings.relative_to(samples))) != before.pop(
+        str(settings.relative_to(samples))
+    )
     assert made == before
 
 
@@ -386,27 +506,53 @@ def test_a_folder_in_a_pictures_place_ends_all_ranks_with_one_line(demo, short, 
 
 @pytest.fixture
 def half(short, weights, tiny_vae):
-    """(what any user's command says, the pictures' folder) of the short job with a batch left to make, nobody's own."""
+    """(what any user's command says, the pictures' folder) of the short job with a batch
+    left to make, nobody's own.
+    """
     with tempfile.TemporaryDirectory() as place:
-        samples, vae = Path(place, "samples"), Path(place, tiny_vae.name)
+        samples = Path(place, "samples")
+        vae = Path(place, tiny_vae.name)
         shutil.copytree(short, samples)
         shutil.copytree(tiny_vae, vae)
         [npz] = samples.glob("*.npz")
         folder = npz.with_suffix("")
-        for path in (npz, folder / ".job" / "npz.json", folder / "000004.png", folder / "000005.png"):
+        for path in (
+            npz,
+            folder / ".job" / "npz.json",
+            folder / "000004.png",
+            folder / "000005.png",
+        ):
             path.unlink()
         os.chmod(place, 0o755)
         ckpt = shutil.copy(weights, place)
         for path in Path(place).rglob("*"):
             os.chown(path, NOBODY, NOBODY)
-        named = ["--model", "DiT-Demo/2", "--ckpt", ckpt, "--vae", str(vae), "--device", "cpu", *SHORT]
+        named = [
+            "--model",
+            "DiT-Demo/2",
+            "--ckpt",
+            ckpt,
+            "--vae",
+            str(vae),
+            "--device",
+            "cpu",
+            *SHORT,
+        ]
         yield [*named, "--sample-dir", str(samples)], folder
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="chown needs root")
 @pytest.mark.parametrize(
     "name, mode",
-    [(".", 0o555), (".", 0o311), (".", 0), ("..", 0o555), (".job", 0o555), (".job", 0o311), (".job/lock", 0o444)]
+    [
+        (".", 0o555),
+        (".", 0o311),
+        (".", 0),
+        ("..", 0o555),
+        (".job", 0o555),
+        (".job", 0o311),
+        (".job/lock", 0o444),
+    ]
     + [(".job/settings.json", 0)],
 )
 def test_missing_permissions_are_one_line_and_the_job_resumes(name, mode, half, short, one):
@@ -417,7 +563,9 @@ def test_missing_permissions_are_one_line_and_the_job_resumes(name, mode, half, 
     with unprivileged():
         text = one(*command, status=USAGE)
     place.chmod(before)
-    assert text.count("sample_ddp.py: ") == 1 and "--sample-dir" in text and "Traceback" not in text, text
+    assert (
+        text.count("sample_ddp.py: ") == 1 and "--sample-dir" in text and "Traceback" not in text
+    ), text
     assert name == ".job/settings.json" or "px ·" not in text  # nothing was loaded
     with unprivileged():
         one(*command)
@@ -431,7 +579,11 @@ def test_what_is_taken_away_meanwhile_is_one_line(what, demo, undisturbed, tmp_p
     job = start(2, *command)
     assert wait_for_pictures(tmp_path, 3, job)
     [folder] = tmp_path.iterdir()
-    place, away = (folder, tmp_path / "away") if what == "the folder" else (folder / ".job", tmp_path / "away")
+    place, away = (
+        (folder, tmp_path / "away")
+        if what == "the folder"
+        else (folder / ".job", tmp_path / "away")
+    )
     place.rename(away)
     text = finish(job, status=USAGE, seconds=60)
     assert f"sample_ddp.py: --sample-dir: No such file or directory at {folder}" in text

@@ -27,22 +27,38 @@ def names(folder):
 
 @pytest.mark.parametrize(
     "wanted, n, world, independent",
-    [(7, 3, 2, False), (50, 4, 3, False), (1, 8, 4, False), (7, 3, 2, True), (22, 2, 5, True), (3, 8, 4, True)],
+    [
+        (7, 3, 2, False),
+        (50, 4, 3, False),
+        (1, 8, 4, False),
+        (7, 3, 2, True),
+        (22, 2, 5, True),
+        (3, 8, 4, True),
+    ],
 )
 def test_batches_cover_every_picture_once(wanted, n, world, independent):
     chosen = order(count=wanted, batch_size=n, independent=independent)
     ranks = [Batches(chosen, rank, world) for rank in range(world)]
-    made = sorted(number for rank in ranks for batch in rank.left(set()) for number in rank.pictures(batch))
+    made = sorted(
+        number for rank in ranks for batch in rank.left(set()) for number in rank.pictures(batch)
+    )
     assert made == list(range(ranks[0].total))
     assert ranks[0].total == (wanted if independent else -(-wanted // (n * world)) * n * world)
-    assert chosen.batch_sizes == {len(rank.pictures(batch)) for rank in ranks for batch in rank.left(set())}
+    assert chosen.batch_sizes == {
+        len(rank.pictures(batch)) for rank in ranks for batch in rank.left(set())
+    }
     done = {0, 2}
-    assert {batch for rank in ranks for batch in rank.left(done)} == set(range(ranks[0].count)) - done
+    assert {batch for rank in ranks for batch in rank.left(done)} == set(
+        range(ranks[0].count)
+    ) - done
 
 
 def test_bytes_are_on_disk_before_the_names_that_rely_on_them(folder, monkeypatch):
-    """In the order of a power cut: settings and the folders' names; then a batch's pictures, then their folder."""
-    order, fsync = [], os.fsync
+    """In the order of a power cut: settings and the folders' names; then a batch's
+    pictures, then their folder.
+    """
+    order = []
+    fsync = os.fsync
 
     def recorded(handle):
         order.append(os.readlink(f"/proc/self/fd/{handle}"))
@@ -66,7 +82,9 @@ def test_another_start_needs_the_same_settings(folder, capsys):
     assert capsys.readouterr().out == ""
     begin(folder, {"--seed": 2, CODE: "b"})
     assert "may differ" in capsys.readouterr().out
-    with pytest.raises(UsageError, match="--seed 3: .* begun with 2; use that, or another sample_dir"):
+    with pytest.raises(
+        UsageError, match="--seed 3: .* begun with 2; use that, or another sample_dir"
+    ):
         begin(folder, {"--seed": 3, CODE: "b"})
     with pytest.raises(UsageError, match="--forecast plan of 4: .* begun with off;"):
         begin(folder, {"--seed": 2, CODE: "b", "--forecast": "plan of 4"})
@@ -78,31 +96,45 @@ def test_a_folder_of_version_3_is_one_line_that_says_which_version_resumes_it(fo
         if made:
             write_pictures(folder, range(2), PIXELS)
         (folder / ".job" / "rank-0001.jsonl").touch()
-        with pytest.raises(UsageError, match="pictures was begun by version 3; resume it with 3.0.0, or use another"):
+        with pytest.raises(
+            UsageError,
+            match="pictures was begun by version 3; resume it with 3.0.0, or use another",
+        ):
             begin(folder, {"--seed": 1})
 
 
 def test_damaged_settings_are_one_line_to_the_user(folder):
-    """Damage settings.json with pictures in the folder, and without: then it is replaced. A link is not followed."""
-    precious, settings = folder.parent / "precious", folder / ".job" / "settings.json"
+    """Damage settings.json with pictures in the folder, and without: then it is replaced.
+    A link is not followed.
+    """
+    precious = folder.parent / "precious"
+    settings = folder / ".job" / "settings.json"
     precious.write_bytes(b"precious")
     settings.symlink_to(precious)
     for made in (False, True):
         begin(folder, {"--seed": made})
-        assert json.loads(settings.read_text()) == {"--seed": made} and precious.read_bytes() == b"precious"
+        assert (
+            json.loads(settings.read_text()) == {"--seed": made}
+            and precious.read_bytes() == b"precious"
+        )
         assert not settings.is_symlink()
         if made:
             write_pictures(folder, range(2), PIXELS)
         settings.write_bytes(b"{")
     before = names(folder)
-    with pytest.raises(UsageError, match="without a record of how they were made .*settings.json is missing") as caught:
+    with pytest.raises(
+        UsageError, match="without a record of how they were made .*settings.json is missing"
+    ) as caught:
         begin(folder, {"--seed": True})
     assert "\n" not in str(caught.value) and names(folder) == before
 
 
 def test_nothing_of_the_users_is_deleted(folder):
-    """Pictures of another origin end a first start; those that come later stay. Partial files of this job's form go."""
-    own, npz = folder / "2024-holiday.png", npz_of(folder)
+    """Pictures of another origin end a first start; those that come later stay. Partial
+    files of this job's form go.
+    """
+    own = folder / "2024-holiday.png"
+    npz = npz_of(folder)
     own.write_bytes(b"mine")
     with pytest.raises(UsageError, match="holds pictures"):
         begin(folder, {"--seed": 1})
@@ -116,7 +148,10 @@ def test_nothing_of_the_users_is_deleted(folder):
     kept.append(npz.with_name(".x.npz.1.part"))
     for path in kept:
         path.write_bytes(b"mine")
-    for path in (folder / ".000001.png.0123456789abcdef.part", npz.with_name(f".{npz.name}.0123456789abcdef.part")):
+    for path in (
+        folder / ".000001.png.0123456789abcdef.part",
+        npz.with_name(f".{npz.name}.0123456789abcdef.part"),
+    ):
         path.write_bytes(b"half")
     before = {path: path.read_bytes() for path in kept}
     begin(folder, {"--seed": 1})

@@ -59,7 +59,8 @@ def test_the_second_job_is_refused_and_the_first_is_named(folder, holder):
     first.send_signal(signal.SIGSTOP)  # it lives
     assert here in refusal(folder)
     first.send_signal(signal.SIGCONT)
-    (folder / ".job" / "lock").write_bytes(b"a\nb\xff\x1b[31m" * 1000)  # in one line, whatever stands there
+    # in one line, whatever stands there
+    (folder / ".job" / "lock").write_bytes(b"a\nb\xff\x1b[31m" * 1000)
     assert refusal(folder).isprintable() and first.poll() is None
 
 
@@ -73,7 +74,8 @@ def test_a_killed_holder_keeps_nothing(folder, holder):
             assert time.monotonic() - start < PATIENCE
     first = holder()
     first.send_signal(signal.SIGSTOP)
-    threading.Timer(0.5, first.kill).start()  # a process that is being torn down when its successor starts
+    # a process that is being torn down when its successor starts
+    threading.Timer(0.5, first.kill).start()
     start = time.monotonic()
     with sole_job(folder):
         assert time.monotonic() - start > 0.4

@@ -43,8 +43,11 @@ def of_pictures(kind, world, **more):
 
 @pytest.mark.parametrize("copies", [1, 2])
 def test_upstreams_stream_is_drawn_again(copies):
-    """A resumed job skips finished batches wherever they are, and has the noise of an undisturbed one."""
-    noise, drawn = noise_of(UpstreamNoise, world=2, copies=copies), {}
+    """A resumed job skips finished batches wherever they are, and has the noise of an
+    undisturbed one.
+    """
+    noise = noise_of(UpstreamNoise, world=2, copies=copies)
+    drawn = {}
     for batch in (0, 2, 4, 6):
         z, labels, draw = noise.batch(batch)
         drawn[batch] = z, labels, *(draw() for _ in range(DRAWS))
@@ -72,14 +75,17 @@ PROCESSES = [
 @pytest.mark.parametrize("process", PROCESSES, ids=lambda process: type(process).__name__)
 def test_a_process_draws_as_often_as_it_says(process):
     """A resumed job draws so often for every batch that it skips."""
-    model = SiT_models["SiT-Demo/2"] if type(process) in FLOWS.values() else DiT_models["DiT-Demo/2"]
+    model = (
+        SiT_models["SiT-Demo/2"] if type(process) in FLOWS.values() else DiT_models["DiT-Demo/2"]
+    )
     drawn = []
 
     def draw():
         drawn.append(1)
         return torch.zeros(2, 4, 16, 16)
 
-    x, labels = torch.randn(2, 4, 16, 16), torch.tensor([1, 2])
+    x = torch.randn(2, 4, 16, 16)
+    labels = torch.tensor([1, 2])
     denoise(Plain(model().eval()), process, Guidance(2.0, 8), x, labels, draw)
     assert len(drawn) == process.draws
 
@@ -90,7 +96,10 @@ def test_a_pictures_noise_is_its_own(seed):
     two = of_pictures(PictureNoise, 1, seed=seed)
     three = of_pictures(PictureNoise, 3, seed=seed, batch_size=3)
     assert sorted(two) == sorted(three) == list(range(12))
-    assert all(torch.equal(two[number][0], three[number][0]) and two[number][1] == three[number][1] for number in two)
+    assert all(
+        torch.equal(two[number][0], three[number][0]) and two[number][1] == three[number][1]
+        for number in two
+    )
     assert len({values.numpy().tobytes() for values, _ in two.values()}) == 12
     assert len({label for _, label in two.values()}) > 2
 
@@ -108,7 +117,9 @@ def test_a_pictures_seed_is_the_documented_one():
 @pytest.mark.parametrize("kind", [UpstreamNoise, PictureNoise])
 @pytest.mark.parametrize("world", [1, 3])
 def test_balanced_labels_are_as_many_of_each_class_from_the_same_noise(kind, world):
-    random, balanced = (of_pictures(kind, world, count=24, batch_size=4, balanced=how) for how in (False, True))
+    random, balanced = (
+        of_pictures(kind, world, count=24, batch_size=4, balanced=how) for how in (False, True)
+    )
     assert all(balanced[number][1] == number % 8 for number in range(24))
     assert any(random[number][1] != number % 8 for number in range(24))
     assert all(torch.equal(balanced[number][0], random[number][0]) for number in range(24))
@@ -116,14 +127,23 @@ def test_balanced_labels_are_as_many_of_each_class_from_the_same_noise(kind, wor
 
 @pytest.mark.gpu
 def test_noise_of_steps_from_the_cpu():
-    """SiT's stream: z and labels of the GPU's generator, steps of the CPU's; both are drawn again."""
-    chosen, device = order(noise_from_cpu=True), torch.device("cuda")
+    """SiT's stream: z and labels of the GPU's generator, steps of the CPU's; both are
+    drawn again.
+    """
+    chosen = order(noise_from_cpu=True)
+    device = torch.device("cuda")
     torch.manual_seed(3)
     for _ in range(3):
-        expected = [torch.randn(2, 4, 16, 16, device=device), torch.randint(0, 8, (2,), device=device)]
+        expected = [
+            torch.randn(2, 4, 16, 16, device=device),
+            torch.randint(0, 8, (2,), device=device),
+        ]
         expected += [torch.randn(4, 4, 16, 16)[:2].to(device) for _ in range(DRAWS)]
     noise = UpstreamNoise(chosen, Batches(chosen, 0, 1), device, DRAWS)
     while noise.skip(2):
         pass
     z, labels, draw = noise.batch(2)
-    assert all(torch.equal(*pair) for pair in zip([z, labels, *(draw() for _ in range(DRAWS))], expected, strict=True))
+    assert all(
+        torch.equal(*pair)
+        for pair in zip([z, labels, *(draw() for _ in range(DRAWS))], expected, strict=True)
+    )

@@ -51,12 +51,17 @@ print(peak() - before)
     assert all(np.array_equal(array[i], originals[i % 8]) for i in range(0, 1200, 7))
     with zipfile.ZipFile(tmp_path / "pictures.npz") as archive, archive.open("arr_0.npy") as member:
         assert archive.testzip() is None and np.lib.format.read_magic(member) == (1, 0)
-        assert np.lib.format.read_array_header_1_0(member) == ((1200, 256, 256, 3), False, np.dtype(np.uint8))
+        assert np.lib.format.read_array_header_1_0(member) == (
+            (1200, 256, 256, 3),
+            False,
+            np.dtype(np.uint8),
+        )
     assert Archive(folder, 1200, 256).problem() is None
 
 
 def test_a_file_that_is_not_a_whole_picture_is_named_and_nothing_is_left(tmp_path):
-    folder, path = tmp_path / "pictures", tmp_path / "pictures.npz"
+    folder = tmp_path / "pictures"
+    path = tmp_path / "pictures.npz"
     originals = make(folder, 8, 16)
     third = folder / picture_name(3)
     whole = third.read_bytes()
@@ -66,11 +71,21 @@ def test_a_file_that_is_not_a_whole_picture_is_named_and_nothing_is_left(tmp_pat
     other_size = (folder / picture_name(90)).read_bytes()
     jpeg = io.BytesIO()
     Image.fromarray(originals[3]).save(jpeg, format="JPEG")
-    damaged = bytes(flipped), whole[:50], whole[:-12], b"", b"no picture", other_size, jpeg.getvalue()
+    damaged = (
+        bytes(flipped),
+        whole[:50],
+        whole[:-12],
+        b"",
+        b"no picture",
+        other_size,
+        jpeg.getvalue(),
+    )
     for content in (*damaged, None):
         third.unlink(missing_ok=True)
         third.write_bytes(content) if content is not None else os.mkfifo(third)
-        with pytest.raises(UsageError, match="000003.png: is not a whole PNG of 16×16 pixels; delete it and start"):
+        with pytest.raises(
+            UsageError, match="000003.png: is not a whole PNG of 16×16 pixels; delete it and start"
+        ):
             Archive(folder, 8, 16).write(never)
     third.unlink()
     third.write_bytes(whole)
@@ -82,7 +97,8 @@ def test_a_file_that_is_not_a_whole_picture_is_named_and_nothing_is_left(tmp_pat
 
 
 def test_an_archive_that_is_not_as_it_was_written_is_seen(tmp_path):
-    folder, path = tmp_path / "pictures", tmp_path / "pictures.npz"
+    folder = tmp_path / "pictures"
+    path = tmp_path / "pictures.npz"
     make(folder, 19, 16)
     archive = Archive(folder, 19, 16)
     archive.write(never)

@@ -14,7 +14,9 @@ from accel.request import FidRequest
 
 
 def settings(**more):
-    return settings_of(FidRequest(**{"num_fid_samples": 9, **more}), SimpleNamespace(digest=lambda: "a"))
+    return settings_of(
+        FidRequest(**{"num_fid_samples": 9, **more}), SimpleNamespace(digest=lambda: "a")
+    )
 
 
 @pytest.mark.parametrize(
@@ -24,7 +26,9 @@ def settings(**more):
         (
             "DiT-B-4-b-size-256-vae-d-cfg-1.5-seed-3",
             dict(model="DiT-B/4", ckpt="a/b.pt", vae="c/d", image_size=256, cfg_scale=1.5, seed=3)
-            | dict(sampler="ddpm", guidance_interval=(0, 1), guidance_channels=3, timestep_shift=1.0),
+            | dict(
+                sampler="ddpm", guidance_interval=(0, 1), guidance_channels=3, timestep_shift=1.0
+            ),
         ),
         (
             "DiT-XL-2-pretrained-size-512-vae-ema-cfg-4.0-unipc-interval-0.125-0.7-channels-4-seed-0",
@@ -41,10 +45,21 @@ def test_the_folder_has_upstreams_name(name, flags):
     assert door.folder_of(settings(sample_dir="x", **flags)).as_posix() == f"x/{name}"
 
 
-@pytest.mark.parametrize("seed, world, fits", [
-    (2**63 - 1, 2, True), (2**63, 2, False), (2**64 - 1, 1, True), (2**64, 1, False), (-(2**63), 1, True),
-    (-(2**63) - 1, 1, False), (-(2**62), 2, True), (-(2**62) - 1, 2, False), (2**62 - 1, 4, True), (2**62, 4, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "seed, world, fits",
+    [
+        (2**63 - 1, 2, True),
+        (2**63, 2, False),
+        (2**64 - 1, 1, True),
+        (2**64, 1, False),
+        (-(2**63), 1, True),
+        (-(2**63) - 1, 1, False),
+        (-(2**62), 2, True),
+        (-(2**62) - 1, 2, False),
+        (2**62 - 1, 4, True),
+        (2**62, 4, False),
+    ],
+)
 def test_the_last_ranks_seed_has_to_fit_into_64_bits(seed, world, fits):
     request = SimpleNamespace(seed=seed, world_independent_noise=False)
     if fits:
@@ -56,21 +71,50 @@ def test_the_last_ranks_seed_has_to_fit_into_64_bits(seed, world, fits):
 
 
 CHANGES = {
-    "num_classes": 7, "image_size": 64, "cfg_scale": 2.0, "num_sampling_steps": 9, "seed": 8, "sampler": "ddpm",
-    "eta": 0.5, "per_proc_batch_size": 3, "num_fid_samples": 11, "balanced_labels": True,
-    "world_independent_noise": True, "guidance_interval": (0.0, 0.7), "guidance_channels": 4,
+    "num_classes": 7,
+    "image_size": 64,
+    "cfg_scale": 2.0,
+    "num_sampling_steps": 9,
+    "seed": 8,
+    "sampler": "ddpm",
+    "eta": 0.5,
+    "per_proc_batch_size": 3,
+    "num_fid_samples": 11,
+    "balanced_labels": True,
+    "world_independent_noise": True,
+    "guidance_interval": (0.0, 0.7),
+    "guidance_channels": 4,
     "timestep_shift": 0.3,
-}  # fmt: skip
+}
 RECORDED = {
-    "--model", "--image-size", "--cfg-scale", "--num-sampling-steps", "--sampler", "--eta", "--global-seed",
-    "--num-classes", "--precision", "--vae-precision", "--num-fid-samples", "--world-independent-noise",
-    "--balanced-labels", "--per-proc-batch-size", "--ckpt (contents)", "--vae (contents)", "device", "torch",
-    "scale and shift of latents", "this code's kernels", "number of threads", "number of ranks",
-}  # fmt: skip
+    "--model",
+    "--image-size",
+    "--cfg-scale",
+    "--num-sampling-steps",
+    "--sampler",
+    "--eta",
+    "--global-seed",
+    "--num-classes",
+    "--precision",
+    "--vae-precision",
+    "--num-fid-samples",
+    "--world-independent-noise",
+    "--balanced-labels",
+    "--per-proc-batch-size",
+    "--ckpt (contents)",
+    "--vae (contents)",
+    "device",
+    "torch",
+    "scale and shift of latents",
+    "this code's kernels",
+    "number of threads",
+    "number of ranks",
+}
 
 
 def test_whatever_decides_a_pictures_bits_is_a_setting(monkeypatch):
-    """A job that is resumed with another one is refused. What comes to a value is recorded as that value.
+    """A job that is resumed with another one is refused. What comes to a value is
+    recorded as that value.
 
     The names stay, or no job that an earlier version began is resumed.
     """
@@ -80,12 +124,18 @@ def test_whatever_decides_a_pictures_bits_is_a_setting(monkeypatch):
         weights = SimpleNamespace(digest=lambda: digest)
         usual = settings(model="DiT-Demo/2", eta=0.25, sampler="ddim", num_sampling_steps=10)
         chosen = replace(usual, weights=weights, **changes)
-        run = SimpleNamespace(device=torch.device("cpu"), tier=precision, process=SimpleNamespace(setting="plan of 3"))
+        run = SimpleNamespace(
+            device=torch.device("cpu"), tier=precision, process=SimpleNamespace(setting="plan of 3")
+        )
         decoder = SimpleNamespace(load=lambda: SimpleNamespace(precision=vae_precision))
         return door.settings_of(chosen, run, decoder, world)
 
     before = recorded()
-    assert set(before) == RECORDED and recorded() == before and before["--vae (contents)"] == "of the VAE"
+    assert (
+        set(before) == RECORDED
+        and recorded() == before
+        and before["--vae (contents)"] == "of the VAE"
+    )
     others = dict(world=2, precision="tf32", vae_precision="fp16", digest="b", forecast="plan")
     others["space"] = LatentSpace(shift=1.0)
     for name, value in {**CHANGES, **others}.items():

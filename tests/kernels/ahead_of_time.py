@@ -1,6 +1,8 @@
-"""Compile the Triton kernels that ops launch for one GPU architecture, on a machine that need not have a GPU: python
-ahead_of_time.py CAPABILITY NAME …, names of CALLS. Prints a report of each kernel, as JSON. A process for each
-architecture: Triton keeps a target's state."""
+"""Compile the Triton kernels that ops launch for one GPU architecture, on a machine that
+need not have a GPU: python ahead_of_time.py CAPABILITY NAME …, names of CALLS. Prints a
+report of each kernel, as JSON. A process for each architecture: Triton keeps a target's
+state.
+"""
 
 import json
 import sys
@@ -24,28 +26,38 @@ from accel.kernels.swiglu import swiglu, swiglu_split
 
 
 def norm(op, width, branch, **options):
-    x, modulation = zeros(1, 2048, width), Modulation(zeros(1, 6, width), zeros(1, dtype=int64))
+    x = zeros(1, 2048, width)
+    modulation = Modulation(zeros(1, 6, width), zeros(1, dtype=int64))
     op(x, modulation, 0, ((x.to(branch), 2),) * 2, backend="triton", **options)
 
 
 def rotate(op, width, head, dtype, *overflow, rms_eps=None):
-    qkv, rotation, norms = zeros(1, 16, 3 * width, dtype=dtype), zeros(16, head // 2, 2), zeros(2, 2, width)
+    qkv = zeros(1, 16, 3 * width, dtype=dtype)
+    rotation = zeros(16, head // 2, 2)
+    norms = zeros(2, 2, width)
     op(qkv, rotation, *overflow, norms=norms, rms_eps=rms_eps, backend="triton")
 
 
 def decode():
     """The sums and norms of a residual block in float16."""
-    x, bias = zeros(1, 128, 64, 64).to(memory_format=torch.channels_last), zeros(128)
-    for total in (add(x.half(), bias, backend="triton"), add(x, bias, x.half(), float32, backend="triton")):
+    x = zeros(1, 128, 64, 64).to(memory_format=torch.channels_last)
+    bias = zeros(128)
+    for total in (
+        add(x.half(), bias, backend="triton"),
+        add(x, bias, x.half(), float32, backend="triton"),
+    ):
         group_norm(total, bias, bias, 32, backend="triton")
     add(x, bias, x.half(), float16, statistics=False, backend="triton")
 
 
 def split_layers():
     """A float32 result, a high/low split, and GELU's."""
-    flag, one = zeros(1, dtype=int32), torch.ones(4608)
+    flag = zeros(1, dtype=int32)
+    one = torch.ones(4608)
     for options in ({}, dict(overflow=flag), dict(overflow=flag, after=one)):
-        SplitLinear(torch.ones(4608, 1152), one, backend="cublas", **options)(split(torch.ones(16, 1152)))
+        SplitLinear(torch.ones(4608, 1152), one, backend="cublas", **options)(
+            split(torch.ones(16, 1152))
+        )
 
 
 CALLS = {
@@ -55,14 +67,20 @@ CALLS = {
     "adaln_stack": lambda: norm(adaln_split, 4096, float32, rms_eps=1e-5, stack=True),
     "qk_norm_rotary": lambda: rotate(qk_norm_rotary, 3072, 96, float16),
     "qk_norm_rotary_rms": lambda: rotate(qk_norm_rotary, 1152, 72, float16, rms_eps=1e-6),
-    "qk_norm_rotary_split": lambda: rotate(qk_norm_rotary_split, 4096, 128, float32, zeros(1, dtype=int32)),
+    "qk_norm_rotary_split": lambda: rotate(
+        qk_norm_rotary_split, 4096, 128, float32, zeros(1, dtype=int32)
+    ),
     "swiglu": lambda: swiglu(zeros(1, 16, 2 * 11008, dtype=float16), "triton"),
     "swiglu_split": lambda: swiglu_split(zeros(1, 16, 2 * 11008), "triton", stack=True),
     "group_norm": decode,
     "attention": lambda: attention(zeros(1, 1024, 3 * 1152, dtype=float16), 16, "triton"),
     "split_linear": split_layers,
-    "split_attention": lambda: split_attention(split(zeros(1, 1024, 3 * 1152), per_row=False), 16, "cublas"),
-    "push": lambda: push.push(zeros(2, 256, 2304, dtype=float16), *zeros(2, 4, dtype=int64), rank=0, offset=0),
+    "split_attention": lambda: split_attention(
+        split(zeros(1, 1024, 3 * 1152), per_row=False), 16, "cublas"
+    ),
+    "push": lambda: push.push(
+        zeros(2, 256, 2304, dtype=float16), *zeros(2, 4, dtype=int64), rank=0, offset=0
+    ),
 }
 
 
@@ -71,7 +89,9 @@ def kernels_of(name):
     compiled = []
 
     def compile_only(kernel, grid):
-        return lambda *args, **options: compiled.append(kernel.run(*args, grid=grid, warmup=True, **options))
+        return lambda *args, **options: compiled.append(
+            kernel.run(*args, grid=grid, warmup=True, **options)
+        )
 
     triton.runtime.JITFunction.__getitem__ = compile_only
     CALLS[name]()
@@ -102,4 +122,6 @@ if __name__ == "__main__":
     triton.runtime.driver.set_active(no_gpu)
     cuda.capability = lambda device: divmod(capability, 10)
     split_linear_gemms.multiply_add = split_attention_gemms.multiply_add = lambda *operands: None
-    print(json.dumps({name: [report(kernel) for kernel in kernels_of(name)] for name in sys.argv[2:]}))
+    print(
+        json.dumps({name: [report(kernel) for kernel in kernels_of(name)] for name in sys.argv[2:]})
+    )

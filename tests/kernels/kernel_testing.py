@@ -29,8 +29,12 @@ def formula(qkv, heads, kv=None, dtype=torch.float64):
     """Return attention to the keys and values of `kv` or its own, in `dtype`."""
     width = qkv.shape[-1] // 3
     kv = qkv[..., width:] if kv is None else kv
-    q, k, v = (x.to(dtype).unflatten(-1, (heads, -1)).transpose(1, 2) for x in (qkv[..., :width], *kv.chunk(2, -1)))
-    return ((q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)  # q, k, v (N, H, T, d)
+    q, k, v = (
+        x.to(dtype).unflatten(-1, (heads, -1)).transpose(1, 2)
+        for x in (qkv[..., :width], *kv.chunk(2, -1))
+    )
+    # q, k, v (N, H, T, d)
+    return ((q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
 def needs_hopper():
@@ -47,16 +51,21 @@ def fresh_process(*arguments, **environment):
 
 
 def interpreted(call):
-    """Make `call`, "module.function(…)" of a test file, with Triton's interpreter, which must be chosen before Triton
-    is imported."""
+    """Make `call`, "module.function(…)" of a test file, with Triton's interpreter, which
+    must be chosen before Triton is imported.
+    """
     code = f"import {call.split('.')[0]}; {call}; print('interpreted')"
     assert "interpreted" in fresh_process("-c", code, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
 
 
 def compiled_for(capability, names, tmp_path):
-    """Return the reports of ahead_of_time.py: by call, of each kernel. Checks the target, and that nothing spills."""
+    """Return the reports of ahead_of_time.py: by call, of each kernel. Checks the target,
+    and that nothing spills.
+    """
     script = str(HERE / "ahead_of_time.py")
-    reports = json.loads(fresh_process(script, str(capability), *names, TRITON_CACHE_DIR=str(tmp_path)))
+    reports = json.loads(
+        fresh_process(script, str(capability), *names, TRITON_CACHE_DIR=str(tmp_path))
+    )
     for report in chain(*reports.values()):
         assert report["target"].startswith(f"sm_{capability}") and report["spills"] == 0
     return reports
@@ -66,9 +75,13 @@ def disassemble(cubin):
     """Return the SASS of a cubin (bytes)."""
     tool = shutil.which("cuobjdump")
     if tool is None:
-        triton = pytest.importorskip("triton", reason="needs cuobjdump, which CUDA's toolkit and Triton bring")
+        triton = pytest.importorskip(
+            "triton", reason="needs cuobjdump, which CUDA's toolkit and Triton bring"
+        )
         tool = str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            [tool, "-sass", file.name], capture_output=True, text=True, check=True
+        ).stdout

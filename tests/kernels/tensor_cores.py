@@ -1,8 +1,10 @@
 """How tensor cores sum what they multiply, emulated in float64.
 
-A core adds a block of multiplied pairs and its accumulator at once: aligned to the largest of them, each is cut to 24
-bits and some extra ones, and the sum is cut to float32's 24 (Fasi et al. 2021, PeerJ CS 7:e330; Khattak & Mikaitis
-2025, arXiv:2512.07004). Nothing is rounded. The T4's row is an assumption: Volta's block with Ampere's extra bit.
+A core adds a block of multiplied pairs and its accumulator at once: aligned to the
+largest of them, each is cut to 24 bits and some extra ones, and the sum is cut to
+float32's 24 (Fasi et al. 2021, PeerJ CS 7:e330; Khattak & Mikaitis 2025,
+arXiv:2512.07004). Nothing is rounded. The T4's row is an assumption: Volta's block with
+Ampere's extra bit.
 """
 
 from typing import NamedTuple
@@ -20,7 +22,13 @@ class Core(NamedTuple):
     extra_bits: int  # that an addend keeps below float32's last
 
 
-CORES = {(7, 0): Core(4, 0), (7, 5): Core(4, 1), (8, 0): Core(8, 1), (9, 0): Core(16, 2), (10, 0): Core(16, 2)}
+CORES = {
+    (7, 0): Core(4, 0),
+    (7, 5): Core(4, 1),
+    (8, 0): Core(8, 1),
+    (9, 0): Core(16, 2),
+    (10, 0): Core(16, 2),
+}
 
 
 def cut(x, largest, bits):
@@ -34,7 +42,8 @@ def multiply(a, b, core):
     total = torch.zeros(*a.shape[:-1], b.shape[-1], dtype=torch.float64)
     for start in range(0, a.shape[-1], core.block):
         block = slice(start, start + core.block)
-        terms = a[..., None, block].double() * b[..., block, :].mT[..., None, :, :].double()  # (…, M, N, block)
+        # (…, M, N, block)
+        terms = a[..., None, block].double() * b[..., block, :].mT[..., None, :, :].double()
         addends = torch.cat([terms, total[..., None]], -1)
         total = cut(addends, addends.abs().amax(-1, keepdim=True), 24 + core.extra_bits).sum(-1)
         total = cut(total, total, 24)
@@ -42,7 +51,9 @@ def multiply(a, b, core):
 
 
 def run_cublas_here(monkeypatch, capability=None):
-    """Make the cuBLAS backends run on a CPU, in float32; or as on a GPU of `capability`, by emulated tensor cores."""
+    """Make the cuBLAS backends run on a CPU, in float32; or as on a GPU of `capability`,
+    by emulated tensor cores.
+    """
 
     def multiply_add(a, b, out, add):
         y = a.float() @ b.float() if capability is None else multiply(a, b, CORES[capability])

@@ -1,4 +1,6 @@
-"""The fused adaLN kernel against float64, through Triton's interpreter on a CPU and compiled on a GPU."""
+"""The fused adaLN kernel against float64, through Triton's interpreter on a CPU and
+compiled on a GPU.
+"""
 
 import pytest
 import torch
@@ -9,7 +11,8 @@ from accel.kernels.adaln import triton as kernels
 from accel.kernels.split_linear.high_low import stacked
 
 WIDTHS = (1152, 216, 384, 768, 1024, 100)
-# (N, T): odd shapes, one token, more tokens of a sample than a program computes and a last program that has fewer.
+# (N, T): odd shapes, one token, more tokens of a sample than a program computes and a
+# last program that has fewer.
 SHAPES = ((2, 9), (1, 1), (3, 64), (5, 17))
 RMS_EPS = 1e-5
 
@@ -30,7 +33,8 @@ def check(width, n, tokens, branches, dtype, device, tolerance, rms_eps=None):
     x, modulation, pairs = case(width, n, tokens, branches, dtype, device)
     if rms_eps:
         x *= 1e-3  # where ε matters
-    exact, before = x.double(), x.clone()
+    exact = x.double()
+    before = x.clone()
     want = adaln(exact, wide(modulation), 3, pairs, rms_eps, backend="torch")
     got = adaln(x, modulation, 3, pairs, rms_eps, dtype, "triton")
     assert got.dtype == dtype and got.isfinite().all()
@@ -49,13 +53,18 @@ def check_split(backend, device="cpu", tokens=20):
         table[2] *= 1e-4
         table[0, 3:5] *= 1e4
         modulation = Modulation(table, torch.tensor([2, 0, 1], device=device))
-        want = adaln(x.double(), wide(modulation), 3, ((branch.double(), 2),), rms_eps, backend="torch")
+        want = adaln(
+            x.double(), wide(modulation), 3, ((branch.double(), 2),), rms_eps, backend="torch"
+        )
         got, stack = (
-            adaln_split(x.clone(), modulation, 3, ((branch, 2),), rms_eps, stack, backend) for stack in (False, True)
+            adaln_split(x.clone(), modulation, 3, ((branch, 2),), rms_eps, stack, backend)
+            for stack in (False, True)
         )
         assert got.scale.shape == (3, tokens) and got.pair[0].abs().amax(-1).ge(2**14).all()
         assert ((got.value(torch.float64) - want).norm(dim=-1) <= 1e-6 * want.norm(dim=-1)).all()
-        assert torch.equal(stacked(stack.pair), stacked(got.pair)) and torch.equal(stack.scale, got.scale)
+        assert torch.equal(stacked(stack.pair), stacked(got.pair)) and torch.equal(
+            stack.scale, got.scale
+        )
         assert backend == "torch" or stacked(stack.pair).data_ptr() == stack.pair.data_ptr()
 
 
@@ -66,7 +75,12 @@ def test_the_reference_is_the_formula(branches, rms_eps):
     row = modulation.table[modulation.entry].double()[:, :, None]  # (N, V, 1, D)
     total = x.double() + sum(row[:, gate] * branch.double() for branch, gate in pairs)
     centred = total if rms_eps else total - total.mean(-1, keepdim=True)
-    want = centred / (centred.pow(2).mean(-1, keepdim=True) + (rms_eps or 1e-6)).sqrt() * (1 + row[:, 4]) + row[:, 3]
+    want = (
+        centred
+        / (centred.pow(2).mean(-1, keepdim=True) + (rms_eps or 1e-6)).sqrt()
+        * (1 + row[:, 4])
+        + row[:, 3]
+    )
     got = adaln(x.double(), wide(modulation), 3, pairs, rms_eps, backend="torch")
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
@@ -77,13 +91,15 @@ def test_the_split_reference():
 
 def interpret():
     tile_config = kernels.tile_config
-    kernels.tile_config = lambda width, tokens: tile_config(width, 8192 if tokens > 1 else tokens)  # both forms
+    # both forms
+    kernels.tile_config = lambda width, tokens: tile_config(width, 8192 if tokens > 1 else tokens)
     for width in WIDTHS:
         for n, tokens in ((2, 3), (1, 1)):  # an interpreter takes its time for a token
             for branches in (0, 1, 2):
                 check(width, n, tokens, branches, torch.float16, "cpu", 3e-4)
                 if width in (1152, 216):
-                    # The interpreter cuts float32 to bfloat16 where hardware rounds: twice the error.
+                    # The interpreter cuts float32 to bfloat16 where hardware rounds:
+                    # twice the error.
                     check(width, n, tokens, branches, torch.bfloat16, "cpu", 5e-3)
                     check(width, n, tokens, branches, torch.float32, "cpu", 1e-6)
                     check(width, n, tokens, branches, torch.float32, "cpu", 1e-6, RMS_EPS)

@@ -1,5 +1,7 @@
-"""Attention's backends against float64, from the packed projection, over shapes, dtypes and unusual inputs; Triton's
-kernel through its interpreter on a CPU; the machine code of Hopper's."""
+"""Attention's backends against float64, from the packed projection, over shapes, dtypes
+and unusual inputs; Triton's kernel through its interpreter on a CPU; the machine code of
+Hopper's.
+"""
 
 import re
 
@@ -13,8 +15,16 @@ from accel.kernels import cuda
 from accel.kernels.attention import attention, attention_to, hopper
 
 CPU_BACKENDS = ("auto", "flash", "torch")
-# (N, T, heads, head dim): tails of every size, one token, one head, a head dim that is no multiple of 8.
-SHAPES = ((2, 64, 3, 72), (1, 1, 1, 72), (3, 17, 2, 72), (2, 130, 2, 72), (2, 33, 2, 64), (1, 50, 3, 36))
+# (N, T, heads, head dim): tails of every size, one token, one head, a head dim that is no
+# multiple of 8.
+SHAPES = (
+    (2, 64, 3, 72),
+    (1, 1, 1, 72),
+    (3, 17, 2, 72),
+    (2, 130, 2, 72),
+    (2, 33, 2, 64),
+    (1, 50, 3, 36),
+)
 TOLERANCES = ((torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 8e-3))
 CONFIGS = (hopper.LONG, hopper.SHORT, hopper.SINGLE)
 
@@ -24,7 +34,9 @@ def packed(n, tokens, heads, dim, dtype, device="cpu", seed=0):
 
 
 def cross(n, queries, keys, heads, dim, dtype, device="cpu"):
-    """Return packed projections of `queries` tokens, keys and values of others, and their attention in float64."""
+    """Return packed projections of `queries` tokens, keys and values of others, and their
+    attention in float64.
+    """
     qkv = packed(n, queries, heads, dim, dtype, device)
     kv = packed(n, keys, heads, dim, dtype, device, seed=1)[..., heads * dim :].contiguous()
     return qkv, kv, formula(qkv, heads, kv)
@@ -36,7 +48,11 @@ def test_backends_on_the_cpu(backend, shape):
     for dtype, tolerance in TOLERANCES:
         qkv = packed(*shape, dtype)
         got = attention(qkv, shape[2], backend)
-        assert got.dtype == dtype and got.shape == (*shape[:2], shape[2] * shape[3]) and got.is_contiguous()
+        assert (
+            got.dtype == dtype
+            and got.shape == (*shape[:2], shape[2] * shape[3])
+            and got.is_contiguous()
+        )
         assert error(got, formula(qkv, shape[2])) <= tolerance
 
 
@@ -46,8 +62,13 @@ def check(n, tokens, heads, device, dtype, run):
     for sharpness in (1, 30, 0):
         qkv = packed(n, tokens, heads, 72, dtype, device, tokens)
         qkv[..., : 2 * heads * 72] *= sharpness
-        got, bound = run(qkv, heads), tolerance * (2 if sharpness == 30 else 1)
-        assert got.is_contiguous() and got.isfinite().all() and error(got, formula(qkv, heads)) <= bound
+        got = run(qkv, heads)
+        bound = tolerance * (2 if sharpness == 30 else 1)
+        assert (
+            got.is_contiguous()
+            and got.isfinite().all()
+            and error(got, formula(qkv, heads)) <= bound
+        )
         assert torch.equal(got, run(qkv, heads))
 
 
@@ -60,7 +81,15 @@ def check_triton(n, tokens, heads, device="cuda", dtype=torch.float16):
 
 
 def check_on_a_gpu():
-    for shape in ((2, 64, 3), (1, 1, 1), (3, 17, 2), (2, 130, 2), (2, 191, 5), (4, 1024, 16), (1, 4096, 3)):
+    for shape in (
+        (2, 64, 3),
+        (1, 1, 1),
+        (3, 17, 2),
+        (2, 130, 2),
+        (2, 191, 5),
+        (4, 1024, 16),
+        (1, 4096, 3),
+    ):
         for dtype in (torch.float16, torch.bfloat16):
             check_triton(*shape, dtype=dtype)
 
@@ -85,18 +114,22 @@ def test_other_keys_and_values(queries, keys):
 def test_our_kernels_refuse_other_heads_and_dtypes():
     for dtype, heads in ((torch.float16, 2), (torch.float32, 1)):
         for backend in ("hopper", "triton"):
-            with pytest.raises(ValueError, match=f"'{backend}' takes half precision, head dim 72, .*; take 'auto'$"):
+            with pytest.raises(
+                ValueError, match=f"'{backend}' takes half precision, head dim 72, .*; take 'auto'$"
+            ):
                 attention(packed(1, 4, 1, 72, dtype), heads, backend)
     with gpu.seen_as((9, 0)), FakeTensorMode(), pytest.raises(ValueError, match="'triton' takes"):
-        attention(torch.empty(1, 4, 216, dtype=torch.float16, device="cuda"), 1, "triton")  # it is wrong on Hopper
+        # it is wrong on Hopper
+        attention(torch.empty(1, 4, 216, dtype=torch.float16, device="cuda"), 1, "triton")
     with pytest.raises(ValueError, match="backend 'nonsense': one of auto, hopper"):
         attention(packed(1, 4, 1, 72, torch.float16), 1, "nonsense")
 
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_machine_code(config):
-    """MMAs of exactly 72 columns, no register spilled in the loop over the keys, and shared memory that a
-    multiprocessor has."""
+    """MMAs of exactly 72 columns, no register spilled in the loop over the keys, and
+    shared memory that a multiprocessor has.
+    """
     for dtype in (torch.float16, torch.bfloat16):
         assembly = disassemble(cuda.compile_cubin(hopper.source(config, dtype), "attention"))
         multiplied = re.findall(r"HGMMA\.(64x\d+x16)\.F32(\.BF16)?", assembly)
@@ -104,8 +137,12 @@ def test_machine_code(config):
         assert all(bool(bf16) == (dtype == torch.bfloat16) for _, bf16 in multiplied)
         assert "UTMALDG.4D" in assembly and "USETMAXREG" in assembly
         scores = [match.start() for match in re.finditer(rf"HGMMA\.64x{config.keys}x16", assembly)]
-        loop = assembly[scores[5] : assembly.rindex("HGMMA.64x72x16")]  # five belong to the first tile
-        assert loop.count("MUFU.EX2") >= config.keys // 2 and loop.count("STL") + loop.count("LDL") <= 8
+        # five belong to the first tile
+        loop = assembly[scores[5] : assembly.rindex("HGMMA.64x72x16")]
+        assert (
+            loop.count("MUFU.EX2") >= config.keys // 2
+            and loop.count("STL") + loop.count("LDL") <= 8
+        )
     assert config.blocks * (config.shared_bytes + 1024) <= 228 * 1024
     consumer, producer = cuda.registers(config.warpgroups, blocks=config.blocks).values()
     assert config.blocks * 128 * (config.warpgroups * consumer + producer) <= 65536
@@ -125,7 +162,9 @@ def test_other_keys_and_values_on_a_gpu(queries, keys):
 @pytest.mark.gpu
 def test_triton_on_ampere_and_ada():
     if torch.cuda.get_device_capability()[0] != 8:
-        pytest.skip("for GPUs of capability 8.0 to 8.9; newer ones run its PTX in test_other_gpus.py")
+        pytest.skip(
+            "for GPUs of capability 8.0 to 8.9; newer ones run its PTX in test_other_gpus.py"
+        )
     check_on_a_gpu()
 
 
@@ -135,7 +174,16 @@ def test_triton_on_ampere_and_ada():
 def test_our_kernel(config, dtype):
     """Tails of queries and keys, more work than a GPU runs at once."""
     needs_hopper()
-    shapes = (1, 1, 1), (1, 64, 1), (3, 17, 2), (2, 130, 2), (2, 191, 5), (2, 256, 16), (1, 1000, 5), (4, 1024, 16)
+    shapes = (
+        (1, 1, 1),
+        (1, 64, 1),
+        (3, 17, 2),
+        (2, 130, 2),
+        (2, 191, 5),
+        (2, 256, 16),
+        (1, 1000, 5),
+        (4, 1024, 16),
+    )
     for shape in (*shapes, (1, 4096, 3)):
         check(*shape, "cuda", dtype, lambda qkv, heads: hopper.attention(qkv, None, heads, config))
 
@@ -147,6 +195,8 @@ def test_our_kernel_is_as_accurate_as_flash_and_is_taken(monkeypatch):
     want = formula(qkv, 16)
     assert error(attention(qkv, 16), want) <= 1.05 * error(attention(qkv, 16, "flash"), want)
     launched = []
-    monkeypatch.setattr(hopper, "attention", lambda *arguments: launched.append(arguments) or (qkv,))
+    monkeypatch.setattr(
+        hopper, "attention", lambda *arguments: launched.append(arguments) or (qkv,)
+    )
     attention(qkv, 16)
     assert len(launched) == 1

@@ -1,4 +1,6 @@
-"""Compiling, keeping and loading CUDA text; the version that marks what depends on the kernels' sources."""
+"""Compiling, keeping and loading CUDA text; the version that marks what depends on the
+kernels' sources.
+"""
 
 import pytest
 import torch
@@ -13,19 +15,25 @@ TEXT = 'extern "C" __global__ void fill(int *to, int value, float scale) {{ {bod
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """An empty cache folder, and the list of what is compiled."""
-    compiled, compile_cubin = [], cuda.compile_cubin
+    compiled = []
+    compile_cubin = cuda.compile_cubin
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cuda, "compile_cubin", lambda *text: compiled.append(text) or compile_cubin(*text))
+    monkeypatch.setattr(
+        cuda, "compile_cubin", lambda *text: compiled.append(text) or compile_cubin(*text)
+    )
     return tmp_path / "dit", compiled
 
 
 def test_a_cubin_is_kept_and_checked(cache):
-    """Compiled once; anew where a byte of the file is wrong, where the text is another, and where the file cannot be
-    read."""
+    """Compiled once; anew where a byte of the file is wrong, where the text is another,
+    and where the file cannot be read.
+    """
     folder, compiled = cache
     text = TEXT.format(body="to[0] = value;")
     cubin = cuda.cached_cubin(text, "fill")
-    assert cubin[:4] == b"\x7fELF" and cuda.cached_cubin(text, "fill") == cubin and len(compiled) == 1
+    assert (
+        cubin[:4] == b"\x7fELF" and cuda.cached_cubin(text, "fill") == cubin and len(compiled) == 1
+    )
     [file] = folder.iterdir()
     for damaged in (file.read_bytes()[:-1] + b"?", b"", file.read_bytes()[:40], cubin):
         file.write_bytes(damaged)
@@ -52,7 +60,8 @@ def test_the_version_sees_every_source(tmp_path):
 def test_a_kernel_gets_its_arguments(cache):
     needs_hopper()
     text = TEXT.format(body="if (to) to[3] = int(value * scale) + blockIdx.x;")
-    out, device = torch.zeros(4, dtype=torch.int32, device="cuda"), torch.device("cuda", 0)
+    out = torch.zeros(4, dtype=torch.int32, device="cuda")
+    device = torch.device("cuda", 0)
     for _ in range(2):  # compiled, then from the cache
         kernel = cuda.Kernel(text, "fill", 1, 0, device)
         kernel.launch(1, out, -6, 0.5)
@@ -63,5 +72,8 @@ def test_a_kernel_gets_its_arguments(cache):
 
 @pytest.mark.gpu
 def test_a_first_use_inside_a_graph_is_refused():
-    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match="run the step once"):
+    with (
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+        pytest.raises(RuntimeError, match="run the step once"),
+    ):
         cuda.Kernel(TEXT.format(body=""), "fill", 1, 0, torch.device("cuda", 0))

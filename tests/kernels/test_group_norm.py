@@ -1,4 +1,6 @@
-"""The decoder's kernels against float64, through Triton's interpreter on a CPU and compiled on a GPU."""
+"""The decoder's kernels against float64, through Triton's interpreter on a CPU and
+compiled on a GPU.
+"""
 
 import pytest
 import torch
@@ -7,8 +9,8 @@ from kernel_testing import interpreted
 from accel.kernels.group_norm import add, group_norm
 from accel.kernels.group_norm import triton as kernels
 
-# (C, groups, H, W): a stretch that ends inside a tile, one place, a width of the demo's that is no power of two, more
-# channels than a tile.
+# (C, groups, H, W): a stretch that ends inside a tile, one place, a width of the demo's
+# that is no power of two, more channels than a tile.
 SHAPES = ((32, 32, 7, 5), (16, 4, 1, 1), (80, 16, 9, 8), (256, 32, 6, 6), (130, 13, 5, 6))
 
 
@@ -34,12 +36,15 @@ def formula(x, bias, branch, weight, shift, groups, silu):
     return total, y * torch.sigmoid(y) if silu else y
 
 
-def check(channels, groups, height, width, dtype, branch, written, silu, out, tolerance, device, backend):
+def check(
+    channels, groups, height, width, dtype, branch, written, silu, out, tolerance, device, backend
+):
     x, branch, bias, weight, shift = case(channels, height, width, dtype, branch, device)
     before = x.clone()
     total = add(x, bias, branch, written, backend=backend)
     got = group_norm(total, weight, shift, groups, silu, out, backend=backend)
-    # What was rounded on the way out was rounded after its statistics were taken; the reference starts from the same.
+    # What was rounded on the way out was rounded after its statistics were taken; the
+    # reference starts from the same.
     want_sum, want = formula(x, bias, branch, weight, shift, groups, silu)
     assert got.dtype == out and got.isfinite().all() and torch.equal(x, before)
     assert got.is_contiguous(memory_format=torch.channels_last)
@@ -54,8 +59,8 @@ def check(channels, groups, height, width, dtype, branch, written, silu, out, to
         assert torch.equal(last.value, total.value) and last.partial is None
 
 
-# (dtype of x, branch, dtype of the sum, SiLU, dtype out, tolerance): the sums that the decoder makes, and one in
-# float32 to hold to float32's bound.
+# (dtype of x, branch, dtype of the sum, SiLU, dtype out, tolerance): the sums that the
+# decoder makes, and one in float32 to hold to float32's bound.
 FORMS = (
     (torch.float16, False, None, True, torch.float16, 4e-4),
     (torch.float32, True, torch.float32, True, torch.float16, 4e-4),

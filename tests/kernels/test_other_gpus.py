@@ -1,6 +1,8 @@
-"""Triton's kernels on every generation of GPUs: compiled for each, and those for older ones run. The driver makes this
-GPU's machine code of their PTX, and they give the reference's numbers. Each generation in a process of its own, since
-Triton keeps a target's state."""
+"""Triton's kernels on every generation of GPUs: compiled for each, and those for older
+ones run. The driver makes this GPU's machine code of their PTX, and they give the
+reference's numbers. Each generation in a process of its own, since Triton keeps a
+target's state.
+"""
 
 import ahead_of_time
 import pytest
@@ -29,26 +31,45 @@ ANY_GPU = [
     ("test_adaln", "adaln.triton", "check(1152, 16, 1024, 2, torch.float16, 'cuda', 3e-4)"),
     ("test_adaln", "adaln.triton", "check(216, 5, 17, 1, torch.float32, 'cuda', 1e-6)"),
     ("test_adaln", "adaln.triton", "check_split('triton', 'cuda')"),
-    ("test_group_norm", "group_norm.triton", "check(256, 32, 255, 130, *tests.FORMS[0], 'cuda', 'triton')"),
-    ("test_group_norm", "group_norm.triton", "check(80, 16, 9, 8, *tests.FORMS[3], 'cuda', 'triton')"),
-    ("test_split_linear", "split_linear.triton", "check_linear(2048, 3456, 1152, 'cublas', 'cuda')"),
+    (
+        "test_group_norm",
+        "group_norm.triton",
+        "check(256, 32, 255, 130, *tests.FORMS[0], 'cuda', 'triton')",
+    ),
+    (
+        "test_group_norm",
+        "group_norm.triton",
+        "check(80, 16, 9, 8, *tests.FORMS[3], 'cuda', 'triton')",
+    ),
+    (
+        "test_split_linear",
+        "split_linear.triton",
+        "check_linear(2048, 3456, 1152, 'cublas', 'cuda')",
+    ),
     ("test_split_linear", "split_linear.triton", "check_linear(33, 200, 72, 'cublas', 'cuda')"),
     ("test_split_attention", "split_attention.between", "check(2, 1024, 16, 72, 'cublas', 'cuda')"),
     ("test_split_attention", "split_attention.between", "check(3, 17, 2, 72, 'cublas', 'cuda')"),
 ]
-SHARED = {70: 96, 75: 64, 80: 99, 90: 227, 100: 227, 120: 99}  # KiB of a block; an A100 has 163, Ada 99
+# KiB of a block; an A100 has 163, Ada 99
+SHARED = {70: 96, 75: 64, 80: 99, 90: 227, 100: 227, 120: 99}
 CASES = [(capability, *case) for capability in ((7, 0), (8, 0)) for case in ANY_GPU]
 CASES.append(((8, 0), "test_attention", "attention.triton", "check_on_a_gpu()"))
 
 
 @pytest.mark.parametrize("capability", SHARED)
 def test_every_kernel_compiles(capability, tmp_path):
-    """For V100, T4, Ampere and Ada, H100, B200 and the smaller Blackwells: float16 on tensor cores and none in TF32."""
-    names = [name for name in ahead_of_time.CALLS if name != "attention" or capability == 80]  # others choose another
+    """For V100, T4, Ampere and Ada, H100, B200 and the smaller Blackwells: float16 on
+    tensor cores and none in TF32.
+    """
+    # others choose another
+    names = [name for name in ahead_of_time.CALLS if name != "attention" or capability == 80]
     for name, reports in compiled_for(capability, names, tmp_path).items():
         assert reports, name
         for report in reports:
-            assert report["shared"] <= SHARED[capability] << 10 and report["tf32"] == 0, (name, report)
+            assert report["shared"] <= SHARED[capability] << 10 and report["tf32"] == 0, (
+                name,
+                report,
+            )
             assert (report["tensor_core"] > 0) == (name == "attention"), (name, report)
 
 

@@ -1,4 +1,6 @@
-"""The push kernel: its protocol between real processes through shared memory, and the order of memory on a GPU."""
+"""The push kernel: its protocol between real processes through shared memory, and the
+order of memory on a GPU.
+"""
 
 import os
 
@@ -15,9 +17,12 @@ def part_of(rank, turn, n, t, width):
 
 
 def interpret(world=3, turns=5, programs=2):
-    n, t, width = 2, 5, 432
+    n = 2
+    t = 5
+    width = 432
     size = n * world * t * width * 2
-    # Mapped before the fork, so that every process sees it at one address, as GPUs see each other's memory.
+    # Mapped before the fork, so that every process sees it at one address, as GPUs see
+    # each other's memory.
     memory = torch.zeros(world, 2 * size + 4 * world * programs, dtype=torch.uint8).share_memory_()
     buffers = torch.tensor([one.data_ptr() for one in memory])
     children = []
@@ -29,8 +34,17 @@ def interpret(world=3, turns=5, programs=2):
         try:
             for turn in range(turns):
                 offset = turn % 2 * size
-                module.push(part_of(rank, turn, n, t, width), buffers, buffers + 2 * size, rank, offset, programs)
-                got = memory[rank, offset : offset + size].view(torch.half).view(n, world * t, width)
+                module.push(
+                    part_of(rank, turn, n, t, width),
+                    buffers,
+                    buffers + 2 * size,
+                    rank,
+                    offset,
+                    programs,
+                )
+                got = (
+                    memory[rank, offset : offset + size].view(torch.half).view(n, world * t, width)
+                )
                 want = module.reference([part_of(peer, turn, n, t, width) for peer in range(world)])
                 assert torch.equal(got, want), f"rank {rank}, turn {turn}"
             status = 0
@@ -46,6 +60,8 @@ def test_between_processes():
 
 
 def test_flags_order_memory_over_the_system(tmp_path):
-    """An interpreter orders all memory: compiled, flags go up with release and down with acquire, each peer's."""
+    """An interpreter orders all memory: compiled, flags go up with release and down with
+    acquire, each peer's.
+    """
     [report] = compiled_for(90, ["push"], tmp_path)["push"]
     assert report["releases"] == report["acquires"] == 3

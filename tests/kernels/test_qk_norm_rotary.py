@@ -1,5 +1,6 @@
-"""Norm and rotation of queries and keys against their formulas, the kernel against the reference through Triton's
-interpreter on a CPU and compiled on a GPU."""
+"""Norm and rotation of queries and keys against their formulas, the kernel against the
+reference through Triton's interpreter on a CPU and compiled on a GPU.
+"""
 
 import pytest
 import torch
@@ -8,14 +9,16 @@ from kernel_testing import draw, error, interpreted
 from accel.families.large_dit.network import rotation_table
 from accel.kernels.qk_norm_rotary import qk_norm_rotary, qk_norm_rotary_split
 
-CASES = ((1, 3, 2, 96), (2, 2, 4, 48), (1, 2, 3, 128))  # N, t, heads, head dim; an interpreter's time is a token's
+# N, t, heads, head dim; an interpreter's time is a token's
+CASES = ((1, 3, 2, 96), (2, 2, 4, 48), (1, 2, 3, 128))
 LARGE = ((2, 256, 32, 96), (2, 256, 32, 128), (16, 64, 32, 48))
 TOTAL = 300  # positions
 
 
 def case(n, tokens, heads, dim, device="cpu"):
     width = heads * dim
-    qkv = 3 * draw(n, tokens, 3 * width, device=device) + 1  # with a mean, which a one-pass variance would lose
+    # with a mean, which a one-pass variance would lose
+    qkv = 3 * draw(n, tokens, 3 * width, device=device) + 1
     norms = draw(2, 2, width, seed=1, device=device)
     return qkv, rotation_table(dim, TOTAL, torch.float32, torch.device("cpu")).to(device), norms
 
@@ -23,12 +26,18 @@ def case(n, tokens, heads, dim, device="cpu"):
 def check(device, cases=CASES):
     for shape in cases:
         qkv, rotation, norms = case(*shape, device)
-        for dtype, tolerance in ((torch.float32, 1e-6), (torch.float16, 4e-4), (torch.bfloat16, 5e-3)):
+        for dtype, tolerance in (
+            (torch.float32, 1e-6),
+            (torch.float16, 4e-4),
+            (torch.bfloat16, 5e-3),
+        ):
             for norm in (norms, None):
                 for first, eps in ((0, None), (31, 1e-6)):
                     one = qkv.to(dtype)
                     wide = None if norm is None else norm.double()
-                    want = qk_norm_rotary(one.double(), rotation.double(), first, wide, eps, "torch")
+                    want = qk_norm_rotary(
+                        one.double(), rotation.double(), first, wide, eps, "torch"
+                    )
                     before = one.clone()
                     got = qk_norm_rotary(one, rotation, first, norm, eps, "triton")
                     assert got is one and error(got, want) <= tolerance
@@ -44,10 +53,15 @@ def check_split(device, backend="triton", cases=CASES):
             wide = None if norm is None else norm.double()
             want = qk_norm_rotary(qkv.double(), rotation.double(), first, wide, eps, "torch")
             for large in (False, True):
-                given, overflow = qkv.clone(), torch.zeros(1, dtype=torch.int32, device=device)
+                given = qkv.clone()
+                overflow = torch.zeros(1, dtype=torch.int32, device=device)
                 given[-1, -1, -1] += 1e6 * large
                 got = qk_norm_rotary_split(given, rotation, overflow, first, norm, eps, backend)
-                assert got.scale is None and got.pair.shape == (2, *qkv.shape) and int(overflow) == large
+                assert (
+                    got.scale is None
+                    and got.pair.shape == (2, *qkv.shape)
+                    and int(overflow) == large
+                )
                 assert bool(got.pair.isfinite().all()) != large
                 assert large or error(got.value(torch.float64), want) <= 1e-6
 
@@ -60,20 +74,29 @@ def test_the_split_reference():
 def test_the_reference_is_the_formula(norm):
     n, tokens, heads, dim = CASES[0]
     qkv, _, norms = (one.double() for one in case(*CASES[0]))
-    rotation, first = rotation_table(dim, TOTAL, torch.float64, torch.device("cpu")), 11
+    rotation = rotation_table(dim, TOTAL, torch.float64, torch.device("cpu"))
+    first = 11
     parts = list(qkv.clone().chunk(3, dim=-1))
     for part in (0, 1):
         x = parts[part]
         if norm == "over each head":
             x = x.unflatten(-1, (heads, dim))
-            x = (x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()).flatten(2) * norms[part, 0] + norms[part, 1]
+            x = (x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()).flatten(2) * norms[
+                part, 0
+            ] + norms[part, 1]
         elif norm:
             x = x - x.mean(-1, keepdim=True)
-            x = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * norms[part, 0] + norms[part, 1]
+            x = (
+                x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * norms[part, 0]
+                + norms[part, 1]
+            )
         numbers = torch.view_as_complex(x.reshape(n, tokens, heads, dim // 2, 2))
-        position, i = torch.arange(first, first + tokens).double(), torch.arange(dim // 2).double()
+        position = torch.arange(first, first + tokens).double()
+        i = torch.arange(dim // 2).double()
         angle = position[:, None, None] * 10000.0 ** (-2 * i / dim)
-        parts[part] = torch.view_as_real(torch.polar(torch.ones_like(angle), angle) * numbers).reshape(x.shape)
+        parts[part] = torch.view_as_real(
+            torch.polar(torch.ones_like(angle), angle) * numbers
+        ).reshape(x.shape)
     eps = 1e-6 if norm == "over each head" else None
     got = qk_norm_rotary(qkv, rotation, first, norms if norm else None, rms_eps=eps)
     torch.testing.assert_close(got, torch.cat(parts, -1), rtol=1e-11, atol=1e-11)

@@ -1,5 +1,6 @@
-"""Split attention against float64: the reference, Triton's kernel through its interpreter on a CPU, all backends on a
-GPU, and Hopper's kernel compiled without one."""
+"""Split attention against float64: the reference, Triton's kernel through its interpreter
+on a CPU, all backends on a GPU, and Hopper's kernel compiled without one.
+"""
 
 import re
 
@@ -22,7 +23,9 @@ def check(n, tokens, heads, dim, backend, device="cpu"):
         qkv[..., : 2 * heads * dim] *= sharpness**0.5
         qkv[:, ::7, heads * dim : 2 * heads * dim] *= 3
         halves = split(qkv, per_row=False)
-        want, float32 = (formula(qkv, heads, dtype=dtype) for dtype in (torch.float64, torch.float32))
+        want, float32 = (
+            formula(qkv, heads, dtype=dtype) for dtype in (torch.float64, torch.float32)
+        )
         got = split_attention(halves, heads, backend)
         assert got.scale is None and got.pair.shape == (2, n, tokens, heads * dim)
         assert error(got.value(torch.float64), want) <= max(5 * error(float32, want), 1e-6)
@@ -47,11 +50,14 @@ def test_cublas_without_triton(monkeypatch):
 
 @pytest.mark.parametrize("capability", CORES)
 def test_values_of_one_sign(capability, monkeypatch):
-    """Weights and values of one sign make sums that tensor cores cut in one direction: without its mean v has none."""
+    """Weights and values of one sign make sums that tensor cores cut in one direction:
+    without its mean v has none.
+    """
     run_cublas_here(monkeypatch, capability)
     qkv = draw(1, 256, 3 * 24)
     qkv[..., 48:] += 3
-    halves, want = split(qkv, per_row=False), formula(qkv, 1)
+    halves = split(qkv, per_row=False)
+    want = formula(qkv, 1)
     assert error(split_attention(halves, 1, "cublas").value(torch.float64), want) <= 1e-6
     monkeypatch.setattr(reference, "centre", lambda pair, heads: torch.zeros(1, heads, 24))
     assert error(split_attention(halves, 1, "cublas").value(torch.float64), want) > 1e-6
@@ -71,11 +77,19 @@ def test_machine_code():
     config = hopper.CONFIG
     code = disassemble(cuda.compile_cubin(hopper.source(), "split_attention"))
     shapes = re.findall(r"HGMMA\.(64x\d+x16)\.F32", code)
-    assert shapes.count(f"64x{config.keys}x16") == 2 * 15 and shapes.count("64x72x16") == 2 * 3 * config.keys // 16
+    assert (
+        shapes.count(f"64x{config.keys}x16") == 2 * 15
+        and shapes.count("64x72x16") == 2 * 3 * config.keys // 16
+    )
     assert len(shapes) == 2 * 15 + 2 * 3 * config.keys // 16
-    assert "STL" not in code and "LDL" not in code and code.count("WARPGROUP.DEPBAR") <= 4, "MMAs are serialised"
+    assert "STL" not in code and "LDL" not in code and code.count("WARPGROUP.DEPBAR") <= 4, (
+        "MMAs are serialised"
+    )
     consumer, producer = cuda.registers(config.warpgroups).values()
-    assert config.shared_bytes <= 227 * 1024 and 128 * (config.warpgroups * consumer + producer) <= 65536
+    assert (
+        config.shared_bytes <= 227 * 1024
+        and 128 * (config.warpgroups * consumer + producer) <= 65536
+    )
 
 
 @pytest.mark.gpu
@@ -83,9 +97,18 @@ def test_machine_code():
 def test_backends_on_a_gpu(backend):
     if backend == "hopper":
         needs_hopper()
-    for shape in (*SHAPES, (3, 17, 2, 72), (2, 256, 16, 72), (1, 1000, 5, 72), (2, 1024, 16, 72), (1, 4096, 3, 72)):
+    for shape in (
+        *SHAPES,
+        (3, 17, 2, 72),
+        (2, 256, 16, 72),
+        (1, 1000, 5, 72),
+        (2, 1024, 16, 72),
+        (1, 4096, 3, 72),
+    ):
         if backend != "hopper" or shape[-1] == 72:
             check(*shape, backend, "cuda")
     qkv = split(draw(2, 700, 3 * 4 * 72, device="cuda"), per_row=False)
     first = split_attention(qkv, 4, backend).pair
-    assert all(torch.equal(split_attention(qkv, 4, backend).pair, first) for _ in range(3)), "the same bits every time"
+    assert all(torch.equal(split_attention(qkv, 4, backend).pair, first) for _ in range(3)), (
+        "the same bits every time"
+    )

@@ -1,5 +1,7 @@
-"""High and low, and the split linear layer, against float64: the reference, Triton's kernel through its interpreter on
-a CPU, all backends on a GPU, and Hopper's kernel compiled without one."""
+"""High and low, and the split linear layer, against float64: the reference, Triton's
+kernel through its interpreter on a CPU, all backends on a GPU, and Hopper's kernel
+compiled without one.
+"""
 
 import re
 
@@ -18,14 +20,17 @@ SHAPES = ((1, 8, 8), (9, 216, 72), (70, 72, 216), (33, 200, 64))  # (M, N, K)
 
 @pytest.mark.parametrize("magnitude", (1e-30, 1e-6, 1.0, 1e10, 3e38))
 def test_high_and_low_hold_22_bits(magnitude):
-    """Elements down to 2⁻¹⁷ of a row's largest keep a relative error of 2⁻²², smaller ones an absolute error of 2⁻³⁹ of
-    that."""
+    """Elements down to 2⁻¹⁷ of a row's largest keep a relative error of 2⁻²², smaller
+    ones an absolute error of 2⁻³⁹ of that.
+    """
     x = draw(50, 300) * torch.logspace(0, -12, 300)
     x = x / x.abs().amax(-1, keepdim=True) * magnitude
     halves = split(x)
     largest = x.abs().amax(-1, keepdim=True).double()
     assert halves.pair.dtype == torch.float16 and halves.pair.isfinite().all()
-    assert torch.equal(torch.frexp(halves.scale).mantissa, torch.full((50,), 0.5)), "a scale is a power of two"
+    assert torch.equal(torch.frexp(halves.scale).mantissa, torch.full((50,), 0.5)), (
+        "a scale is a power of two"
+    )
     off = (halves.value(torch.float64) - x.double()).abs()
     assert (off <= torch.maximum(x.double().abs() * 2.0**-22, largest * 2.0**-39)).all()
     high = halves.pair[0].abs().float()
@@ -40,41 +45,52 @@ def test_rows_near_the_end_of_float32_stay_what_they_are():
 
 def test_balance_changes_no_bit():
     """Powers of two, so float32 scales exactly; they bring rows of any size to the same."""
-    weight, bias = draw(6, 300) * torch.tensor([1e-20, 1e-4, 1, 1e3, 1e15, 0.0])[:, None], draw(6) * 1e-6
+    weight = draw(6, 300) * torch.tensor([1e-20, 1e-4, 1, 1e3, 1e15, 0.0])[:, None]
+    bias = draw(6) * 1e-6
     bias[5] = 0
     factor = balance(weight, bias)
     assert torch.equal(torch.frexp(factor).mantissa, torch.full((6,), 0.5)) and factor[5] == 1
-    size = ((weight * factor[:, None]).double().square().sum(1) + (bias * factor).double().square()).sqrt()
+    size = (
+        (weight * factor[:, None]).double().square().sum(1) + (bias * factor).double().square()
+    ).sqrt()
     assert ((size[:5] > 2.8) & (size[:5] < 5.7)).all()
     assert torch.equal(weight * factor[:, None] / factor[:, None], weight)
 
 
 def check_linear(m, n, k, backend, device="cpu"):
-    """Rows of 1e-4 and of 1e+3 in one matrix, a token and a channel of 1e+4: every output channel and every token by
-    itself within float32's reach; and GELU's high and low, whose scale is the layer's own."""
-    x, weight, bias = (draw(*shape, seed=shape[0], device=device) for shape in ((m, k), (n, k), (n,)))
+    """Rows of 1e-4 and of 1e+3 in one matrix, a token and a channel of 1e+4: every output
+    channel and every token by itself within float32's reach; and GELU's high and low,
+    whose scale is the layer's own.
+    """
+    x, weight, bias = (
+        draw(*shape, seed=shape[0], device=device) for shape in ((m, k), (n, k), (n,))
+    )
     x[0] *= 1e4
     x[:, 1] *= 1e4
     weight[: n // 2] *= 1e-4
     weight[n // 2 :] *= 1e3
 
     def reach(x):
-        """Σ|x·w|, float32's own yardstick: a sum that cancels has no relative accuracy in any arithmetic."""
+        """Σ|x·w|, float32's own yardstick: a sum that cancels has no relative accuracy in
+        any arithmetic.
+        """
         return x.double().abs() @ weight.double().abs().t() + bias.double().abs()
 
     def exact(x):
         return x.double() @ weight.double().t() + bias.double()
 
-    # Of one large GEMM among small ones: rounding to high and low, low·low, and what the tensor core cuts off while it
-    # is in the accumulator.
-    tolerance = {"torch": 8e-7, "cublas": 1e-5}.get(backend, 2e-6)  # float32 itself: 1.2e-6; 72 cuts of 2⁻²³: 9e-6
+    # Of one large GEMM among small ones: rounding to high and low, low·low, and what the
+    # tensor core cuts off while it is in the accumulator. float32 itself: 1.2e-6; 72 cuts
+    # of 2⁻²³: 9e-6
+    tolerance = {"torch": 8e-7, "cublas": 1e-5}.get(backend, 2e-6)
     summed = 2e-6 if backend == "cublas" else 1e-6  # the longest sum in a core's accumulators
     layer = SplitLinear(weight, bias, backend=backend)
     got = layer(split(x))
     assert got.dtype == torch.float32 and got.shape == (m, n)
     assert ((got.double() - exact(x)).abs() <= tolerance * reach(x)).all()
 
-    x, after = draw(m, k, seed=m, device=device), balance(weight, bias)
+    x = draw(m, k, seed=m, device=device)
+    after = balance(weight, bias)
     bare = layer(split(x, per_row=False))  # without scales, as GELU and attention give them
     assert ((bare.double() - exact(x)).abs() <= tolerance * reach(x)).all()
 
@@ -85,7 +101,9 @@ def check_linear(m, n, k, backend, device="cpu"):
     want = F.gelu(exact(x), approximate="tanh") * after.double()
     assert error(got.value(torch.float64), want) < 1e-6 + summed  # float32's tanh loses as much
     got = SplitLinear(weight * after[:, None], bias * after, **how)(split(x))
-    assert error(got.value(torch.float64), exact(x) * after.double()) < summed and int(overflow) == 0
+    assert (
+        error(got.value(torch.float64), exact(x) * after.double()) < summed and int(overflow) == 0
+    )
 
 
 def check_overflow(backend, device="cpu"):
@@ -126,14 +144,19 @@ def test_cublas_without_triton(monkeypatch):
 
 def relative_error(capability, depth):
     """A layer's by emulated tensor cores, on normal inputs and weights."""
-    x, weight, bias = draw(16, depth, seed=1), draw(16, depth, seed=2), torch.zeros(16)
-    return error(SplitLinear(weight, bias, backend="cublas")(split(x)), x.double() @ weight.double().t())
+    x = draw(16, depth, seed=1)
+    weight = draw(16, depth, seed=2)
+    bias = torch.zeros(16)
+    return error(
+        SplitLinear(weight, bias, backend="cublas")(split(x)), x.double() @ weight.double().t()
+    )
 
 
 @pytest.mark.parametrize("capability", CORES)
 def test_pieces_fit_the_tensor_cores(capability, monkeypatch):
-    """Pieces are as long as the generation's sums allow: within 2e-6 of float64 at XL's depths; twice as long they are
-    not."""
+    """Pieces are as long as the generation's sums allow: within 2e-6 of float64 at XL's
+    depths; twice as long they are not.
+    """
     run_cublas_here(monkeypatch, capability)
     assert max(relative_error(capability, depth) for depth in (1152, 4608)) <= 2e-6
     piece = cublas.PIECE.get(capability, cublas.OTHER_PIECE)
@@ -152,7 +175,9 @@ def test_interpreted_kernel():
 
 @pytest.mark.parametrize("result", (0, 2))
 def test_machine_code(result):
-    """Three warpgroup MMAs for every 16 of the inner dimension, awaited once a part, and no register spilled."""
+    """Three warpgroup MMAs for every 16 of the inner dimension, awaited once a part, and
+    no register spilled.
+    """
     tile = hopper.TILE
     code = disassemble(cuda.compile_cubin(hopper.source(result), "split_linear"))
     shapes = re.findall(r"HGMMA\.(64x\d+x16)\.F32", code)
@@ -166,10 +191,17 @@ def test_machine_code(result):
 def test_backends_on_a_gpu(backend):
     if backend == "hopper":
         needs_hopper()
-    for shape in (*SHAPES, (4096, 1152, 1152), (2048, 3456, 1152), (1000, 1152, 4608), (129, 4608, 1152)):
+    for shape in (
+        *SHAPES,
+        (4096, 1152, 1152),
+        (2048, 3456, 1152),
+        (1000, 1152, 4608),
+        (129, 4608, 1152),
+    ):
         check_linear(*shape, backend, "cuda")
     check_overflow(backend, "cuda")
-    x, layer = split(draw(5, 64, seed=1, device="cuda")), SplitLinear(*draw(8, 65, device="cuda").split([64, 1], 1))
+    x = split(draw(5, 64, seed=1, device="cuda"))
+    layer = SplitLinear(*draw(8, 65, device="cuda").split([64, 1], 1))
     stack = new_stack(5, 64, device="cuda").copy_(x.pair)  # as cuBLAS's attention leaves it
     assert torch.equal(layer(HighLow(stack, x.scale)), layer(x))
 
@@ -177,16 +209,23 @@ def test_backends_on_a_gpu(backend):
 @pytest.mark.gpu
 @pytest.mark.parametrize("depth", (1152, 4608))
 def test_emulated_tensor_cores(depth):
-    """The emulation has the error of the chip: of one GEMM over [high, low, high], in one piece. It is so large that
-    nothing divides its inner dimension, and compared in a corner."""
+    """The emulation has the error of the chip: of one GEMM over [high, low, high], in one
+    piece. It is so large that nothing divides its inner dimension, and compared in a
+    corner.
+    """
     capability = torch.cuda.get_device_capability()
     if capability not in CORES:
         pytest.skip("nobody has described this GPU's tensor cores")
-    x, weight = draw(4096, depth, seed=1), draw(2048, depth, seed=2)
-    a, b, out = stacked(split(x).pair), cublas.arrange(weight).t(), torch.empty(4096, 2048, device="cuda")
+    x = draw(4096, depth, seed=1)
+    weight = draw(2048, depth, seed=2)
+    a = stacked(split(x).pair)
+    b = cublas.arrange(weight).t()
+    out = torch.empty(4096, 2048, device="cuda")
     cublas.multiply_add(a.cuda(), b.cuda(), out, False)
-    x, weight = x[:32], weight[:32]
-    scale, want = split(x).scale[:, None] * split(weight).scale, x.double() @ weight.double().t()
+    x = x[:32]
+    weight = weight[:32]
+    scale = split(x).scale[:, None] * split(weight).scale
+    want = x.double() @ weight.double().t()
     emulated = multiply(a[:32], b[:, :32], CORES[capability])
     chip, emulated = (error(y * scale, want) for y in (out[:32, :32].cpu(), emulated))
     assert 0.9 < chip / emulated < 1.1, (chip, emulated)

@@ -1,5 +1,6 @@
-"""SwiGLU against its formula, its kernel against the reference through Triton's interpreter on a CPU and compiled on a
-GPU."""
+"""SwiGLU against its formula, its kernel against the reference through Triton's
+interpreter on a CPU and compiled on a GPU.
+"""
 
 import pytest
 import torch
@@ -14,7 +15,11 @@ WIDTHS = (11008, 1024, 768, 100)
 def check(device, widths=WIDTHS):
     for width in widths:
         x = 3 * draw(2, 7, 2 * width, device=device)
-        for dtype, tolerance in ((torch.float32, 1e-6), (torch.float16, 4e-4), (torch.bfloat16, 5e-3)):
+        for dtype, tolerance in (
+            (torch.float32, 1e-6),
+            (torch.float16, 4e-4),
+            (torch.bfloat16, 5e-3),
+        ):
             one = x.to(dtype)
             got = swiglu(one, "triton")
             assert got.dtype == dtype and got.shape == (2, 7, width)
@@ -26,12 +31,17 @@ def check(device, widths=WIDTHS):
 
 
 def check_split(x, backend="triton"):
-    """High and low with a scale a token, also where tokens differ by 1e+8 in size; in both layouts."""
+    """High and low with a scale a token, also where tokens differ by 1e+8 in size; in
+    both layouts.
+    """
     x = x * torch.logspace(-4, 4, x.shape[1], device=x.device)[:, None]
-    want, got = swiglu(x.double(), "torch"), swiglu_split(x, backend)
+    want = swiglu(x.double(), "torch")
+    got = swiglu_split(x, backend)
     assert ((got.value(torch.float64) - want).norm(dim=-1) <= 1e-6 * want.norm(dim=-1)).all()
     stack = swiglu_split(x, backend, stack=True)
-    assert torch.equal(stacked(stack.pair), stacked(got.pair)) and torch.equal(stack.scale, got.scale)
+    assert torch.equal(stacked(stack.pair), stacked(got.pair)) and torch.equal(
+        stack.scale, got.scale
+    )
     assert backend == "torch" or stacked(stack.pair).data_ptr() == stack.pair.data_ptr()
 
 
@@ -40,7 +50,8 @@ def test_the_split_reference():
 
 
 def test_the_reference_is_the_formula():
-    a, b = draw(3, 5, seed=1).double(), draw(3, 5, seed=2).double()
+    a = draw(3, 5, seed=1).double()
+    b = draw(3, 5, seed=2).double()
     want = a / (1 + torch.exp(-a)) * b
     torch.testing.assert_close(swiglu(torch.cat([a, b], -1)), want, rtol=1e-12, atol=1e-12)
     half = torch.cat([a, b], -1).half()

@@ -1,4 +1,6 @@
-"""The choices of the tuner and their files: with stand-ins for the library and the GPU, or on a GPU."""
+"""The choices of the tuner and their files: with stand-ins for the library and the GPU,
+or on a GPU.
+"""
 
 import json
 import os
@@ -19,8 +21,9 @@ WORDS = [1, 2**63, 3, 4, 5, 6, 7, 8]
 
 @pytest.fixture
 def measured(monkeypatch, tmp_path):
-    """A GPU and a library that are not there; the GEMMs that are measured. Each measurement finds an algorithm with
-    another workspace."""
+    """A GPU and a library that are not there; the GEMMs that are measured. Each
+    measurement finds an algorithm with another workspace.
+    """
     found = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(cublaslt, "version", lambda: 1)
@@ -54,7 +57,10 @@ def test_the_file_of_measurements(tmp_path):
 def test_a_choice_is_made_once(measured, tmp_path):
     """In a process, and by its file in the next one."""
     first = Tuner()
-    assert first.choose(*GEMM) is first.choose(*GEMM[:5], torch.device("cuda", 0)) and len(measured) == 1
+    assert (
+        first.choose(*GEMM) is first.choose(*GEMM[:5], torch.device("cuda", 0))
+        and len(measured) == 1
+    )
     assert Tuner().choose(*GEMM).algorithm == first.choose(*GEMM).algorithm and len(measured) == 1
     [file] = (tmp_path / "home" / "dit").iterdir()
     assert file.name == "products-GPU-1-2-cublaslt-1.json"
@@ -63,15 +69,22 @@ def test_a_choice_is_made_once(measured, tmp_path):
 
 
 def test_two_jobs_take_one_choice(measured, tmp_path, monkeypatch):
-    """Two FID jobs with folders of their own, on one machine: the second does not measure, as another algorithm would
-    round differently. A job that resumes elsewhere, where another was measured, goes by its folder."""
+    """Two FID jobs with folders of their own, on one machine: the second does not
+    measure, as another algorithm would round differently. A job that resumes elsewhere,
+    where another was measured, goes by its folder.
+    """
 
     def choose(folder, home="home"):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / home))
         return Tuner([tmp_path / folder, cache_folder()]).choose(*GEMM).algorithm.workspace
 
     assert [choose("one"), choose("two"), choose("one")] == [1, 1, 1] and len(measured) == 1
-    assert [choose(folder, "elsewhere") for folder in ("three", "one", "two", "four")] == [2, 1, 1, 2]
+    assert [choose(folder, "elsewhere") for folder in ("three", "one", "two", "four")] == [
+        2,
+        1,
+        1,
+        2,
+    ]
     assert len(list(tmp_path.rglob("products-GPU-1-2-*.json"))) == 6
 
 
@@ -92,12 +105,14 @@ def test_every_candidate_is_right_and_the_choice_is_remembered(tmp_path, monkeyp
     choices = [Choice(one, algorithm) for algorithm in one.candidates()]
     assert len(choices) > 4
     for choice in choices:
-        out = torch.full((3072, 4608), float("nan"), dtype=torch.float16, device="cuda")  # an unwritten element shows
+        # an unwritten element shows
+        out = torch.full((3072, 4608), float("nan"), dtype=torch.float16, device="cuda")
         choice.run(x, weight, bias, out)
         assert (out.double() - want).norm() <= 5e-4 * want.norm(), choice.algorithm
     state = torch.cuda.get_rng_state()
     first = Linear(weight, bias, True, Tuner([tmp_path]))(x)
-    assert torch.equal(torch.cuda.get_rng_state(), state)  # a run's noise does not depend on whether it had to measure
+    # a run's noise does not depend on whether it had to measure
+    assert torch.equal(torch.cuda.get_rng_state(), state)
     [file] = tmp_path.iterdir()
     assert list(json.loads(file.read_text())) == ["3072x4608x1152 float16 gelu"]
     monkeypatch.setattr(tuner, "_fastest", lambda *_: pytest.fail("measured again"))

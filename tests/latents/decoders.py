@@ -5,7 +5,9 @@ import torch
 
 def levels(*widths, **more):
     n = len(widths)
-    kinds = dict(up_block_types=["UpDecoderBlock2D"] * n, down_block_types=["DownEncoderBlock2D"] * n)
+    kinds = dict(
+        up_block_types=["UpDecoderBlock2D"] * n, down_block_types=["DownEncoderBlock2D"] * n
+    )
     return dict(block_out_channels=list(widths), **kinds, **more)
 
 
@@ -19,11 +21,15 @@ SCALES = {
 
 
 def by_pipelines(vae, latents):
-    """Pixels by diffusers' AutoencoderKL, of latents scaled as Stable Diffusion's pipelines do: XL's with statistics,
-    3's with a shift, the first with a factor alone."""
+    """Pixels by diffusers' AutoencoderKL, of latents scaled as Stable Diffusion's
+    pipelines do: XL's with statistics, 3's with a shift, the first with a factor alone.
+    """
     config = vae.config
     if config.latents_mean is not None:
-        mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (config.latents_mean, config.latents_std))
+        mean, std = (
+            torch.tensor(values).view(1, -1, 1, 1)
+            for values in (config.latents_mean, config.latents_std)
+        )
         latents = latents * std / config.scaling_factor + mean
     else:
         latents = latents / config.scaling_factor + (config.shift_factor or 0)

@@ -21,13 +21,18 @@ from accel.latents.files import FILES, find, load
 from accel.latents.half import HalfDecoder
 from accel.request import GridRequest
 
-CPU, SPACE = torch.device("cpu"), LatentSpace()
+CPU = torch.device("cpu")
+SPACE = LatentSpace()
 DEEPER = dict(layers_per_block=2, block_out_channels=[8, 16, 12, 12], mid_block_add_attention=False)
 
 
 def random_decoder(device=CPU, **config):
     """Random weights whose pictures fill about the range (-1, 1)."""
-    config = {**SD_VAE_FT, **dict(layers_per_block=1, block_out_channels=[8, 8, 16, 16], norm_num_groups=4), **config}
+    config = {
+        **SD_VAE_FT,
+        **dict(layers_per_block=1, block_out_channels=[8, 8, 16, 16], norm_num_groups=4),
+        **config,
+    }
     generator = torch.Generator().manual_seed(0)
     decoder = KLDecoder(config)
     for value in decoder.parameters():
@@ -37,7 +42,9 @@ def random_decoder(device=CPU, **config):
 
 
 def noise(n, side, device=CPU, seed=1, channels=4):
-    return torch.randn(n, channels, side, side, generator=torch.Generator().manual_seed(seed)).to(device)
+    return torch.randn(n, channels, side, side, generator=torch.Generator().manual_seed(seed)).to(
+        device
+    )
 
 
 def checked(plain, precision="fp16", otherwise="fp32", space=SPACE, **how):
@@ -54,14 +61,19 @@ def float32(plain, latents, space=SPACE):
 
 def psnr(a, b):
     """Return the PSNR in dB of pixels in (-1, 1), a range of 2."""
-    return 20 * math.log10(2 / (a.clamp(-1, 1) - b.clamp(-1, 1)).double().square().mean().sqrt().item())
+    return 20 * math.log10(
+        2 / (a.clamp(-1, 1) - b.clamp(-1, 1)).double().square().mean().sqrt().item()
+    )
 
 
 @pytest.mark.parametrize("config", ({}, DEEPER, dict(use_post_quant_conv=False)), ids=str)
 @torch.inference_mode()
 def test_the_same_mathematics(config):
-    """In float32 to float32's accuracy; in float16 to the rounding of its GEMMs, which the check of weights allows."""
-    plain, z = random_decoder(**config), noise(1, 6) / SPACE.scale
+    """In float32 to float32's accuracy; in float16 to the rounding of its GEMMs, which
+    the check of weights allows.
+    """
+    plain = random_decoder(**config)
+    z = noise(1, 6) / SPACE.scale
     want = plain(z)
     assert 0.1 < want.std() < 2
     for dtype, bound in ((torch.float32, 1e-5), (torch.float16, 3e-3)):
@@ -71,11 +83,13 @@ def test_the_same_mathematics(config):
 
 
 def test_the_demos_decoder_runs_in_float16():
-    plain, before = load(find(DEMO / "vae"), CPU), torch.get_rng_state()
+    plain = load(find(DEMO / "vae"), CPU)
+    before = torch.get_rng_state()
     decoder = checked(plain)
     assert decoder.precision == "fp16" and torch.equal(torch.get_rng_state(), before)
     z = noise(2, 8, seed=3)
-    got, want = decoder.decode(z), float32(plain, z)
+    got = decoder.decode(z)
+    want = float32(plain, z)
     assert not torch.equal(got, want) and min(psnr(a, b) for a, b in zip(got, want)) > 70
     assert torch.equal(got[1:], decoder.decode(z[1:]))  # the same alone and in a batch
 
@@ -96,17 +110,23 @@ def coarse():
 
 @pytest.mark.parametrize("make", (overflowing, coarse))
 def test_where_float16_fails_float32_decodes(make, tiny_vae, tmp_path, capsys):
-    """Found again at every start, printed in one line; the bits are those of the float32 decoder."""
+    """Found again at every start, printed in one line; the bits are those of the float32
+    decoder.
+    """
     from safetensors.torch import save_file
 
-    plain, z = make(), noise(1, 32, seed=0) / SPACE.scale
+    plain = make()
+    z = noise(1, 32, seed=0) / SPACE.scale
     with torch.inference_mode():
         lost = psnr(HalfDecoder(plain)(z), plain(z))
     reason = f"({lost:.1f} dB from float32" if make is coarse else "overflows float16"
     (tmp_path / FILES[0]).write_text((tiny_vae / FILES[0]).read_text())
     save_file(plain.state_dict(), tmp_path / FILES[1])
-    request = GridRequest(model="DiT-Demo/2", vae=str(tmp_path), device="cpu", labels=(0,), num_sampling_steps=1)
-    decoder = door.decoder_of(replace(opening.open_weights(request, CPU), vae_precision="fp16"))  # as on a GPU
+    request = GridRequest(
+        model="DiT-Demo/2", vae=str(tmp_path), device="cpu", labels=(0,), num_sampling_steps=1
+    )
+    # as on a GPU
+    decoder = door.decoder_of(replace(opening.open_weights(request, CPU), vae_precision="fp16"))
     latents = noise(3, 4)
     capsys.readouterr()
     got = torch.cat([decoder.decode(latents[:1]), decoder.decode(latents[1:])])
@@ -115,18 +135,27 @@ def test_where_float16_fails_float32_decodes(make, tiny_vae, tmp_path, capsys):
     assert torch.equal(got, float32(plain, latents)) and got.isfinite().all()
 
 
-WIDE = dict(latent_channels=16, block_out_channels=[8, 8, 12, 16, 16], up_block_types=["UpDecoderBlock2D"] * 5)
+WIDE = dict(
+    latent_channels=16,
+    block_out_channels=[8, 8, 12, 16, 16],
+    up_block_types=["UpDecoderBlock2D"] * 5,
+)
 
 
 @pytest.mark.parametrize("gain, precision", ((1.0, "fp16"), (1e6, "fp32")))
 def test_the_check_is_in_the_decoders_own_space(gain, precision):
-    """The noise that is compared has the space's channels, and its scale decides whether float16 holds it."""
+    """The noise that is compared has the space's channels, and its scale decides whether
+    float16 holds it.
+    """
     config = {**SD_VAE_FT, **WIDE, "latents_mean": [0.0] * 16, "latents_std": [gain] * 16}
-    plain, space = random_decoder(**WIDE), space_of(config, DEMO)
+    plain = random_decoder(**WIDE)
+    space = space_of(config, DEMO)
     assert (space.channels, space.factor) == (16, 16)
-    decoder, z = checked(plain, space=space), noise(2, 4, channels=16)
+    decoder = checked(plain, space=space)
+    z = noise(2, 4, channels=16)
     assert decoder.precision == precision
-    got, want = decoder.decode(z), float32(plain, z, space)
+    got = decoder.decode(z)
+    want = float32(plain, z, space)
     assert got.shape == (2, 3, 64, 64) and torch.allclose(got, want, atol=0.01)
     assert torch.equal(got, want) == (precision == "fp32")
 
@@ -137,20 +166,24 @@ def test_a_picture_that_overflows_is_decoded_in_float32(capsys):
     latents = noise(4, 4)
     latents[[1, 3]] *= 1e6  # beyond float16; in float32 the norms cancel it
     assert capsys.readouterr().out == ""
-    got, want = decoder.decode(latents), float32(plain, latents)
+    got = decoder.decode(latents)
+    want = float32(plain, latents)
     [line] = capsys.readouterr().out.splitlines()
     assert "overflows the float16 decoder" in line and want.isfinite().all()
     assert [torch.equal(a, b) for a, b in zip(got, want)] == [False, True, False, True]
     assert torch.equal(got, torch.cat([decoder.decode(one) for one in latents.split(1)]))
     assert capsys.readouterr().out == ""  # said once
     plain.decoder.conv_out.bias[1] = float("nan")
-    with pytest.raises(UsageError, match="vae=.*decodes finite latents to pixels that are not finite"):
+    with pytest.raises(
+        UsageError, match="vae=.*decodes finite latents to pixels that are not finite"
+    ):
         decoder.decode(latents)
 
 
 @pytest.mark.parametrize("name, flags", (("fp32", (False, False)), ("tf32", (True, True))))
 def test_float32s_switches_are_set_inside_only(name, flags, switches):
-    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = not flags[0], True
+    torch.backends.cudnn.allow_tf32 = not flags[0]
+    torch.backends.cuda.matmul.allow_tf32 = True
     with precision.convolutions(name):
         assert switches() == flags
     assert switches() == (True, not flags[0])
@@ -168,7 +201,9 @@ def test_sd_vae_ft_at_512px(switches):
     precision.apply_precision("fp16", device)
     decoder = checked(plain, otherwise="tf32")
     got = decoder.decode(z)
-    assert decoder.precision == "fp16" and min(psnr(a, b) for a, b in zip(got, want)) > REQUIRED_PSNR
+    assert (
+        decoder.precision == "fp16" and min(psnr(a, b) for a, b in zip(got, want)) > REQUIRED_PSNR
+    )
     assert torch.equal(got, decoder.decode(z)) and torch.equal(got[1:], decoder.decode(z[1:]))
 
 
@@ -181,7 +216,9 @@ def test_a_captured_decoder_gives_the_direct_ones_bits(switches, capsys):
     latents = noise(4, 32, device)
     latents[[1, 3]] *= 1e6
     want = float32(plain, latents)
-    direct, captured = (checked(plain, otherwise="tf32", captured=captured) for captured in (False, True))
+    direct, captured = (
+        checked(plain, otherwise="tf32", captured=captured) for captured in (False, True)
+    )
     got = [decoder.decode(latents) for decoder in (direct, captured, captured)]
     assert isinstance(captured.half, Replayed) and len(captured.half.graphs) == 1
     assert torch.equal(got[0], got[1]) and torch.equal(got[0], got[2])
@@ -196,7 +233,9 @@ def test_a_picture_that_does_not_fit_is_one_line(captured, switches):
     decoder = Decoder(find(DEMO / "vae"), device, "fp16", "tf32", captured)
     decoder.decode(noise(1, 16, device))
     free = torch.cuda.memory_reserved() + 2**26
-    torch.cuda.set_per_process_memory_fraction(free / torch.cuda.get_device_properties(0).total_memory)
+    torch.cuda.set_per_process_memory_fraction(
+        free / torch.cuda.get_device_properties(0).total_memory
+    )
     try:
         with pytest.raises(UsageError, match="does not fit in free GPU memory"):
             decoder.decode(noise(1, 256, device))

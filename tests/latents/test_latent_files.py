@@ -70,24 +70,36 @@ def test_what_is_loaded_is_the_callers_and_another_file_is_seen(folder):
     files.load(found, "cpu").decoder.conv_out.bias.zero_()
     assert files.load(found, "cpu").decoder.conv_out.bias.any() and files.digest(found) == want
     state = load_file(folder / files.FILES[1])
-    save_file(state | {"decoder.conv_out.bias": torch.zeros(3)}, folder / files.FILES[1], metadata={"format": "pt"})
+    save_file(
+        state | {"decoder.conv_out.bias": torch.zeros(3)},
+        folder / files.FILES[1],
+        metadata={"format": "pt"},
+    )
     assert not files.load(found, "cpu").decoder.conv_out.bias.any() and files.digest(found) != want
 
 
 def test_digest_is_of_the_decoder_and_of_what_its_config_decides(folder):
     want = files.digest(files.find(folder))
-    state, config = load_file(folder / files.FILES[1]), json.loads((folder / "config.json").read_text())
+    state = load_file(folder / files.FILES[1])
+    config = json.loads((folder / "config.json").read_text())
     decoder = {name: tensor for name, tensor in state.items() if "encoder." not in name}
     torch.save(decoder, folder / "diffusion_pytorch_model.bin")
     (folder / files.FILES[1]).unlink()
     assert files.digest(files.find(folder)) == want  # another format, without the encoder
     digests = {want}
     statistics = dict(latents_mean=[0.0] * 4, latents_std=[1.0] * 4)
-    for other in (dict(norm_num_groups=8), dict(scaling_factor=0.5), dict(shift_factor=0.1), statistics):
+    for other in (
+        dict(norm_num_groups=8),
+        dict(scaling_factor=0.5),
+        dict(shift_factor=0.1),
+        statistics,
+    ):
         (folder / "config.json").write_text(json.dumps(config | other))
         digests.add(files.digest(files.find(folder)))
     assert len(digests) == 5
-    (folder / "config.json").write_text(json.dumps(config | dict(sample_size=256, force_upcast=False)))
+    (folder / "config.json").write_text(
+        json.dumps(config | dict(sample_size=256, force_upcast=False))
+    )
     assert files.digest(files.find(folder)) == want
 
 
@@ -98,18 +110,25 @@ def test_no_network_names_the_folder_to_fill(monkeypatch, tmp_path):
     for name in ("https_proxy", "HTTPS_PROXY", "http_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     message = refused("mse")
-    assert f"put config.json and {files.FILES[1]}" in message and str(tmp_path / "sd-vae-ft-mse") in message
+    assert (
+        f"put config.json and {files.FILES[1]}" in message
+        and str(tmp_path / "sd-vae-ft-mse") in message
+    )
     (tmp_path / "sd-vae-ft-mse").mkdir(parents=True)
     assert "must hold" in refused("mse")  # a local folder goes before the hub
 
 
 def test_fetched_from_the_hub(tiny_vae, tmp_path):
     """In a fresh process, because the hub's client reads its environment once."""
-    code = "from accel.latents import files; files.FOLDER = files.Path('no'); print(files.digest(files.find('ema')))"
+    code = (
+        "from accel.latents import files; files.FOLDER = files.Path('no'); "
+        "print(files.digest(files.find('ema')))"
+    )
     environment = dict(HF_HUB_CACHE=str(tmp_path), XDG_CACHE_HOME=str(tmp_path))
     with Hub("stabilityai/sd-vae-ft-ema", tiny_vae) as hub:
         environment["HF_ENDPOINT"] = hub.url
         done = forks.run(["-c", code], **environment)
     assert done.stdout.strip() == files.digest(files.find(tiny_vae)), done.stderr
     assert sorted(hub.asked) == sorted(files.FILES)
-    assert forks.run(["-c", code], **environment).stdout == done.stdout  # cached: the server is gone
+    # cached: the server is gone
+    assert forks.run(["-c", code], **environment).stdout == done.stdout

@@ -32,29 +32,42 @@ def test_every_door_decodes_as_diffusers(change, tiny_vae, tmp_path, here):
     pipe.save_pretrained(tmp_path / "pipe")
     for model in (pipe, str(tmp_path / "pipe")):
         with Sampler(model, **SHORT) as sampler:
-            latents, [got] = sampler.latents(207, seed=1), sampler.sample(207, seed=1)
+            latents = sampler.latents(207, seed=1)
+            [got] = sampler.sample(207, seed=1)
             want = picture(pipe.vae, latents)
             assert np.array_equal(np.asarray(got), want) and want.std() > 5
-    named = ["--ckpt", tmp_path / "pipe" / "transformer", "--vae", tmp_path / "pipe" / "vae", "--labels", 207]
+    named = [
+        "--ckpt",
+        tmp_path / "pipe" / "transformer",
+        "--vae",
+        tmp_path / "pipe" / "vae",
+        "--labels",
+        207,
+    ]
     succeeds(here("sample.py", *FLAGS, *named, "--seed", 1, "--output", tmp_path / "x.png"))
     assert np.array_equal(np.asarray(Image.open(tmp_path / "x.png")), want)
 
 
 def test_what_the_caller_set_in_a_config_counts(tiny_vae):
     """Pipelines read attributes; `register_to_config` sets entries too."""
-    pipe, own = pipeline(random_vae(tiny_vae, {})), random_vae(tiny_vae, {})
+    pipe = pipeline(random_vae(tiny_vae, {}))
+    own = random_vae(tiny_vae, {})
     pipe.vae.config.scaling_factor = 0.13025
     own.register_to_config(shift_factor=0.5)
     for how, vae in (({}, pipe.vae), (dict(vae=own), own), (dict(vae=torch.compile(own)), own)):
         with Sampler(pipe, **SHORT, **how) as sampler:
-            assert np.array_equal(np.asarray(sampler.sample(3)[0]), picture(vae, sampler.latents(3)))
+            assert np.array_equal(
+                np.asarray(sampler.sample(3)[0]), picture(vae, sampler.latents(3))
+            )
     pipe.vae.config.scaling_factor = torch.tensor(0.2)
     with pytest.raises(UsageError, match="vae=.*config.json: scaling_factor is [^\n]*$"):
         Sampler(pipe, **SHORT)
 
 
 def test_statistics_given_for_a_folder_are_in_place_of_its_scale(tiny_vae, tmp_path):
-    torch.save(dict(mean=torch.ones(1, 4, 1, 1), std=torch.full((1, 4, 1, 1), 2.0)), tmp_path / "stats.pt")
+    torch.save(
+        dict(mean=torch.ones(1, 4, 1, 1), std=torch.full((1, 4, 1, 1), 2.0)), tmp_path / "stats.pt"
+    )
     z = torch.randn(2, 4, 8, 8)
     assert torch.equal(find(str(tiny_vae), str(tmp_path / "stats.pt")).to_decoder(z), z * 2 + 1)
 
@@ -67,17 +80,34 @@ def test_decoders_of_another_class_are_refused_by_name(tiny_vae):
             return super().decode(2 * z, **how)
 
     for other in (Own.from_pretrained(tiny_vae), AutoencoderTiny(), VQModel()):
-        with pytest.raises(UsageError, match=f"vae={type(other).__name__}: give ema, mse, a folder or an Auto"):
+        with pytest.raises(
+            UsageError, match=f"vae={type(other).__name__}: give ema, mse, a folder or an Auto"
+        ):
             Sampler(pipeline(None), vae=other, **SHORT)
 
 
 def test_channels_and_factor_are_the_decoders(tiny_vae, tmp_path, here):
-    """By Python, by ranks and in an FID job: tests/test_toy_family.py, tests/test_lightning_files.py."""
-    random_vae(tiny_vae, levels(8, 8, 12, 16, 16, latent_channels=16)).save_pretrained(tmp_path / "vae")
+    """By Python, by ranks and in an FID job: tests/test_toy_family.py,
+    tests/test_lightning_files.py.
+    """
+    random_vae(tiny_vae, levels(8, 8, 12, 16, 16, latent_channels=16)).save_pretrained(
+        tmp_path / "vae"
+    )
     model = fill(DiT_models["DiT-S/4"](input_size=4, in_channels=16, num_classes=10))
     torch.save(model.state_dict(), tmp_path / "own.pt")
-    command = ["sample.py", *FLAGS, "--ckpt", tmp_path / "own.pt", "--num-classes", 10, "--output", tmp_path / "x.png"]
-    assert "weights trained at" not in succeeds(here(*command, "--vae", tmp_path / "vae", "--labels", 7))
+    command = [
+        "sample.py",
+        *FLAGS,
+        "--ckpt",
+        tmp_path / "own.pt",
+        "--num-classes",
+        10,
+        "--output",
+        tmp_path / "x.png",
+    ]
+    assert "weights trained at" not in succeeds(
+        here(*command, "--vae", tmp_path / "vae", "--labels", 7)
+    )
     assert Image.open(tmp_path / "x.png").size == (64, 64)
     words = f"--vae {tiny_vae}: decodes latents of 4 channels, and DiT-S/4 makes 16; give"
     assert words in refused(here(*command, "--vae", tiny_vae))
@@ -88,7 +118,15 @@ def test_a_job_is_not_resumed_with_another_decoder(demo, tiny_vae, tmp_path, her
     shutil.copytree(tiny_vae, tmp_path / "vae")
     config = json.loads((tmp_path / "vae" / "config.json").read_text())
     job = ["--num-fid-samples", 4, "--per-proc-batch-size", 2]
-    command = [*demo[:4], *FLAGS, "--vae", tmp_path / "vae", *job, "--sample-dir", tmp_path / "samples"]
+    command = [
+        *demo[:4],
+        *FLAGS,
+        "--vae",
+        tmp_path / "vae",
+        *job,
+        "--sample-dir",
+        tmp_path / "samples",
+    ]
     assert here("sample_ddp.py", *command).returncode == 0
     [npz] = (tmp_path / "samples").glob("*.npz")
     want = npz.read_bytes()
@@ -96,6 +134,10 @@ def test_a_job_is_not_resumed_with_another_decoder(demo, tiny_vae, tmp_path, her
     (npz.with_suffix("") / "000003.png").unlink()
     (tmp_path / "vae" / "config.json").write_text(json.dumps(config | dict(scaling_factor=0.5)))
     done = here("sample_ddp.py", *command)
-    assert done.returncode == USAGE and "latents [0.5, 0.0]" in done.stderr and "begun with" in done.stderr, done.stderr
+    assert (
+        done.returncode == USAGE
+        and "latents [0.5, 0.0]" in done.stderr
+        and "begun with" in done.stderr
+    ), done.stderr
     (tmp_path / "vae" / "config.json").write_text(json.dumps(config))
     assert here("sample_ddp.py", *command).returncode == 0 and npz.read_bytes() == want

@@ -19,9 +19,12 @@ from scripts.calibrate import best_plans, compare, kinds_up_to, passes
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_best_plan_is_the_best_of_all(seed):
-    """Dynamic programming against trying every plan of seven steps; how much a step counts differs by powers of ten."""
+    """Dynamic programming against trying every plan of seven steps; how much a step
+    counts differs by powers of ten.
+    """
     generator = np.random.default_rng(seed)
-    table, sensitivity = {kind: generator.random(7) for kind in kinds_up_to(4)}, 10 ** generator.uniform(-2, 2, 8)
+    table = {kind: generator.random(7) for kind in kinds_up_to(4)}
+    sensitivity = 10 ** generator.uniform(-2, 2, 8)
     table[1, 1][:] = 0
     assert set(table) == {(1, 1), (2, 1), (3, 1), (3, 2), (4, 1), (4, 2)}
     every = [
@@ -53,7 +56,9 @@ def test_what_a_comparison_counts():
     figures = compare(want, got, thorough=True)
     assert len(figures["grid_psnr"]) == 2 and len(figures["tile_psnr"]) == 16
     assert figures["grids_over_40"] == 0.5 and figures["tiles_over_40"] == 15 / 16
-    assert figures["mae_worst"] == pytest.approx(0.2) and figures["mae_mean"] == pytest.approx((15 / 255 + 0.2) / 16)
+    assert figures["mae_worst"] == pytest.approx(0.2) and figures["mae_mean"] == pytest.approx(
+        (15 / 255 + 0.2) / 16
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,8 +70,14 @@ def test_what_a_comparison_counts():
         (["--margin", "nan"], "--margin nan: must be finite"),
         (["--num-sampling-steps", "3"], "--num-sampling-steps 3: too few"),
         (["--ckpt", "none.pt"], "--ckpt none.pt: no such file"),
-        (["--ckpt", "{folder}/no-sigma.pt"], "no-sigma.pt: has no learned sigma, which a plan needs"),
-        (["--model", "SiT-Demo/2"], "--model SiT-Demo/2: is sampled by sde, and plans are for ddpm"),
+        (
+            ["--ckpt", "{folder}/no-sigma.pt"],
+            "no-sigma.pt: has no learned sigma, which a plan needs",
+        ),
+        (
+            ["--model", "SiT-Demo/2"],
+            "--model SiT-Demo/2: is sampled by sde, and plans are for ddpm",
+        ),
     ],
 )
 def test_refused_before_any_work(arguments, words, monkeypatch, here, tmp_path):
@@ -77,15 +88,22 @@ def test_refused_before_any_work(arguments, words, monkeypatch, here, tmp_path):
     assert words in refused(here("scripts/calibrate.py", *model, "--device", "cpu", *arguments))
 
 
-@pytest.mark.parametrize("guidance", [{}, dict(guidance_interval=(0.2, 0.7)), dict(guidance_channels=4)])
+@pytest.mark.parametrize(
+    "guidance", [{}, dict(guidance_interval=(0.2, 0.7)), dict(guidance_channels=4)]
+)
 def test_what_is_measured_is_what_sample_makes(guidance):
     """To the bit: the recorded run, and strides of one evaluation and of two from its states."""
-    options = open_weights(GridRequest(model="DiT-Demo/2", num_sampling_steps=8, **guidance), torch.device("cpu"))
-    bench, plan, start = calibrate.Bench(options, 2), [(1, 1), (3, 2), (4, 1)], 0
+    options = open_weights(
+        GridRequest(model="DiT-Demo/2", num_sampling_steps=8, **guidance), torch.device("cpu")
+    )
+    bench = calibrate.Bench(options, 2)
+    plan = [(1, 1), (3, 2), (4, 1)]
+    start = 0
     how = dict(labels=bench.labels(2), seed=calibrate.FIRST_SEED)
     run = calibrate.record(bench, 2)
     assert torch.equal(run["states"][-1][0], bench.reference.latents(**how))
-    stride, state = bench.strides(run["labels"], plan), run["states"][0]
+    stride = bench.strides(run["labels"], plan)
+    state = run["states"][0]
     for k, evaluations in plan:
         with torch.inference_mode():
             state = stride(start, state, run["noise"][start : start + k], evaluations)
@@ -95,20 +113,29 @@ def test_what_is_measured_is_what_sample_makes(guidance):
 
 
 def test_a_plan_that_sample_follows(tmp_path, here, monkeypatch):
-    monkeypatch.setattr(calibrate, "THRESHOLD", 8)  # so few steps leave none out at the criterion's 40 dB
+    # so few steps leave none out at the criterion's 40 dB
+    monkeypatch.setattr(calibrate, "THRESHOLD", 8)
     plan = tmp_path / "p.json"
     demo = ["--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", 6, "--labels", 1, 4]
     demo += ["--guidance-interval", 0.2, 0.7]
     few = ["--pictures", 2, "--seeds", 1, "--each", 8]
     text = succeeds(here("scripts/calibrate.py", *demo, *few, "--plan", plan))
     made = json.loads(plan.read_text())
-    assert made["strides"][0] == [1, 1] and made["evaluations"] == sum(count for _, count in made["strides"])
-    assert made["evaluations"] < 6 and made["evidence"]["seeds"] == [10_002] and len(made["evidence"]["tried"]) > 2
+    assert made["strides"][0] == [1, 1] and made["evaluations"] == sum(
+        count for _, count in made["strides"]
+    )
+    assert (
+        made["evaluations"] < 6
+        and made["evidence"]["seeds"] == [10_002]
+        and len(made["evidence"]["tried"]) > 2
+    )
     settings = open_weights(GridRequest(model="DiT-Demo/2"), torch.device("cpu"))
     assert made["weights"] == plan_settings(settings)["weights"]
     program, *typed = text.splitlines()[-1].removeprefix("python ").split()
     assert typed == [*map(str, demo), "--forecast", "plan", "--forecast-plan", str(plan)]
-    text = succeeds(here(program, *typed, "--output-type", "latent", "--output", tmp_path / "l.npy"))
+    text = succeeds(
+        here(program, *typed, "--output-type", "latent", "--output", tmp_path / "l.npy")
+    )
     assert f"({made['evaluations']} network evaluations)" in text
 
 

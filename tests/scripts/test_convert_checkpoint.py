@@ -18,7 +18,8 @@ CONVERT = "scripts/convert_checkpoint.py"
 
 
 def test_round_trip_through_all_three(weights, tmp_path, here):
-    want, at = find_model(weights), weights
+    want = find_model(weights)
+    at = weights
     for name in ("a", "b.pt", "c", "d.safetensors"):
         text = succeeds(here(CONVERT, "--ckpt", at, "--output", tmp_path / name))
         assert f"{len(want)} tensors" in text and "read back equal" in text
@@ -28,20 +29,41 @@ def test_round_trip_through_all_three(weights, tmp_path, here):
 
 
 TRAINED = {  # arguments of training
-    "SiT-S/8": dict(model="SiT-S/8", path_type="Linear", prediction="velocity", num_classes=1000, image_size=128),
-    "REPA-SiT-S/8": dict(model="SiT-S/8", path_type="linear", prediction="v", num_classes=1000, enc_type="dinov2"),
+    "SiT-S/8": dict(
+        model="SiT-S/8", path_type="Linear", prediction="velocity", num_classes=1000, image_size=128
+    ),
+    "REPA-SiT-S/8": dict(
+        model="SiT-S/8", path_type="linear", prediction="v", num_classes=1000, enc_type="dinov2"
+    ),
     "DiT-S/8": dict(model="DiT-S/8", num_classes=1000, image_size=128, vae="mse"),
 }
 
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_training_file_keeps_its_kind(name, tmp_path, here):
-    """Through both files and back, with no flag: the same latents, of the original file and of each conversion."""
+    """Through both files and back, with no flag: the same latents, of the original file
+    and of each conversion.
+    """
     state = fill(constructor_of(name)(input_size=16, learn_sigma="SiT" not in name)).state_dict()
     extra = {"projectors.0.0.weight": torch.ones(2, 2)} if "REPA" in name else {}
-    content = {"model": {}, "ema": {**state, **extra}, "opt": {}, "args": argparse.Namespace(**TRAINED[name])}
+    content = {
+        "model": {},
+        "ema": {**state, **extra},
+        "opt": {},
+        "args": argparse.Namespace(**TRAINED[name]),
+    }
     torch.save(content, tmp_path / "0.pt")
-    flags = ["--labels", 3, 980, "--num-sampling-steps", 4, "--device", "cpu", "--output-type", "latent"]
+    flags = [
+        "--labels",
+        3,
+        980,
+        "--num-sampling-steps",
+        4,
+        "--device",
+        "cpu",
+        "--output-type",
+        "latent",
+    ]
     found = []
     for number, target in enumerate((None, "1.safetensors", "2.pt", "3.safetensors")):
         ckpt = tmp_path / (target or "0.pt")
@@ -49,7 +71,9 @@ def test_a_training_file_keeps_its_kind(name, tmp_path, here):
             source = tmp_path / (f"{number - 1}.pt" if number != 2 else "1.safetensors")
             text = succeeds(here(CONVERT, "--ckpt", source, "--output", ckpt))
             assert f"{name}, {len(state)} tensors" in text
-            assert ("left out 1 entries that only training needs" in text) == bool(extra and number == 1)
+            assert ("left out 1 entries that only training needs" in text) == bool(
+                extra and number == 1
+            )
         text = succeeds(here("sample.py", "--ckpt", ckpt, *flags, "--output", tmp_path / "x.npy"))
         assert text.startswith(f"{name} · 128 px") and "names no family" not in text
         found.append(np.load(tmp_path / "x.npy"))
@@ -59,11 +83,19 @@ def test_a_training_file_keeps_its_kind(name, tmp_path, here):
     assert facts["metadata"]["family"] == name.rpartition("-S/8")[0].split("-SiT")[0]
     assert facts["metadata"].get("vae") == TRAINED[name].get("vae")
     done = here(CONVERT, "--ckpt", tmp_path / "2.pt", "--output", tmp_path / "folder")
-    assert (done.returncode == 0) == (name == "DiT-S/8") == ("sample with --vae mse" in done.stdout), done.stderr
-    assert name == "DiT-S/8" or "; name a .pt or .safetensors file" in done.stderr and "diffusers has no" in done.stderr
+    assert (
+        (done.returncode == 0) == (name == "DiT-S/8") == ("sample with --vae mse" in done.stdout)
+    ), done.stderr
+    assert (
+        name == "DiT-S/8"
+        or "; name a .pt or .safetensors file" in done.stderr
+        and "diffusers has no" in done.stderr
+    )
 
 
-@pytest.mark.parametrize("off, words", [(1.6e-4, "up to 0.0002 off the sine-cosine table"), (2e-3, None)])
+@pytest.mark.parametrize(
+    "off, words", [(1.6e-4, "up to 0.0002 off the sine-cosine table"), (2e-3, None)]
+)
 def test_the_table_of_a_moving_average(off, words, tmp_path, here):
     """train.py averages the fixed table too, and each step rounds."""
     state = fill(DiT_models["DiT-S/8"](input_size=16)).state_dict()
@@ -83,16 +115,26 @@ def test_diffusers_loads_the_folder(weights, tmp_path, here):
     from diffusers import DiTTransformer2DModel
 
     succeeds(here(CONVERT, "--ckpt", weights, "--output", tmp_path / "out"))
-    theirs = DiTTransformer2DModel.from_pretrained(tmp_path / "out", subfolder="transformer", low_cpu_mem_usage=False)
-    assert (theirs.config.num_attention_heads, theirs.config.sample_size, theirs.config.norm_eps) == (3, 16, 1e-6)
+    theirs = DiTTransformer2DModel.from_pretrained(
+        tmp_path / "out", subfolder="transformer", low_cpu_mem_usage=False
+    )
+    assert (
+        theirs.config.num_attention_heads,
+        theirs.config.sample_size,
+        theirs.config.norm_eps,
+    ) == (3, 16, 1e-6)
     for block in theirs.transformer_blocks:
         block.norm1.emb.time_proj.downscale_freq_shift = 0
     model = DiT_models["DiT-Demo/2"]().eval()
     model.load_state_dict(find_model(weights))
-    x, t, y = torch.randn(2, 4, 16, 16), torch.tensor([3, 800]), torch.tensor([7, 8])
+    x = torch.randn(2, 4, 16, 16)
+    t = torch.tensor([3, 800])
+    y = torch.tensor([7, 8])
     with torch.no_grad():
-        a, b = model(x, t, y), theirs.eval()(x, timestep=t, class_labels=y).sample
-    assert (a - b).norm() / a.norm() < 1e-3  # LayerNorms before the MLP read eps from the config; the rest is rounding
+        a = model(x, t, y)
+        b = theirs.eval()(x, timestep=t, class_labels=y).sample
+    # LayerNorms before the MLP read eps from the config; the rest is rounding
+    assert (a - b).norm() / a.norm() < 1e-3
 
 
 @pytest.mark.parametrize("with_vae", [False, True])
@@ -106,19 +148,41 @@ def test_diffusers_loads_the_pipeline(tmp_path, here, with_vae):
     usual = tmp_path / "usual"
     usual.touch()
     weights = out / "transformer" / "diffusion_pytorch_model.safetensors"
-    assert weights.stat().st_mode == usual.stat().st_mode  # as the umask says, and not the owner's alone
+    # as the umask says, and not the owner's alone
+    assert weights.stat().st_mode == usual.stat().st_mode
     passed = {} if with_vae else {"vae": AutoencoderKL.from_pretrained(DEMO / "vae")}
     pipeline = DiTPipeline.from_pretrained(out, **passed)
     want = to_diffusers(find_model(DEMO / "dit.safetensors"))
     got = pipeline.transformer.state_dict()
-    assert got.keys() == want.keys() and all(torch.equal(got[name], want[name].float()) for name in want)
+    assert got.keys() == want.keys() and all(
+        torch.equal(got[name], want[name].float()) for name in want
+    )
     betas = create_diffusion("").betas
     assert torch.allclose(pipeline.scheduler.betas.double(), torch.from_numpy(betas), rtol=1e-6)
     # One label without guidance: the pipeline's null label is ImageNet's.
     images = pipeline([3], guidance_scale=1.0, num_inference_steps=2, output_type="np").images
     assert images.shape == (1, 128, 128, 3) and images.std() > 0.05
-    flags = ["--model", "DiT-Demo/2", "--ckpt", out, "--labels", 3, "--num-sampling-steps", 1, "--device", "cpu"]
-    succeeds(here("sample.py", *flags, *(["--vae", out] if with_vae else []), "--output", tmp_path / "x.png"))
+    flags = [
+        "--model",
+        "DiT-Demo/2",
+        "--ckpt",
+        out,
+        "--labels",
+        3,
+        "--num-sampling-steps",
+        1,
+        "--device",
+        "cpu",
+    ]
+    succeeds(
+        here(
+            "sample.py",
+            *flags,
+            *(["--vae", out] if with_vae else []),
+            "--output",
+            tmp_path / "x.png",
+        )
+    )
 
 
 def test_weights_that_are_not_finite(tmp_path, here):

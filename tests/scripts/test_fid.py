@@ -1,4 +1,5 @@
-"""scripts/fid.py: torch-fidelity's figures, to the bit, from archives, folders and statistics; and honest about them.
+"""scripts/fid.py: torch-fidelity's figures, to the bit, from archives, folders and
+statistics; and honest about them.
 
 The published Inception weights are not needed: random ones have the same shapes.
 """
@@ -43,7 +44,9 @@ def inception(tmp_path_factory):
     generator = torch.Generator().manual_seed(0)
     for value in state.values():
         if value.ndim > 1:  # by He et al. 2015, or nothing of a picture reaches the last layer
-            value.copy_(torch.randn(value.shape, generator=generator) * (2 / value[0].numel()) ** 0.5)
+            value.copy_(
+                torch.randn(value.shape, generator=generator) * (2 / value[0].numel()) ** 0.5
+            )
     torch.save(state, path)
     return path
 
@@ -65,7 +68,9 @@ def write_folder(folder, pictures):
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
-    """The same pictures as an archive and as a folder, and others as a compressed archive and a folder."""
+    """The same pictures as an archive and as a folder, and others as a compressed archive
+    and a folder.
+    """
     folder = tmp_path_factory.mktemp("pictures")
     np.savez(folder / "samples.npz", draw(20))
     np.savez_compressed(folder / "reference.npz", draw(24, seed=1))
@@ -84,7 +89,8 @@ def theirs(data, inception, one_thread):
         isc=True,
         fid=True,
         prc=True,
-        feature_extractor="inception-v3-compat",  # of precision and recall, too: ADM's evaluator has no other network
+        # of precision and recall, too: ADM's evaluator has no other network
+        feature_extractor="inception-v3-compat",
         feature_extractor_weights_path=str(inception),
         save_cpu_ram=True,
         cache=False,
@@ -94,7 +100,9 @@ def theirs(data, inception, one_thread):
 
 @pytest.fixture
 def tree(tmp_path):
-    """The reference's pictures as torchvision's ImageFolder has them: a folder a class, deeper below, JPEG's suffix."""
+    """The reference's pictures as torchvision's ImageFolder has them: a folder a class,
+    deeper below, JPEG's suffix.
+    """
     pictures = draw(24, seed=1)
     places = [(tmp_path / "tree" / ("cat", "dog", "dog/puppy")[index // 8]) for index in range(24)]
     for index, (place, picture) in enumerate(zip(places, pictures)):
@@ -109,7 +117,11 @@ def tree(tmp_path):
 def test_the_pages_own_recipe_makes_a_reference(tree, tmp_path, monkeypatch):
     """docs/fid.md: pictures of any size, cropped and resized, in an archive."""
     page = (ROOT / "docs" / "fid.md").read_text()
-    [recipe] = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "reference.npz" in block]
+    [recipe] = [
+        block
+        for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+        if "reference.npz" in block
+    ]
     Image.fromarray(draw(1, side=50)[0][:, :40]).save(tree / "cat" / "wide.jpg")
     shutil.rmtree(tree / ".thumbnails")
     monkeypatch.chdir(tmp_path)
@@ -119,16 +131,33 @@ def test_the_pages_own_recipe_makes_a_reference(tree, tmp_path, monkeypatch):
     assert made.shape == (25, 256, 256, 3) and not made.statistics
 
 
-def test_the_command_gives_torch_fidelitys_figures_to_the_bit(data, tree, dinov2, inception, theirs, here, monkeypatch):
-    """The reasons why a figure may not be compared stand below it. DINOv2's distance stands beside them, from the same
-    pass."""
-    figures, compare = [], fid.compare
+def test_the_command_gives_torch_fidelitys_figures_to_the_bit(
+    data, tree, dinov2, inception, theirs, here, monkeypatch
+):
+    """The reasons why a figure may not be compared stand below it. DINOv2's distance
+    stands beside them, from the same pass.
+    """
+    figures = []
+    compare = fid.compare
     monkeypatch.setattr(fid, "compare", lambda *how: figures.append(compare(*how)) or figures[0])
-    how = "--inception-weights", inception, "--device", "cpu", "--precision-recall", "--features", "dinov2"
+    how = (
+        "--inception-weights",
+        inception,
+        "--device",
+        "cpu",
+        "--precision-recall",
+        "--features",
+        "dinov2",
+    )
     done = here("scripts/fid.py", data / "samples.npz", tree, *how)
     assert done.returncode == 0 and "fetching" not in done.stdout, done.stderr
-    sfid, dino = figures[0].pop(fid.SFID), figures[0].pop(fid.FD_DINOV2)
-    assert figures == [theirs] and theirs["frechet_inception_distance"] > 0.01 and theirs["inception_score_mean"] > 1
+    sfid = figures[0].pop(fid.SFID)
+    dino = figures[0].pop(fid.FD_DINOV2)
+    assert (
+        figures == [theirs]
+        and theirs["frechet_inception_distance"] > 0.01
+        and theirs["inception_score_mean"] > 1
+    )
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if line[0] in "FPRs")
     assert math.isclose(float(lines["FID"]), theirs["frechet_inception_distance"], rel_tol=1e-3)
     assert math.isclose(float(lines["sFID"]), sfid, rel_tol=1e-5)
@@ -136,7 +165,9 @@ def test_the_command_gives_torch_fidelitys_figures_to_the_bit(data, tree, dinov2
     assert float(lines["Recall"]) == round(theirs["recall"], 4)
     assert math.isclose(float(lines["FD-DINOv2"]), dino, rel_tol=1e-5)
     reference = by_dinov2(draw(24, seed=1))
-    expected = exact_distance(by_dinov2(draw(20)), reference.mean(0), np.cov(reference, rowvar=False))
+    expected = exact_distance(
+        by_dinov2(draw(20)), reference.mean(0), np.cov(reference, rowvar=False)
+    )
     assert math.isclose(dino, expected, rel_tol=1e-3) and expected > 0.01
     assert "samples.npz: 20 pictures\n" in done.stdout and "tree: 24 pictures\n" in done.stdout
     assert "note: FID of 20 pictures is larger than of 50000" in done.stdout
@@ -156,8 +187,11 @@ def test_archives_are_streamed(tmp_path):
 
 
 def features(weights, pictures):
-    """FID's features, and sFID's as ADM's evaluator flattens them: TensorFlow has the channels last. Float64."""
-    network, of_block = FeatureExtractorInceptionV3("x", ["2048", "logits_unbiased"], str(weights)), []
+    """FID's features, and sFID's as ADM's evaluator flattens them: TensorFlow has the
+    channels last. Float64.
+    """
+    network = FeatureExtractorInceptionV3("x", ["2048", "logits_unbiased"], str(weights))
+    of_block = []
     hook = network.Mixed_6d.register_forward_hook(lambda module, given, out: of_block.append(out))
     with torch.inference_mode():
         pool, _ = network(torch.from_numpy(pictures).permute(0, 3, 1, 2))
@@ -169,8 +203,9 @@ def features(weights, pictures):
 
 
 def exact_distance(found, mu, sigma):
-    """Return the Fréchet distance of features to statistics: XᵀX of X's centred rows, times T, has the nonzero
-    eigenvalues of the small matrix X·T·Xᵀ."""
+    """Return the Fréchet distance of features to statistics: XᵀX of X's centred rows,
+    times T, has the nonzero eigenvalues of the small matrix X·T·Xᵀ.
+    """
     x = (found - found.mean(0)) / (len(found) - 1) ** 0.5
     cross = np.linalg.eigvalsh(x @ sigma @ x.T).clip(0) ** 0.5
     return np.sum((found.mean(0) - mu) ** 2) + np.sum(x**2) + np.trace(sigma) - 2 * cross.sum()
@@ -178,34 +213,62 @@ def exact_distance(found, mu, sigma):
 
 def test_adms_statistics_against_a_direct_computation(data, inception, tmp_path):
     """With statistics in the file its pictures are not looked at, but for precision and recall."""
-    random, of_reference = np.random.default_rng(0), []
+    random = np.random.default_rng(0)
+    of_reference = []
     for size in (2048, 2023):
         root = random.normal(size=(size, size)) / size**0.5
         of_reference.append((random.normal(size=size), root @ root.T + np.eye(size)))
     (mu, sigma), (mu_s, sigma_s) = of_reference
-    np.savez(tmp_path / "adm.npz", arr_0=draw(12, seed=2), mu=mu, sigma=sigma, mu_s=mu_s, sigma_s=sigma_s)
-    samples, reference = fid.Pictures(data / "samples.npz"), fid.Pictures(tmp_path / "adm.npz")
+    np.savez(
+        tmp_path / "adm.npz", arr_0=draw(12, seed=2), mu=mu, sigma=sigma, mu_s=mu_s, sigma_s=sigma_s
+    )
+    samples = fid.Pictures(data / "samples.npz")
+    reference = fid.Pictures(tmp_path / "adm.npz")
     network = fid.load_inception(inception, cuda=False)
-    mine = fid.compare(samples, reference, [network], False, Namespace(batch_size=7, precision_recall=False))
-    for name, found, (mu, sigma) in zip((fid.FID, fid.SFID), features(inception, draw(20)), of_reference, strict=True):
+    mine = fid.compare(
+        samples, reference, [network], False, Namespace(batch_size=7, precision_recall=False)
+    )
+    for name, found, (mu, sigma) in zip(
+        (fid.FID, fid.SFID), features(inception, draw(20)), of_reference, strict=True
+    ):
         assert math.isclose(mine[name], exact_distance(found, mu, sigma), rel_tol=1e-5), name
 
 
 def test_figures_that_statistics_do_not_give(data, inception, dinov2, tmp_path, here):
     """Without sFID's there is no sFID, without pictures neither precision nor DINOv2's distance."""
     np.savez(tmp_path / "fid.npz", mu=MU, sigma=SIGMA)
-    command = "scripts/fid.py", data / "samples.npz", tmp_path / "fid.npz", "--inception-weights", inception
+    command = (
+        "scripts/fid.py",
+        data / "samples.npz",
+        tmp_path / "fid.npz",
+        "--inception-weights",
+        inception,
+    )
     text = forks.succeeds(here(*command, "--device", "cpu", "--features", "dinov2"))
-    assert "\nFD-DINOv2        none: the reference has no pictures" in text and "FD-DINOv2 is against" not in text
+    assert (
+        "\nFD-DINOv2        none: the reference has no pictures" in text
+        and "FD-DINOv2 is against" not in text
+    )
     assert "\nsFID             none: the reference has statistics, but not mu_s" in text
-    assert "fid.npz: holds 0 pictures" in forks.refused(here(*command, "--device", "cpu", "--precision-recall"))
+    assert "fid.npz: holds 0 pictures" in forks.refused(
+        here(*command, "--device", "cpu", "--precision-recall")
+    )
 
 
 @pytest.fixture(scope="session")
 def jobs(tmp_path_factory):
     """Two small jobs of sample_ddp.py that differ in one setting."""
     folder = tmp_path_factory.mktemp("jobs")
-    common = ["--model", "DiT-Demo/2", "--device", "cpu", "--num-fid-samples", "10", "--per-proc-batch-size", "10"]
+    common = [
+        "--model",
+        "DiT-Demo/2",
+        "--device",
+        "cpu",
+        "--num-fid-samples",
+        "10",
+        "--per-proc-batch-size",
+        "10",
+    ]
     for steps in "23":
         command = [*common, "--num-sampling-steps", steps, "--sample-dir", folder / steps]
         forks.succeeds(forks.run(["sample_ddp.py", *command]))
@@ -218,7 +281,10 @@ def notes(samples, reference, *how):
 
 def test_two_jobs_are_compared_by_what_they_record(jobs):
     few, other = notes(*jobs, True, True)
-    assert few.startswith("FID of 10 pictures") and other == "two jobs that differ in --num-sampling-steps (2, 3)"
+    assert (
+        few.startswith("FID of 10 pictures")
+        and other == "two jobs that differ in --num-sampling-steps (2, 3)"
+    )
     assert notes(jobs[0], jobs[0].with_suffix(""), True)[-1] == "two jobs of the same settings"
 
 
@@ -249,7 +315,9 @@ def cut(content):
 
 
 def changed(content, offset, value, length):
-    """An archive with a changed field in its first member's headers; offset: in the local header."""
+    """An archive with a changed field in its first member's headers; offset: in the local
+    header.
+    """
     content = bytearray(content)
     for signature, further in ((b"PK\x03\x04", 0), (b"PK\x01\x02", 2)):
         start = content.index(signature) + further + offset
@@ -257,9 +325,11 @@ def changed(content, offset, value, length):
     return bytes(content)
 
 
-ENCRYPTED, INFLATES_TO_3_GB = (6, 1, 2), (22, 3 * 2**30, 4)
+ENCRYPTED = (6, 1, 2)
+INFLATES_TO_3_GB = (22, 3 * 2**30, 4)
 SMALL = np.zeros((12, 8, 8, 3), np.uint8)
-MU, SIGMA = np.zeros(2048), np.eye(2048)
+MU = np.zeros(2048)
+SIGMA = np.eye(2048)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +363,8 @@ def test_bad_samples_are_one_line_at_once(content, words, data, inception, tmp_p
         path = Path(content)
     elif content is not None:
         path.write_bytes(content)
-    how, start = ("--inception-weights", inception, "--device", "cpu"), time.monotonic()
+    how = ("--inception-weights", inception, "--device", "cpu")
+    start = time.monotonic()
     error = forks.refused(here("scripts/fid.py", path, data / "reference.npz", *how))
     assert words in error and str(path) in error and time.monotonic() - start < 2
 
@@ -302,12 +373,21 @@ def test_bad_folders_are_one_line(tmp_path):
     folder = write_folder(tmp_path / "f", draw(3))
     Image.fromarray(draw(1, side=16)[0]).save(folder / "000001.png")
     pictures = fid.Pictures(folder)
-    with pytest.raises(UsageError, match="000001.png is of another size than 000000.png"), pictures.errors():
+    with (
+        pytest.raises(UsageError, match="000001.png is of another size than 000000.png"),
+        pictures.errors(),
+    ):
         list(pictures)
     whole = (folder / "000000.png").read_bytes()
-    for content, words in ((b"nothing", "cannot identify image"), (whole[:100], "truncated"), (None, "a pipe")):
+    for content, words in (
+        (b"nothing", "cannot identify image"),
+        (whole[:100], "truncated"),
+        (None, "a pipe"),
+    ):
         (folder / "000000.png").unlink()
-        (folder / "000000.png").write_bytes(content) if content else os.mkfifo(folder / "000000.png")
+        (folder / "000000.png").write_bytes(content) if content else os.mkfifo(
+            folder / "000000.png"
+        )
         with pytest.raises(UsageError, match=words):
             fid.Pictures(folder)
 
@@ -358,7 +438,9 @@ def test_other_weights_are_one_line_and_code_is_not_run(inception, tmp_path):
     expanded = {"x": torch.ones(1).expand(10**6, 10**6)}
     for content in ({"x": torch.ones(2)}, Evil(), [torch.ones(2)], {"x": 3}, state, expanded):
         torch.save(content, tmp_path / "w.pth")
-        with pytest.raises(UsageError, match="--inception-weights .*: are not Inception's") as error:
+        with pytest.raises(
+            UsageError, match="--inception-weights .*: are not Inception's"
+        ) as error:
             fid.load_inception(tmp_path / "w.pth", cuda=False)
         assert "\n" not in str(error.value)
     assert not (tmp_path / "touched").exists()
@@ -412,8 +494,14 @@ def by_dinov2(pictures):
     """Features of the network in DINOv2's place, by Pillow's resize as dgm-eval has it."""
     scope = {}
     exec(DINO, scope)
-    mean, std = (torch.tensor(values)[:, None, None] for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
-    resized = [np.asarray(Image.fromarray(one).resize((224, 224), Image.Resampling.BICUBIC)) for one in pictures]
+    mean, std = (
+        torch.tensor(values)[:, None, None]
+        for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    )
+    resized = [
+        np.asarray(Image.fromarray(one).resize((224, 224), Image.Resampling.BICUBIC))
+        for one in pictures
+    ]
     x = torch.from_numpy(np.stack(resized)).permute(0, 3, 1, 2) / 255
     with torch.no_grad():
         return scope["dinov2_vitl14"]()((x - mean) / std).double().numpy()
@@ -427,11 +515,22 @@ def test_dinov2_that_is_not_here_is_named(data, inception, dinov2, here, capsys)
     how = "--inception-weights", inception, "--device", "cpu", "--features", "dinov2"
     done = here("scripts/fid.py", data / "samples.npz", data / "reference", *how)
     [line] = [line for line in done.stderr.splitlines() if line.startswith("fid.py: ")]
-    assert done.returncode == 2 and "--features dinov2: cannot be loaded" in line and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 2
+        and "--features dinov2: cannot be loaded" in line
+        and "Traceback" not in done.stderr
+    )
     assert fid.DINOV2_URL in line and fid.DINOV2_CODE in line and "fetching" in done.stdout
 
 
 def test_without_torch_fidelity():
-    code = "import sys; sys.modules['torch_fidelity'] = None; from scripts import fid; fid.load_inception('x', False)"
+    code = (
+        "import sys; sys.modules['torch_fidelity'] = None; from scripts import fid; "
+        "fid.load_inception('x', False)"
+    )
     done = forks.run(["-c", code])
-    assert done.stderr.strip().splitlines()[-1].endswith("torch-fidelity is not installed: pip install torch-fidelity")
+    assert (
+        done.stderr.strip()
+        .splitlines()[-1]
+        .endswith("torch-fidelity is not installed: pip install torch-fidelity")
+    )

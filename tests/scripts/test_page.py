@@ -1,4 +1,6 @@
-"""The page: real Chromium on a CPU with the demo models. What is offered, and the estimate on the way, without it."""
+"""The page: real Chromium on a CPU with the demo models. What is offered, and the
+estimate on the way, without it.
+"""
 
 import os
 import re
@@ -23,7 +25,8 @@ from accel.request import GridRequest
 from scripts.page import PLAN, Studio, choices, choose
 
 in_browser = pytest.mark.skipif(
-    not (find() and find_spec("gradio")), reason="needs Chromium (Debian: apt-get install chromium) and gradio"
+    not (find() and find_spec("gradio")),
+    reason="needs Chromium (Debian: apt-get install chromium) and gradio",
 )
 
 
@@ -36,7 +39,9 @@ def studio():
 
 
 def test_too_many_pictures_are_refused():
-    with pytest.raises(UsageError, match="labels: 9 pictures are too many for this page; choose up to 8"):
+    with pytest.raises(
+        UsageError, match="labels: 9 pictures are too many for this page; choose up to 8"
+    ):
         choose(["1"] * 9, 0, 4.0, 0, 1, "ddpm", 5, "fp32")
 
 
@@ -48,16 +53,28 @@ def test_a_family_offers_what_it_has_and_no_more(studio):
 
 
 @pytest.mark.parametrize(
-    "number, sampler, steps", [(0, "ddpm", 9), (0, "ddim", 9), (1, "ddpm", 5), (2, "euler", 7), (2, "heun", 5)]
+    "number, sampler, steps",
+    [(0, "ddpm", 9), (0, "ddim", 9), (1, "ddpm", 5), (2, "euler", 7), (2, "heun", 5)],
 )
 def test_before_the_last_step_the_estimate_is_the_result(studio, number, sampler, steps):
     """The last step of these samplers goes to x* itself."""
-    how = dict(sampler=sampler, num_sampling_steps=steps, labels=(1, 5), precision="fp32", guidance_interval=(0.05, 1))
-    options, seen = reopen(studio.opened[number], **how), {}
+    how = dict(
+        sampler=sampler,
+        num_sampling_steps=steps,
+        labels=(1, 5),
+        precision="fp32",
+        guidance_interval=(0.05, 1),
+    )
+    options = reopen(studio.opened[number], **how)
+    seen = {}
     with alone():
         run = door.load(options)
-        latents = door.latents(options, run, on_step=lambda index, x: seen.update({index + 1: x.clone()}))
-    torch.testing.assert_close(run.estimate(seen[steps - 1], steps - 1, (1, 5)), latents, atol=1e-4, rtol=1e-3)
+        latents = door.latents(
+            options, run, on_step=lambda index, x: seen.update({index + 1: x.clone()})
+        )
+    torch.testing.assert_close(
+        run.estimate(seen[steps - 1], steps - 1, (1, 5)), latents, atol=1e-4, rtol=1e-3
+    )
     half = steps // 2
     nearer = run.estimate(seen[half], half, (1, 5)) - latents
     assert nearer.square().mean() < (seen[half] - latents).square().mean()
@@ -66,10 +83,20 @@ def test_before_the_last_step_the_estimate_is_the_result(studio, number, sampler
 def test_a_plan_that_passes_over_steps_shows_estimates(studio, tmp_path, monkeypatch):
     """Six previews are due in 12 steps, one after each stride but the last."""
     monkeypatch.setattr("scripts.page.FOLDER", tmp_path)
-    how = dict(num_sampling_steps=12, labels=(1,), forecast="plan", forecast_plan=str(tmp_path / "plan.json"))
-    options, seen = reopen(studio.opened[0], **how), []
-    write_plan(tmp_path / "plan.json", door.plan_settings(options), [(1, 1), (3, 1), (4, 1), (4, 1)], {})
-    studio.picture(options, "a.png", lambda text, share, *estimate: seen.extend(estimate), previews=6)
+    how = dict(
+        num_sampling_steps=12,
+        labels=(1,),
+        forecast="plan",
+        forecast_plan=str(tmp_path / "plan.json"),
+    )
+    options = reopen(studio.opened[0], **how)
+    seen = []
+    write_plan(
+        tmp_path / "plan.json", door.plan_settings(options), [(1, 1), (3, 1), (4, 1), (4, 1)], {}
+    )
+    studio.picture(
+        options, "a.png", lambda text, share, *estimate: seen.extend(estimate), previews=6
+    )
     assert len(seen) == 3 and (tmp_path / "a.png").is_file()
 
 
@@ -77,7 +104,9 @@ def test_missing_gradio_is_a_line(tmp_path, here):
     (tmp_path / "gradio.py").write_text("raise ImportError")
     done = forks.run(["-m", "scripts.page", "--device", "cpu"], PYTHONPATH=str(tmp_path))
     assert forks.refused(done).endswith("install it with pip install -e .[page]\n")
-    assert "page.py: --sampler euler: is not for a DiT" in forks.refused(here("scripts/page.py", "--sampler", "euler"))
+    assert "page.py: --sampler euler: is not for a DiT" in forks.refused(
+        here("scripts/page.py", "--sampler", "euler")
+    )
 
 
 # ---- in the browser ----
@@ -103,14 +132,22 @@ class Visitor(Browser):
 
     def fill(self, label, value):
         """Type into a field."""
-        inputs = f"{self.seen('label')}.find(e => e.innerText.startsWith('{label}')).querySelector('input')"
+        inputs = (
+            f"{self.seen('label')}.find(e => "
+            f"e.innerText.startsWith('{label}')).querySelector('input')"
+        )
         self.ask(f"{inputs}.focus(), {inputs}.select(), true")
         self.call("Input.insertText", text=str(value))
         self.ask("document.activeElement.blur()")
 
     def status(self):
         """The status, or the toast of a mistake."""
-        return self.ask(f"({self.seen('[class*=toast]')}[0] || {self.seen('.status')}[0] || {{}}).innerText") or ""
+        return (
+            self.ask(
+                f"({self.seen('[class*=toast]')}[0] || {self.seen('.status')}[0] || {{}}).innerText"
+            )
+            or ""
+        )
 
     def wait_for(self, words):
         """What the status says of `words`, a regular expression."""
@@ -121,10 +158,17 @@ class Visitor(Browser):
 
 
 def served(home, *flags):
-    """The page, on two threads of nobody else, with an empty home and folder for temporary files."""
+    """The page, on two threads of nobody else, with an empty home and folder for
+    temporary files.
+    """
     for name in ("home", "tmp"):
         (home / name).mkdir()
-    environment = dict(HOME=str(home / "home"), TMPDIR=str(home / "tmp"), OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    environment = dict(
+        HOME=str(home / "home"),
+        TMPDIR=str(home / "tmp"),
+        OMP_NUM_THREADS="1",
+        CUDA_VISIBLE_DEVICES="",
+    )
     process = forks.Fork(["-m", "scripts.page", "--port", forks.free_port(), *flags], **environment)
     process.wait_for("Ctrl-C")
     return process, re.search(r"http://127.0.0.1:\d+/", process.text()[0])[0]
@@ -132,7 +176,9 @@ def served(home, *flags):
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
-    process, address = served(tmp_path_factory.mktemp("page"), "--num-sampling-steps", "12", "--labels", "sea", "ball")
+    process, address = served(
+        tmp_path_factory.mktemp("page"), "--num-sampling-steps", "12", "--labels", "sea", "ball"
+    )
     yield address
     process.kill()
 
@@ -141,8 +187,11 @@ def address(tmp_path_factory):
 def visitor(address):
     with Visitor(address) as visitor:
         yield visitor
-        assert all(url.startswith((address, "data:", "blob:", "about:")) for url in visitor.requested)
-        errors = [one for one in visitor.problems if one.get("errorText") != "net::ERR_ABORTED"]  # a stream that ended
+        assert all(
+            url.startswith((address, "data:", "blob:", "about:")) for url in visitor.requested
+        )
+        # a stream that ended
+        errors = [one for one in visitor.problems if one.get("errorText") != "net::ERR_ABORTED"]
         assert errors == []
 
 
@@ -150,7 +199,13 @@ def visitor(address):
 def test_a_picture_is_that_of_the_command_to_the_bit(visitor, run, tmp_path):
     visitor.ask(f"{visitor.seen('input[aria-label=Classes]')}[0].focus()")
     visitor.call("Input.insertText", text="mushr")
-    visitor.call("Input.dispatchKeyEvent", type="keyDown", key="Enter", code="Enter", windowsVirtualKeyCode=13)
+    visitor.call(
+        "Input.dispatchKeyEvent",
+        type="keyDown",
+        key="Enter",
+        code="Enter",
+        windowsVirtualKeyCode=13,
+    )
     pictures = set()
     visitor.press("Sample")
     while visitor.status() != "Done.":
@@ -162,12 +217,21 @@ def test_a_picture_is_that_of_the_command_to_the_bit(visitor, run, tmp_path):
     made = (tmp_path / "sample.png").read_bytes()
     assert urllib.request.urlopen(visitor.picture()).read() == made
     visitor.call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path / "saved"))
-    visitor.ask(f"{visitor.seen('.pixels [aria-label=Download], .pixels [title=Download]')}[0].click()")
+    visitor.ask(
+        f"{visitor.seen('.pixels [aria-label=Download], .pixels [title=Download]')}[0].click()"
+    )
     saved = visitor.until(lambda: list(tmp_path.glob("saved/*.png")))
     assert [path.read_bytes() for path in saved] == [made]
     assert len(pictures - {None, visitor.picture()}) >= 2  # estimates on the way
-    look = "(e => [e.offsetWidth > 600, getComputedStyle(e).objectFit, getComputedStyle(e).imageRendering])"
-    assert visitor.ask(f"{look}({visitor.seen('.pixels img')}[0])") == [True, "contain", "pixelated"]
+    look = (
+        "(e => [e.offsetWidth > 600, getComputedStyle(e).objectFit, "
+        "getComputedStyle(e).imageRendering])"
+    )
+    assert visitor.ask(f"{look}({visitor.seen('.pixels img')}[0])") == [
+        True,
+        "contain",
+        "pixelated",
+    ]
 
 
 @in_browser
@@ -177,7 +241,8 @@ def test_two_settings_are_compared(visitor):
     visitor.press("Compare")
     assert visitor.wait_for("Done|Error") == "Done"
     text = visitor.ask("document.body.innerText")
-    assert re.search(r"VERDICT: FAIL \(gate contest; judged by MAE, PSNR, SSIM\)", text)  # other samplers
+    # other samplers
+    assert re.search(r"VERDICT: FAIL \(gate contest; judged by MAE, PSNR, SSIM\)", text)
     assert re.search(r"Sampling took [\d.]+ s and [\d.]+ s\.", text) and "/tmp" not in text
     assert len(set(visitor.ask(f"{visitor.seen('.pixels img')}.map(e => e.src)"))) == 3
 
@@ -185,8 +250,13 @@ def test_two_settings_are_compared(visitor):
 @in_browser
 @pytest.mark.parametrize("late", [0, 1000])
 def test_stop_stops_between_steps_and_the_next_run_is_whole(visitor, late):
-    """Also in a busy browser, which takes in the run's messages `late` milliseconds after they came."""
-    delay = f"window.setTimeout = (f, time, ...rest) => own(f, rest[0] && rest[0].msg ? {late} : time, ...rest)"
+    """Also in a busy browser, which takes in the run's messages `late` milliseconds after
+    they came.
+    """
+    delay = (
+        f"window.setTimeout = (f, time, ...rest) => own(f, rest[0] && rest[0].msg ? {late} : "
+        "time, ...rest)"
+    )
     visitor.ask(f"{{const own = window.setTimeout; {delay}; true}}")
     visitor.fill("Steps", 1000)
     visitor.press("Sample")
@@ -204,7 +274,10 @@ def test_stop_stops_between_steps_and_the_next_run_is_whole(visitor, late):
 
 @in_browser
 def test_a_mistake_is_a_line_in_the_page(visitor):
-    for steps, seed, said in (5000, 0, "Steps 5000: must be from 1 to 1000"), (12, 1e25, "Seed 1.*must fit in 64 bits"):
+    for steps, seed, said in (
+        (5000, 0, "Steps 5000: must be from 1 to 1000"),
+        (12, 1e25, "Seed 1.*must fit in 64 bits"),
+    ):
         visitor.fill("Steps", steps)
         visitor.fill("Seed", seed)
         visitor.press("Sample")
@@ -227,7 +300,9 @@ def test_the_second_visitor_waits_and_is_served_when_the_first_leaves(address, v
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_nothing_is_left(tmp_path, number):
     """Ended in the middle of a run, by Ctrl-C or as Slurm does."""
-    process, address = served(tmp_path, "--model", "DiT-Demo/2", "--num-sampling-steps", "40", "--labels", "sea")
+    process, address = served(
+        tmp_path, "--model", "DiT-Demo/2", "--num-sampling-steps", "40", "--labels", "sea"
+    )
     try:
         with Visitor(address) as visitor:
             visitor.press("Sample")
@@ -239,4 +314,7 @@ def test_nothing_is_left(tmp_path, number):
             process.wait(20)
     finally:
         process.kill()
-    assert process.returncode and sorted(tmp_path.rglob("*")) == [tmp_path / "home", tmp_path / "tmp"]
+    assert process.returncode and sorted(tmp_path.rglob("*")) == [
+        tmp_path / "home",
+        tmp_path / "tmp",
+    ]

@@ -1,4 +1,6 @@
-"""The report: every figure in it is in a file, incomplete or mixed logs are refused by name, and a browser shows it."""
+"""The report: every figure in it is in a file, incomplete or mixed logs are refused by
+name, and a browser shows it.
+"""
 
 import base64
 import io
@@ -62,10 +64,13 @@ def test_both_languages_have_the_same_figures(log, tmp_path, here):
     numbers = [re.findall(r"\d+\.\d+", text.rpartition("\n## ")[0]) for text in (english, chinese)]
     assert numbers[0] == numbers[1] and len(numbers[0]) > 200
     assert not re.search("[\u4e00-\u9fff]", english)
-    names = r"DiT-XL/2|CUDA graph|GPU|fp16|bf16|fp32|tf32|exact|px|GELU|adaLN"  # English, in Chinese figures too
+    # English, in Chinese figures too
+    names = r"DiT-XL/2|CUDA graph|GPU|fp16|bf16|fp32|tf32|exact|px|GELU|adaLN"
     for path in (tmp_path / "zh/figures").glob("*.svg"):
         texts = re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text())
-        assert not [text for text in texts if re.search("[A-Za-z]{2,}", re.sub(names, "", text))], path
+        assert not [text for text in texts if re.search("[A-Za-z]{2,}", re.sub(names, "", text))], (
+            path
+        )
     page = (tmp_path / "zh/report.html").read_text()
     assert not re.findall(r'(?:src|href)="(?!data:)[^"]*"', page) and "http" not in page
     assert page.count("<img ") == len(list((tmp_path / "zh/figures").iterdir())) == 4
@@ -81,25 +86,41 @@ def test_every_text_is_translated():
 
 # ---- every figure is traced to its log ----
 
-RULE = r"T below 100 s .*? none\.|^\| driver.*?$"  # of the contest, and versions of programs: no measurements
+# of the contest, and versions of programs: no measurements
+RULE = r"T below 100 s .*? none\.|^\| driver.*?$"
 
 
 def untraced(data, text):
-    """Figures that no file of their section holds, in one of the report's units or as the ratio of two beside it."""
+    """Figures that no file of their section holds, in one of the report's units or as the
+    ratio of two beside it.
+    """
     computed = [run["timed"]["ms"] / run["floor_ms"] for run in data["profile"]["runs"]]
     computed += [row["ms"] / 4 for row in data["single"]["rungs"]]  # of 250 steps, s
     for job in data["many"]["ddp"]:
-        computed += [job["speed"], job["speed"] / job["gpus"], *(run["points"] for run in job["runs"])]
+        computed += [
+            job["speed"],
+            job["speed"] / job["gpus"],
+            *(run["points"] for run in job["runs"]),
+        ]
     found = []
     for part in re.split(r"\n## ", text.rpartition("\n## ")[0]):
-        roles = set(re.findall(r"\w+", report_data.NEEDS.get(int(part[0]) if part[0].isdigit() else 0, "")))
-        used = [one["path"] for one in data["sources"] if not roles or roles & {*report_data.roles(one)}]
-        values, blocks = recorded(used) + computed, re.split(r"\n\s*\n", part)
+        roles = set(
+            re.findall(r"\w+", report_data.NEEDS.get(int(part[0]) if part[0].isdigit() else 0, ""))
+        )
+        used = [
+            one["path"] for one in data["sources"] if not roles or roles & {*report_data.roles(one)}
+        ]
+        values = recorded(used) + computed
+        blocks = re.split(r"\n\s*\n", part)
         for block, before in zip(blocks, ["", *blocks]):
             cells = [(cell, "") for cell in re.findall(r"(?<=\| )\d+(?= \|)", block)]  # integers
             for number, unit in [*figures(block.replace("×", " × ").replace("%", " % ")), *cells]:
                 value, tolerance = half_digit(number)
-                held = any(abs(value - one * scale) <= tolerance for one in values for scale in (1, 100, 255))
+                held = any(
+                    abs(value - one * scale) <= tolerance
+                    for one in values
+                    for scale in (1, 100, 255)
+                )
                 if not held and not agrees(number, unit, values, before + block):
                     found.append((number, unit, block[:90]))
     return found
@@ -114,35 +135,55 @@ def test_every_figure_is_traced_to_its_log():
 
 
 def test_the_commands_it_prints_are_todays():
-    seen, text = set(), (ROOT / "log/report/report.md").read_text()
+    seen = set()
+    text = (ROOT / "log/report/report.md").read_text()
     for command in re.findall(r"\| `((?:python|torchrun) [^`]*)` \|$", text, re.M):
         file, arguments = program(shlex.split(command))
         assert unknown_flags(file, arguments) == [], file
         seen.add(file)
-    assert {"bench/steps.py", "bench/jobs.py", "bench/profile_step.py", "bench/many_gpus.py"} <= seen
+    assert {
+        "bench/steps.py",
+        "bench/jobs.py",
+        "bench/profile_step.py",
+        "bench/many_gpus.py",
+    } <= seen
 
 
 def test_the_committed_report_is_that_of_the_log():
-    """log/report was written from the files in log/ that it names: written again, it is the same."""
-    text, data = (ROOT / "log/report/report.md").read_text(), report_data.collect(ROOT / "log")
+    """log/report was written from the files in log/ that it names: written again, it is
+    the same.
+    """
+    text = (ROOT / "log/report/report.md").read_text()
+    data = report_data.collect(ROOT / "log")
     assert report.markdown(data, "en") == text, "python scripts/report.py log/report"
-    pages = report.page(text, report.draw(data), "en"), (ROOT / "log/report/report.html").read_text()
-    again, page = (re.sub(r'src="[^"]*"', "", one) for one in pages)  # the pictures' bytes are matplotlib's version's
+    pages = (
+        report.page(text, report.draw(data), "en"),
+        (ROOT / "log/report/report.html").read_text(),
+    )
+    # the pictures' bytes are matplotlib's version's
+    again, page = (re.sub(r'src="[^"]*"', "", one) for one in pages)
     assert again == page and len(pages[1]) < 3e6
 
 
 # ---- honesty ----
 
 
-@pytest.mark.parametrize("other", [dict(model="DiT-Demo/2"), dict(image_size=256), dict(steps=50), dict(pictures=4)])
+@pytest.mark.parametrize(
+    "other", [dict(model="DiT-Demo/2"), dict(image_size=256), dict(steps=50), dict(pictures=4)]
+)
 def test_a_rehearsal_has_no_points_and_a_report_has_upstreams_arithmetic(log, other):
-    assert "| 50.0 |" in text_of(log) and "rehearsal" not in text_of(log) and "GPUs T is" in text_of(log)
+    assert (
+        "| 50.0 |" in text_of(log)
+        and "rehearsal" not in text_of(log)
+        and "GPUs T is" in text_of(log)
+    )
     change(log / "contest.json", **other)
     (log / "contest-fp32.json").unlink()
     assert "GPUs T is" not in text_of(log)  # of the contest's job
     (log / "ddp.json").unlink()
     assert "| 50.0 |" not in text_of(log) and "| rehearsal: none |" in text_of(log)
-    change(log / "contest.json", contest=change(log / "contest.json")["contest"][1:])  # without upstream's arithmetic
+    # without upstream's arithmetic
+    change(log / "contest.json", contest=change(log / "contest.json")["contest"][1:])
     with pytest.raises(UsageError, match="no contest measurement of fp32"):
         report_data.collect(log)
 
@@ -156,14 +197,17 @@ def test_ranks_that_share_a_cpu_prove_no_scaling(log):
         (log / f"{name}.json").write_text(json.dumps(record))
     data = report_data.collect(log)
     text = report.markdown(data, "en")
-    assert "×" not in text[text.index("## 4.") :] and not {"scaling.svg", "kinds.svg"} & {*report.draw(data)}
+    assert "×" not in text[text.index("## 4.") :] and not {"scaling.svg", "kinds.svg"} & {
+        *report.draw(data)
+    }
     assert "bottleneck is" not in text and "GPUs T is" not in text
 
 
 def test_the_front_page_shows_both_pictures_and_names_gaps(log):
     data = report_data.collect(log)
     assert {"likeness", "lpips", "weights"} == {*data["front"]["missing"]}  # verified at 128 px
-    image, heatmap = Image.open(io.BytesIO(report.draw(data)["pictures.jpg"])), Image.open(data["front"]["shown"])
+    image = Image.open(io.BytesIO(report.draw(data)["pictures.jpg"]))
+    heatmap = Image.open(data["front"]["shown"])
     assert image.width == 1000 and abs(image.height / 1000 - heatmap.height / heatmap.width) < 0.01
     tiers = change(log / "verify/verify.json")["tiers"]
     for tier in tiers:  # as verify.py leaves them without LPIPS' weights
@@ -178,16 +222,27 @@ def test_the_front_page_shows_both_pictures_and_names_gaps(log):
 @pytest.mark.skipif(find() is None, reason="needs Chromium (Debian: apt-get install chromium)")
 @pytest.mark.parametrize("lang", ["en", "zh"])
 def test_a_browser_shows_and_prints_it(log, tmp_path, lang, here):
-    """At the width of a telephone and on A4: nothing is wider than the page, and the front page is one page."""
+    """At the width of a telephone and on A4: nothing is wider than the page, and the
+    front page is one page.
+    """
     succeeds(here(REPORT, tmp_path / "out", "--log", log, "--lang", lang))
     width, height = (round(mm / 25.4 * 96) for mm in (210 - 2 * 13, 297 - 2 * 14))
     with Browser() as browser:
         browser.open(tmp_path / "out/report.html", 400)
-        assert browser.ask("[...document.images].map(i => i.complete && i.naturalWidth > 300)") == [True] * 4
-        assert browser.ask("document.documentElement.scrollWidth <= innerWidth") and not browser.problems
+        assert (
+            browser.ask("[...document.images].map(i => i.complete && i.naturalWidth > 300)")
+            == [True] * 4
+        )
+        assert (
+            browser.ask("document.documentElement.scrollWidth <= innerWidth")
+            and not browser.problems
+        )
         browser.call("Emulation.setEmulatedMedia", media="print")
         browser.open(tmp_path / "out/report.html", width)
-        wide = "[...document.querySelectorAll('table, img, pre')].map(e => Math.max(e.scrollWidth, e.offsetWidth))"
+        wide = (
+            "[...document.querySelectorAll('table, img, pre')].map(e => Math.max(e.scrollWidth, "
+            "e.offsetWidth))"
+        )
         assert max(browser.ask(wide)) <= width
         assert browser.ask("document.querySelector('h2.after-front').offsetTop") < height
         pdf = browser.call("Page.printToPDF", preferCSSPageSize=True)["data"]
@@ -214,7 +269,9 @@ def test_a_missing_measurement_is_an_error_that_names_it(log, tmp_path, here):
 @pytest.mark.parametrize("key", ["model", "rungs"])
 def test_a_measurement_without_an_entry_is_a_line(key, log, tmp_path, here):
     record = json.loads((log / "ladder.json").read_text())
-    (log / "ladder.json").write_text(json.dumps({name: value for name, value in record.items() if name != key}))
+    (log / "ladder.json").write_text(
+        json.dumps({name: value for name, value in record.items() if name != key})
+    )
     error = refused(here(REPORT, tmp_path / "out", "--log", log))
     assert "a file lacks an entry" in error and key in error
 
@@ -224,12 +281,29 @@ def test_mixed_damaged_and_unfinished_files_are_refused_by_name(log):
     shutil.copy(log / "ladder.json", other)
     longer = 2 * json.loads(other.read_text())["rungs"]
     change(other, gpu="Another GPU")
-    with pytest.raises(UsageError, match=r"contest-fp32.json is of NVIDIA H200, .*other.json is of Another GPU: "):
+    with pytest.raises(
+        UsageError, match=r"contest-fp32.json is of NVIDIA H200, .*other.json is of Another GPU: "
+    ):
         report_data.collect(log)
     for name, words, field, sections in (
-        ("profile-fast", "profile-baseline.json is of batch_rows 16, .*other.json of 2", dict(batch_rows=2), (2,)),
-        ("contest", "contest-fp32.json is of image_size 512, .*other.json of 256", dict(image_size=256), (3,)),
-        ("ladder", "other.json is of image_size 64, .*fast.json of 512", dict(image_size=64, rungs=longer), (1, 3)),
+        (
+            "profile-fast",
+            "profile-baseline.json is of batch_rows 16, .*other.json of 2",
+            dict(batch_rows=2),
+            (2,),
+        ),
+        (
+            "contest",
+            "contest-fp32.json is of image_size 512, .*other.json of 256",
+            dict(image_size=256),
+            (3,),
+        ),
+        (
+            "ladder",
+            "other.json is of image_size 64, .*fast.json of 512",
+            dict(image_size=64, rungs=longer),
+            (1, 3),
+        ),
     ):
         shutil.copy(log / f"{name}.json", other)
         change(other, **field)
@@ -241,5 +315,7 @@ def test_mixed_damaged_and_unfinished_files_are_refused_by_name(log):
             report_data.collect(log)
     other.unlink()
     (log / "ddp.json.unfinished").touch()
-    with pytest.raises(UsageError, match="ddp.json: its measurement was cut short; bash scripts/measure.sh"):
+    with pytest.raises(
+        UsageError, match="ddp.json: its measurement was cut short; bash scripts/measure.sh"
+    ):
         report_data.collect(log)

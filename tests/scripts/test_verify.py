@@ -1,4 +1,6 @@
-"""verify.py: every grid and every picture in it has to meet the criterion, and only what does is recommended."""
+"""verify.py: every grid and every picture in it has to meet the criterion, and only what
+does is recommended.
+"""
 
 import json
 
@@ -18,8 +20,9 @@ from scripts import verify
 
 
 def grids(seeds=2, damage=0.0, only=None):
-    """Grids of eight random pictures of 32 px; `damage` is added to all tiles of each or to tile `only` of the last
-    seed."""
+    """Grids of eight random pictures of 32 px; `damage` is added to all tiles of each or
+    to tile `only` of the last seed.
+    """
     out = {}
     for seed in range(seeds):
         pixels = torch.rand(8, 3, 32, 32, generator=torch.Generator().manual_seed(seed)) * 1.6 - 0.8
@@ -40,7 +43,9 @@ def test_one_bad_tile_fails_the_tier():
     assert same["verdicts"] == dict(contest="PASS", strict="PASS") and len(same["parts"]) == 2 * 9
     bad = verify.judge(want, grids(damage=0.1, only=5), distance)
     assert bad["verdicts"]["contest"] == "FAIL" and bad["worst_seed"] == 1
-    failed = [(row["seed"], row["part"]) for row in bad["parts"] if row["verdict"]["contest"] == "FAIL"]
+    failed = [
+        (row["seed"], row["part"]) for row in bad["parts"] if row["verdict"]["contest"] == "FAIL"
+    ]
     assert failed == [(1, "grid"), (1, "2,2")]
     assert bad["worst"]["tile"]["psnr"] == min(row["psnr"] for row in bad["parts"])
     slight = verify.judge(want, grids(damage=0.004), distance)  # half a level
@@ -53,14 +58,18 @@ def test_a_metric_that_cannot_be_computed_passes_nothing():
 
     record = verify.judge(grids(1), grids(1, damage=0.004), missing)
     assert record["verdicts"]["contest"] == "NONE" and record["reasons"] == ["LPIPS: no weights"]
-    assert verify.recommend([dict(tier="fp16", seconds=dict(median=1), **record)], "contest") is None
+    assert (
+        verify.recommend([dict(tier="fp16", seconds=dict(median=1), **record)], "contest") is None
+    )
     failed = verify.judge(grids(1), grids(1, damage=0.1), missing)
     assert failed["verdicts"]["contest"] == "FAIL"  # whatever LPIPS would have said
 
 
 def test_tiers_that_the_device_lacks():
     cpu = torch.device("cpu")
-    assert verify.choose_tiers(None, cpu) == [verify.AGAIN] and verify.choose_tiers(None, cpu, "plan") == ["fp32"]
+    assert verify.choose_tiers(None, cpu) == [verify.AGAIN] and verify.choose_tiers(
+        None, cpu, "plan"
+    ) == ["fp32"]
     with pytest.raises(UsageError, match="--precision bf16"):
         verify.choose_tiers(["bf16"], cpu)
 
@@ -69,64 +78,128 @@ VERIFY = "scripts/verify.py", "--model", "DiT-Demo/2", "--device", "cpu"
 
 
 def test_on_a_cpu(tmp_path, here):
-    flags = ["--num-sampling-steps", 2, "--labels", 0, 3, "--seeds", 2, "--precision", "fp32", "--output"]
+    flags = [
+        "--num-sampling-steps",
+        2,
+        "--labels",
+        0,
+        3,
+        "--seeds",
+        2,
+        "--precision",
+        "fp32",
+        "--output",
+    ]
     text = succeeds(here(*VERIFY, *flags, tmp_path / "out"))
     assert "2 labels" in text and "2 seeds" in text and "cpu runs fp32 only" in text
-    assert "RECOMMENDED: --precision fp32 (the only tier here; its second run meets the contest criterion)" in text
+    assert (
+        "RECOMMENDED: --precision fp32 (the only tier here; its second run meets the contest "
+        "criterion)" in text
+    )
     record = json.loads((tmp_path / "out" / "verify.json").read_text())
     assert [len(tier["parts"]) for tier in record["tiers"]] == [2 * 3]
-    assert record["recommended"] == "fp32 again" and record["gpu"] is None and record["commit"] and record["date"]
-    assert {"seed0-fp32.png", "seed1-fp32.png", "seed1-fp32-again.png", "heatmap-fp32-again.png"} == {
-        path.name for path in (tmp_path / "out").iterdir()
-    } - {"seed0-fp32-again.png", "verify.json"}
+    assert (
+        record["recommended"] == "fp32 again"
+        and record["gpu"] is None
+        and record["commit"]
+        and record["date"]
+    )
+    assert {
+        "seed0-fp32.png",
+        "seed1-fp32.png",
+        "seed1-fp32-again.png",
+        "heatmap-fp32-again.png",
+    } == {path.name for path in (tmp_path / "out").iterdir()} - {
+        "seed0-fp32-again.png",
+        "verify.json",
+    }
 
 
 def test_what_is_recommended(capsys):
     """The fastest tier that passes is recommended."""
 
     def conclude(*tiers, gate="contest", **plan):
-        return verify.conclude(dict(gate=gate, seeds=1, tiers=tiers, **plan)), capsys.readouterr().out
+        return verify.conclude(
+            dict(gate=gate, seeds=1, tiers=tiers, **plan)
+        ), capsys.readouterr().out
 
     def tier(name, speedup, contest, strict="FAIL"):
         verdicts = dict(contest=contest, strict=strict)
         return dict(tier=name, seconds=dict(median=1 / speedup), speedup=speedup, verdicts=verdicts)
 
-    tiers = tier("bf16", 5, "FAIL"), tier("fp16, forecast plan", 4, "PASS"), tier("tf32", 2, "PASS", "PASS")
+    tiers = (
+        tier("bf16", 5, "FAIL"),
+        tier("fp16, forecast plan", 4, "PASS"),
+        tier("tf32", 2, "PASS", "PASS"),
+    )
     tiers += (dict(tier="x", refused="overflows"),)
     status, text = conclude(*tiers)
     assert status == 0
-    assert "--precision fp16 --forecast plan (4.00 times fp32's speed; all grids and pictures of 1 seed " in text
-    assert "--forecast plan --forecast-plan 'my plan.json' (4.00" in conclude(*tiers, forecast_plan="my plan.json")[1]
+    assert (
+        "--precision fp16 --forecast plan (4.00 times fp32's speed; all grids and pictures of 1 "
+        "seed " in text
+    )
+    assert (
+        "--forecast plan --forecast-plan 'my plan.json' (4.00"
+        in conclude(*tiers, forecast_plan="my plan.json")[1]
+    )
     assert "--precision tf32 (2.00 times" in conclude(*tiers, gate="strict")[1]
     assert conclude(tiers[0])[0] == conclude(tiers[-1])[0] == 1
     assert conclude(tiers[0], tier("fp16", 4, "NONE"))[0] == 3
 
 
-def test_a_plan_for_another_run_is_refused_before_the_reference_is_sampled(tmp_path, monkeypatch, here):
+def test_a_plan_for_another_run_is_refused_before_the_reference_is_sampled(
+    tmp_path, monkeypatch, here
+):
     monkeypatch.setattr(verify, "sample", lambda *_: pytest.fail("sampled"))
     done = here(*VERIFY, "--num-sampling-steps", 20, "--forecast", "plan", "--output", tmp_path)
     assert "was made for --num-sampling-steps 250, not 20" in refused(done)
 
 
 def test_plans_are_compared_with_all_evaluations(tmp_path, monkeypatch, here):
-    """The reference evaluates the network at every step, whatever is verified; fp32 by a plan is another picture."""
+    """The reference evaluates the network at every step, whatever is verified; fp32 by a
+    plan is another picture.
+    """
     request = GridRequest(model="DiT-Demo/2", num_sampling_steps=12)
     settings = plan_settings(open_weights(request, torch.device("cpu")))
     write_plan(tmp_path / "plan.json", settings, [(1, 1), (3, 1), (4, 1), (4, 1)], {})
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "none"))
-    flags = ["--num-sampling-steps", 12, "--labels", 0, "--seeds", 1, "--forecast", "plan", "--forecast-plan"]
+    flags = [
+        "--num-sampling-steps",
+        12,
+        "--labels",
+        0,
+        "--seeds",
+        1,
+        "--forecast",
+        "plan",
+        "--forecast-plan",
+    ]
     here(*VERIFY, *flags, tmp_path / "plan.json", "--output", tmp_path)
     [tier] = json.loads((tmp_path / "verify.json").read_text())["tiers"]
     assert tier["tier"] == "fp32, forecast plan" and tier["worst"]["grid"]["mae"] > 0
-    assert (tmp_path / "seed0-fp32.png").read_bytes() != (tmp_path / "seed0-fp32--forecast-plan.png").read_bytes()
+    assert (tmp_path / "seed0-fp32.png").read_bytes() != (
+        tmp_path / "seed0-fp32--forecast-plan.png"
+    ).read_bytes()
     assert (tmp_path / "heatmap-fp32--forecast-plan.png").is_file()
 
 
 def test_of_several_pictures_that_fail_the_worst_is_shown():
     """By its PSNR, which JSON may have made a string."""
-    rows = [("grid", 1, 38.0), ("1,1", 1, 39.0), ("1,2", 1, 9.5), ("2,1", 1, "31.0"), ("2,2", 1, "inf")]
+    rows = [
+        ("grid", 1, 38.0),
+        ("1,1", 1, 39.0),
+        ("1,2", 1, 9.5),
+        ("2,1", 1, "31.0"),
+        ("2,2", 1, "inf"),
+    ]
     parts = [
-        dict(part=part, seed=seed, psnr=psnr, verdict={"contest": "PASS" if psnr == "inf" else "FAIL"})
+        dict(
+            part=part,
+            seed=seed,
+            psnr=psnr,
+            verdict={"contest": "PASS" if psnr == "inf" else "FAIL"},
+        )
         for part, seed, psnr in rows
     ]
     found = verify.shown(dict(parts=parts, worst_seed=1), "contest")

@@ -1,7 +1,9 @@
-"""A real Slurm for the tests: slurmctld, slurmd and munged with their state, ports and logs in one temporary folder.
+"""A real Slurm for the tests: slurmctld, slurmd and munged with their state, ports and
+logs in one temporary folder.
 
-Its nodes, all on this host, offer partition `ssc-gpu`, four fake GPUs each (character devices that behave like
-/dev/null) and as many CPUs as the batch files ask for. Nothing else of the machine is touched.
+Its nodes, all on this host, offer partition `ssc-gpu`, four fake GPUs each (character
+devices that behave like /dev/null) and as many CPUs as the batch files ask for. Nothing
+else of the machine is touched.
 """
 
 import os
@@ -33,14 +35,19 @@ def _search_path():
 
 
 class Cluster:
-    """`with Cluster() as cluster:` — up on entry (nodes idle), down with all its processes on exit. With `cluster.env`
-    Slurm's commands go to it."""
+    """`with Cluster() as cluster:` — up on entry (nodes idle), down with all its
+    processes on exit. With `cluster.env` Slurm's commands go to it.
+    """
 
     def __init__(self, nodes=2):
         # Short: a Unix socket's path has 107 characters at most.
         self.root = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
         self.nodes = [f"127.0.0.{i + 1}" for i in range(nodes)]
-        self.env = {**os.environ, "SLURM_CONF": str(self.root / "slurm.conf"), "PATH": _search_path()}
+        self.env = {
+            **os.environ,
+            "SLURM_CONF": str(self.root / "slurm.conf"),
+            "PATH": _search_path(),
+        }
         self.processes = []
 
     def __enter__(self):
@@ -57,7 +64,10 @@ class Cluster:
             self.run("scancel", "--full", "--signal=KILL", "--state=RUNNING", check=False)
             self.run("scancel", "--user=root", check=False)
             deadline = time.monotonic() + 5
-            while self.run("squeue", "-h", "-t", "RUNNING,COMPLETING", check=False) and time.monotonic() < deadline:
+            while (
+                self.run("squeue", "-h", "-t", "RUNNING,COMPLETING", check=False)
+                and time.monotonic() < deadline
+            ):
                 time.sleep(0.2)
         for process in reversed(self.processes):
             process.terminate()
@@ -71,7 +81,8 @@ class Cluster:
         shutil.rmtree(self.root, ignore_errors=True)
 
     def _configure(self):
-        root, host = self.root, socket.gethostname().split(".")[0]
+        root = self.root
+        host = socket.gethostname().split(".")[0]
         for name in ("state", "spool", "log", "dev"):
             (root / name).mkdir()
         for i in range(4):
@@ -114,19 +125,30 @@ SlurmdParameters=config_overrides
 {nodes}
 PartitionName=ssc-gpu Nodes={",".join(self.nodes)} Default=YES MaxTime=INFINITE State=UP
 """)
-        subprocess.run(["mungekey", "--create", f"--keyfile={root}/munge.key"], check=True, env=self.env)
+        subprocess.run(
+            ["mungekey", "--create", f"--keyfile={root}/munge.key"], check=True, env=self.env
+        )
 
     def _start(self):
         root = self.root
-        files = {"socket": "munge.socket", "key-file": "munge.key", "pid-file": "munged.pid", "seed-file": "munge.seed"}
-        flags = [f"--{flag}={root / file}" for flag, file in (files | {"log-file": "log/munged"}).items()]
+        files = {
+            "socket": "munge.socket",
+            "key-file": "munge.key",
+            "pid-file": "munged.pid",
+            "seed-file": "munge.seed",
+        }
+        flags = [
+            f"--{flag}={root / file}" for flag, file in (files | {"log-file": "log/munged"}).items()
+        ]
         self._spawn("munged", "--foreground", "--force", "--num-threads=2", *flags)
         self._wait(lambda: (root / "munge.socket").exists(), "munged did not open its socket")
         self._spawn("slurmctld", "-D", "-c", "-i")
         for node in self.nodes:
             self._spawn("slurmd", "-D", "-c", "-N", node)
         self._wait(
-            lambda: self.run("sinfo", "-h", "-o", "%D %T", check=False) == f"{len(self.nodes)} idle",
+            lambda: (
+                self.run("sinfo", "-h", "-o", "%D %T", check=False) == f"{len(self.nodes)} idle"
+            ),
             "the nodes did not become idle",
             30,
         )
@@ -134,7 +156,13 @@ PartitionName=ssc-gpu Nodes={",".join(self.nodes)} Default=YES MaxTime=INFINITE 
     def _spawn(self, *command):
         with open(self.root / "log" / f"{len(self.processes)}-{command[0]}.out", "w") as log:
             self.processes.append(
-                subprocess.Popen(command, env=self.env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+                subprocess.Popen(
+                    command,
+                    env=self.env,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
             )
 
     def _wait(self, ready, complaint, seconds=10):
@@ -142,14 +170,17 @@ PartitionName=ssc-gpu Nodes={",".join(self.nodes)} Default=YES MaxTime=INFINITE 
         while not ready():
             if time.monotonic() > deadline or any(p.poll() is not None for p in self.processes):
                 logs = "\n".join(
-                    f"== {f.name}\n{f.read_text(errors='replace')[-2000:]}" for f in (self.root / "log").iterdir()
+                    f"== {f.name}\n{f.read_text(errors='replace')[-2000:]}"
+                    for f in (self.root / "log").iterdir()
                 )
                 raise RuntimeError(f"{complaint}\n{logs}")
             time.sleep(0.1)
 
     def run(self, *command, check=True, cwd=None, env=None):
         """Output of one Slurm command, stripped."""
-        done = subprocess.run(command, env={**self.env, **(env or {})}, cwd=cwd, text=True, capture_output=True)
+        done = subprocess.run(
+            command, env={**self.env, **(env or {})}, cwd=cwd, text=True, capture_output=True
+        )
         if check and done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
         return done.stdout.strip()
@@ -164,8 +195,14 @@ PartitionName=ssc-gpu Nodes={",".join(self.nodes)} Default=YES MaxTime=INFINITE 
 
     def fact(self, job, name):
         """One field of `scontrol show job`."""
-        fields = dict(f.split("=", 1) for f in self.run("scontrol", "show", "job", str(job)).split() if "=" in f)
+        fields = dict(
+            f.split("=", 1)
+            for f in self.run("scontrol", "show", "job", str(job)).split()
+            if "=" in f
+        )
         return fields[name]
 
     def wait_for(self, job, states, seconds):
-        return until(lambda: {self.state(job)} & states, seconds, lambda: (job, self.state(job)), pause=0.2).pop()
+        return until(
+            lambda: {self.state(job)} & states, seconds, lambda: (job, self.state(job)), pause=0.2
+        ).pop()

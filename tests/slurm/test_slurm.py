@@ -1,4 +1,6 @@
-"""The batch files through a real Slurm of two nodes: submitted, run, signalled, requeued, waited for."""
+"""The batch files through a real Slurm of two nodes: submitted, run, signalled, requeued,
+waited for.
+"""
 
 import os
 import signal
@@ -31,13 +33,17 @@ def cluster():
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A folder that looks like the repository to the batch files, so that what they write stays out of it."""
+    """A folder that looks like the repository to the batch files, so that what they write
+    stays out of it.
+    """
     for name in ("sample.py", "sample_ddp.py", "evaluate.py", "slurm"):
         (tmp_path / name).symlink_to(ROOT / name)
     binaries = tmp_path / ".venv" / "bin"
     binaries.mkdir(parents=True)
     (binaries / "python").write_text(f'#!/bin/bash\nexec {sys.executable} "$@"\n')
-    (binaries / "torchrun").write_text(f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n')
+    (binaries / "torchrun").write_text(
+        f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n'
+    )
     for program in binaries.iterdir():
         program.chmod(0o755)
     (tmp_path / "log").mkdir()
@@ -52,10 +58,20 @@ def checkout(tmp_path):
     ],
 )
 def test_a_step_of_srun_ends_with_the_status_of_its_ranks(ending, status, words, cluster):
-    """Three ranks on two nodes, without torchrun, end within a minute: tests/distributed/job_worker.py."""
+    """Three ranks on two nodes, without torchrun, end within a minute:
+    tests/distributed/job_worker.py.
+    """
     worker = ROOT / "tests" / "distributed" / "job_worker.py"
     done = subprocess.run(
-        ["srun", "--nodes=2", "--ntasks=3", "--kill-on-bad-exit=1", sys.executable, str(worker), ending],
+        [
+            "srun",
+            "--nodes=2",
+            "--ntasks=3",
+            "--kill-on-bad-exit=1",
+            sys.executable,
+            str(worker),
+            ending,
+        ],
         env={**cluster.env, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -70,7 +86,9 @@ def log_of(checkout, job):
 
 
 def finish(cluster, checkout, job, seconds=120):
-    state = cluster.wait_for(job, {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}, seconds)
+    state = cluster.wait_for(
+        job, {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}, seconds
+    )
     assert state == "COMPLETED", log_of(checkout, job)
 
 
@@ -79,19 +97,30 @@ def picture(checkout, job):
 
 
 def test_pictures_on_one_gpu_four_gpus_and_two_nodes_are_one_picture(cluster, checkout, demo):
-    """Four files submitted at once, and the comparison of two, which waits for both; Slurm decides what runs when."""
+    """Four files submitted at once, and the comparison of two, which waits for both;
+    Slurm decides what runs when.
+    """
     (checkout / "evaluate.py").unlink()  # the verdict is tested elsewhere
-    (checkout / "evaluate.py").write_text("import sys; print([open(p, 'rb').read(4) for p in sys.argv[1:]])\n")
+    (checkout / "evaluate.py").write_text(
+        "import sys; print([open(p, 'rb').read(4) for p in sys.argv[1:]])\n"
+    )
     ids = [
         cluster.submit(f"slurm/{name}.sbatch", *demo, *STEPS, cwd=checkout)
         for name in ("baseline_1gpu", "sample_1gpu", "sample_4gpu")
     ]
     small = "--gres=gpu:1", "--cpus-per-task=2"
     ids.append(cluster.submit(*small, "slurm/sample_multinode.sbatch", *demo, *STEPS, cwd=checkout))
-    assert cluster.fact(ids[2], "TresPerNode") == "gres:gpu:4" and cluster.fact(ids[3], "NumNodes").startswith("2")
+    assert cluster.fact(ids[2], "TresPerNode") == "gres:gpu:4" and cluster.fact(
+        ids[3], "NumNodes"
+    ).startswith("2")
     two = (f"output/job_{job}/sample.png" for job in ids[:2])
-    verdict = cluster.submit(f"--dependency=afterok:{ids[0]}:{ids[1]}", "slurm/evaluate.sbatch", *two, cwd=checkout)
-    assert cluster.state(verdict) == "PENDING" and cluster.fact(verdict, "Dependency").count("unfulfilled") == 2
+    verdict = cluster.submit(
+        f"--dependency=afterok:{ids[0]}:{ids[1]}", "slurm/evaluate.sbatch", *two, cwd=checkout
+    )
+    assert (
+        cluster.state(verdict) == "PENDING"
+        and cluster.fact(verdict, "Dependency").count("unfulfilled") == 2
+    )
     for job in (*ids, verdict):
         finish(cluster, checkout, job)
     assert (checkout / "output" / f"job_{verdict}" / "verdict.txt").read_text().count("PNG") == 2
@@ -104,7 +133,10 @@ def test_pictures_on_one_gpu_four_gpus_and_two_nodes_are_one_picture(cluster, ch
 
 def failed(cluster, checkout, job):
     """The lines that a job left which failed with status 2."""
-    assert cluster.wait_for(job, {"FAILED", "COMPLETED"}, 120) == "FAILED" and cluster.fact(job, "ExitCode") == "2:0"
+    assert (
+        cluster.wait_for(job, {"FAILED", "COMPLETED"}, 120) == "FAILED"
+        and cluster.fact(job, "ExitCode") == "2:0"
+    )
     return log_of(checkout, job).splitlines()
 
 
@@ -124,7 +156,9 @@ def test_without_an_environment_or_gpus(cluster, checkout):
     (checkout / ".venv").rename(checkout / "elsewhere")
     small = "--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=1"
     bare = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
-    for name, job in {name: cluster.submit(*small, f"slurm/{name}", cwd=checkout, env=bare) for name in FILES}.items():
+    for name, job in {
+        name: cluster.submit(*small, f"slurm/{name}", cwd=checkout, env=bare) for name in FILES
+    }.items():
         [line] = failed(cluster, checkout, job)
         assert f"{checkout} has no .venv (make .venv/ready)" in line, name
 
@@ -148,21 +182,26 @@ def wait_for_pictures(checkout, job, count, seconds=90):
 
 
 def requeued(cluster, checkout, job, restarts, seconds=60):
-    """Wait until the job has put itself back in the queue, and spare the test Slurm's two minutes of patience."""
+    """Wait until the job has put itself back in the queue, and spare the test Slurm's two
+    minutes of patience.
+    """
     until(
         lambda: int(cluster.fact(job, "Restarts")) >= restarts and cluster.state(job) == "PENDING",
         seconds,
         lambda: cluster.state(job) + log_of(checkout, job),
         pause=0.2,
     )
-    # Not at once: within the second of its requeue a job's credential still counts as revoked.
+    # Not at once: within the second of its requeue a job's credential still counts as
+    # revoked.
     cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+2")
 
 
 def test_fid_job_survives_what_a_queue_does_to_it(cluster, checkout, demo):
-    """Disturb one job four times. Its user requeues it after a killed rank and after scancel. It requeues itself after
-    the warning before the time limit, and after SIGTERM to its ranks, as in preemption. It ends with the files of an
-    undisturbed job. A job that may not be requeued fails by its ranks' status."""
+    """Disturb one job four times. Its user requeues it after a killed rank and after
+    scancel. It requeues itself after the warning before the time limit, and after SIGTERM
+    to its ranks, as in preemption. It ends with the files of an undisturbed job. A job
+    that may not be requeued fails by its ranks' status.
+    """
     size = "--ntasks-per-node=2", "--cpus-per-task=1"
     once = cluster.submit("--no-requeue", *size, "slurm/fid50k.sbatch", *demo, *FID, cwd=checkout)
     wait_for_pictures(checkout, once, 2)
@@ -176,7 +215,9 @@ def test_fid_job_survives_what_a_queue_does_to_it(cluster, checkout, demo):
     requeued(cluster, checkout, job, 1)
     for restart, how in enumerate(([], ["--batch", "--signal=USR1"], ["--signal=TERM"]), start=2):
         cluster.wait_for(job, {"RUNNING"}, 30)
-        wait_for_pictures(checkout, job, len(list((checkout / "output").glob(f"job_{job}/*/*.png"))) + 4)
+        wait_for_pictures(
+            checkout, job, len(list((checkout / "output").glob(f"job_{job}/*/*.png"))) + 4
+        )
         cluster.run("scancel", *how, job)
         if not how:
             assert cluster.wait_for(job, {"CANCELLED", "PENDING"}, 60) == "CANCELLED"

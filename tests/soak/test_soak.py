@@ -1,9 +1,11 @@
-"""Networks built, captured, run, freed and built again in random order, beside foreign kernels: always the same bits.
+"""Networks built, captured, run, freed and built again in random order, beside foreign
+kernels: always the same bits.
 
     SOAK_SECONDS=600 SOAK_SEED=0 SOAK_LOG=output/soak.json pytest -m soak
 
-Freed memory is filled with NaN before anybody else gets it. In the second half of the time other tensors take most of
-the GPU's memory. The log says what was done last, if a kernel fails.
+Freed memory is filled with NaN before anybody else gets it. In the second half of the
+time other tensors take most of the GPU's memory. The log says what was done last, if a
+kernel fails.
 """
 
 import gc
@@ -50,7 +52,11 @@ class Case(NamedTuple):
 
 CASES = [
     *(Case(tier, 1152, 16, 64, rows) for tier in ("fp16", "exact") for rows in (16, 4, 2)),
-    *(Case(tier, 1152, 16, 32, 2, captured) for tier in ("fp16", "bf16", "exact") for captured in (True, False)),
+    *(
+        Case(tier, 1152, 16, 32, 2, captured)
+        for tier in ("fp16", "bf16", "exact")
+        for captured in (True, False)
+    ),
     Case("fp16", 1152, 16, 16, 2),
     Case("exact", 384, 6, 32, 4),
     Case("fp16", 768, 12, 32, 8),
@@ -68,7 +74,8 @@ class Running:
     """A network with its inputs: `launches` are functions that queue work and give a tensor."""
 
     def __init__(self, case: Case):
-        self.case, n = case, case.batch_rows
+        self.case = case
+        n = case.batch_rows
         self.network = network_of(plain(case), case.tier)
         if case.captured:
             self.fast = accelerate(plain(case), case.tier)
@@ -76,7 +83,9 @@ class Running:
         generator = torch.Generator("cuda").manual_seed(1)
         self.x = torch.randn(n, 4, case.side, case.side, generator=generator, device="cuda")
         self.t = torch.randint(0, 1000, (n // 2,), generator=generator, device="cuda").repeat(2)
-        self.y = torch.tensor([207, 360, 387, 974, 88, 979, 417, 279][: n // 2] + [1000] * (n // 2), device="cuda")
+        self.y = torch.tensor(
+            [207, 360, 387, 974, 88, 979, 417, 279][: n // 2] + [1000] * (n // 2), device="cuda"
+        )
         self.process = Ancestral(create_diffusion("3"))
 
     def evaluate(self) -> torch.Tensor:
@@ -91,14 +100,19 @@ class Running:
 
 
 def foreign() -> dict[str, Callable[[], torch.Tensor]]:
-    """Kernels that are not ours, by name. The compiled network is compiled at its first call, in the middle of the
-    run, and torch.compile then frees what it can."""
+    """Kernels that are not ours, by name. The compiled network is compiled at its first
+    call, in the middle of the run, and torch.compile then frees what it can.
+    """
     case = Case("fp16", 1152, 16, 32, 4)
-    model, running = plain(case).half(), torch.Generator("cuda").manual_seed(3)
+    model = plain(case).half()
+    running = torch.Generator("cuda").manual_seed(3)
     x = torch.randn(4, 4, 32, 32, generator=running, device="cuda").half()
-    t, y = torch.full((4,), 500, device="cuda"), torch.arange(4, device="cuda")
+    t = torch.full((4,), 500, device="cuda")
+    y = torch.arange(4, device="cuda")
     compiled = torch.compile(model, mode="max-autotune", dynamic=False)
-    layer = torch.nn.Conv2d(128, 128, 3, padding=1, device="cuda", dtype=torch.float16).requires_grad_(False)
+    layer = torch.nn.Conv2d(
+        128, 128, 3, padding=1, device="cuda", dtype=torch.float16
+    ).requires_grad_(False)
     picture = torch.randn(1, 128, 256, 256, generator=running, device="cuda").half()
     wide = torch.randn(64, 32768, generator=running, device="cuda")
     return {
@@ -110,7 +124,9 @@ def foreign() -> dict[str, Callable[[], torch.Tensor]]:
 
 
 def poison() -> None:
-    """Fill with NaN what torch's allocator holds free: an allocation that it has no room for ends a size."""
+    """Fill with NaN what torch's allocator holds free: an allocation that it has no room
+    for ends a size.
+    """
     held = []
     for size in (1 << 28, 1 << 24, 1 << 21, 1 << 17, 1 << 11):
         before = torch.cuda.memory_reserved()
@@ -122,15 +138,21 @@ class Soak:
     """What is alive, what it must give, and the record of what was done."""
 
     def __init__(self, seed: int, log: Path):
-        self.random, self.log = random.Random(seed), log
-        self.live, self.want, self.others = [], {}, foreign()
-        self.done, self.last = Counter(), deque(maxlen=40)
+        self.random = random.Random(seed)
+        self.log = log
+        self.live = []
+        self.want = {}
+        self.others = foreign()
+        self.done = Counter()
+        self.last = deque(maxlen=40)
         self.about = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, seed=seed)
 
     def write(self, **more) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(self.log, "w") as out:
-            json.dump({**self.about, "done": self.done, "last": list(self.last), **more}, out, indent=1)
+            json.dump(
+                {**self.about, "done": self.done, "last": list(self.last), **more}, out, indent=1
+            )
 
     def note(self, what: str, case: Case | None = None) -> None:
         self.done[what] += 1
@@ -143,7 +165,9 @@ class Soak:
         self.launch(self.live[-1:])
 
     def free(self) -> None:
-        """Free a network, its graphs in flight, then poison its memory; sometimes the driver gets it back first."""
+        """Free a network, its graphs in flight, then poison its memory; sometimes the
+        driver gets it back first.
+        """
         one = self.live.pop(self.random.randrange(len(self.live)))
         self.note("free", one.case)
         one.evaluate()
@@ -154,8 +178,9 @@ class Soak:
         poison()
 
     def launch(self, networks: list[Running]) -> None:
-        """Queue launches of `networks` and of foreign kernels in turns, then compare all bits with the first
-        results."""
+        """Queue launches of `networks` and of foreign kernels in turns, then compare all
+        bits with the first results.
+        """
         names = self.random.sample(list(self.others), 2)
         self.note("launch")
         self.last.append(", ".join([*names, *(str(tuple(one.case)) for one in networks)]))
@@ -166,13 +191,17 @@ class Soak:
         results += [((one.case, "sample"), one.sample()) for one in networks]
         for key, got in results:
             want = self.want.setdefault(key, got.cpu())
-            assert got.isfinite().all() and torch.equal(got.cpu(), want), f"{key}: other bits than at first"
+            assert got.isfinite().all() and torch.equal(got.cpu(), want), (
+                f"{key}: other bits than at first"
+            )
         self.done["compared"] += len(results)
 
     def round(self) -> None:
         """Something at random. Where memory is short, something is freed."""
         try:
-            work = self.random.choice([self.build] * (len(self.live) < LIVE) + [self.free] * bool(self.live) + [None])
+            work = self.random.choice(
+                [self.build] * (len(self.live) < LIVE) + [self.free] * bool(self.live) + [None]
+            )
             work() if work else self.launch(self.live)
         except torch.OutOfMemoryError:
             self.note("out of memory")
@@ -188,14 +217,20 @@ class Soak:
 @torch.no_grad()
 def test_the_same_bits_for_long(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # GEMMs are tuned once, here
-    duration, seed = float(os.environ.get("SOAK_SECONDS", 600)), int(os.environ.get("SOAK_SEED", 0))
+    duration = float(os.environ.get("SOAK_SECONDS", 600))
+    seed = int(os.environ.get("SOAK_SEED", 0))
     soak = Soak(seed, Path(os.environ.get("SOAK_LOG", "output/soak.json")))
-    start, ballast = time.monotonic(), None
+    start = time.monotonic()
+    ballast = None
     try:
         while (seconds := time.monotonic() - start) < duration:
             if ballast is None and seconds > duration / 2:
                 soak.free_all()
-                ballast = torch.empty(max(0, torch.cuda.mem_get_info()[0] - HEADROOM), dtype=torch.uint8, device="cuda")
+                ballast = torch.empty(
+                    max(0, torch.cuda.mem_get_info()[0] - HEADROOM),
+                    dtype=torch.uint8,
+                    device="cuda",
+                )
                 soak.note("memory pressure")
             soak.round()
             soak.write(seconds=seconds)

@@ -9,7 +9,11 @@ FAMILY = Family(
     name="Toy",
     models={
         "Toy/2": Defaults(
-            image_size=24, num_classes=5, factor=4, ckpt=str(FOLDER / "toy.safetensors"), vae=str(FOLDER / "vae")
+            image_size=24,
+            num_classes=5,
+            factor=4,
+            ckpt=str(FOLDER / "toy.safetensors"),
+            vae=str(FOLDER / "vae"),
         )
     },
     prediction="noise",

@@ -16,23 +16,30 @@ def attention(qkv, num_heads):
 class Layer(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
 
     def forward(self, x, c, attend):
-        return x + self.out(F.silu(attend(self.qkv(F.layer_norm(x + c[:, None], x.shape[-1:])), Toy.num_heads)))
+        return x + self.out(
+            F.silu(attend(self.qkv(F.layer_norm(x + c[:, None], x.shape[-1:])), Toy.num_heads))
+        )
 
 
 class Toy(nn.Module):
     """x (N, 3, L, L), t (N,), y (N,) → noise (N, 3, L, L)."""
 
     in_channels = out_channels = 3
-    patch_size, num_heads = 2, 4
+    patch_size = 2
+    num_heads = 4
     attend = staticmethod(attention)
 
     def __init__(self, input_size=6, num_classes=5, class_dropout_prob=0.1, width=32):
         super().__init__()
-        self.input_size, self.width = input_size, width
-        self.patches, self.places, self.time = nn.Linear(12, width), nn.Linear(2, width), nn.Linear(8, width)
+        self.input_size = input_size
+        self.width = width
+        self.patches = nn.Linear(12, width)
+        self.places = nn.Linear(2, width)
+        self.time = nn.Linear(8, width)
         self.labels = nn.Embedding(num_classes + (class_dropout_prob > 0), width)
         self.blocks = nn.ModuleList(Layer(width) for _ in range(3))
         self.last = nn.Linear(width, 12)

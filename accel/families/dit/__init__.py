@@ -1,15 +1,24 @@
-"""DiT: Peebles & Xie, 2023, arXiv:2212.09748. network.py is models.py, under a name that no other folder can shadow."""
+"""DiT: Peebles & Xie, 2023, arXiv:2212.09748. network.py is models.py, under a name that
+no other folder can shadow.
+"""
 
 from accel.families import DEMO, Defaults, Family
 
 PUBLISHED = {256: "DiT-XL-2-256x256.pt", 512: "DiT-XL-2-512x512.pt"}
 SIZES = tuple(f"{size}/{patch}" for size in ("XL", "L", "B", "S") for patch in (2, 4, 8))
-DRAWN = ("planet", "mountains", "flower", "ball", "block", "sea", "balloon", "mushroom")  # the demo's classes
+# the demo's classes
+DRAWN = ("planet", "mountains", "flower", "ball", "block", "sea", "balloon", "mushroom")
 
 
 def demo(file: str) -> Defaults:
     """Return the defaults of a demo model. file: the name of its weights."""
-    return Defaults(image_size=128, num_classes=8, vae=str(DEMO / "vae"), ckpt=str(DEMO / file), class_names=DRAWN)
+    return Defaults(
+        image_size=128,
+        num_classes=8,
+        vae=str(DEMO / "vae"),
+        ckpt=str(DEMO / file),
+        class_names=DRAWN,
+    )
 
 
 FAMILY = Family(

@@ -1,4 +1,6 @@
-"""Read diffusers' DiTTransformer2DModel: DiT's network with other names, arguments and timestep frequencies."""
+"""Read diffusers' DiTTransformer2DModel: DiT's network with other names, arguments and
+timestep frequencies.
+"""
 
 import math
 from collections.abc import Iterator
@@ -14,7 +16,9 @@ from accel.weights.diffusers_layout import check_config, from_diffusers
 
 
 def of_module(module: nn.Module) -> OfModule:
-    """Return the rules to read the module. Raises ValueError for a configuration that is not a DiT's."""
+    """Return the rules to read the module. Raises ValueError for a configuration that is
+    not a DiT's.
+    """
     return OfModule(
         dit.FAMILY,
         check_config(dict(module.config), from_diffusers(module.state_dict())),
@@ -29,12 +33,15 @@ def of_module(module: nn.Module) -> OfModule:
 @lru_cache(maxsize=None)
 def _frequencies(half, device):
     with torch.inference_mode(False):
-        return torch.exp(-math.log(10000) * torch.arange(half, device="cpu") / (half - 1)).to(device)
+        return torch.exp(-math.log(10000) * torch.arange(half, device="cpu") / (half - 1)).to(
+            device
+        )
 
 
 def timestep_embedding(t: Tensor, dim: int) -> Tensor:
-    """Embed timesteps with frequencies 10000^(-i/(half-1)), diffusers' default frequency shift of 1; DiT's exponent is
-    -i/half. t (N,) → (N, dim) float32, dim even."""
+    """Embed timesteps with frequencies 10000^(-i/(half-1)), diffusers' default frequency
+    shift of 1; DiT's exponent is -i/half. t (N,) → (N, dim) float32, dim even.
+    """
     args = t[:, None].float() * _frequencies(dim // 2, t.device)  # (N, dim/2)
     return torch.cat([args.cos(), args.sin()], dim=-1)
 
@@ -43,11 +50,13 @@ class TransformerFace:
     """DiTTransformer2DModel's signature over `accelerated.Accelerated`, for
     `pipe.transformer = accelerate(pipe.transformer)`.
 
-    `__class__` is diffusers' own class, since pipelines check it to move and save their parts.
+    `__class__` is diffusers' own class, since pipelines check it to move and save their
+    parts.
     """
 
     def __init__(self, loaded: Any, *how: Any):
-        self.config, self.dtype = loaded.module.config, loaded.module.dtype
+        self.config = loaded.module.config
+        self.dtype = loaded.module.dtype
         self._kind = type(loaded.module)
         self.__module__ = self._kind.__module__  # pipelines read the library's name from it
         super().__init__(loaded, *how)
@@ -64,8 +73,10 @@ class TransformerFace:
         cross_attention_kwargs: None = None,
         return_dict: bool = True,
     ) -> Any:
-        """Evaluate the network as DiTTransformer2DModel.forward does: hidden_states (N, C, H, W), timestep (N,),
-        class_labels (N,) → an object with `sample` (N, C', H, W), or the tuple (sample,)."""
+        """Evaluate the network as DiTTransformer2DModel.forward does: hidden_states (N,
+        C, H, W), timestep (N,), class_labels (N,) → an object with `sample` (N, C', H,
+        W), or the tuple (sample,).
+        """
         from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
         sample = super().forward(hidden_states, timestep, class_labels)
@@ -76,6 +87,8 @@ class TransformerFace:
         return iter(())
 
     def save_pretrained(self, folder: str, **how: Any) -> None:
-        """Save the original model, weights and config, by its own method. Raises ValueError, before anything is
-        written, if that model was deleted or other weights were loaded since."""
+        """Save the original model, weights and config, by its own method. Raises
+        ValueError, before anything is written, if that model was deleted or other weights
+        were loaded since.
+        """
         self.source("save_pretrained()").save_pretrained(folder, **how)

@@ -14,18 +14,27 @@ def block(read: Reader, name: str, ops: Half | Split) -> Block:
     """Lay out the block `name`."""
 
     def outputs(layer, matrices=1):
-        return tuple(read.rows(f"{layer}.{kind}", ops.dtype, matrices) for kind in ("weight", "bias"))
+        return tuple(
+            read.rows(f"{layer}.{kind}", ops.dtype, matrices) for kind in ("weight", "bias")
+        )
 
     def inputs(layer):
         return read.columns(f"{layer}.weight", ops.dtype), read.once(f"{layer}.bias", ops.dtype)
 
-    qkv, proj, fc1, fc2 = (f"{name}.{layer}" for layer in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"))
-    return ops.block({qkv: outputs(qkv, matrices=3), proj: inputs(proj), fc1: outputs(fc1), fc2: inputs(fc2)})
+    qkv, proj, fc1, fc2 = (
+        f"{name}.{layer}" for layer in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+    )
+    return ops.block(
+        {qkv: outputs(qkv, matrices=3), proj: inputs(proj), fc1: outputs(fc1), fc2: inputs(fc2)}
+    )
 
 
-def lay_out(read: Reader, model: nn.Module, ops: Half | Split, block: Callable[..., Block] = block) -> Layout:
-    """Lay out a DiT's state dict. model: gives the number of heads and the timestep embedding. block: lays out the
-    blocks of a family that has others."""
+def lay_out(
+    read: Reader, model: nn.Module, ops: Half | Split, block: Callable[..., Block] = block
+) -> Layout:
+    """Lay out a DiT's state dict. model: gives the number of heads and the timestep
+    embedding. block: lays out the blocks of a family that has others.
+    """
     kernel = read("x_embedder.proj.weight")  # (D, C, p, p)
     blocks = [f"blocks.{i}" for i in range(read.depth("attn.qkv.weight"))]
     projections = [f"{name}.adaLN_modulation.1" for name in (*blocks, "final_layer")]

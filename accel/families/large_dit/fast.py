@@ -1,7 +1,8 @@
 """Lay out Large-DiT's weights for the accelerated network. In a block
 
 h ← adaLN(x)                               RMSNorm; its weight is folded into scale's projection
-a ← wo(attention(rotated(qkv(h))))         q, k, v by one GEMM; their norm and rotation by one kernel
+a ← wo(attention(rotated(qkv(h))))         q, k, v by one GEMM; their norm and rotation by one
+                                           kernel
 m ← w2(silu(w1·h) ∗ w3·h)                  w1 and w3 by one GEMM, SwiGLU by a kernel
 """
 
@@ -16,14 +17,17 @@ from accel.fast.reader import Reader
 
 
 def lay_out(read: Reader, model: nn.Module, ops: Half | Split) -> Layout:
-    """Lay out a Large-DiT's state dict. model: gives heads, channels, patch and input size.
+    """Lay out a Large-DiT's state dict. model: gives heads, channels, patch and input
+    size.
 
-    The conditioning's weights are a tenth of the network or more, so they stay in the GEMMs' dtype. Its arithmetic is
-    float32.
+    The conditioning's weights are a tenth of the network or more, so they stay in the
+    GEMMs' dtype. Its arithmetic is float32.
     """
-    patches, tokens = read("x_embedder.weight"), (model.input_size // model.patch_size) ** 2  # (D, C·p·p)
+    patches = read("x_embedder.weight")
+    tokens = (model.input_size // model.patch_size) ** 2  # (D, C·p·p)
     blocks = [f"layers.{i}" for i in range(read.depth("attention.wq.weight"))]
-    rotation = rotation_table(len(patches) // model.n_heads, tokens, ops.stream, ops.device)  # (T, d/2, 2)
+    # (T, d/2, 2)
+    rotation = rotation_table(len(patches) // model.n_heads, tokens, ops.stream, ops.device)
     projections = [f"{name}.adaLN_modulation.1" for name in (*blocks, "final_layer")]
     conditioning = Conditioning(read, projections, model.t_embedder.timestep_embedding, ops.dtype)
     for i, name in enumerate(blocks):
@@ -43,8 +47,13 @@ def lay_out(read: Reader, model: nn.Module, ops: Half | Split) -> Layout:
 
 
 def _block(read: Reader, name: str, heads: int, rotation: torch.Tensor, ops: Half | Split) -> Block:
-    attention, mlp, size = f"{name}.attention", f"{name}.feed_forward", 2 * rotation.shape[1]  # of a head
-    q, k, v = (read.heads(f"{attention}.{layer}.weight", heads, size, ops.dtype) for layer in ("wq", "wk", "wv"))
+    attention = f"{name}.attention"
+    mlp = f"{name}.feed_forward"
+    size = 2 * rotation.shape[1]  # of a head
+    q, k, v = (
+        read.heads(f"{attention}.{layer}.weight", heads, size, ops.dtype)
+        for layer in ("wq", "wk", "wv")
+    )
     w1, w3 = (read.rows(f"{mlp}.{layer}.weight", ops.dtype) for layer in ("w1", "w3"))
     gemms = {
         f"{attention}.wq, wk, wv": (torch.cat([q, k, v]), None),  # (3·D, D)
@@ -52,15 +61,21 @@ def _block(read: Reader, name: str, heads: int, rotation: torch.Tensor, ops: Hal
         f"{mlp}.w1, w3": (torch.cat([w1, w3]), None),  # (2·F, D)
         f"{mlp}.w2": (read.columns(f"{mlp}.w2.weight", ops.dtype), None),
     }
-    return ops.block(gemms, gated=True, rotation=Rotation(rotation, _norms(read, attention, heads, size)))
+    return ops.block(
+        gemms, gated=True, rotation=Rotation(rotation, _norms(read, attention, heads, size))
+    )
 
 
 def _norms(read, attention, heads, size):
-    """Return weight and bias of the norm of queries, then of keys, (2, 2, D); None without qk-norm."""
+    """Return weight and bias of the norm of queries, then of keys, (2, 2, D); None
+    without qk-norm.
+    """
     if f"{attention}.q_norm.weight" not in read.state:
         return None
     pairs = [
-        torch.stack([read.heads(f"{attention}.{norm}.{kind}", heads, size) for kind in ("weight", "bias")])
+        torch.stack(
+            [read.heads(f"{attention}.{norm}.{kind}", heads, size) for kind in ("weight", "bias")]
+        )
         for norm in ("q_norm", "k_norm")
     ]
     return torch.stack(pairs)

@@ -20,23 +20,34 @@ KEYS = PATCHES, "layers.0.attention.wq.weight"
 
 
 def sizes(shapes: Shapes, metadata: dict[str, Any]) -> Sizes:
-    """Return (name, constructor, heads) of the model with weights of these shapes, as families/recognise.py asks.
+    """Return (name, constructor, heads) of the model with weights of these shapes, as
+    families/recognise.py asks.
 
-    No tensor holds the number of heads, the patch and the channels. The metadata give them, else the model with this
-    depth and width gives the heads, and patch and channels are 2 and 4.
+    No tensor holds the number of heads, the patch and the channels. The metadata give
+    them, else the model with this depth and width gives the heads, and patch and channels
+    are 2 and 4.
     """
-    depth, dim = sum(name.endswith(".attention.wq.weight") for name in shapes), shapes[PATCHES][0]
+    depth = sum(name.endswith(".attention.wq.weight") for name in shapes)
+    dim = shapes[PATCHES][0]
     found = dict(n_layers=depth, dim=dim)
-    known = {name: build.config for name, build in MODELS.items() if found.items() <= build.config.items()}
+    known = {
+        name: build.config
+        for name, build in MODELS.items()
+        if found.items() <= build.config.items()
+    }
     name, config = next(iter(known.items()), (f"{large_dit.FAMILY.name}-{depth}x{dim}/2", {}))
-    heads = require_heads(metadata.get("num_heads") or config.get("n_heads"), f"Large-DiT of {depth} blocks", dim)
+    heads = require_heads(
+        metadata.get("num_heads") or config.get("n_heads"), f"Large-DiT of {depth} blocks", dim
+    )
     qk_norm = QK_NORM in shapes
     if "qk_norm" in metadata and bool(metadata["qk_norm"]) != qk_norm:
         raise ValueError(
             f"model_args.pth says {'no ' * (not metadata['qk_norm'])}qk_norm, and the weights "
-            f"{'have it' if qk_norm else 'have none'}; they are of two runs: copy the folder again, or remove it"
+            f"{'have it' if qk_norm else 'have none'}; they are of two runs: copy the folder "
+            "again, or remove it"
         )
-    patch, channels = metadata.get("patch_size", 2), metadata.get("in_channels", 4)
+    patch = metadata.get("patch_size", 2)
+    channels = metadata.get("in_channels", 4)
     hidden = shapes["layers.0.feed_forward.w1.weight"][0]
     build = partial(
         DiT_Llama,

@@ -1,6 +1,8 @@
-"""LightningDiT: Yao et al., 2025, arXiv:2501.01423. DiT with RMSNorm, SwiGLU and rotation, a flow on VA-VAE's latents.
+"""LightningDiT: Yao et al., 2025, arXiv:2501.01423. DiT with RMSNorm, SwiGLU and
+rotation, a flow on VA-VAE's latents.
 
-Guidance follows the published files' recipe: at noise levels up to 0.875, on the first three of 32 channels.
+Guidance follows the published files' recipe: at noise levels up to 0.875, on the first
+three of 32 channels.
 """
 
 from accel.families import Defaults, Family

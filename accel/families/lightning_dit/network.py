@@ -1,8 +1,9 @@
 """LightningDiT: Yao et al. 2025, "Reconstruction vs. Generation", arXiv:2501.01423.
 
-SiT's flow with another block: RMSNorm (arXiv:1910.07467), SwiGLU (arXiv:2002.05202), and rotary embedding
-(arXiv:2104.09864) by a token's row and column. Names and state-dict keys are those of the published checkpoints.
-weights.py converts their table of rotations and their modulation without shifts.
+SiT's flow with another block: RMSNorm (arXiv:1910.07467), SwiGLU (arXiv:2002.05202), and
+rotary embedding (arXiv:2104.09864) by a token's row and column. Names and state-dict keys
+are those of the published checkpoints. weights.py converts their table of rotations and
+their modulation without shifts.
 
 Shapes: N batch, T tokens, D width, h heads, d head dim, L side of the grid of tokens.
 """
@@ -26,25 +27,34 @@ EPS = 1e-6
 
 
 @lru_cache(maxsize=None)
-def rotation_table(head_dim: int, side: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Return cosines and sines (L², d/2, 2) of row·10000^(-2i/(d/2)), then of column·10000^(-2i/(d/2)), i < d/4."""
+def rotation_table(
+    head_dim: int, side: int, dtype: torch.dtype, device: torch.device | str
+) -> Tensor:
+    """Return cosines and sines (L², d/2, 2) of row·10000^(-2i/(d/2)), then of
+    column·10000^(-2i/(d/2)), i < d/4.
+    """
     with torch.inference_mode(False):
         axis = axis_table(head_dim // 2, side, dtype, device)  # (L, d/4, 2)
-        rows, columns = axis[:, None].expand(-1, side, -1, -1), axis[None].expand(side, -1, -1, -1)
+        rows = axis[:, None].expand(-1, side, -1, -1)
+        columns = axis[None].expand(side, -1, -1, -1)
         return torch.cat([rows, columns], dim=2).flatten(0, 1)
 
 
 class Attention(dit.Attention):
-    """DiT's attention with rotated queries and keys. (N, T, D) → (N, T, D). With `qk_norm` each head of q and k
-    passes an RMSNorm before the rotation."""
+    """DiT's attention with rotated queries and keys. (N, T, D) → (N, T, D). With
+    `qk_norm` each head of q and k passes an RMSNorm before the rotation.
+    """
 
     def __init__(self, dim: int, num_heads: int, qk_norm: bool = False):
         super().__init__(dim, num_heads)
-        self.q_norm, self.k_norm = (RMSNorm(dim // num_heads, EPS) if qk_norm else nn.Identity() for _ in "qk")
+        self.q_norm, self.k_norm = (
+            RMSNorm(dim // num_heads, EPS) if qk_norm else nn.Identity() for _ in "qk"
+        )
 
     def forward(self, x: Tensor, rotation: Tensor, attend: Callable = attention) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)  # each (N, T, h, d)
-        q, k = rotate(self.q_norm(q), rotation), rotate(self.k_norm(k), rotation)
+        q = rotate(self.q_norm(q), rotation)
+        k = rotate(self.k_norm(k), rotation)
         return self.proj(attend(torch.stack([q, k, v], dim=2).flatten(2), self.num_heads))
 
 
@@ -64,21 +74,28 @@ class SwiGLU(nn.Module):
 class LightningDiTBlock(nn.Module):
     """DiT's block with RMSNorm, rotated attention and SwiGLU."""
 
-    def __init__(self, hidden_size: int, num_heads: int, mlp_ratio: float = 4.0, qk_norm: bool = False):
+    def __init__(
+        self, hidden_size: int, num_heads: int, mlp_ratio: float = 4.0, qk_norm: bool = False
+    ):
         super().__init__()
         self.norm1, self.norm2 = (RMSNorm(hidden_size, EPS) for _ in range(2))
         self.attn = Attention(hidden_size, num_heads, qk_norm)
         self.mlp = SwiGLU(hidden_size, int(2 / 3 * int(hidden_size * mlp_ratio)))
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
 
-    def forward(self, x: Tensor, c: Tensor, rotation: Tensor, attend: Callable = attention) -> Tensor:
-        """Apply attention and MLP: tokens x (N, T, D), conditioning c (N, D), rotation (T, d/2, 2) → (N, T, D). attend:
-        for `attention`."""
+    def forward(
+        self, x: Tensor, c: Tensor, rotation: Tensor, attend: Callable = attention
+    ) -> Tensor:
+        """Apply attention and MLP: tokens x (N, T, D), conditioning c (N, D), rotation
+        (T, d/2, 2) → (N, T, D). attend: for `attention`.
+        """
         vectors = self.adaLN_modulation(c).chunk(6, dim=1)  # each (N, D)
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = vectors
         h = modulate(self.norm1(x), shift_msa, scale_msa)
         x = torch.addcmul(x, gate_msa.unsqueeze(1), self.attn(h, rotation, attend))
-        return torch.addcmul(x, gate_mlp.unsqueeze(1), self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp)))
+        return torch.addcmul(
+            x, gate_mlp.unsqueeze(1), self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp))
+        )
 
 
 class FinalLayer(dit.FinalLayer):
@@ -90,7 +107,9 @@ class FinalLayer(dit.FinalLayer):
 
 
 class LightningDiT(SiT):
-    """Estimate the velocity as SiT does: x (N, C, H, W), t (N,) from 0, noise, to 1, data, y (N,) → (N, C, H, W)."""
+    """Estimate the velocity as SiT does: x (N, C, H, W), t (N,) from 0, noise, to 1,
+    data, y (N,) → (N, C, H, W).
+    """
 
     def __init__(
         self,
@@ -107,8 +126,12 @@ class LightningDiT(SiT):
         qk_norm: bool = False,
     ):
         shape = input_size, patch_size, in_channels, hidden_size
-        super().__init__(*shape, 0, num_heads, mlp_ratio, class_dropout_prob, num_classes, learn_sigma)
-        blocks = (LightningDiTBlock(hidden_size, num_heads, mlp_ratio, qk_norm) for _ in range(depth))
+        super().__init__(
+            *shape, 0, num_heads, mlp_ratio, class_dropout_prob, num_classes, learn_sigma
+        )
+        blocks = (
+            LightningDiTBlock(hidden_size, num_heads, mlp_ratio, qk_norm) for _ in range(depth)
+        )
         self.blocks = nn.ModuleList(blocks)
         self.final_layer = FinalLayer(hidden_size, patch_size, self.out_channels)
         self.initialize_weights()
@@ -116,7 +139,9 @@ class LightningDiT(SiT):
     def rotation(self, x: Tensor) -> Tensor:
         """Return the rotations of all positions (T, d/2, 2) on x's device, in float32 or wider."""
         dtype = torch.promote_types(x.dtype, torch.float32)
-        return rotation_table(x.shape[-1] // self.num_heads, self.x_embedder.grid_size[0], dtype, x.device)
+        return rotation_table(
+            x.shape[-1] // self.num_heads, self.x_embedder.grid_size[0], dtype, x.device
+        )
 
     transform = DiT_Llama.transform  # its blocks take `rotation` too
 

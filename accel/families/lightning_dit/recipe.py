@@ -1,4 +1,6 @@
-"""Read how a LightningDiT's training run samples, from the configuration in its checkpoint or a YAML file beside it."""
+"""Read how a LightningDiT's training run samples, from the configuration in its
+checkpoint or a YAML file beside it.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -17,46 +19,68 @@ COMPUTED = (
     ("sample", "reverse", False, False),
     ("data", "latent_multiplier", 0.18215, 1.0),
 )
-# Published files come without a configuration. This file's values differ from the family's.
+# Published files come without a configuration. This file's values differ from the
+# family's.
 PUBLISHED = {"lightningdit-xl-imagenet256-64ep": dict(cfg_scale=10.0, guidance_interval=(0.0, 0.9))}
 
 
 def recipe(model: str, metadata: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the values of options that a checkpoint's configuration implies, and print them; {} without configuration.
+    """Return the values of options that a checkpoint's configuration implies, and print
+    them; {} without configuration.
 
-    model: the name of the weights' model. metadata: entries of the checkpoint. path: its file. Raises UsageError for a
-    configuration that is damaged, of another model, or with an unsupported sampler.
+    model: the name of the weights' model. metadata: entries of the checkpoint. path: its
+    file. Raises UsageError for a configuration that is damaged, of another model, or with
+    an unsupported sampler.
     """
-    where, content = f"`ckpt={path}`: its configuration", metadata.get("config")
+    where = f"`ckpt={path}`: its configuration"
+    content = metadata.get("config")
     if content is None:
         file = _beside(path)
         if file is None:
             return PUBLISHED.get(path.stem.lower(), {})
-        where, content = f"`ckpt={path}`: {file.name} beside it", _read(file, path)
-    if not isinstance(content, dict) or not all(isinstance(content.get(one), dict) for one in ("model", "sample")):
+        where = f"`ckpt={path}`: {file.name} beside it"
+        content = _read(file, path)
+    if not isinstance(content, dict) or not all(
+        isinstance(content.get(one), dict) for one in ("model", "sample")
+    ):
         return {}  # another program's configuration
     named = content["model"].get("model_type")
     if isinstance(named, str) and {named, model} <= FAMILY.models.keys() and named != model:
         raise UsageError(f"{where} describes {named}, and the weights are {model}; move it")
     for section, name, usual, computed in COMPUTED:
-        if isinstance(content.get(section), dict) and (value := content[section].get(name, usual)) != computed:
-            raise UsageError(f"{where} says {name} {_plain(value)}, and only {computed} is computed here; move it")
+        if (
+            isinstance(content.get(section), dict)
+            and (value := content[section].get(name, usual)) != computed
+        ):
+            raise UsageError(
+                f"{where} says {name} {_plain(value)}, and only {computed} is computed here; move "
+                "it"
+            )
     found = _values(where, content["sample"])
     low, high = found["guidance_interval"]
-    words = f"cfg scale {found['cfg_scale']:g}, " * ("cfg_scale" in found) + f"guidance at levels {low:g} to {high:g}, "
-    words += f"timestep shift {found['timestep_shift']:g}, {found.get('num_sampling_steps', 'the usual')} steps"
+    words = (
+        f"cfg scale {found['cfg_scale']:g}, " * ("cfg_scale" in found)
+        + f"guidance at levels {low:g} to {high:g}, "
+    )
+    words += (
+        f"timestep shift {found['timestep_shift']:g}, "
+        f"{found.get('num_sampling_steps', 'the usual')} steps"
+    )
     print(f"{where.partition(': ')[2]} says {words}; flags override it")
     return found
 
 
 def _values(where: str, sample: dict) -> dict[str, Any]:
-    """Return options by name from the section `sample`. Its times run from 0 at noise to 1 at data; a noise level is
-    1 − time."""
+    """Return options by name from the section `sample`. Its times run from 0 at noise to
+    1 at data; a noise level is 1 − time.
+    """
 
     def number(name, low, high, usual):
         value = sample.get(name, usual)
         if not (type(value) in (int, float) and low <= value <= high):
-            raise UsageError(f"{where} says {name} {_plain(value)}, which must be from {low} to {high}; mend it")
+            raise UsageError(
+                f"{where} says {name} {_plain(value)}, which must be from {low} to {high}; mend it"
+            )
         return value
 
     found = {
@@ -72,17 +96,26 @@ def _values(where: str, sample: dict) -> dict[str, Any]:
 
 def _plain(value):
     """Return a value as text; of lists and mappings, which in YAML can be huge, the type alone."""
-    return shown(str(value)) if isinstance(value, (str, int, float, bool)) else f"of type {type(value).__name__}"
+    return (
+        shown(str(value))
+        if isinstance(value, (str, int, float, bool))
+        else f"of type {type(value).__name__}"
+    )
 
 
 def _beside(path: Path) -> Path | None:
-    """Return the YAML file of a checkpoint: the file with its name, else the only one in its folder, else None."""
+    """Return the YAML file of a checkpoint: the file with its name, else the only one in
+    its folder, else None.
+    """
     own = path.with_suffix(".yaml")
     if own.is_file():
         return own
     others = sorted(path.parent.glob("*.yaml"))
     if len(others) > 1:
-        print(f"{path.parent} has {len(others)} YAML files and none is called {own.name}: they are not read")
+        print(
+            f"{path.parent} has {len(others)} YAML files and none is called {own.name}: they are "
+            "not read"
+        )
     return others[0] if len(others) == 1 else None
 
 
@@ -91,10 +124,14 @@ def _read(file: Path, path: Path) -> Any:
 
     class Loader(yaml.SafeLoader):
         def flatten_mapping(self, node):
-            """No-op: merged mappings can grow without bound, and are then refused as unknown tags."""
+            """No-op: merged mappings can grow without bound, and are then refused as
+            unknown tags.
+            """
 
     try:
         return yaml.load(read_small(file, LARGEST).decode(), Loader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
-        raise UsageError(f"`ckpt={path}`: {file.name} beside it cannot be read ({reason}); mend it") from None
+        raise UsageError(
+            f"`ckpt={path}`: {file.name} beside it cannot be read ({reason}); mend it"
+        ) from None

@@ -1,5 +1,5 @@
-"""REPA: Yu et al., 2024, arXiv:2410.06940. SiT's network, aligned to an encoder's features in training, with time
-reversed.
+"""REPA: Yu et al., 2024, arXiv:2410.06940. SiT's network, aligned to an encoder's
+features in training, with time reversed.
 
 Guidance follows REPA's recipe: scale 1.8 on all four channels at noise levels up to 0.7.
 """

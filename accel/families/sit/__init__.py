@@ -5,7 +5,10 @@ from accel.families.dit import SIZES, demo
 
 FAMILY = Family(
     name="SiT",
-    models={**{f"SiT-{size}": Defaults(image_size=256) for size in SIZES}, "SiT-Demo/2": demo("sit.safetensors")},
+    models={
+        **{f"SiT-{size}": Defaults(image_size=256) for size in SIZES},
+        "SiT-Demo/2": demo("sit.safetensors"),
+    },
     prediction="velocity",
     samplers=("sde", "euler", "heun"),
     code=__name__,

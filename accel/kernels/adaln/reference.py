@@ -11,13 +11,17 @@ Branches = tuple[tuple[Tensor, int], ...]  # (branch (N, T, D), index of its gat
 
 
 class Modulation(NamedTuple):
-    """A table of shift, scale and gate vectors, and each sample's entry: ``table[entry[sample], vector]``."""
+    """A table of shift, scale and gate vectors, and each sample's entry:
+    ``table[entry[sample], vector]``.
+    """
 
     table: Tensor  # (E, V, D) contiguous: pairs of timestep and label, vectors, width
     entry: Tensor  # (N,) int64, on the table's device
 
 
-def adaln(x: Tensor, modulation: Modulation, shift: int, branches: Branches, rms_eps: float | None) -> Tensor:
+def adaln(
+    x: Tensor, modulation: Modulation, shift: int, branches: Branches, rms_eps: float | None
+) -> Tensor:
     """Compute accel.kernels.adaln.adaln in x's dtype."""
 
     def vector(index):
@@ -29,5 +33,9 @@ def adaln(x: Tensor, modulation: Modulation, shift: int, branches: Branches, rms
     if len(branches) == 2:
         x.copy_(total)
     width = total.shape[-1:]
-    normed = F.layer_norm(total, width, eps=EPS) if rms_eps is None else F.rms_norm(total, width, eps=rms_eps)
+    normed = (
+        F.layer_norm(total, width, eps=EPS)
+        if rms_eps is None
+        else F.rms_norm(total, width, eps=rms_eps)
+    )
     return torch.addcmul(vector(shift), normed, 1 + vector(shift + 1))

@@ -21,9 +21,11 @@ def launch(
     scales: Tensor | None = None,
     stack: bool = False,
 ) -> None:
-    """Compute accel.kernels.adaln.adaln for a float32 x and table into `out`, shaped like x.
+    """Compute accel.kernels.adaln.adaln for a float32 x and table into `out`, shaped like
+    x.
 
-    With scales (N, T) float32 as adaln_split: into the pair `out`, a `new_stack` with `stack`.
+    With scales (N, T) float32 as adaln_split: into the pair `out`, a `new_stack` with
+    `stack`.
     """
     table, entry = modulation
     n, tokens, width = x.shape
@@ -31,7 +33,9 @@ def launch(
     tensors = x, first, second, out, out if scales is None else scales, table, entry
     numbers = tokens, table.stride(0), n * tokens * width, shift, shift + 1, gate1, gate2
     norm = dict(EPS=EPS, CENTRE=True) if rms_eps is None else dict(EPS=rms_eps, CENTRE=False)
-    variant = dict(WIDTH=width, BRANCHES=len(branches), HIGH_LOW=scales is not None, STACK=stack, **norm)
+    variant = dict(
+        WIDTH=width, BRANCHES=len(branches), HIGH_LOW=scales is not None, STACK=stack, **norm
+    )
     config = tile_config(width, n * tokens)
     start_next = cuda.capability(x.device) >= (9, 0)  # programmatic dependent launch
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
@@ -42,18 +46,24 @@ def launch(
 def tile_config(width: int, tokens: int = 16384) -> dict[str, int]:
     """Launch constants for `tokens` tokens of all samples.
 
-    Two power-of-two tiles cover a token, 1152 = 1024 + 128: one of 2048 would leave 44 % of the lanes idle. One warp to
-    1024 columns: sums need no barrier, and many tokens are in flight on a multiprocessor. A program computes two tokens
-    of a sample in turn, with the modulation loaded once, as long as every multiprocessor still gets several programs.
+    Two power-of-two tiles cover a token, 1152 = 1024 + 128: one of 2048 would leave 44 %
+    of the lanes idle. One warp to 1024 columns: sums need no barrier, and many tokens are
+    in flight on a multiprocessor. A program computes two tokens of a sample in turn, with
+    the modulation loaded once, as long as every multiprocessor still gets several
+    programs.
     """
     main = 1 << (width.bit_length() - 1)
     tail = 1 << (width - main - 1).bit_length() if width > main else 0
-    return dict(MAIN=main, TAIL=tail, TURNS=2 if tokens >= 2048 else 1, num_warps=max(1, main // 1024))
+    return dict(
+        MAIN=main, TAIL=tail, TURNS=2 if tokens >= 2048 else 1, num_warps=max(1, main // 1024)
+    )
 
 
 @triton.jit
 def _sum(x_ptr, first_ptr, second_ptr, offset, inside, gate1, gate2, BRANCHES: tl.constexpr):
-    """Return a tile of x + Σ gate·branch. Loads are cast at once: Triton's interpreter has no bfloat16 arithmetic."""
+    """Return a tile of x + Σ gate·branch. Loads are cast at once: Triton's interpreter
+    has no bfloat16 arithmetic.
+    """
     total = tl.load(x_ptr + offset, inside, 0.0)
     if BRANCHES > 0:
         total += gate1 * tl.load(first_ptr + offset, inside, 0.0).to(tl.float32)
@@ -63,11 +73,14 @@ def _sum(x_ptr, first_ptr, second_ptr, offset, inside, gate1, gate2, BRANCHES: t
 
 
 @triton.jit
-def _vectors(start, column, inside, shift, scale, gate1, gate2, WIDTH: tl.constexpr, BRANCHES: tl.constexpr):
+def _vectors(
+    start, column, inside, shift, scale, gate1, gate2, WIDTH: tl.constexpr, BRANCHES: tl.constexpr
+):
     """Return tiles of shift, 1 + scale and the gates in use."""
     shift = tl.load(start + shift * WIDTH + column, inside, 0.0)
     scale = 1 + tl.load(start + scale * WIDTH + column, inside, 0.0)
-    first, second = shift, shift
+    first = shift
+    second = shift
     if BRANCHES > 0:
         first = tl.load(start + gate1 * WIDTH + column, inside, 0.0)
     if BRANCHES > 1:
@@ -75,8 +88,8 @@ def _vectors(start, column, inside, shift, scale, gate1, gate2, WIDTH: tl.conste
     return shift, scale, first, second
 
 
-# Vector indices take 170 values on XL, and half a batch may start at an odd entry: specialised on their divisibility,
-# the kernel would be compiled many times.
+# Vector indices take 170 values on XL, and half a batch may start at an odd entry:
+# specialised on their divisibility, the kernel would be compiled many times.
 @triton.jit(do_not_specialize=["entry_ptr", "tokens", "low", "shift", "scale", "gate1", "gate2"])
 def _adaln(
     x_ptr,
@@ -110,11 +123,15 @@ def _adaln(
     start = table_ptr + tl.load(entry_ptr + sample) * entry_stride
     main = tl.arange(0, MAIN)
     in_main = main < WIDTH
-    shift_m, scale_m, gate1_m, gate2_m = _vectors(start, main, in_main, shift, scale, gate1, gate2, WIDTH, BRANCHES)
+    shift_m, scale_m, gate1_m, gate2_m = _vectors(
+        start, main, in_main, shift, scale, gate1, gate2, WIDTH, BRANCHES
+    )
     if TAIL:
         tail = MAIN + tl.arange(0, TAIL)
         in_tail = tail < WIDTH
-        shift_t, scale_t, gate1_t, gate2_t = _vectors(start, tail, in_tail, shift, scale, gate1, gate2, WIDTH, BRANCHES)
+        shift_t, scale_t, gate1_t, gate2_t = _vectors(
+            start, tail, in_tail, shift, scale, gate1, gate2, WIDTH, BRANCHES
+        )
     for turn in range(TURNS):
         token = tl.program_id(0) * TURNS + turn
         row = (sample.to(tl.int64) * tokens + token) * WIDTH

@@ -1,16 +1,23 @@
-"""Multi-head attention straight from the packed projection: nothing is transposed, padded or copied in memory.
+"""Multi-head attention straight from the packed projection: nothing is transposed, padded
+or copied in memory.
 
     softmax(q·kᵀ/√d)·v per head        (Vaswani et al. 2017, arXiv:1706.03762, eq. 1)
 
-Every backend but "torch" keeps softmax's statistics in float32 and never stores the (T, T) weights.
+Every backend but "torch" keeps softmax's statistics in float32 and never stores the (T,
+T) weights.
 
-    hopper                      our kernel: half precision, head dim 72, capability 9.0; not differentiable
-    triton                      our kernel for Ampere and Ada: half precision, head dim 72; not differentiable
+    hopper                      our kernel: half precision, head dim 72, capability 9.0; not
+                                differentiable
+    triton                      our kernel for Ampere and Ada: half precision, head dim 72; not
+                                differentiable
     cudnn, flash, efficient     torch's kernels; torch refuses what they cannot do
     torch                       the reference, any dtype and device
-    auto                        head dim 72 in half precision: hopper on Hopper, triton on Ampere and Ada
-                                other head dims in half precision: cudnn on Hopper, flash on Ampere and Ada
-                                efficient on older GPUs and for float32; flash on Blackwells and CPUs
+    auto                        head dim 72 in half precision: hopper on Hopper, triton on Ampere
+                                and Ada
+                                other head dims in half precision: cudnn on Hopper, flash on Ampere
+                                and Ada
+                                efficient on older GPUs and for float32; flash on Blackwells and
+                                CPUs
 """
 
 import math
@@ -29,17 +36,21 @@ SDPA = {  # torch's kernels, on views with strides
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 BACKENDS = ("auto", "hopper", "triton", *SDPA, "torch")
-MAJOR = {"hopper": (9,), "triton": (8, 0)}  # of the capabilities that our kernels are for; 0: Triton's interpreter
+# of the capabilities that our kernels are for; 0: Triton's interpreter
+MAJOR = {"hopper": (9,), "triton": (8, 0)}
 
 
 def attention(qkv: Tensor, num_heads: int, backend: str = "auto") -> Tensor:
-    """Compute self-attention: qkv (N, T, 3·D), q, k and v side by side, each head-major → (N, T, D), same dtype."""
+    """Compute self-attention: qkv (N, T, 3·D), q, k and v side by side, each head-major →
+    (N, T, D), same dtype.
+    """
     return attention_to(qkv, None, num_heads, backend)
 
 
 def attention_to(qkv: Tensor, kv: Tensor | None, num_heads: int, backend: str = "auto") -> Tensor:
-    """Compute attention of qkv's queries (N, t, 3·D) to keys and values kv (N, T, 2·D), side by side → (N, t, D). None:
-    to qkv's own."""
+    """Compute attention of qkv's queries (N, t, 3·D) to keys and values kv (N, T, 2·D),
+    side by side → (N, t, D). None: to qkv's own.
+    """
     check_backend("attention", backend, BACKENDS)
     dim = qkv.shape[-1] // (3 * num_heads)
     if backend == "auto":
@@ -47,7 +58,10 @@ def attention_to(qkv: Tensor, kv: Tensor | None, num_heads: int, backend: str = 
     if backend in MAJOR:
         fits = dim == hopper.HEAD_DIM and qkv.dtype in cuda.HALF
         if not fits or cuda.capability(qkv.device)[0] not in MAJOR[backend]:
-            raise ValueError(f"attention: backend {backend!r} takes half precision, head dim 72, its GPU; take 'auto'")
+            raise ValueError(
+                f"attention: backend {backend!r} takes half precision, head dim 72, its GPU; take "
+                "'auto'"
+            )
         if backend == "hopper":
             return hopper.attention(qkv, kv, num_heads)
         from accel.kernels.attention import triton
@@ -78,7 +92,9 @@ def choose(device: torch.device, dtype: torch.dtype, dim: int) -> str:
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute the formula in float32 or wider: q (N, h, t, d), k and v (N, h, T, d) → (N, h, t, d) in q's dtype."""
+    """Compute the formula in float32 or wider: q (N, h, t, d), k and v (N, h, T, d) → (N,
+    h, t, d) in q's dtype.
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(wide) @ k.to(wide).mT / math.sqrt(q.shape[-1])  # (N, h, t, T)
     return (scores.softmax(-1) @ v.to(wide)).to(q.dtype)

@@ -1,4 +1,6 @@
-"""Attention at head dim 72 on Hopper (hopper.cu). d = 72 costs 80 in q·kᵀ and 72 in p·v; libraries pad to 96 or 128."""
+"""Attention at head dim 72 on Hopper (hopper.cu). d = 72 costs 80 in q·kᵀ and 72 in p·v;
+libraries pad to 96 or 128.
+"""
 
 import math
 from functools import lru_cache
@@ -34,23 +36,24 @@ class Config(NamedTuple):
     @property
     def shared_bytes(self) -> int:
         """Return the bytes of barriers, tiles of queries, and stages of keys and values."""
-        queries, keys = self.q_buffers * 64 * self.warpgroups, self.stages * self.keys
+        queries = self.q_buffers * 64 * self.warpgroups
+        keys = self.stages * self.keys
         return 1024 + self.parts * (queries * 160 + keys * (160 + 256))
 
 
-# Measured on an H200 (log/attention-h200.json, log/products-few-rows-h200.json). Blocks of 256 queries read keys and
-# values half as often as blocks of 128. With few queries they leave warpgroups, or multiprocessors, idle.
-LONG, SHORT, SINGLE = (
-    Config(warpgroups=4, keys=64, stages=4, blocks=1, pipelined=True),
-    Config(warpgroups=2, keys=64, stages=2, blocks=2),
-    Config(warpgroups=1, keys=64, stages=3, blocks=2),
-)
+# Measured on an H200 (log/attention-h200.json, log/products-few-rows-h200.json). Blocks
+# of 256 queries read keys and values half as often as blocks of 128. With few queries
+# they leave warpgroups, or multiprocessors, idle.
+LONG = Config(warpgroups=4, keys=64, stages=4, blocks=1, pipelined=True)
+SHORT = Config(warpgroups=2, keys=64, stages=2, blocks=2)
+SINGLE = Config(warpgroups=1, keys=64, stages=3, blocks=2)
 SHORT_TOKENS = 256
 
 
 def choose(heads: int, queries: int, multiprocessors: int) -> Config:
-    """Return the configuration for `heads` heads (of all samples) of `queries` queries: the one with the largest blocks
-    that still keeps nearly every multiprocessor busy."""
+    """Return the configuration for `heads` heads (of all samples) of `queries` queries:
+    the one with the largest blocks that still keeps nearly every multiprocessor busy.
+    """
 
     def enough(config):
         return heads * -(-queries // (64 * config.warpgroups)) >= 0.75 * multiprocessors
@@ -61,35 +64,48 @@ def choose(heads: int, queries: int, multiprocessors: int) -> Config:
 
 
 def source(config: Config, dtype: torch.dtype, file: Path = FILE) -> str:
-    """Return the whole CUDA text for a configuration and dtype. file: of the kernel's arithmetic."""
-    half, files = cuda.HALF[dtype], (FILE.with_suffix(".cuh"), file)
-    multiply = cuda.wgmma("multiply_qk", config.keys, half) + cuda.wgmma("multiply_pv", HEAD_DIM, half, True)
+    """Return the whole CUDA text for a configuration and dtype. file: of the kernel's
+    arithmetic.
+    """
+    half = cuda.HALF[dtype]
+    files = (FILE.with_suffix(".cuh"), file)
+    multiply = cuda.wgmma("multiply_qk", config.keys, half) + cuda.wgmma(
+        "multiply_pv", HEAD_DIM, half, True
+    )
     registers = cuda.registers(config.warpgroups, config.blocks)
     return cuda.source(files, config, multiply, half, HEAD=HEAD_DIM, **registers)
 
 
 @lru_cache(None)
 def _kernel(config, dtype, device):
-    return cuda.Kernel(source(config, dtype), "attention", config.threads, config.shared_bytes, device)
+    return cuda.Kernel(
+        source(config, dtype), "attention", config.threads, config.shared_bytes, device
+    )
 
 
 def head_maps(packed: Tensor) -> list:
-    """Return tensor maps of (N, T, parts·H·72). One load takes 32 tokens of a head: by the first map its columns 0 to
-    63, by the second the rest and 8 columns of zeros."""
+    """Return tensor maps of (N, T, parts·H·72). One load takes 32 tokens of a head: by
+    the first map its columns 0 to 63, by the second the rest and 8 columns of zeros.
+    """
     n, tokens, width = packed.shape
-    heads, line = width // HEAD_DIM, 2 * HEAD_DIM
-    sizes, strides = (HEAD_DIM, heads, tokens, n), (line, heads * line, tokens * heads * line)
+    heads = width // HEAD_DIM
+    line = 2 * HEAD_DIM
+    sizes = (HEAD_DIM, heads, tokens, n)
+    strides = (line, heads * line, tokens * heads * line)
     return [
         cuda.tensor_map(packed, sizes, strides, (columns, 1, BOX_TOKENS, 1), swizzle)
         for columns, swizzle in ((64, 128), (16, 32))
     ]
 
 
-def attention(qkv: Tensor, kv: Tensor | None, num_heads: int, config: Config | None = None) -> Tensor:
+def attention(
+    qkv: Tensor, kv: Tensor | None, num_heads: int, config: Config | None = None
+) -> Tensor:
     """Launch the kernel: qkv (N, T, 3·H·72) half, contiguous → (N, T, H·72).
 
-    kv (N, T', 2·H·72): keys and values in place of the packed ones, or None. Softmax is float32, its weights are half.
-    A shape must be run once before it is captured in a graph.
+    kv (N, T', 2·H·72): keys and values in place of the packed ones, or None. Softmax is
+    float32, its weights are half. A shape must be run once before it is captured in a
+    graph.
     """
     n, queries, width = qkv.shape
     keys = qkv if kv is None else kv
@@ -104,5 +120,7 @@ def attention(qkv: Tensor, kv: Tensor | None, num_heads: int, config: Config | N
     first_key = num_heads if kv is None else 0  # at which head of `keys` the keys begin
     numbers = queries, keys.shape[1], num_heads, first_key, items, SCORE_SCALE
     kernel = _kernel(config, qkv.dtype, qkv.device)
-    kernel.launch(min(items, multiprocessors * config.blocks), *query_maps, *key_maps, out, *numbers)
+    kernel.launch(
+        min(items, multiprocessors * config.blocks), *query_maps, *key_maps, out, *numbers
+    )
     return out

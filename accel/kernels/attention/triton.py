@@ -1,6 +1,8 @@
-"""Attention by a Triton kernel for Ampere and Ada. Head dim 72 costs 80 in q·kᵀ and in p·v; libraries pad it to 96.
+"""Attention by a Triton kernel for Ampere and Ada. Head dim 72 costs 80 in q·kᵀ and in
+p·v; libraries pad it to 96.
 
-Compiled for Hopper (Triton 3.6) it is wrong by 50 % and more, also without asynchronous copies.
+Compiled for Hopper (Triton 3.6) it is wrong by 50 % and more, also without asynchronous
+copies.
 """
 
 import torch
@@ -11,15 +13,18 @@ from torch import Tensor
 from accel.kernels.attention.hopper import HEAD_DIM, SCORE_SCALE
 
 # A head goes in two parts, 72 = 64 + 8 (of 16): Triton's tiles are powers of two.
-TILE = dict(DIM=HEAD_DIM, MAIN=64, REST=16, QUERIES=128, KEYS=64, num_warps=4, num_stages=2)  # log/ampere-h200.json
+# log/ampere-h200.json
+TILE = dict(DIM=HEAD_DIM, MAIN=64, REST=16, QUERIES=128, KEYS=64, num_warps=4, num_stages=2)
 
 
 def attention(qkv: Tensor, kv: Tensor | None, num_heads: int) -> Tensor:
-    """Launch the kernel: qkv (N, t, 3·H·72) half, contiguous → (N, t, H·72). kv (N, T, 2·H·72): keys and values in
-    place of the packed ones."""
+    """Launch the kernel: qkv (N, t, 3·H·72) half, contiguous → (N, t, H·72). kv (N, T,
+    2·H·72): keys and values in place of the packed ones.
+    """
     keys = qkv if kv is None else kv
     assert qkv.is_contiguous() and keys.is_contiguous()
-    (n, queries, packed), width = qkv.shape, num_heads * HEAD_DIM
+    (n, queries, packed) = qkv.shape
+    width = num_heads * HEAD_DIM
     out = qkv.new_empty(n, queries, width)
     tensors = qkv, qkv[..., width:] if kv is None else kv, out
     numbers = queries, num_heads, packed, keys.shape[2], SCORE_SCALE
@@ -29,7 +34,8 @@ def attention(qkv: Tensor, kv: Tensor | None, num_heads: int) -> Tensor:
     return out
 
 
-# The first of the columns that are left over is 1 in every value: there p·v is the sum of the weights.
+# The first of the columns that are left over is 1 in every value: there p·v is the sum of
+# the weights.
 @triton.jit
 def _attention(
     q_ptr,
@@ -47,8 +53,10 @@ def _attention(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    head, sample = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    query, key = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES), tl.arange(0, KEYS)
+    head = tl.program_id(1)
+    sample = tl.program_id(2).to(tl.int64)
+    query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
+    key = tl.arange(0, KEYS)
     main = tl.arange(0, MAIN)[None, :]
     inside = (query < queries)[:, None]
     q_ptr += sample * queries * q_step + head * DIM + query[:, None] * q_step
@@ -63,7 +71,9 @@ def _attention(
     for start in range(0, TOKENS, KEYS):
         k_ptr = kv_ptr + start * kv_step
         v_ptr = k_ptr + heads * DIM
-        in_key = (start + key < TOKENS)[:, None] if TOKENS % KEYS else tl.full((KEYS, 1), True, tl.int1)
+        in_key = (
+            (start + key < TOKENS)[:, None] if TOKENS % KEYS else tl.full((KEYS, 1), True, tl.int1)
+        )
         s = tl.dot(q, tl.load(k_ptr + main, in_key, 0.0).T)
         s = tl.dot(q_rest, tl.load(k_ptr + rest, in_key & in_rest, 0.0).T, s)
         if TOKENS % KEYS:

@@ -14,10 +14,13 @@ class Sum(NamedTuple):
 
     value: Tensor  # (1, C, H, W)
     bias: Tensor | None  # (C,) float32, not yet in `value`
-    partial: Tensor | None  # (2, parts, C) float32: each stretch's mean, and sum of squares about it
+    # (2, parts, C) float32: each stretch's mean, and sum of squares about it
+    partial: Tensor | None
 
 
-def add(x: Tensor, bias: Tensor, branch: Tensor | None, dtype: torch.dtype | None, statistics: bool) -> Sum:
+def add(
+    x: Tensor, bias: Tensor, branch: Tensor | None, dtype: torch.dtype | None, statistics: bool
+) -> Sum:
     """Compute accel.kernels.group_norm.add; leave the statistics to `group_norm`."""
     if dtype is None:
         return Sum(x, bias, None)
@@ -25,8 +28,14 @@ def add(x: Tensor, bias: Tensor, branch: Tensor | None, dtype: torch.dtype | Non
     return Sum((total if branch is None else total + branch.float()).to(dtype), None, None)
 
 
-def group_norm(total: Sum, weight: Tensor, bias: Tensor, groups: int, silu: bool, dtype: torch.dtype) -> Tensor:
+def group_norm(
+    total: Sum, weight: Tensor, bias: Tensor, groups: int, silu: bool, dtype: torch.dtype
+) -> Tensor:
     """Compute accel.kernels.group_norm.group_norm."""
-    x = total.value.float() if total.bias is None else total.value.float() + total.bias[:, None, None]
+    x = (
+        total.value.float()
+        if total.bias is None
+        else total.value.float() + total.bias[:, None, None]
+    )
     y = F.group_norm(x, groups, weight, bias, EPS)
     return (F.silu(y) if silu else y).to(dtype).contiguous(memory_format=torch.channels_last)

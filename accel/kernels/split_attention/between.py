@@ -1,5 +1,6 @@
-"""Triton kernels around cuBLAS's two GEMMs of split attention. They use no tensor cores: any GPU compiles them.
-reference.py has their reference implementations."""
+"""Triton kernels around cuBLAS's two GEMMs of split attention. They use no tensor cores:
+any GPU compiles them. reference.py has their reference implementations.
+"""
 
 import math
 
@@ -12,7 +13,8 @@ from accel.kernels.split_attention.reference import HALF, LIFT
 from accel.kernels.split_linear.triton import store_high_low, store_stack
 
 ROWS = 32  # tokens of a head that a program rearranges
-CENTRE = dict(ROWS=128, num_warps=8)  # tokens that it adds at once: few programs must hide memory's latency
+# tokens that it adds at once: few programs must hide memory's latency
+CENTRE = dict(ROWS=128, num_warps=8)
 
 
 def tile(dim: int) -> dict[str, int]:
@@ -21,7 +23,9 @@ def tile(dim: int) -> dict[str, int]:
 
 
 def centre(pair: Tensor, num_heads: int) -> Tensor:
-    """Return v's mean over the tokens, from its high half: (N, h, d) float32. Its rounding cancels."""
+    """Return v's mean over the tokens, from its high half: (N, h, d) float32. Its
+    rounding cancels.
+    """
     n, tokens, width = pair.shape[1:]
     out = torch.empty(n, num_heads, width // (3 * num_heads), device=pair.device)
     with torch.cuda.device_of(pair):  # Triton launches on the current GPU
@@ -31,19 +35,27 @@ def centre(pair: Tensor, num_heads: int) -> Tensor:
 
 
 def operands(pair: Tensor, centre: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k (G, T, 3·d) and v − mean (G, 2·T, 2·d) float16 of `count` heads of all samples, from `first` on."""
-    (_, heads, dim), tokens = centre.shape, pair.shape[2]
+    """Return q, k (G, T, 3·d) and v − mean (G, 2·T, 2·d) float16 of `count` heads of all
+    samples, from `first` on.
+    """
+    (_, heads, dim) = centre.shape
+    tokens = pair.shape[2]
     q, k, v = (pair.new_empty(count, tokens, size * dim) for size in (3, 3, 4))
     numbers = tokens, heads, first, pair[0].numel()
     with torch.cuda.device_of(pair):
-        _attention_operands[triton.cdiv(tokens, ROWS), count](pair, centre, q, k, v, *numbers, SCALE=HALF, **tile(dim))
+        _attention_operands[triton.cdiv(tokens, ROWS), count](
+            pair, centre, q, k, v, *numbers, SCALE=HALF, **tile(dim)
+        )
     return q, k, v.view(count, 2 * tokens, 2 * dim)
 
 
 def softmax(scores: Tensor, dim: int) -> Tensor:
-    """Return LIFT · softmax(scores/√d) as low, high (G, T, 2·T) float16 in the memory of scores (G, T, T) float32."""
+    """Return LIFT · softmax(scores/√d) as low, high (G, T, 2·T) float16 in the memory of
+    scores (G, T, T) float32.
+    """
     count, tokens, _ = scores.shape
-    weights, block = scores.view(torch.float16), triton.next_power_of_2(tokens)
+    weights = scores.view(torch.float16)
+    block = triton.next_power_of_2(tokens)
     with torch.cuda.device_of(scores):
         scale = 1 / (math.sqrt(dim) * math.log(2))
         _attention_softmax[tokens, count](
@@ -58,12 +70,16 @@ def warps(block: int) -> int:
 
 
 def merge(mixed: Tensor, centre: Tensor, out: Tensor, first: int) -> None:
-    """Add both parts of mixed (G, T, 2·d) float32, unscaled, and the mean; write them to their heads of out (2, N, T,
-    D), a `new_stack`."""
-    (_, heads, dim), (count, tokens, _) = centre.shape, mixed.shape
+    """Add both parts of mixed (G, T, 2·d) float32, unscaled, and the mean; write them to
+    their heads of out (2, N, T, D), a `new_stack`.
+    """
+    (_, heads, dim) = centre.shape
+    (count, tokens, _) = mixed.shape
     grid = triton.cdiv(tokens, ROWS), count
     with torch.cuda.device_of(mixed):
-        _attention_merge[grid](mixed, centre, out, tokens, heads, first, SCALE=1 / (LIFT * HALF), **tile(dim))
+        _attention_merge[grid](
+            mixed, centre, out, tokens, heads, first, SCALE=1 / (LIFT * HALF), **tile(dim)
+        )
 
 
 @triton.jit
@@ -82,7 +98,8 @@ def _attention_centre(
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    sample, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
+    sample = (tl.program_id(0) // heads).to(tl.int64)
+    head = tl.program_id(0) % heads
     lane = tl.arange(0, LANES)
     pair_ptr += sample * TOKENS * (3 * heads * DIM) + (2 * heads + head) * DIM + lane[None, :]
     total = tl.zeros((ROWS, LANES), tl.float32)
@@ -110,12 +127,15 @@ def _attention_operands(
     ROWS: tl.constexpr,
 ):
     sample, head = _place(first, heads)
-    token, lane = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    lane = tl.arange(0, LANES)
     inside = (token < tokens)[:, None] & (lane < DIM)[None, :]
     width = heads * DIM
     pair_ptr += (sample * tokens + token)[:, None] * (3 * width) + head * DIM + lane[None, :]
-    q_high, q_low = tl.load(pair_ptr, inside), tl.load(pair_ptr + low, inside)
-    k_high, k_low = tl.load(pair_ptr + width, inside), tl.load(pair_ptr + width + low, inside)
+    q_high = tl.load(pair_ptr, inside)
+    q_low = tl.load(pair_ptr + low, inside)
+    k_high = tl.load(pair_ptr + width, inside)
+    k_low = tl.load(pair_ptr + width + low, inside)
     v = tl.load(pair_ptr + 2 * width, inside, 0.0).to(tl.float32)
     v += tl.load(pair_ptr + 2 * width + low, inside, 0.0).to(tl.float32)
     mean = tl.load(centre_ptr + (first + tl.program_id(1)) * DIM + lane, lane < DIM, 0.0)
@@ -134,8 +154,12 @@ def _attention_operands(
 
 
 @triton.jit
-def _attention_softmax(scores_ptr, weights_ptr, tokens, scale, LIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """Replace a row's scores by its weights. None is stored before all scores are loaded: each needs their sum."""
+def _attention_softmax(
+    scores_ptr, weights_ptr, tokens, scale, LIFT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Replace a row's scores by its weights. None is stored before all scores are loaded:
+    each needs their sum.
+    """
     row = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
     key = tl.arange(0, BLOCK)
     inside = key < tokens
@@ -160,9 +184,12 @@ def _attention_merge(
     ROWS: tl.constexpr,
 ):
     sample, head = _place(first, heads)
-    token, lane = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    lane = tl.arange(0, LANES)
     inside = (token < tokens)[:, None] & (lane < DIM)[None, :]
-    mixed_ptr += (tl.program_id(1).to(tl.int64) * tokens + token)[:, None] * (2 * DIM) + lane[None, :]
+    mixed_ptr += (tl.program_id(1).to(tl.int64) * tokens + token)[:, None] * (2 * DIM) + lane[
+        None, :
+    ]
     y = (tl.load(mixed_ptr, inside, 0.0) + tl.load(mixed_ptr + DIM, inside, 0.0)) * SCALE
     y += tl.load(centre_ptr + (first + tl.program_id(1)) * DIM + lane, lane < DIM, 0.0)[None, :]
     width = heads * DIM

@@ -1,15 +1,17 @@
-"""Split attention by cuBLAS: two batched GEMMs for a group of heads, with Triton kernels without tensor cores around
-them (between.py). Where there is no Triton, their reference implementations run.
+"""Split attention by cuBLAS: two batched GEMMs for a group of heads, with Triton kernels
+without tensor cores around them (between.py). Where there is no Triton, their reference
+implementations run.
 
     centre        v's mean over the tokens
-    operands      q: high, low, high    k: low, high, high    v − mean: high, low, for weights' low and again their high
+    operands      q: high, low, high    k: low, high, high    v − mean: high, low, for weights' low
+                  and again their high
     GEMM          scores, over an inner dimension of 3·d
     softmax       weights, low and high, in the scores' own memory
     GEMM          (low + high)·v's high and (low + high)·v's low, side by side, over 2·T
     merge         their sum and the mean, split: high, low, high
 
-Weights are positive: in a sum with one sign tensor cores truncate always in one direction. So v goes without its mean,
-which weights that sum to one give back.
+Weights are positive: in a sum with one sign tensor cores truncate always in one
+direction. So v goes without its mean, which weights that sum to one give back.
 """
 
 import torch
@@ -30,10 +32,13 @@ def attention(pair: Tensor, num_heads: int) -> Tensor:
     else:
         between = reference
     n, tokens, width = pair.shape[1:]
-    heads, dim = n * num_heads, width // (3 * num_heads)  # of all samples
+    heads = n * num_heads
+    dim = width // (3 * num_heads)  # of all samples
     out = new_stack(n, tokens, width // 3, device=pair.device)
     size = min(heads, max(1, SCORES // (4 * tokens * tokens)))
-    scores, mixed = (torch.empty(size, tokens, last, device=pair.device) for last in (tokens, 2 * dim))
+    scores, mixed = (
+        torch.empty(size, tokens, last, device=pair.device) for last in (tokens, 2 * dim)
+    )
     centre = between.centre(pair, num_heads)
     for first in range(0, heads, size):
         count = min(size, heads - first)

@@ -34,9 +34,13 @@ TILE = Tile(rows=128, columns=192, depth=64, stages=2)  # measured: log/split-ke
 
 
 def source(result: int) -> str:
-    """Return the whole CUDA text of a variant; result: 0 float32, 1 high and low, 2 GELU, high and low."""
+    """Return the whole CUDA text of a variant; result: 0 float32, 1 high and low, 2 GELU,
+    high and low.
+    """
     multiply = cuda.wgmma("multiply", TILE.columns, "f16")
-    return cuda.source((FILE,), TILE, multiply, "f16", RESULT=result, **cuda.registers(TILE.rows // 64))
+    return cuda.source(
+        (FILE,), TILE, multiply, "f16", RESULT=result, **cuda.registers(TILE.rows // 64)
+    )
 
 
 @lru_cache(None)
@@ -45,10 +49,11 @@ def _kernel(result, device):
 
 
 def arrange(weight: Tensor) -> Tensor:
-    """Arrange the rows of W (N, K) for the kernel; fill N up with zeros to a multiple of 32.
+    """Arrange the rows of W (N, K) for the kernel; fill N up with zeros to a multiple of
+    32.
 
-    After a warpgroup MMA a lane has columns 2c, 2c + 1 of each eight. With rows 8c + 2j + i of W at 8j + 2c + i, four
-    eights give it eight neighbouring columns to store.
+    After a warpgroup MMA a lane has columns 2c, 2c + 1 of each eight. With rows 8c + 2j +
+    i of W at 8j + 2c + i, four eights give it eight neighbouring columns to store.
     """
     n, k = weight.shape
     weight = torch.cat([weight, weight.new_zeros(-n % 32, k)])
@@ -57,15 +62,22 @@ def arrange(weight: Tensor) -> Tensor:
 
 def _pair_map(pair, box_rows):
     """Return the tensor map of a pair (2, …, K). One load takes high and low of a tile."""
-    depth, rows = pair.shape[-1], pair[0].numel() // pair.shape[-1]
-    return cuda.tensor_map(pair, (depth, rows, 2), (2 * depth, 2 * rows * depth), (TILE.depth, box_rows, 2), 128)
+    depth = pair.shape[-1]
+    rows = pair[0].numel() // pair.shape[-1]
+    return cuda.tensor_map(
+        pair, (depth, rows, 2), (2 * depth, 2 * rows * depth), (TILE.depth, box_rows, 2), 128
+    )
 
 
 def linear(layer: Any, x: HighLow, out: Tensor) -> None:
-    """Launch the kernel: x HighLow (…, K) → out (…, N) float32, or (2, …, N) float16. A shape must be run once before
-    it is captured."""
-    a, b = x.pair, layer.pair
-    assert layer.depth % 8 == layer.columns % 8 == 0, "backend 'hopper' takes sides in eights; take 'cublas'"
+    """Launch the kernel: x HighLow (…, K) → out (…, N) float32, or (2, …, N) float16. A
+    shape must be run once before it is captured.
+    """
+    a = x.pair
+    b = layer.pair
+    assert layer.depth % 8 == layer.columns % 8 == 0, (
+        "backend 'hopper' takes sides in eights; take 'cublas'"
+    )
     rows = a[0].numel() // layer.depth
     tiles = -(-rows // TILE.rows) * -(-layer.columns // TILE.columns)
     if not tiles:
@@ -73,4 +85,11 @@ def linear(layer: Any, x: HighLow, out: Tensor) -> None:
     maps = _pair_map(a, TILE.rows), _pair_map(b, TILE.columns)
     tensors = out, x.scale, layer.scale, layer.bias, layer.after, layer.overflow
     kernel = _kernel(layer.high_low + layer.gelu, a.device)
-    kernel.launch(min(tiles, cuda.multiprocessors(a.device)), *maps, *tensors, rows, layer.columns, layer.depth)
+    kernel.launch(
+        min(tiles, cuda.multiprocessors(a.device)),
+        *maps,
+        *tensors,
+        rows,
+        layer.columns,
+        layer.depth,
+    )

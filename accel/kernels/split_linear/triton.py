@@ -1,5 +1,7 @@
-"""The end of a float32 GEMM in one Triton kernel without tensor cores: scales, bias, GELU, the check for overflow and
-the high/low split; for backends without an epilogue. And device functions that store a split."""
+"""The end of a float32 GEMM in one Triton kernel without tensor cores: scales, bias,
+GELU, the check for overflow and the high/low split; for backends without an epilogue. And
+device functions that store a split.
+"""
 
 from typing import Any
 
@@ -14,17 +16,25 @@ TILE = dict(ROWS=16, COLUMNS=128, num_warps=4)
 
 
 def finish(layer: Any, y: Tensor, row_scale: Tensor | None) -> Tensor:
-    """Finish y (M, N) float32, without scales → (M, N) float32, in y's memory, or the pair (2, M, N) for high_low.
+    """Finish y (M, N) float32, without scales → (M, N) float32, in y's memory, or the
+    pair (2, M, N) for high_low.
 
-    row_scale: (M,). A pair after GELU is a `new_stack`, since a GEMM follows; another is contiguous, for attention.
+    row_scale: (M,). A pair after GELU is a `new_stack`, since a GEMM follows; another is
+    contiguous, for attention.
     """
     m, n = y.shape
     if not layer.high_low:
-        out, row, low = y, n, 0
+        out = y
+        row = n
+        low = 0
     elif layer.gelu:
-        out, row, low = new_stack(m, n, device=y.device), 3 * n, n
+        out = new_stack(m, n, device=y.device)
+        row = 3 * n
+        low = n
     else:
-        out, row, low = torch.empty(2, m, n, dtype=torch.float16, device=y.device), n, m * n
+        out = torch.empty(2, m, n, dtype=torch.float16, device=y.device)
+        row = n
+        low = m * n
     tensors = row_scale, layer.scale, layer.bias, layer.after, layer.overflow
     variant = dict(SCALED=row_scale is not None, RESULT=layer.high_low + layer.gelu)
     with torch.cuda.device_of(y):  # Triton launches on the current GPU
@@ -50,7 +60,9 @@ def store_stack(high_ptr, depth, y, inside):
 
 @triton.jit
 def row_scale(largest):
-    """Return the power of two that brings a row's largest value between 2¹⁴ and 2¹⁵, by exponent bits; its inverse."""
+    """Return the power of two that brings a row's largest value between 2¹⁴ and 2¹⁵, by
+    exponent bits; its inverse.
+    """
     exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15)
     factor = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
     return factor, ((exponent - 14) << 23).to(tl.float32, bitcast=True)
@@ -83,7 +95,8 @@ def _finish(
     """Finish a tile. RESULT: 0 float32, 1 high and low, 2 GELU, then high, low, high."""
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    in_row, in_column = row < rows, column < columns
+    in_row = row < rows
+    in_column = column < columns
     inside = in_row[:, None] & in_column[None, :]
     y = tl.load(y_ptr + row.to(tl.int64)[:, None] * columns + column[None, :], inside, 0.0)
     scale = tl.load(scale_ptr + column, in_column, 0.0)[None, :]

@@ -16,7 +16,9 @@ def fast():
 
 @pytest.mark.parametrize("entries", (3, 7, 5000))
 def test_chunks_give_what_every_evaluation_gives(fast, entries):
-    """One step in the table, two, or all ten; and over two runs with other labels through the same table."""
+    """One step in the table, two, or all ten; and over two runs with other labels through
+    the same table.
+    """
     bytes_each = fast.conditioning.bias.numel() * 8  # of an entry, a pair of timestep and label
     table = fast.table = ConditioningTable(fast.conditioning, entries * bytes_each)
     timesteps = create_diffusion("10").timestep_map[::-1]
@@ -32,22 +34,28 @@ def test_chunks_give_what_every_evaluation_gives(fast, entries):
 
 
 def test_what_is_not_in_the_table_is_nan_never_a_picture(fast):
-    x, y = torch.randn(2, 4, 8, 8, dtype=torch.float64), torch.tensor([1, 8])
-    scheduled, _ = fast.schedule([900.5, 500, 500], [1, 8])  # times may be fractions, and the same twice
+    x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
+    y = torch.tensor([1, 8])
+    # times may be fractions, and the same twice
+    scheduled, _ = fast.schedule([900.5, 500, 500], [1, 8])
     assert scheduled.forward(x, torch.tensor([0, 2]), y).isfinite().all()
     for index, labels in (([0, 3], [1, 8]), ([0, 1], [1, 2]), ([4095, -1], [1, 8])):
         assert scheduled.forward(x, torch.tensor(index), torch.tensor(labels))[-1].isnan().all()
-    assert fast.forward(x, torch.tensor([3, 4]), torch.tensor([1, 2])).isfinite().all()  # known outside
+    # known outside
+    assert fast.forward(x, torch.tensor([3, 4]), torch.tensor([1, 2])).isfinite().all()
     scheduled, _ = fast.schedule([500], [2])  # forgets the labels of the run before
     assert scheduled.forward(x, torch.tensor([0, 0]), torch.tensor([2, 8]))[-1].isnan().all()
 
 
 def test_more_labels_than_a_table_usually_holds(fast, monkeypatch):
-    """A large batch of an FID job. What was captured on the old table is dropped. What fits the usual size is computed
-    in the same chunks whether or not a larger batch came before: the bits do not depend on what came before."""
+    """A large batch of an FID job. What was captured on the old table is dropped. What
+    fits the usual size is computed in the same chunks whether or not a larger batch came
+    before: the bits do not depend on what came before.
+    """
     small_table = lambda c, **how: ConditioningTable(c, 5 * c.bias.numel() * 8, **how)
     monkeypatch.setattr(module, "ConditioningTable", small_table)
-    x, y = torch.randn(9, 4, 8, 8, dtype=torch.float64), torch.arange(9)
+    x = torch.randn(9, 4, 8, 8, dtype=torch.float64)
+    y = torch.arange(9)
     found = []
     for n, at_once, chunk in ((2, 1, 2), (9, 1, 1), (9, 2, 2), (2, 1, 2)):
         fast.replayed("a step", None)

@@ -1,5 +1,6 @@
-"""The exact tier: float32's result from float16 tensor cores. On a CPU by its reference implementations, on a GPU by
-every backend."""
+"""The exact tier: float32's result from float16 tensor cores. On a CPU by its reference
+implementations, on a GPU by every backend.
+"""
 
 from functools import partial
 
@@ -21,10 +22,14 @@ def bound(own):
 
 
 def strain(model):
-    """Weights of any scale, the same in float64: rows of 1e-6, 1 and 1e+6 in one matrix, and channels whose activations
-    are 1e+4 beside 1."""
+    """Weights of any scale, the same in float64: rows of 1e-6, 1 and 1e+6 in one matrix,
+    and channels whose activations are 1e+4 beside 1.
+    """
     for block in model.blocks:
-        qkv, fc1, fc2, proj = block.attn.qkv, block.mlp.fc1, block.mlp.fc2, block.attn.proj
+        qkv = block.attn.qkv
+        fc1 = block.mlp.fc1
+        fc2 = block.mlp.fc2
+        proj = block.attn.proj
         dim = qkv.weight.shape[1]
         qkv.weight.data[:5] *= 1e3 * dim**0.5  # q's rows, against k's
         qkv.weight.data[dim : dim + 5] *= 1e-4
@@ -39,7 +44,9 @@ def strain(model):
 
 
 def uneven(model):
-    """Queries 2¹⁴ times as large and keys 2¹⁴ times as small: the same function, and no sharper softmax."""
+    """Queries 2¹⁴ times as large and keys 2¹⁴ times as small: the same function, and no
+    sharper softmax.
+    """
     for block in model.blocks:
         for part in (block.attn.qkv.weight.data, block.attn.qkv.bias.data):
             q, k, _ = part.chunk(3)
@@ -58,12 +65,19 @@ def test_weights_of_any_scale(device, change):
     with torch.no_grad():
         own = model(x, t, y)
         want = model.double()(x.double(), t, y).cpu()
-    assert error(exact.forward(x, t, y), want) <= bound(error(own, want)) and exact.overflowed() is None
+    assert (
+        error(exact.forward(x, t, y), want) <= bound(error(own, want))
+        and exact.overflowed() is None
+    )
 
 
 def too_large(model):
-    """The second block's MLP sees tokens of 1e+6, fifty times what its high/low split has room for."""
-    model.blocks[1].adaLN_modulation[1].bias.data[3 * model.pos_embed.shape[-1] : 4 * model.pos_embed.shape[-1]] = 1e6
+    """The second block's MLP sees tokens of 1e+6, fifty times what its high/low split has
+    room for.
+    """
+    model.blocks[1].adaLN_modulation[1].bias.data[
+        3 * model.pos_embed.shape[-1] : 4 * model.pos_embed.shape[-1]
+    ] = 1e6
     return model
 
 
@@ -76,9 +90,12 @@ def test_overflow_names_the_layer(device):
 
 
 def strain_large(model):
-    """As `strain`: neighbouring channels of q against k's, of v against wo's columns, outliers of SwiGLU's."""
+    """As `strain`: neighbouring channels of q against k's, of v against wo's columns,
+    outliers of SwiGLU's.
+    """
     for layer in model.layers:
-        mixed, mlp = layer.attention, layer.feed_forward
+        mixed = layer.attention
+        mlp = layer.feed_forward
         normed = isinstance(mixed.q_norm, torch.nn.LayerNorm)
         queries, keys = (mixed.q_norm, mixed.k_norm) if normed else (mixed.wq, mixed.wk)
         for module, factor in ((queries, 1e3), (keys, 1e-3)):
@@ -124,13 +141,15 @@ def test_overflow_of_large_dits_queries_names_the_layer():
     ),
 )
 def test_accuracy(name, arguments, n, switches):
-    """By every backend: at most five times float32's error, and a twentieth of TF32's; the same bits by a graph's
-    replay."""
+    """By every backend: at most five times float32's error, and a twentieth of TF32's;
+    the same bits by a graph's replay.
+    """
     model = build(name, **arguments).cuda()
     x, t, y = inputs(model, n, "cuda")
     precision.apply_precision("fp32", x.device)
     with torch.no_grad():
-        own, tf32 = model(x, t, y), None
+        own = model(x, t, y)
+        tf32 = None
         if precision.supports("tf32", x.device):
             precision.apply_precision("tf32", x.device)
             tf32 = model(x, t, y)
@@ -143,15 +162,23 @@ def test_accuracy(name, arguments, n, switches):
         captured = Replayed(exact.forward)
         got = [exact.forward(x, t, y), captured(x, t, y)]
         assert torch.equal(got[0], got[1]), gemm
-        assert error(got[0], want) <= bound(error(own, want)), (gemm, error(got[0], want), error(own, want))
+        assert error(got[0], want) <= bound(error(own, want)), (
+            gemm,
+            error(got[0], want),
+            error(own, want),
+        )
         assert tf32 is None or 20 * error(got[0], want) <= error(tf32, want)
 
 
 @pytest.mark.gpu
 def test_overflow_is_a_line_before_a_run(tmp_path):
     torch.save(too_large(build("DiT-Demo/2")).state_dict(), tmp_path / "large.pt")
-    request = GridRequest("DiT-Demo/2", ckpt=str(tmp_path / "large.pt"), output_type="latent", precision="exact")
-    with pytest.raises(UsageError, match="precision=exact: .*blocks.1.mlp.fc1 gives values .*; use precision=fp32"):
+    request = GridRequest(
+        "DiT-Demo/2", ckpt=str(tmp_path / "large.pt"), output_type="latent", precision="exact"
+    )
+    with pytest.raises(
+        UsageError, match="precision=exact: .*blocks.1.mlp.fc1 gives values .*; use precision=fp32"
+    ):
         door.ready(request)
 
 
@@ -167,8 +194,12 @@ def test_no_tf32_kernel_runs(switches):
         exact.forward(x, t, y)
         torch.cuda.synchronize()
     names = [event.key for event in profile.key_averages()]
-    assert names and not [name for name in names if "tf32" in name.lower() or "s1688" in name], names
+    assert names and not [name for name in names if "tf32" in name.lower() or "s1688" in name], (
+        names
+    )
     if torch.cuda.get_device_capability() == (9, 0):
         assert {"split_linear", "split_attention"} <= set(names), names
-        others = [name for name in names if "attention" in name.lower() and name != "split_attention"]
+        others = [
+            name for name in names if "attention" in name.lower() and name != "split_attention"
+        ]
         assert not [name for name in others if "hopper" not in name], names

@@ -1,5 +1,6 @@
-"""Accelerated networks against their definitions in float64: on a CPU by the kernels' reference implementations, on a
-GPU by the kernels."""
+"""Accelerated networks against their definitions in float64: on a CPU by the kernels'
+reference implementations, on a GPU by the kernels.
+"""
 
 import pytest
 import torch
@@ -37,7 +38,8 @@ def test_float64_is_the_definition(make):
     model = make()
     fast = fast_network(model, torch.float64)
     x, t, y = inputs(model, 6)
-    for times, bound in ((t, 1e-5), (torch.zeros_like(t), 1e-10)):  # the sinusoid of other times is float32 by contract
+    # the sinusoid of other times is float32 by contract
+    for times, bound in ((t, 1e-5), (torch.zeros_like(t), 1e-10)):
         assert error(fast.forward(x.double(), times, y), definition(model, x, times, y)) < bound
     want = guided(definition(model, torch.cat([x[:3], x[:3]]), t, y), 3.5)[:3]
     assert error(evaluate(fast, x.double(), t, y, 3.5), want) < 1e-5
@@ -52,17 +54,22 @@ def test_every_weight_is_copied():
     ours, other = (fast_network(model, torch.float32) for model in models)
     want = [network.forward(x, t, y) for network in (other, ours)]
     ours.copy_weights(other)
-    assert torch.equal(ours.forward(x, t, y), want[0]) and torch.equal(other.forward(x, t, y), want[0])
+    assert torch.equal(ours.forward(x, t, y), want[0]) and torch.equal(
+        other.forward(x, t, y), want[0]
+    )
     assert not torch.equal(*want)
 
 
 @pytest.mark.parametrize("precision, tolerance", (("fp32", 5e-6), ("fp16", 1.5e-3), ("bf16", 1e-2)))
 @pytest.mark.parametrize(
-    "make", (MODELS[0], build_large, lambda: build_large(qk_norm=True)), ids=("DiT", "Large-DiT", "Large-DiT, qk-norm")
+    "make",
+    (MODELS[0], build_large, lambda: build_large(qk_norm=True)),
+    ids=("DiT", "Large-DiT", "Large-DiT, qk-norm"),
 )
 def test_tiers_on_the_cpu(precision, tolerance, make):
     model = make()
-    fast, (x, t, y) = network_of(model, precision), inputs(model, 6)
+    fast = network_of(model, precision)
+    (x, t, y) = inputs(model, 6)
     got = fast.forward(x, t, y)
     assert got.dtype == torch.float32 and error(got, definition(model, x, t, y)) < tolerance
     t[3:] = t[:3]
@@ -90,10 +97,12 @@ def test_half_precision(name, arguments, n, precision, tolerance):
     with torch.no_grad():
         want = model.double()(x.double(), t, y).cpu()
     assert error(got[0], want) < tolerance
-    assert torch.equal(got[0], got[1]) and len(fast._forward.graphs) == 1  # the first call captures, the second replays
+    # the first call captures, the second replays
+    assert torch.equal(got[0], got[1]) and len(fast._forward.graphs) == 1
 
 
-# Head dims 96, 128 and 48, as 3B, 7B and 600M have them, and widths that need more than one tile.
+# Head dims 96, 128 and 48, as 3B, 7B and 600M have them, and widths that need more than
+# one tile.
 WIDE = (
     dict(dim=768, n_heads=8, n_layers=3, input_size=32),
     dict(dim=1024, n_heads=8, n_layers=3, input_size=32),
@@ -104,7 +113,9 @@ WIDE = (
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", WIDE)
-@pytest.mark.parametrize("precision, tolerance", (("fp32", 1e-5), ("exact", 5e-6), ("fp16", 2e-3), ("bf16", 2e-2)))
+@pytest.mark.parametrize(
+    "precision, tolerance", (("fp32", 1e-5), ("exact", 5e-6), ("fp16", 2e-3), ("bf16", 2e-2))
+)
 def test_tiers_of_large_dit(form, precision, tolerance):
     model = build_large(**form, qk_norm=True)
     if precision == "bf16" and torch.cuda.get_device_capability() < (8, 0):
@@ -129,6 +140,8 @@ def test_loading_holds_no_float32_copy_on_the_gpu():
     network = load(model.state_dict(), empty, "fp16", torch.device("cuda"), 2)
     peak = torch.cuda.max_memory_allocated() - before
     block = 2 * 2 * weights / 12  # zeros of one block, and its copy, while kernels compile
-    assert peak <= 2 * weights + block + 16 * largest + (64 << 20), f"{peak / weights:.2f} bytes a weight"
+    assert peak <= 2 * weights + block + 16 * largest + (64 << 20), (
+        f"{peak / weights:.2f} bytes a weight"
+    )
     x, t, y = inputs(model, 2)
     assert error(network.forward(x.cuda(), t.cuda(), y.cuda()), definition(model, x, t, y)) < 2e-3
