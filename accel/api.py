@@ -139,10 +139,6 @@ class Sampler:
                     f"{new.name}: is of another class than the model of this Sampler; make "
                     "another of it"
                 )
-            if self.settings.forecast == "plan":
-                raise UsageError(
-                    "`forecast=plan`: was made for other weights; make another Sampler without it"
-                )
             _renew(run, new, self.settings, self._check and type(new.module) is not self._checked)
             self._checked = type(new.module)
 
@@ -269,9 +265,7 @@ def _load_module(model, options, check):
     """Copy a network that the caller holds. Raises UsageError for options that are for
     weights on disk.
     """
-    if wrong := [
-        name for name in ("model", "ckpt", "forecast", "forecast_plan") if name in options
-    ]:
+    if wrong := [name for name in ("model", "ckpt") if name in options]:
         raise UsageError(f"`{wrong[0]}`: is for weights on disk, and the model was given; drop it")
     with alone():
         loaded = LoadedModule(model, copy=True)

@@ -97,7 +97,7 @@ def require_equal(settings: dict, others: dict, free: Set[str], owner: str, reme
     names that may differ. The error reads: name value: `owner` other value; `remedy`.
     """
     for name in {**settings, **others}:
-        # off: --forecast is recorded if it is on
+        # off: a setting that the version of one side lacks
         value, other = (one.get(name, "off") for one in (settings, others))
         if value != other and name not in free:
             raise UsageError(f"{name} {value}: {owner} {other}; {remedy}")

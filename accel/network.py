@@ -81,7 +81,7 @@ class Network(ABC):
 
     patch_size: int
     in_channels: int
-    captures = False  # whether the sampling loop captures a move as a CUDA graph
+    captures = False  # whether the sampling loop captures a step as a CUDA graph
 
     def __init__(self):
         self._replayed = Latest(KEPT)

@@ -113,12 +113,6 @@ class Request:
         default="auto",
         choices=("auto", "fp32", "tf32", "fp16"),
     )
-    forecast: str = speed(
-        "off: every step evaluates the network; plan: the steps that scripts/calibrate.py found "
-        "to be enough for these weights, whose pictures it checked",
-        default="off",
-        choices=("off", "plan"),
-    )
 
     ckpt: str = files(
         "weights: a .pt or .safetensors file, a published name (DiT-XL-2-512x512.pt), a folder "
@@ -131,9 +125,6 @@ class Request:
     latent_stats: str = files(
         "mean and std of the latents' channels, a .pt file: the decoder takes latents × std + "
         "mean; default: the latents_stats.pt beside --vae, if that is a file",
-    )
-    forecast_plan: str = files(
-        "the plan's file; default: beside the checkpoint, CKPT.forecast.json"
     )
     device: str = advanced(
         "where to sample, such as cuda, cuda:1 or cpu; default: a GPU if there is one"
@@ -170,11 +161,6 @@ class Request:
             )
         if not 0 <= self.eta <= 1 or self.eta and self.sampler != "ddim":
             raise UsageError(f"`eta={self.eta:g}`: must be from 0 to 1, and is for `sampler=ddim`")
-        if self.forecast_plan is not None and self.forecast != "plan":
-            raise UsageError(
-                f"`forecast_plan={self.forecast_plan}`: is for `forecast=plan`; add that or drop "
-                "this"
-            )
 
     @property
     def tier(self) -> str | None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from accel.errors import UsageError
 from accel.network import Network, remedy
-from accel.sampling import OnStep, denoise, initial_noise, moves_of, upstream_noise
+from accel.sampling import OnStep, denoise, initial_noise, steps_of, upstream_noise
 from accel.sampling.guidance import Guidance, Unguided
 from accel.sampling.process import Process
 
@@ -88,22 +88,22 @@ class Run(NamedTuple):
         """Estimate the finished latents from latents x (n, C, L, L) after `done` steps,
         by one more evaluation.
         """
-        move = next(move for move in moves_of(self.process, self.guidance) if move.step == done)
-        t = self.process.times()[move.evaluation]
-        guidance = move.guidance[0]
+        step = steps_of(self.process, self.guidance)[done]
+        t = self.process.times()[step.evaluation]
+        guidance = step.guidances[0]
         y = guidance.labels(torch.tensor(labels, device=x.device))
         out = guidance.combine(self.network.forward(x, torch.full(y.shape, t, device=x.device), y))
         return self.process.finished(x, t, out[:, : x.shape[1]])
 
     def warm_up(self, labels: Sequence[int], batches: Sequence[slice] = ALL) -> None:
-        """Make each move of `latents` once, with each number of labels in a slice and
-        each guidance: on a GPU this compiles kernels, chooses algorithms and captures
+        """Make each kind of step of `latents` once, with each number of labels in a slice
+        and each guidance: on a GPU this compiles kernels, chooses algorithms and captures
         graphs.
         """
         first = {}
         sizes = set()
-        for move in moves_of(self.process, self.guidance):
-            first.setdefault((move.kind, move.guidance), move)
+        for step in steps_of(self.process, self.guidance):
+            first.setdefault(step.guidances, step)
         # Most labels first: they need the largest conditioning table, and a new table
         # voids captured graphs.
         for part in sorted(batches, key=lambda part: -len(set(labels[part]))):
@@ -112,7 +112,7 @@ class Run(NamedTuple):
                 with enough_memory(self.too_large):
                     noise = self._noise(labels, 0, part)
                     denoise(
-                        self.network, self.process, self.guidance, *noise, moves=[*first.values()]
+                        self.network, self.process, self.guidance, *noise, steps=[*first.values()]
                     )
 
     def _noise(self, labels, seed, part):

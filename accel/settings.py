@@ -216,10 +216,6 @@ def _check_process(known, family):
         raise UsageError(
             f"`num_sampling_steps={steps}`: must be from {least} to {most} for `sampler={sampler}`"
         )
-    if known.forecast == "plan" and sampler not in (None, "ddpm"):
-        raise UsageError(
-            f"`forecast=plan`: plans are made for `sampler=ddpm`, not for {sampler}; drop it"
-        )
 
 
 def _check_weights(known, fit):
@@ -231,10 +227,6 @@ def _check_weights(known, fit):
     if known.guidance_channels > fit.in_channels:
         raise UsageError(
             f"`guidance_channels={known.guidance_channels}`: these latents have {fit.in_channels}"
-        )
-    if not fit.learn_sigma and known.forecast == "plan":
-        raise UsageError(
-            "`forecast=plan`: needs weights with learned sigma, which these have not; drop it"
         )
 
 

@@ -219,14 +219,6 @@ class GaussianDiffusion:
         rows = torch.from_numpy(np.stack(list(tables.values()))).to(torch.float32).to(device)
         return dict(zip(tables, rows.unbind(0)))
 
-    @property
-    def learns_range(self) -> bool:
-        """Return whether the model predicts the noise and a variance in its range, as DiT does."""
-        return (
-            self.model_mean_type is ModelMeanType.EPSILON
-            and self.model_var_type is ModelVarType.LEARNED_RANGE
-        )
-
     def __getstate__(self):
         return {**vars(self), "_device_tables": {}}  # copies and pickles carry no device memory
 

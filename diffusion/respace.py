@@ -94,9 +94,8 @@ class SpacedDiffusion(ByValue, GaussianDiffusion):
     Its own timesteps are 0 ... num_timesteps - 1; the model and cond_fn receive the
     original timesteps. use_timesteps: the original timesteps to keep. Other arguments: as
     GaussianDiffusion's, with the original betas. Attributes: use_timesteps (set),
-    timestep_map (sorted list: own index to original timestep), original_num_steps,
-    original_alphas_cumprod (float64). Raises ValueError if use_timesteps is empty or
-    reaches outside the process.
+    timestep_map (sorted list: own index to original timestep), original_num_steps. Raises
+    ValueError if use_timesteps is empty or reaches outside the process.
     """
 
     def __init__(self, use_timesteps: Iterable[int], **kwargs):
@@ -104,7 +103,6 @@ class SpacedDiffusion(ByValue, GaussianDiffusion):
         self.timestep_map = sorted(self.use_timesteps)
         base = GaussianDiffusion(**kwargs)
         self.original_num_steps = base.num_timesteps
-        self.original_alphas_cumprod = base.alphas_cumprod
         if (
             not self.timestep_map
             or self.timestep_map[0] < 0

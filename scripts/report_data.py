@@ -258,10 +258,8 @@ def front_page(data: dict) -> dict:
 
 
 def plain(tier: str) -> str:
-    """Return a tier's name without its plan and without "again", by which verify.py calls
-    a second fp32.
-    """
-    return tier.partition(",")[0].removesuffix(" again")
+    """Return a tier's name without "again", by which verify.py calls a second fp32."""
+    return tier.removesuffix(" again")
 
 
 def collect(log: Path, sections=(1, 2, 3, 4)) -> dict:

@@ -117,10 +117,6 @@ BOTH = (
     (["--output", 300 * "a" + ".png"], "aaa.png: File name too long; choose another path"),
     (["--precision", "tf32"], "--precision tf32: cpu has no TF32"),
     (["--precision", "fp8"], "argument --precision: invalid choice: 'fp8' (choose from 'fp32'"),
-    (
-        ["--forecast-plan", "x.json"],
-        "--forecast-plan x.json: is for --forecast plan; add that or drop this",
-    ),
     (["--lables", 3], "unrecognized arguments: --lables 3"),
 )
 MISTAKES = {

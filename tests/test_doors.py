@@ -196,9 +196,6 @@ def test_the_matrix_of_refusals(ten, tmp_path, here):
     custom = fill(
         DiT(input_size=8, hidden_size=96, depth=2, num_heads=4, num_classes=10)
     ).state_dict()
-    plain = fill(
-        DiT_models["DiT-S/4"](input_size=8, num_classes=10, learn_sigma=False)
-    ).state_dict()
     normed = {**ten, "blocks.0.attn.q_norm.weight": torch.ones(64)}
     said = argparse.Namespace
     flow = said(path_type="Linear", prediction="velocity")
@@ -265,12 +262,6 @@ def test_the_matrix_of_refusals(ten, tmp_path, here):
             ["--timestep-shift", 0.5],
             "--timestep-shift 0.5: is for euler and heun",
         ),
-        "a plan of a SiT": (
-            ten,
-            flow,
-            ["--forecast", "plan"],
-            "plans are made for --sampler ddpm, not for sde",
-        ),
         "another path": (
             ten,
             said(path_type="GVP"),
@@ -284,13 +275,6 @@ def test_the_matrix_of_refusals(ten, tmp_path, here):
             "blocks.0.attn.q_norm.weight is no weight of a DiT, and would be ignored",
         ),
         "another width": (custom, None, [], "load it into its class and use accel.Sampler(module)"),
-        "a plan without sigma": (
-            plain,
-            None,
-            ["--forecast", "plan"],
-            "--forecast plan: needs weights with learned si",
-        ),
-        "a plan": (ten, None, ["--forecast", "plan"], "forecast.json: no such file"),
     }
     for name, (state, arguments, flags, words) in cases.items():
         path = tmp_path / f"{id(state)} {id(arguments)}.pt"

@@ -135,7 +135,7 @@ def test_a_signal_while_it_samples_is_a_line(script, number, status, word, demo,
 @pytest.mark.parametrize(
     "code",
     [
-        "forecast.write_plan(Path('p.json'), {'x': 9999 * 'x'}, [(1, 1)], {})",
+        "with atomic_write('p.json') as file: file.write(9999 * b'x')",
         "open('/dev/full', 'w', buffering=1).write('x\\n')",
     ],
 )
@@ -144,7 +144,7 @@ def test_a_full_disk_is_a_line_and_leaves_no_file(code, tmp_path):
     code = f"""
 import resource
 from pathlib import Path
-from accel import forecast
+from accel.files import atomic_write
 from accel.command_line import OneLineParser, user_errors
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 with user_errors(OneLineParser(prog="command")):

@@ -95,7 +95,7 @@ def test_kernels_keep_compiled_code_only():
 
 # A network, a process and guidance say what they can do.
 OF_A_NETWORK = r"hasattr\(\w*network|getattr\(\w*network\b[^)]*,\s*None\)|isinstance\(\w*network\b"
-OF_A_PROCESS = r"eta is None|(?<!\.)\bplan is None|learns_range|guided="
+OF_A_PROCESS = r"eta is None|guided="
 # where variants are told apart
 KNOWN = "accel/sampling/", "diffusion/", "accel/door/", "accel/settings.py"
 

@@ -17,7 +17,7 @@ import numpy as np
 from accel.diffusion.gaussian_diffusion import get_named_beta_schedule
 from accel.diffusion.respace import ByValue
 from accel.errors import UsageError, shown
-from accel.sampling.process import Kind, Process, State
+from accel.sampling.process import Process, State
 
 # Name → module and class of diffusers.schedulers: importing the module alone takes a
 # fraction of the time.
@@ -126,7 +126,6 @@ class Solver(ByValue, Process):
         takes_generator = "generator" in inspect.signature(scheduler.step).parameters
         self.generator = dict(generator=_NoGenerator()) if takes_generator else {}
         self._times = self._begun().timesteps.tolist()
-        self.moves: list[Kind] = [(1, 1)] * len(self._times)
 
     @property
     def _values(self):
@@ -138,6 +137,10 @@ class Solver(ByValue, Process):
         scheduler.set_timesteps(self.number)
         return scheduler
 
+    @property
+    def evaluation_counts(self) -> list[int]:
+        return [1] * len(self._times)
+
     def times(self) -> list[float]:
         return self._times
 
@@ -145,8 +148,9 @@ class Solver(ByValue, Process):
         scheduler = self._begun()
         return x * scheduler.init_noise_sigma, scheduler, iter(scheduler.timesteps)
 
-    def move(self, kind, state, at, noise, evaluate) -> State:
+    def step(self, state, at, noise, networks) -> State:
         x, scheduler, times = state
+        (evaluate,) = networks
         t = next(times)
         # without the learned variance
         eps = evaluate(scheduler.scale_model_input(x, t))[:, : x.shape[1]]

@@ -218,16 +218,6 @@ def test_errors_are_value_errors_of_one_line(make, words):
     assert isinstance(error.value, UsageError) and "\n" not in str(error.value)
 
 
-def test_a_plan_for_other_steps_is_refused_every_time():
-    """And leaves the sampler as it was."""
-    with Sampler("DiT-Demo/2", device="cpu", forecast="plan") as sampler:
-        for _ in range(2):
-            with pytest.raises(UsageError, match="was made for num_sampling_steps=250, not 5"):
-                sampler.latents(0, num_sampling_steps=5)
-        with pytest.raises(UsageError, match="forecast=plan: was made for other weights"):
-            sampler.refresh(fill(DiT_models["DiT-Demo/2"]()))
-
-
 @pytest.mark.parametrize(
     "precision, device", [("fp32", "cpu"), pytest.param("fp16", "cuda", marks=pytest.mark.gpu)]
 )

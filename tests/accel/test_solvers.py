@@ -11,10 +11,9 @@ from accel.families.sit.network import SiT
 from accel.network import Plain
 from accel.sampling import denoise, upstream_noise
 from accel.sampling.ancestral import Ancestral
-from accel.sampling.guidance import Guidance, Unguided
+from accel.sampling.guidance import Guidance
 from accel.sampling.solvers import Solver, require_schedule
 from accel.sampling.solvers import make_scheduler as make
-from accel.sampling.strides import Strides
 
 diffusers = pytest.importorskip("diffusers")
 CPU = torch.device("cpu")
@@ -93,30 +92,6 @@ def test_processes_are_values():
         )
         == 3
     )
-    first, second = (
-        Strides(create_diffusion("7"), [(1, 1), *moves])
-        for moves in ([(2, 1), (4, 2)], [(4, 2), (2, 1)])
-    )
-    # an FID folder tells plans apart by it
-    assert first != second and first.setting != second.setting
-
-
-def test_a_stride_starts_where_the_last_ended():
-    model = small()
-    plan = Strides(create_diffusion("10"), [(1, 1), (4, 2), (2, 1), (3, 1)])
-    t = 9
-    noise = torch.randn(10, *Z.shape, generator=torch.Generator().manual_seed(1))
-    got = denoise(Plain(model), plan, Unguided(), Z, LABELS, iter(noise).__next__)
-    x, m, values = Z, *plan.start(Z)
-    with torch.no_grad():
-        for k, evaluations in plan.moves:
-            drawn = noise[9 - t : 9 - t + k]
-            steps = torch.full((3,), t)
-            x, m, values = plan.stride(
-                lambda x, t: model(x, t, LABELS), x, steps, m, values, drawn, evaluations
-            )
-            t -= k
-    assert (got - x).abs().max() <= 1e-5 * x.abs().max()
 
 
 @pytest.mark.parametrize("process", [Ancestral(create_diffusion("10")), Solver(make("dpm++"), 10)])
