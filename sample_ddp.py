@@ -10,12 +10,13 @@ import time
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
-from accel import start
+from accel import launch, signals
 
 if __name__ == "__main__":
-    start.begin()
+    launch.begin()
 
 from accel.command_line import OneLineParser, add_arguments, refuse_given, request_from, user_errors
+from accel.driver import import_torch
 from accel.errors import STOPPED, record
 from accel.output import require_writable
 from accel.request import FidRequest, GridRequest, Request
@@ -42,7 +43,7 @@ class RankParser(OneLineParser):
     """
 
     def exit(self, status: int = 0, message: str | None = None) -> None:
-        if not start.FIRST:
+        if not signals.IS_FIRST_RANK:
             time.sleep(2)
             message = None
         elif message:
@@ -90,8 +91,8 @@ def sample(request: Request, parser: OneLineParser) -> None:
     fid = isinstance(request, FidRequest)
     if fid:
         for number in STOP_SIGNALS:
-            signal.signal(number, start.on_signal)  # there is nothing to record yet
-    start.import_torch(request.device)  # after the cheap checks: it is slow
+            signal.signal(number, signals.on_signal)  # there is nothing to record yet
+    import_torch(request.device)  # after the cheap checks: it is slow
     from accel.parallel.processes import launched_job
 
     with launched_job(parser.prog, parser.worded) as job:
@@ -149,7 +150,7 @@ def sample_grid(request: GridRequest, job: "Job") -> None:
         if first:
             door.save(settings, path, whole, watch)
     if first:
-        print(f"{', '.join(settings.outputs)}: {watch} · {start.seconds():.2f} s since start")
+        print(f"{', '.join(settings.outputs)}: {watch} · {launch.seconds():.2f} s since start")
 
 
 def sample_for_fid(request: FidRequest, job: "Job") -> None:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accel import start
+from accel import launch, signals, streams
 from accel.errors import (
     STOPPED,
     USAGE,
@@ -312,10 +312,10 @@ def _join():
     if world == 1:
         return Job()
     _set_address(os.environ)
-    start.end_with_parent()
+    launch.end_with_parent()
     # gloo prints a line a rank and group: hide it, and all output of other ranks than 0.
     printed = os.dup(1) if rank == 0 else os.open(os.devnull, os.O_WRONLY)
-    sys.stdout = start.lasting(printed, sys.stdout)
+    sys.stdout = streams.lasting(printed, sys.stdout)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     try:
@@ -385,7 +385,7 @@ def _fail(job, program, error, worded):
         _exit(error.code)
     # if a killed rank is the cause, the parent says so, and ends this one before it
     # complains
-    if start.STARTED_HERE:
+    if launch.STARTED_HERE:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(0.2)
         if sys.stderr.isatty():
@@ -423,5 +423,5 @@ def _fail(job, program, error, worded):
 
 def _exit(status):
     """Exit without waiting for threads, one of which may be in a collective that never returns."""
-    start.flush()
+    signals.finish()
     os._exit(status)
