@@ -13,9 +13,8 @@ if __name__ == "__main__":
 
 from accel.command_line import add_arguments, request_from, user_errors
 from accel.driver import import_torch
-from accel.output import require_writable
 from accel.request import SPEED, GridRequest
-from sample_ddp import RankParser, sample
+from sample_ddp import RankParser, require_outputs, sample
 
 EXAMPLES = """examples:
   python sample.py --image-size 512 --labels "golden retriever" 207  one grid, sample.png
@@ -39,9 +38,9 @@ def main() -> None:
         request = request_from(args)
         if launch.STARTED_HERE:
             return sample(request, parser)
-        for path in request.outputs:
-            require_writable(path, request.output_type)
-        if (world := launch.world_size(args.gpus, request.device)) > 1:
+        require_outputs(request)
+        world = launch.world_size(args.gpus, request.device)
+        if world > 1:
             sys.exit(launch.run_ranks(world, parser.prog))
         sample_alone(request)
 
@@ -49,24 +48,10 @@ def main() -> None:
 def sample_alone(request: GridRequest) -> None:
     """Make the pictures in this process."""
     import_torch(request.device)  # after the cheap checks: it is slow
-    from accel import door, loading
-    from accel.progress import Stopwatch
+    from accel.grid import make_grid
+    from accel.ranks import Ranks
 
-    watch = Stopwatch(loading.choose_device(request.device))
-    with watch.phase("load"):
-        settings, run, decoder = door.ready(request)
-    print(door.describe(settings, run))
-
-    door.warm_up(settings, run, watch)
-    if decoder:
-        decoder.load_ahead()
-    latents = door.sample(settings, run, watch)  # of each seed
-    del run
-    loading.free_memory(settings.device)
-
-    for path, of_seed in zip(settings.outputs, latents, strict=True):
-        door.save(settings, path, of_seed, watch, decoder)
-    print(f"{', '.join(settings.outputs)}: {watch} · {launch.seconds():.2f} s since start")
+    make_grid(request, Ranks())
 
 
 if __name__ == "__main__":

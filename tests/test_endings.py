@@ -99,7 +99,7 @@ sys.meta_path.insert(0, Finder)
     "command, module",
     [
         (["sample.py"], "torch._C"),
-        (["sample_ddp.py"], "accel.parallel.processes"),
+        (["sample_ddp.py"], "accel.ranks.launched"),
         (["scripts/verify.py"], "numpy"),
         (["-m", "scripts.report"], "jinja2"),
     ],
