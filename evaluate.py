@@ -20,6 +20,7 @@ import os
 import re
 import socket
 import sys
+import traceback
 import warnings
 from contextlib import redirect_stdout, suppress
 from operator import ge, gt, le
@@ -37,12 +38,23 @@ def _end(status, text, stream=sys.stderr):
     os._exit(status)
 
 
+def _traced(error):
+    """Return where `error` was raised, for whoever changes this file: with DIT_TRACEBACK=1,
+    which tests set.
+    """
+    if os.environ.get("DIT_TRACEBACK") != "1" or isinstance(error, KeyboardInterrupt):
+        return ""
+    return "".join(traceback.format_exception(error))
+
+
+def _crash(error_type, error, _):
+    """End with status 3: Python's own status for a crash is 1, which would say FAIL."""
+    status = 130 if error_type is KeyboardInterrupt else 3
+    _end(status, f"{_traced(error)}evaluate.py: {error!r}\n")
+
+
 if __name__ == "__main__":
-    # Before the imports that take long. Python's own status for a crash is 1, which would
-    # say FAIL.
-    sys.excepthook = lambda kind, error, _: _end(
-        130 if kind is KeyboardInterrupt else 3, f"evaluate.py: {error!r}\n"
-    )
+    sys.excepthook = _crash  # before the imports that take long
 
 import numpy as np
 from PIL import Image
@@ -589,7 +601,8 @@ def main(argv: list[str] | None = None) -> int:
             if output:
                 # torn by a full disk; a run that failed is still reported
                 output.unlink(missing_ok=True)
-            print(f"evaluate.py: {shown(report['error'])}", file=sys.stderr)
+            trace = "" if bad else _traced(error)
+            print(f"{trace}evaluate.py: {shown(report['error'])}", file=sys.stderr)
             if step is prepare:
                 break
     return report["exit_status"]

@@ -2,7 +2,7 @@
 ranks.
 
 Accelerated networks (accel/fast), reference models (Plain below) and networks shared by
-GPUs (accel/parallel) have it. A network knows nothing of guidance.
+GPUs (accel/ranks) have it. A network knows nothing of guidance.
 
 Shapes: N batch rows, n latents (N is a multiple of n), C latent channels, H = W latent
 side, p patch side, T = (H/p)² tokens, D width.
@@ -134,7 +134,7 @@ class BlockNetwork(Network):
     """A network of transformer blocks, which ranks can share by batch rows or by tokens.
 
     attention(qkv, num_heads): packed (N, T, 3·D) → (N, T, D), all tokens on this device.
-    exchanges: names of the token exchanges (accel/parallel/exchanges.py) that keep the
+    exchanges: names of the token exchanges (accel/ranks/exchanges.py) that keep the
     accuracy, the fastest first.
     """
 

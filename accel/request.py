@@ -15,8 +15,8 @@ from accel.families import family_of, model_names, sampler_names
 from accel.flags import checked, flag
 from accel.labels import read_class_names
 from accel.output import SUFFIX, is_folder, of_seed
-from accel.parallel import layouts
-from accel.parallel.layouts import OFF, Layout
+from accel.ranks import layouts
+from accel.ranks.layouts import OFF, Layout
 
 MOST_PIXELS = 8192  # of a side: a mistyped size should not ask for terabytes
 SPEED = "speed"  # a group of --help

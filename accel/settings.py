@@ -14,8 +14,8 @@ from accel.errors import UsageError
 from accel.families import Defaults, family_of
 from accel.labels import find_label, imagenet
 from accel.latents import LatentSpace
-from accel.parallel import layouts
-from accel.parallel.layouts import OFF
+from accel.ranks import layouts
+from accel.ranks.layouts import OFF
 from accel.request import MOST_PIXELS, FidRequest, GridRequest, Request
 
 if TYPE_CHECKING:  # these bring torch

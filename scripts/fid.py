@@ -44,7 +44,7 @@ from accel.files import open_regular, read_json, sha256_of
 from accel.flags import positive
 from accel.precision import convolutions
 from accel.request import MOST_PIXELS
-from accel.start import take_failure
+from accel.streams import take_failure
 
 URL = "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth"
 SHA256 = "6726825d"  # of the published weights, the first digits, as torch's hub checks them

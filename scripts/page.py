@@ -44,7 +44,7 @@ from accel.precision import TIERS, alone, apply_precision, supports
 from accel.progress import Stopwatch
 from accel.request import GridRequest
 from accel.settings import GridSettings
-from accel.start import ENDINGS
+from accel.signals import ENDINGS
 
 FOLDER = Path(tempfile.gettempdir(), f"dit-page-{secrets.token_hex(8)}")
 if __name__ == "__main__":  # gradio and matplotlib look for their folders when they are imported

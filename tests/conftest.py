@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 ROOT = forks.ROOT
+os.environ.setdefault("DIT_TRACEBACK", "1")  # evaluate.py shows where a crash was raised
 LONG = "fid", "slurm", "distributed", "demo", "scripts"
 
 
@@ -99,13 +100,13 @@ def switches():
 @pytest.fixture
 def here(monkeypatch, capsys, one_thread):
     """As `run`, on one thread of this process, which has torch already."""
-    from accel.parallel import processes
+    from accel.ranks import launched
     from sample_ddp import STOP_SIGNALS
 
     def here(script, *args):
         words = [Path(script).name, *map(str, args)]
         monkeypatch.setattr(sys, "argv", words)
-        monkeypatch.setattr(processes, "_exit", sys.exit)  # a rank ends by os._exit
+        monkeypatch.setattr(launched, "_exit", sys.exit)  # a rank ends by os._exit
         handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         status = 0
         try:

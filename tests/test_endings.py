@@ -51,7 +51,7 @@ def long_job(launch, *args):
     ],
 )
 def test_nothing_is_left_of_a_job(launch, who, number, demo, tmp_path):
-    """Launcher or rank killed, Ctrl-C, SIGTERM, in the middle of sampling. test_start.py
+    """Launcher or rank killed, Ctrl-C, SIGTERM, in the middle of sampling. test_launch.py
     has the others of --gpus.
     """
     launch, *flags = launch.split()
@@ -99,7 +99,7 @@ sys.meta_path.insert(0, Finder)
     "command, module",
     [
         (["sample.py"], "torch._C"),
-        (["sample_ddp.py"], "accel.parallel.processes"),
+        (["sample_ddp.py"], "accel.ranks.launched"),
         (["scripts/verify.py"], "numpy"),
         (["-m", "scripts.report"], "jinja2"),
     ],
@@ -158,7 +158,7 @@ with user_errors(OneLineParser(prog="command")):
 
 def test_what_is_printed_does_not_steer_a_terminal():
     """Names that files hold. Words of any language stay as they are."""
-    code = r"from accel import start; start.begin(); print('größe 图\u3000x \x1b[2J\r\udc80', 'second line', sep='\n')"
+    code = r"from accel import launch; launch.begin(); print('größe 图\u3000x \x1b[2J\r\udc80', 'second line', sep='\n')"
     command = Command("-X", "utf8", "-c", code)
     assert command.process.stdout.read() == "größe 图\u3000x \\x1b[2J\\r\\udc80\nsecond line\n"
     assert command.end() == (0, "")
@@ -166,7 +166,7 @@ def test_what_is_printed_does_not_steer_a_terminal():
 
 AT_EXIT = "import atexit; atexit.register(os.kill, os.getpid(), 2)"
 LATER = (
-    "start.kill = type('', (), {'__del__': lambda _, kill=os.kill, own=os.getpid(): kill(own, "
+    "launch.kill = type('', (), {'__del__': lambda _, kill=os.kill, own=os.getpid(): kill(own, "
     "2)})()"
 )
 
@@ -174,7 +174,7 @@ LATER = (
 @pytest.mark.parametrize("when", [AT_EXIT, LATER])
 def test_a_signal_after_the_work_changes_nothing(when):
     """The interpreter still runs for a while."""
-    assert Command("-c", f"import os; from accel import start; start.begin(); {when}").end() == (
+    assert Command("-c", f"import os; from accel import launch; launch.begin(); {when}").end() == (
         0,
         "",
     )
@@ -211,7 +211,7 @@ def test_a_stream_that_fails_ends_nothing(ranks, redirection, demo, tmp_path):
 def test_figures_that_a_full_disk_refuses_are_no_success(redirection, status):
     """scripts/fid.py writes nothing else."""
     code = (
-        "from accel import start; start.begin(); from scripts import fid; fid.report = print; "
+        "from accel import launch; launch.begin(); from scripts import fid; fid.report = print; "
         "fid.main()"
     )
     line = f"{sys.executable} -c '{code}' a b {redirection}; exit ${{PIPESTATUS[0]}}"

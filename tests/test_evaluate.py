@@ -322,7 +322,7 @@ def test_the_status_is_the_verdict_whatever_becomes_of_the_text(redirection, com
 )
 def test_what_ends_in_an_import_is_no_verdict(raised, status, command, tmp_path):
     (tmp_path / "numpy.py").write_text(f"raise {raised}")
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "DIT_TRACEBACK": ""}
     done = subprocess.run(
         [sys.executable, PROGRAM, "a.png", "a.png"], capture_output=True, text=True, env=env
     )
@@ -331,6 +331,21 @@ def test_what_ends_in_an_import_is_no_verdict(raised, status, command, tmp_path)
         and done.stderr.count("\n") == 1
         and done.stderr.startswith("evaluate.py: ")
     )
+
+
+def test_a_contributor_sees_where_a_crash_was_raised(command, pair, tmp_path, monkeypatch):
+    """Tests set DIT_TRACEBACK=1. A user gets the line alone."""
+    monkeypatch.setattr(evaluate, "ssim", lambda a, b: 1 / 0)
+    status, _, error = command(*pair)
+    assert status == 3 and "in <lambda>" in error and error.count("evaluate.py: ZeroDiv") == 1
+    monkeypatch.delenv("DIT_TRACEBACK")
+    assert command(*pair)[2].startswith("evaluate.py: ZeroDivisionError")
+    (tmp_path / "numpy.py").write_text("1 / 0")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "DIT_TRACEBACK": "1"}
+    done = subprocess.run(
+        [sys.executable, PROGRAM, "a.png"], capture_output=True, text=True, env=env
+    )
+    assert done.returncode == 3 and 'numpy.py", line 1' in done.stderr
 
 
 def test_names_of_files_are_shown_on_one_line(command):

@@ -1,4 +1,4 @@
-"""Build network, process, guidance, decoder and placement from settings, for the
+"""Build network, process, guidance and decoder from settings, for the
 commands, accel.api, scripts/ and bench/. Nothing below knows settings. FID jobs: fid.py.
 
 `ready` opens a request and builds all that one process needs; `latents` or `sample` runs
@@ -22,9 +22,8 @@ from accel.errors import UsageError
 from accel.families.loaded_module import LoadedModule
 from accel.latents.decoder import Decoder
 from accel.network import WHOLE, Batch, Part
-from accel.parallel.layouts import OFF, Layout
-from accel.parallel.placement import Placement
 from accel.progress import Stopwatch, step_bar
+from accel.ranks.placement import Placement
 from accel.request import Request
 from accel.run import Run, enough_memory
 from accel.sampling import OnStep, count_copies
@@ -37,8 +36,6 @@ from accel.settings import GridSettings, Settings
 
 if TYPE_CHECKING:  # a grid of one process does not wait for these
     from accel.kernels.linear import Tuner
-    from accel.parallel.groups import Groups
-    from accel.parallel.processes import Job
 
 ALONE = Placement()
 
@@ -250,34 +247,3 @@ def save(
         pixels = decode(decoder, part, watch) if decoder else part
         with watch.phase("save"):
             output.save_pictures(file, pixels)
-
-
-def layout_of(settings: GridSettings, job: "Job") -> tuple["Groups", Layout | None]:
-    """Return the process groups and a grid's layout, None to measure it. Raises
-    UsageError if it cannot run.
-    """
-    from accel.parallel import planner  # brings torch.distributed
-    from accel.parallel.groups import Groups
-
-    groups = Groups(job, settings.device)
-    layout = settings.layout
-    # with a picture for every GPU there is nothing to share
-    if layout is None and len(settings.labels) >= job.world:
-        layout = OFF
-    if layout not in (None, OFF):
-        planner.check(layout, settings.tokens, settings.fit.num_heads, groups)
-    return groups, layout
-
-
-def place(
-    settings: GridSettings, run: Run, groups: "Groups", layout: Layout | None
-) -> tuple[Run, Placement]:
-    """Return the run with the network as this rank evaluates it, and this rank's
-    placement. layout: None to measure.
-    """
-    from accel.parallel.planner import Work, share_evaluations
-
-    copies = count_copies(run.process, run.guidance)
-    work = Work(len(settings.labels), settings.batch_size, copies, settings.tokens, run.tier)
-    network, placement = share_evaluations(run.network, work, groups, layout)
-    return run._replace(network=network), placement

@@ -3,7 +3,7 @@
 import hashlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,9 @@ from accel.families.loaded_module import LoadedModule
 from accel.families.recognise import Fit, ask, published_name, recognise
 from accel.latents import LatentSpace
 from accel.latents.files import PUBLISHED, find
+from accel.loading import choose_device
+from accel.progress import Stopwatch
+from accel.ranks import Ranks
 from accel.request import Request
 from accel.sampling.solvers import require_schedule
 from accel.settings import Settings, implied, settle
@@ -32,6 +35,27 @@ def open_weights(
     weights = weights or checkpoint_of(request, device)
     precisions = choose_precision(request, device)
     return settle(request, *fetch(request, weights), weights=weights, device=device, **precisions)
+
+
+class Opened(NamedTuple):
+    """The settings of a run whose weights are open on every rank, and the run's stopwatch."""
+
+    settings: Settings
+    watch: Stopwatch
+
+
+def open_on_ranks(request: Request, ranks: Ranks) -> Opened:
+    """Open the weights on every rank, on the device that each takes. Raises UsageError on
+    all ranks if one lacks a file.
+    """
+    name = ranks.take_device(request.device)
+    device = ranks.run_collectively(lambda: choose_device(name))
+    watch = Stopwatch(device)
+    with watch.phase("load"):
+        weights = ranks.run_collectively(lambda: checkpoint_of(request, device))
+        # One download where the file system is shared, one a node where it is not.
+        settings = ranks.run_in_turns(lambda: open_weights(request, device, weights))
+    return Opened(settings, watch)
 
 
 def reopen(settings: Settings, **changes: Any) -> Settings:

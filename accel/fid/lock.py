@@ -27,7 +27,7 @@ def sole_job(folder: Path) -> Iterator[None]:
     with path_errors("sample_dir", path, "remove it or free some space, or use another"):
         file = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)  # never through a link
     with file:
-        # unbuffered: closing writes nothing, which a full disk would refuse once more
+        # Unbuffered: closing writes nothing, which a full disk would refuse once more.
         handle = file.fileno()
         with path_errors("sample_dir", folder, "free some space or mend that, or use another"):
             _lock(folder, handle)
@@ -43,6 +43,7 @@ def sole_job(folder: Path) -> Iterator[None]:
 
 
 def _lock(folder, handle):
+    """Lock an open file. Raises UsageError if another process holds the lock."""
     deadline = time.monotonic() + PATIENCE
     while True:
         try:

@@ -32,17 +32,18 @@ class Archive:
         self.record = folder / ".job" / "npz.json"
 
     def problem(self) -> str | None:
-        """Compare the existing archive with its record; reads all of it. Return what is
-        wrong, or None.
+        """Read the existing archive and compare it with its record. Return what is wrong, or
+        None.
         """
         try:
             record = read_json(self.record)
             with open_regular(self.path) as file:
-                return None if record == {"sha256": sha256_of(file)} else "is not as it was written"
+                intact = record == {"sha256": sha256_of(file)}
         except FileNotFoundError:
             return "has no record of its contents"
         except (OSError, ValueError) as error:
             return f"cannot be read, or its record is damaged ({error})"
+        return None if intact else "is not as it was written"
 
     def forget(self) -> None:
         """Remove the record: the archive will be written again."""
@@ -52,7 +53,8 @@ class Archive:
     def complete(self, stopping: Callable[[], bool]) -> None:
         """Write the archive, unless it is there as it was written. Raises as `write`."""
         if self.path.exists():
-            if (problem := self.problem()) is None:
+            problem = self.problem()
+            if problem is None:
                 return
             print(f"{self.path}: {problem}; writing it again")
         self.write(stopping)
@@ -70,11 +72,11 @@ class Archive:
                 ThreadPoolExecutor(READERS) as pool,
             ):
                 shape = self.count, self.size, self.size, 3
-                np.lib.format.write_array_header_1_0(
-                    member, dict(descr="|u1", fortran_order=False, shape=shape)
-                )
+                header = dict(descr="|u1", fortran_order=False, shape=shape)
+                np.lib.format.write_array_header_1_0(member, header)
                 for first in range(0, self.count, RUN):
-                    for pixels in pool.map(self._read, range(first, min(first + RUN, self.count))):
+                    numbers = range(first, min(first + RUN, self.count))
+                    for pixels in pool.map(self._read, numbers):
                         member.write(pixels)
                     if stopping():
                         raise Stopped(
@@ -86,4 +88,5 @@ class Archive:
         sync_folder(self.path.parent)
 
     def _read(self, number):
+        """Return the bytes of a picture's pixels."""
         return read_picture(self.folder / picture_name(number), self.size).tobytes()

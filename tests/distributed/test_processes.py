@@ -16,8 +16,7 @@ from forks import ROOT
 from jobs import ENVIRONMENT
 
 from accel.errors import STOPPED, USAGE
-from accel.parallel import processes
-from accel.parallel.processes import Job
+from accel.ranks import Ranks, launched
 
 WORKER = Path(__file__).with_name("job_worker.py")
 
@@ -61,7 +60,7 @@ def test_steps_of_neighbouring_jobs_have_ports_of_their_own(monkeypatch):
             monkeypatch.delenv("MASTER_PORT", raising=False)
             monkeypatch.setenv("SLURM_JOB_ID", str(job))
             monkeypatch.setenv("SLURM_STEP_ID", str(step))
-            processes._set_address(os.environ)
+            launched._set_address(os.environ)
             ports.add(int(os.environ["MASTER_PORT"]))
     # below those of outgoing connections
     assert len(ports) == 3 * 16 and min(ports) >= 12000 and max(ports) < 32000
@@ -167,7 +166,7 @@ def test_a_signal_inside_the_handler_of_another_does_not_lock():
     """As when a launcher and a queue both ask: the second comes while the first is being
     noted, wherever that is.
     """
-    job = Job()
+    ranks = Ranks()
     met = []
 
     def again(frame, event, _):
@@ -178,12 +177,12 @@ def test_a_signal_inside_the_handler_of_another_does_not_lock():
 
     before = signal.getsignal(signal.SIGUSR1)
     try:
-        job.stop_on_signals(signal.SIGUSR1)
-        assert not job.stopping
+        ranks.stop_on_signals(signal.SIGUSR1)
+        assert not ranks.stopping
         sys.settrace(again)
         signal.raise_signal(signal.SIGUSR1)
         sys.settrace(None)
-        assert met and job.stopping
+        assert met and ranks.stopping
     finally:
         sys.settrace(None)
         signal.signal(signal.SIGUSR1, before)

@@ -23,7 +23,7 @@ from networks import build
 from PIL import Image
 from safetensors.torch import save_file
 
-from accel import start
+from accel import launch
 from accel.errors import INTERRUPTED, STOPPED, USAGE
 
 
@@ -161,9 +161,9 @@ def test_what_cannot_be_is_refused_in_a_line(gpus, environment, words, demo, her
 
 def test_one_gpu_is_this_process(monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")  # an interactive shell under srun
-    assert [start.world_size(n, None) for n in (1, 2)] == [1, 2]
+    assert [launch.world_size(n, None) for n in (1, 2)] == [1, 2]
     monkeypatch.setenv("RANK", "0")
-    assert start.world_size(1, None) == 1
+    assert launch.world_size(1, None) == 1
 
 
 def test_a_rank_that_ignores_sigterm_is_killed():
@@ -172,7 +172,7 @@ def test_a_rank_that_ignores_sigterm_is_killed():
     )
     rank.stdout.readline()
     begun = time.monotonic()
-    start._end([rank])
+    launch._end([rank])
     assert rank.returncode == -signal.SIGKILL and time.monotonic() - begun < 10
 
 
@@ -186,7 +186,7 @@ def test_ranks_divide_the_cores(given, expected, tmp_path, monkeypatch):
         "'w').write(os.environ['OMP_NUM_THREADS'])"
     )
     monkeypatch.setattr(sys, "argv", ["-c", code])
-    assert [rank.wait(60) for rank in start._start(2)] == [0, 0]
+    assert [rank.wait(60) for rank in launch._start(2)] == [0, 0]
     assert {file.name: int(file.read_text()) for file in tmp_path.iterdir()} == {
         "0": expected,
         "1": expected,
@@ -195,7 +195,7 @@ def test_ranks_divide_the_cores(given, expected, tmp_path, monkeypatch):
 
 def test_a_rank_whose_parent_has_ended_does_not_begin():
     """Before it could ask to be ended with it."""
-    code = "from accel import start; start.begin(); print('begun')"
+    code = "from accel import launch; launch.begin(); print('begun')"
     env = {**os.environ, "DIT_BEGAN": f"1.000000 {os.getppid()}"}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True
@@ -211,8 +211,8 @@ def test_a_rank_whose_parent_has_ended_does_not_begin():
 def test_the_context_is_made_while_torch_is_imported(device):
     code = f"""
 import time
-from accel import start
-start.import_torch({device!r})
+from accel.driver import import_torch
+import_torch({device!r})
 import torch
 from cuda.bindings import driver
 driver.cuInit(0)

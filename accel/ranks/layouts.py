@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 from accel.errors import UsageError, shown
 
-EXCHANGES = ("kv", "push", "ulysses")  # of accel/parallel/exchanges.py
-TOGETHER = {"rows", "tokens", "exchange"}, {"weights"}  # the names that a layout may have at once
+EXCHANGES = ("kv", "push", "ulysses")  # of accel/ranks/exchanges.py
+TOGETHER = {"rows", "tokens", "exchange"}, {"weights"}  # names that a layout may have at once
 
 
 class Layout(NamedTuple):
@@ -16,7 +16,7 @@ class Layout(NamedTuple):
     rows: int = 1  # ranks that divide the batch rows
     tokens: int = 1  # ranks that divide the tokens of each row
     exchange: str = "kv"  # of tokens
-    # ranks that divide every layer's weights; then neither rows nor tokens are divided
+    # Ranks that divide every layer's weights: neither rows nor tokens are divided then.
     weights: int = 1
 
     @property
@@ -29,32 +29,39 @@ class Layout(NamedTuple):
             return "a GPU a picture"
         if self.weights > 1:
             return f"weights={self.weights}"
-        return f"rows={self.rows}" + (
-            f",tokens={self.tokens},exchange={self.exchange}" if self.tokens > 1 else ""
-        )
+        if self.tokens > 1:
+            return f"rows={self.rows},tokens={self.tokens},exchange={self.exchange}"
+        return f"rows={self.rows}"
 
 
 OFF = Layout()
 
 
 def parse(text: str, exchange: str = "kv") -> Layout:
-    """Return the layout that users write as rows=2,tokens=2,exchange=kv; exchange: the
+    """Return the layout that users write as rows=2,tokens=2,exchange=kv. exchange: the
     default. Raises UsageError.
     """
     items = [item.partition("=")[::2] for item in text.split(",")]
-    given = dict(items)
-    known = len(given) == len(items) and any(given.keys() <= names for names in TOGETHER)
+    values = dict(items)
+    once = len(values) == len(items)
+    combined = any(values.keys() <= names for names in TOGETHER)
     for name, value in items:
-        number = value.isdecimal() and len(value) < 5 and int(value) > 0
-        if not known or not (value in EXCHANGES if name == "exchange" else number):
+        valid = value in EXCHANGES if name == "exchange" else _is_count(value)
+        if not (once and combined and valid):
             wrong = shown("=".join((name or "nothing", value)))
             allowed = f"auto, off, rows=N,tokens=N,exchange={'|'.join(EXCHANGES)}, or weights=N"
             raise UsageError(f"`parallel={shown(text)}`: {wrong}: give {allowed}")
-    if "exchange" in given and "tokens" not in given:
+    if "exchange" in values and "tokens" not in values:
         raise UsageError(f"`parallel={text}`: exchange says how tokens are shared; add tokens=N")
-    numbers = {name: int(value) for name, value in items if name != "exchange"}
-    layout = Layout(**{"exchange": given.get("exchange", exchange), **numbers})
+    exchange = values.pop("exchange", exchange)
+    counts = {name: int(value) for name, value in values.items()}
+    layout = Layout(**counts, exchange=exchange)
     return layout if layout.ranks > 1 else OFF
+
+
+def _is_count(text):
+    """Return whether `text` is a number of ranks."""
+    return text.isdecimal() and len(text) < 5 and int(text) > 0
 
 
 def check(
@@ -68,34 +75,38 @@ def check(
 
     tokens: of a batch row; heads: of the network; world: number of ranks.
     """
-    problem = None
-    exchange = layout.exchange if layout.tokens > 1 else None
-    if exchange not in (None, "ulysses") and tier == "exact":
-        problem = (
-            f"exchange={exchange}`: keeps no float32 accuracy; take exchange=ulysses with "
-            "`precision=exact`"
-        )
-    elif world and layout.ranks > world:
-        problem = f"{layout}`: needs {layout.ranks} processes, there are {world}"
-    elif heads and heads % layout.weights:
-        problem = (
-            f"weights={layout.weights}`: does not divide {heads} heads; {_divisors(heads, world)}"
-        )
-    elif tokens and tokens % layout.tokens:
-        problem = (
-            f"tokens={layout.tokens}`: does not divide the {tokens} tokens of a row; "
-            f"{_divisors(tokens, world)}"
-        )
-    elif heads and exchange == "ulysses" and heads % layout.tokens:
-        problem = (
-            f"tokens={layout.tokens},exchange=ulysses`: does not divide {heads} heads; take "
-            "exchange=kv"
-        )
+    problem = _problem(layout, tier, tokens, heads, world)
     if problem:
         raise UsageError(f"`parallel={problem}")
 
 
+def _problem(layout, tier, tokens, heads, world):
+    """Return what `layout` lacks to run and the remedy, after the parameter's name; None if
+    it can run.
+    """
+    exchange = layout.exchange if layout.tokens > 1 else None
+    if exchange not in (None, "ulysses") and tier == "exact":
+        return (
+            f"exchange={exchange}`: keeps no float32 accuracy; take exchange=ulysses with "
+            "`precision=exact`"
+        )
+    if world and layout.ranks > world:
+        return f"{layout}`: needs {layout.ranks} processes, there are {world}"
+    if heads and heads % layout.weights:
+        remedy = _divisors(heads, world)
+        return f"weights={layout.weights}`: does not divide {heads} heads; {remedy}"
+    if tokens and tokens % layout.tokens:
+        remedy = _divisors(tokens, world)
+        return f"tokens={layout.tokens}`: does not divide the {tokens} tokens of a row; {remedy}"
+    if heads and exchange == "ulysses" and heads % layout.tokens:
+        return (
+            f"tokens={layout.tokens},exchange=ulysses`: does not divide {heads} heads; take "
+            "exchange=kv"
+        )
+    return None
+
+
 def _divisors(number, world):
-    return "try " + " or ".join(
-        str(ranks) for ranks in range(1, (world or 8) + 1) if number % ranks == 0
-    )
+    """Return the numbers of ranks that divide `number`, as a remedy."""
+    counts = range(1, (world or 8) + 1)
+    return "try " + " or ".join(str(count) for count in counts if number % count == 0)

@@ -12,6 +12,7 @@ layer, with e bytes an element and s ranks:
 
 import os
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,10 +39,10 @@ class KeysValues(Exchange):
 
     def __call__(self, qkv: torch.Tensor, num_heads: int, attention: Callable) -> torch.Tensor:
         n, t, width = qkv.shape
-        own = qkv[..., width // 3 :].contiguous()  # (N, t, 2·D)
-        parts = own.new_empty(self.size, *own.shape)
-        dist.all_gather_into_tensor(parts.flatten(0, 1), own, group=self.group)
-        # a view for one batch row, the usual case
+        local = qkv[..., width // 3 :].contiguous()  # (N, t, 2·D)
+        parts = local.new_empty(self.size, *local.shape)
+        dist.all_gather_into_tensor(parts.flatten(0, 1), local, group=self.group)
+        # A view for one batch row, the usual case.
         kv = parts.transpose(0, 1).reshape(n, self.size * t, -1)
         return attention_to(qkv, kv, num_heads)
 
@@ -60,28 +61,41 @@ class Ulysses(Exchange):
         heads = num_heads // self.size
         if isinstance(qkv, HighLow):
             halves = qkv.pair.shape[:2]  # (2, N)
-            mine = self._to_heads(qkv.pair.flatten(0, 1)).unflatten(0, halves)  # (2, N, T, 3·D/s)
-            out = attention(HighLow(mine, None), heads)
-            return HighLow(self._to_tokens(out.pair.flatten(0, 1)).unflatten(0, halves), None)
+            pair = self._to_heads(qkv.pair.flatten(0, 1)).unflatten(0, halves)  # (2, N, T, 3·D/s)
+            out = attention(HighLow(pair, None), heads)
+            pair = self._to_tokens(out.pair.flatten(0, 1)).unflatten(0, halves)  # (2, N, t, D)
+            return HighLow(pair, None)
         return self._to_tokens(attention(self._to_heads(qkv), heads))
 
     def _to_heads(self, qkv):
         """Exchange (N, t, 3·D), all heads → (N, T, 3·D/s), all tokens."""
         n, t, width = qkv.shape
-        # (s, N, t, 3, D/s): to whom
-        parts = qkv.view(n, t, 3, self.size, -1).permute(3, 0, 1, 2, 4).contiguous()
-        mine = torch.empty_like(parts)  # from whom
-        dist.all_to_all_single(mine, parts, group=self.group)
-        return mine.transpose(0, 1).reshape(n, self.size * t, width // self.size)
+        by_head = qkv.view(n, t, 3, self.size, -1).permute(3, 0, 1, 2, 4)
+        sent = by_head.contiguous()  # (s, N, t, 3, D/s), by the rank that gets it
+        received = torch.empty_like(sent)  # by the rank that sent it
+        dist.all_to_all_single(received, sent, group=self.group)
+        return received.transpose(0, 1).reshape(n, self.size * t, width // self.size)
 
     def _to_tokens(self, out):
         """Exchange back (N, T, D/s) → (N, t, D)."""
         n, total, width = out.shape
-        # (s, N, t, D/s)
-        parts = out.view(n, self.size, total // self.size, width).transpose(0, 1).contiguous()
-        mine = torch.empty_like(parts)
-        dist.all_to_all_single(mine, parts, group=self.group)
-        return mine.permute(1, 2, 0, 3).reshape(n, total // self.size, self.size * width)
+        t = total // self.size
+        sent = out.view(n, self.size, t, width).transpose(0, 1).contiguous()  # (s, N, t, D/s)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        return received.permute(1, 2, 0, 3).reshape(n, t, self.size * width)
+
+
+class _Buffer(NamedTuple):
+    """Two gathered tensors in the memory of every peer. They take turns: a peer may be one
+    layer ahead.
+    """
+
+    gathered: tuple[torch.Tensor, torch.Tensor]
+    addresses: torch.Tensor  # of the first tensor at each peer
+    flags: torch.Tensor  # addresses of the flags at each peer
+    size: int  # bytes of a gathered tensor
+    memory: tuple  # what the addresses keep alive
 
 
 class Push(Exchange):
@@ -104,39 +118,43 @@ class Push(Exchange):
 
     def __call__(self, qkv: torch.Tensor, num_heads: int, attention: Callable) -> torch.Tensor:
         n, t, width = qkv.shape
-        gathered, addresses, flags, size, _ = self._buffer(
-            (n, self.size * t, width // 3 * 2), qkv.dtype, qkv.device
-        )
+        shape = n, self.size * t, width // 3 * 2
+        buffer = self._buffer(shape, qkv.dtype, qkv.device)
         self.turn ^= 1
-        self.kernel.push(qkv[..., width // 3 :], addresses, flags, self.rank, self.turn * size)
-        return attention_to(qkv, gathered[self.turn], num_heads)
+        self.kernel.push(
+            qkv[..., width // 3 :],
+            buffer.addresses,
+            buffer.flags,
+            self.rank,
+            self.turn * buffer.size,
+        )
+        return attention_to(qkv, buffer.gathered[self.turn], num_heads)
 
     def _buffer(self, shape, dtype, device):
-        """Return two gathered tensors and the peers' addresses of them. They take turns:
-        a peer may be one layer ahead.
-        """
+        """Return the buffer of gathered tensors of a shape."""
         key = shape, dtype
         if key not in self.buffers:
-            if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "push: the first call with a shape allocates; run the step once before its "
-                    "capture"
-                )
-            size = torch.Size(shape).numel() * dtype.itemsize
-            count = self.size * self.kernel.PROGRAMS
-            with torch.inference_mode(False):
-                memory = self.symmetric.empty(
-                    2 * size + 4 * count, dtype=torch.uint8, device=device
-                )
-                memory.zero_()
-                handle = self.symmetric.rendezvous(memory, self.group)
-                addresses = torch.tensor(handle.buffer_ptrs, device=device)
-            torch.cuda.synchronize(device)
-            # flags are zero everywhere before the first is raised
-            dist.barrier(self.group, device_ids=[device.index])
-            gathered = [memory[i * size : (i + 1) * size].view(dtype).view(shape) for i in (0, 1)]
-            self.buffers[key] = gathered, addresses, addresses + 2 * size, size, (memory, handle)
+            self.buffers[key] = self._allocate(shape, dtype, device)
         return self.buffers[key]
+
+    def _allocate(self, shape, dtype, device):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "push: the first call with a shape allocates; run the step once before its capture"
+            )
+        size = torch.Size(shape).numel() * dtype.itemsize
+        count = self.size * self.kernel.PROGRAMS
+        with torch.inference_mode(False):
+            memory = self.symmetric.empty(2 * size + 4 * count, dtype=torch.uint8, device=device)
+            memory.zero_()
+            handle = self.symmetric.rendezvous(memory, self.group)
+            addresses = torch.tensor(handle.buffer_ptrs, device=device)
+        torch.cuda.synchronize(device)
+        # Flags are zero everywhere before the first is raised.
+        dist.barrier(self.group, device_ids=[device.index])
+        first = memory[:size].view(dtype).view(shape)
+        second = memory[size : 2 * size].view(dtype).view(shape)
+        return _Buffer((first, second), addresses, addresses + 2 * size, size, (memory, handle))
 
 
 EXCHANGES = {"kv": KeysValues, "ulysses": Ulysses, "push": Push}
