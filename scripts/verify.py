@@ -144,7 +144,8 @@ def line(record: dict) -> str:
     return (
         f"  {record['tier']:22}{record['seconds']['median']:9.2f} s{record['speedup']:8.2f}×   "
         f"MAE {grid['mae']:.4f} {evaluate.LEVELS}  LPIPS {grid['lpips']:.4f}  "
-        f"PSNR {grid['psnr']:6.2f} dB  SSIM {grid['ssim']:.4f}   worst picture {tile['psnr']:6.2f} dB   {verdicts}"
+        f"PSNR {grid['psnr']:6.2f} dB  SSIM {grid['ssim']:.4f}   "
+        f"worst picture {tile['psnr']:6.2f} dB   {verdicts}"
     )
 
 
