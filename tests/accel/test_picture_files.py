@@ -78,6 +78,8 @@ BT2020 = 31270, 32900, 70800, 29200, 17000, 79700, 13100, 4600
 TEXT = chunk(b"tEXt", b"Comment\0hello")
 GAMMA = chunk(b"gAMA", struct.pack(">I", 100_000))
 DEEP = b"".join(b"\0" + (row.astype(">u2") * 257).tobytes() for row in PIXELS)
+# With zeros where a reader that counts from the file's beginning looks for the depth.
+PRIVATE = chunk(b"prVt", bytes(13))
 PALETTE = chunk(b"PLTE", bytes(range(6)))
 
 SHOWN = {
@@ -143,8 +145,12 @@ DAMAGED = {
     "checksum of text": (flipped(png(TEXT), b"tEXt"), "tEXt has a wrong checksum"),
     "a chunk before IHDR": (png().replace(HEADER, TEXT + HEADER), "tEXt is out of place"),
     "16 bits after a chunk": (
-        png(rows=DEEP, header=(19, 21, 16, 2, 0, 0, 0)).replace(b"\x1a\n", b"\x1a\n" + TEXT, 1),
-        "tEXt is out of place",
+        png(rows=DEEP, header=(19, 21, 16, 2, 0, 0, 0)).replace(b"\x1a\n", b"\x1a\n" + PRIVATE, 1),
+        "prVt is out of place",
+    ),
+    "only a checksum": (
+        png()[:-13] + bytes([png()[-13] ^ 1]) + png()[-12:],
+        "IDAT has a wrong checksum",
     ),
     "a second IHDR": (png(HEADER), "IHDR is out of place"),
     "a second run of IDAT": (
