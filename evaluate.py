@@ -133,10 +133,17 @@ def ssim(a: np.ndarray, b: np.ndarray) -> float:
     data_range = max(np.ptp(a), np.ptp(b))
     if data_range == 0 or min(a.shape[:2]) < 6:
         return math.nan
-    # scikit-image crops 5
-    a, b = (np.pad(x, ((5, 5), (5, 5), (0, 0)), mode="reflect") for x in (a, b))
-    window = dict(gaussian_weights=True, sigma=1.5, use_sample_covariance=False)
-    return float(structural_similarity(a, b, data_range=data_range, channel_axis=-1, **window))
+    border = ((5, 5), (5, 5), (0, 0))  # scikit-image crops it
+    value = structural_similarity(
+        np.pad(a, border, mode="reflect"),
+        np.pad(b, border, mode="reflect"),
+        data_range=data_range,
+        channel_axis=-1,
+        gaussian_weights=True,
+        sigma=1.5,
+        use_sample_covariance=False,
+    )
+    return float(value)
 
 
 class Lpips:
@@ -196,13 +203,10 @@ class Lpips:
             # lpips names each head twice
             network.load_state_dict(heads | features, strict=False, assign=True)
             board = (np.indices((32, 32, 3))[:2].sum(0) // 4 % 2 * 255).astype(np.uint8)
-            if not all(
-                0 < part < math.inf
-                for part in self._slices(network, board, np.full_like(board, 128))
-            ):
+            distances = self._slices(network, board, np.full_like(board, 128))
+            if not all(0 < distance < math.inf for distance in distances):
                 raise ValueError("it cannot tell a checkerboard from grey")
-        # no network connection, disk full, wrong hash, other weights: one remedy
-        except Exception as error:
+        except Exception as error:  # no network connection, disk full, wrong hash, other weights
             return NotComputed(
                 f"LPIPS: {path}: no VGG16 ({error!r:.200}); put {VGG16_URL} there or use "
                 "--vgg-weights"
@@ -231,14 +235,17 @@ class Lpips:
             maps = [network.scaling_layer(2 * x - 1) for x in maps]
             for run, head in zip(network.net.children(), network.lins):
                 maps = [run(x) for x in maps]  # each (1, C, H', W')
-                # Unit vectors along C, 1e-8 inside the root as in torchmetrics; made one
-                # by one, freed at once.
-                units = (
-                    x * (torch.linalg.vector_norm(x, dim=1, keepdim=True).square() + 1e-8).rsqrt()
-                    for x in maps
-                )
-                distances.append(head(next(units).sub_(next(units)).square_()).mean().item())
+                difference = _unit(maps[0]).sub_(_unit(maps[1])).square_()
+                distances.append(head(difference).mean().item())
         return distances
+
+
+def _unit(maps):
+    """Return unit vectors along C, with 1e-8 inside the root as in torchmetrics."""
+    import torch
+
+    squares = torch.linalg.vector_norm(maps, dim=1, keepdim=True).square()
+    return maps * (squares + 1e-8).rsqrt()
 
 
 def measure(
@@ -249,17 +256,19 @@ def measure(
     """
     values = {}
     reasons = []
-    for metric, function in {"mae": mae, "lpips": lpips, "psnr": psnr, "ssim": ssim}.items():
-        if function is not None:
-            try:
-                values[metric] = function(a, b)
-                if math.isnan(values[metric]):
-                    raise NotComputed(
-                        f"{metric.upper()}: undefined for constant, black or tiny pictures"
-                    )
-            except NotComputed as failure:
-                values[metric] = math.nan
-                reasons.append(str(failure))
+    functions = {"mae": mae, "lpips": lpips, "psnr": psnr, "ssim": ssim}
+    for metric, function in functions.items():
+        if function is None:
+            continue
+        try:
+            values[metric] = function(a, b)
+        except NotComputed as failure:
+            values[metric] = math.nan
+            reasons.append(str(failure))
+            continue
+        if math.isnan(values[metric]):
+            name = metric.upper()
+            reasons.append(f"{name}: undefined for constant, black or tiny pictures")
     return values, reasons
 
 
@@ -396,11 +405,10 @@ def heatmap(
         f"difference: at most {most} of 255, at x {x}, y {y}",
     )
     for axis, pixels, title in zip(axes, (a, b, difference), titles):
-        # colours stay as they are
+        # The map and its limits are of the difference: they leave colours as they are.
         drawn = axis.imshow(pixels, cmap="inferno", vmin=0, vmax=max(most, 1))
-        axis.set_title(
-            title.encode(errors="replace").decode(), fontsize=10, loc="left", parse_math=False
-        )
+        title = title.encode(errors="replace").decode()
+        axis.set_title(title, fontsize=10, loc="left", parse_math=False)
     figure.colorbar(
         drawn, ax=axes[2], fraction=0.046, pad=0.015, label="largest channel, levels of 255"
     )
