@@ -707,6 +707,15 @@ def write_json(args: argparse.Namespace, report: dict) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="PIL")  # the reader's error is the line
+        return run_steps(args)
+
+
+def run_steps(args: argparse.Namespace) -> int:
+    """Judge, draw and write what the arguments ask for. Return the exit status; a step
+    that fails is reported by those that follow.
+    """
     report = {"verdict": "NONE", "exit_status": 0}
     for step, output in ((prepare, None), (run, args.heatmap), (write_json, args.json)):
         try:

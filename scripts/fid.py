@@ -21,6 +21,7 @@ if not __package__:
 
 import os
 import re
+import warnings
 import zipfile
 from argparse import Namespace
 from collections import defaultdict
@@ -507,6 +508,7 @@ def main() -> None:
     add("--batch-size", type=positive, default=64, help="pictures at a time (default: 64)")
     add("--device", choices=("cuda", "cpu"), help="default: a GPU if there is one")
     args = parser.parse_args()
+    warnings.filterwarnings("ignore", module="PIL")  # the reader's error is the line
     with user_errors(parser):
         report(args)
         if lost := take_failure():

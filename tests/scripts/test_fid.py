@@ -408,6 +408,7 @@ OTHER_SIZE = "has 16x16 pixels, 000000.png 24x24; crop and resize all to one siz
         ("photo.jpg", encoded(PICTURE, "JPEG", exif=exif(6)), "EXIF orientation, 6"),
         ("._000000.png", b"\0\5\x16\7" + bytes(100), "attributes that macOS kept beside a file"),
     ],
+    ids=range(10),
 )
 @pytest.mark.parametrize("side", ["samples", "reference"])
 def test_a_bad_file_is_named_before_features_are_computed(
