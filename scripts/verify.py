@@ -139,8 +139,9 @@ def line(record: dict) -> str:
     verdicts = "   ".join(f"{gate} {verdict}" for gate, verdict in record["verdicts"].items())
     return (
         f"  {record['tier']:22}{record['seconds']['median']:9.2f} s{record['speedup']:8.2f}×   "
-        f"MAE {grid['mae']:.4f}  LPIPS {grid['lpips']:.4f}  PSNR {grid['psnr']:6.2f} dB  SSIM "
-        f"{grid['ssim']:.4f}   worst picture {tile['psnr']:6.2f} dB   {verdicts}"
+        f"MAE {grid['mae']:.4f} {evaluate.LEVELS}  LPIPS {grid['lpips']:.4f}  "
+        f"PSNR {grid['psnr']:6.2f} dB  SSIM {grid['ssim']:.4f}   "
+        f"worst picture {tile['psnr']:6.2f} dB   {verdicts}"
     )
 
 
