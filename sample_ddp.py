@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from argparse import Namespace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel import start
@@ -174,6 +175,17 @@ def sample_for_fid(request: FidRequest, job: "Job") -> None:
         )
         maker = fid.Maker(run.denoise, decoder.decode, run.device, watch, run.process.draws)
         fid.run(order, job, record, maker)
+
+
+def create_npz_from_sample_folder(sample_dir: str | Path, num: int = 50_000) -> str:
+    """Write the first `num` pictures of a folder, 000000.png …, as <sample_dir>.npz.
+
+    Return its path. A script of upstream's imports this name; an FID job writes its own
+    archive. Raises UsageError for a picture that is missing, damaged or of another size.
+    """
+    from accel.fid.npz import create_npz
+
+    return str(create_npz(Path(sample_dir), num))
 
 
 def open_weights(request: Request, job: "Job") -> tuple["Settings", "Stopwatch"]:

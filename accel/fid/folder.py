@@ -27,6 +27,7 @@ OF_MACHINE = {"device", "torch", "number of threads", CODE}
 # Threads that compress PNGs: 16 ms a picture of 256 px, 60 ms of 512 px. Four keep up
 # with twice what an H200 makes.
 WRITERS = 4
+ANEW = "delete it and start again: it is made anew"
 
 
 class Order(NamedTuple):
@@ -122,8 +123,19 @@ def write_pictures(folder: Path, numbers: range, pixels: np.ndarray) -> None:
     sync_folder(folder)
 
 
-def read_picture(path: Path, size: int) -> np.ndarray:
-    """Return pixels (size, size, 3) uint8 of a whole PNG. Raises UsageError for any other file."""
+def side_of(path: Path) -> int:
+    """Return the width of a PNG in pixels; 0 for any other file."""
+    try:
+        with Image.open(path, formats=["PNG"]) as image:
+            return image.width
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
+        return 0
+
+
+def read_picture(path: Path, size: int, remedy: str = ANEW) -> np.ndarray:
+    """Return pixels (size, size, 3) uint8 of a whole PNG. Raises UsageError, with
+    `remedy`, for any other file.
+    """
     try:
         content = read_small(path, 2**28)
         with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
@@ -134,10 +146,7 @@ def read_picture(path: Path, size: int) -> np.ndarray:
     # SyntaxError: a damaged chunk
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
         pass
-    raise UsageError(
-        f"{path}: is not a whole PNG of {size}×{size} pixels; delete it and start again: it is "
-        "made anew"
-    )
+    raise UsageError(f"{path}: is not a whole PNG of {size}×{size} pixels; {remedy}")
 
 
 def begin(folder: Path, settings: dict) -> None:
