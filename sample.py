@@ -38,9 +38,10 @@ def main() -> None:
         request = request_from(args)
         if start.STARTED_HERE:
             return sample(request, parser)
+        world = start.world_size(args.gpus, request.device)
         for path in request.outputs:
             require_writable(path, request.output_type)
-        if (world := start.world_size(args.gpus, request.device)) > 1:
+        if world > 1:
             sys.exit(start.run(world, parser.prog))
         sample_alone(request)
 

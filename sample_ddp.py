@@ -42,6 +42,8 @@ class RankParser(OneLineParser):
     as one exits.
     """
 
+    samples = True
+
     def exit(self, status: int = 0, message: str | None = None) -> None:
         if not start.FIRST:
             time.sleep(2)
@@ -92,8 +94,9 @@ def sample(request: Request, parser: OneLineParser) -> None:
     if fid:
         for number in STOP_SIGNALS:
             signal.signal(number, start.on_signal)  # there is nothing to record yet
-    start.import_torch(request.device)  # after the cheap checks: it is slow
-    from accel.parallel.processes import launched_job
+    with user_errors(parser):
+        start.import_torch(request.device)  # after the cheap checks: it is slow
+        from accel.parallel.processes import launched_job
 
     with launched_job(parser.prog, parser.worded) as job:
         if fid:

@@ -19,7 +19,14 @@ import numpy as np
 from PIL import Image
 
 from accel.errors import UsageError, require_equal
-from accel.files import atomic_write, read_json, read_small, remove_partial_files, sync_folder
+from accel.files import (
+    atomic_write,
+    read_json,
+    read_small,
+    remove_partial_files,
+    repeated,
+    sync_folder,
+)
 
 CODE = "this code's kernels"  # the setting that may change while a job is interrupted
 # settings that nodes of one job may differ in
@@ -170,7 +177,7 @@ def begin(folder: Path, settings: dict) -> None:
         for changed in (home, folder, folder.parent):
             sync_folder(changed)
     remove_partial_files(folder, r"\d+\.png")
-    remove_partial_files(npz.parent, re.escape(npz.name[:200]))
+    remove_partial_files(npz.parent, re.escape(repeated(npz.name)))
     remove_partial_files(home, ".*")
 
 

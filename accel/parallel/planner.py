@@ -114,9 +114,12 @@ def choose_once(network: BlockNetwork, work: Work, groups: Groups) -> tuple[Layo
     layout, reason = choose(network, work, groups)
     if groups.job.rank == 0:
         text = "off" if layout == OFF else str(layout)
-        kernels.keep(
-            file, json.dumps({**kernels.kept(file), where: [text, reason]}, indent=1).encode()
-        )
+        choices = {**kernels.kept(file), where: [text, reason]}
+        if not kernels.keep(file, json.dumps(choices, indent=1).encode()):
+            print(
+                f"{file}: cannot be written, so each run chooses anew, and another layout has "
+                f"other last bits; add --parallel {text} to keep this one"
+            )
     return layout, reason
 
 
