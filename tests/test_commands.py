@@ -125,6 +125,7 @@ BOTH = (
         ["--forecast-plan", "x.json"],
         "--forecast-plan x.json: is for --forecast plan; add that or drop this",
     ),
+    (["--num-classes", 9], "dit.safetensors has 8 classes, and its label table one more row"),
     (["--lables", 3], "unrecognized arguments: --lables 3; did you mean --labels?"),
     (["--seed=--"], "seed: is empty; give a value"),
     (["--num-steps", 50], "--num-steps: use --num-sampling-steps"),
