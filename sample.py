@@ -38,8 +38,8 @@ def main() -> None:
         request = request_from(args)
         if launch.STARTED_HERE:
             return sample(request, parser)
-        require_outputs(request)
         world = launch.world_size(args.gpus, request.device)
+        require_outputs(request)
         if world > 1:
             sys.exit(launch.run_ranks(world, parser.prog))
         sample_alone(request)

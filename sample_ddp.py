@@ -7,6 +7,7 @@ An FID job that was stopped or killed resumes when the same command is given aga
 import signal
 import time
 from argparse import Namespace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel import launch, signals
@@ -38,6 +39,8 @@ class RankParser(OneLineParser):
     """Rank 0 alone prints. The others exit later, since a launcher ends all ranks as soon
     as one exits.
     """
+
+    samples = True
 
     def exit(self, status: int = 0, message: str | None = None) -> None:
         if not signals.IS_FIRST_RANK:
@@ -89,8 +92,9 @@ def sample(request: Request, parser: OneLineParser) -> None:
     if is_fid_job:
         for number in STOP_SIGNALS:
             signal.signal(number, signals.on_signal)  # there is nothing to record yet
-    import_torch(request.device)  # after the cheap checks: it is slow
-    from accel.ranks.launched import launched_ranks
+    with user_errors(parser):
+        import_torch(request.device)  # after the cheap checks: it is slow
+        from accel.ranks.launched import launched_ranks
 
     with launched_ranks(parser.prog, parser.worded) as ranks:
         if is_fid_job:
@@ -140,6 +144,17 @@ def sample_for_fid(request: FidRequest, ranks: "Ranks") -> None:
         )
         maker = fid.Maker(run.denoise, decoder.decode, run.device, watch, run.process.draws)
         fid.run(order, ranks, record, maker)
+
+
+def create_npz_from_sample_folder(sample_dir: str | Path, num: int = 50_000) -> str:
+    """Write the first `num` pictures of a folder, 000000.png …, as <sample_dir>.npz.
+
+    Return its path. A script of upstream's imports this name; an FID job writes its own
+    archive. Raises UsageError for a picture that is missing, damaged or of another size.
+    """
+    from accel.fid.npz import create_npz
+
+    return str(create_npz(Path(sample_dir), num))
 
 
 if __name__ == "__main__":

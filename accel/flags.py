@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.errors import UsageError, path_errors, shown
-from accel.files import require_writable
+from accel.files import require_name, require_writable
 
 
 def flag(help: str, default: Any = None, **argument) -> Any:
@@ -98,4 +98,5 @@ def check_writable(path: str | Path, name: str = "output") -> None:
         if target.exists() and not target.is_file():
             raise UsageError(f"`{name}={path}`: is a folder, a device or a pipe; name a file")
         target.parent.mkdir(parents=True, exist_ok=True)
+        require_name(target)
         require_writable(target.parent)

@@ -85,13 +85,15 @@ def world_size(wanted: int | None, device: str | None) -> int:
     """Return the number of processes of --gpus. Raises UsageError under a launcher, and
     for all of no GPUs.
     """
+    launched = "RANK" in os.environ
+    tasks = os.environ.get("WORLD_SIZE" if launched else "SLURM_STEP_NUM_TASKS", "1")
+    if tasks != "1" or launched and wanted != 1:
+        raise UsageError(
+            "torchrun or srun has started several processes, and each would make the same "
+            "picture; use sample_ddp.py, or start one process"
+        )
     if wanted == 1:
         return 1
-    if "RANK" in os.environ or os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
-        raise UsageError(
-            "`gpus`: torchrun or srun has started several processes; start one, or use "
-            "sample_ddp.py"
-        )
     if wanted is None:
         wanted = 0 if device == "cpu" else count_gpus()
         if not 1 <= wanted <= MAX_PROCESSES:

@@ -166,7 +166,7 @@ def implied(
     _check_process(known, family)
     if fit:
         known.num_classes = fit.num_classes
-        _check_weights(known, fit)
+        _check_weights(known, fit, request.num_classes)
     if found and isinstance(request, GridRequest):
         _complete_grid(known, request, fit, found["class_names"])
         if sized and request.layout not in (None, OFF):
@@ -218,11 +218,15 @@ def _check_process(known, family):
         )
 
 
-def _check_weights(known, fit):
+def _check_weights(known, fit, wanted_classes):
     if not fit.null_class and known.cfg_scale != 1:
+        rows = known.num_classes
+        remedy = "use `cfg_scale=1`"
+        if wanted_classes == rows > 1:
+            remedy += f", or `num_classes={rows - 1}` if the last row is the null class"
         raise UsageError(
             f"`cfg_scale={known.cfg_scale:g}`: guidance needs a null class, and these weights "
-            f"were trained without (label table of {known.num_classes} rows); use `cfg_scale=1`"
+            f"were trained without (label table of {rows} rows); {remedy}"
         )
     if known.guidance_channels > fit.in_channels:
         raise UsageError(

@@ -20,10 +20,10 @@ from safetensors.torch import save
 
 from accel.command_line import OneLineParser, user_errors
 from accel.door.opening import fit_of
-from accel.errors import UsageError, shown
+from accel.errors import UsageError, path_errors, shown
 from accel.families import family_of, model_names
 from accel.families.recognise import Fit, ask, recognise, reference_state, require_sinusoid
-from accel.files import atomic_write
+from accel.files import atomic_write, repeated, require_name
 from accel.latents.files import find
 from accel.weights.checkpoint import Checkpoint
 from accel.weights.diffusers_layout import WEIGHTS, config_of, to_diffusers, weight_files
@@ -85,7 +85,7 @@ def write(
             else:
                 file.write(save(state, metadata={"format": "pt", **to_header(fit.metadata())}))
         return
-    partial = target.with_name(f".{target.name}.part")
+    partial = target.with_name(f".{repeated(target.name)}.part")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         write_folder(state, fit, partial, pipeline, vae)
@@ -108,6 +108,15 @@ def convert(
         raise UsageError(f"`output={target}`: exists; remove it or choose another name")
     if target.suffix not in (".pt", ".safetensors", "") or target.name in (".pt", ".safetensors"):
         raise UsageError(f"`output={target}`: must end in .pt or .safetensors, or name a folder")
+    with path_errors("output", target):
+        require_name(target)
+    try:
+        output.encode()
+    except UnicodeEncodeError:
+        raise UsageError(
+            f"`output={target}`: is not UTF-8, and neither torch nor safetensors opens such a "
+            "name; choose another"
+        ) from None
     if pipeline and target.suffix or vae and not pipeline:
         raise UsageError(
             "`pipeline`: writes a folder, so `output` must name one; `vae` needs `pipeline`"
@@ -134,7 +143,11 @@ def convert(
         raise UsageError(
             f"`output={target}`: cannot write there ({reason}); choose another, or free space"
         ) from None
-    require_equal(target, state, fit)
+    try:
+        require_equal(target, state, fit)
+    except BaseException:  # what cannot be read back is no result
+        shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
+        raise
     total = sum(tensor.numel() for tensor in state.values())
     print(f"{target}: {fit.model}, {len(state)} tensors, {total:,} values, read back equal")
     written = fit.metadata().get("vae") if target.suffix else None  # a folder has no place for it
@@ -172,7 +185,8 @@ def diffusers_state(ckpt: str, weights: Checkpoint, fit: Fit) -> dict[str, torch
 
 def require_finite(ckpt: str, state: dict[str, torch.Tensor], allowed: bool) -> None:
     """Raise UsageError for weights with NaN or infinities, unless they are allowed."""
-    nonfinite = [name for name, tensor in state.items() if not tensor.isfinite().all()]
+    # In float32: float8 has no isfinite.
+    nonfinite = [name for name, tensor in state.items() if not tensor.float().isfinite().all()]
     if nonfinite and not allowed:
         raise UsageError(
             f"`ckpt={ckpt}`: {nonfinite[0]} holds NaN or infinity ({len(nonfinite)} of "
@@ -181,9 +195,7 @@ def require_finite(ckpt: str, state: dict[str, torch.Tensor], allowed: bool) -> 
 
 
 def require_equal(target: Path, state: dict[str, torch.Tensor], fit: Fit) -> None:
-    """Read `target` back. Remove it and raise UsageError unless it holds the same tensors
-    of the same kind.
-    """
+    """Read `target` back. Raise UsageError unless it holds the same tensors of the same kind."""
     weights = Checkpoint(target)
     again = recognise(str(target), weights.state, weights.metadata)
     back = weights.state
@@ -198,7 +210,6 @@ def require_equal(target: Path, state: dict[str, torch.Tensor], fit: Fit) -> Non
         if target.suffix and again.metadata().get(name) != value
     ]
     if wrong:
-        shutil.rmtree(target) if target.is_dir() else target.unlink()
         raise UsageError(
             f"`output={target}`: reading it back gave another {', '.join(wrong[:3])}; report this"
         )

@@ -1,12 +1,21 @@
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import urllib.request
 from fnmatch import fnmatch
 from pathlib import Path
+
+# Before imports that read it: the shell that starts the tests does not decide them. The
+# hub's client, its mirrors and caches; the launchers of ranks.
+for variable in list(os.environ):
+    if re.match("HF_|HUGGINGFACE_|TRANSFORMERS_|DIFFUSERS_|SLURM_|TORCHELASTIC_|DIT_", variable):
+        del os.environ[variable]
+for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    os.environ.pop(variable, None)
 
 import forks
 import pytest

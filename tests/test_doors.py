@@ -211,7 +211,13 @@ def test_the_matrix_of_refusals(ten, tmp_path, here):
             bare,
             None,
             ["--num-classes", 10],
-            "--cfg-scale 4: guidance needs a null class",
+            "use --cfg-scale 1, or --num-classes 9 if the last row is the null class",
+        ),
+        "the null class as a class": (
+            ten,
+            said(num_classes=10),
+            ["--num-classes", 11],
+            "has 10 classes, and its label table one more row for no class; drop --num-classes",
         ),
         "arguments of another run": (
             ten,

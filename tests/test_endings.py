@@ -156,6 +156,14 @@ with user_errors(OneLineParser(prog="command")):
     assert re.fullmatch(line, done.stderr), done.stderr
 
 
+@pytest.mark.parametrize("script", ["sample.py", "sample_ddp.py"])
+def test_too_little_memory_for_torch_is_a_line(script, tmp_path):
+    line = f"ulimit -v 2000000; {sys.executable} {ROOT / script} --output {tmp_path}/x.png"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
+    assert done.returncode == USAGE and done.stderr.count("\n") == 1, done.stderr
+    assert "torch cannot be loaded (lib" in done.stderr and "ulimit -v" in done.stderr
+
+
 def test_what_is_printed_does_not_steer_a_terminal():
     """Names that files hold. Words of any language stay as they are."""
     code = r"from accel import launch; launch.begin(); print('größe 图\u3000x \x1b[2J\r\udc80', 'second line', sep='\n')"

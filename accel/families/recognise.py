@@ -137,6 +137,14 @@ def recognise(
         raise UsageError(f"`ckpt={source}`: is not a {family.name}: no {missing.args[0]}") from None
     except ValueError as error:
         raise UsageError(f"`ckpt={source}`: {error}") from None
+    implied = family.models.get(name, family.recipe)
+    certain = implied.num_classes if shipped_as or implied.class_names else None
+    certain = metadata.get("num_classes", certain)
+    if num_classes == rows and certain == rows - 1:
+        raise UsageError(
+            f"`num_classes={num_classes}`: {source} has {certain} classes, and its label table "
+            "one more row for no class; drop `num_classes`"
+        )
     classes, null_class = _classes(source, rows, metadata, num_classes)
     build = partial(build, class_dropout_prob=0.1 if null_class else 0.0)
     with shapes_only():
@@ -148,8 +156,8 @@ def recognise(
         )
     if assumed:
         _say_what_is_assumed(source, family, have, metadata)
-    usual = family.models.get(name, family.recipe).num_classes
-    if num_classes is None and "num_classes" not in metadata and classes not in (1000, usual):
+    usual = 1000, implied.num_classes
+    if num_classes is None and "num_classes" not in metadata and classes not in usual:
         print(
             f"{shown(source, 300)}: {classes} classes and the null class (all {rows} classes? "
             f"--num-classes {rows})"

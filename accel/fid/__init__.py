@@ -24,11 +24,11 @@ import torch
 from tqdm import tqdm
 
 from accel.errors import Stopped, UsageError, path_errors
-from accel.fid.folder import OF_MACHINE, Batches, Order, begin, write_pictures
+from accel.fid.folder import OF_MACHINE, Batches, Order, begin, npz_of, write_pictures
 from accel.fid.lock import sole_job
 from accel.fid.noise import Draw, PictureNoise, UpstreamNoise
 from accel.fid.npz import Archive
-from accel.files import cache_folder, require_writable
+from accel.files import cache_folder, require_name, require_writable
 from accel.latents.pixels import to_uint8
 from accel.progress import Stopwatch
 from accel.ranks import Ranks
@@ -68,6 +68,8 @@ def _require_access(folder):
             require_writable(place)
             if place != folder.parent:
                 os.listdir(place)
+    with path_errors("sample_dir", npz_of(folder)):
+        require_name(npz_of(folder))
 
 
 def tuner_folders(folder: Path) -> list[Path]:

@@ -19,7 +19,14 @@ import numpy as np
 from PIL import Image
 
 from accel.errors import UsageError, require_equal
-from accel.files import atomic_write, read_json, read_small, remove_partial_files, sync_folder
+from accel.files import (
+    atomic_write,
+    read_json,
+    read_small,
+    remove_partial_files,
+    repeated,
+    sync_folder,
+)
 
 CODE = "this code's kernels"  # the setting that may change while a job is interrupted
 # Settings that nodes of one job may differ in.
@@ -27,6 +34,7 @@ OF_MACHINE = {"device", "torch", "number of threads", CODE}
 # Threads that compress PNGs: 16 ms a picture of 256 px, 60 ms of 512 px. Four keep up
 # with twice what an H200 makes.
 WRITERS = 4
+ANEW = "delete it and start again: it is made anew"
 
 
 class Order(NamedTuple):
@@ -121,8 +129,19 @@ def write_pictures(folder: Path, numbers: range, pixels: np.ndarray) -> None:
     sync_folder(folder)
 
 
-def read_picture(path: Path, size: int) -> np.ndarray:
-    """Return pixels (size, size, 3) uint8 of a whole PNG. Raises UsageError for any other file."""
+def side_of(path: Path) -> int:
+    """Return the width of a PNG in pixels; 0 for any other file."""
+    try:
+        with Image.open(path, formats=["PNG"]) as image:
+            return image.width
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
+        return 0
+
+
+def read_picture(path: Path, size: int, remedy: str = ANEW) -> np.ndarray:
+    """Return pixels (size, size, 3) uint8 of a whole PNG. Raises UsageError, with
+    `remedy`, for any other file.
+    """
     try:
         content = read_small(path, 2**28)
         with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
@@ -132,10 +151,7 @@ def read_picture(path: Path, size: int) -> np.ndarray:
                 return np.asarray(image)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
         pass  # SyntaxError: a damaged chunk
-    raise UsageError(
-        f"{path}: is not a whole PNG of {size}×{size} pixels; delete it and start again: it is "
-        "made anew"
-    )
+    raise UsageError(f"{path}: is not a whole PNG of {size}×{size} pixels; {remedy}")
 
 
 def begin(folder: Path, settings: dict) -> None:
@@ -161,7 +177,7 @@ def begin(folder: Path, settings: dict) -> None:
         for changed in (home, folder, folder.parent):
             sync_folder(changed)
     remove_partial_files(folder, r"\d+\.png")
-    remove_partial_files(npz.parent, re.escape(npz.name[:200]))
+    remove_partial_files(npz.parent, re.escape(repeated(npz.name)))
     remove_partial_files(home, ".*")
 
 

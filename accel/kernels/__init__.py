@@ -41,13 +41,14 @@ def kept(file: Path) -> dict:
         return {}
 
 
-def keep(file: Path, content: bytes) -> None:
-    """Write a file of a cache; where it cannot be written every process compiles or
-    measures for itself.
+def keep(file: Path, content: bytes) -> bool:
+    """Write a file of a cache and return whether it is there: where it cannot be written
+    every process compiles or measures for itself.
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(file, through_link=False) as out:
             out.write(content)
     except OSError:
-        pass
+        return False
+    return True

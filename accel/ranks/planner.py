@@ -136,7 +136,11 @@ def choose_once(network: BlockNetwork, work: Work, ranks: Ranks) -> Choice:
     if ranks.rank == 0:
         text = "off" if choice.layout == OFF else str(choice.layout)
         plans = {**kernels.kept(file), key: [text, choice.reason]}
-        kernels.keep(file, json.dumps(plans, indent=1).encode())
+        if not kernels.keep(file, json.dumps(plans, indent=1).encode()):
+            print(
+                f"{file}: cannot be written, so each run chooses anew, and another layout has "
+                f"other last bits; add --parallel {text} to keep this one"
+            )
     return choice
 
 

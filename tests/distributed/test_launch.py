@@ -159,6 +159,29 @@ def test_what_cannot_be_is_refused_in_a_line(gpus, environment, words, demo, her
     assert words in refused(done) and not done.stdout
 
 
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        {"RANK": "0", "WORLD_SIZE": "2"},
+        {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"},
+    ],
+)
+def test_a_launchers_ranks_do_not_all_make_the_same_picture(ranks, tmp_path):
+    """They are refused before torch is imported, and by the first rank alone."""
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), **ranks}
+    first, second = environment, {**environment, "RANK": "1", "SLURM_PROCID": "1"}
+    if "RANK" not in ranks:
+        del second["RANK"]
+    command = [sys.executable, ROOT / "sample.py", "--output", "x.png"]
+    how = dict(cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    started = [subprocess.Popen(command, env=each, **how) for each in (first, second)]
+    errors = [process.communicate(timeout=60)[1] for process in started]
+    assert [process.returncode for process in started] == [USAGE, USAGE]
+    assert "use sample_ddp.py" in errors[0] and errors[0].count("\n") == 1 and not errors[1]
+    assert [path.name for path in tmp_path.iterdir()] == ["torch.py"]
+
+
 def test_one_gpu_is_this_process(monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")  # an interactive shell under srun
     assert [launch.world_size(n, None) for n in (1, 2)] == [1, 2]

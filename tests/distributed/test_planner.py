@@ -119,7 +119,7 @@ def test_a_mesh_of_one_is_no_mesh(text):
     )
 
 
-def test_a_choice_is_of_this_code_and_kept(tmp_path, monkeypatch):
+def test_a_choice_is_of_this_code_and_kept(tmp_path, monkeypatch, capsys):
     """Layouts are kept between runs; faster kernels, another exchange, or GPUs without
     NVLink are another choice.
     """
@@ -147,6 +147,13 @@ def test_a_choice_is_of_this_code_and_kept(tmp_path, monkeypatch):
         file.write_text(damaged)
         assert "measured before" not in choose_once(*how)[1], damaged[:80]
     file.unlink()
+    file.mkdir()  # nothing can be written there
+    capsys.readouterr()
+    chosen, _ = choose_once(*how)
+    printed = capsys.readouterr().out
+    assert f"{file}: cannot be written, so each run chooses anew" in printed
+    assert printed.count("\n") == 1 and "--parallel off" in printed
+    file.rmdir()
     os.mkfifo(file)
     assert "measured before" not in choose_once(*how)[1] and file.is_fifo()
     for hosts, peers in ("aabb", False), ("abab", False), ("aaaa", False), ("aaaa", True):
