@@ -143,7 +143,8 @@ class Sampler:
                 raise UsageError(
                     "`forecast=plan`: was made for other weights; make another Sampler without it"
                 )
-            _renew(run, new, self.settings, self._check and type(new.module) is not self._checked)
+            changed = new.patched or type(new.module) is not self._checked
+            _renew(run, new, self.settings, self._check and changed)
             self._checked = type(new.module)
 
     def sample(
