@@ -139,7 +139,8 @@ class Sampler:
                     f"{new.name}: is of another class than the model of this Sampler; make "
                     "another of it"
                 )
-            _renew(run, new, self.settings, self._check and type(new.module) is not self._checked)
+            changed = new.patched or type(new.module) is not self._checked
+            _renew(run, new, self.settings, self._check and changed)
             self._checked = type(new.module)
 
     def sample(

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from accel.errors import UsageError
 from accel.graphs import Latest, Replayed
 from accel.precision import supports
 
@@ -33,7 +34,7 @@ def unpatchify(tokens: torch.Tensor, patch_size: int) -> torch.Tensor:
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """Return the model inside DataParallel, DistributedDataParallel, AveragedModel and
-    torch.compile.
+    torch.compile. Raises UsageError for hooks of a wrapper: the model runs without them.
     """
     wrappers = (
         torch.nn.DataParallel,
@@ -41,6 +42,9 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
         torch.optim.swa_utils.AveragedModel,
     )
     while isinstance(model, wrappers) or hasattr(model, "_orig_mod"):
+        if model._forward_hooks or model._forward_pre_hooks:
+            name = type(model).__name__
+            raise UsageError(f"{name}: has forward hooks, which would not run; remove them first")
         model = model.module if isinstance(model, wrappers) else model._orig_mod
     return model
 

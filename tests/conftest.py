@@ -103,7 +103,10 @@ def switches():
     from accel.precision import switches_kept
 
     with switches_kept():
-        yield lambda: (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
+        yield lambda: tuple(
+            switch.fp32_precision == "tf32"
+            for switch in (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
+        )
 
 
 @pytest.fixture

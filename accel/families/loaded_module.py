@@ -63,15 +63,22 @@ class LoadedModule:
         self.module = unwrapped(module)
         self.name = type(self.module).__name__
         state = self.module.state_dict()
-        if empty := [name for name, value in state.items() if value.is_meta]:
-            raise UsageError(f"{self.name}: {empty[0]} holds no values; load the weights first")
+        for name, value in state.items():
+            if not isinstance(value, Tensor) or value.is_quantized or value.is_nested:
+                raise UsageError(
+                    f"{self.name}: {name} is quantised or nested; give a model of dense tensors of "
+                    "floats"
+                )
+            if value.is_meta:
+                raise UsageError(f"{self.name}: {name} holds no values; load the weights first")
         self.how = how = self._known_by(state)
         raw = self._raw(state)
         rows = raw[how.family.part("weights").LABELS].shape[0]
         classes = getattr(getattr(self.module, "y_embedder", None), "num_classes", rows - 1)
-        facts = dict(
-            family=how.family.name, num_classes=classes if classes in (rows, rows - 1) else rows - 1
-        )
+        if classes not in (rows, rows - 1):
+            classes = rows - 1
+        # Of no classes the one label, the null class, is sampled without guidance.
+        facts = dict(family=how.family.name, num_classes=max(classes, 1))
         self.metadata = {
             **facts,
             "class_names": names,
@@ -100,6 +107,16 @@ class LoadedModule:
         names = [kind.__name__ for kind in type(self.module).__mro__]
         named = self.how.strength or any(self.how.family.name in name for name in names)
         return not named and len(families_with(shapes_of(self.state))) > 1
+
+    @property
+    def patched(self) -> bool:
+        """Return whether hooks or a `forward` of their own may make the module or a part of it
+        another function than its class.
+        """
+        return any(
+            part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part)
+            for part in self.module.modules()
+        )
 
     def _known_by(self, state):
         try:
@@ -171,20 +188,28 @@ class LoadedModule:
         for its forward_with_cfg, in place of forward.
         """
         arguments, named = self.how.arguments(x, t, y)
-        # Not `__call__`, in which a module that was compiled in place compiles.
-        method = _Method(self.module, "forward" if scale is None else "forward_with_cfg")
+        method = _called(self.module) if scale is None else self.module.forward_with_cfg
         arguments = arguments if scale is None else (*arguments, scale)
         weights = {f"module.{name}": value for name, value in (state or {}).items()}
-        return self.how.output(functional_call(method, weights, arguments, named))
+        called = _Method(self.module, method)
+        return self.how.output(functional_call(called, weights, arguments, named))
 
 
 class _Method(nn.Module):
     """A wrapper whose forward is a method of the module, for functional_call."""
 
-    def __init__(self, module: nn.Module, method: str):
+    def __init__(self, module: nn.Module, method: Callable):
         super().__init__()
         self.module = module
-        self.forward = getattr(module, method)
+        self.forward = method
+
+
+def _called(module):
+    """Return what callers of the module run, its hooks and its class's `__call__`. A module
+    that was compiled in place is not compiled for it.
+    """
+    as_usual = type(module).__call__ is nn.Module.__call__
+    return module._call_impl if as_usual else module.__call__
 
 
 def _with_embedding(

@@ -97,6 +97,8 @@ def require_floats(state: dict, source: str) -> None:
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
             kind = f"of type {type(tensor).__name__}"
+        elif tensor.is_nested:
+            kind = "a nested tensor"
         elif tensor.layout is not torch.strided or tensor.is_meta:
             kind = f"{tensor.layout} on {tensor.device}"
         elif (

@@ -11,12 +11,12 @@ from contextlib import nullcontext
 
 import forks
 import pytest
-from accel.parallel.processes import Job
 
 from accel import fid
 from accel.errors import UsageError
 from accel.fid.lock import PATIENCE, sole_job
 from accel.files import NO_FILE
+from accel.ranks import Ranks
 
 HOLD = """
 import pathlib, sys, time
@@ -108,7 +108,7 @@ def test_an_archives_name_that_is_too_long_is_refused_first(length, fits, tmp_pa
     """The folder itself fits, and so does its work."""
     folder = tmp_path / (length // 2 * "é")
     how = pytest.raises(UsageError, match="npz: File name too long; choose another path")
-    with nullcontext() if fits else how, fid.locked(folder, Job()):
+    with nullcontext() if fits else how, fid.locked(folder, Ranks()):
         pass
     assert folder.is_dir()
 
