@@ -9,7 +9,7 @@ Shapes: N batch, C latent channels, H = W latent side, p patch side, T = (H/p)²
 width, h heads.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 import numpy as np
@@ -341,12 +341,13 @@ class DiT(nn.Module):
         c: Tensor,
         attend: Callable = attention,
         tokens: slice = slice(None),
-        depth: int | None = None,
+        blocks: Iterable[nn.Module] | None = None,
     ) -> Tensor:
-        """Apply all blocks, or the first `depth`: tokens x (N, T, D), conditioning c (N,
-        D) → (N, T, D). tokens: the slice of each row that x holds.
+        """Apply `blocks`, by default all: tokens x (N, T, D), conditioning c (N, D) → (N, T, D).
+
+        tokens: the slice of each row that x holds.
         """
-        for block in list(self.blocks)[:depth]:
+        for block in self.blocks if blocks is None else blocks:
             x = block(x, c, attend)
         return x
 

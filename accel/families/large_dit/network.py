@@ -12,7 +12,7 @@ Shapes: N batch, C latent channels, H = W latent side, p patch side, T = (H/p)²
 width, h heads, d head dim.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 import torch
@@ -256,13 +256,14 @@ class DiT_Llama(dit.DiT):
         c: Tensor,
         attend: Callable = attention,
         tokens: slice = slice(None),
-        depth: int | None = None,
+        blocks: Iterable[nn.Module] | None = None,
     ) -> Tensor:
-        """Apply all blocks, or the first `depth`: tokens x (N, T, D), conditioning c (N,
-        min(D, 1024)) → (N, T, D). tokens: the slice of each row that x holds.
+        """Apply `blocks`, by default all: tokens x (N, T, D), conditioning c → (N, T, D).
+
+        c (N, min(D, 1024)). tokens: the slice of each row that x holds.
         """
         rotation = self.rotation(x)[tokens]  # (T, d/2, 2)
-        for block in list(self.blocks)[:depth]:
+        for block in self.blocks if blocks is None else blocks:
             x = block(x, c, rotation, attend)
         return x
 
