@@ -147,7 +147,7 @@ def network_of(model, tier, device=None, **how):
 
 def fast_network(model, dtype, device="cpu"):
     """Return the accelerated network with GEMMs in `dtype`, which may be float64."""
-    return fast.laid_out(model.state_dict(), model, Half(dtype, torch.device(device)))
+    return fast.assemble(model.state_dict(), model, Half(dtype, torch.device(device)))
 
 
 def evaluate(network, x, t, y, scale):

@@ -21,12 +21,10 @@ from accel.ranks.exchanges import Exchange
 
 
 class Sharded(Network):
-    """A network that is evaluated by several ranks: all call alike with the same tensors,
-    and get the same.
+    """A network that several ranks evaluate: all call it with the same tensors, and get the same.
 
-    everyone: the group of these ranks; ranks that share the tokens of the same batch rows
-    are neighbours in it. exchange: among such neighbours; None if every rank has whole
-    rows.
+    everyone: the group of these ranks; ranks that share the tokens of the same batch rows are
+    neighbours in it. exchange: among such neighbours; None if every rank has whole rows.
     """
 
     # Shared evaluations are short enough for launches to count, also a plain network's.
@@ -42,7 +40,7 @@ class Sharded(Network):
         self.in_channels = network.in_channels
         self.attend = network.attention
         self.columns = 1  # ranks that divide the tokens of a row
-        if exchange:
+        if exchange is not None:
             self.attend = partial(exchange, attention=network.attention)
             self.columns = exchange.size
         self.rows = dist.get_world_size(everyone) // self.columns
@@ -51,23 +49,27 @@ class Sharded(Network):
     @torch.no_grad()
     def tokens(self, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         n = len(y)
-        rows = self.rows
-        columns = self.columns
-        share = -(-n // rows)
-        # The last share is filled up with the last row: collectives want equal shapes.
+        share = -(-n // self.rows)  # batch rows of a rank
         first = self.row * share
+        # The last share is filled up with the last row: collectives want equal shapes.
         mine = torch.arange(first, first + share, device=x.device).clamp(max=n - 1)
         total = (x.shape[-1] // self.patch_size) ** 2
-        length = total // columns
+        length = total // self.columns  # tokens of a rank
         part = slice(self.column * length, (self.column + 1) * length)
         h = self.network.embed(x[mine % len(x)], part)  # (share, t, D)
         condition = self.network.condition(t[mine], y[mine])
-        out = self.network.forward_blocks(h, condition, self.attend, part).contiguous()
-        whole = out.new_empty(rows * columns, *out.shape)  # (ranks, share, t, p·p·C')
-        dist.all_gather_into_tensor(whole.flatten(0, 1), out, group=self.everyone)
+        out = self.network.forward_blocks(h, condition, self.attend, part)
+        whole = self._gather(out.contiguous())  # (rows · share, T, p·p·C')
+        return whole[:n]
+
+    def _gather(self, out):
+        """Gather the ranks' tokens (share, t, p·p·C') → (rows · share, T, p·p·C')."""
+        ranks = self.rows * self.columns
+        parts = out.new_empty(ranks, *out.shape)  # (ranks, share, t, p·p·C')
+        dist.all_gather_into_tensor(parts.flatten(0, 1), out, group=self.everyone)
+        parts = parts.unflatten(0, (self.rows, self.columns))
         # (rows, share, columns, t, p·p·C')
-        whole = whole.unflatten(0, (rows, columns)).transpose(1, 2)
-        return whole.reshape(rows * share, total, -1)[:n]
+        return parts.transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
     def schedule(
         self, times: list[float], labels: list[int], at_once: int = 1
