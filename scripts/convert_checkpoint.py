@@ -160,7 +160,7 @@ def diffusers_state(ckpt: str, weights: Checkpoint, fit: Fit) -> dict[str, torch
         )
     state = reference_state(weights, fit)
     off = require_sinusoid(
-        ckpt, state, fit, "diffusers computes the latter; name a .pt or .safetensors file"
+        ckpt, state["pos_embed"], "diffusers computes the latter; name a .pt or .safetensors file"
     )
     if off:
         print(

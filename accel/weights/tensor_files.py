@@ -28,6 +28,10 @@ from accel.files import read_json as read_object
 SETTLED = 2e9
 
 
+# In the cache folder; another name for other rules of what a digest is of.
+DIGESTS = "digests-2"
+
+
 def mode_of(path: Path, parameter: str) -> int:
     """Return st_mode of `path`, 0 if nothing is there. Raises UsageError where
     permissions or the name forbid it.
@@ -141,7 +145,7 @@ def cached_digest(stamps: list[tuple], state: Callable[[], dict[str, torch.Tenso
     """Return `digest(state())` of files with these stamps, taken before they were opened;
     the cache folder keeps it.
     """
-    name = Path("digests", hashlib.sha256(repr(stamps).encode()).hexdigest()[:32])
+    name = Path(DIGESTS, hashlib.sha256(repr(stamps).encode()).hexdigest()[:32])
     with suppress(OSError, ValueError):
         found = read_small(cache_folder() / name).decode()
         if re.fullmatch("[0-9a-f]{16}", found):
