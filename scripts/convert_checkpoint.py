@@ -112,7 +112,7 @@ def convert(
         raise UsageError(
             "`pipeline`: writes a folder, so `output` must name one; `vae` needs `pipeline`"
         )
-    vae = find(vae).decoder if vae else None
+    vae = find(vae).decoder.path if vae else None
     weights = Checkpoint(ckpt)
     fit = fit_of(weights, model)
     if target.suffix:

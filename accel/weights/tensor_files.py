@@ -12,7 +12,7 @@ import re
 import time
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -127,7 +127,7 @@ def digest(state: dict[str, torch.Tensor]) -> str:
     return total.hexdigest()[:16]
 
 
-def file_stamps(files: list[Path], parameter: str) -> list[tuple]:
+def file_stamps(files: Iterable[Path], parameter: str) -> list[tuple]:
     """Return (path, size, mtime, inode, ctime) of each file: another version of it has
     another stamp.
     """
@@ -141,7 +141,7 @@ def file_stamps(files: list[Path], parameter: str) -> list[tuple]:
     return stamps
 
 
-def cached_digest(stamps: list[tuple], state: Callable[[], dict[str, torch.Tensor]]) -> str:
+def cached_digest(stamps: Sequence[tuple], state: Callable[[], dict[str, torch.Tensor]]) -> str:
     """Return `digest(state())` of files with these stamps, taken before they were opened;
     the cache folder keeps it.
     """
