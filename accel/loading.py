@@ -109,10 +109,11 @@ def load_network(
         require_sinusoid(weights.name, table, "sample at the size that it was trained at")
         state = {**state, "pos_embed": model.position_table()}
     if TIERS[tier].accelerated or part.ranks > 1:  # a reference network is never divided
+        lay_out = fit.family.lay_out
         from accel import fast  # brings Triton; the other tiers need not wait for it
 
         try:
-            return fast.load(state, model, tier, device, prod(batch.rows[0]), tuner, part)
+            return fast.load(state, model, lay_out, tier, device, prod(batch.rows[0]), tuner, part)
         except UsageError:
             raise
         except ValueError as error:

@@ -4,51 +4,40 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
-from types import ModuleType
 
 import torch
 
-from accel.errors import UsageError
-from accel.fast.network import FastNetwork
+from accel.fast.network import FastNetwork, Layout
 from accel.fast.ops import Half, Split
 from accel.fast.reader import Reader
 from accel.kernels.linear import Tuner
 from accel.network import WHOLE, Part
 from accel.precision import TIERS
 
-
-def family_of(model: torch.nn.Module) -> ModuleType:
-    """Import fast.py of a model's family, which lays out its weights: lay_out(read,
-    model, ops) → Layout. It lies beside the module of the model's class, or of a class
-    that this derives from. Raises UsageError if there is none.
-    """
-    packages = (kind.__module__.rpartition(".")[0] for kind in type(model).__mro__)
-    names = (f"{package}.fast" for package in packages if package.startswith("accel.families."))
-    name = next(filter(find_spec, names), None)
-    if name is None:
-        here = f"the family of {type(model).__name__} has no fast.py"
-        raise UsageError(f"`precision`: use fp32 or tf32, without `parallel=weights=N`: {here}")
-    return import_module(name)
+# A family's function: (reader, reference network, ops) → its weights, laid out.
+LayOut = Callable[[Reader, torch.nn.Module, Half | Split], Layout]
 
 
 def laid_out(
-    state: dict[str, torch.Tensor], model: torch.nn.Module, ops: Half | Split
+    state: dict[str, torch.Tensor], model: torch.nn.Module, lay_out: LayOut, ops: Half | Split
 ) -> FastNetwork:
     """Make the accelerated network of the weights `state`, on any device, computed with
     `ops`.
 
     model: the module, with or without values, for heads, sizes and the timestep's
-    embedding. Raises ValueError, naming the layer, for weights that the tier cannot hold.
+    embedding. lay_out: its family's. Raises ValueError, naming the layer, for weights that
+    the tier cannot hold, and for a tensor that the layout does not read.
     """
     read = Reader(state, ops.device, ops.stream, ops.part)
-    return FastNetwork(family_of(model).lay_out(read, model, ops), ops)
+    layout = lay_out(read, model, ops)
+    read.require_all()
+    return FastNetwork(layout, ops)
 
 
 def build(
     state: dict[str, torch.Tensor],
     model: torch.nn.Module,
+    lay_out: LayOut,
     tier: str,
     device: torch.device,
     tuner: Tuner | None = None,
@@ -63,12 +52,13 @@ def build(
         if tier == "exact"
         else Half(TIERS[tier].dtype, device, tuner, gemm, part)
     )
-    return laid_out(state, model, ops)
+    return laid_out(state, model, lay_out, ops)
 
 
 def load(
     state: dict[str, torch.Tensor],
     model: torch.nn.Module,
+    lay_out: LayOut,
     tier: str,
     device: torch.device,
     rows: int,
@@ -89,7 +79,7 @@ def load(
         if not re.match(r"\w+\.[1-9]", name)
     }
     alone = part._replace(all_reduce=lambda x: None)  # threads must not exchange anything
-    shallow = build(zeros, model, tier, device, tuner, part=alone)
+    shallow = build(zeros, model, lay_out, tier, device, tuner, part=alone)
     calls = kernel_calls(shallow, rows)
 
     # The threads' tensors are freed below: in the order of this stream.
@@ -107,7 +97,7 @@ def load(
 
     with ThreadPoolExecutor(len(calls)) as pool:
         compiling = pool.map(warm_up, calls)  # begins at once
-        network = build(state, model, tier, device, tuner, part=part)
+        network = build(state, model, lay_out, tier, device, tuner, part=part)
         list(compiling)  # raises what a call has raised
     return network
 

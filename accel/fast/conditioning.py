@@ -46,7 +46,7 @@ class Conditioning:
             read(f"t_embedder.mlp.{i}.{kind}") for i in (0, 2) for kind in ("weight", "bias")
         ]
         self.labels = read("y_embedder.embedding_table.weight")  # (classes + 1, C)
-        weights = [read.state[f"{layer}.weight"] for layer in layers]  # each (·D, C)
+        weights = [read.mapped(f"{layer}.weight") for layer in layers]  # each (·D, C)
         self.width = len(weights[-1]) // 2
         rows = sum(map(len, weights))
         self.vectors = rows // self.width

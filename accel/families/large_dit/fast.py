@@ -70,7 +70,7 @@ def _norms(read, attention, heads, size):
     """Return weight and bias of the norm of queries, then of keys, (2, 2, D); None
     without qk-norm.
     """
-    if f"{attention}.q_norm.weight" not in read.state:
+    if not read.has(f"{attention}.q_norm.weight"):
         return None
     pairs = [
         torch.stack(

@@ -22,7 +22,7 @@ def lay_out(read: Reader, model: nn.Module, ops: Half | Split) -> Layout:
     """Lay out a LightningDiT's state dict. model: gives heads, channels, grid and the
     timestep embedding.
     """
-    head = len(read.state["pos_embed"][0, 0]) // model.num_heads
+    head = read.shape("pos_embed")[2] // model.num_heads
     side = model.x_embedder.grid_size[0]
     rotation = rotation_table(head, side, ops.stream, ops.device)
     layout = sit.lay_out(
@@ -67,7 +67,7 @@ def _norms(read, attention, heads):
     """Return weight and zero bias of the norm of queries, then of keys, repeated for all
     heads, (2, 2, D); None without qk-norm.
     """
-    if f"{attention}.q_norm.weight" not in read.state:
+    if not read.has(f"{attention}.q_norm.weight"):
         return None
     weights = torch.stack(
         [read(f"{attention}.{norm}.weight").repeat(heads) for norm in ("q_norm", "k_norm")]
