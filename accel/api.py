@@ -276,10 +276,7 @@ def _load_module(model, options, check):
     with alone():
         loaded = LoadedModule(model, copy=True)
         if loaded.assumed:
-            family = loaded.fit.family
-            print(
-                f"{loaded.name}: names no family, taken for a {family.name} ({family.prediction})"
-            )
+            print(f"{loaded.name}: {loaded.assumed}")
         if check and "guidance_channels" not in options:
             loaded.fit = loaded.fit._replace(recipe={"guidance_channels": _guided_channels(loaded)})
     return loaded

@@ -284,7 +284,7 @@ def model_of(args: Namespace, device: torch.device) -> torch.nn.Module:
         )
         return door.ready(GridRequest(args.model, precision="fp32", **known))[1].network.model
     arguments = dict(input_size=args.latent_size, num_classes=args.num_classes)
-    siblings = family_of(args.model).part("weights").MODELS.values()
+    siblings = family_of(args.model).part("weights").RECOGNISER.models.values()
     # as the family's trained weights have it
     if any(build.config.get("qk_norm") for build in siblings):
         arguments["qk_norm"] = True

@@ -22,7 +22,13 @@ from accel.command_line import OneLineParser, user_errors
 from accel.door.opening import fit_of
 from accel.errors import UsageError, shown
 from accel.families import family_of, model_names
-from accel.families.recognise import Fit, ask, recognise, reference_state, require_sinusoid
+from accel.families.recognise import (
+    Fit,
+    recognise,
+    recogniser_of,
+    reference_state,
+    require_sinusoid,
+)
 from accel.files import atomic_write
 from accel.latents.files import find
 from accel.weights.checkpoint import Checkpoint
@@ -116,7 +122,7 @@ def convert(
     weights = Checkpoint(ckpt)
     fit = fit_of(weights, model)
     if target.suffix:
-        state = ask(fit.family, "sampled", weights.state, weights.metadata)
+        state = recogniser_of(fit.family).sampled(weights.state, weights.metadata)
         if dropped := weights.state.keys() - state.keys():
             print(
                 f"{shown(ckpt)}: left out {len(dropped)} entries that only training needs, such "

@@ -11,7 +11,7 @@ from accel import precision
 from accel.errors import UsageError
 from accel.families import families
 from accel.families.loaded_module import LoadedModule
-from accel.families.recognise import Fit, ask, published_name, recognise
+from accel.families.recognise import Fit, published_name, recognise, recogniser_of
 from accel.latents import LatentSpace
 from accel.latents.files import PUBLISHED, find
 from accel.request import Request
@@ -137,7 +137,7 @@ def fit_of(
         weights.name, weights.state, weights.metadata, model, num_classes, shipped_as(weights.name)
     )
     require_schedule(f"`ckpt={weights.name}`", fit.schedule)
-    recipe = ask(fit.family, "recipe", fit.model, weights.metadata, weights.path)
+    recipe = recogniser_of(fit.family).recipe(fit.model, weights.metadata, weights.path)
     return fit._replace(recipe={**fit.recipe, **recipe})
 
 
