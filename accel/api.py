@@ -270,7 +270,9 @@ def _load_module(model, options, check):
     weights on disk.
     """
     if wrong := [
-        name for name in ("model", "ckpt", "forecast", "forecast_plan") if name in options
+        name
+        for name in ("model", "ckpt", "num_heads", "forecast", "forecast_plan")
+        if name in options
     ]:
         raise UsageError(f"`{wrong[0]}`: is for weights on disk, and the model was given; drop it")
     with alone():

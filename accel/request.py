@@ -128,6 +128,11 @@ class Request:
     vae: str = files(
         "decoder: ema, mse (sd-vae-ft-*), a folder, VA-VAE's .pt or a hub id; default: the model's"
     )
+    num_heads: int = files(
+        "attention heads of weights whose file does not say their number; default: those of the "
+        "model of this size",
+        bounds=(1, 1024),
+    )
     latent_stats: str = files(
         "mean and std of the latents' channels, a .pt file: the decoder takes latents × std + "
         "mean; default: the latents_stats.pt beside --vae, if that is a file",

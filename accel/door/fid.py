@@ -29,6 +29,7 @@ LEFT_OUT = {
     "ckpt",
     "vae",
     "latent_stats",
+    "num_heads",
     "device",
     "precision",
     "vae_precision",

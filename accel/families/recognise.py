@@ -162,7 +162,7 @@ class Fit(NamedTuple):
             "num_classes": self.num_classes,
             "num_heads": self.num_heads,
             "image_size": self.image_size,
-            "vae": self.vae if self.vae in ("ema", "mse") else None,  # else a path of this machine
+            "vae": _without_folder(self.vae),
             "class_names": list(self.class_names) or None,
             "guidance_channels": self.recipe.get("guidance_channels"),
             "recipe": {
@@ -171,6 +171,12 @@ class Fit(NamedTuple):
             or None,
         }
         return {name: value for name, value in facts.items() if value is not None}
+
+
+def _without_folder(name):
+    """Return the name of a decoder, of a path of this machine its last part."""
+    is_path = name and (Path(name).is_absolute() or Path(name).exists())
+    return Path(name).name if is_path else name
 
 
 def recognise(
