@@ -125,6 +125,11 @@ class Request:
         "in diffusers' layout or with consolidated weights, or a hub id; default: the published "
         "weights for the image size",
     )
+    weights_entry: str = files(
+        "the entry of a training file to sample, such as ema or model; default: ema, else model or "
+        "the first other that is known",
+        metavar="NAME",
+    )
     vae: str = files(
         "decoder: ema, mse (sd-vae-ft-*), a folder, VA-VAE's .pt or a hub id; default: the model's"
     )

@@ -30,6 +30,7 @@ from accel.families.recognise import (
     require_sinusoid,
 )
 from accel.files import atomic_write
+from accel.flags import positive
 from accel.latents.files import find
 from accel.weights.checkpoint import Checkpoint
 from accel.weights.diffusers_layout import WEIGHTS, config_of, to_diffusers, weight_files
@@ -107,6 +108,8 @@ def convert(
     pipeline: bool,
     vae: str | None,
     allow_nonfinite: bool,
+    weights_entry: str | None,
+    num_heads: int | None,
 ) -> None:
     """Check, write, read back and compare. Raises UsageError."""
     target = Path(output)
@@ -119,8 +122,8 @@ def convert(
             "`pipeline`: writes a folder, so `output` must name one; `vae` needs `pipeline`"
         )
     vae = find(vae).decoder.path if vae else None
-    weights = Checkpoint(ckpt)
-    fit = fit_of(weights, model)
+    weights = Checkpoint(ckpt, entry=weights_entry)
+    fit = fit_of(weights, model, num_heads=num_heads)
     if target.suffix:
         state = recogniser_of(fit.family).sampled(weights.state, weights.metadata)
         if dropped := weights.state.keys() - state.keys():
@@ -238,6 +241,8 @@ def main() -> None:
         "--vae",
         help="for --pipeline: ema, mse or a folder; without it pass vae= to from_pretrained",
     )
+    add("--weights-entry", metavar="NAME", help="entry of a training file, such as ema or model")
+    add("--num-heads", type=positive, metavar="N", help="attention heads, if the file does not say")
     add(
         "--allow-nonfinite", action="store_true", help="convert weights with NaN or infinities, too"
     )

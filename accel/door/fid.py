@@ -30,6 +30,7 @@ LEFT_OUT = {
     "vae",
     "latent_stats",
     "num_heads",
+    "weights_entry",
     "device",
     "precision",
     "vae_precision",

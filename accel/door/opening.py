@@ -60,7 +60,8 @@ def checkpoint_of(request: Request, device: torch.device) -> Checkpoint:
     # picture. A network that ranks divide stays in the file, and each rank reads its
     # part.
     divided = request.layout is not None and request.layout.weights > 1
-    return Checkpoint(name, mapped=device.type != "cpu" or divided)
+    mapped = device.type != "cpu" or divided
+    return Checkpoint(name, mapped, request.weights_entry)
 
 
 def choose_precision(request: Request, device: torch.device) -> dict[str, str]:

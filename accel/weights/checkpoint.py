@@ -37,13 +37,15 @@ class Checkpoint:
 
     name: a published name, a .pt or .safetensors file, a folder in diffusers' layout or
     with consolidated weights, or a hub id (owner/name). mapped: tensors are mapped where
-    the format allows it, else copies. Raises UsageError if it names nothing, before
-    anything is fetched.
+    the format allows it, else copies. entry: of a training file, the entry with the
+    weights; default: the moving average's, else the first that is known. Raises UsageError
+    if it names nothing, before anything is fetched.
     """
 
-    def __init__(self, name: str | Path, mapped: bool = True):
+    def __init__(self, name: str | Path, mapped: bool = True, entry: str | None = None):
         self.name = str(name)
         self.mapped = mapped
+        self.entry = entry
         self._path = _locate(self.name)  # None: on the hub
         self._stamps = None  # of the files that were opened first
         self._digest = None
@@ -79,7 +81,7 @@ class Checkpoint:
                     f"`ckpt={self.path}`: a folder must hold transformer/config.json and its "
                     "weights (diffusers' layout), or consolidated.00-of-01.pth"
                 )
-            state, found = layout.read(self.path, self.mapped)
+            state, found = layout.read(self.path, self.mapped, self.entry)
             return state, schema.checked(self.path, found)
 
     @property
@@ -122,7 +124,9 @@ class Checkpoint:
             if "_opened" not in self.__dict__:
                 self._require_unchanged()
             stamps = self._stamps or self._stamp()
-            self._digest = cached_digest(stamps, lambda: positions.trained(self.state))
+            self._digest = cached_digest(
+                stamps, lambda: positions.trained(self.state), self.entry or ""
+            )
         return self._digest
 
     def _stamp(self):

@@ -315,17 +315,17 @@ def test_which_family_weights_are_of(name, projectors, args, model, found, state
             fit()
         return
     assert (fit().model, fit().learn_sigma) == (found, False)
-    line = next(
-        (line for line in capsys.readouterr().out.splitlines() if "names no family" in line), None
-    )
+    printed = capsys.readouterr().out
+    line = next((line for line in printed.splitlines() if "names no family" in line), None)
     assert (line is not None) == (not args and not projectors and model is None)
     if line:
-        others = {"--model DiT-S/4", "--model SiT-S/4", "--model REPA-SiT-S/4"} - {
-            f"--model {found}"
-        }
-        assert all(other in line for other in others) and f"--model {found}" not in line.replace(
-            "REPA-SiT", "REPA"
-        )
+        others = {f"--model {other}" for other in ("DiT-S/4", "SiT-S/4", "REPA-SiT-S/4")}
+        others -= {f"--model {found}"}
+        line = line.replace("REPA-SiT", "REPA")
+        assert all(other.replace("REPA-SiT", "REPA") in line for other in others)
+        assert f"--model {found}" not in line
+    says = {"Linear": "SiT-S/4", "linear": "REPA-SiT-S/4"}.get(args.get("path_type"), model)
+    assert ("as --model says" in printed) == (model not in (None, says))
     turned = torch.equal(
         reference_state(weights, fit())["final_layer.linear.bias"],
         -state["final_layer.linear.bias"],
