@@ -30,6 +30,8 @@ from accel.run import Run
 from accel.weights.checkpoint import FILE_SUFFIXES, HUB_ID
 from accel.weights.shapes import require_fit
 
+# Options for weights on disk, not for a module.
+FOR_FILES = "model", "ckpt", "weights_entry", "num_heads"
 NOT_FOR_PYTHON = "output", "repeats", "seed_list", "tf32", "parallel"
 # Facts that decide the network's function or its labels, and that shapes do not give in
 # every family.
@@ -266,15 +268,13 @@ def _load_module(model, options, check):
     """Copy a network that the caller holds. Raises UsageError for options that are for
     weights on disk.
     """
-    if wrong := [name for name in ("model", "ckpt") if name in options]:
+    wrong = [name for name in FOR_FILES if name in options]
+    if wrong:
         raise UsageError(f"`{wrong[0]}`: is for weights on disk, and the model was given; drop it")
     with alone():
         loaded = LoadedModule(model, copy=True)
         if loaded.assumed:
-            family = loaded.fit.family
-            print(
-                f"{loaded.name}: names no family, taken for a {family.name} ({family.prediction})"
-            )
+            print(f"{loaded.name}: {loaded.assumed}")
         if check and "guidance_channels" not in options:
             loaded.fit = loaded.fit._replace(recipe={"guidance_channels": _guided_channels(loaded)})
     return loaded

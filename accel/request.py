@@ -119,8 +119,18 @@ class Request:
         "in diffusers' layout or with consolidated weights, or a hub id; default: the published "
         "weights for the image size",
     )
+    weights_entry: str = files(
+        "the entry of a training file to sample, such as ema or model; default: ema, else model or "
+        "the first other that is known",
+        metavar="NAME",
+    )
     vae: str = files(
         "decoder: ema, mse (sd-vae-ft-*), a folder, VA-VAE's .pt or a hub id; default: the model's"
+    )
+    num_heads: int = files(
+        "attention heads of weights whose file does not say their number; default: those of the "
+        "model of this size",
+        bounds=(1, 1024),
     )
     latent_stats: str = files(
         "mean and std of the latents' channels, a .pt file: the decoder takes latents × std + "

@@ -5,7 +5,7 @@ for all that it leaves open.
 itself, and in `settle`, once the weights are open. Imports no torch.
 """
 
-import os
+import re
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -177,8 +177,9 @@ def implied(
 
 
 def _decoder(name):
-    """Return the decoder that a file names if it can be found here."""
-    return name if name in ("ema", "mse") or name and os.path.isdir(name) else None
+    """Return the decoder that a file names, published ones by their short names."""
+    published = re.fullmatch(r"(?:stabilityai/)?sd-vae-ft-(ema|mse)", name or "")
+    return published[1] if published else name
 
 
 def _check_size(size, factor, patch_size):

@@ -118,7 +118,8 @@ def share_pictures(args: Namespace, ranks: Ranks, record: dict) -> None:
     for tier, size in ((tier, size) for tier in args.precision for size in args.image_size):
         case = harness.complete(Namespace(**vars(args) | dict(ckpt=None, image_size=size)))
         model = harness.model_of(case, ranks.device)
-        network = harness.build(model, tier, ranks.device, Tuner(share=ranks.from_rank_0))
+        tuner = Tuner(share=ranks.from_rank_0)
+        network = harness.build(case.model, model, tier, ranks.device, tuner)
         tokens = (case.latent_size // network.patch_size) ** 2
         for pictures in args.labels:
             case.pictures = pictures
@@ -137,7 +138,7 @@ def judge_layouts(args: Namespace, ranks: Ranks, record: dict) -> None:
         for layout in (OFF, *runnable(judge.reference.network, work, ranks)):
             shared = partial(laid_out, work=work, ranks=ranks, layout=layout)
             if ranks.rank >= layout.ranks:  # idle
-                shared(harness.build(judge.model, tier, ranks.device, **alike))
+                shared(harness.build(judge.name, judge.model, tier, ranks.device, **alike))
                 continue
             result = judge.judge(tier, alike, share=shared)
             record["judged"].append(

@@ -22,8 +22,15 @@ from accel.command_line import OneLineParser, user_errors
 from accel.door.opening import fit_of
 from accel.errors import UsageError, path_errors, shown
 from accel.families import family_of, model_names
-from accel.families.recognise import Fit, ask, recognise, reference_state, require_sinusoid
+from accel.families.recognise import (
+    Fit,
+    recognise,
+    recogniser_of,
+    reference_state,
+    require_sinusoid,
+)
 from accel.files import atomic_write, repeated, require_name
+from accel.flags import positive
 from accel.latents.files import find
 from accel.weights.checkpoint import Checkpoint
 from accel.weights.diffusers_layout import WEIGHTS, config_of, to_diffusers, weight_files
@@ -101,6 +108,8 @@ def convert(
     pipeline: bool,
     vae: str | None,
     allow_nonfinite: bool,
+    weights_entry: str | None,
+    num_heads: int | None,
 ) -> None:
     """Check, write, read back and compare. Raises UsageError."""
     target = Path(output)
@@ -121,11 +130,11 @@ def convert(
         raise UsageError(
             "`pipeline`: writes a folder, so `output` must name one; `vae` needs `pipeline`"
         )
-    vae = find(vae).decoder if vae else None
-    weights = Checkpoint(ckpt)
-    fit = fit_of(weights, model)
+    vae = find(vae).decoder.path if vae else None
+    weights = Checkpoint(ckpt, entry=weights_entry)
+    fit = fit_of(weights, model, num_heads=num_heads)
     if target.suffix:
-        state = ask(fit.family, "sampled", weights.state, weights.metadata)
+        state = recogniser_of(fit.family).sampled(weights.state, weights.metadata)
         if dropped := weights.state.keys() - state.keys():
             print(
                 f"{shown(ckpt)}: left out {len(dropped)} entries that only training needs, such "
@@ -173,7 +182,7 @@ def diffusers_state(ckpt: str, weights: Checkpoint, fit: Fit) -> dict[str, torch
         )
     state = reference_state(weights, fit)
     off = require_sinusoid(
-        ckpt, state, fit, "diffusers computes the latter; name a .pt or .safetensors file"
+        ckpt, state["pos_embed"], "diffusers computes the latter; name a .pt or .safetensors file"
     )
     if off:
         print(
@@ -243,6 +252,8 @@ def main() -> None:
         "--vae",
         help="for --pipeline: ema, mse or a folder; without it pass vae= to from_pretrained",
     )
+    add("--weights-entry", metavar="NAME", help="entry of a training file, such as ema or model")
+    add("--num-heads", type=positive, metavar="N", help="attention heads, if the file does not say")
     add(
         "--allow-nonfinite", action="store_true", help="convert weights with NaN or infinities, too"
     )

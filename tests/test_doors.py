@@ -232,18 +232,6 @@ def test_the_matrix_of_refusals(ten, tmp_path, here):
             ["--model", "DiT-S/2"],
             "holds the weights of DiT-S/4, not of DiT-S/2; use --mod",
         ),
-        "a SiT": (
-            ten,
-            flow,
-            ["--model", "DiT-S/4"],
-            "as a SiT (path_type Linear), not as DiT-S/4; drop --model",
-        ),
-        "a DiT": (
-            ten,
-            said(model="DiT-S/4"),
-            ["--model", "SiT-S/4"],
-            "as a DiT (model DiT-S/4), not as SiT-S/4",
-        ),
         "a DiT's sampler": (
             ten,
             flow,
@@ -552,7 +540,8 @@ def test_a_pipeline_of_another_process_is_refused(
     ],
 )
 def test_what_a_file_says_of_itself_is_checked(change, words, ten, tmp_path, here):
-    torch.save({"ema": ten, "args": change}, tmp_path / "x.pt")
+    """Arguments of another program's training are not: tests/accel/test_training_files.py."""
+    torch.save({"ema": ten, "metadata": {"family": "DiT", **change}}, tmp_path / "x.pt")
     save_file(
         ten,
         tmp_path / "x.safetensors",

@@ -29,6 +29,8 @@ LEFT_OUT = {
     "ckpt",
     "vae",
     "latent_stats",
+    "num_heads",
+    "weights_entry",
     "device",
     "precision",
     "vae_precision",

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 
 from accel import precision
-from accel.errors import UsageError
+from accel.errors import UsageError, shown
 from accel.families import families
 from accel.families.loaded_module import LoadedModule
-from accel.families.recognise import Fit, ask, published_name, recognise
+from accel.families.recognise import Fit, published_name, recognise, recogniser_of
 from accel.latents import LatentSpace
 from accel.latents.files import PUBLISHED, find
 from accel.loading import choose_device
@@ -84,7 +84,8 @@ def checkpoint_of(request: Request, device: torch.device) -> Checkpoint:
     # picture. A network that ranks divide stays in the file, and each rank reads its
     # part.
     divided = request.layout is not None and request.layout.weights > 1
-    return Checkpoint(name, mapped=device.type != "cpu" or divided)
+    mapped = device.type != "cpu" or divided
+    return Checkpoint(name, mapped, request.weights_entry)
 
 
 def choose_precision(request: Request, device: torch.device) -> dict[str, str]:
@@ -124,15 +125,25 @@ def fetch(request: Request, weights: Checkpoint | LoadedModule) -> tuple[Fit, La
         missing.append("or take `model=DiT-Demo/2`, which ships with both")
     if missing:
         raise UsageError("; ".join(missing))
-    fit = fit_of(weights, known.model, known.num_classes)
+    fit = fit_of(weights, known.model, known.num_classes, request.num_heads)
     with_weights = implied(request, fit, space)
     if with_weights.vae != known.vae:
         if with_weights.vae in PUBLISHED:  # before it is fetched
             _require_channels(request, with_weights, fit, LatentSpace())
-        space = find_decoder(with_weights.vae)
+        space = _decoder_of(weights, with_weights.vae, find_decoder)
     space = space or LatentSpace(fit.in_channels, with_weights.factor)  # latents need no decoder
     _require_channels(request, with_weights, fit, space)
     return fit, space
+
+
+def _decoder_of(weights, name, find_decoder):
+    """Return the latent space of the decoder that a file names."""
+    try:
+        return find_decoder(name)
+    except UsageError as error:
+        raise UsageError(
+            f"`ckpt={weights.name}`: says that its decoder is {shown(name)}; {error.marked}"
+        ) from None
 
 
 def _require_channels(request, known, fit, space):
@@ -144,10 +155,13 @@ def _require_channels(request, known, fit, space):
 
 
 def fit_of(
-    weights: Checkpoint | LoadedModule, model: str | None = None, num_classes: int | None = None
+    weights: Checkpoint | LoadedModule,
+    model: str | None = None,
+    num_classes: int | None = None,
+    num_heads: int | None = None,
 ) -> Fit:
-    """Return the family and sizes of weights. Raises UsageError if the user's model or
-    classes contradict them, and for a pipeline of another process.
+    """Return the family and sizes of weights. Raises UsageError if the user's model, classes
+    or heads contradict them, and for a pipeline of another process.
     """
     if isinstance(weights, LoadedModule):
         if num_classes not in (None, weights.fit.num_classes):
@@ -157,11 +171,19 @@ def fit_of(
             raise UsageError(f"{given}; drop it")
         require_schedule(weights.name, weights.fit.schedule)
         return weights.fit
+    metadata = weights.metadata
+    if num_heads is not None:
+        said = metadata.get("num_heads", num_heads)
+        if said != num_heads:
+            raise UsageError(f"`num_heads={num_heads}`: {weights.name} says {said}; drop it")
+        metadata = {**metadata, "num_heads": num_heads}
     fit = recognise(
-        weights.name, weights.state, weights.metadata, model, num_classes, shipped_as(weights.name)
+        weights.name, weights.state, metadata, model, num_classes, shipped_as(weights.name)
     )
+    if num_heads not in (None, fit.num_heads):
+        raise UsageError(f"`num_heads={num_heads}`: these weights have {fit.num_heads}; drop it")
     require_schedule(f"`ckpt={weights.name}`", fit.schedule)
-    recipe = ask(fit.family, "recipe", fit.model, weights.metadata, weights.path)
+    recipe = recogniser_of(fit.family).recipe(fit.model, weights.metadata, weights.path)
     return fit._replace(recipe={**fit.recipe, **recipe})
 
 

@@ -12,13 +12,18 @@ from torch.func import functional_call
 
 from accel.errors import UsageError
 from accel.families import Family, families
-from accel.families.recognise import ask, families_with, recognise
+from accel.families.recognise import families_with, recognise, recogniser_of
 from accel.network import unwrapped
 from accel.weights.shapes import shapes_of
 from accel.weights.tensor_files import require_floats
 
 # attributes that change a submodule's function and are in no state dict
 COMPARED = "eps", "approximate"
+
+
+# Strength of a claim to a module: entries or attributes count more than the class's name.
+STRUCTURE = 2
+NAMED = 1
 
 
 class OfModule(NamedTuple):
@@ -28,6 +33,7 @@ class OfModule(NamedTuple):
     metadata: dict[str, Any]  # facts that no tensor holds, such as num_heads
     latent_size: int | None = None  # side of the latent; None: that of its position table
     strength: int = 0  # if several families recognise a module, the strongest claim wins
+    assumed: str = ""  # what neither the class nor the entries say, and how to say it
     # renames the entries of its state dict as in the family's files
     read: Callable[[dict], dict] = dict
     # x, t, y of the reference network → its own
@@ -73,7 +79,7 @@ class LoadedModule:
                 raise UsageError(f"{self.name}: {name} holds no values; load the weights first")
         self.how = how = self._known_by(state)
         raw = self._raw(state)
-        rows = raw[how.family.part("weights").LABELS].shape[0]
+        rows = raw[recogniser_of(how.family).labels].shape[0]
         classes = getattr(getattr(self.module, "y_embedder", None), "num_classes", rows - 1)
         if classes not in (rows, rows - 1):
             classes = rows - 1
@@ -100,13 +106,18 @@ class LoadedModule:
         self._require_attributes()
 
     @property
-    def assumed(self) -> bool:
-        """Return whether other families have these entries too, and neither the class nor
-        the entries name one.
+    def assumed(self) -> str:
+        """Return what is assumed of the module, in words. "" if its class or its entries name
+        its family, or no other family has these entries.
         """
+        if self.how.assumed:
+            return self.how.assumed
         names = [kind.__name__ for kind in type(self.module).__mro__]
         named = self.how.strength or any(self.how.family.name in name for name in names)
-        return not named and len(families_with(shapes_of(self.state))) > 1
+        if named or len(families_with(shapes_of(self.state))) == 1:
+            return ""
+        family = self.how.family
+        return f"names no family, taken for a {family.name} ({family.prediction})"
 
     @property
     def patched(self) -> bool:
@@ -123,7 +134,7 @@ class LoadedModule:
             found = [
                 how
                 for family in families()
-                if (how := family.part("weights").of_module(self.module, state))
+                if (how := recogniser_of(family).of_module(self.module, state))
             ]
         except ValueError as error:
             raise UsageError(f"{self.name}: {error}") from None
@@ -132,7 +143,7 @@ class LoadedModule:
                 f"{self.name}: is not a DiT: no {getattr(error, 'name', None) or error.args[0]}"
             ) from None
         if not found:
-            keys = " and no ".join(family.part("weights").KEYS[1] for family in families()[:2])
+            keys = " and no ".join(recogniser_of(family).keys[1] for family in families()[:2])
             raise UsageError(f"{self.name}: is not a DiT: no {keys}")
         return max(found, key=lambda how: how.strength)
 
@@ -152,7 +163,7 @@ class LoadedModule:
                 f"{type(state).__name__}"
             )
         require_floats(state, self.name)
-        return ask(self.how.family, "converted", self._raw(state), self.metadata)
+        return recogniser_of(self.how.family).converted(self._raw(state), self.metadata)
 
     def _require_attributes(self):
         theirs = dict(self.module.named_modules())

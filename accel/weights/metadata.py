@@ -7,7 +7,10 @@ if they are plain values: a family may know them.
 
 import json
 from collections.abc import Callable
+from pathlib import PurePath
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from accel.errors import UsageError, shown
 
@@ -73,6 +76,32 @@ SCHEMA = {
     "recipe": _Entry(_is_recipe, "values of settings by name"),
     "class_names": _Entry(_is_names, "a list of names"),
 }
+
+OURS = "family", "latent_size", "recipe"  # entries that this program alone writes
+
+
+def of_training(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a training run that may be facts, as plain values. They are
+    another program's: what has one of our names and another meaning is left out.
+    """
+    found = {}
+    for name, value in arguments.items():
+        value = _plain(value)
+        is_fact = name not in SCHEMA or name not in OURS and SCHEMA[name].valid(value)
+        if is_fact:
+            found[name] = value
+    return found
+
+
+def _plain(value):
+    """Return a value of a configuration without numpy's numbers and paths."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    return value
 
 
 def checked(source: object, found: dict[str, Any]) -> dict[str, Any]:

@@ -136,13 +136,14 @@ def test_a_class_that_names_no_family_is_taken_for_a_dit_aloud(capsys):
     how = dict(output_type="latent", device="cpu", num_sampling_steps=3)
     for kind, sampler, words in (
         (Original, "ddpm", "Original: names no family, taken for a DiT (noise)"),
-        (type("MySiT", (Original,), {}), "sde", ""),
+        (type("MySiT", (Original,), {}), "sde", "MySiT: does not say which way its time runs"),
+        (type("MySiT", (Original,), {"learn_sigma": False}), "sde", ""),
         (DiT, "ddpm", ""),
     ):
         model = small(learn_sigma=False)
         with Sampler(model if kind is DiT else kind(model), **how) as made:
             assert made.settings.sampler == sampler and words in (out := capsys.readouterr().out)
-            assert bool(words) == ("names no family" in out)
+            assert bool(words) == ("taken for a" in out)
 
 
 def test_a_position_table_that_was_trained_serves_its_own_size():

@@ -13,7 +13,7 @@ from accel.families.sit.network import SiT
 from accel.network import Plain
 from accel.sampling import denoise, upstream_noise
 from accel.sampling.ancestral import Ancestral
-from accel.sampling.guidance import Guidance
+from accel.sampling.guidance import Guidance, Unguided
 from accel.sampling.solvers import Solver, require_schedule
 from accel.sampling.solvers import make_scheduler as make
 
