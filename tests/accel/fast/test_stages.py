@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from networks import SMALL, error, fast_network, inputs, network_of, small
+from networks import SMALL, error, fast_network, inputs, layout_of, network_of, small
 
 from accel import fast
 from accel.families.dit.network import DiT
@@ -125,8 +125,10 @@ def test_a_packing_reads_every_tensor():
     state = model.state_dict()
     extra = {f"blocks.{i}.norm1.weight": torch.ones(WIDTH) for i in range(5)}
     with pytest.raises(ValueError, match=r"not use blocks\.0\.norm1\.weight, .* and 2 more; use"):
-        fast.assemble({**state, **extra}, model, Half(torch.float32, torch.device("cpu")))
+        fast.assemble(
+            {**state, **extra}, model, layout_of(model), Half(torch.float32, torch.device("cpu"))
+        )
     read = Reader(state, torch.device("cpu"), torch.float32, fast.WHOLE)
-    fast.family_of(model).pack(read, model, Half(torch.float32, torch.device("cpu")))
+    layout_of(model)(read, model, Half(torch.float32, torch.device("cpu")))
     read.require_all_read()
     assert isinstance(fast_network(model, torch.float64), FastNetwork)
