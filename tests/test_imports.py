@@ -82,6 +82,7 @@ def test_cold_start_imports_nothing_heavy():
         "transformers",
     }
     assert not loaded("import accel.door") & late
+    assert not loaded("import evaluate") & (late | {"torch"})
 
 
 def test_kernels_keep_compiled_code_only():
