@@ -77,7 +77,7 @@ def _converted(name, value, kind, number_too=False):
             return value
         if kind is float and isinstance(value, numbers.Real) and not isinstance(value, bool):
             return float(value)
-        if kind in (int, str) and not isinstance(value, bool):
+        if kind in (int, str) and not _is_bool(value):
             return operator.index(value)
     except (TypeError, RuntimeError, OverflowError):
         pass
@@ -87,6 +87,11 @@ def _converted(name, value, kind, number_too=False):
         str: "a class's number or name" if number_too else "text",
     }
     raise UsageError(f"`{name}={shown(repr(value))}`: must be {words.get(kind, 'a whole number')}")
+
+
+def _is_bool(value):
+    """Return whether a value is True or False, also torch's and numpy's."""
+    return str(getattr(value, "dtype", type(value).__name__)) in ("bool", "torch.bool")
 
 
 def check_writable(path: str | Path, name: str = "output") -> None:

@@ -65,21 +65,26 @@ class Run(NamedTuple):
     def latents(
         self,
         labels: Sequence[int],
-        seed: int,
+        seed: int | Sequence[int],
         batches: Sequence[slice] = ALL,
         on_step: OnStep | None = None,
+        noise: Tensor | None = None,
     ) -> Tensor:
-        """Return latents (n', C, L, L) of the slices `batches` of `labels`, from a seed;
-        the same on every call.
+        """Return latents (n', C, L, L) of the slices `batches` of `labels`, from a seed or
+        from a seed for each label; the same on every call.
 
-        Each slice draws the noise of all labels and uses its own. on_step counts the
-        steps of all slices.
+        Of one seed each slice draws the noise of all labels and uses its own; a label with a
+        seed of its own has the noise of a run of it alone. on_step counts the steps of all
+        slices. noise (n, C, L, L): in place of z, which is drawn nevertheless: the noise of
+        the steps stays the same.
         """
         found = []
         for part in batches:
             done = len(found) * self.process.steps
             count_on = on_step and (lambda index, x, done=done: on_step(done + index, x))
-            found.append(self.denoise(*self._noise(labels, seed, part), count_on))
+            z, y, draw = self._noise(labels, seed, part)
+            z = z if noise is None else noise[part]
+            found.append(self.denoise(z, y, draw, count_on))
         empty = torch.empty(0, self.network.in_channels, self.side, self.side, device=self.device)
         return torch.cat(found) if found else empty
 
@@ -119,9 +124,18 @@ class Run(NamedTuple):
         """Return z (n', C, L, L), labels (n',) and the function that draws a step's
         noise, for a slice of `labels`.
         """
+        y = torch.tensor(labels, device=self.device)[part]
+        if isinstance(seed, int):
+            z, draw = self._drawn(len(labels), seed, part)
+            return z, y, draw
+        alone = [self._drawn(1, of_label) for of_label in seed[part]]
+        z = torch.cat([z for z, _ in alone])
+        return z, y, lambda: torch.cat([draw() for _, draw in alone])
+
+    def _drawn(self, n, seed, part=slice(None)):
+        """Return z and the function that draws a step's noise, for a slice of n pictures."""
         generator = torch.Generator(self.device).manual_seed(seed)  # a run's own
-        z = initial_noise(len(labels), self.network.in_channels, self.side, generator)
+        z = initial_noise(n, self.network.in_channels, self.side, generator)
         if self.process.noise_from_cpu and self.device.type != "cpu":
             generator = torch.Generator().manual_seed(seed)
-        draw = upstream_noise(z, self.guidance.copies, part, generator)
-        return z[part], torch.tensor(labels, device=self.device)[part], draw
+        return z[part], upstream_noise(z, self.guidance.copies, part, generator)

@@ -112,6 +112,7 @@ def switches():
 @pytest.fixture
 def here(monkeypatch, capsys, one_thread):
     """As `run`, on one thread of this process, which has torch already."""
+    from accel.precision import switches_kept
     from accel.ranks import launched
     from sample_ddp import STOP_SIGNALS
 
@@ -122,7 +123,8 @@ def here(monkeypatch, capsys, one_thread):
         handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         status = 0
         try:
-            importlib.import_module(script.removesuffix(".py").replace("/", ".")).main()
+            with switches_kept():  # a command leaves those of its tier
+                importlib.import_module(script.removesuffix(".py").replace("/", ".")).main()
         except SystemExit as leaving:
             status = leaving.code
         finally:

@@ -78,7 +78,7 @@ class LoadedModule:
             if value.is_meta:
                 raise UsageError(f"{self.name}: {name} holds no values; load the weights first")
         self.how = how = self._known_by(state)
-        raw = self._raw(state)
+        raw = self.renamed(state)
         rows = raw[recogniser_of(how.family).labels].shape[0]
         classes = getattr(getattr(self.module, "y_embedder", None), "num_classes", rows - 1)
         if classes not in (rows, rows - 1):
@@ -147,7 +147,8 @@ class LoadedModule:
             raise UsageError(f"{self.name}: is not a DiT: no {keys}")
         return max(found, key=lambda how: how.strength)
 
-    def _raw(self, state):
+    def renamed(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a state dict of the module under the names of its family's files."""
         try:
             return self.how.read({name: value.detach() for name, value in state.items()})
         except ValueError as error:
@@ -163,7 +164,7 @@ class LoadedModule:
                 f"{type(state).__name__}"
             )
         require_floats(state, self.name)
-        return recogniser_of(self.how.family).converted(self._raw(state), self.metadata)
+        return recogniser_of(self.how.family).converted(self.renamed(state), self.metadata)
 
     def _require_attributes(self):
         theirs = dict(self.module.named_modules())
