@@ -96,7 +96,7 @@ class Accelerated:
         self._loaded = loaded
         state = reference_state(loaded, loaded.fit)
         with self._running():
-            self.network = network = build(state, loaded.model, tier, device)
+            self.network = network = build(state, loaded, tier, device)
             require_finite(network, loaded, tier)
             if check:
                 require_same(network, loaded, tier)
@@ -259,9 +259,7 @@ class Accelerated:
             loaded = self._loaded
             old = self.network
             require_fit("load_state_dict", state, loaded.model)
-            new = build(
-                state, loaded.model, self.precision, self.device, getattr(old, "tuner", None)
-            )
+            new = build(state, loaded, self.precision, self.device, getattr(old, "tuner", None))
             require_finite(new, loaded, self.precision)
             old.copy_weights(new)
         self._source = None

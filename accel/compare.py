@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from accel.errors import UsageError
 from accel.families.loaded_module import LoadedModule
@@ -22,17 +22,21 @@ ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 def build(
-    state: dict[str, Tensor], model: nn.Module, tier: str, device: torch.device, tuner: Any = None
+    state: dict[str, Tensor],
+    loaded: LoadedModule,
+    tier: str,
+    device: torch.device,
+    tuner: Any = None,
 ) -> BlockNetwork:
     """Return the network of a tier: the reference network for fp32 and tf32, an
-    accelerated one otherwise. model: the reference network, without values. The weights
-    are copied.
+    accelerated one otherwise. loaded: the module of which it is. The weights `state`,
+    under the reference network's names, are copied.
     """
     if TIERS[tier].accelerated:
         from accel import fast  # brings Triton; the other tiers need not wait for it
 
-        return fast.build(state, model, tier, device, tuner)
-    model = copy.deepcopy(model)
+        return fast.build(state, loaded.model, loaded.fit.family.pack, tier, device, tuner)
+    model = copy.deepcopy(loaded.model)
     state = {name: value.to(device, torch.float32, copy=True) for name, value in state.items()}
     model.load_state_dict(state, strict=True, assign=True)
     return Plain(model.eval().requires_grad_(False))
@@ -71,7 +75,7 @@ def require_same(network: BlockNetwork, loaded: LoadedModule, tier: str) -> None
     if not outputs[0].any():
         weights = _not_zero(loaded)
         tier = "fp32"
-        network = build(loaded.read(weights), loaded.model, tier, device)
+        network = build(loaded.read(weights), loaded, tier, device)
         outputs = [_evaluate(loaded, weights, t) for t in times]
     tolerance = max(TOLERANCE[tier], ROUNDING.get(next(loaded.module.parameters()).dtype, 0))
     for t, want in zip(times, outputs):

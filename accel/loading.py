@@ -106,13 +106,14 @@ def load_network(
     table = state.get("pos_embed")
     # a function of the grid: any size will do
     if table is not None and table.shape != model.pos_embed.shape:
-        require_sinusoid(weights.name, state, fit, "sample at the size that it was trained at")
+        require_sinusoid(weights.name, table, "sample at the size that it was trained at")
         state = {**state, "pos_embed": model.position_table()}
     if TIERS[tier].accelerated or part.ranks > 1:  # a reference network is never divided
+        pack = fit.family.pack
         from accel import fast  # brings Triton; the other tiers need not wait for it
 
         try:
-            return fast.load(state, model, tier, device, prod(batch.rows[0]), tuner, part)
+            return fast.load(state, model, pack, tier, device, prod(batch.rows[0]), tuner, part)
         except UsageError:
             raise
         except ValueError as error:

@@ -123,7 +123,9 @@ def share_pictures(args: Namespace, groups: Groups, record: dict) -> None:
     for tier, size in ((tier, size) for tier in args.precision for size in args.image_size):
         case = harness.complete(Namespace(**vars(args) | dict(ckpt=None, image_size=size)))
         model = harness.model_of(case, groups.device)
-        network = harness.build(model, tier, groups.device, Tuner(share=groups.job.from_rank_0))
+        network = harness.build(
+            case.model, model, tier, groups.device, Tuner(share=groups.job.from_rank_0)
+        )
         tokens = (case.latent_size // network.patch_size) ** 2
         for pictures in args.labels:
             case.pictures = pictures
@@ -142,7 +144,7 @@ def judge_layouts(args: Namespace, groups: Groups, record: dict) -> None:
         for layout in (OFF, *runnable(judge.reference.network, work, groups)):
             shared = partial(laid_out, work=work, groups=groups, layout=layout)
             if groups.job.rank >= layout.ranks:  # idle
-                shared(harness.build(judge.model, tier, groups.device, **alike))
+                shared(harness.build(judge.name, judge.model, tier, groups.device, **alike))
                 continue
             result = judge.judge(tier, alike, share=shared)
             record["judged"].append(

@@ -112,7 +112,7 @@ def convert(
         raise UsageError(
             "`pipeline`: writes a folder, so `output` must name one; `vae` needs `pipeline`"
         )
-    vae = find(vae).decoder if vae else None
+    vae = find(vae).decoder.path if vae else None
     weights = Checkpoint(ckpt)
     fit = fit_of(weights, model)
     if target.suffix:
@@ -160,7 +160,7 @@ def diffusers_state(ckpt: str, weights: Checkpoint, fit: Fit) -> dict[str, torch
         )
     state = reference_state(weights, fit)
     off = require_sinusoid(
-        ckpt, state, fit, "diffusers computes the latter; name a .pt or .safetensors file"
+        ckpt, state["pos_embed"], "diffusers computes the latter; name a .pt or .safetensors file"
     )
     if off:
         print(

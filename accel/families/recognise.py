@@ -38,12 +38,10 @@ import torch
 
 from accel.errors import UsageError, shown
 from accel.families import Family, families, family_of
+from accel.weights import positions
 from accel.weights.checkpoint import Checkpoint, pretrained_models
 from accel.weights.shapes import Shapes, require_fit, shapes_of, shapes_only
 
-# A moving average of a fixed table rounds at each step: with a decay of 0.9999 the errors
-# of 10,000 float32 roundings add up to at most 6e-4 of a value near one.
-AVERAGED = 6e-4
 # Strength of a claim: tensors or arguments that only this family's training leaves count
 # more than a model's name.
 STRUCTURE = 2
@@ -315,16 +313,14 @@ def _classes(source, rows, metadata, wanted):
     )
 
 
-def require_sinusoid(source: str, state: dict[str, torch.Tensor], fit: Fit, remedy: str) -> float:
-    """Return how far the position table in `state` is from the sine-cosine table of its
+def require_sinusoid(source: str, table: torch.Tensor, remedy: str) -> float:
+    """Return how far a position table (1, T, D) is from the sine-cosine table of its
     grid. Raises UsageError, with `remedy`, for more than the rounding of a moving
     average: a table that was trained is no function of the grid.
     """
-    found = state["pos_embed"]
-    table = fit.empty(fit.latent_size).position_table()
-    off = float((found.cpu().float() - torch.as_tensor(table)).abs().max())
-    rounding = max(AVERAGED, torch.finfo(found.dtype).eps)
-    if not off <= rounding:
+    off = positions.distance(table)
+    rounding = positions.rounding(table)
+    if off > rounding:
         raise UsageError(
             f"`ckpt={source}`: its position table is up to {off:.2g} off the sine-cosine table of "
             f"its grid, more than the rounding of an average ({rounding:.1g}); {remedy}"

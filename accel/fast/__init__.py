@@ -3,14 +3,10 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
-from types import ModuleType
 
 import torch
 
-from accel.errors import UsageError
-from accel.fast.network import FastNetwork
+from accel.fast.network import FastNetwork, Packing
 from accel.fast.ops import Half, Split
 from accel.fast.reader import Reader
 from accel.kernels.linear import Tuner
@@ -18,32 +14,19 @@ from accel.network import WHOLE, Part, stages_of
 from accel.precision import TIERS
 
 State = dict[str, torch.Tensor]
+# A family's function: (reader, reference network, ops) → its weights, packed.
+Pack = Callable[[Reader, torch.nn.Module, Half | Split], Packing]
 
 
-def family_of(model: torch.nn.Module) -> ModuleType:
-    """Import fast.py of a model's family.
-
-    Its pack(read, model, ops) → Packing packs the family's weights. fast.py lies beside the module
-    of the model's class, or of a base class. Raises UsageError if there is none.
-    """
-    packages = (cls.__module__.rpartition(".")[0] for cls in type(model).__mro__)
-    names = (f"{package}.fast" for package in packages if package.startswith("accel.families."))
-    name = next(filter(find_spec, names), None)
-    if name is None:
-        reason = f"the family of {type(model).__name__} has no fast.py"
-        raise UsageError(f"`precision`: use fp32 or tf32, without `parallel=weights=N`: {reason}")
-    return import_module(name)
-
-
-def assemble(state: State, model: torch.nn.Module, ops: Half | Split) -> FastNetwork:
+def assemble(state: State, model: torch.nn.Module, pack: Pack, ops: Half | Split) -> FastNetwork:
     """Make the accelerated network of the weights `state`, on any device, computed with `ops`.
 
     model: the reference network, with or without values, for heads, sizes and the timestep's
-    embedding. Raises ValueError, naming the layer, for weights that the tier cannot hold, and for
-    tensors that the family's packing did not read.
+    embedding. pack: its family's. Raises ValueError, naming the layer, for weights that the tier
+    cannot hold, and for tensors that the packing did not read.
     """
     read = Reader(state, ops.device, ops.stream, ops.part)
-    packing = family_of(model).pack(read, model, ops)
+    packing = pack(read, model, ops)
     read.require_all_read()
     return FastNetwork(packing, ops)
 
@@ -51,6 +34,7 @@ def assemble(state: State, model: torch.nn.Module, ops: Half | Split) -> FastNet
 def build(
     state: State,
     model: torch.nn.Module,
+    pack: Pack,
     tier: str,
     device: torch.device,
     tuner: Tuner | None = None,
@@ -66,12 +50,13 @@ def build(
         ops = Split(device, gemm, part)
     else:
         ops = Half(TIERS[tier].dtype, device, tuner, gemm, part)
-    return assemble(state, model, ops)
+    return assemble(state, model, pack, ops)
 
 
 def load(
     state: State,
     model: torch.nn.Module,
+    pack: Pack,
     tier: str,
     device: torch.device,
     rows: int,
@@ -84,7 +69,7 @@ def load(
     evaluation on this rank.
     """
     alone = part._replace(all_reduce=lambda x: None)  # threads must not exchange anything
-    shallow = build(zeros_of(model, device), model, tier, device, tuner, part=alone)
+    shallow = build(zeros_of(model, device), model, pack, tier, device, tuner, part=alone)
     calls = kernel_calls(shallow, rows)
 
     # The threads' tensors are freed below: in the order of this stream.
@@ -102,7 +87,7 @@ def load(
 
     with ThreadPoolExecutor(len(calls)) as pool:
         compiling = pool.map(warm_up, calls)  # begins at once
-        network = build(state, model, tier, device, tuner, part=part)
+        network = build(state, model, pack, tier, device, tuner, part=part)
         list(compiling)  # raises what a call has raised
     return network
 

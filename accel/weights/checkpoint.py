@@ -16,7 +16,7 @@ import torch
 
 from accel.errors import UsageError, path_errors
 from accel.files import atomic_write
-from accel.weights import consolidated_layout, diffusers_layout, training_layout
+from accel.weights import consolidated_layout, diffusers_layout, positions, training_layout
 from accel.weights import metadata as schema
 from accel.weights.tensor_files import cached_digest, file_stamps, mode_of
 
@@ -112,8 +112,8 @@ class Checkpoint:
             )
 
     def digest(self) -> str:
-        """Return 16 hex digits of all values but the position table's, which are a
-        function of the grid.
+        """Return 16 hex digits of all values that were trained. A position table counts
+        unless it is the sine-cosine table, which is a function of the grid.
 
         The first call for a file reads all of it; the cache folder keeps the result for
         later runs.
@@ -121,10 +121,8 @@ class Checkpoint:
         if self._digest is None:
             if "_opened" not in self.__dict__:
                 self._require_unchanged()
-            trained = lambda: {
-                name: tensor for name, tensor in self.state.items() if name != "pos_embed"
-            }
-            self._digest = cached_digest(self._stamps or self._stamp(), trained)
+            stamps = self._stamps or self._stamp()
+            self._digest = cached_digest(stamps, lambda: positions.trained(self.state))
         return self._digest
 
     def _stamp(self):

@@ -12,7 +12,7 @@ import re
 import time
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,10 @@ from accel.files import read_json as read_object
 # ns: two changes of a file that come sooner after one another may have the same time
 # stamp
 SETTLED = 2e9
+
+
+# In the cache folder; another name for other rules of what a digest is of.
+DIGESTS = "digests-2"
 
 
 def mode_of(path: Path, parameter: str) -> int:
@@ -123,7 +127,7 @@ def digest(state: dict[str, torch.Tensor]) -> str:
     return total.hexdigest()[:16]
 
 
-def file_stamps(files: list[Path], parameter: str) -> list[tuple]:
+def file_stamps(files: Iterable[Path], parameter: str) -> list[tuple]:
     """Return (path, size, mtime, inode, ctime) of each file: another version of it has
     another stamp.
     """
@@ -137,11 +141,11 @@ def file_stamps(files: list[Path], parameter: str) -> list[tuple]:
     return stamps
 
 
-def cached_digest(stamps: list[tuple], state: Callable[[], dict[str, torch.Tensor]]) -> str:
+def cached_digest(stamps: Sequence[tuple], state: Callable[[], dict[str, torch.Tensor]]) -> str:
     """Return `digest(state())` of files with these stamps, taken before they were opened;
     the cache folder keeps it.
     """
-    name = Path("digests", hashlib.sha256(repr(stamps).encode()).hexdigest()[:32])
+    name = Path(DIGESTS, hashlib.sha256(repr(stamps).encode()).hexdigest()[:32])
     with suppress(OSError, ValueError):
         found = read_small(cache_folder() / name).decode()
         if re.fullmatch("[0-9a-f]{16}", found):

@@ -31,4 +31,5 @@ FAMILY = Family(
     prediction="noise",
     samplers=("ddpm", "ddim", "dpm++", "unipc"),
     code=__name__,
+    fast=f"{__name__}.fast",
 )

@@ -11,4 +11,5 @@ FAMILY = Family(
     prediction="noise",
     samplers=dit.FAMILY.samplers,
     code=__name__,
+    fast=f"{__name__}.fast",
 )

@@ -24,5 +24,6 @@ FAMILY = Family(
     prediction="velocity",
     samplers=("euler", "heun"),
     code=__name__,
+    fast=f"{__name__}.fast",
     fetch="hf download hustvl/lightningdit-xl-imagenet256-800ep --local-dir pretrained_models",
 )

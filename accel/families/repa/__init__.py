@@ -15,4 +15,5 @@ FAMILY = Family(
     prediction="velocity",
     samplers=sit.FAMILY.samplers,
     code=__name__,
+    fast=sit.FAMILY.fast,
 )

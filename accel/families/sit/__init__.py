@@ -12,5 +12,6 @@ FAMILY = Family(
     prediction="velocity",
     samplers=("sde", "euler", "heun"),
     code=__name__,
+    fast=f"{__name__}.fast",
     fetch="hf download nyu-visionx/SiT-collections --local-dir pretrained_models",
 )
