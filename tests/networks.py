@@ -141,8 +141,8 @@ def error(got, want):
     return float((got.double().cpu() - want).norm() / want.norm())
 
 
-def layout_of(model):
-    """Return the function that lays out the weights of a reference network."""
+def pack_of(model):
+    """Return the function that packs the weights of a reference network."""
     return next(one.FAMILY.pack for kind, one in CLASSES.items() if isinstance(model, kind))
 
 
@@ -151,13 +151,14 @@ def network_of(model, tier, device=None, **how):
     implementations run.
     """
     device = next(model.parameters()).device if device is None else torch.device(device)
-    return fast.build(model.state_dict(), model, layout_of(model), tier, device, **how)
+    return fast.build(model.state_dict(), model, pack_of(model), tier, device, **how)
 
 
 def fast_network(model, dtype, device="cpu"):
     """Return the accelerated network with GEMMs in `dtype`, which may be float64."""
-    ops = Half(dtype, torch.device(device))
-    return fast.assemble(model.state_dict(), model, layout_of(model), ops)
+    return fast.assemble(
+        model.state_dict(), model, pack_of(model), Half(dtype, torch.device(device))
+    )
 
 
 def evaluate(network, x, t, y, scale):

@@ -111,10 +111,10 @@ class Derived(DiT):
 
 
 @pytest.mark.parametrize("tier", ["fp16", "exact"])
-def test_a_family_that_derives_from_another_is_not_laid_out_as_that(tier):
-    """Only its record says whose layout it uses, and that layout must read every tensor."""
+def test_a_family_that_derives_from_another_is_not_packed_as_that(tier):
+    """Only its record says whose packing it uses, and that packing must read every tensor."""
     with pytest.raises(UsageError, match="the family Derived has no fast.py"):
         assert dit.FAMILY._replace(name="Derived", fast="").pack
     model = Derived(**SMALL[DiT])
-    with pytest.raises(ValueError, match="does not use gain"):
+    with pytest.raises(ValueError, match="does not use gain; use"):
         fast.build(model.state_dict(), model, dit.FAMILY.pack, tier, torch.device("cpu"))

@@ -3,7 +3,7 @@
 <family>/__init__.py   FAMILY, the record: names of models and their defaults, prediction, samplers
 <family>/network.py    the reference network
 <family>/weights.py    how files and modules of the family are recognised and read
-<family>/fast.py       how its weights are laid out for the accelerated network
+<family>/fast.py       how its weights are packed for the accelerated network
 """
 
 from collections.abc import Callable, Mapping
@@ -44,8 +44,8 @@ class Family(NamedTuple):
     prediction: Literal["noise", "velocity"]
     samplers: tuple[str, ...]  # the first is the default
     code: str  # the package with the modules network and weights; imported late
-    # The module whose `pack` serves its accelerated network: its own fast.py, or that of
-    # another family; "" where it has fp32 and tf32 alone.
+    # The module whose `pack` serves its accelerated network: its fast.py, or that of another
+    # family; "" where it has fp32 and tf32 alone.
     fast: str = ""
     fetch: str = ""  # the command that fetches published weights, if no plain address serves them
 
@@ -61,7 +61,8 @@ class Family(NamedTuple):
 
     @property
     def pack(self) -> Callable[..., Any]:
-        """Import the function that packs its weights: (reader, model, ops) → Packing.
+        """Import the function that packs its weights: (reader, model, ops) → fast.Packing.
+
         Raises UsageError if the family has none.
         """
         if not self.fast:

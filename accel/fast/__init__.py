@@ -14,7 +14,7 @@ from accel.network import WHOLE, Part, stages_of
 from accel.precision import TIERS
 
 State = dict[str, torch.Tensor]
-# A family's function: (reader, reference network, ops) → its packed weights.
+# A family's function: (reader, reference network, ops) → its weights, packed.
 Pack = Callable[[Reader, torch.nn.Module, Half | Split], Packing]
 
 

@@ -8,7 +8,7 @@ from itertools import product
 
 import torch
 from conftest import fill
-from networks import evaluate, layout_of, network_of, with_norms
+from networks import evaluate, network_of, pack_of, with_norms
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.families.dit.network import DiT
@@ -117,9 +117,9 @@ def accelerated(ranks, model, generator):
         part = ranks.part(Layout(weights=count))
         state = one.state_dict()
         with BytesRead(state) as whole_read:
-            whole = build(state, one, layout_of(one), tier, torch.device("cpu"))
+            whole = build(state, one, pack_of(one), tier, torch.device("cpu"))
         with BytesRead(state) as read:
-            network = build(state, one, layout_of(one), tier, torch.device("cpu"), part=part)
+            network = build(state, one, pack_of(one), tier, torch.device("cpu"), part=part)
         if ranks.rank >= count:  # idle
             continue
         row = dict(kind="accelerated", tier=tier, family=type(one).__name__, ranks=count)
