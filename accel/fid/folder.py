@@ -130,8 +130,9 @@ def read_picture(path: Path, size: int) -> np.ndarray:
         with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
             if (image.size, image.mode) == ((size, size), "RGB"):
                 return np.asarray(image)
+    # SyntaxError: a damaged chunk
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
-        pass  # SyntaxError: a damaged chunk
+        pass
     raise UsageError(
         f"{path}: is not a whole PNG of {size}×{size} pixels; delete it and start again: it is "
         "made anew"

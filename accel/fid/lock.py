@@ -27,7 +27,7 @@ def sole_job(folder: Path) -> Iterator[None]:
     with path_errors("sample_dir", path, "remove it or free some space, or use another"):
         file = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)  # never through a link
     with file:
-        # Unbuffered: closing writes nothing, which a full disk would refuse once more.
+        # unbuffered: closing writes nothing, which a full disk would refuse once more
         handle = file.fileno()
         with path_errors("sample_dir", folder, "free some space or mend that, or use another"):
             _lock(folder, handle)

@@ -72,11 +72,11 @@ class Archive:
                 ThreadPoolExecutor(READERS) as pool,
             ):
                 shape = self.count, self.size, self.size, 3
-                header = dict(descr="|u1", fortran_order=False, shape=shape)
-                np.lib.format.write_array_header_1_0(member, header)
+                np.lib.format.write_array_header_1_0(
+                    member, dict(descr="|u1", fortran_order=False, shape=shape)
+                )
                 for first in range(0, self.count, RUN):
-                    numbers = range(first, min(first + RUN, self.count))
-                    for pixels in pool.map(self._read, numbers):
+                    for pixels in pool.map(self._read, range(first, min(first + RUN, self.count))):
                         member.write(pixels)
                     if stopping():
                         raise Stopped(
@@ -88,5 +88,4 @@ class Archive:
         sync_folder(self.path.parent)
 
     def _read(self, number):
-        """Return the bytes of a picture's pixels."""
         return read_picture(self.folder / picture_name(number), self.size).tobytes()

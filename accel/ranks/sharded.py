@@ -29,7 +29,8 @@ class Sharded(Network):
     rows.
     """
 
-    # Shared evaluations are short enough for launches to count, also a plain network's.
+    # shared evaluations are short enough for launches to count, also those of a plain
+    # network
     captures = True
 
     def __init__(
@@ -40,11 +41,10 @@ class Sharded(Network):
         self.everyone = everyone
         self.patch_size = network.patch_size
         self.in_channels = network.in_channels
-        self.attend = network.attention
-        self.columns = 1  # ranks that divide the tokens of a row
-        if exchange:
-            self.attend = partial(exchange, attention=network.attention)
-            self.columns = exchange.size
+        self.attend = (
+            partial(exchange, attention=network.attention) if exchange else network.attention
+        )
+        self.columns = exchange.size if exchange else 1  # ranks that a row's tokens lie on
         self.rows = dist.get_world_size(everyone) // self.columns
         self.row, self.column = divmod(dist.get_rank(everyone), self.columns)
 
@@ -55,8 +55,9 @@ class Sharded(Network):
         columns = self.columns
         share = -(-n // rows)
         # The last share is filled up with the last row: collectives want equal shapes.
-        first = self.row * share
-        mine = torch.arange(first, first + share, device=x.device).clamp(max=n - 1)
+        mine = torch.arange(self.row * share, (self.row + 1) * share, device=x.device).clamp(
+            max=n - 1
+        )
         total = (x.shape[-1] // self.patch_size) ** 2
         length = total // columns
         part = slice(self.column * length, (self.column + 1) * length)
@@ -77,7 +78,7 @@ class Sharded(Network):
         return scheduled, advance
 
     def replayed(self, key: Hashable, step: Callable) -> Callable:
-        # The network knows when its graphs become void.
+        # the network knows when its graphs become void
         return self.network.replayed((self, key), step)
 
     def overflowed(self) -> str | None:
