@@ -149,6 +149,7 @@ def read_picture(path: Path, size: int, remedy: str = ANEW) -> np.ndarray:
         with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
             if (image.size, image.mode) == ((size, size), "RGB"):
                 return np.asarray(image)
+    # SyntaxError: a damaged chunk
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
         pass  # SyntaxError: a damaged chunk
     raise UsageError(f"{path}: is not a whole PNG of {size}×{size} pixels; {remedy}")

@@ -80,7 +80,6 @@ class Archive:
         sync_folder(self.path.parent)
 
     def _read(self, number):
-        """Return the bytes of a picture's pixels."""
         return read_picture(self.folder / picture_name(number), self.size).tobytes()
 
 

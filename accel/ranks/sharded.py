@@ -27,7 +27,8 @@ class Sharded(Network):
     neighbours in it. exchange: among such neighbours; None if every rank has whole rows.
     """
 
-    # Shared evaluations are short enough for launches to count, also a plain network's.
+    # shared evaluations are short enough for launches to count, also those of a plain
+    # network
     captures = True
 
     def __init__(
@@ -79,7 +80,7 @@ class Sharded(Network):
         return scheduled, advance
 
     def replayed(self, key: Hashable, step: Callable) -> Callable:
-        # The network knows when its graphs become void.
+        # the network knows when its graphs become void
         return self.network.replayed((self, key), step)
 
     def overflowed(self) -> str | None:

@@ -52,6 +52,27 @@ def test_what_ranks_exchange_and_who_downloads_first(world, task, nodes):
     assert output == "exchanged\n" * (task == "exchange")  # rank 0 alone prints, and gloo nothing
 
 
+ALONE = """
+import sys
+import sample, sample_ddp
+for program in sample, sample_ddp:
+    sys.argv = [f"{program.__name__}.py", *WORDS, f"{program.__name__}.npy"]
+    program.main()
+print(*(name for name in sys.modules if name.startswith("accel.ranks.")))
+"""
+
+
+def test_a_process_by_itself_imports_no_exchange(demo, tmp_path):
+    """It is a world of one, by either command: the same sequence makes the same latents."""
+    flags = ["--num-sampling-steps", "1", "--labels", "1", "--output-type", "latent", "--output"]
+    code = ALONE.replace("WORDS", repr([*demo, *flags]))
+    printed = forks.succeeds(forks.run(["-c", code], tmp_path, **ENVIRONMENT))
+    ranks = {"layouts", "placement", "launched"}
+    assert set(printed.splitlines()[-1].split()) == {f"accel.ranks.{name}" for name in ranks}
+    latents = [(tmp_path / f"{name}.npy").read_bytes() for name in ("sample", "sample_ddp")]
+    assert latents[0] == latents[1]
+
+
 def test_steps_of_neighbouring_jobs_have_ports_of_their_own(monkeypatch):
     ports = set()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
