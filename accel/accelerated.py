@@ -104,7 +104,9 @@ class Accelerated:
             own = own_guidance(loaded) if check and guidance_channels is None else None
         self._guides = own != OTHER
         self.guidance_channels = (
-            guidance_channels or own or loaded.fit.family.recipe.guidance_channels
+            guidance_channels
+            or own
+            or min(loaded.fit.family.recipe.guidance_channels, loaded.fit.in_channels)
         )
         self.in_channels = loaded.model.in_channels
         self.out_channels = loaded.model.out_channels

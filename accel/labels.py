@@ -11,6 +11,7 @@ from accel.errors import UsageError, path_errors, shown
 from accel.files import read_small
 
 NEAREST = 5  # names that an error suggests
+NULL = "null"  # the label of no class, whose number is that of the classes
 
 
 @lru_cache(maxsize=1)
@@ -68,7 +69,8 @@ def find_label(label: int | str, names: Sequence[str], num_classes: int) -> int:
     """Return the number of a class. label: its number, its name, or words that one name
     alone contains.
 
-    names: of all classes, () where they are unknown; a name may list several, separated
+    "null" is the null label, unless a class is called so. names: of all classes, () where
+    they are unknown; a name may list several, separated
     by commas. Case and punctuation matter only where two names differ in nothing else.
     Raises UsageError for any other label.
     """
@@ -79,6 +81,8 @@ def find_label(label: int | str, names: Sequence[str], num_classes: int) -> int:
                 f"`labels={shown(str(number))}`: the model knows classes 0 to {num_classes - 1}"
             )
         return number
+    if label == NULL and label not in names:
+        return num_classes
     remedy = f"give a number from 0 to {num_classes - 1}"
     if not names:
         raise UsageError(f"`labels={shown(label)}`: no class names are known here; {remedy}")

@@ -48,8 +48,8 @@ class Request:
         bounds=(1, MOST_PIXELS),
     )
     cfg_scale: float = what(
-        "strength of classifier-free guidance, 1 or more; default: what the model implies, 4.0 "
-        "unless its recipe says otherwise",
+        "strength of classifier-free guidance: 1 is none, 0 the null label's estimate on guided "
+        "channels; default: what the model implies, 4.0 unless its recipe says otherwise",
     )
     num_sampling_steps: int = what(
         "denoising steps, up to 1000; default: the model's, 250", bounds=(1, 1000)
@@ -159,9 +159,9 @@ class Request:
                 f"`tf32={self.tf32}`: conflicts with `precision={self.precision}`; give one"
             )
         _require_seed(self.seed)
-        if self.cfg_scale is not None and not 1 <= self.cfg_scale <= 10**6:
+        if self.cfg_scale is not None and not 0 <= self.cfg_scale <= 10**6:
             raise UsageError(
-                f"`cfg_scale={self.cfg_scale:g}`: must be from 1, no guidance, to 1,000,000"
+                f"`cfg_scale={self.cfg_scale:g}`: must be from 0 to 1,000,000; 1 is no guidance"
             )
         levels = self.guidance_interval
         if levels is not None and not (len(levels) == 2 and 0 <= levels[0] < levels[1] <= 1):
@@ -183,7 +183,7 @@ class GridRequest(Request):
     """Pictures of chosen classes, in one file or a folder, by one process or many."""
 
     labels: tuple = what(
-        'class of each picture, by number or name ("golden retriever"); default: eight '
+        'class of each picture, by number or name ("golden retriever"), or null; default: eight '
         "ImageNet classes, or the first eight of a model with other classes",
         nargs="+",
         metavar="LABEL",

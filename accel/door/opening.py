@@ -132,8 +132,24 @@ def fetch(request: Request, weights: Checkpoint | LoadedModule) -> tuple[Fit, La
             _require_channels(request, with_weights, fit, LatentSpace())
         space = _decoder_of(weights, with_weights.vae, find_decoder)
     space = space or LatentSpace(fit.in_channels, with_weights.factor)  # latents need no decoder
+    space = _as_trained(request, fit, space)
     _require_channels(request, with_weights, fit, space)
     return fit, space
+
+
+def _as_trained(request, fit, space):
+    """Return the latent space with the scale that the weights' recipe says, if it does."""
+    scale = fit.recipe.get("latent_scale")
+    if scale is None:
+        return space
+    if not fit.recipe["latent_norm"]:
+        return space._replace(scale=scale, shift=0.0, mean=(), std=())
+    if not space.std and request.output_type == "image":
+        raise UsageError(
+            f"`vae={request.vae}`: these weights' latents are normalised by statistics, which this "
+            "decoder lacks; give `latent_stats`"
+        )
+    return space._replace(scale=scale)
 
 
 def _decoder_of(weights, name, find_decoder):

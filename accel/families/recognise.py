@@ -138,6 +138,11 @@ class Fit(NamedTuple):
     schedule: dict | None = None  # a pipeline's scheduler configuration
     usual: bool = True  # whether shapes and family imply the number of heads
 
+    @property
+    def out_channels(self) -> int:
+        """Return the number of channels that the network makes."""
+        return 2 * self.in_channels if self.learn_sigma else self.in_channels
+
     def trained_size(self, factor: int) -> int | None:
         """Return the side of the training pictures in pixels, or None. factor: a
         picture's side / its latent's side.
@@ -237,8 +242,8 @@ def recognise(
     named = named or metadata.get("model") in recogniser.names(form.model)
     if form.assumes_heads and not named:
         print(
-            f"{shown(source, 300)}: says no number of heads, taken for {form.model}'s "
-            f"{form.num_heads}; if it has others: --num-heads N"
+            f"{shown(source, 300)}: says no number of heads, taken for {form.num_heads}, as models "
+            "of its depth and width have; if it has others: --num-heads N"
         )
     as_usual = classes in (1000, implied.num_classes) and named
     if num_classes is None and "num_classes" not in metadata and not as_usual:

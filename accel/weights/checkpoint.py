@@ -77,10 +77,7 @@ class Checkpoint:
         with path_errors("ckpt", self.path):
             layout = next((one for one in LAYOUTS if one.holds(self.path)), None)
             if layout is None:
-                raise UsageError(
-                    f"`ckpt={self.path}`: a folder must hold transformer/config.json and its "
-                    "weights (diffusers' layout), or consolidated.00-of-01.pth"
-                )
+                raise UsageError(_no_layout(self.path))
             state, found = layout.read(self.path, self.mapped, self.entry)
             return state, schema.checked(self.path, found)
 
@@ -139,6 +136,17 @@ class Checkpoint:
                 else [path]
             )
         return file_stamps(files, "ckpt")
+
+
+def _no_layout(folder: Path) -> str:
+    """Return the error for a folder in no layout. The one file of weights in it is named."""
+    files = [file for file in sorted(folder.iterdir()) if file.suffix in FILE_SUFFIXES]
+    if len(files) == 1:
+        return f"`ckpt={folder}`: is a folder with one file of weights; give `ckpt={files[0]}`"
+    return (
+        f"`ckpt={folder}`: a folder must hold transformer/config.json and its weights (diffusers' "
+        "layout), or consolidated.00-of-01.pth"
+    )
 
 
 def fetch_published() -> None:

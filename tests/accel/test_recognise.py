@@ -13,6 +13,7 @@ from accel import Sampler
 from accel.door.opening import fit_of
 from accel.errors import UsageError
 from accel.families import constructor_of
+from accel.families.dit.network import DiT
 from accel.families.recognise import recognise
 from accel.request import GridRequest
 from accel.settings import implied
@@ -20,7 +21,7 @@ from accel.weights.checkpoint import Checkpoint
 from accel.weights.shapes import shapes_only
 
 NO_FAMILY = "own.pt: names no family, taken for a DiT (noise)"
-HEADS = "own.pt: says no number of heads, taken for DiT-S/2's 6; if it has others: --num-heads N"
+HEADS = "own.pt: says no number of heads, taken for 6, as models of its depth and width have; if"
 CLASSES = "own.pt: 1000 classes and the null class (all 1001 classes? --num-classes 1001)"
 
 
@@ -50,6 +51,14 @@ def test_every_assumption_is_a_line(metadata, given, lines, capsys):
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == len(lines)
     assert all(line.startswith(want) for line, want in zip(printed, lines))
+
+
+def test_an_unusual_patch_has_the_heads_of_its_depth_and_width(capsys):
+    with shapes_only():
+        model = DiT(input_size=4, patch_size=1, hidden_size=384, depth=12, num_heads=6)
+    found = recognise("own.pt", model.state_dict(), {})
+    assert (found.model, found.num_heads, found.patch_size) == ("DiT-12x384/1", 6, 1)
+    assert HEADS in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -57,14 +57,14 @@ class DiTRecogniser(Recogniser):
         width, channels, patch, _ = shapes[PATCHES]
         depth = sum(name.endswith(".attn.qkv.weight") for name in shapes)
         sizes = dict(depth=depth, hidden_size=width, patch_size=patch)
-        alike = {
-            name: build.config
-            for name, build in self.models.items()
-            if sizes.items() <= build.config.items()
-        }
+        # The model of these sizes, else one with another patch: it has as many heads.
+        configs = [(name, build.config) for name, build in self.models.items()]
+        named = [one for one in configs if sizes.items() <= one[1].items()]
+        wide = dict(depth=depth, hidden_size=width)
+        alike = named or [one for one in configs if wide.items() <= one[1].items()]
+        usual = alike[0][1]["num_heads"] if alike else None
         unnamed = f"{self.family.name}-{depth}x{width}/{patch}", {}
-        name, config = next(iter(alike.items()), unnamed)
-        usual = config.get("num_heads")
+        name, config = named[0] if named else unnamed
         heads = self.heads(shapes, metadata)
         what = f"{self.family.name} of {depth} blocks"
         found = require_heads(heads or usual, what, width)
@@ -78,7 +78,8 @@ class DiTRecogniser(Recogniser):
             input_size=config.get("input_size", 16 * patch),
             **self.options(shapes),
         )
-        return Form(name, build, found, assumes_heads=heads is None, usual=found == usual)
+        standard = bool(named) and found == usual
+        return Form(name, build, found, assumes_heads=heads is None, usual=standard)
 
     def heads(self, shapes: Shapes, metadata: Mapping[str, Any]) -> int | None:
         """Return the number of heads that a file says, or None."""
