@@ -1,0 +1,289 @@
+"""A Pipeline: network × process × guidance × decoder, on a device, in a tier.
+
+    opened = open_model(Config(model="DiT-XL/2"))
+    pipeline = Pipeline.load(opened)
+    latents = pipeline.latents([207, 360], seed=0)
+    pixels = pipeline.decode(latents)
+
+Everybody who samples calls it: the commands, FID jobs, Sampler, scripts and benchmarks.
+Below `Pipeline.load` nobody sees a Config.
+"""
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from accel import precision
+from accel.errors import UsageError
+from accel.latents.decoder import Decoder
+from accel.loading import load_network
+from accel.network import WHOLE, Batch, Network, Part, overflows, remedy
+from accel.opening import Opened
+from accel.ranks.placement import Placement
+from accel.sampling import OnStep, count_copies, denoise, initial_noise, steps_of, upstream_noise
+from accel.sampling.by_name import by_scheduler, make_process
+from accel.sampling.guidance import Guidance, Unguided
+from accel.sampling.process import Process
+
+if TYPE_CHECKING:  # chooses GEMMs: other tiers need not wait for it
+    from accel.kernels.linear import Tuner
+
+ALL = (slice(None),)
+ALONE = Placement()
+TOO_LARGE = "the pictures do not fit in free GPU memory; sample fewer at a time"
+
+
+@contextmanager
+def enough_memory(too_large: str) -> Iterator[None]:
+    """Raise UsageError(too_large) where the block runs out of GPU memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise UsageError(too_large) from None
+
+
+def free_memory(device: torch.device) -> None:
+    """Free the memory of a network that nothing refers to any more, with its captured
+    steps.
+    """
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """All values but labels and seed that decide pictures, and the device.
+
+    decoder: None for latents only. side: of a latent. too_large: the error for a batch that
+    does not fit in memory.
+    """
+
+    network: Network
+    process: Process
+    guidance: Guidance | Unguided
+    decoder: Decoder | None
+    tier: str
+    device: torch.device
+    side: int
+    too_large: str = TOO_LARGE
+
+    @classmethod
+    def load(
+        cls,
+        opened: Opened,
+        sizes: Iterable[int] = (1,),
+        *,
+        guided: bool | None = None,
+        scheduler: Any = None,
+        placement: Placement = ALONE,
+        part: Part = WHOLE,
+        tuner: "Tuner | None" = None,
+        many_pictures: bool = False,
+        too_large: str = TOO_LARGE,
+    ) -> "Pipeline":
+        """Load the network and make process, guidance and decoder; the decoder's weights are
+        loaded at its first use.
+
+        sizes: numbers of pictures that a rank denoises at once; the network is tuned and
+        checked for them. guided: whether guidance is computed; default: where there is a
+        null class. scheduler: one of diffusers, in place of the config's sampler. placement:
+        of this rank; part: of the weights, that it holds. tuner: chooses the GEMMs'
+        algorithms. many_pictures: the decoder may spend seconds on a faster start of each.
+        Raises UsageError for weights that are missing or that the tier cannot hold.
+        """
+        config = opened.config
+        fit = opened.fit
+        device = opened.device
+        trained = fit.trained_size(opened.space.factor)
+        if trained not in (None, config.image_size):
+            print(
+                f"{config.model}: weights trained at {trained} px, sampling at "
+                f"{config.image_size} px"
+            )
+        process = process_of(opened, scheduler)
+        guidance = guidance_of(opened, fit.null_class if guided is None else guided)
+        batch = _batch(opened, process, guidance, placement, sizes)
+        with enough_memory(too_large):
+            network, tier = _load_checked(opened, config.precision, batch, part, tuner)
+        decoder = None
+        if opened.space.decoder is not None:
+            otherwise = precision.float32_decoder(config.precision, device)
+            arithmetic = config.vae_precision
+            decoder = Decoder(opened.space, device, arithmetic, otherwise, many_pictures)
+        side = opened.latent_size
+        return cls(network, process, guidance, decoder, tier, device, side, too_large)
+
+    def with_(self, **parts: Any) -> "Pipeline":
+        """Return a pipeline with other parts, such as process= or guidance=. It shares the
+        network, its memory and its captured steps.
+        """
+        return replace(self, **parts)
+
+    def latents(
+        self,
+        labels: Sequence[int],
+        seed: int,
+        batches: Sequence[slice] = ALL,
+        on_step: OnStep | None = None,
+    ) -> Tensor:
+        """Return latents (n', C, L, L) of the slices `batches` of `labels`, from a seed; the
+        same on every call.
+
+        Each slice draws the noise of all labels and uses its own. on_step counts the steps
+        of all slices.
+        """
+        parts = []
+        for part in batches:
+            done = len(parts) * self.process.steps
+            count_on = on_step and (lambda index, x, done=done: on_step(done + index, x))
+            parts.append(self.denoise(*self._noise(labels, seed, part), count_on))
+        if parts:
+            return torch.cat(parts)
+        return torch.empty(0, self.network.in_channels, self.side, self.side, device=self.device)
+
+    def denoise(
+        self, z: Tensor, labels: Tensor, draw: Callable[[], Tensor], on_step: OnStep | None = None
+    ) -> Tensor:
+        """Return latents (n, C, L, L), as sampling.denoise. Raises UsageError if the batch
+        does not fit in memory, and for latents that are not finite.
+        """
+        sums = torch.zeros(self.process.steps, device=self.device)  # read once, after the loop
+
+        def after_step(index, x):
+            torch.sum(x.flatten(), 0, out=sums[index])
+            if on_step is not None:
+                on_step(index, x)
+
+        with enough_memory(self.too_large):
+            latents = denoise(
+                self.network, self.process, self.guidance, z, labels, draw, on_step=after_step
+            )
+        failed = torch.nonzero(~sums.isfinite())
+        if len(failed):
+            raise UsageError(
+                f"`precision={self.tier}`: the latents are not finite from step "
+                f"{int(failed[0]) + 1} of {len(sums)} on; "
+                f"{remedy(self.network, self.tier, self.device)}"
+            )
+        return latents
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return pixels (n, 3, H, W), about (-1, 1), of latents (n, C, L, L); n may be 0."""
+        if len(latents):
+            return self.decoder.decode(latents)
+        side = self.decoder.space.factor * latents.shape[-1]
+        return latents.new_zeros(0, 3, side, side)
+
+    @torch.inference_mode()
+    def estimate(self, x: Tensor, done: int, labels: Sequence[int]) -> Tensor:
+        """Estimate the finished latents from latents x (n, C, L, L) after `done` steps, by
+        one more evaluation.
+        """
+        step = steps_of(self.process, self.guidance)[done]
+        t = self.process.times()[step.evaluation]
+        guidance = step.guidances[0]
+        y = guidance.labels(torch.tensor(labels, device=x.device))
+        out = guidance.combine(self.network.forward(x, torch.full(y.shape, t, device=x.device), y))
+        return self.process.finished(x, t, out[:, : x.shape[1]])
+
+    def warm_up(self, labels: Sequence[int], batches: Sequence[slice] = ALL) -> None:
+        """Make each kind of step of `latents` once, with each number of labels in a slice
+        and each guidance: on a GPU this compiles kernels, chooses algorithms and captures
+        graphs.
+        """
+        first = {}
+        for step in steps_of(self.process, self.guidance):
+            first.setdefault(step.guidances, step)
+        sizes = set()
+        # Most labels first: they need the largest conditioning table, and a new table voids
+        # captured graphs.
+        for part in sorted(batches, key=lambda part: -len(set(labels[part]))):
+            if len(labels[part]) in sizes:
+                continue
+            sizes.add(len(labels[part]))
+            noise = self._noise(labels, 0, part)
+            with enough_memory(self.too_large):
+                denoise(
+                    self.network, self.process, self.guidance, *noise, steps=[*first.values()]
+                )
+
+    def refresh(self, opened: Opened, **check: Any) -> None:
+        ...
+
+    def _noise(self, labels, seed, part):
+        """Return z (n', C, L, L), labels (n',) and the function that draws a step's noise,
+        for a slice of `labels`.
+        """
+        generator = torch.Generator(self.device).manual_seed(seed)  # a run's own
+        z = initial_noise(len(labels), self.network.in_channels, self.side, generator)
+        if self.process.noise_from_cpu and self.device.type != "cpu":
+            generator = torch.Generator().manual_seed(seed)
+        draw = upstream_noise(z, self.guidance.copies, part, generator)
+        return z[part], torch.tensor(labels, device=self.device)[part], draw
+
+
+def process_of(opened: Opened, scheduler: Any = None) -> Process:
+    """Return the process of the options. scheduler: one of diffusers, in place of the
+    config's sampler.
+    """
+    config = opened.config
+    if scheduler is not None:
+        return by_scheduler(scheduler, config.num_sampling_steps, opened.fit.family)
+    return make_process(
+        config.sampler,
+        config.num_sampling_steps,
+        shift=config.timestep_shift,
+        eta=config.eta,
+        learn_sigma=opened.fit.learn_sigma,
+    )
+
+
+def guidance_of(opened: Opened, guided: bool = True) -> Guidance | Unguided:
+    """Return the guidance of the options."""
+    if not guided:
+        return Unguided()
+    config = opened.config
+    return Guidance(
+        config.cfg_scale, config.num_classes, config.guidance_channels, config.guidance_interval
+    )
+
+
+def _batch(opened, process, guidance, placement, sizes) -> Batch:
+    """Return the network evaluations of any rank, the most batch rows first."""
+    rows = set()
+    for copies in count_copies(process, guidance):
+        rows |= {placement.rows(n, copies) for n in sizes}
+    most_first = sorted(rows, key=lambda rows: (prod(rows), rows), reverse=True)
+    return Batch(most_first, opened.latent_size, opened.config.num_classes)
+
+
+def _load_checked(opened, tier, batch, part, tuner) -> tuple[Network, str]:
+    """Return a network that is tuned and does not overflow, and its tier: bf16 in place of
+    a float16 that overflows, unless the user asked for it.
+    """
+    device = opened.device
+    network = load_network(opened.weights, opened.fit, tier, device, batch, tuner, part)
+    opened.weights.close()
+    network.tune({prod(rows) * (batch.side // network.patch_size) ** 2 for rows in batch.rows})
+    if not precision.TIERS[tier].accelerated or tier == "bf16":
+        return network, tier
+    from_rank_0 = tuner.share if part.ranks > 1 else lambda make: make()
+    from_rank_0(lambda: None)  # a rank that failed raises here: none waits for it below
+    too_large = overflows(network, batch, device, opened.fit.family.some_times)
+    if not from_rank_0(lambda: too_large):
+        return network, tier
+    if opened.tier_is_asked_for or tier == "exact" or not precision.supports("bf16", device):
+        raise UsageError(
+            f"`precision={tier}`: overflows on these weights; {remedy(network, tier, device)}"
+        )
+    print("these weights overflow float16: sampling in bfloat16")
+    precision.apply_precision("bf16", device)
+    del network  # free its memory first
+    return _load_checked(opened, "bf16", batch, part, tuner)
