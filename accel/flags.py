@@ -9,7 +9,8 @@ import os
 from collections.abc import Iterable
 from dataclasses import Field, field
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 from accel.errors import UsageError, path_errors, shown
 from accel.files import require_name, require_writable
@@ -42,21 +43,28 @@ def flag_names(item: Field, ranks: bool = False) -> tuple[str, ...]:
     return () if item.metadata.get("ranks_only") else names
 
 
+def base_type(item: Field) -> type:
+    """Return the type of a field's value where it is not None."""
+    return next((part for part in get_args(item.type) if part is not NoneType), item.type)
+
+
 def checked(value: Any, item: Field) -> Any:
     """Return a field's value, converted to its type. Raises UsageError if its type,
     choices or bounds exclude it.
     """
     name = item.name
-    kind = item.metadata.get("type") or (str if item.type is tuple else item.type)
-    if convert := item.metadata.get("convert"):
+    convert = item.metadata.get("convert")
+    if convert:
         return convert(value)
     if item.metadata.get("nargs"):
         if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
             raise UsageError(f"`{name}={shown(value)}`: must be several; give a list")
-        if not (values := tuple(_converted(name, one, kind, name == "labels") for one in value)):
+        of_each = item.metadata.get("type", str)
+        values = tuple(_converted(name, part, of_each, name == "labels") for part in value)
+        if not values:
             raise UsageError(f"`{name}`: give at least one")
         return values
-    value = _converted(name, value, kind)
+    value = _converted(name, value, base_type(item))
     if value == "":
         raise UsageError(f"`{name}`: is empty; give a value, or leave it out")
     choices = item.metadata.get("choices")

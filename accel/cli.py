@@ -1,18 +1,19 @@
-"""Flags → requests, and errors → one line and an exit status."""
+"""The flags of a Config, and errors as one line with an exit status."""
 
 import argparse
 import io
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import Field, fields
+from typing import Any, TypeVar
 
+from accel.config import Config, Grid, Job
 from accel.errors import USAGE, UsageError, as_usage_error, printable
-from accel.flags import flag_names
+from accel.flags import base_type, flag_names
 from accel.foreign_flags import nearest, remedy
-from accel.request import GridRequest, Request
-from accel.settings import implied
 
+AnyJob = TypeVar("AnyJob", bound=Job)
 # keys of a field that argparse does not know
 OWN = "names", "ranks", "ranks_only", "group", "bounds", "convert"
 
@@ -73,51 +74,60 @@ def add_arguments(
     *kinds: type,
     ranks: bool = False,
     leave_out: tuple[str, ...] = (),
-) -> dict:
-    """Add a flag for every field of the `kinds` of requests, by default a grid's, except
-    fields in `leave_out`. Return the groups of --help by name. ranks: for a command of
+) -> dict[str, Any]:
+    """Add a flag for every option of Config and of the `kinds` of jobs, by default a grid's,
+    except those in `leave_out`. Return the groups of --help by name. ranks: for a command of
     many ranks.
     """
     groups = {}
-    items = {item.name: item for kind in kinds or (GridRequest,) for item in fields(kind)}
+    items = {}
+    for kind in (Config, *(kinds or (Grid,))):
+        items |= {item.name: item for item in fields(kind) if "help" in item.metadata}
     for item in items.values():
         names = flag_names(item, ranks)
         if item.name in leave_out or not names:
             continue
-        argument = {key: value for key, value in item.metadata.items() if key not in OWN}
-        if not argument.keys() & {"action", "nargs"}:
-            argument |= (
-                {"action": _Once}
-                if item.default is None and item.type is str
-                else {"type": item.type}
-            )
-        if item.type is not bool and item.default is not None:
-            argument["help"] += f" (default: {item.default})"
         group = item.metadata["group"]
         if group not in groups:
             groups[group] = parser.add_argument_group(group)
-        groups[group].add_argument(*names, dest=item.name, default=item.default, **argument)
+        groups[group].add_argument(
+            *names, dest=item.name, default=item.default, **_argument(item)
+        )
     return groups
 
 
-def request_from(args: argparse.Namespace, kind: type = GridRequest) -> Request:
-    """Return the parsed flags as a request of a kind. Raises UsageError for all that can
-    be refused without weights.
-    """
-    known = {item.name for item in fields(kind)}
-    request = kind(**{name: value for name, value in vars(args).items() if name in known})
-    implied(request)
-    return request
+def _argument(item: Field) -> dict[str, Any]:
+    """Return argparse's keywords for an option."""
+    argument = {key: value for key, value in item.metadata.items() if key not in OWN}
+    if not argument.keys() & {"action", "nargs"}:
+        base = base_type(item)
+        if item.default is None and base is str:
+            argument["action"] = _Once
+        else:
+            argument["type"] = base
+    if base_type(item) is not bool and item.default is not None:
+        argument["help"] += f" (default: {item.default})"
+    return argument
 
 
-def refuse_given(args: argparse.Namespace, kind: type, other: type, why: str) -> None:
-    """Raise UsageError about the first given flag that requests of a `kind` have and
-    requests of the `other` lack.
+def job_from(args: argparse.Namespace, kind: type[AnyJob] = Grid) -> AnyJob:
+    """Return the parsed flags as a job of a kind. Raises UsageError for all that can be
+    refused without weights.
     """
-    lacking = {item.name for item in fields(kind)} - {item.name for item in fields(other)}
+    names = {item.name for options in (Config, kind) for item in fields(options)}
+    job = kind.of(**{name: value for name, value in vars(args).items() if name in names})
+    job.check()
+    return job
+
+
+def refuse_given(args: argparse.Namespace, kind: type, other: type, reason: str) -> None:
+    """Raise UsageError about the first given flag of an option that jobs of a `kind` have
+    and jobs of the `other` lack.
+    """
+    theirs = {item.name for item in fields(other)}
     for item in fields(kind):
-        if item.name in lacking and getattr(args, item.name) != item.default:
-            raise UsageError(f"`{item.name}`: {why}")
+        if item.name not in theirs and getattr(args, item.name) != item.default:
+            raise UsageError(f"`{item.name}`: {reason}")
 
 
 @contextmanager
