@@ -1,7 +1,6 @@
 """Sample pictures from a DiT: python sample.py --image-size 512 --labels 207 360
 
-Flags → request → settings → picture, in one process. With --gpus, in one process a GPU,
-each as in `sample_ddp.py`.
+One process makes the pictures; with --gpus one process per GPU, each as in `sample_ddp.py`.
 """
 
 import sys
@@ -11,9 +10,9 @@ from accel import launch
 if __name__ == "__main__":
     launch.begin()
 
-from accel.command_line import add_arguments, request_from, user_errors
+from accel.cli import add_arguments, job_from, user_errors
+from accel.config import SPEED, Grid
 from accel.driver import import_torch
-from accel.request import SPEED, GridRequest
 from sample_ddp import RankParser, require_outputs, sample
 
 EXAMPLES = """examples:
@@ -26,7 +25,7 @@ EXAMPLES = """examples:
 def make_parser() -> RankParser:
     description = "Sample class-conditional pictures from a diffusion transformer."
     parser = RankParser(prog="sample.py", description=description, epilog=EXAMPLES)
-    groups = add_arguments(parser, GridRequest)
+    groups = add_arguments(parser, Grid)
     groups[SPEED].add_argument("--gpus", **launch.GPUS)
     return parser
 
@@ -35,23 +34,23 @@ def main() -> None:
     parser = make_parser()
     args = parser.parse_args()
     with user_errors(parser):
-        request = request_from(args)
+        grid = job_from(args)
         if launch.STARTED_HERE:
-            return sample(request, parser)
-        world = launch.world_size(args.gpus, request.device)
-        require_outputs(request)
+            return sample(grid, parser)
+        world = launch.world_size(args.gpus, grid.config.device)
+        require_outputs(grid)
         if world > 1:
             sys.exit(launch.run_ranks(world, parser.prog))
-        sample_alone(request)
+        sample_alone(grid)
 
 
-def sample_alone(request: GridRequest) -> None:
+def sample_alone(grid: Grid) -> None:
     """Make the pictures in this process."""
-    import_torch(request.device)  # after the cheap checks: it is slow
+    import_torch(grid.config.device)  # after the cheap checks: it is slow
     from accel.grid import make_grid
     from accel.ranks import Ranks
 
-    make_grid(request, Ranks())
+    make_grid(grid, Ranks())
 
 
 if __name__ == "__main__":

@@ -15,11 +15,11 @@ from accel import launch, signals
 if __name__ == "__main__":
     launch.begin()
 
-from accel.command_line import OneLineParser, add_arguments, refuse_given, request_from, user_errors
+from accel.cli import OneLineParser, add_arguments, job_from, refuse_given, user_errors
+from accel.config import FidJob, Grid, Job
 from accel.driver import import_torch
 from accel.errors import record
 from accel.output import require_writable
-from accel.request import FidRequest, GridRequest, Request
 
 if TYPE_CHECKING:  # torch is slow to import
     from accel.ranks import Ranks
@@ -57,93 +57,100 @@ def make_parser() -> RankParser:
         description="Sample class-conditional pictures from a diffusion transformer by many GPUs.",
         epilog=EXAMPLES,
     )
-    add_arguments(parser, GridRequest, FidRequest, ranks=True)
+    add_arguments(parser, Grid, FidJob, ranks=True)
     return parser
 
 
-def chosen(args: Namespace) -> Request:
-    """Return an FID job's request if --num-fid-samples is given, else a grid's."""
+def chosen(args: Namespace) -> Job:
+    """Return an FID job if --num-fid-samples is given, else a grid."""
     if args.num_fid_samples is None:
         reason = (
             "is for an FID job, and this makes one grid at `output`; add `num_fid_samples`, or "
             "drop it"
         )
-        refuse_given(args, FidRequest, GridRequest, reason)
-        return request_from(args, GridRequest)
+        refuse_given(args, FidJob, Grid, reason)
+        return job_from(args, Grid)
     reason = (
         "has no meaning with `num_fid_samples`, which draws its labels and fills a folder; drop "
         "one of them"
     )
-    refuse_given(args, GridRequest, FidRequest, reason)
-    return request_from(args, FidRequest)
+    refuse_given(args, Grid, FidJob, reason)
+    return job_from(args, FidJob)
 
 
 def main() -> None:
     parser = make_parser()
     args = parser.parse_args()
     with user_errors(parser):
-        request = chosen(args)
-    sample(request, parser)
+        job = chosen(args)
+    sample(job, parser)
 
 
-def sample(request: Request, parser: OneLineParser) -> None:
+def sample(job: Job, parser: OneLineParser) -> None:
     """Run this rank's part of a job."""
-    is_fid_job = isinstance(request, FidRequest)
+    is_fid_job = isinstance(job, FidJob)
     if is_fid_job:
         for number in STOP_SIGNALS:
             signal.signal(number, signals.on_signal)  # there is nothing to record yet
     with user_errors(parser):
-        import_torch(request.device)  # after the cheap checks: it is slow
+        import_torch(job.config.device)  # after the cheap checks: it is slow
         from accel.ranks.launched import launched_ranks
 
     with launched_ranks(parser.prog, parser.worded) as ranks:
         if is_fid_job:
             ranks.stop_on_signals(*STOP_SIGNALS)
-        fields = vars(request).items()
-        ranks.require_equal({f"`{name}`": value for name, value in fields if name not in OF_NODE})
+        options = {**vars(job.config), **vars(job)}
+        alike = options.keys() - OF_NODE - {"config"}
+        ranks.require_equal({f"`{name}`": options[name] for name in sorted(alike)})
         if is_fid_job:
-            sample_for_fid(request, ranks)
+            sample_for_fid(job, ranks)
         else:
-            sample_grid(request, ranks)
+            sample_grid(job, ranks)
 
 
-def require_outputs(request: GridRequest) -> None:
+def require_outputs(grid: Grid) -> None:
     """Raise UsageError unless every output of a grid can be written."""
-    for path in request.outputs:
-        require_writable(path, request.output_type)
+    for path in grid.outputs:
+        require_writable(path, grid.output_type)
 
 
-def sample_grid(request: GridRequest, ranks: "Ranks") -> None:
+def sample_grid(grid: Grid, ranks: "Ranks") -> None:
     """Make the picture of sample.py."""
     from accel.grid import make_grid
 
-    ranks.run_collectively(lambda: require_outputs(request), only=0)
-    make_grid(request, ranks)
+    ranks.run_collectively(lambda: require_outputs(grid), only=0)
+    make_grid(grid, ranks)
 
 
-def sample_for_fid(request: FidRequest, ranks: "Ranks") -> None:
+def sample_for_fid(job: FidJob, ranks: "Ranks") -> None:
     """Make the folder of pictures and its .npz."""
-    from accel import door, fid
-    from accel.door import fid as fid_door
-    from accel.door.opening import open_on_ranks
+    from accel import fid
+    from accel.fid.job import guided, order_of, record_of, require_seeds
+    from accel.grid import describe
     from accel.kernels.linear import Tuner
+    from accel.opening import open_on_ranks
+    from accel.pipeline import Pipeline
 
-    ranks.run_collectively(lambda: fid_door.require_seeds(request, ranks.world), only=0)
-    settings, watch = open_on_ranks(request, ranks)
-    order = fid_door.order_of(settings)
+    ranks.run_collectively(lambda: require_seeds(job, ranks.world), only=0)
+    opened, watch = open_on_ranks(job.config, ranks)
+    job = job.filled(opened.config, opened.fit)
+    order = order_of(job, opened)
     with fid.locked(order.folder, ranks):
         with watch.phase("load"):
             tuner = Tuner(fid.tuner_folders(order.folder), ranks.from_rank_0)
-            run = ranks.run_collectively(
-                lambda: door.load(settings, sizes=order.batch_sizes, tuner=tuner)
+            pipeline = ranks.run_collectively(
+                lambda: Pipeline.load(
+                    opened,
+                    order.batch_sizes,
+                    guided=guided(job.config),
+                    tuner=tuner,
+                    many_pictures=True,
+                    too_large=job.too_large,
+                )
             )
-        print(door.describe(settings, run, ranks.world))
-        decoder = door.decoder_of(settings, captured=True)
-        record = ranks.run_collectively(
-            lambda: fid_door.settings_of(settings, run, decoder, ranks.world)
-        )
-        maker = fid.Maker(run.denoise, decoder.decode, run.device, watch, run.process.draws)
-        fid.run(order, ranks, record, maker)
+        print(describe(job, pipeline, ranks.world))
+        record = ranks.run_collectively(lambda: record_of(job, opened, pipeline, ranks.world))
+        fid.run(order, ranks, record, pipeline, watch)
 
 
 def create_npz_from_sample_folder(sample_dir: str | Path, num: int = 50_000) -> str:

@@ -9,7 +9,7 @@ import re
 from importlib import import_module
 
 # imported when asked for: they bring torch, Triton
-DOORS = {"Sampler": "accel.api", "accelerate": "accel.accelerated"}
+DOORS = {"Sampler": "accel.sampler", "accelerate": "accel.accelerated"}
 
 
 def __getattr__(name: str):

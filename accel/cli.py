@@ -90,9 +90,7 @@ def add_arguments(
         group = item.metadata["group"]
         if group not in groups:
             groups[group] = parser.add_argument_group(group)
-        groups[group].add_argument(
-            *names, dest=item.name, default=item.default, **_argument(item)
-        )
+        groups[group].add_argument(*names, dest=item.name, default=item.default, **_argument(item))
     return groups
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from accel.errors import UsageError, shown
 from accel.families import Defaults, Family, family_of, model_names, sampler_names
 from accel.flags import checked, flag
-from accel.labels import find_label, imagenet, read_class_names
+from accel.labels import NULL, find_label, imagenet, read_class_names
 from accel.latents import LatentSpace
 from accel.output import SUFFIX, is_folder, of_seed
 from accel.ranks import layouts
@@ -38,7 +38,7 @@ STEPS = {"sde": (2, 1000), "dpm++": (1, 999), "unipc": (1, 999)}
 
 CHANNELS = 3  # guided of four, as for the published pictures
 # options that name files: a value that is open stays open, since the weights are open
-FILES = {"ckpt", "vae", "latent_stats", "device", "precision", "tf32"}
+FILES = {"ckpt", "weights_entry", "latent_stats", "num_heads", "device", "precision", "tf32"}
 
 SPEED = "speed"  # a group of --help
 sampled = partial(flag, group="what to sample")
@@ -77,9 +77,9 @@ class Config(Options):
         bounds=(1, MOST_PIXELS),
     )
     cfg_scale: float | None = sampled(
-        "strength of classifier-free guidance, 1 or more; default: what the model implies, 4.0 "
-        "unless its recipe says otherwise",
-        bounds=(1, 10**6),
+        "strength of classifier-free guidance: 1 is none, 0 the null label's estimate on guided "
+        "channels; default: what the model implies, 4.0 unless its recipe says otherwise",
+        bounds=(0, 10**6),
     )
     num_sampling_steps: int | None = sampled(
         "denoising steps, up to 1000; default: the model's, 250", bounds=(1, 1000)
@@ -149,8 +149,18 @@ class Config(Options):
         "in diffusers' layout or with consolidated weights, or a hub id; default: the published "
         "weights for the image size",
     )
+    weights_entry: str | None = files(
+        "the entry of a training file to sample, such as ema or model; default: ema, else model or "
+        "the first other that is known",
+        metavar="NAME",
+    )
     vae: str | None = files(
         "decoder: ema, mse (sd-vae-ft-*), a folder, VA-VAE's .pt or a hub id; default: the model's"
+    )
+    num_heads: int | None = files(
+        "attention heads of weights whose file does not say their number; default: those of the "
+        "model of this size",
+        bounds=(1, 1024),
     )
     latent_stats: str | None = files(
         "mean and std of the latents' channels, a .pt file: the decoder takes latents × std + "
@@ -216,10 +226,13 @@ class Config(Options):
         """
         family = fit.family
         defaults = family.models.get(fit.model, family.recipe)
-        implied = {**defaults._asdict(), "sampler": family.samplers[0], **fit.recipe}
+        implied = {**defaults._asdict(), "sampler": family.samplers[0]}
+        # All that there are, of latents with fewer channels than the model guides.
+        implied["guidance_channels"] = min(defaults.guidance_channels, fit.in_channels)
         trained = fit.trained_size(space.factor)
         if trained is not None:
             implied["image_size"] = trained
+        implied |= fit.recipe
         values = {
             item.name: implied.get(item.name)
             for item in fields(self)
@@ -236,16 +249,28 @@ class Config(Options):
         require_unit(self.image_size, space.factor, fit.patch_size)
         _require_process(self, self.model, fit.family, self.sampler)
         if not fit.null_class and self.cfg_scale != 1:
+            rows = self.num_classes
+            remedy = "use `cfg_scale=1`"
+            if rows > 1:
+                remedy += f", or `num_classes={rows - 1}` if the last row is the null class"
             raise UsageError(
                 f"`cfg_scale={self.cfg_scale:g}`: guidance needs a null class, and these weights "
-                f"were trained without (label table of {self.num_classes} rows); use `cfg_scale=1`"
+                f"were trained without (label table of {rows} rows); {remedy}"
             )
-        if self.guidance_channels > fit.in_channels:
+        # A module's own guidance may reach the learned sigma.
+        most = max(fit.in_channels, fit.recipe.get("guidance_channels") or 0)
+        if self.guidance_channels > most:
             raise UsageError(
-                f"`guidance_channels={self.guidance_channels}`: these latents have "
-                f"{fit.in_channels}"
+                f"`guidance_channels={self.guidance_channels}`: these latents have {most}"
             )
         return self
+
+    @property
+    def named_decoder(self) -> str | None:
+        """Return the decoder that is named, or the named model's where no weights are given."""
+        if self.vae is None and self.ckpt is None:
+            return self.defaults.vae
+        return self.vae
 
     def steps_and_guidance(self) -> str:
         """Describe steps and guidance in words. The options are filled."""
@@ -408,6 +433,11 @@ class Grid(Job):
         numbers = tuple(find_label(label, names, classes) for label in labels)
         parallel = self.parallel
         if not fit.null_class:
+            if classes in numbers:
+                raise UsageError(
+                    f"`labels={NULL}`: these weights were trained without a null label; give "
+                    "classes"
+                )
             if self.layout not in (None, OFF):
                 raise UsageError(
                     f"`parallel={parallel}`: shares evaluations with guidance only; use off"

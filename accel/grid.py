@@ -1,4 +1,4 @@
-"""A grid of pictures, from the request to its files: by one process, or by the ranks of a
+"""A grid of pictures, from its options to its files: by one process, or by the ranks of a
 job.
 
 Each rank makes the pictures of some labels or, if there are fewer labels than ranks, a part
@@ -6,60 +6,86 @@ of every network evaluation (--parallel). All ranks draw the same random stream.
 """
 
 import signal
+import statistics
 import sys
+import time
+from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from accel import door, launch, loading
-from accel.door.opening import open_on_ranks
+from accel import launch, output
+from accel.config import Grid, Job
 from accel.errors import STOPPED
 from accel.latents.decoder import Decoder
-from accel.progress import Stopwatch
+from accel.opening import Opened, open_model, open_on_ranks
+from accel.pipeline import ALONE, Pipeline, free_memory
+from accel.progress import Stopwatch, step_bar
 from accel.ranks import Ranks
 from accel.ranks.layouts import OFF, Layout
 from accel.ranks.placement import Placement
-from accel.request import GridRequest
-from accel.run import Run
 from accel.sampling import count_copies
-from accel.settings import GridSettings
+from accel.weights import Weights
 
 
-class PlacedRun(NamedTuple):
-    """A run whose network is the one that this rank evaluates, and this rank's placement."""
+class Placed(NamedTuple):
+    """A pipeline whose network is the one that this rank evaluates, and this rank's
+    placement.
+    """
 
-    run: Run
+    pipeline: Pipeline
     placement: Placement
 
 
-def make_grid(request: GridRequest, ranks: Ranks) -> None:
-    """Make the pictures of a request: open, load, place, warm up, sample, decode, gather,
-    save. Rank 0 writes and prints.
-    """
-    settings, watch = open_on_ranks(request, ranks)
-    run, placement = load_and_place(settings, ranks, watch)
-    decoder = door.decoder_of(settings)
+class Ready(NamedTuple):
+    """A grid with every option filled, its files, and the pipeline that makes it."""
 
-    door.warm_up(settings, run, watch, placement)
-    if decoder:
+    grid: Grid
+    opened: Opened
+    pipeline: Pipeline
+
+
+def ready(grid: Grid, weights: Weights | None = None) -> Ready:
+    """Open and load a grid in this process. weights: in place of those that it names."""
+    opened = open_model(grid.config, weights=weights, decodes=grid.output_type == "image")
+    grid = grid.filled(opened.config, opened.fit)
+    sizes = ALONE.sizes(len(grid.labels), grid.batch_size)
+    return Ready(grid, opened, Pipeline.load(opened, sizes, too_large=grid.too_large))
+
+
+def make_grid(grid: Grid, ranks: Ranks) -> None:
+    """Make the pictures of a grid: open, load, place, warm up, sample, decode, gather, save.
+    Rank 0 writes and prints.
+    """
+    decodes = grid.output_type == "image"
+    divided = grid.layout is not None and grid.layout.weights > 1
+    opened, watch = open_on_ranks(grid.config, ranks, decodes, divided)
+    grid = grid.filled(opened.config, opened.fit)
+    pipeline, placement = load_and_place(grid, opened, ranks, watch)
+
+    batches = placement.batches(len(grid.labels), grid.batch_size)
+    warm_up(grid, pipeline, batches, watch)
+    decoder = pipeline.decoder
+    if decoder is not None:
         decoder.load_ahead()
-    sampled = door.sample(settings, run, watch, placement, show=ranks.rank == 0)
-    del run
-    loading.free_memory(settings.device)
+    latents_of_seeds = sample(grid, pipeline, batches, watch, show=ranks.rank == 0)
+    del pipeline
+    free_memory(opened.device)
 
     if ranks.rank == 0:
         _exit_by_exception(signal.SIGTERM)
-    for path, latents in zip(settings.outputs, sampled, strict=True):  # of each seed
-        save(settings, path, latents, ranks, placement, decoder, watch)
+    for path, latents in zip(grid.outputs, latents_of_seeds, strict=True):
+        finish(grid, path, latents, ranks, placement, decoder, watch)
     if ranks.rank == 0:
-        print(f"{', '.join(settings.outputs)}: {watch} · {launch.seconds():.2f} s since start")
+        print(f"{', '.join(grid.outputs)}: {watch} · {launch.seconds():.2f} s since start")
 
 
-def load_and_place(settings: GridSettings, ranks: Ranks, watch: Stopwatch) -> PlacedRun:
+def load_and_place(grid: Grid, opened: Opened, ranks: Ranks, watch: Stopwatch) -> Placed:
     """Load the network on every rank and divide the pictures, or each network evaluation,
     among the ranks.
     """
-    layout = ranks.run_collectively(lambda: choose_layout(settings, ranks))
+    layout = ranks.run_collectively(lambda: choose_layout(grid, opened, ranks))
     ranks.open_collectives()
     tuner = None
     if ranks.world > 1:
@@ -69,47 +95,113 @@ def load_and_place(settings: GridSettings, ranks: Ranks, watch: Stopwatch) -> Pl
     expected = ranks.placement(layout or OFF)
     with watch.phase("load"):
         part = ranks.part(layout)
-        run = ranks.run_collectively(lambda: door.load(settings, expected, tuner=tuner, part=part))
+        pipeline = ranks.run_collectively(
+            lambda: Pipeline.load(
+                opened,
+                expected.sizes(len(grid.labels), grid.batch_size),
+                placement=expected,
+                part=part,
+                tuner=tuner,
+                too_large=grid.too_large,
+            )
+        )
+    print(describe(grid, pipeline, ranks.world))
     if ranks.world == 1:
-        print(door.describe(settings, run))
-        return PlacedRun(run, expected)
-    print(door.describe(settings, run, ranks.world))
+        return Placed(pipeline, expected)
     with watch.phase("plan"):
-        return share_evaluations(settings, run, ranks, layout)
+        return share_evaluations(grid, opened, pipeline, ranks, layout)
 
 
-def choose_layout(settings: GridSettings, ranks: Ranks) -> Layout | None:
+def describe(job: Job, pipeline: Pipeline, ranks: int = 1) -> str:
+    """Return the line that announces a job. ranks: their number."""
+    config = job.config
+    device = pipeline.device
+    if device.type == "cuda":
+        where = torch.cuda.get_device_name(device)
+    else:
+        where = f"CPU, {torch.get_num_threads()} threads"
+    words = [
+        config.model,
+        f"{config.image_size} px",
+        job.pictures,
+        config.steps_and_guidance(),
+        pipeline.tier,
+        where,
+        f"torch {torch.__version__}",
+    ]
+    if ranks > 1:
+        words.append(f"{ranks} ranks")
+    return " · ".join(words)
+
+
+def choose_layout(grid: Grid, opened: Opened, ranks: Ranks) -> Layout | None:
     """Return a grid's layout, None to measure it. Raises UsageError if it cannot run."""
-    layout = settings.layout
+    layout = grid.layout
     if layout is None:
         # With a picture for every GPU there is nothing to share.
-        return OFF if len(settings.labels) >= ranks.world else None
+        return OFF if len(grid.labels) >= ranks.world else None
     if layout != OFF:
         from accel.ranks import planner  # brings torch.distributed
 
-        planner.check(layout, settings.tokens, settings.fit.num_heads, ranks)
+        planner.check(layout, opened.tokens, opened.fit.num_heads, ranks)
     return layout
 
 
 def share_evaluations(
-    settings: GridSettings, run: Run, ranks: Ranks, layout: Layout | None
-) -> PlacedRun:
-    """Share the network evaluations of a run by a layout, None to measure one."""
+    grid: Grid, opened: Opened, pipeline: Pipeline, ranks: Ranks, layout: Layout | None
+) -> Placed:
+    """Share the network evaluations by a layout, None to measure one."""
     from accel.ranks import planner  # brings torch.distributed
 
     work = planner.Work(
-        pictures=len(settings.labels),
-        at_once=settings.batch_size,
-        copies=count_copies(run.process, run.guidance),
-        tokens=settings.tokens,
-        tier=run.tier,
+        pictures=len(grid.labels),
+        at_once=grid.batch_size,
+        copies=count_copies(pipeline.process, pipeline.guidance),
+        tokens=opened.tokens,
+        tier=pipeline.tier,
     )
-    network, placement = planner.share_evaluations(run.network, work, ranks, layout)
-    return PlacedRun(run._replace(network=network), placement)
+    network, placement = planner.share_evaluations(pipeline.network, work, ranks, layout)
+    return Placed(pipeline.with_(network=network), placement)
 
 
-def save(
-    settings: GridSettings,
+def warm_up(grid: Grid, pipeline: Pipeline, batches: list[slice], watch: Stopwatch) -> None:
+    """Make each kind of step once where the first takes longer than others: the bar should
+    not learn its pace from it.
+    """
+    captures = pipeline.device.type == "cuda" and pipeline.network.captures
+    if grid.repeats > 1 or captures:
+        with watch.phase("warm-up"):
+            pipeline.warm_up(grid.labels, batches)
+
+
+def sample(
+    grid: Grid, pipeline: Pipeline, batches: list[slice], watch: Stopwatch, show: bool = True
+) -> list[Tensor]:
+    """Return latents (n', C, L, L) of the slices `batches` of the labels, for each seed. Show
+    a bar, and time `grid.repeats` runs. show: whether this process prints.
+    """
+    steps = pipeline.process.steps * len(batches)
+    latents_of_seeds = []
+    for seed in grid.seeds:
+        times = []
+        for _ in range(grid.repeats):
+            start = time.perf_counter()
+            bar = step_bar(steps, pipeline.device, disable=not show)
+            with watch.phase("sample"), bar as on_step:
+                latents = pipeline.latents(grid.labels, seed, batches, on_step)
+            times.append(time.perf_counter() - start)
+        latents_of_seeds.append(latents)
+        if len(times) > 1 and show:
+            median = statistics.median(times)
+            print(
+                f"sampling, {len(times)} runs after warm-up: median {median:.3f} s, "
+                f"{min(times):.3f} to {max(times):.3f} s"
+            )
+    return latents_of_seeds
+
+
+def finish(
+    grid: Grid,
     path: str,
     latents: Tensor,
     ranks: Ranks,
@@ -123,16 +215,46 @@ def save(
     memory of one.
     """
     if ranks.world == 1:
-        door.save(settings, path, latents, watch, decoder)
+        save(grid, path, latents, watch, decoder)
         return
-    n = len(settings.labels)
+    n = len(grid.labels)
     pictures = ranks.own_pictures(latents, n, placement)
-    if decoder:
-        pictures = door.decode(decoder, pictures, watch)
+    if decoder is not None:
+        with watch.phase("decode"):
+            pictures = decoder.decode(pictures)
     with watch.phase("gather"):
         gathered = ranks.gather_pictures(pictures, n, placement)
     if ranks.rank == 0:
-        door.save(settings, path, gathered, watch)
+        save(grid, path, gathered, watch)
+
+
+def save(
+    grid: Grid,
+    path: str,
+    content: Tensor,
+    watch: Stopwatch,
+    decoder: Decoder | None = None,
+) -> None:
+    """Write latents, or pictures: from pixels, or by a decoder from latents.
+
+    path: a file, or a folder for one file a picture. Every file is whole or absent. Raises
+    UsageError if it cannot be written.
+    """
+    if grid.output_type == "latent":
+        with watch.phase("save"):
+            output.save_latents(path, content)
+        return
+    files = [(path, content)]
+    if output.is_folder(path, grid.output_type):
+        names = output.picture_names(grid.labels, grid.class_names)
+        files = zip((Path(path, name) for name in names), content.split(1), strict=True)
+    for file, part in files:
+        pixels = part
+        if decoder is not None:
+            with watch.phase("decode"):
+                pixels = decoder.decode(part)
+        with watch.phase("save"):
+            output.save_pictures(file, pixels)
 
 
 def _exit_by_exception(number):

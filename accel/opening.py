@@ -1,26 +1,32 @@
-"""Open what a Config names: weights, decoder and arithmetic; then fill the Config, once."""
+"""Open what a Config names: the weights, their decoder and the arithmetic; then fill the
+Config, once.
+"""
 
+import hashlib
+import re
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from accel import precision
 from accel.config import Config
-from accel.errors import UsageError
-from accel.families.recognise import Fit, published_name
+from accel.errors import UsageError, shown
+from accel.families import families
+from accel.families.recognise import Fit, published_name, recognise, recogniser_of
 from accel.gpu import missing_code
 from accel.latents import LatentSpace
 from accel.latents.files import PUBLISHED, find
+from accel.progress import Stopwatch
+from accel.ranks import Ranks
 from accel.weights import Weights
-from accel.weights.checkpoint import open_checkpoint
-
-T = TypeVar("T")
+from accel.weights.checkpoint import Checkpoint
 
 
 class Opened(NamedTuple):
-    """The files of a run, its device, and its options with every open one filled."""
+    """The files of a run and its device, and its options with every open one filled."""
 
     config: Config
     weights: Weights
@@ -39,7 +45,7 @@ class Opened(NamedTuple):
         """Return the number of tokens of a batch row."""
         return (self.latent_size // self.fit.patch_size) ** 2
 
-    def changed(self, **options) -> "Opened":
+    def changed(self, **options: Any) -> "Opened":
         """Return the same files with other options. Raises UsageError as Config does, and
         for a tier that the device lacks.
         """
@@ -48,8 +54,19 @@ class Opened(NamedTuple):
         if "precision" in options:
             config = with_arithmetic(replace(config, vae_precision="auto"), self.device)
             asked = True
-        config = config.consistent(self.fit, self.space)
-        return self._replace(config=config, tier_is_asked_for=asked)
+        return self._replace(
+            config=config.consistent(self.fit, self.space), tier_is_asked_for=asked
+        )
+
+    def digest(self) -> str:
+        """Return 16 hex digits of all that decides the network's function: its tensors, and
+        the number of heads where it is not that of the model of this size.
+        """
+        digest = self.weights.digest()
+        if self.fit.usual:
+            return digest
+        text = f"{digest} {self.fit.num_heads} heads"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -87,12 +104,12 @@ def _require_gpu(device):
         )
 
 
-def weights_of(config: Config, device: torch.device, divided: bool = False) -> Weights:
+def weights_of(config: Config, device: torch.device, divided: bool = False) -> Checkpoint:
     """Return the weights that a config names, not fetched yet. Raises UsageError if there are
     none of that name.
 
     divided: ranks divide the network, so it stays in the file and each rank reads its part.
-    A CPU computes with copies: writing to the file meanwhile changes no picture.
+    A CPU computes with copies otherwise: writing to the file meanwhile changes no picture.
     """
     name = config.ckpt or config.defaults.ckpt
     if name is None:
@@ -102,7 +119,7 @@ def weights_of(config: Config, device: torch.device, divided: bool = False) -> W
             config.image_size or defaults.image_size,
             config.num_classes or defaults.num_classes,
         )
-    return open_checkpoint(name, mapped=divided or device.type != "cpu")
+    return Checkpoint(name, divided or device.type != "cpu", config.weights_entry)
 
 
 def open_model(
@@ -120,11 +137,35 @@ def open_model(
     device = device or choose_device(config.device)
     asked = config.tier is not None
     config = with_arithmetic(config, device)
-    weights = weights or weights_of(config, device)
+    if weights is None:
+        weights = weights_of(config, device)
     space = _fetch(config, weights, decodes)
-    fit = weights.fit(config.model, config.num_classes)
-    config, space = _with_decoder(config, fit, space, decodes)
+    fit = _fit_of(weights, config)
+    config, space = _with_decoder(config, weights, fit, space, decodes)
     return Opened(config.filled(fit, space), weights, fit, space, device, asked)
+
+
+class OpenedOnRanks(NamedTuple):
+    """The files of a run, open on every rank, and the stopwatch of the run."""
+
+    opened: Opened
+    watch: Stopwatch
+
+
+def open_on_ranks(
+    config: Config, ranks: Ranks, decodes: bool = True, divided: bool = False
+) -> OpenedOnRanks:
+    """Open the files on every rank, on the device that each takes. Raises UsageError on all
+    ranks if one lacks a file.
+    """
+    name = ranks.take_device(config.device)
+    device = ranks.run_collectively(lambda: choose_device(name))
+    watch = Stopwatch(device)
+    with watch.phase("load"):
+        weights = ranks.run_collectively(lambda: weights_of(config, device, divided))
+        # One download where the file system is shared, one a node where it is not.
+        opened = ranks.run_in_turns(lambda: open_model(config, device, weights, decodes))
+    return OpenedOnRanks(opened, watch)
 
 
 def with_arithmetic(config: Config, device: torch.device) -> Config:
@@ -146,18 +187,19 @@ def _fetch(config, weights, decodes):
     """
     missing = []
 
-    def attempt(work: Callable[[], T]) -> T | None:
+    def attempt(work: Callable[[], Any]) -> Any:
         try:
             return work()
         except UsageError as error:
             missing.append(error.marked)
             return None
 
-    name = config.named_vae
+    name = config.named_decoder
     space = None
     if decodes and name is not None:
         space = attempt(lambda: find(name, config.latent_stats))
-    attempt(weights.fetch)
+    if isinstance(weights, Checkpoint):
+        attempt(weights.fetch)
     if len(missing) > 1:
         missing.append("or use `model=DiT-Demo/2`, which ships with both")
     if missing:
@@ -165,21 +207,109 @@ def _fetch(config, weights, decodes):
     return space
 
 
-def _with_decoder(config, fit, space, decodes):
+def _fit_of(weights, config):
+    """Return the family and sizes of weights, by the user's options where they say more."""
+    if isinstance(weights, Checkpoint):
+        return fit_of_file(weights, config.model, config.num_classes, config.num_heads)
+    classes = weights.fit.num_classes
+    if config.num_classes not in (None, classes):
+        raise UsageError(
+            f"`num_classes={config.num_classes}`: {weights.name} has {classes} classes; drop it"
+        )
+    _require_schedule(weights.name, weights.fit)
+    return weights.fit
+
+
+def fit_of_file(
+    weights: Checkpoint,
+    model: str | None = None,
+    num_classes: int | None = None,
+    num_heads: int | None = None,
+) -> Fit:
+    """Return the family and sizes of a file's weights. Raises UsageError if the user's model,
+    classes or heads contradict them, and for a pipeline of another process.
+    """
+    metadata = weights.metadata
+    if num_heads is not None:
+        in_file = metadata.get("num_heads", num_heads)
+        if in_file != num_heads:
+            raise UsageError(f"`num_heads={num_heads}`: {weights.name} says {in_file}; drop it")
+        metadata = {**metadata, "num_heads": num_heads}
+    shipped = shipped_as(weights.name)
+    fit = recognise(weights.name, weights.state, metadata, model, num_classes, shipped)
+    if num_heads not in (None, fit.num_heads):
+        raise UsageError(f"`num_heads={num_heads}`: these weights have {fit.num_heads}; drop it")
+    _require_schedule(f"`ckpt={weights.name}`", fit)
+    recipe = recogniser_of(fit.family).recipe(fit.model, weights.metadata, weights.path)
+    return fit._replace(recipe={**fit.recipe, **recipe})
+
+
+def _require_schedule(name, fit):
+    """Raise UsageError for a pipeline of another process."""
+    if fit.schedule is not None:
+        from accel.sampling.solvers import require_schedule
+
+        require_schedule(name, fit.schedule)
+
+
+def shipped_as(name: str) -> str | None:
+    """Return the model whose weights, shipped or published, have this name or path; None if
+    there is none.
+    """
+    for family in families():
+        for model, defaults in family.models.items():
+            if defaults.ckpt == name or Path(name).name in defaults.published.values():
+                return model
+    return None
+
+
+def _with_decoder(config, weights, fit, space, decodes):
     """Return the config with the decoder's name, and the latent space. Raises UsageError for
     a decoder of other latents than the network's.
     """
     defaults = fit.family.models.get(fit.model, fit.family.recipe)
-    name = config.vae or fit.vae or defaults.vae
-    if decodes and name != config.named_vae:
+    name = config.vae or _short_name(fit.vae) or defaults.vae
+    if decodes and name != config.named_decoder:
         if name in PUBLISHED:  # refused before it is fetched
             _require_channels(name, LatentSpace(), fit)
-        space = find(name, config.latent_stats)
+        space = _find_for(weights, name, config.latent_stats)
     if space is None:
         space = LatentSpace(fit.in_channels, defaults.factor)  # latents need no decoder
+    space = _as_trained(name, fit, space, decodes)
     if decodes:
         _require_channels(name, space, fit)
     return replace(config, vae=name), space
+
+
+def _short_name(name):
+    """Return the decoder that a file names, published ones by their short names."""
+    published = re.fullmatch(r"(?:stabilityai/)?sd-vae-ft-(ema|mse)", name or "")
+    return published[1] if published else name
+
+
+def _find_for(weights, name, statistics):
+    """Return the latent space of the decoder that a file of weights names."""
+    try:
+        return find(name, statistics)
+    except UsageError as error:
+        raise UsageError(
+            f"`ckpt={weights.name}`: says that its decoder is {shown(name)}; {error.marked}"
+        ) from None
+
+
+def _as_trained(name, fit, space, decodes):
+    """Return the latent space with the scale that the weights' recipe says, if it does."""
+    scale = fit.recipe.get("latent_scale")
+    if scale is None:
+        return space
+    if not fit.recipe["latent_norm"]:
+        return space._replace(scale=scale, shift=0.0, mean=(), std=())
+    if not space.std and decodes:
+        raise UsageError(
+            f"`vae={name}`: these weights' latents are normalised by statistics, which this "
+            "decoder lacks; give `latent_stats`"
+        )
+    return space._replace(scale=scale)
 
 
 def _require_channels(name, space, fit):

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from accel import precision
 from accel.errors import UsageError
+from accel.families.recognise import Fit
 from accel.latents.decoder import Decoder
 from accel.loading import load_network
 from accel.network import WHOLE, Batch, Network, Part, overflows, remedy
@@ -30,6 +31,7 @@ from accel.sampling import OnStep, count_copies, denoise, initial_noise, steps_o
 from accel.sampling.by_name import by_scheduler, make_process
 from accel.sampling.guidance import Guidance, Unguided
 from accel.sampling.process import Process
+from accel.weights import Weights
 
 if TYPE_CHECKING:  # chooses GEMMs: other tiers need not wait for it
     from accel.kernels.linear import Tuner
@@ -129,21 +131,27 @@ class Pipeline:
     def latents(
         self,
         labels: Sequence[int],
-        seed: int,
+        seed: int | Sequence[int],
         batches: Sequence[slice] = ALL,
         on_step: OnStep | None = None,
+        noise: Tensor | None = None,
     ) -> Tensor:
-        """Return latents (n', C, L, L) of the slices `batches` of `labels`, from a seed; the
-        same on every call.
+        """Return latents (n', C, L, L) of the slices `batches` of `labels`, from a seed or
+        from a seed for each label; the same on every call.
 
-        Each slice draws the noise of all labels and uses its own. on_step counts the steps
-        of all slices.
+        Of one seed each slice draws the noise of all labels and uses its own; a label with a
+        seed of its own has the noise of a run of it alone. on_step counts the steps of all
+        slices. noise (n, C, L, L): in place of z, which is drawn nevertheless: the noise of
+        the steps stays the same.
         """
         parts = []
         for part in batches:
             done = len(parts) * self.process.steps
             count_on = on_step and (lambda index, x, done=done: on_step(done + index, x))
-            parts.append(self.denoise(*self._noise(labels, seed, part), count_on))
+            z, y, draw = self._noise(labels, seed, part)
+            if noise is not None:
+                z = noise[part]
+            parts.append(self.denoise(z, y, draw, count_on))
         if parts:
             return torch.cat(parts)
         return torch.empty(0, self.network.in_channels, self.side, self.side, device=self.device)
@@ -176,10 +184,7 @@ class Pipeline:
 
     def decode(self, latents: Tensor) -> Tensor:
         """Return pixels (n, 3, H, W), about (-1, 1), of latents (n, C, L, L); n may be 0."""
-        if len(latents):
-            return self.decoder.decode(latents)
-        side = self.decoder.space.factor * latents.shape[-1]
-        return latents.new_zeros(0, 3, side, side)
+        return self.decoder.decode(latents)
 
     @torch.inference_mode()
     def estimate(self, x: Tensor, done: int, labels: Sequence[int]) -> Tensor:
@@ -210,23 +215,47 @@ class Pipeline:
             sizes.add(len(labels[part]))
             noise = self._noise(labels, 0, part)
             with enough_memory(self.too_large):
-                denoise(
-                    self.network, self.process, self.guidance, *noise, steps=[*first.values()]
-                )
+                denoise(self.network, self.process, self.guidance, *noise, steps=[*first.values()])
 
-    def refresh(self, opened: Opened, **check: Any) -> None:
-        ...
+    def like(self, weights: Weights, fit: Fit, num_classes: int) -> Network:
+        """Return a network of the same tier and shape with other weights, for `refresh`.
+        Raises UsageError if they overflow the tier.
+        """
+        copies = count_copies(self.process, self.guidance)
+        rows = sorted(((1, rows) for rows in copies), reverse=True)
+        batch = Batch(rows, self.side, num_classes)
+        network = load_network(weights, fit, self.tier, self.device, batch)
+        accelerated = precision.TIERS[self.tier].accelerated
+        if accelerated and overflows(network, batch, self.device, fit.family.some_times):
+            raise UsageError(
+                f"`precision={self.tier}`: overflows on these weights; make another pipeline of "
+                "them"
+            )
+        return network
+
+    def refresh(self, network: Network) -> None:
+        """Copy the weights of a network from `like` in place: captured steps stay valid."""
+        self.network.copy_weights(network)
 
     def _noise(self, labels, seed, part):
         """Return z (n', C, L, L), labels (n',) and the function that draws a step's noise,
         for a slice of `labels`.
         """
+        y = torch.tensor(labels, device=self.device)[part]
+        if isinstance(seed, int):
+            z, draw = self._drawn(len(labels), seed, part)
+            return z, y, draw
+        alone = [self._drawn(1, of_label) for of_label in seed[part]]
+        z = torch.cat([z for z, _ in alone])
+        return z, y, lambda: torch.cat([draw() for _, draw in alone])
+
+    def _drawn(self, n, seed, part=slice(None)):
+        """Return z and the function that draws a step's noise, for a slice of n pictures."""
         generator = torch.Generator(self.device).manual_seed(seed)  # a run's own
-        z = initial_noise(len(labels), self.network.in_channels, self.side, generator)
+        z = initial_noise(n, self.network.in_channels, self.side, generator)
         if self.process.noise_from_cpu and self.device.type != "cpu":
             generator = torch.Generator().manual_seed(seed)
-        draw = upstream_noise(z, self.guidance.copies, part, generator)
-        return z[part], torch.tensor(labels, device=self.device)[part], draw
+        return z[part], upstream_noise(z, self.guidance.copies, part, generator)
 
 
 def process_of(opened: Opened, scheduler: Any = None) -> Process:

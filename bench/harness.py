@@ -17,11 +17,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from accel.door.opening import open_weights
+from accel.request import GridRequest
+from accel.settings import implied
 
 import accel
 from accel import door, fast, gpu, loading, precision
 from accel.diffusion import create_diffusion
-from accel.door.opening import open_weights
 from accel.errors import UsageError
 from accel.families import ROOT, Defaults, constructor_of, families, family_of, model_names
 from accel.files import atomic_write
@@ -29,12 +31,10 @@ from accel.flags import check_writable, positive
 from accel.kernels.linear import Tuner
 from accel.latents.autoencoder_kl import SD_VAE_FT, KLDecoder
 from accel.network import Network, Plain, unpatchify
-from accel.request import GridRequest
 from accel.sampling import denoise, upstream_noise
 from accel.sampling.ancestral import Ancestral
 from accel.sampling.flow import FLOWS
 from accel.sampling.guidance import Guidance
-from accel.settings import implied
 from bench import seen_as
 
 STEPS = 250  # of a sampling run

@@ -37,17 +37,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from accel.command_line import OneLineParser, user_errors
+from accel.request import FidRequest
 from safetensors.torch import save_file
 from tqdm import tqdm
 
 from accel import precision
-from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
 from accel.families import ROOT, family_of
 from accel.flags import positive
 from accel.latents import files
 from accel.latents.autoencoder_kl import SD_VAE_FT
-from accel.request import FidRequest
 from bench import harness
 
 # seconds of runs after which a tier is not run again: long runs differ by less than 1 %

@@ -15,8 +15,8 @@ from argparse import Namespace
 from itertools import product
 
 import torch
-
 from accel.command_line import OneLineParser, user_errors
+
 from accel.errors import UsageError
 from accel.families import Family, constructor_of, families
 from accel.flags import positive

@@ -24,15 +24,15 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from accel.command_line import OneLineParser, user_errors
+from accel.request import GridRequest
 
 import evaluate
 from accel import door, precision
-from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
 from accel.families import family_of
 from accel.latents.pixels import to_uint8
 from accel.network import Network
-from accel.request import GridRequest
 from bench import harness
 from bench.rival import RIVALS, Rival
 

@@ -15,11 +15,11 @@ import shutil
 from pathlib import Path
 
 import torch
+from accel.command_line import OneLineParser, user_errors
+from accel.door.opening import fit_of
 from safetensors import SafetensorError
 from safetensors.torch import save
 
-from accel.command_line import OneLineParser, user_errors
-from accel.door.opening import fit_of
 from accel.errors import UsageError, path_errors, shown
 from accel.families import family_of, model_names
 from accel.families.recognise import (

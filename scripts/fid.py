@@ -34,15 +34,15 @@ from typing import IO, NamedTuple
 
 import numpy as np
 import torch
+from accel.command_line import OneLineParser, user_errors
+from accel.request import MOST_PIXELS
 from tqdm import tqdm
 
-from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError, path_errors, shown
 from accel.files import open_regular, read_json, sha256_of
 from accel.flags import positive
 from accel.picture_files import SUFFIXES, read_picture
 from accel.precision import convolutions
-from accel.request import MOST_PIXELS
 from accel.streams import take_failure
 
 URL = "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth"

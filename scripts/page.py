@@ -30,20 +30,20 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from accel.command_line import OneLineParser, add_arguments, user_errors
+from accel.door import opening
+from accel.request import GridRequest
+from accel.settings import GridSettings
 from PIL import Image
 
 import evaluate
 from accel import door, loading
-from accel.command_line import OneLineParser, add_arguments, user_errors
-from accel.door import opening
 from accel.errors import UsageError, as_usage_error, path_errors
 from accel.families import families
 from accel.flags import flag_names
 from accel.latents.pixels import to_grid
 from accel.precision import TIERS, alone, apply_precision, supports
 from accel.progress import Stopwatch
-from accel.request import GridRequest
-from accel.settings import GridSettings
 from accel.signals import ENDINGS
 
 FOLDER = Path(tempfile.gettempdir(), f"dit-page-{secrets.token_hex(8)}")

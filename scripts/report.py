@@ -19,9 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jinja2
+from accel.command_line import OneLineParser, user_errors
 from markdown_it import MarkdownIt
 
-from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
 from accel.families import ROOT
 from accel.files import atomic_write

@@ -28,19 +28,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from accel.command_line import OneLineParser, add_arguments, request_from, user_errors
+from accel.door.opening import open_weights, reopen
+from accel.settings import GridSettings
 from PIL import Image
 from tqdm import tqdm
 
 import evaluate
 from accel import door, loading, precision
-from accel.command_line import OneLineParser, add_arguments, request_from, user_errors
-from accel.door.opening import open_weights, reopen
 from accel.errors import UsageError
 from accel.files import atomic_write
 from accel.flags import check_writable, positive
 from accel.latents.pixels import to_grid
 from accel.progress import Stopwatch, step_bar
-from accel.settings import GridSettings
 from bench import harness
 
 AGAIN = "fp32 again"  # a device without other tiers is compared with itself

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accel.settings import implied, settle
 from conftest import fill
 from safetensors.torch import save_file
 from torch import nn
@@ -22,7 +23,6 @@ from accel.fast.ops import Half
 from accel.latents import LatentSpace
 from accel.sampling import denoise, upstream_noise
 from accel.sampling.guidance import Guidance, Unguided
-from accel.settings import implied, settle
 from accel.weights.checkpoint import Checkpoint
 from accel.weights.diffusers_layout import WEIGHTS, to_diffusers
 

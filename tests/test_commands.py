@@ -11,6 +11,7 @@ import forks
 import numpy as np
 import pytest
 import torch
+from accel.request import GridRequest
 from conftest import ROOT
 from forks import succeeds
 from PIL import Image
@@ -19,7 +20,6 @@ import sample
 import sample_ddp
 from accel import door, foreign_flags
 from accel.errors import UsageError
-from accel.request import GridRequest
 
 DEMO = ("--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", 2)
 

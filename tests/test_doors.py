@@ -14,6 +14,7 @@ import jobs
 import numpy as np
 import pytest
 import torch
+from accel.request import GridRequest
 from conftest import fill
 from forks import refused, succeeds
 from hub import Hub
@@ -23,7 +24,6 @@ from safetensors.torch import load_file, save_file
 from accel import Sampler, door
 from accel.errors import UsageError
 from accel.families import constructor_of
-from accel.request import GridRequest
 from accel.weights.diffusers_layout import WEIGHTS, config_of, to_diffusers
 from models import DiT, DiT_models
 

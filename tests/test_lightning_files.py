@@ -5,6 +5,8 @@ hub and FID job.
 import numpy as np
 import pytest
 import torch
+from accel.door.opening import open_weights
+from accel.request import GridRequest
 from conftest import fill
 from forks import refused, succeeds
 from hub import Hub
@@ -12,7 +14,6 @@ from networks import error
 from PIL import Image
 from test_lightning_dit import as_file, build
 
-from accel.door.opening import open_weights
 from accel.errors import UsageError
 from accel.families import Defaults
 from accel.families.lightning_dit.recipe import recipe
@@ -21,7 +22,6 @@ from accel.latents.half import HalfDecoder
 from accel.latents.ldm_layout import STATISTICS
 from accel.latents.pixels import to_grid
 from accel.network import Plain
-from accel.request import GridRequest
 from accel.sampling import denoise
 from accel.sampling.flow import Euler
 from accel.sampling.guidance import Guidance

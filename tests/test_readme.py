@@ -10,6 +10,7 @@ from pathlib import Path
 
 import forks
 import pytest
+from accel.command_line import request_from
 from conftest import ROOT, tracked
 from pages import (
     CHINESE,
@@ -32,7 +33,6 @@ from pages import (
 
 import sample
 import sample_ddp
-from accel.command_line import request_from
 from accel.errors import UsageError
 
 SETTINGS = "sample.py", "sample_ddp.py"

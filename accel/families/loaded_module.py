@@ -14,8 +14,9 @@ from accel.errors import UsageError
 from accel.families import Family, families
 from accel.families.recognise import families_with, recognise, recogniser_of
 from accel.network import unwrapped
+from accel.weights import positions
 from accel.weights.shapes import shapes_of
-from accel.weights.tensor_files import require_floats
+from accel.weights.tensor_files import digest, require_floats
 
 # attributes that change a submodule's function and are in no state dict
 COMPARED = "eps", "approximate"
@@ -101,7 +102,8 @@ class LoadedModule:
             self.fit = self.fit._replace(
                 build=partial(_with_embedding, self.fit.build, how.timestep_embedding)
             )
-        self.state = {name: value.clone() for name, value in raw.items()} if copy else raw
+        self._copies = copy
+        self._state = self._read(raw)
         self.model = self.fit.empty(self.fit.latent_size)
         self._require_attributes()
 
@@ -177,15 +179,30 @@ class LoadedModule:
                         f"{self.name}: {name}.{attribute} is {here}, and only {want} is computed"
                     )
 
-    def fetch(self) -> None:
-        """No-op: the weights are loaded."""
+    def state(self) -> dict[str, Tensor]:
+        """Return the weights under the names of the family's files."""
+        if self._state is None:
+            self._state = self._read(self.renamed(self.module.state_dict()))
+        return self._state
+
+    def _read(self, raw):
+        """Return the tensors of `raw`, copied if the module may change meanwhile."""
+        if not self._copies:
+            return raw
+        return {name: value.clone() for name, value in raw.items()}
+
+    def digest(self) -> str:
+        """Return 16 hex digits of all values that were trained."""
+        return digest(positions.trained(self.state))
 
     def close(self) -> None:
-        """No-op: the weights stay until `release`."""
+        """Free the copies of the tensors; `state` reads the module again."""
+        self._state = None
 
     def release(self) -> None:
         """Drop the module and its weights; keep the facts."""
-        self.module = self.state = None
+        self.module = None
+        self._state = None
 
     def evaluate(
         self,

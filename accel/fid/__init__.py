@@ -8,44 +8,28 @@ with the same command.
     <folder>/.job/…              the GEMM algorithms that the autotuner chose, on a GPU
     <folder>.npz                 arr_0 (N, H, W, 3) uint8, as the FID evaluators read it
 
-A command makes an `Order`. Inside `locked` it loads its network and decoder, and calls
-`run`.
+A command makes an `Order` (job.py). Inside `locked` it loads its Pipeline, and calls `run`.
 """
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
-import torch
 from tqdm import tqdm
 
 from accel.errors import Stopped, UsageError, path_errors
 from accel.fid.folder import OF_MACHINE, Batches, Order, begin, npz_of, write_pictures
 from accel.fid.lock import sole_job
-from accel.fid.noise import Draw, PictureNoise, UpstreamNoise
+from accel.fid.noise import PictureNoise, UpstreamNoise
 from accel.fid.npz import Archive
 from accel.files import cache_folder, require_name, require_writable
 from accel.latents.pixels import to_uint8
+from accel.pipeline import Pipeline
 from accel.progress import Stopwatch
 from accel.ranks import Ranks
-
-
-class Maker(NamedTuple):
-    """The functions that make the pictures of a batch on this rank.
-
-    denoise: z (n, C, L, L), labels (n,), draw → latents (n, C, L, L).
-    decode: latents → pixels (n, 3, H, W), about (-1, 1).
-    """
-
-    denoise: Callable[[torch.Tensor, torch.Tensor, Draw], torch.Tensor]
-    decode: Callable[[torch.Tensor], torch.Tensor]
-    device: torch.device
-    watch: Stopwatch
-    draws: int  # steps of a batch that draw noise
 
 
 @contextmanager
@@ -79,7 +63,7 @@ def tuner_folders(folder: Path) -> list[Path]:
     return [folder / ".job", cache_folder()]
 
 
-def run(order: Order, ranks: Ranks, settings: dict, maker: Maker) -> None:
+def run(order: Order, ranks: Ranks, settings: dict, pipeline: Pipeline, watch: Stopwatch) -> None:
     """Make the missing pictures of `order` and their .npz. settings: as for `begin`.
 
     Raises Stopped when asked to stop, UsageError where ranks differ in settings, the folder
@@ -94,11 +78,11 @@ def run(order: Order, ranks: Ranks, settings: dict, maker: Maker) -> None:
     finished = ranks.from_rank_0(lambda: _begin(batches, archive, settings))
     with disk_errors(folder):
         if len(finished) < batches.count:
-            _make_pictures(maker, order, ranks, batches, finished)
+            _make_pictures(pipeline, watch, order, ranks, batches, finished)
         if ranks.rank == 0:
-            with maker.watch.phase("npz"):
+            with watch.phase("npz"):
                 archive.complete(lambda: ranks.stopping)
-    print(f"{folder}: {batches.total} pictures, {archive.path}: {order.count} · {maker.watch}")
+    print(f"{folder}: {batches.total} pictures, {archive.path}: {order.count} · {watch}")
 
 
 @contextmanager
@@ -126,7 +110,7 @@ def _begin(batches, archive, settings):
         return finished
 
 
-def _make_pictures(maker, order, ranks, batches, finished):
+def _make_pictures(pipeline, watch, order, ranks, batches, finished):
     """Make this rank's share of the batches that are not finished. Raises Stopped if any
     rank was asked to stop.
     """
@@ -134,7 +118,7 @@ def _make_pictures(maker, order, ranks, batches, finished):
     missing_here = sum(len(batches.pictures(batch)) for batch in todo)
     already = batches.total - sum(ranks.all_gather_object(missing_here))
     noise_type = PictureNoise if order.independent else UpstreamNoise
-    noise = noise_type(order, batches, maker.device, maker.draws)
+    noise = noise_type(order, batches, pipeline.device, pipeline.process)
     with (
         tqdm(
             total=batches.total,
@@ -148,16 +132,16 @@ def _make_pictures(maker, order, ranks, batches, finished):
         written = background.submit(lambda: None)
         while todo and not ranks.stopping:
             if finished:
-                with maker.watch.phase("noise"):
+                with watch.phase("noise"):
                     skipped = noise.skip(todo[0])
                 if skipped:
                     continue
             batch, *todo = todo
             z, labels, draw = noise.batch(batch)
-            with maker.watch.phase("sample"):
-                latents = maker.denoise(z, labels, draw)
-            with maker.watch.phase("decode"):
-                pixels = to_uint8(maker.decode(latents)).numpy()
+            with watch.phase("sample"):
+                latents = pipeline.denoise(z, labels, draw)
+            with watch.phase("decode"):
+                pixels = to_uint8(pipeline.decode(latents)).numpy()
             written.result()  # at most one batch waits in memory
             numbers = batches.pictures(batch)
             written = background.submit(write_pictures, order.folder, numbers, pixels)

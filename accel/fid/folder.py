@@ -50,7 +50,6 @@ class Order(NamedTuple):
     # Normals that a step of upstream's stream draws for a picture: 2 with guidance, else 1.
     copies: int = 2
     balanced: bool = False  # as many pictures of each class; else random classes
-    noise_from_cpu: bool = False  # of the steps of upstream's stream
     # Noise and labels are keyed by picture; else upstream's stream, a seed a rank.
     independent: bool = False
 

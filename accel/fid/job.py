@@ -42,7 +42,7 @@ def order_of(job: FidJob, opened: Opened) -> Order:
     config = job.config
     side = opened.latent_size
     return Order(
-        folder=folder_of(job, opened.ckpt),
+        folder=folder_of(job),
         count=job.num_fid_samples,
         batch_size=job.per_proc_batch_size,
         seed=config.seed,

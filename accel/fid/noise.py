@@ -8,6 +8,7 @@ import torch
 
 from accel.fid.folder import Batches, Order
 from accel.sampling import upstream_noise
+from accel.sampling.process import Process
 
 Draw = Callable[[], torch.Tensor]  # returns the noise of a step, (n, C, L, L)
 
@@ -34,15 +35,14 @@ class UpstreamNoise:
     after the other.
 
     A batch draws z, labels and the noise of its steps: 2n rows with guidance, n without.
-    draws: how many steps draw.
     """
 
-    def __init__(self, order: Order, batches: Batches, device: torch.device, draws: int):
+    def __init__(self, order: Order, batches: Batches, device: torch.device, process: Process):
         self.order = order
         self.batches = batches
         self.device = device
-        self.draws = draws
-        self.of_steps = torch.default_generator if order.noise_from_cpu else None
+        self.draws = process.draws
+        self.of_steps = torch.default_generator if process.noise_from_cpu else None
         self.next = batches.rank  # of this rank's batches, the first that is not drawn yet
         torch.manual_seed(order.seed * batches.world + batches.rank)
 
@@ -76,7 +76,7 @@ class PictureNoise:
     the same for a picture.
     """
 
-    def __init__(self, order: Order, batches: Batches, device: torch.device, draws: int):
+    def __init__(self, order: Order, batches: Batches, device: torch.device, process: Process):
         self.order = order
         self.batches = batches
         self.device = device

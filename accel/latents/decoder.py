@@ -120,9 +120,12 @@ class Decoder:
 
     def decode(self, latents: Tensor) -> Tensor:
         """Return pixels (n, 3, H, W) float32, about (-1, 1), of finite latents (n, C, L,
-        L). Raises UsageError if one picture does not fit in memory, or if the decoder
+        L); n may be 0. Raises UsageError if one picture does not fit in memory, or if the decoder
         makes pixels that are not finite: they would become black.
         """
+        if not len(latents):
+            side = self.space.factor * latents.shape[-1]
+            return latents.new_zeros(0, 3, side, side)
         try:
             self.load()
             with torch.inference_mode():

@@ -7,9 +7,9 @@ from math import inf, nan, nextafter
 
 import pytest
 import torch
+from accel.request import FidRequest, GridRequest
 
 from accel.latents.autoencoder_kl import DEFAULTS, check_config
-from accel.request import FidRequest, GridRequest
 from accel.weights import diffusers_layout, metadata
 
 UP = "UpDecoderBlock2D"

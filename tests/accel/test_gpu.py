@@ -4,13 +4,13 @@ GPUs are stand-ins: nothing is launched.
 
 import pytest
 import torch
+from accel.door import opening
+from accel.request import GridRequest
 
 from accel import gpu, loading, precision
-from accel.door import opening
 from accel.errors import UsageError
 from accel.kernels import attention, split_attention, split_linear
 from accel.kernels.linear import tuner
-from accel.request import GridRequest
 
 GPU = torch.device("cuda", 0)
 OLD = ((7, 0), (7, 5))

@@ -5,15 +5,15 @@ import os
 
 import pytest
 import torch
+from accel.door import opening
+from accel.request import GridRequest
 from conftest import fill
 from safetensors.torch import save_file
 
 from accel import door
-from accel.door import opening
 from accel.errors import UsageError
 from accel.families import constructor_of
 from accel.families.large_dit.network import DiT_Llama
-from accel.request import GridRequest
 
 DEMO = "Large-DiT-Demo/2"
 

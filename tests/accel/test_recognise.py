@@ -6,17 +6,17 @@ import argparse
 
 import pytest
 import torch
+from accel.door.opening import fit_of
+from accel.request import GridRequest
+from accel.settings import implied
 from forks import refused, succeeds
 from networks import build
 
 from accel import Sampler
-from accel.door.opening import fit_of
 from accel.errors import UsageError
 from accel.families import constructor_of
 from accel.families.dit.network import DiT
 from accel.families.recognise import recognise
-from accel.request import GridRequest
-from accel.settings import implied
 from accel.weights.checkpoint import Checkpoint
 from accel.weights.shapes import shapes_only
 

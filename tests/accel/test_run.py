@@ -8,17 +8,17 @@ from types import SimpleNamespace
 import forks
 import pytest
 import torch
+from accel.door import opening
+from accel.request import FidRequest, GridRequest
 from networks import build, fast_network, large_inside, settings_of, small
 from unprivileged import limited
 
 from accel import door, network
-from accel.door import opening
 from accel.errors import UsageError
 from accel.families.dit import FAMILY
 from accel.families.dit.network import DiT_models
 from accel.network import Batch, overflows
 from accel.progress import Stopwatch
-from accel.request import FidRequest, GridRequest
 
 CPU = torch.device("cpu")
 

@@ -4,11 +4,11 @@ network, captured steps.
 
 import pytest
 import torch
+from accel.run import Run
 from networks import build, error, fast_network, network_of, sample, small, upstream
 
 from accel.fast.conditioning import ConditioningTable
 from accel.network import Plain
-from accel.run import Run
 from accel.sampling import initial_noise
 from accel.sampling.ancestral import Ancestral, Ddim
 from accel.sampling.flow import Euler, Heun, Sde

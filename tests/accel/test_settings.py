@@ -7,16 +7,16 @@ import os
 
 import pytest
 import torch
+from accel.door.opening import open_weights, reopen
+from accel.request import FidRequest, GridRequest
+from accel.settings import implied
 from conftest import fill
 from networks import settings_of
 
-from accel.door.opening import open_weights, reopen
 from accel.errors import UsageError
 from accel.families import DEMO
 from accel.families.dit.network import DiT_models
 from accel.flags import check_writable
-from accel.request import FidRequest, GridRequest
-from accel.settings import implied
 
 
 def test_what_a_model_implies_unless_a_flag_says_otherwise():

@@ -11,13 +11,13 @@ import json
 import numpy as np
 import pytest
 import torch
+from accel.request import GridRequest
 from conftest import ROOT
 from forks import succeeds
 from PIL import Image
 
 from accel import door
 from accel.latents.pixels import to_grid
-from accel.request import GridRequest
 
 DEMO = ROOT / "pretrained_models" / "demo"
 

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+from accel.request import GridRequest
 from conftest import ROOT, fill
 
 from accel.errors import UsageError
@@ -24,7 +25,6 @@ from accel.ranks.planner import (
     share_evaluations,
     situation,
 )
-from accel.request import GridRequest
 
 ONE_HOST = ["a"] * 4
 SIX_HEADS = 1024, 6  # tokens of a batch row, heads

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accel.door import fid as door
+from accel.request import FidRequest
 from networks import settings_of
 
-from accel.door import fid as door
 from accel.errors import UsageError
 from accel.latents import LatentSpace
-from accel.request import FidRequest
 
 
 def settings(**more):

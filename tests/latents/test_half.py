@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from accel.door import opening
+from accel.request import GridRequest
 
 from accel import door, precision
-from accel.door import opening
 from accel.errors import UsageError
 from accel.families import DEMO
 from accel.graphs import Replayed
@@ -19,7 +20,6 @@ from accel.latents.autoencoder_kl import SD_VAE_FT, KLDecoder, space_of
 from accel.latents.decoder import REQUIRED_PSNR, Decoder
 from accel.latents.files import FILES, find, load
 from accel.latents.half import HalfDecoder
-from accel.request import GridRequest
 
 CPU = torch.device("cpu")
 SPACE = LatentSpace()

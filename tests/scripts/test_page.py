@@ -13,14 +13,14 @@ from importlib.util import find_spec
 import forks
 import pytest
 import torch
+from accel.door.opening import reopen
+from accel.request import GridRequest
 from browser import Browser, find
 from conftest import ROOT
 
 from accel import door
-from accel.door.opening import reopen
 from accel.errors import UsageError
 from accel.precision import alone
-from accel.request import GridRequest
 from scripts.page import Studio, choices, choose
 
 in_browser = pytest.mark.skipif(

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from accel.request import GridRequest
 from networks import DEVICES, build, error, inputs, network_of
 from reference_networks import large_dit
 from test_large_dit import build as build_large
@@ -13,7 +14,6 @@ from test_large_dit import build as build_large
 from accel import door, precision
 from accel.errors import UsageError
 from accel.graphs import Replayed
-from accel.request import GridRequest
 
 
 def bound(own):

@@ -1,7 +1,6 @@
-"""`from accel import Sampler`: pictures from Python, from a network that is loaded once."""
+"""`from accel import Sampler`: pictures from Python, from a pipeline that is loaded once."""
 
 import difflib
-import inspect
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,22 +14,20 @@ import numpy as np
 import torch
 from PIL import Image
 
-from accel import door
 from accel.compare import OTHER, own_guidance, require_same
-from accel.door import opening
+from accel.config import Config, Grid, require_seed
 from accel.errors import UsageError, path_errors, shown
 from accel.families import model_names
 from accel.families.loaded_module import LoadedModule
 from accel.families.recognise import reference_state
+from accel.grid import ready
 from accel.latents.autoencoder_kl import OF_LATENTS
 from accel.latents.files import FILES
 from accel.latents.pixels import to_grid
-from accel.loading import free_memory, load_network
-from accel.network import overflows, unwrapped
-from accel.precision import TIERS, alone, apply_precision
+from accel.network import unwrapped
+from accel.pipeline import ALONE, Pipeline, free_memory, guidance_of, process_of
+from accel.precision import alone, apply_precision
 from accel.progress import step_bar
-from accel.request import GridRequest
-from accel.run import Run
 from accel.weights.checkpoint import FILE_SUFFIXES, HUB_ID
 from accel.weights.shapes import require_fit
 from accel.weights.tensor_files import require_floats
@@ -48,7 +45,6 @@ ALSO_CALLED = {
     "torch_dtype": "precision",
     "checkpoint": "ckpt",
 }
-NOT_FOR_PYTHON = "output", "repeats", "seed_list", "tf32", "parallel"
 # Facts that decide the network's function or its labels, and that shapes do not give in
 # every family.
 BESIDE_SHAPES = "num_heads", "num_classes", "null_class", "patch_size", "in_channels"
@@ -57,28 +53,27 @@ Array = torch.Tensor | np.ndarray
 
 
 class Sampler:
-    """Sample pictures of any labels, seeds, steps and guidance from a DiT and its
+    """Sample pictures of any labels, seeds, steps and guidance from a network and its
     decoder, loaded once.
 
         with Sampler("DiT-XL/2", image_size=512, precision="fp16") as sampler:
             dog, other = sampler.sample(["golden retriever", 207], seed=0)
 
-    model, also the first argument: a name as --model takes it; weights as --ckpt takes
-    them, such as a file or the folder or hub id of a DiTPipeline; or a network that you
-    hold: models.DiT, another family's, the original classes, wrapped or compiled, or
-    diffusers' DiTTransformer2DModel or DiTPipeline. Its weights are copied. vae: ema,
-    mse, a folder or an AutoencoderKL; a pipeline brings its own. check: of a model that
-    you hold, evaluate it on a batch row of noise and compare, as `accelerate` does.
-    options: other fields of GridRequest by their names, such as ckpt, num_classes,
-    vae_precision, batch_size; arguments of `sample` become its defaults; `sampler` may be
-    a scheduler of diffusers that draws no noise. With output_type="latent" no decoder is
-    needed.
+    model, also the first argument: a name as --model has it; weights as --ckpt has them, such
+    as a file or the folder or hub id of a DiTPipeline; or a network that the caller has:
+    models.DiT, another family's, the original classes, wrapped or compiled, or diffusers'
+    DiTTransformer2DModel or DiTPipeline. Its weights are copied. vae: ema, mse, a folder or
+    an AutoencoderKL; a pipeline brings its own. check: compare a network that the caller has
+    with its copy on a batch row of noise, as `accelerate` does. sampler: a name, or a
+    scheduler of diffusers that draws no noise. The other options are those of sample.py's
+    flags; None leaves one open. Arguments of `sample` have the constructor's values as
+    defaults. With output_type="latent" no decoder is needed.
 
     Pictures equal those of sample.py with the same flags, to the bit. On a GPU a step is
-    captured at its first use with a number of pictures, steps and guidance, then
-    replayed. Callers in several threads, of this and of other Samplers, are served one at
-    a time. torch's global generators and backend switches are left as they were, and the
-    caller's autocast, inference mode and default dtype change nothing. Raises ValueError
+    captured at its first use with a number of pictures, steps and guidance, then replayed.
+    Callers in several threads, of this and of other Samplers, are served one at a time.
+    torch's global generators and backend switches are left as they were, and the caller's
+    autocast, inference mode and default dtype change nothing. Raises ValueError
     (accel.errors.UsageError): one line that names the parameter and the remedy.
     """
 
@@ -89,63 +84,84 @@ class Sampler:
         *,
         model: str | torch.nn.Module | None = None,
         image_size: int | None = None,
+        cfg_scale: float | None = None,
+        num_sampling_steps: int | None = None,
+        timestep_shift: float | None = None,
+        guidance_interval: Sequence[float] | None = None,
+        guidance_channels: int | None = None,
+        sampler: str | Any = None,
+        eta: float | None = None,
+        seed: int | None = None,
+        num_classes: int | None = None,
         precision: str | None = None,
-        device: str | torch.device | None = None,
+        vae_precision: str | None = None,
+        ckpt: str | Path | None = None,
+        weights_entry: str | None = None,
+        num_heads: int | None = None,
         vae: str | Path | torch.nn.Module | None = None,
+        latent_stats: str | Path | None = None,
+        device: str | torch.device | None = None,
+        labels: "Labels | None" = None,
+        class_names: str | Path | Iterable[str] | Mapping | None = None,
+        batch_size: int | None = None,
+        output_type: str | None = None,
         check: bool = True,
-        **options,
+        **unknown: Any,
     ):
+        given = {name: value for name, value in locals().items() if value is not None}
+        for name in ("self", "source", "model", "vae", "check", "unknown", "device"):
+            given.pop(name, None)
+        _refuse(unknown)
         if None not in (source, model):
             raise UsageError(
                 f"`model={model}`: the first argument is the model already; give weights as ckpt="
             )
         model = source if model is None else model
-        # None leaves an option open
-        options = {name: value for name, value in options.items() if value is not None}
         loaded = None
         if not isinstance(model, (str, Path, type(None))):
-            loaded = _load_module(model, options, check)
-            if not isinstance(model, torch.nn.Module) and options.get("output_type") != "latent":
+            loaded = _load_module(model, given, check)
+            if not isinstance(model, torch.nn.Module) and output_type != "latent":
                 vae = model.vae if vae is None else vae  # a pipeline's
-            model = None
-            options["ckpt"] = loaded.name
+            given["ckpt"] = loaded.name
         elif model not in (None, *model_names()) and _names_weights(model):
-            if "ckpt" in options:
+            if ckpt is not None:
                 raise UsageError(
-                    f"`ckpt={options['ckpt']}`: conflicts with {model}, which are weights too; "
-                    "give one"
+                    f"`ckpt={ckpt}`: conflicts with {model}, which are weights too; give one"
                 )
-            model, options["ckpt"] = None, str(model)
-        _require_known(options)
-        named = isinstance(options.get("sampler", ""), str)
-        self._scheduler = None if named else options.pop("sampler")
-        options |= dict(model=model, image_size=image_size, precision=precision)
-        options["device"] = None if device is None else str(device)
+            given["ckpt"] = str(model)
+        elif model is not None:
+            given["model"] = model
+        if device is not None:
+            given["device"] = str(device)
+        self._scheduler = None if isinstance(sampler, (str, type(None))) else given.pop("sampler")
         if not isinstance(vae, torch.nn.Module):
-            options["vae"] = None if vae is None else str(vae)
-            self._open(options, loaded, check)
+            if vae is not None:
+                given["vae"] = str(vae)
+            self._open(given, loaded, check)
             return
-        with _written(vae) as options["vae"]:
-            self._open(options, loaded, check)
-            if self._decoder:
+        with _written(vae) as given["vae"]:
+            self._open(given, loaded, check)
+            if self._pipeline.decoder is not None:
                 with alone():
-                    self._decoder.load()  # while the folder is there
+                    self._pipeline.decoder.load()  # while the folder is there
 
     def _open(self, options, loaded, check):
-        request = GridRequest(**options)
+        grid = Grid.of(**options)
+        grid.check()
         with alone():
-            self.settings, self._run, self._decoder = door.ready(request, weights=loaded)
+            self.grid, self.opened, self._pipeline = ready(grid, loaded)
             self._embedding = loaded.how.timestep_embedding if loaded else None
             self._check = check
             self._checked = type(loaded.module) if loaded else None
+            self._guidance_is_given = grid.config.guidance_channels is not None
             if loaded:  # the network has a copy of its weights by now
-                if check and loaded.fit.latent_size == self._run.side:
-                    require_same(self._run.network, loaded, self._run.tier)
+                if check and loaded.fit.latent_size == self._pipeline.side:
+                    require_same(self._pipeline.network, loaded, self._pipeline.tier)
                 loaded.release()
             if self._scheduler is not None:
-                process = door.process_of(self.settings, self._scheduler)
-                self._run = self._run._replace(process=process)
-            self._sampled = self.settings.num_sampling_steps, self.settings.cfg_scale
+                process = process_of(self.opened, self._scheduler)
+                self._pipeline = self._pipeline.with_(process=process)
+            self._sampled = self.opened
 
     def refresh(self, model: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
         """Load the weights of `model`, of the same shape, in place: pictures equal a new
@@ -153,29 +169,65 @@ class Sampler:
         dict of one like that of this Sampler, such as an average of its weights. Raises
         ValueError, and keeps the old weights, if they do not fit or overflow.
         """
-        with self._running() as run:
-            if self.settings.forecast == "plan":
-                raise UsageError(
-                    "`forecast=plan`: was made for other weights; make another Sampler without it"
-                )
+        with self._running() as pipeline:
+            classes = self.opened.config.num_classes
             if isinstance(model, Mapping):
-                weights = _read_state(model, self.settings)
-                run.network.copy_weights(
-                    _network_of(weights, self.settings.fit, run, self.settings)
-                )
+                weights = self._read_state(model)
+                pipeline.refresh(pipeline.like(weights, self.opened.fit, classes))
                 return
-            new = LoadedModule(model, copy=True)
-            if (new.fit.family, new.how.timestep_embedding) != (
-                self.settings.fit.family,
-                self._embedding,
-            ):
+            loaded = LoadedModule(model, copy=True)
+            changed = loaded.patched or type(loaded.module) is not self._checked
+            check = self._check and changed
+            self._require_alike(loaded, check)
+            network = pipeline.like(loaded, loaded.fit, classes)
+            if check and loaded.fit.latent_size == pipeline.side:
+                require_same(network, loaded, pipeline.tier)
+            pipeline.refresh(network)
+            self._checked = type(loaded.module)
+
+    def _require_alike(self, loaded, check):
+        """Raise UsageError for a module of another class, shape or guidance. check: evaluate
+        its guidance.
+        """
+        fit = loaded.fit
+        mine = self.opened.fit
+        embedding = loaded.how.timestep_embedding
+        if (fit.family, embedding) != (mine.family, self._embedding):
+            raise UsageError(
+                f"{loaded.name}: is of another class than the model of this Sampler; make another "
+                "of it"
+            )
+        empty = mine.empty(self.opened.latent_size)
+        require_fit(loaded.name, reference_state(loaded, fit), empty)
+        wanted = {name: getattr(mine, name) for name in BESIDE_SHAPES}
+        has = {name: getattr(fit, name) for name in BESIDE_SHAPES}
+        if check and not self._guidance_is_given:
+            channels = _guided_channels(loaded)
+            if channels is not None:
+                has["guidance_channels"] = channels
+                wanted["guidance_channels"] = self.opened.config.guidance_channels
+        for name, value in has.items():
+            if value != wanted[name]:
                 raise UsageError(
-                    f"{new.name}: is of another class than the model of this Sampler; make "
+                    f"{loaded.name}: has {name} {value}, unlike the model of this Sampler; make "
                     "another of it"
                 )
-            changed = new.patched or type(new.module) is not self._checked
-            _renew(run, new, self.settings, self._check and changed)
-            self._checked = type(new.module)
+
+    def _read_state(self, state):
+        """Return a state dict with the names of the Sampler's model, or of its file. Raises
+        UsageError if it does not fit.
+        """
+        name = "refresh"
+        require_floats(state, name)
+        first = self.opened.weights
+        state = first.renamed(state) if isinstance(first, LoadedModule) else dict(state)
+        weights = _State(name, state, first.metadata)
+        try:
+            state = reference_state(weights, self.opened.fit)
+        except KeyError as missing:
+            raise UsageError(f"{name}: is not such a state dict: no {missing.args[0]}") from None
+        require_fit(name, state, self.opened.fit.empty(self.opened.latent_size))
+        return weights
 
     def sample(
         self,
@@ -200,16 +252,14 @@ class Sampler:
         returns or `sample.py --output-type latent` writes. latents: an array, or a .npy file.
         """
         self._require_decoder()
-        with self._running() as run:
-            shape = ("n", self.settings.space.channels, "side", "side")
-            latents = _floats("latents", latents, shape, run.device)
-            if not len(latents):
-                return []
-            pixels = self._decoder.decode(latents)  # (n, 3, H, W)
-        return [Image.fromarray(to_grid(one).numpy()) for one in pixels.split(1)]
+        with self._running() as pipeline:
+            shape = ("n", self.opened.space.channels, "side", "side")
+            latents = _floats("latents", latents, shape, pipeline.device)
+            pixels = pipeline.decode(latents)  # (n, 3, H, W)
+        return [Image.fromarray(to_grid(picture).numpy()) for picture in pixels.split(1)]
 
     def _require_decoder(self):
-        if self.settings.output_type == "latent":
+        if self.grid.output_type == "latent":
             raise UsageError("`output_type=latent`: loads no decoder; drop it, or call latents()")
 
     def latents(
@@ -231,35 +281,48 @@ class Sampler:
         Arguments that are None are the constructor's. progress: show a bar of the steps.
         """
         several = _listed("labels", labels)
-        labels = (labels,) if several is None else several
-        given = dict(num_sampling_steps=num_sampling_steps, cfg_scale=cfg_scale)
-        given = {name: value for name, value in given.items() if value is not None}
         seeds = _listed("seed", seed)
-        if seed is not None and seeds is None:
-            given["seed"] = seed
-        with self._running() as run:
-            settings = opening.reopen(self.settings, labels=labels, **given)
+        options = dict(num_sampling_steps=num_sampling_steps, cfg_scale=cfg_scale)
+        if seeds is None:
+            options["seed"] = seed
+        changes = {name: value for name, value in options.items() if value is not None}
+        with self._running() as pipeline:
+            opened = self.opened.changed(**changes)
+            grid = replace(self.grid, labels=(labels,) if several is None else several)
+            grid = grid.filled(opened.config, opened.fit)
             if seeds is not None:
-                seeds = _seeds(seeds, settings)
+                seeds = _seeds(seeds, grid)
             if noise is not None:
-                shape = (len(labels), settings.space.channels, run.side, run.side)
-                noise = _floats("noise", noise, shape, run.device)
-            wanted = settings.num_sampling_steps, settings.cfg_scale
-            if wanted != self._sampled:
-                process = door.process_of(settings, self._scheduler)
-                guidance = door.guidance_of(settings)
-                self._run = run = run._replace(process=process, guidance=guidance)
-                self._sampled = wanted
-            batches = door.ALONE.batches(len(labels), settings.batch_size)
-            steps = run.process.steps * len(batches)
-            with step_bar(steps, run.device, disable=not progress) as on_step:
-                return run.latents(settings.labels, seeds or settings.seed, batches, on_step, noise)
+                side = pipeline.side
+                shape = (len(grid.labels), opened.space.channels, side, side)
+                noise = _floats("noise", noise, shape, pipeline.device)
+            pipeline = self._pipeline_for(opened)
+            batches = ALONE.batches(len(grid.labels), grid.batch_size)
+            steps = pipeline.process.steps * len(batches)
+            with step_bar(steps, pipeline.device, disable=not progress) as on_step:
+                seed = opened.config.seed if seeds is None else seeds
+                return pipeline.latents(grid.labels, seed, batches, on_step, noise)
+
+    def _pipeline_for(self, opened):
+        """Return the pipeline with the steps and the guidance of `opened`."""
+        before = self._sampled.config
+        config = opened.config
+        if (config.num_sampling_steps, config.cfg_scale) != (
+            before.num_sampling_steps,
+            before.cfg_scale,
+        ):
+            self._pipeline = self._pipeline.with_(
+                process=process_of(opened, self._scheduler),
+                guidance=guidance_of(opened, opened.fit.null_class),
+            )
+            self._sampled = opened
+        return self._pipeline
 
     def close(self) -> None:
         """Free the memory of network and decoder. The sampler cannot be used afterwards."""
         with alone():
-            self._run = self._decoder = None
-            free_memory(self.settings.device)
+            self._pipeline = None
+            free_memory(self.opened.device)
 
     def __reduce__(self):
         raise UsageError("a Sampler cannot be pickled or copied; make another of the same weights")
@@ -271,85 +334,35 @@ class Sampler:
         self.close()
 
     @contextmanager
-    def _running(self) -> Iterator[Run]:
-        """Yield the run to one thread at a time, with its tier's switches."""
+    def _running(self) -> Iterator[Pipeline]:
+        """Yield the pipeline to one thread at a time, with its tier's switches."""
         with alone():
-            if self._run is None:
+            if self._pipeline is None:
                 raise UsageError("this Sampler is closed; make another")
-            apply_precision(self._run.tier, self._run.device)
-            yield self._run
-
-
-def _renew(run, loaded, settings, check):
-    """Copy a module's weights into the run's network, all or none. check: compare its
-    function and guidance. Raises UsageError for weights that do not fit.
-    """
-    fit = opening.fit_of(loaded)
-    require_fit(loaded.name, reference_state(loaded, fit), settings.fit.empty(settings.latent_size))
-    has = {name: getattr(fit, name) for name in BESIDE_SHAPES}
-    wanted = {name: getattr(settings.fit, name) for name in BESIDE_SHAPES}
-    if check and settings.request.guidance_channels is None and (own := _guided_channels(loaded)):
-        has["guidance_channels"], wanted["guidance_channels"] = own, settings.guidance_channels
-    for name, value in has.items():
-        if value != wanted[name]:
-            raise UsageError(
-                f"{loaded.name}: has {name} {value}, unlike the model of this Sampler; make "
-                "another of it"
-            )
-    new = _network_of(loaded, fit, run, settings)
-    if check and fit.latent_size == run.side:
-        require_same(new, loaded, run.tier)
-    run.network.copy_weights(new)
-
-
-def _network_of(weights, fit, run, settings):
-    """Return a network like the run's, of other weights. Raises UsageError if they overflow."""
-    batch = door.batch_of(settings, run.process, run.guidance)
-    new = load_network(weights, fit, run.tier, run.device, batch)
-    if TIERS[run.tier].accelerated and overflows(new, batch, run.device, fit.family.some_times):
-        raise UsageError(
-            f"`precision={run.tier}`: overflows on these weights; make another Sampler of them"
-        )
-    return new
+            apply_precision(self._pipeline.tier, self._pipeline.device)
+            yield self._pipeline
 
 
 @dataclass(frozen=True)
 class _State:
-    """A state dict in place of a Checkpoint."""
+    """A state dict in place of a file's weights."""
 
     name: str
     state: dict[str, torch.Tensor]
     metadata: dict[str, Any]
 
 
-def _read_state(state, settings):
-    """Return a state dict with the names of the Sampler's model, or of its file. Raises
-    UsageError if it does not fit.
-    """
-    name = "refresh"
-    require_floats(state, name)
-    first = settings.weights
-    state = first.renamed(state) if isinstance(first, LoadedModule) else dict(state)
-    weights = _State(name, state, first.metadata)
-    try:
-        state = reference_state(weights, settings.fit)
-    except KeyError as missing:
-        raise UsageError(f"{name}: is not such a state dict: no {missing.args[0]}") from None
-    require_fit(name, state, settings.fit.empty(settings.latent_size))
-    return weights
-
-
-def _require_known(options):
-    if wrong := [name for name in NOT_FOR_PYTHON if name in options]:
-        raise UsageError(f"`{wrong[0]}`: is for commands; drop it")
-    names = {item.name for item in fields(GridRequest)} - set(NOT_FOR_PYTHON)
-    names |= inspect.signature(Sampler).parameters.keys() - {"source", "options"}
-    for wrong in sorted(options.keys() - names):
-        near = ALSO_CALLED.get(wrong) or next(
-            iter(difflib.get_close_matches(wrong, names, 1)), None
-        )
+def _refuse(unknown):
+    """Raise UsageError for an option that Sampler does not have, naming the nearest."""
+    for name in sorted(unknown):
+        names = {item.name for options in (Config, Grid) for item in fields(options)}
+        known = Sampler.__init__.__kwdefaults__
+        if name in names:
+            raise UsageError(f"`{name}`: is for commands; drop it")
+        close = difflib.get_close_matches(name, known, 1)
+        near = ALSO_CALLED.get(name) or next(iter(close), None)
         meant = f"did you mean {near}?" if near else "docs/python.md lists them"
-        raise UsageError(f"`{wrong}`: is not an option of Sampler; {meant}")
+        raise UsageError(f"`{name}`: is not an option of Sampler; {meant}")
 
 
 def _listed(name, values):
@@ -363,16 +376,19 @@ def _listed(name, values):
     return tuple(values) if getattr(values, "ndim", 1) else None
 
 
-def _seeds(seeds, settings):
+def _seeds(seeds, grid):
     """Return a seed for each label, checked. Raises UsageError."""
-    labels = len(settings.labels)
+    labels = len(grid.labels)
     if len(seeds) != labels:
         raise UsageError(
             f"`seed`: are {len(seeds)} seeds for {labels} labels; give one for each, or one number"
         )
     if None in seeds:
         raise UsageError("`seed=None`: must be a whole number in a list of seeds")
-    return [replace(settings.request, seed=seed).seed for seed in seeds]
+    configs = [replace(grid.config, seed=seed) for seed in seeds]
+    for config in configs:
+        require_seed(config.seed)
+    return [config.seed for config in configs]
 
 
 def _floats(name, values, shape, device):
@@ -449,16 +465,16 @@ def _written(vae: torch.nn.Module) -> Iterator[str]:
     folder, which is removed after the block.
     """
     vae = unwrapped(vae)
-    kind = type(vae)
-    if kind.__name__ != "AutoencoderKL" or not kind.__module__.startswith("diffusers."):
+    vae_class = type(vae)
+    if vae_class.__name__ != "AutoencoderKL" or not vae_class.__module__.startswith("diffusers."):
         raise UsageError(
-            f"`vae={kind.__name__}`: give ema, mse, a folder or an AutoencoderKL of diffusers"
+            f"`vae={vae_class.__name__}`: give ema, mse, a folder or an AutoencoderKL of diffusers"
         )
     if any(value.is_meta for value in vae.parameters()):
-        raise UsageError(f"`vae={kind.__name__}`: holds no values; load the weights first")
+        raise UsageError(f"`vae={vae_class.__name__}`: holds no values; load the weights first")
     with ExitStack() as stack:
         with path_errors(
-            "vae", kind.__name__, "set TMPDIR to a folder with space, or give a folder"
+            "vae", vae_class.__name__, "set TMPDIR to a folder with space, or give a folder"
         ):
             folder = stack.enter_context(TemporaryDirectory())
             vae.save_pretrained(folder)
