@@ -293,8 +293,10 @@ class Job(Options):
     config: Config
 
     @classmethod
-    def of(cls, **options: Any) -> "Self":
+    def of(cls, model: str | None = None, /, **options: Any) -> "Self":
         """Return the job with these options, of its own and of its Config."""
+        if model is not None:
+            options["model"] = model
         shared = {item.name for item in fields(Config)}
         config = Config(**{name: value for name, value in options.items() if name in shared})
         own = {name: value for name, value in options.items() if name not in shared}

@@ -1,12 +1,12 @@
 """Small networks with random weights, and inputs to evaluate them on."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from accel.settings import implied, settle
 from conftest import fill
 from safetensors.torch import save_file
 from torch import nn
@@ -21,6 +21,8 @@ from accel.families.recognise import Fit, recognise
 from accel.families.sit.network import SiT
 from accel.fast.ops import Half
 from accel.latents import LatentSpace
+from accel.opening import Opened
+from accel.pipeline import ALONE
 from accel.sampling import denoise, upstream_noise
 from accel.sampling.guidance import Guidance, Unguided
 from accel.weights.checkpoint import Checkpoint
@@ -51,26 +53,36 @@ def with_norms(model):
     return model
 
 
-def settings_of(request, weights=None):
-    """Return the settings of a request as on a CPU with weights of its model."""
-    known = implied(request)
-    patch_size = int(known.model.rpartition("/")[2])
+def opened_for(job, weights=None, **changes):
+    """Return the opened files of a job, as on a CPU with weights of its model."""
+    config = replace(job.config, precision=job.config.tier or "fp32", tf32=None)
+    defaults = config.defaults
     fit = Fit(
-        family_of(known.model),
-        known.model,
-        constructor_of(known.model),
+        family_of(config.named_model),
+        config.named_model,
+        constructor_of(config.named_model),
         6,
         4,
-        patch_size,
-        known.num_classes,
+        8,
+        int(config.named_model.rpartition("/")[2]),
+        config.num_classes or defaults.num_classes,
     )
-    opened = dict(
-        weights=weights,
-        device=torch.device("cpu"),
-        precision=request.tier or "fp32",
-        vae_precision="fp32",
-    )
-    return settle(request, fit, LatentSpace(), **opened)
+    config = replace(config, vae=config.vae or defaults.vae, vae_precision="fp32")
+    space = LatentSpace()
+    config = config.filled(fit, space)
+    return Opened(config, weights, fit, space, torch.device("cpu"), job.config.tier is not None)
+
+
+def filled(job, weights=None):
+    """Return a job with every option filled, as on a CPU with weights of its model."""
+    opened = opened_for(job, weights)
+    return job.filled(opened.config, opened.fit)
+
+
+def latents_of(grid, pipeline, on_step=None):
+    """Return the latents of a grid, sampled by one process."""
+    batches = ALONE.batches(len(grid.labels), grid.batch_size)
+    return pipeline.latents(grid.labels, grid.config.seed, batches, on_step)
 
 
 def identify(path, *given):

@@ -11,15 +11,17 @@ import forks
 import numpy as np
 import pytest
 import torch
-from accel.request import GridRequest
 from conftest import ROOT
 from forks import succeeds
+from networks import latents_of
 from PIL import Image
 
 import sample
 import sample_ddp
-from accel import door, foreign_flags
+from accel import foreign_flags
+from accel.config import Grid
 from accel.errors import UsageError
+from accel.grid import ready
 
 DEMO = ("--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", 2)
 
@@ -72,12 +74,12 @@ def test_slices_are_the_pictures_of_one_batch():
     the same to the bit.
     """
     given = dict(model="DiT-Demo/2", device="cpu", num_sampling_steps=3, seed=3)
-    settings, run, _ = door.ready(GridRequest(**given))
-    whole = door.latents(settings, run)
+    grid, _, pipeline = ready(Grid.of(**given))
+    whole = latents_of(grid, pipeline)
     for batch_size, slices in (1, 8), (3, 3), (8, 1):
-        settings, run, _ = door.ready(GridRequest(**given, batch_size=batch_size))
+        grid, _, pipeline = ready(Grid.of(**given, batch_size=batch_size))
         seen = []
-        latents = door.latents(settings, run, on_step=lambda index, x: seen.append(index))
+        latents = latents_of(grid, pipeline, lambda index, x: seen.append(index))
         assert seen == list(range(3 * slices))
         assert batch_size < 8 or torch.equal(latents, whole)
         assert (
@@ -226,7 +228,7 @@ def test_tf32_is_a_permission(here, tmp_path):
     )
     assert (tmp_path / "--tf32.png").read_bytes() == (tmp_path / "--no-tf32.png").read_bytes()
     with pytest.raises(UsageError, match="tf32=True: conflicts with precision=fp32"):
-        GridRequest(tf32=True, precision="fp32")
+        Grid.of(tf32=True, precision="fp32").check()
 
 
 @pytest.mark.parametrize("script", ["sample.py", "sample_ddp.py"])

@@ -14,16 +14,17 @@ import jobs
 import numpy as np
 import pytest
 import torch
-from accel.request import GridRequest
 from conftest import fill
 from forks import refused, succeeds
 from hub import Hub
-from networks import identify, upstream, write_transformer
+from networks import identify, latents_of, upstream, write_transformer
 from safetensors.torch import load_file, save_file
 
-from accel import Sampler, door
+from accel import Sampler
+from accel.config import Grid
 from accel.errors import UsageError
 from accel.families import constructor_of
+from accel.grid import ready
 from accel.weights.diffusers_layout import WEIGHTS, config_of, to_diffusers
 from models import DiT, DiT_models
 
@@ -334,17 +335,18 @@ def test_the_file_may_change_once_it_is_loaded(tmp_path, weights):
         path.write_bytes(weights.read_bytes()) if name[-1] == "s" else torch.save(
             load_file(weights) | strided, path
         )
-        settings, run, _ = door.ready(GridRequest(ckpt=str(path), **given))
-        wants.append(want := door.latents(settings, run))
+        grid, opened, pipeline = ready(Grid.of(ckpt=str(path), **given))
+        want = latents_of(grid, pipeline)
+        wants.append(want)
         size = path.stat().st_size
         with path.open("r+b") as file:  # in place: a mapping would see it
             file.seek(size // 2)
             file.write(os.urandom(size // 2))
-        assert torch.equal(door.latents(settings, run), want)
+        assert torch.equal(latents_of(grid, pipeline), want)
         with pytest.raises(UsageError, match="was changed while it was read"):
-            settings.weights.digest()
+            opened.weights.digest()
         os.truncate(path, 100)  # a mapping would end the process
-        assert torch.equal(door.latents(settings, run), want)
+        assert torch.equal(latents_of(grid, pipeline), want)
     assert torch.equal(*wants)
 
 
@@ -606,9 +608,10 @@ def test_the_heads_that_a_config_says_are_computed(ten, tmp_path, here):
 )
 def test_nonsense_is_refused_in_python_as_on_the_command_line(wrong, words):
     with pytest.raises(ValueError) as error:
-        GridRequest(model="DiT-Demo/2", **wrong)
+        Grid.of("DiT-Demo/2", **wrong).check()
     assert words in str(error.value) and "\n" not in str(error.value)
-    whole = GridRequest(
-        model="DiT-Demo/2", seed=np.int64(3), cfg_scale=np.float32(2), labels=[np.int32(1), "ball"]
+    whole = Grid.of(
+        "DiT-Demo/2", seed=np.int64(3), cfg_scale=np.float32(2), labels=[np.int32(1), "ball"]
     )
-    assert (whole.seed, whole.cfg_scale, whole.labels) == (3, 2.0, (1, "ball"))
+    assert (whole.config.seed, whole.config.cfg_scale) == (3, 2.0)
+    assert whole.labels == (1, "ball")

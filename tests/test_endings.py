@@ -145,7 +145,6 @@ def test_a_full_disk_is_a_line_and_leaves_no_file(code, tmp_path):
 import resource
 from pathlib import Path
 from accel.files import atomic_write
-from accel.command_line import OneLineParser, user_errors
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 with user_errors(OneLineParser(prog="command")):
     {code}

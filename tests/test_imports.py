@@ -22,7 +22,7 @@ KEPT = {"_kernel", "_bindings", "_library", "_handle", "version"}
 
 
 def test_layers(monkeypatch, capsys):
-    """Flags end at the door, and all else."""
+    """Below the Pipeline nobody sees a Config."""
     monkeypatch.chdir(ROOT)
     assert lint_imports(config_filename="pyproject.toml", no_cache=True) == 0, (
         capsys.readouterr().out
@@ -65,7 +65,7 @@ def test_cold_start_imports_nothing_heavy():
     """Slow imports stay off the way to the first denoising step, torch off that to a
     refused flag.
     """
-    assert not loaded("import sample, sample_ddp, accel.settings") & {
+    assert not loaded("import sample, sample_ddp, accel.config") & {
         "torch",
         "numpy",
         "diffusers",
@@ -81,7 +81,7 @@ def test_cold_start_imports_nothing_heavy():
         "matplotlib",
         "transformers",
     }
-    assert not loaded("import accel.door") & late
+    assert not loaded("import accel.grid") & late
     assert not loaded("import evaluate") & (late | {"torch"})
 
 
@@ -98,7 +98,7 @@ def test_kernels_keep_compiled_code_only():
 OF_A_NETWORK = r"hasattr\(\w*network|getattr\(\w*network\b[^)]*,\s*None\)|isinstance\(\w*network\b"
 OF_A_PROCESS = r"eta is None|guided="
 # where variants are told apart
-KNOWN = "accel/sampling/", "diffusion/", "accel/door/", "accel/settings.py"
+KNOWN = "accel/sampling/", "diffusion/", "accel/fid/job.py", "sample_ddp.py", "accel/pipeline.py"
 
 
 def test_nobody_asks_what_it_was_handed():

@@ -5,8 +5,6 @@ hub and FID job.
 import numpy as np
 import pytest
 import torch
-from accel.door.opening import open_weights
-from accel.request import GridRequest
 from conftest import fill
 from forks import refused, succeeds
 from hub import Hub
@@ -14,6 +12,7 @@ from networks import error
 from PIL import Image
 from test_lightning_dit import as_file, build
 
+from accel.config import Config
 from accel.errors import UsageError
 from accel.families import Defaults
 from accel.families.lightning_dit.recipe import recipe
@@ -22,6 +21,7 @@ from accel.latents.half import HalfDecoder
 from accel.latents.ldm_layout import STATISTICS
 from accel.latents.pixels import to_grid
 from accel.network import Plain
+from accel.opening import open_model
 from accel.sampling import denoise
 from accel.sampling.flow import Euler
 from accel.sampling.guidance import Guidance
@@ -191,11 +191,9 @@ def test_a_converted_file_keeps_its_recipe(tmp_path, here):
 
 
 def request_settings(ckpt):
-    settings = open_weights(
-        GridRequest(ckpt=ckpt, device="cpu", output_type="latent"), torch.device("cpu")
-    )
+    config = open_model(Config(ckpt=ckpt, device="cpu"), decodes=False).config
     names = set(Defaults._fields) - {"ckpt", "vae"}
-    return {name: getattr(settings, name) for name in names if hasattr(settings, name)}
+    return {name: getattr(config, name) for name in names if hasattr(config, name)}
 
 
 HOSTILE = (
@@ -269,10 +267,10 @@ def test_a_configuration_inside_a_file_of_sds_latents(method, tmp_path, tiny_vae
         succeeds(here(*command))
         pictures.append((tmp_path / f"{name}.png").read_bytes())
     assert pictures[0] == pictures[1]
-    request = GridRequest(
+    config_of_file = Config(
         ckpt=str(tmp_path / "y.pt"), vae=str(tiny_vae), device="cpu", sampler="heun"
     )
-    space = open_weights(request, torch.device("cpu")).space
+    space = open_model(config_of_file).space
     assert (space.scale, space.channels, space.factor) == (0.18215, 4, 8)
     normed = config | dict(data=dict(latent_norm=True, latent_multiplier=2.0))
     torch.save(dict(ema=as_file(model), config=normed), tmp_path / "z.pt")

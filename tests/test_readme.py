@@ -10,7 +10,6 @@ from pathlib import Path
 
 import forks
 import pytest
-from accel.command_line import request_from
 from conftest import ROOT, tracked
 from pages import (
     CHINESE,
@@ -33,6 +32,7 @@ from pages import (
 
 import sample
 import sample_ddp
+from accel.cli import job_from
 from accel.errors import UsageError
 
 SETTINGS = "sample.py", "sample_ddp.py"
@@ -122,7 +122,7 @@ def test_sampling_commands_are_valid():
                 if file == "sample_ddp.py":
                     sample_ddp.chosen(sample_ddp.make_parser().parse_args(arguments))
                 else:
-                    request_from(sample.make_parser().parse_args(arguments))
+                    job_from(sample.make_parser().parse_args(arguments))
             except (UsageError, SystemExit) as error:
                 pytest.fail(f"{name(page)}: {file} {' '.join(arguments)}: {error}")
             seen += 1

@@ -7,8 +7,8 @@ from math import inf, nan, nextafter
 
 import pytest
 import torch
-from accel.request import FidRequest, GridRequest
 
+from accel.config import Config, FidJob, Grid
 from accel.latents.autoencoder_kl import DEFAULTS, check_config
 from accel.weights import diffusers_layout, metadata
 
@@ -20,9 +20,9 @@ WEIGHTS = {  # of a transformer of width 12
     "y_embedder.embedding_table.weight": torch.zeros(3, 12),
 }
 CHECKS = {
-    "grid": GridRequest,
-    "ddim": lambda **field: GridRequest(sampler="ddim", **field),
-    "fid": FidRequest,
+    "grid": lambda **option: Grid.of(**option).check(),
+    "ddim": lambda **option: Grid.of(sampler="ddim", **option).check(),
+    "fid": lambda **option: FidJob.of(**option).check(),
     "checkpoint": lambda **entry: metadata.checked("own.pt", entry),
     "recipe": lambda **entry: metadata.checked("own.pt", {"recipe": entry}),
     "decoder": lambda **entry: check_config(entry),
@@ -118,7 +118,7 @@ def test_bounds(case):
 
 
 def test_no_bounded_value_is_missing_here():
-    items = *fields(GridRequest), *fields(FidRequest)
+    items = *fields(Config), *fields(Grid), *fields(FidJob)
     bounded = {item.name for item in items if {"bounds", "choices"} & item.metadata.keys()}
     assert bounded | metadata.SCHEMA.keys() | DEFAULTS.keys() <= {
         case.split(".")[1] for case in CASES

@@ -4,13 +4,13 @@ GPUs are stand-ins: nothing is launched.
 
 import pytest
 import torch
-from accel.door import opening
-from accel.request import GridRequest
 
 from accel import gpu, loading, precision
+from accel.config import Config
 from accel.errors import UsageError
 from accel.kernels import attention, split_attention, split_linear
 from accel.kernels.linear import tuner
+from accel.opening import with_arithmetic
 
 GPU = torch.device("cuda", 0)
 OLD = ((7, 0), (7, 5))
@@ -64,16 +64,17 @@ def test_tiers(seen):
     assert {tier for tier in precision.TIERS if not precision.supports(tier, GPU)} == lacking
     assert precision.default_tier(GPU) == "fp16"
     for tier in precision.TIERS:
-        request = GridRequest(precision=tier)
+        config = Config(precision=tier)
         if tier in lacking:
             with pytest.raises(UsageError, match=f"^precision={tier}: .* choose fp32$") as refusal:
-                opening.choose_precision(request, GPU)
+                with_arithmetic(config, GPU)
             assert "\n" not in str(refusal.value)
         else:
             float32 = "fp32" if tier in ("fp32", "exact") or seen in OLD else "tf32"
             half = precision.TIERS[tier].dtype != torch.float32
-            chosen = dict(precision=tier, vae_precision="fp16" if half else float32)
-            assert opening.choose_precision(request, GPU) == chosen
+            chosen = with_arithmetic(config, GPU)
+            assert chosen.precision == tier
+            assert chosen.vae_precision == ("fp16" if half else float32)
     assert precision.float32_decoder("fp16", GPU) == ("fp32" if seen in OLD else "tf32")
     precision.apply_precision("fp32", GPU)
 

@@ -5,22 +5,22 @@ import os
 
 import pytest
 import torch
-from accel.door import opening
-from accel.request import GridRequest
 from conftest import fill
 from safetensors.torch import save_file
 
-from accel import door
+from accel.config import Config
 from accel.errors import UsageError
 from accel.families import constructor_of
 from accel.families.large_dit.network import DiT_Llama
+from accel.opening import open_model
+from accel.pipeline import Pipeline
 
 DEMO = "Large-DiT-Demo/2"
 
 
 def load(ckpt, **more):
-    request = GridRequest(DEMO, ckpt=str(ckpt), device="cpu", output_type="latent", **more)
-    return door.load(opening.open_weights(request, torch.device("cpu"))).network
+    config = Config(DEMO, ckpt=str(ckpt), device="cpu", **more)
+    return Pipeline.load(open_model(config, decodes=False)).network
 
 
 def demo(**form):

@@ -6,17 +6,16 @@ import argparse
 
 import pytest
 import torch
-from accel.door.opening import fit_of
-from accel.request import GridRequest
-from accel.settings import implied
 from forks import refused, succeeds
 from networks import build
 
-from accel import Sampler
+from accel import Sampler, opening
+from accel.config import Config
 from accel.errors import UsageError
 from accel.families import constructor_of
 from accel.families.dit.network import DiT
 from accel.families.recognise import recognise
+from accel.opening import fit_of_file
 from accel.weights.checkpoint import Checkpoint
 from accel.weights.shapes import shapes_only
 
@@ -97,8 +96,9 @@ def test_a_training_that_is_not_sampled_is_refused_by_name(name, metadata, words
 )
 def test_the_decoder_that_a_file_names_is_believed(said, decoder):
     fit = recognise("own.pt", state_of("DiT-S/2"), dict(vae=said), "DiT-S/2")
-    assert implied(GridRequest(ckpt="own.pt"), fit).vae == decoder
-    assert implied(GridRequest(ckpt="own.pt", vae="ema"), fit).vae == "ema"
+    for given, chosen in ((None, decoder), ("ema", "ema")):
+        config = Config(ckpt="own.pt", vae=given)
+        assert opening._with_decoder(config, None, fit, None, decodes=False)[0].vae == chosen
     assert fit.metadata()["vae"] == said  # a converted file says it too
     there = fit._replace(vae="/somebody/decoder")  # but no path of this machine
     assert there.metadata()["vae"] == "decoder"
@@ -130,4 +130,4 @@ def test_the_number_of_heads_is_a_flag(tmp_path):
     assert torch.equal(found["x", 6], found["y", None])
     assert not torch.equal(found["x", 3], found["x", 6])
     with pytest.raises(UsageError, match="num_heads=3: .*y.pt says 6; drop it"):
-        fit_of(Checkpoint(tmp_path / "y.pt"), "DiT-Demo/2", num_heads=3)
+        fit_of_file(Checkpoint(tmp_path / "y.pt"), "DiT-Demo/2", num_heads=3)

@@ -4,11 +4,11 @@ network, captured steps.
 
 import pytest
 import torch
-from accel.run import Run
 from networks import build, error, fast_network, network_of, sample, small, upstream
 
 from accel.fast.conditioning import ConditioningTable
 from accel.network import Plain
+from accel.pipeline import Pipeline
 from accel.sampling import initial_noise
 from accel.sampling.ancestral import Ancestral, Ddim
 from accel.sampling.flow import Euler, Heun, Sde
@@ -106,10 +106,11 @@ def test_a_warm_up_makes_each_kind_of_step_once(name, monkeypatch):
     process = PROCESSES[name]
     seen = []
     batches = [slice(0, 3), slice(3, 6), slice(6, 8)]
-    run = Run(
+    run = Pipeline(
         Plain(model_of(name)),
         process,
         Guidance(3.0, 8, interval=(0.2, 0.7)),
+        None,
         "fp32",
         torch.device("cpu"),
         8,

@@ -11,12 +11,12 @@ import json
 import numpy as np
 import pytest
 import torch
-from accel.request import GridRequest
 from conftest import ROOT
 from forks import succeeds
 from PIL import Image
 
-from accel import door
+from accel.config import Grid
+from accel.grid import ready
 from accel.latents.pixels import to_grid
 
 DEMO = ROOT / "pretrained_models" / "demo"
@@ -38,10 +38,10 @@ def test_golden_on_the_cpu():
     """Two of the eight pictures through all steps: the others would take three times as
     long and show no more.
     """
-    settings, run, decoder = door.ready(GridRequest(model="DiT-Demo/2", device="cpu"))
+    filled, _, pipeline = ready(Grid.of("DiT-Demo/2", device="cpu"))
     golden = np.load(DEMO / "golden-cpu.npy")
-    near(run.latents(settings.labels, 0, [slice(2, 4)]).numpy(), golden[2:4])
-    grid = to_grid(decoder.decode(torch.from_numpy(golden))).numpy().astype(int)
+    near(pipeline.latents(filled.labels, 0, [slice(2, 4)]).numpy(), golden[2:4])
+    grid = to_grid(pipeline.decode(torch.from_numpy(golden))).numpy().astype(int)
     picture = np.asarray(Image.open(DEMO / "golden-cpu.png")).astype(int)
     assert grid.shape == picture.shape == (262, 522, 3)
     assert np.abs(grid - picture).mean() <= 0.01 and picture.std() > 20

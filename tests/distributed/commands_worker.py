@@ -11,21 +11,21 @@ from io import StringIO
 from math import prod
 
 import sample_ddp
-from accel import door, loading
+from accel import grid, pipeline
 from accel.fast.network import FastNetwork
 from accel.latents import files
 from accel.network import Plain
 from accel.ranks import launched
 
 found = {}
-prepare = loading.load
+load_network = pipeline.load_network
 load_decoder = files.load
-warm_up = door.warm_up
+warm_up = grid.warm_up
 
 
-def prepare_and_note(weights, fit, tier, device, batch, **how):
+def load_and_note(weights, fit, tier, device, batch, *others):
     found["prepared"] = prod(batch.rows[0])
-    return prepare(weights, fit, tier, device, batch, **how)
+    return load_network(weights, fit, tier, device, batch, *others)
 
 
 def tune_and_note(self, row_tokens):
@@ -56,9 +56,9 @@ def load_decoder_and_note(*arguments):
 
 
 if __name__ == "__main__":
-    loading.load = prepare_and_note
+    pipeline.load_network = load_and_note
     files.load = load_decoder_and_note
-    door.warm_up = warm_up_and_note
+    grid.warm_up = warm_up_and_note
     for kind in (Plain, FastNetwork):
         kind.forward_blocks = noting(kind.forward_blocks)
         kind.tune = tune_and_note

@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 import torch
-from accel.request import GridRequest
 from conftest import ROOT, fill
 
+from accel.config import Grid
 from accel.errors import UsageError
 from accel.families.dit.network import DiT
 from accel.kernels import FOLDER, version
@@ -32,7 +32,7 @@ SIX_HEADS = 1024, 6  # tokens of a batch row, heads
 
 def wanted(parallel, **more):
     """The layout of a grid at 512 px that ranks on one host share, as the command takes it."""
-    layout = GridRequest("DiT-S/2", parallel=parallel, **more).layout
+    layout = Grid.of("DiT-S/2", parallel=parallel, **more).layout
     if layout:
         check(layout, *SIX_HEADS, ranks_of(4))
     return layout

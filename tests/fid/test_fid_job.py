@@ -25,11 +25,12 @@ from networks import side_of, upstreams_loop, write_transformer
 from safetensors.torch import load_file, save_file
 from unprivileged import NOBODY, limited, unprivileged
 
-from accel import door
+from accel import pipeline
 from accel.errors import STOPPED, USAGE
 from accel.families.dit.network import DiT_models
 from accel.families.sit.network import SiT_models
 from accel.graphs import Replayed
+from accel.latents.decoder import Decoder
 from accel.latents.half import HalfDecoder
 from accel.weights.diffusers_layout import config_of
 
@@ -342,13 +343,13 @@ def test_a_job_replays_its_decoder(one, tmp_path, monkeypatch, switches):
     # both take the GEMM algorithms that the first chose
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     decoders = []
-    decoder_of = door.decoder_of
 
-    def kept(opened, captured):
-        decoders.append(decoder_of(opened, captured and not decoders))
+    def kept(space, device, arithmetic, otherwise, captured):
+        captured = captured and not decoders
+        decoders.append(Decoder(space, device, arithmetic, otherwise, captured))
         return decoders[-1]
 
-    monkeypatch.setattr(door, "decoder_of", kept)
+    monkeypatch.setattr(pipeline, "Decoder", kept)
     for name in ("replayed", "launched"):
         one("--model", "DiT-Demo/2", "--precision", "fp16", *SHORT, "--sample-dir", tmp_path / name)
     replayed, launched = (decoder.load().half for decoder in decoders)

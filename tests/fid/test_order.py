@@ -1,22 +1,21 @@
 """From a command's options to an order, and the settings that are recorded with it."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from accel.door import fid as door
-from accel.request import FidRequest
-from networks import settings_of
+from networks import filled, opened_for
 
+from accel.config import Config, FidJob
 from accel.errors import UsageError
+from accel.fid import job as fid_job
+from accel.fid.job import folder_of, record_of, require_seeds
 from accel.latents import LatentSpace
 
 
-def settings(**more):
-    return settings_of(
-        FidRequest(**{"num_fid_samples": 9, **more}), SimpleNamespace(digest=lambda: "a")
-    )
+def job_of(**options):
+    return FidJob.of(**{"num_fid_samples": 9, **options})
 
 
 @pytest.mark.parametrize(
@@ -42,7 +41,7 @@ def settings(**more):
     ],
 )
 def test_the_folder_has_upstreams_name(name, flags):
-    assert door.folder_of(settings(sample_dir="x", **flags)).as_posix() == f"x/{name}"
+    assert folder_of(filled(job_of(sample_dir="x", **flags))).as_posix() == f"x/{name}"
 
 
 @pytest.mark.parametrize(
@@ -61,13 +60,13 @@ def test_the_folder_has_upstreams_name(name, flags):
     ],
 )
 def test_the_last_ranks_seed_has_to_fit_into_64_bits(seed, world, fits):
-    request = SimpleNamespace(seed=seed, world_independent_noise=False)
+    job = SimpleNamespace(config=SimpleNamespace(seed=seed), world_independent_noise=False)
     if fits:
-        door.require_seeds(request, world)
+        require_seeds(job, world)
         torch.Generator().manual_seed(seed * world + world - 1)
         return
     with pytest.raises(UsageError, match=f"^seed={seed}: times {world} ranks"):
-        door.require_seeds(request, world)
+        require_seeds(job, world)
 
 
 CHANGES = {
@@ -118,15 +117,20 @@ def test_whatever_decides_a_pictures_bits_is_a_setting(monkeypatch):
 
     The names stay, or no job that an earlier version began is resumed.
     """
-    monkeypatch.setattr(door, "digest", lambda space: "of the VAE")
+    monkeypatch.setattr(fid_job, "digest", lambda space: "of the VAE")
 
-    def recorded(world=1, precision="fp32", vae_precision="fp32", digest="a", **changes):
+    def recorded(
+        world=1, precision="fp32", vae_precision="fp32", digest="a", space=None, **changes
+    ):
         weights = SimpleNamespace(digest=lambda: digest)
-        usual = settings(model="DiT-Demo/2", eta=0.25, sampler="ddim", num_sampling_steps=10)
-        chosen = replace(usual, weights=weights, **changes)
-        run = SimpleNamespace(device=torch.device("cpu"), tier=precision)
+        usual = job_of(model="DiT-Demo/2", eta=0.25, sampler="ddim", num_sampling_steps=10)
+        opened = opened_for(usual, weights)
+        of_config = {item.name for item in fields(Config)} & changes.keys()
+        config = replace(opened.config, **{name: changes.pop(name) for name in of_config})
+        opened = opened._replace(space=space or opened.space)
         decoder = SimpleNamespace(load=lambda: SimpleNamespace(precision=vae_precision))
-        return door.settings_of(chosen, run, decoder, world)
+        pipeline = SimpleNamespace(device=torch.device("cpu"), tier=precision, decoder=decoder)
+        return record_of(replace(usual, config=config, **changes), opened, pipeline, world)
 
     before = recorded()
     assert (

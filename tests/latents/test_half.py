@@ -8,10 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from accel.door import opening
-from accel.request import GridRequest
 
-from accel import door, precision
+from accel import precision
+from accel.config import Config
 from accel.errors import UsageError
 from accel.families import DEMO
 from accel.graphs import Replayed
@@ -20,6 +19,8 @@ from accel.latents.autoencoder_kl import SD_VAE_FT, KLDecoder, space_of
 from accel.latents.decoder import REQUIRED_PSNR, Decoder
 from accel.latents.files import FILES, find, load
 from accel.latents.half import HalfDecoder
+from accel.opening import open_model
+from accel.pipeline import Pipeline
 
 CPU = torch.device("cpu")
 SPACE = LatentSpace()
@@ -122,11 +123,11 @@ def test_where_float16_fails_float32_decodes(make, tiny_vae, tmp_path, capsys):
     reason = f"({lost:.1f} dB from float32" if make is coarse else "overflows float16"
     (tmp_path / FILES[0]).write_text((tiny_vae / FILES[0]).read_text())
     save_file(plain.state_dict(), tmp_path / FILES[1])
-    request = GridRequest(
-        model="DiT-Demo/2", vae=str(tmp_path), device="cpu", labels=(0,), num_sampling_steps=1
-    )
+    config = Config(model="DiT-Demo/2", vae=str(tmp_path), device="cpu", num_sampling_steps=1)
     # as on a GPU
-    decoder = door.decoder_of(replace(opening.open_weights(request, CPU), vae_precision="fp16"))
+    opened = open_model(config, CPU)
+    config = replace(opened.config, vae_precision="fp16")
+    decoder = Pipeline.load(opened._replace(config=config)).decoder
     latents = noise(3, 4)
     capsys.readouterr()
     got = torch.cat([decoder.decode(latents[:1]), decoder.decode(latents[1:])])

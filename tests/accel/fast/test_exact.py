@@ -6,14 +6,15 @@ from functools import partial
 
 import pytest
 import torch
-from accel.request import GridRequest
 from networks import DEVICES, build, error, inputs, network_of
 from reference_networks import large_dit
 from test_large_dit import build as build_large
 
-from accel import door, precision
+from accel import precision
+from accel.config import Grid
 from accel.errors import UsageError
 from accel.graphs import Replayed
+from accel.grid import ready
 
 
 def bound(own):
@@ -173,13 +174,13 @@ def test_accuracy(name, arguments, n, switches):
 @pytest.mark.gpu
 def test_overflow_is_a_line_before_a_run(tmp_path):
     torch.save(too_large(build("DiT-Demo/2")).state_dict(), tmp_path / "large.pt")
-    request = GridRequest(
+    grid = Grid.of(
         "DiT-Demo/2", ckpt=str(tmp_path / "large.pt"), output_type="latent", precision="exact"
     )
     with pytest.raises(
         UsageError, match="precision=exact: .*blocks.1.mlp.fc1 gives values .*; use precision=fp32"
     ):
-        door.ready(request)
+        ready(grid)
 
 
 @pytest.mark.gpu

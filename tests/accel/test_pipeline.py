@@ -8,24 +8,26 @@ from types import SimpleNamespace
 import forks
 import pytest
 import torch
-from accel.door import opening
-from accel.request import FidRequest, GridRequest
-from networks import build, fast_network, large_inside, settings_of, small
+from networks import build, fast_network, filled, large_inside, small
 from unprivileged import limited
 
-from accel import door, network
+from accel import network
+from accel.config import FidJob, Grid
 from accel.errors import UsageError
 from accel.families.dit import FAMILY
 from accel.families.dit.network import DiT_models
+from accel.grid import ready, save
 from accel.network import Batch, overflows
+from accel.opening import open_model
+from accel.pipeline import Pipeline
 from accel.progress import Stopwatch
 
 CPU = torch.device("cpu")
 
 
-def request_of(weights, kind=GridRequest, **more):
+def job_of(weights, kind=Grid, **options):
     common = dict(model="DiT-Demo/2", ckpt=str(weights), device="cpu", num_sampling_steps=5)
-    return kind(**{**common, **more})
+    return kind.of(**{**common, **options})
 
 
 @pytest.mark.parametrize(
@@ -54,7 +56,9 @@ def test_what_flags_decide_comes_before_weights_that_are_fetched(
         monkeypatch.setattr(f"accel.{fetch}", lambda *_: pytest.fail("fetched"))
     monkeypatch.setattr("accel.latents.files.FOLDER", weights.parent)  # where no decoder lies
     with pytest.raises(UsageError, match=words):
-        door.ready(request_of(weights, **{"vae": "ema", **wrong}))
+        job = job_of(weights, **{"vae": "ema", **wrong})
+        job.check()
+        ready(job)
 
 
 def test_loading_imports_no_compiler():
@@ -63,10 +67,10 @@ def test_loading_imports_no_compiler():
     afterwards.
     """
     code = (
-        "import sys, torch\nfrom accel import door\nfrom accel.request import GridRequest\n"
+        "import sys, torch\nfrom accel.config import Grid\nfrom accel.grid import ready\n"
         "for sampler in ('ddpm', 'unipc'):\n"
-        "    _, run, _ = door.ready(GridRequest(model='DiT-Demo/2', device='cpu', sampler=sampler))\n"
-        "    print(run.network.depth, {'torch._dynamo', 'triton', 'diffusers'} & set(sys.modules))\n"
+        "    grid = Grid.of('DiT-Demo/2', device='cpu', sampler=sampler)\n"
+        "    print(ready(grid).pipeline.network.depth, {'torch._dynamo', 'triton', 'diffusers'} & set(sys.modules))\n"
         "from diffusers import DiTTransformer2DModel\n"
         "print(torch.compile(torch.cos, backend='eager')(torch.zeros(1)).item())"
     )
@@ -88,11 +92,11 @@ def test_loading_costs_the_file(tmp_path):
         }
     torch.save({name: torch.full(shape, 0.01) for name, shape in shapes.items()}, path)
     code = (
-        "import resource, sys, torch; from accel import door; from accel.request import GridRequest\n"
-        f"request = GridRequest('DiT-B/2', ckpt={str(path)!r}, device='cpu', output_type='latent')\n"
+        "import resource, sys, torch\nfrom accel.config import Grid\nfrom accel.grid import ready\n"
+        f"grid = Grid.of('DiT-B/2', ckpt={str(path)!r}, device='cpu', output_type='latent')\n"
         "base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "_, run, _ = door.ready(request)\n"
-        "total = sum(p.sum().item() for p in run.network.model.parameters())\n"
+        "network = ready(grid).pipeline.network\n"
+        "total = sum(p.sum().item() for p in network.model.parameters())\n"
         "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) * 1024)"
     )
     done = forks.run(["-c", code])
@@ -102,14 +106,14 @@ def test_loading_costs_the_file(tmp_path):
 
 
 def test_latents_that_are_not_finite_name_the_step(weights, monkeypatch):
-    _, run, _ = door.ready(request_of(weights, labels=(1,), output_type="latent"))
+    run = ready(job_of(weights, labels=(1,), output_type="latent")).pipeline
     condition = run.network.condition
     run.network.condition = lambda t, y: condition(t, y) * (float("nan") if t[0] < 600 else 1)
     with pytest.raises(
         UsageError, match="precision=fp32: .* not finite from step 3 of 5 on; check the weights"
     ):
         run.latents((1,), 0)
-    run = run._replace(tier="fp16")  # on a GPU, with bfloat16 and, like a V100, without
+    run = run.with_(tier="fp16")  # on a GPU, with bfloat16 and, like a V100, without
     for supported, remedy in ((True, "bf16"), (False, "fp32")):
         monkeypatch.setattr(
             network, "supports", lambda tier, device, supported=supported: supported
@@ -158,13 +162,16 @@ def test_the_check_for_overflow_leaves_the_random_stream_alone():
             "image_size=128: a picture does not fit in free GPU memory; use a smaller one",
         ),
         (
-            dict(kind=FidRequest, num_fid_samples=100, per_proc_batch_size=48),
+            dict(kind=FidJob, num_fid_samples=100, per_proc_batch_size=48),
             "per_proc_batch_size=48: does not fit in free GPU memory; use a smaller one",
         ),
     ],
 )
 def test_too_little_memory_names_what_made_the_batch(how, message, weights):
-    run = door.load(opening.open_weights(request_of(weights, **how), CPU), sizes={3})
+    job = job_of(weights, **how)
+    opened = open_model(job.config, CPU)
+    job = job.filled(opened.config, opened.fit)
+    run = Pipeline.load(opened, {3}, too_large=job.too_large)
 
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nGPU 0 has ...")
@@ -177,27 +184,27 @@ def test_too_little_memory_names_what_made_the_batch(how, message, weights):
 def test_a_disk_that_is_full_is_a_line(tmp_path):
     """Here a limit on the size of files."""
     output = str(tmp_path / "x.npy")
-    settings = settings_of(GridRequest("DiT-Demo/2", output_type="latent"))
+    grid = filled(Grid.of("DiT-Demo/2", output_type="latent"))
     words = f"output={output}: .*; free some space, or choose another path"
     with limited("FSIZE", 4096), pytest.raises(UsageError, match=words):
-        door.save(settings, output, torch.randn(8, 4, 128, 128), Stopwatch(CPU))
+        save(grid, output, torch.randn(8, 4, 128, 128), Stopwatch(CPU))
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.gpu
 def test_weights_that_overflow_float16_are_found(tmp_path, capsys):
     torch.save(large_inside(build("DiT-Demo/2")).state_dict(), tmp_path / "large.pt")
-    request = request_of(
+    grid = job_of(
         tmp_path / "large.pt", device="cuda", output_type="latent", output=str(tmp_path / "x.npy")
     )
-    _, run, _ = door.ready(request)
+    run = ready(grid).pipeline
     assert (
         run.tier == "bf16"
         and "overflow" in capsys.readouterr().out
         and run.latents((1,), 0).isfinite().all()
     )
     with pytest.raises(UsageError, match="precision=fp16: overflows.*bf16"):
-        door.ready(replace(request, precision="fp16"))
+        ready(replace(grid, config=replace(grid.config, precision="fp16")))
 
 
 @pytest.mark.parametrize("bad", FAMILY.some_times)
