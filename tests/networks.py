@@ -63,7 +63,6 @@ def opened_for(job, weights=None, **changes):
         constructor_of(config.named_model),
         6,
         4,
-        8,
         int(config.named_model.rpartition("/")[2]),
         config.num_classes or defaults.num_classes,
     )

@@ -5,7 +5,7 @@ GPUs are stand-ins: nothing is launched.
 import pytest
 import torch
 
-from accel import gpu, loading, precision
+from accel import gpu, opening, precision
 from accel.config import Config
 from accel.errors import UsageError
 from accel.kernels import attention, split_attention, split_linear
@@ -120,9 +120,9 @@ def test_a_torch_without_code_for_the_gpu_is_refused(capability, targets, remedy
     for name, value in dict(seen, get_device_capability=capability).items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     if remedy is None:
-        assert loading.choose_device(None) == torch.device("cuda")
+        assert opening.choose_device(None) == torch.device("cuda")
         return
     with pytest.raises(UsageError) as refusal:
-        loading.choose_device(None)
+        opening.choose_device(None)
     words = f"device=cuda: torch {torch.__version__} has no code for Tesla; install {remedy}"
     assert str(refusal.value) == words
