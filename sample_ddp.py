@@ -7,7 +7,6 @@ An FID job that was stopped or killed resumes when the same command is given aga
 import signal
 import time
 from argparse import Namespace
-from typing import TYPE_CHECKING
 
 from accel import launch, signals
 
@@ -18,10 +17,8 @@ from accel.command_line import OneLineParser, add_arguments, refuse_given, reque
 from accel.driver import import_torch
 from accel.errors import record
 from accel.output import require_writable
+from accel.ranks import Ranks, require_device
 from accel.request import FidRequest, GridRequest, Request
-
-if TYPE_CHECKING:  # torch is slow to import
-    from accel.ranks import Ranks
 
 STOP_SIGNALS = signal.SIGTERM, signal.SIGUSR1  # of queues, before they take a job's nodes away
 # Parameters that may differ between the nodes of a job: paths and devices.
@@ -80,6 +77,7 @@ def main() -> None:
     args = parser.parse_args()
     with user_errors(parser):
         request = chosen(args)
+        require_device(request.device)
     sample(request, parser)
 
 
@@ -109,7 +107,7 @@ def require_outputs(request: GridRequest) -> None:
         require_writable(path, request.output_type)
 
 
-def sample_grid(request: GridRequest, ranks: "Ranks") -> None:
+def sample_grid(request: GridRequest, ranks: Ranks) -> None:
     """Make the picture of sample.py."""
     from accel.grid import make_grid
 
@@ -117,7 +115,7 @@ def sample_grid(request: GridRequest, ranks: "Ranks") -> None:
     make_grid(request, ranks)
 
 
-def sample_for_fid(request: FidRequest, ranks: "Ranks") -> None:
+def sample_for_fid(request: FidRequest, ranks: Ranks) -> None:
     """Make the folder of pictures and its .npz."""
     from accel import door, fid
     from accel.door import fid as fid_door
