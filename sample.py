@@ -13,6 +13,7 @@ if __name__ == "__main__":
 
 from accel.command_line import add_arguments, request_from, user_errors
 from accel.driver import import_torch
+from accel.ranks import Ranks
 from accel.request import SPEED, GridRequest
 from sample_ddp import RankParser, require_outputs, sample
 
@@ -49,7 +50,6 @@ def sample_alone(request: GridRequest) -> None:
     """Make the pictures in this process."""
     import_torch(request.device)  # after the cheap checks: it is slow
     from accel.grid import make_grid
-    from accel.ranks import Ranks
 
     make_grid(request, Ranks())
 

@@ -8,7 +8,6 @@ import signal
 import time
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from accel import launch, signals
 
@@ -19,10 +18,8 @@ from accel.command_line import OneLineParser, add_arguments, refuse_given, reque
 from accel.driver import import_torch
 from accel.errors import record
 from accel.output import require_writable
+from accel.ranks import Ranks, require_device
 from accel.request import FidRequest, GridRequest, Request
-
-if TYPE_CHECKING:  # torch is slow to import
-    from accel.ranks import Ranks
 
 STOP_SIGNALS = signal.SIGTERM, signal.SIGUSR1  # of queues, before they take a job's nodes away
 # Parameters that may differ between the nodes of a job: paths and devices.
@@ -83,6 +80,7 @@ def main() -> None:
     args = parser.parse_args()
     with user_errors(parser):
         request = chosen(args)
+        require_device(request.device)
     sample(request, parser)
 
 
@@ -113,7 +111,7 @@ def require_outputs(request: GridRequest) -> None:
         require_writable(path, request.output_type)
 
 
-def sample_grid(request: GridRequest, ranks: "Ranks") -> None:
+def sample_grid(request: GridRequest, ranks: Ranks) -> None:
     """Make the picture of sample.py."""
     from accel.grid import make_grid
 
@@ -121,7 +119,7 @@ def sample_grid(request: GridRequest, ranks: "Ranks") -> None:
     make_grid(request, ranks)
 
 
-def sample_for_fid(request: FidRequest, ranks: "Ranks") -> None:
+def sample_for_fid(request: FidRequest, ranks: Ranks) -> None:
     """Make the folder of pictures and its .npz."""
     from accel import door, fid
     from accel.door import fid as fid_door
