@@ -182,35 +182,26 @@ class LoadedModule:
         t: Tensor,
         y: Tensor,
         state: dict[str, Tensor] | None = None,
-        scale: float | None = None,
+        method: str = "__call__",
+        *more: Any,
     ) -> Tensor:
         """Return the module's output, converted to the reference network's: x (N, C, H,
-        W), t (N,), y (N,) → (N, C', H, W). state: replaces the module's weights. scale:
-        for its forward_with_cfg, in place of forward.
+        W), t (N,), y (N,) → (N, C', H, W). state: replaces the module's weights. method: what
+        is called, by default the module with its hooks; more: arguments after x, t, y.
         """
         arguments, named = self.how.arguments(x, t, y)
-        method = _called(self.module) if scale is None else self.module.forward_with_cfg
-        arguments = arguments if scale is None else (*arguments, scale)
         weights = {f"module.{name}": value for name, value in (state or {}).items()}
         called = _Method(self.module, method)
-        return self.how.output(functional_call(called, weights, arguments, named))
+        return self.how.output(functional_call(called, weights, (*arguments, *more), named))
 
 
 class _Method(nn.Module):
     """A wrapper whose forward is a method of the module, for functional_call."""
 
-    def __init__(self, module: nn.Module, method: Callable):
+    def __init__(self, module: nn.Module, method: str):
         super().__init__()
         self.module = module
-        self.forward = method
-
-
-def _called(module):
-    """Return what callers of the module run, its hooks and its class's `__call__`. A module
-    that was compiled in place is not compiled for it.
-    """
-    as_usual = type(module).__call__ is nn.Module.__call__
-    return module._call_impl if as_usual else module.__call__
+        self.forward = getattr(module, method)
 
 
 def _with_embedding(

@@ -370,9 +370,23 @@ def test_a_hook_that_changes_nothing_is_no_hindrance():
     x, t, y = inputs(model, 2)
     assert torch.equal(accelerate(model)(x, t, y), accelerate(small())(x, t, y))
     assert calls
-    compiled = small()
-    compiled.compile(backend=lambda graph, inputs: pytest.fail("compiled for the check"))
-    assert torch.equal(accelerate(compiled)(x, t, y), accelerate(small())(x, t, y))
+
+
+@pytest.mark.parametrize("name", ["", "blocks.1"])
+def test_a_model_that_is_compiled_in_place_is_not_compiled_for_the_check(name):
+    model = small()
+    x, t, y = inputs(model, 2)
+    want = accelerate(model)(x, t, y)
+    compiled = []
+
+    def backend(graph, examples):
+        compiled.append(graph)
+        return graph
+
+    model.get_submodule(name).compile(backend=backend)
+    assert torch.equal(accelerate(model)(x, t, y), want) and not compiled
+    with torch.no_grad():
+        assert torch.allclose(model(x, t, y), want, atol=1e-5) and compiled
 
 
 def test_a_model_of_no_classes_has_its_one_label():
