@@ -177,6 +177,6 @@ def _evaluate(loaded, weights=None, t=None, both=False, scale=None):
 
 def _not_compiled(module):
     """Return a context in which modules that torch compiles run as they are written."""
-    if any(part._compiled_call_impl for part in module.modules()):
+    if any(part._compiled_call_impl or hasattr(part, "_orig_mod") for part in module.modules()):
         return torch.compiler.set_stance("force_eager")
     return nullcontext()

@@ -62,7 +62,7 @@ class LoadedModule:
             )
         self.module = unwrapped(module)
         self.name = type(self.module).__name__
-        state = self.module.state_dict()
+        state = _not_wrapped(self.module.state_dict())
         for name, value in state.items():
             if not isinstance(value, Tensor) or value.is_quantized or value.is_nested:
                 raise UsageError(
@@ -139,7 +139,8 @@ class LoadedModule:
     def renamed(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a state dict of the module under the names of its family's files."""
         try:
-            return self.how.read({name: value.detach() for name, value in state.items()})
+            state = {name: value.detach() for name, value in _not_wrapped(state).items()}
+            return self.how.read(state)
         except ValueError as error:
             raise UsageError(f"{self.name}: {error}") from None
 
@@ -156,7 +157,7 @@ class LoadedModule:
         return ask(self.how.family, "converted", self.renamed(state), self.metadata)
 
     def _require_attributes(self):
-        theirs = dict(self.module.named_modules())
+        theirs = _not_wrapped(dict(self.module.named_modules()))
         for name, module in self.model.named_modules():
             for attribute in COMPARED:
                 want = getattr(module, attribute, None)
@@ -202,6 +203,11 @@ class _Method(nn.Module):
         super().__init__()
         self.module = module
         self.forward = getattr(module, method)
+
+
+def _not_wrapped(named):
+    """Return what has names in a module by its names without compiled parts' wrappers."""
+    return {f"{name}.".replace("_orig_mod.", "")[:-1]: value for name, value in named.items()}
 
 
 def _with_embedding(
