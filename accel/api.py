@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from accel import door
-from accel.compare import OTHER, own_guidance, require_same
+from accel.compare import OTHER, build, own_guidance, require_same
 from accel.door import opening
 from accel.errors import UsageError, path_errors, shown
 from accel.families import model_names
@@ -137,8 +137,8 @@ class Sampler:
             self._check = check
             self._checked = type(loaded.module) if loaded else None
             if loaded:  # the network has a copy of its weights by now
-                if check and loaded.fit.latent_size == self._run.side:
-                    require_same(self._run.network, loaded, self._run.tier)
+                if check:
+                    _require_same(self._run.network, loaded, self._run)
                 loaded.release()
             if self._scheduler is not None:
                 process = door.process_of(self.settings, self._scheduler)
@@ -295,9 +295,19 @@ def _renew(run, loaded, settings, check):
                 "another of it"
             )
     new = _network_of(loaded, fit, run, settings)
-    if check and fit.latent_size == run.side:
-        require_same(new, loaded, run.tier)
+    if check:
+        _require_same(new, loaded, run)
     run.network.copy_weights(new)
+
+
+def _require_same(network, loaded, run):
+    """Raise UsageError unless a network for the run computes the module's function. For
+    latents of another size than the module's, one of the module's own size is compared.
+    """
+    if loaded.fit.latent_size != run.side:
+        state = reference_state(loaded, loaded.fit)
+        network = build(state, loaded.model, run.tier, run.device)
+    require_same(network, loaded, run.tier)
 
 
 def _network_of(weights, fit, run, settings):

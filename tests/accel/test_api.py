@@ -40,6 +40,7 @@ def demo(device="cpu", **options):
 
 
 Z = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(7))
+LATENT = dict(device="cpu", output_type="latent")
 NESTED = torch.nested.nested_tensor([torch.ones(1), torch.ones(1)])
 
 
