@@ -25,7 +25,7 @@ from accel.families.recognise import reference_state
 from accel.latents.autoencoder_kl import OF_LATENTS
 from accel.latents.files import FILES
 from accel.latents.pixels import to_grid
-from accel.loading import free_memory, load_network
+from accel.loading import choose_device, free_memory, load_network
 from accel.network import overflows, unwrapped
 from accel.precision import TIERS, alone, apply_precision
 from accel.progress import step_bar
@@ -132,7 +132,11 @@ class Sampler:
     def _open(self, options, loaded, check):
         request = GridRequest(**options)
         with alone():
-            self.settings, self._run, self._decoder = door.ready(request, weights=loaded)
+            device = choose_device(request.device)
+            self.settings = opening.open_weights(request, device, loaded)
+            process = door.process_of(self.settings, self._scheduler)  # may refuse the scheduler
+            self._run = door.load(self.settings)._replace(process=process)
+            self._decoder = door.decoder_of(self.settings)
             self._embedding = loaded.how.timestep_embedding if loaded else None
             self._check = check
             self._checked = type(loaded.module) if loaded else None
@@ -140,9 +144,6 @@ class Sampler:
                 if check:
                     _require_same(self._run.network, loaded, self._run)
                 loaded.release()
-            if self._scheduler is not None:
-                process = door.process_of(self.settings, self._scheduler)
-                self._run = self._run._replace(process=process)
             self._sampled = self.settings.num_sampling_steps, self.settings.cfg_scale
 
     def refresh(self, model: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
