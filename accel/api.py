@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from accel import door
-from accel.compare import OTHER, own_guidance, require_same
+from accel.compare import OTHER, build, own_guidance, require_same
 from accel.door import opening
 from accel.errors import UsageError, path_errors, shown
 from accel.families import model_names
@@ -25,7 +25,7 @@ from accel.families.recognise import reference_state
 from accel.latents.autoencoder_kl import OF_LATENTS
 from accel.latents.files import FILES
 from accel.latents.pixels import to_grid
-from accel.loading import free_memory, load_network
+from accel.loading import choose_device, free_memory, load_network
 from accel.network import overflows, unwrapped
 from accel.precision import TIERS, alone, apply_precision
 from accel.progress import step_bar
@@ -134,17 +134,18 @@ class Sampler:
     def _open(self, options, loaded, check):
         request = GridRequest(**options)
         with alone():
-            self.settings, self._run, self._decoder = door.ready(request, weights=loaded)
+            device = choose_device(request.device)
+            self.settings = opening.open_weights(request, device, loaded)
+            process = door.process_of(self.settings, self._scheduler)  # may refuse the scheduler
+            self._run = door.load(self.settings)._replace(process=process)
+            self._decoder = door.decoder_of(self.settings)
             self._embedding = loaded.how.timestep_embedding if loaded else None
             self._check = check
             self._checked = type(loaded.module) if loaded else None
             if loaded:  # the network has a copy of its weights by now
-                if check and loaded.fit.latent_size == self._run.side:
-                    require_same(self._run.network, loaded, self._run.tier)
+                if check:
+                    _require_same(self._run.network, loaded, self._run)
                 loaded.release()
-            if self._scheduler is not None:
-                process = door.process_of(self.settings, self._scheduler)
-                self._run = self._run._replace(process=process)
             self._sampled = self.settings.num_sampling_steps, self.settings.cfg_scale
 
     def refresh(self, model: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
@@ -297,9 +298,19 @@ def _renew(run, loaded, settings, check):
                 "another of it"
             )
     new = _network_of(loaded, fit, run, settings)
-    if check and fit.latent_size == run.side:
-        require_same(new, loaded, run.tier)
+    if check:
+        _require_same(new, loaded, run)
     run.network.copy_weights(new)
+
+
+def _require_same(network, loaded, run):
+    """Raise UsageError unless a network for the run computes the module's function. For
+    latents of another size than the module's, one of the module's own size is compared.
+    """
+    if loaded.fit.latent_size != run.side:
+        state = reference_state(loaded, loaded.fit)
+        network = build(state, loaded.model, run.tier, run.device)
+    require_same(network, loaded, run.tier)
 
 
 def _network_of(weights, fit, run, settings):

@@ -68,7 +68,7 @@ class LoadedModule:
             )
         self.module = unwrapped(module)
         self.name = type(self.module).__name__
-        state = self.module.state_dict()
+        state = _not_wrapped(self.module.state_dict())
         for name, value in state.items():
             if not isinstance(value, Tensor) or value.is_quantized or value.is_nested:
                 raise UsageError(
@@ -150,7 +150,8 @@ class LoadedModule:
     def renamed(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a state dict of the module under the names of its family's files."""
         try:
-            return self.how.read({name: value.detach() for name, value in state.items()})
+            state = {name: value.detach() for name, value in _not_wrapped(state).items()}
+            return self.how.read(state)
         except ValueError as error:
             raise UsageError(f"{self.name}: {error}") from None
 
@@ -167,7 +168,7 @@ class LoadedModule:
         return recogniser_of(self.how.family).converted(self.renamed(state), self.metadata)
 
     def _require_attributes(self):
-        theirs = dict(self.module.named_modules())
+        theirs = _not_wrapped(dict(self.module.named_modules()))
         for name, module in self.model.named_modules():
             for attribute in COMPARED:
                 want = getattr(module, attribute, None)
@@ -193,35 +194,31 @@ class LoadedModule:
         t: Tensor,
         y: Tensor,
         state: dict[str, Tensor] | None = None,
-        scale: float | None = None,
+        method: str = "__call__",
+        *more: Any,
     ) -> Tensor:
         """Return the module's output, converted to the reference network's: x (N, C, H,
-        W), t (N,), y (N,) → (N, C', H, W). state: replaces the module's weights. scale:
-        for its forward_with_cfg, in place of forward.
+        W), t (N,), y (N,) → (N, C', H, W). state: replaces the module's weights. method: what
+        is called, by default the module with its hooks; more: arguments after x, t, y.
         """
         arguments, named = self.how.arguments(x, t, y)
-        method = _called(self.module) if scale is None else self.module.forward_with_cfg
-        arguments = arguments if scale is None else (*arguments, scale)
         weights = {f"module.{name}": value for name, value in (state or {}).items()}
         called = _Method(self.module, method)
-        return self.how.output(functional_call(called, weights, arguments, named))
+        return self.how.output(functional_call(called, weights, (*arguments, *more), named))
 
 
 class _Method(nn.Module):
     """A wrapper whose forward is a method of the module, for functional_call."""
 
-    def __init__(self, module: nn.Module, method: Callable):
+    def __init__(self, module: nn.Module, method: str):
         super().__init__()
         self.module = module
-        self.forward = method
+        self.forward = getattr(module, method)
 
 
-def _called(module):
-    """Return what callers of the module run, its hooks and its class's `__call__`. A module
-    that was compiled in place is not compiled for it.
-    """
-    as_usual = type(module).__call__ is nn.Module.__call__
-    return module._call_impl if as_usual else module.__call__
+def _not_wrapped(named):
+    """Return what has names in a module by its names without compiled parts' wrappers."""
+    return {f"{name}.".replace("_orig_mod.", "")[:-1]: value for name, value in named.items()}
 
 
 def _with_embedding(

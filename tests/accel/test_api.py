@@ -40,6 +40,7 @@ def demo(device="cpu", **options):
 
 
 Z = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(7))
+LATENT = dict(device="cpu", output_type="latent")
 NESTED = torch.nested.nested_tensor([torch.ones(1), torch.ones(1)])
 
 
@@ -428,7 +429,7 @@ def test_a_state_dict_renews_the_weights():
 
 
 NOWHERE = """
-import resource, sys, tempfile
+import io, resource, sys, tempfile
 from diffusers import AutoencoderKL
 from accel import Sampler
 vae = AutoencoderKL.from_pretrained(sys.argv[1])
@@ -437,7 +438,11 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # no file can be written
 tempfile.tempdir = None
 how = dict(device="cpu", num_sampling_steps=2)
 stderr, sys.stderr = sys.stderr, None  # as in a program without a console
-shape = Sampler("DiT-Demo/2", output_type="latent", **how).latents(1, progress=True).shape
+sampler = Sampler("DiT-Demo/2", output_type="latent", **how)
+sampler.latents(1, progress=True)
+sys.stderr = io.StringIO()
+sys.stderr.close()
+shape = sampler.latents(1, progress=True).shape
 try:
     Sampler("DiT-Demo/2", vae=vae, **how)
 except ValueError as error:
