@@ -16,7 +16,7 @@ from accel.compare import OTHER, own_guidance, require_same
 from accel.door import opening
 from accel.errors import UsageError
 from accel.families import model_names
-from accel.families.loaded_module import LoadedModule
+from accel.families.loaded_module import from_module
 from accel.families.recognise import reference_state
 from accel.latents.autoencoder_kl import OF_LATENTS
 from accel.latents.files import FILES
@@ -132,7 +132,7 @@ class Sampler:
         the old weights, if they do not fit or overflow.
         """
         with self._running() as run:
-            new = LoadedModule(model, copy=True)
+            new = from_module(model, copy=True)
             if (new.fit.family, new.how.timestep_embedding) != (
                 self.settings.fit.family,
                 self._embedding,
@@ -275,7 +275,7 @@ def _load_module(model, options, check):
     if wrong:
         raise UsageError(f"`{wrong[0]}`: is for weights on disk, and the model was given; drop it")
     with alone():
-        loaded = LoadedModule(model, copy=True)
+        loaded = from_module(model, copy=True)
         if loaded.assumed:
             print(f"{loaded.name}: {loaded.assumed}")
         if check and "guidance_channels" not in options:

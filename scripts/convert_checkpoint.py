@@ -32,7 +32,8 @@ from accel.families.recognise import (
 from accel.files import atomic_write
 from accel.flags import positive
 from accel.latents.files import find
-from accel.weights.checkpoint import Checkpoint
+from accel.weights import Weights
+from accel.weights.checkpoint import open_checkpoint
 from accel.weights.diffusers_layout import WEIGHTS, config_of, to_diffusers, weight_files
 from accel.weights.metadata import OWN, to_header
 from accel.weights.tensor_files import digest, mode_of
@@ -122,7 +123,7 @@ def convert(
             "`pipeline`: writes a folder, so `output` must name one; `vae` needs `pipeline`"
         )
     vae = find(vae).decoder.path if vae else None
-    weights = Checkpoint(ckpt, entry=weights_entry)
+    weights = open_checkpoint(ckpt, entry=weights_entry)
     fit = fit_of(weights, model, num_heads=num_heads)
     if target.suffix:
         state = recogniser_of(fit.family).sampled(weights.state, weights.metadata)
@@ -154,7 +155,7 @@ def convert(
         print(f"{target}: {null}: it cannot guide these")
 
 
-def diffusers_state(ckpt: str, weights: Checkpoint, fit: Fit) -> dict[str, torch.Tensor]:
+def diffusers_state(ckpt: str, weights: Weights, fit: Fit) -> dict[str, torch.Tensor]:
     """Return the weights without their position table, which diffusers' class computes.
     Raises UsageError for weights that the class cannot compute.
     """
@@ -193,7 +194,7 @@ def require_equal(target: Path, state: dict[str, torch.Tensor], fit: Fit) -> Non
     """Read `target` back. Remove it and raise UsageError unless it holds the same tensors
     of the same kind.
     """
-    weights = Checkpoint(target)
+    weights = open_checkpoint(target)
     again = recognise(str(target), weights.state, weights.metadata)
     back = weights.state
     if not target.suffix:

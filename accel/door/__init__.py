@@ -19,7 +19,6 @@ from accel import loading, output, precision
 from accel.diffusion import create_diffusion
 from accel.door.opening import digest_of, open_weights
 from accel.errors import UsageError
-from accel.families.loaded_module import LoadedModule
 from accel.forecast import read_plan
 from accel.latents.decoder import Decoder
 from accel.network import WHOLE, Batch, Part
@@ -36,6 +35,7 @@ from accel.sampling.process import Process
 from accel.sampling.solvers import SOLVERS, Solver, make_scheduler
 from accel.sampling.strides import Strides
 from accel.settings import GridSettings, Settings
+from accel.weights import Weights
 
 if TYPE_CHECKING:  # a grid of one process does not wait for these
     from accel.kernels.linear import Tuner
@@ -45,9 +45,7 @@ if TYPE_CHECKING:  # a grid of one process does not wait for these
 ALONE = Placement()
 
 
-def ready(
-    request: Request, weights: LoadedModule | None = None
-) -> tuple[Settings, Run, Decoder | None]:
+def ready(request: Request, weights: Weights | None = None) -> tuple[Settings, Run, Decoder | None]:
     """Return the settings, run and decoder of a request, for this process alone. weights:
     in place of the request's.
     """

@@ -44,7 +44,6 @@ class DiTRecogniser(Recogniser):
 
     family = dit.FAMILY
     models = DiT_models
-    keys = (PATCHES, "blocks.0.attn.qkv.weight")
     network: ClassVar[type[DiT]] = DiT
     computed = GAUSSIAN
 
@@ -65,6 +64,7 @@ class DiTRecogniser(Recogniser):
         usual = alike[0][1]["num_heads"] if alike else None
         unnamed = f"{self.family.name}-{depth}x{width}/{patch}", {}
         name, config = named[0] if named else unnamed
+        mlp_ratio = self.mlp_ratio(shapes, width)
         heads = self.heads(shapes, metadata)
         what = f"{self.family.name} of {depth} blocks"
         found = require_heads(heads or usual, what, width)
@@ -73,7 +73,7 @@ class DiTRecogniser(Recogniser):
             **sizes,
             in_channels=channels,
             num_heads=found,
-            mlp_ratio=self.mlp_ratio(shapes, width),
+            mlp_ratio=mlp_ratio,
             learn_sigma=shapes[LAST][0] == 2 * channels * patch**2,
             input_size=config.get("input_size", 16 * patch),
             **self.options(shapes),
@@ -127,7 +127,7 @@ class DiTRecogniser(Recogniser):
         """Return the rules to read a module with the family's entries, or None for another
         module. rules: other fields of OfModule.
         """
-        if not all(name in state for name in self.keys):
+        if not all(name in state for name in self.family.keys):
             return None
         return OfModule(self.family, dict(num_heads=module.num_heads), **rules)
 

@@ -22,7 +22,6 @@ class LargeDiTRecogniser(Recogniser):
 
     family = large_dit.FAMILY
     models = Large_DiT_models
-    keys = (PATCHES, "layers.0.attention.wq.weight")
     computed = GAUSSIAN
 
     def form(self, shapes: Shapes, metadata: Mapping[str, Any]) -> Form:
@@ -78,7 +77,7 @@ class LargeDiTRecogniser(Recogniser):
         """Return the rules to read a module with a Large-DiT's entries, or None for another
         module.
         """
-        if not all(name in state for name in self.keys):
+        if not all(name in state for name in self.family.keys):
             return None
         facts = dict(
             num_heads=len(state[PATCHES]) // module.layers[0].attention.head_dim,

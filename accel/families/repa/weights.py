@@ -77,7 +77,11 @@ class RepaRecogniser(SiTRecogniser):
         """
         by_entries = any(name.startswith(PROJECTORS) for name in state)
         by_class = any(hasattr(module, name) for name in ATTRIBUTES)
-        if not is_sit(module) or not (by_entries or by_class) or not state.keys() >= {*self.keys}:
+        if (
+            not is_sit(module)
+            or not (by_entries or by_class)
+            or not state.keys() >= {*self.family.keys}
+        ):
             return None
         with_features = _returns_features(module, state)
         return self.of_entries(
