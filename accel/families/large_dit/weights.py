@@ -71,7 +71,8 @@ class LargeDiTRecogniser(Recogniser):
 
     def names(self, model: str) -> tuple[str, ...]:
         """Return the name of a model here, and in the training code."""
-        return model, self.models[model].__name__
+        build = self.models.get(model)
+        return (model, build.__name__) if build else (model,)
 
     def of_module(self, module: nn.Module, state: dict[str, Tensor]) -> OfModule | None:
         """Return the rules to read a module with a Large-DiT's entries, or None for another
