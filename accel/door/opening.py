@@ -172,9 +172,9 @@ def fit_of(
         return weights.fit
     metadata = weights.metadata
     if num_heads is not None:
-        said = metadata.get("num_heads", num_heads)
-        if said != num_heads:
-            raise UsageError(f"`num_heads={num_heads}`: {weights.name} says {said}; drop it")
+        of_file = metadata.get("num_heads", num_heads)
+        if of_file != num_heads:
+            raise UsageError(f"`num_heads={num_heads}`: {weights.name} says {of_file}; drop it")
         metadata = {**metadata, "num_heads": num_heads}
     fit = recognise(
         weights.name, weights.state, metadata, model, num_classes, shipped_as(weights.name)

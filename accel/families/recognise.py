@@ -214,7 +214,7 @@ def recognise(
         network = build(num_classes=classes)
     require_fit(f"`ckpt={source}`", state, network)
     learn_sigma = network.out_channels == 2 * network.in_channels
-    if metadata.get("learn_sigma", learn_sigma) not in (learn_sigma, None):
+    if metadata.get("learn_sigma") is (not learn_sigma):
         raise UsageError(
             f"`ckpt={source}`: says learn_sigma {metadata['learn_sigma']}, and its last layer "
             f"makes {network.out_channels} channels of {network.in_channels}; save it again "
@@ -227,8 +227,10 @@ def recognise(
         )
     if assumed:
         _say_what_is_assumed(source, family, have, metadata)
-    named = form.model in (model, shipped_as)
-    named = named or metadata.get("model") in recogniser.names(form.model)
+    of_file = metadata.get("model")
+    named = form.model in (model, shipped_as) or of_file in recogniser.names(form.model)
+    if not named and _has_model(family, of_file):
+        print(f"{shown(source, 300)}: says model {of_file}, and its entries are of {form.model}")
     if form.assumes_heads and not named:
         print(
             f"{shown(source, 300)}: says no number of heads, taken for {form.num_heads}, as models "
@@ -332,17 +334,17 @@ def _claims(source, alike, have, metadata, shipped_as):
                 f"{' or '.join(family.name for family in alike)}; save it again"
             )
         return [Claim(f"family {family_name}", owners)]
-    found = []
+    claims = []
     for family in alike:
         names = recogniser_of(family).claims(have)
-        found += [Claim(name, (family,), certain=True) for name in names]
+        claims += [Claim(name, (family,), certain=True) for name in names]
     for family in alike:
         arguments = recogniser_of(family).trained_by(metadata)
-        found += [Claim(f"{name} {shown(metadata[name])}", (family,)) for name in arguments]
+        claims += [Claim(f"{name} {shown(metadata[name])}", (family,)) for name in arguments]
     for name in (metadata.get("model"), shipped_as):
         if owners := tuple(family for family in alike if _has_model(family, name)):
-            found.append(Claim(f"model {name}", owners))
-    return found
+            claims.append(Claim(f"model {name}", owners))
+    return claims
 
 
 def _has_model(family, name):
@@ -405,9 +407,9 @@ def _say_what_is_assumed(source, family, have, metadata):
 
 def families_with(have: Shapes) -> list[Family]:
     """Return the families whose keys are all in `have`; of them those with the most."""
-    found = [family for family in families() if have.keys() >= {*family.keys}]
-    most = max((len(family.keys) for family in found), default=0)
-    return [family for family in found if len(family.keys) == most]
+    having = [family for family in families() if have.keys() >= {*family.keys}]
+    most = max((len(family.keys) for family in having), default=0)
+    return [family for family in having if len(family.keys) == most]
 
 
 def _classes(source, rows, metadata, wanted):

@@ -42,8 +42,8 @@ class LargeDiTRecogniser(Recogniser):
         unnamed = f"{self.family.name}-{depth}x{dim}/2", {}
         name, config = next(iter(alike.items()), unnamed)
         usual = config.get("n_heads")
-        said = metadata.get("num_heads")
-        heads = require_heads(said or usual, f"{self.family.name} of {depth} blocks", dim)
+        of_file = metadata.get("num_heads")
+        heads = require_heads(of_file or usual, f"{self.family.name} of {depth} blocks", dim)
         qk_norm = QK_NORM in shapes
         if "qk_norm" in metadata and bool(metadata["qk_norm"]) != qk_norm:
             raise ValueError(
@@ -67,7 +67,7 @@ class LargeDiTRecogniser(Recogniser):
             learn_sigma=shapes[LAST][0] == 2 * channels * patch**2,
             qk_norm=qk_norm,
         )
-        return Form(name, build, heads, assumes_heads=said is None, usual=heads == usual)
+        return Form(name, build, heads, assumes_heads=of_file is None, usual=heads == usual)
 
     def names(self, model: str) -> tuple[str, ...]:
         """Return the name of a model here, and in the training code."""
