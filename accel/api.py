@@ -20,7 +20,7 @@ from accel.compare import OTHER, build, own_guidance, require_same
 from accel.door import opening
 from accel.errors import UsageError, path_errors, shown
 from accel.families import model_names
-from accel.families.loaded_module import LoadedModule
+from accel.families.loaded_module import LoadedModule, from_module
 from accel.families.recognise import reference_state
 from accel.latents.autoencoder_kl import OF_LATENTS
 from accel.latents.files import FILES
@@ -155,17 +155,13 @@ class Sampler:
         ValueError, and keeps the old weights, if they do not fit or overflow.
         """
         with self._running() as run:
-            if self.settings.forecast == "plan":
-                raise UsageError(
-                    "`forecast=plan`: was made for other weights; make another Sampler without it"
-                )
             if isinstance(model, Mapping):
                 weights = _read_state(model, self.settings)
                 run.network.copy_weights(
                     _network_of(weights, self.settings.fit, run, self.settings)
                 )
                 return
-            new = LoadedModule(model, copy=True)
+            new = from_module(model, copy=True)
             if (new.fit.family, new.how.timestep_embedding) != (
                 self.settings.fit.family,
                 self._embedding,
@@ -433,7 +429,7 @@ def _load_module(model, options, check):
     if wrong:
         raise UsageError(f"`{wrong[0]}`: is for weights on disk, and the model was given; drop it")
     with alone():
-        loaded = LoadedModule(model, copy=True)
+        loaded = from_module(model, copy=True)
         if loaded.assumed:
             print(f"{loaded.name}: {loaded.assumed}")
         if check and "guidance_channels" not in options:

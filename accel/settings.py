@@ -17,11 +17,10 @@ from accel.latents import LatentSpace
 from accel.ranks import layouts
 from accel.ranks.layouts import OFF
 from accel.request import MOST_PIXELS, FidRequest, GridRequest, Request
+from accel.weights import Weights
 
 if TYPE_CHECKING:  # these bring torch
-    from accel.families.loaded_module import LoadedModule
     from accel.families.recognise import Fit
-    from accel.weights.checkpoint import Checkpoint
 
 LABELS = (207, 360, 387, 974, 88, 979, 417, 279)  # of ImageNet; of other classes the first eight
 # of 1000 diffusers rounds two to one time
@@ -38,7 +37,7 @@ class Settings(Request):
     """
 
     request: Request  # as it was asked for
-    weights: "Checkpoint | LoadedModule"
+    weights: Weights
     fit: "Fit"  # of the weights
     space: LatentSpace
 

@@ -112,7 +112,7 @@ BOTH = (
         ["--sampler", "dpm++", "--num-sampling-steps", 1000],
         "1000: must be from 1 to 999 for --sampler dpm++",
     ),
-    (["--cfg-scale", "nan"], "--cfg-scale nan: must be from 1"),
+    (["--cfg-scale", "nan"], "--cfg-scale nan: must be from 0"),
     (["--cfg-scale", "9e18"], "--cfg-scale 9e+18: must be from 0 to 1,000,000; 1 is no guid"),
     (["--device", "\n\x1b[2Jgröße"], r"--device \n\x1b[2Jgröße: "),
     (["--output", "x.jpg"], "must end in .png for --output-type image, or name a folder (FOLDER/)"),

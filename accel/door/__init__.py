@@ -19,7 +19,6 @@ from accel import loading, output, precision
 from accel.diffusion import create_diffusion
 from accel.door.opening import open_weights
 from accel.errors import UsageError
-from accel.families.loaded_module import LoadedModule
 from accel.latents.decoder import Decoder
 from accel.network import WHOLE, Batch, Part
 from accel.progress import Stopwatch, step_bar
@@ -33,6 +32,7 @@ from accel.sampling.guidance import Guidance, Unguided
 from accel.sampling.process import Process
 from accel.sampling.solvers import SOLVERS, Solver, make_scheduler
 from accel.settings import GridSettings, Settings
+from accel.weights import Weights
 
 if TYPE_CHECKING:  # a grid of one process does not wait for these
     from accel.kernels.linear import Tuner
@@ -40,9 +40,7 @@ if TYPE_CHECKING:  # a grid of one process does not wait for these
 ALONE = Placement()
 
 
-def ready(
-    request: Request, weights: LoadedModule | None = None
-) -> tuple[Settings, Run, Decoder | None]:
+def ready(request: Request, weights: Weights | None = None) -> tuple[Settings, Run, Decoder | None]:
     """Return the settings, run and decoder of a request, for this process alone. weights:
     in place of the request's.
     """

@@ -20,11 +20,12 @@ from accel.ranks import Ranks
 from accel.request import Request
 from accel.sampling.solvers import require_schedule
 from accel.settings import Settings, implied, settle
+from accel.weights import Weights
 from accel.weights.checkpoint import Checkpoint
 
 
 def open_weights(
-    request: Request, device: torch.device, weights: Checkpoint | LoadedModule | None = None
+    request: Request, device: torch.device, weights: Weights | None = None
 ) -> Settings:
     """Return the settings of a request; fetch its weights and decoder. weights: in place
     of the request's.
@@ -32,9 +33,11 @@ def open_weights(
     Raises UsageError; for a request that contradicts itself, and for a tier that the
     device lacks, before anything is fetched.
     """
-    weights = weights or checkpoint_of(request, device)
+    checkpoint = None if weights else checkpoint_of(request, device)
+    weights = weights or checkpoint
     precisions = choose_precision(request, device)
-    return settle(request, *fetch(request, weights), weights=weights, device=device, **precisions)
+    fit, space = fetch(request, weights, checkpoint)
+    return settle(request, fit, space, weights=weights, device=device, **precisions)
 
 
 class Opened(NamedTuple):
@@ -103,9 +106,12 @@ def choose_precision(request: Request, device: torch.device) -> dict[str, str]:
     )
 
 
-def fetch(request: Request, weights: Checkpoint | LoadedModule) -> tuple[Fit, LatentSpace]:
+def fetch(
+    request: Request, weights: Weights, checkpoint: Checkpoint | None
+) -> tuple[Fit, LatentSpace]:
     """Download the files of network and decoder that are not here yet. Return the fit of
-    the weights and their latent space. Raises UsageError that names all that is missing.
+    the weights and their latent space. checkpoint: the weights, if they are on disk. Raises
+    UsageError that names all that is missing.
     """
     known = implied(request)
     missing = []
@@ -120,7 +126,8 @@ def fetch(request: Request, weights: Checkpoint | LoadedModule) -> tuple[Fit, La
         return find(name, request.latent_stats) if name and request.output_type == "image" else None
 
     space = attempt(find_decoder, known.vae)
-    attempt(weights.fetch)
+    if checkpoint is not None:
+        attempt(checkpoint.fetch)
     if len(missing) > 1:
         missing.append("or take `model=DiT-Demo/2`, which ships with both")
     if missing:
@@ -171,7 +178,7 @@ def _require_channels(request, known, fit, space):
 
 
 def fit_of(
-    weights: Checkpoint | LoadedModule,
+    weights: Weights,
     model: str | None = None,
     num_classes: int | None = None,
     num_heads: int | None = None,
@@ -189,9 +196,9 @@ def fit_of(
         return weights.fit
     metadata = weights.metadata
     if num_heads is not None:
-        said = metadata.get("num_heads", num_heads)
-        if said != num_heads:
-            raise UsageError(f"`num_heads={num_heads}`: {weights.name} says {said}; drop it")
+        of_file = metadata.get("num_heads", num_heads)
+        if of_file != num_heads:
+            raise UsageError(f"`num_heads={num_heads}`: {weights.name} says {of_file}; drop it")
         metadata = {**metadata, "num_heads": num_heads}
     fit = recognise(
         weights.name, weights.state, metadata, model, num_classes, shipped_as(weights.name)

@@ -3,7 +3,8 @@ original classes of every family, and their wrappers. Each family's weights.py r
 its own modules by `of_module`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,8 +15,9 @@ from accel.errors import UsageError
 from accel.families import Family, families
 from accel.families.recognise import families_with, recognise, recogniser_of
 from accel.network import unwrapped
+from accel.weights.positions import trained
 from accel.weights.shapes import shapes_of
-from accel.weights.tensor_files import require_floats
+from accel.weights.tensor_files import digest, require_floats
 
 # attributes that change a submodule's function and are in no state dict
 COMPARED = "eps", "approximate"
@@ -143,7 +145,7 @@ class LoadedModule:
                 f"{self.name}: is not a DiT: no {getattr(error, 'name', None) or error.args[0]}"
             ) from None
         if not found:
-            keys = " and no ".join(recogniser_of(family).keys[1] for family in families()[:2])
+            keys = " and no ".join(family.keys[1] for family in families()[:2])
             raise UsageError(f"{self.name}: is not a DiT: no {keys}")
         return max(found, key=lambda how: how.strength)
 
@@ -178,11 +180,14 @@ class LoadedModule:
                         f"{self.name}: {name}.{attribute} is {here}, and only {want} is computed"
                     )
 
-    def fetch(self) -> None:
-        """No-op: the weights are loaded."""
+    @contextmanager
+    def reading(self) -> Iterator[dict[str, Tensor]]:
+        """Yield the weights; they stay until `release`."""
+        yield self.state
 
-    def close(self) -> None:
-        """No-op: the weights stay until `release`."""
+    def digest(self) -> str:
+        """Return 16 hex digits of all values that were trained, as of a file's."""
+        return digest(trained({name: value.cpu() for name, value in self.state.items()}))
 
     def release(self) -> None:
         """Drop the module and its weights; keep the facts."""
@@ -205,6 +210,13 @@ class LoadedModule:
         weights = {f"module.{name}": value for name, value in (state or {}).items()}
         called = _Method(self.module, method)
         return self.how.output(functional_call(called, weights, (*arguments, *more), named))
+
+
+def from_module(module: nn.Module, copy: bool = False) -> LoadedModule:
+    """Return the weights of a module that the caller holds. Arguments, and errors: those of
+    LoadedModule.
+    """
+    return LoadedModule(module, copy)
 
 
 class _Method(nn.Module):
