@@ -124,7 +124,9 @@ def own_guidance(loaded: LoadedModule) -> int | None:
 
         # Where guidance changes nothing, every number fits: take the family's.
         usual = loaded.fit.family.recipe.guidance_channels
-        likely = min(range(1, loaded.fit.in_channels + 1), key=lambda n: (error(n), abs(n - usual)))
+        likely = min(
+            range(1, loaded.fit.out_channels + 1), key=lambda n: (error(n), abs(n - usual))
+        )
         found.add(likely if error(likely) <= tolerance else OTHER)
     return found.pop() if len(found) == 1 else OTHER
 

@@ -1,7 +1,7 @@
 """The Network protocol: the interface between networks and the sampling loop or the ranks.
 
 Accelerated networks (accel/fast), reference models (Plain below) and networks that GPUs share
-(accel/parallel) implement it. A network knows nothing of guidance.
+(accel/ranks) implement it. A network knows nothing of guidance.
 
 Shapes: N batch rows, n latents (N is a multiple of n), C latent channels, H = W latent side,
 p patch side, T = (H/p)² tokens, t of them on this device, D width.
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from accel.errors import UsageError
 from accel.graphs import Latest, Replayed
 from accel.precision import supports
 
@@ -36,7 +37,8 @@ def unpatchify(tokens: Tensor, patch_size: int) -> Tensor:
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """Return the model inside wrappers.
 
-    These are DataParallel, DistributedDataParallel, AveragedModel and torch.compile.
+    These are DataParallel, DistributedDataParallel, AveragedModel and torch.compile. Raises
+    UsageError for hooks of a wrapper: the model runs without them.
     """
     wrappers = (
         torch.nn.DataParallel,
@@ -44,6 +46,9 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
         torch.optim.swa_utils.AveragedModel,
     )
     while isinstance(model, wrappers) or hasattr(model, "_orig_mod"):
+        if model._forward_hooks or model._forward_pre_hooks:
+            name = type(model).__name__
+            raise UsageError(f"{name}: has forward hooks, which would not run; remove them first")
         model = model.module if isinstance(model, wrappers) else model._orig_mod
     return model
 
@@ -135,7 +140,7 @@ class Network(ABC):
 
     patch_size: int
     in_channels: int
-    captures = False  # whether the sampling loop captures a move as a CUDA graph
+    captures = False  # whether the sampling loop captures a step as a CUDA graph
 
     def __init__(self):
         self._replayed = Latest(KEPT)
@@ -190,7 +195,7 @@ class BlockNetwork(Network):
     """A network of stages of transformer blocks, which ranks can share by batch rows or tokens.
 
     attention(qkv, num_heads): packed (N, T, 3·D) → (N, T, D), all tokens on this device.
-    exchanges: names of the token exchanges (accel/parallel/exchanges.py) that keep the accuracy,
+    exchanges: names of the token exchanges (accel/ranks/exchanges.py) that keep the accuracy,
     the fastest first.
     """
 

@@ -1,5 +1,6 @@
 """Seconds by phase, and a bar of a run's steps."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,23 +9,31 @@ import torch
 
 
 class Stopwatch:
-    """Wall-clock seconds by phase; the device's queue is drained at each end."""
+    """Wall-clock seconds by phase; the device's queue is drained at each end.
+
+    The total runs from the beginning of the first phase to the end of the last one: it
+    includes a rank's waits between phases.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
         self.seconds = {}
+        self.began = self.ended = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
+        if self.began is None:
+            self.began = start
         yield
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        self.ended = time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + self.ended - start
 
     def __str__(self):
         phases = (f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items())
-        return " · ".join([*phases, f"total {sum(self.seconds.values()):.2f} s"])
+        return " · ".join([*phases, f"total {self.ended - self.began:.2f} s"])
 
 
 @contextmanager
@@ -34,6 +43,8 @@ def step_bar(total: int, device: torch.device, **options) -> Iterator[Callable[.
     """
     from tqdm import tqdm
 
+    if sys.stderr is None:  # a process without a console
+        options["disable"] = True
     with tqdm(total=total, unit="step", **options) as bar:
         if device.type != "cuda":
             yield lambda index, x=None: bar.update(index + 1 - bar.n)

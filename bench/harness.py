@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import re
 import shlex
 import statistics
@@ -37,6 +38,7 @@ from accel.settings import implied
 from bench import seen_as
 
 STEPS = 250  # of a sampling run
+DRIVER = "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
 SCALE = Defaults().cfg_scale
 SAME_STEPS = "model", "image_size", "batch_rows"  # entries of records whose steps may be compared
 
@@ -137,17 +139,20 @@ def first_line(*command: str) -> str:
 
 
 def provenance(device: torch.device, commit: str | None) -> dict:
-    """Return the origin of figures: GPU (None on a CPU), CPU cores, torch, version,
-    commit, date, command.
+    """Return the origin of figures: GPU and driver (None on a CPU), CPU cores, Python,
+    torch, version, commit, date, command.
     """
+    cuda = device.type == "cuda"
     launcher = (
         f"torchrun --nproc_per_node={os.environ['WORLD_SIZE']}"
         if "WORLD_SIZE" in os.environ
         else "python"
     )
     return dict(
-        gpu=gpu.name(device) if device.type == "cuda" else None,
+        gpu=gpu.name(device) if cuda else None,
+        driver=first_line(*DRIVER) if cuda else None,
         cores=len(os.sched_getaffinity(0)),
+        python=platform.python_version(),
         torch=torch.__version__,
         version=accel.__version__,
         commit=commit or first_line("git", "describe", "--always", "--dirty"),
@@ -284,7 +289,7 @@ def model_of(args: Namespace, device: torch.device) -> torch.nn.Module:
         )
         return door.ready(GridRequest(args.model, precision="fp32", **known))[1].network.model
     arguments = dict(input_size=args.latent_size, num_classes=args.num_classes)
-    siblings = family_of(args.model).part("weights").MODELS.values()
+    siblings = family_of(args.model).part("weights").RECOGNISER.models.values()
     # as the family's trained weights have it
     if any(build.config.get("qk_norm") for build in siblings):
         arguments["qk_norm"] = True

@@ -2,16 +2,19 @@
 against many.
 
     python bench/jobs.py --contest fp32 fp16 --output output/contest.json
+    python bench/jobs.py --contest exact --gpus 4 --output output/final.json
     python bench/jobs.py --gpus 4 --output output/ddp.json
     python bench/jobs.py --fid 640 --image-size 256 --output output/fid.json
 
 --contest: T from loading the model to the picture on disk, after a run that fills the
-caches; its points, if the job is the contest's; the time of the whole process; the
-picture's SHA-256, by which scripts/pack.sh finds the record. --gpus: N GPUs of this node
-against one: a grid of 8 labels by sample.py, an FID job's pictures/s by sample_ddp.py.
---fid: an FID job on one GPU by few evaluations, so that decoding and writing count:
-pictures/s from the start of the process, and from the first written batch on. Without
---ckpt network and decoder have random weights from a seed.
+caches; its points, if the job is the contest's; the time of the whole process. --gpus N
+makes the picture with N ranks, which sample.py starts, or torchrun with --torchrun. Each
+tier's picture is kept beside the record, as final-exact.png; scripts/pack.sh finds the
+record by the picture's SHA-256. --gpus alone: N GPUs of this node against one: a grid of
+8 labels by sample.py, an FID job's pictures/s by sample_ddp.py. --fid: an FID job on one
+GPU by few evaluations, so that decoding and writing count: pictures/s from the start of
+the process, and from the first written batch on. Without --ckpt network and decoder have
+random weights from a seed.
 """
 
 if not __package__:
@@ -22,6 +25,8 @@ import json
 import math
 import os
 import re
+import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -47,6 +52,7 @@ from bench import harness
 
 # seconds of runs after which a tier is not run again: long runs differ by less than 1 %
 ENOUGH = 60.0
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 CONTEST = dict(model="DiT-XL/2", image_size=512, steps=250, pictures=8)  # the only job with points
 
 
@@ -90,60 +96,79 @@ def rehearsal(record: dict) -> bool:
 
 def score(seconds: float) -> float:
     """Return the contest's points for T seconds: 50 below 100 s, none from 300 s on."""
-    return (
-        0.0
-        if seconds >= 300
-        else 50.0
-        if seconds < 100
-        else 50 * math.log(300 / seconds) / math.log(3)
-    )
+    if seconds >= 300:
+        return 0.0
+    if seconds < 100:
+        return 50.0
+    return 50 * math.log(300 / seconds) / math.log(3)
+
+
+def threads(ranks: int) -> dict[str, str]:
+    """Return the variable that divides the CPU's cores among `ranks` ranks."""
+    return dict(OMP_NUM_THREADS=str(max(1, min(4, os.cpu_count() // ranks))))
+
+
+def program_of(args: Namespace) -> list:
+    """Return the words of a command that makes a grid with --gpus ranks."""
+    if args.torchrun:
+        return [*TORCHRUN, f"--nproc_per_node={args.gpus}", "sample_ddp.py"]
+    if args.gpus > 1:
+        return ["sample.py", "--gpus", args.gpus]
+    return ["sample.py"]
 
 
 def contest(args: Namespace, flags: list, folder: Path, record: Callable) -> None:
-    """Time sample.py in each tier, score it and record its picture."""
+    """Time a grid in each tier, score it, and record and keep its picture."""
     results = []
     picture = folder / "sample.png"
-    rehearsed = rehearsal(vars(args))
+    shared = args.gpus > 1 and "OMP_NUM_THREADS" not in os.environ
+    environment = threads(args.gpus) if shared else {}
     for tier in tqdm(args.contest or [args.precision], desc="tiers", leave=False):
-        command = [
-            "sample.py",
-            *flags,
-            "--precision",
-            tier,
-            "--output",
-            picture,
-            "--num-sampling-steps",
-        ]
-        run([*command, min(3, args.steps)])
+        command = [*program_of(args), *flags, "--precision", tier, "--num-sampling-steps"]
+        run([*command, min(3, args.steps), "--output", picture], **environment)
         runs = []
-        while len(runs) < args.repeats and sum(one["total"] for one in runs) < ENOUGH:
-            lines, taken = run([*command, args.steps])
+        while len(runs) < args.repeats and sum(done["total"] for done in runs) < ENOUGH:
+            lines, taken = run([*command, args.steps, "--output", picture], **environment)
             runs.append(dict(phases(lines), process=taken))
-        least, median, most = (
-            choose(one["total"] for one in runs) for choose in (min, statistics.median, max)
-        )
+        seconds = [done["total"] for done in runs]
         row = dict(
             tier=tier,
-            seconds=median,
+            seconds=statistics.median(seconds),
             runs=runs,
             picture=hashlib.sha256(picture.read_bytes()).hexdigest(),
+            settings=next(line for line in lines if " · " in line),
+            command=shown(["python", *command, args.steps]),
         )
-        row |= dict(settings=next(line for line in lines if " · " in line))
-        row |= {} if rehearsed else dict(points=score(median))
+        points = "a rehearsal, no points"
+        if not rehearsal(vars(args)):
+            row["points"] = score(row["seconds"])
+            points = f"{row['points']:.1f} of 50 points"
+        if args.output:
+            kept = kept_at(args.output, tier)
+            shutil.copyfile(picture, kept)
+            row["file"] = kept.name
         results.append(row)
         record(dict(contest=results))
-        points = "a rehearsal, no points" if rehearsed else f"{row['points']:.1f} of 50 points"
         tqdm.write(
-            f"{tier:6} T = {median:.2f} s, {least:.2f} to {most:.2f}; process {taken:.2f}: {points}"
+            f"{tier:6} T = {row['seconds']:.2f} s, {min(seconds):.2f} to {max(seconds):.2f}; "
+            f"process {taken:.2f}: {points}"
         )
+
+
+def shown(command: list) -> str:
+    """Return a command line, to be typed in the repository's folder."""
+    return shlex.join(map(str, command)).replace(f"{ROOT}/", "")
+
+
+def kept_at(output: str, tier: str) -> Path:
+    """Return the path of a tier's picture: beside the record `output`."""
+    record = Path(output)
+    return record.with_name(f"{record.stem}-{tier}.png")
 
 
 def against_one(args: Namespace, flags: list, folder: Path, record: Callable) -> None:
     """Time a grid and an FID job on --gpus GPUs and on one."""
     flags = [*flags, "--precision", args.precision, "--num-sampling-steps"]
-
-    def threads(ranks):
-        return dict(OMP_NUM_THREADS=str(max(1, min(4, os.cpu_count() // ranks))))
 
     def grid(ranks, steps):
         output = ["--gpus", ranks, "--output", folder / "grid.png"]
@@ -169,7 +194,7 @@ def against_one(args: Namespace, flags: list, folder: Path, record: Callable) ->
     steps = min(args.steps, 25 if torch.cuda.is_available() else 5)
     rates = {}
     for ranks in tqdm(grids, desc="FID jobs", leave=False):
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        torchrun = [*TORCHRUN, f"--nproc_per_node={ranks}"]
         size = ["--num-fid-samples", 3 * args.batch * ranks, "--per-proc-batch-size", args.batch]
         place = folder / f"fid{ranks}"
         run(
@@ -238,6 +263,13 @@ def prepare(args: Namespace) -> torch.device:
     """Return the device, and complete `args` for it. Raises UsageError before anything is
     measured.
     """
+    versus_one = args.contest is None and not args.fid
+    if versus_one and not args.gpus:
+        raise UsageError("name what to measure: --contest, --gpus N or --fid N")
+    if args.fid and args.gpus:
+        raise UsageError("--fid: is measured on one GPU; leave out --gpus")
+    if args.torchrun and args.contest is None:
+        raise UsageError("--torchrun: is for --contest; leave it out")
     device = harness.prepare(args)
     args.precision = args.precision or precision.default_tier(device)
     for tier in args.contest or [args.precision]:
@@ -247,9 +279,10 @@ def prepare(args: Namespace) -> torch.device:
         raise UsageError(
             f"--fid {args.fid}: needs a second batch; give more than --batch {args.batch}"
         )
-    few = 25 if args.gpus and device.type != "cuda" else harness.STEPS
+    few = 25 if versus_one and device.type != "cuda" else harness.STEPS
     args.steps = args.steps or (10 if args.fid else few)
     args.pictures = args.fid or 8
+    args.gpus = args.gpus or 1
     return device
 
 
@@ -257,12 +290,22 @@ def main() -> None:
     parser = OneLineParser(description=__doc__.splitlines()[0])
     tiers = tuple(precision.TIERS)
     on_gpu = torch.cuda.is_available()
-    what = parser.add_mutually_exclusive_group(required=True)
+    what = parser.add_mutually_exclusive_group()
     text = "the contest's T and points in these tiers (default: sample.py's)"
     what.add_argument("--contest", nargs="*", choices=tiers, metavar="TIER", help=text)
-    what.add_argument("--gpus", type=positive, metavar="N", help="N GPUs of this node against one")
     what.add_argument(
         "--fid", type=positive, metavar="N", help="an FID job of N pictures by dpm++ on one GPU"
+    )
+    parser.add_argument(
+        "--gpus",
+        type=positive,
+        metavar="N",
+        help="N GPUs of this node against one; with --contest, T on N GPUs",
+    )
+    parser.add_argument(
+        "--torchrun",
+        action="store_true",
+        help="start the ranks of --contest by torchrun (default: sample.py --gpus)",
     )
     harness.add_arguments(parser)
     parser.add_argument(
@@ -283,18 +326,13 @@ def main() -> None:
     with user_errors(parser), tempfile.TemporaryDirectory() as folder:
         device = prepare(args)
         folder = Path(folder)
-        kind, work = (
-            ("ddp", against_one)
-            if args.gpus
-            else ("fid", fid)
-            if args.fid
-            else ("contest", contest)
-        )
-        about = harness.about(kind, args, device) | dict(steps=args.steps)
-        if args.contest is None:
-            about |= dict(gpus=args.gpus or 1, precision=args.precision)
+        work = {"contest": contest, "fid": fid, "ddp": against_one}
+        kind = "fid" if args.fid else "ddp" if args.contest is None else "contest"
+        about = harness.about(kind, args, device) | dict(steps=args.steps, gpus=args.gpus)
+        if kind != "contest":
+            about |= dict(precision=args.precision)
         flags = flags_of(args, device, folder)
-        work(args, flags, folder, lambda results: harness.write(args.output, about | results))
+        work[kind](args, flags, folder, lambda results: harness.write(args.output, about | results))
 
 
 if __name__ == "__main__":

@@ -53,7 +53,6 @@ KINDS = (
 OTHER = "norm/elementwise"
 # cudaDeviceSynchronize is the profiler's own.
 WAITS = r"^cu(da)?(Stream|Event|Ctx)Synchronize|^cudaMemcpy"
-DRIVER = "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
 STAGED = 50  # µs: an asynchronous copy that takes the host longer than this has waited for the GPU
 
 
@@ -214,7 +213,6 @@ def run(args: Namespace, device: torch.device) -> dict:
     row_tokens = 2 * args.pictures * (args.latent_size // network.patch_size) ** 2
     moved = adaln_bytes(network, row_tokens, precision.TIERS[args.precision].dtype.itemsize)
     about = harness.about("profile", args, device) | dict(
-        driver=harness.first_line(*DRIVER) if cuda else None,
         baseline=args.baseline,
         batch_rows=2 * args.pictures,
         tier=args.precision,

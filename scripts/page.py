@@ -44,7 +44,7 @@ from accel.precision import TIERS, alone, apply_precision, supports
 from accel.progress import Stopwatch
 from accel.request import GridRequest
 from accel.settings import GridSettings
-from accel.start import ENDINGS
+from accel.signals import ENDINGS
 
 FOLDER = Path(tempfile.gettempdir(), f"dit-page-{secrets.token_hex(8)}")
 if __name__ == "__main__":  # gradio and matplotlib look for their folders when they are imported
@@ -56,19 +56,9 @@ try:
 except ImportError:  # main says so
     gr = None
 
-PLAN = "ddpm by its plan"
-MOST = 8
-PREVIEWS = 6  # most pictures; estimates during a run, an evaluation each
-LEFT_OUT = (
-    "output",
-    "output_type",
-    "seed_list",
-    "repeats",
-    "batch_size",
-    "eta",
-    "forecast",
-    "forecast_plan",
-)
+MOST = 8  # pictures
+PREVIEWS = 6  # estimates during a run, an evaluation each
+LEFT_OUT = "output", "output_type", "seed_list", "repeats", "batch_size", "eta"
 NAMES = dict(
     labels="Classes",
     seed="Seed",
@@ -76,7 +66,7 @@ NAMES = dict(
     cfg_scale="Guidance",
     sampler="Sampler",
 )
-NAMES |= dict(guidance_interval="Guidance interval", precision="Arithmetic", forecast_plan="Plan")
+NAMES |= dict(guidance_interval="Guidance interval", precision="Arithmetic")
 CSS = """.pixels :is(.image-frame, img) {
   width: 100%; max-height: 75vh; object-fit: contain !important
 }
@@ -156,7 +146,7 @@ class Studio:
                 torch.cuda.synchronize(x.device)
             done = index + 1
             preview = []
-            if due and due[-1] <= done < total:  # <=: a plan's strides skip steps
+            if due and due[-1] <= done < total:  # <=: of few steps some have several
                 due.pop()
                 preview = [
                     Image.fromarray(
@@ -211,24 +201,23 @@ def choose(labels, seed, scale, low, high, sampler, steps, tier) -> dict:
         raise UsageError(
             f"`labels`: {len(labels)} pictures are too many for this page; choose up to {MOST}"
         )
-    by = (
-        dict(sampler="ddpm", forecast="plan")
-        if sampler == PLAN
-        else dict(sampler=sampler, forecast="off")
+    return dict(
+        labels=tuple(labels) or None,
+        seed=seed or 0,
+        cfg_scale=scale,
+        guidance_interval=(low, high),
+        sampler=sampler,
+        num_sampling_steps=steps,
+        precision=tier,
     )
-    by |= dict(
-        num_sampling_steps=steps, cfg_scale=scale, guidance_interval=(low, high), precision=tier
-    )
-    return by | dict(labels=tuple(labels) or None, seed=seed or 0)
 
 
 def choices(options: GridSettings) -> tuple[list[str], list[str]]:
     """Return the samplers of the model's family, its default first, and the tiers of this
     device.
     """
-    first, *others = options.fit.family.samplers
-    plan = [PLAN] * (first == "ddpm" and door.plan_path(options).exists())
-    return [first, *plan, *others], [tier for tier in TIERS if supports(tier, options.device)]
+    tiers = [tier for tier in TIERS if supports(tier, options.device)]
+    return [*options.fit.family.samplers], tiers
 
 
 def model_tab(studio: Studio, options: GridSettings) -> None:

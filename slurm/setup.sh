@@ -1,11 +1,12 @@
-# The first steps of every batch file: go to the repository, from which it was submitted, and find python there.
-# Another site: put its module or conda environment, with requirements.txt installed, in place of the PATH line.
+# The first steps of every batch file: find the repository's python. A job starts in the folder
+# where it was submitted, or in that of sbatch --chdir=FOLDER; this is the repository.
+# Another site: put its module or conda environment, with requirements.txt installed, in place of
+# the PATH line.
 fail() {
     echo "slurm: $1" >&2
     exit 2
 }
 
-cd "$SLURM_SUBMIT_DIR" || exit 2
 export PATH="$PWD/.venv/bin:$PATH"
 python -c 'import importlib.util as find, sys; sys.exit(not find.find_spec("torch"))' 2>/dev/null ||
     fail "no python with torch: $PWD has no .venv (make .venv/ready), and no other is on the PATH (slurm/setup.sh)"

@@ -30,7 +30,7 @@ def tree(tmp_path_factory):
     from diffusers import AutoencoderKL
 
     tree = tmp_path_factory.mktemp("tree")
-    for name in tracked("*.py", "*.cu", "*.cuh", "*.json"):
+    for name in tracked("*.py", "*.cu", "*.cuh", "*.json", "accel/*.txt"):
         if not name.startswith(("tests/", "log/")):
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, tree / name)

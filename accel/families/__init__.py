@@ -103,4 +103,4 @@ def constructor_of(model: str) -> Callable[..., Any]:
     """Return the constructor of a model's reference network: (input_size=, num_classes=)
     → nn.Module.
     """
-    return family_of(model).part("weights").MODELS[model]
+    return family_of(model).part("weights").RECOGNISER.models[model]

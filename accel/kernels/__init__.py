@@ -48,8 +48,8 @@ def kept(file: Path) -> dict:
         return {}
 
 
-def keep(file: Path, content: bytes) -> None:
-    """Write a file of a cache.
+def keep(file: Path, content: bytes) -> bool:
+    """Write a file of a cache and return whether it is there.
 
     Where it cannot be written every process compiles or measures for itself.
     """
@@ -58,4 +58,5 @@ def keep(file: Path, content: bytes) -> None:
         with atomic_write(file, through_link=False) as out:
             out.write(content)
     except OSError:
-        pass
+        return False
+    return True

@@ -61,9 +61,9 @@ def find(name: str, statistics: str | None = None) -> LatentSpace:
         folder = folder / "vae"
     files = DecoderFiles(folder, _stamps(folder))
     space = space_of(_open(files)[0], files)
-    if folder.is_file() and not statistics:
-        statistics = ldm_layout.beside(folder)
-    return ldm_layout.with_statistics(space, statistics) if statistics else space
+    if statistics:
+        return ldm_layout.with_statistics(space, statistics)
+    return ldm_layout.scaled(space, folder) if folder.is_file() else space
 
 
 def load(space: LatentSpace, device: torch.device | str) -> KLDecoder:

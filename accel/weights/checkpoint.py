@@ -37,13 +37,15 @@ class Checkpoint:
 
     name: a published name, a .pt or .safetensors file, a folder in diffusers' layout or
     with consolidated weights, or a hub id (owner/name). mapped: tensors are mapped where
-    the format allows it, else copies. Raises UsageError if it names nothing, before
-    anything is fetched.
+    the format allows it, else copies. entry: of a training file, the entry with the
+    weights; default: the moving average's, else the first that is known. Raises UsageError
+    if it names nothing, before anything is fetched.
     """
 
-    def __init__(self, name: str | Path, mapped: bool = True):
+    def __init__(self, name: str | Path, mapped: bool = True, entry: str | None = None):
         self.name = str(name)
         self.mapped = mapped
+        self.entry = entry
         self._path = _locate(self.name)  # None: on the hub
         self._stamps = None  # of the files that were opened first
         self._digest = None
@@ -75,11 +77,8 @@ class Checkpoint:
         with path_errors("ckpt", self.path):
             layout = next((one for one in LAYOUTS if one.holds(self.path)), None)
             if layout is None:
-                raise UsageError(
-                    f"`ckpt={self.path}`: a folder must hold transformer/config.json and its "
-                    "weights (diffusers' layout), or consolidated.00-of-01.pth"
-                )
-            state, found = layout.read(self.path, self.mapped)
+                raise UsageError(_no_layout(self.path))
+            state, found = layout.read(self.path, self.mapped, self.entry)
             return state, schema.checked(self.path, found)
 
     @property
@@ -122,7 +121,9 @@ class Checkpoint:
             if "_opened" not in self.__dict__:
                 self._require_unchanged()
             stamps = self._stamps or self._stamp()
-            self._digest = cached_digest(stamps, lambda: positions.trained(self.state))
+            self._digest = cached_digest(
+                stamps, lambda: positions.trained(self.state), self.entry or ""
+            )
         return self._digest
 
     def _stamp(self):
@@ -135,6 +136,17 @@ class Checkpoint:
                 else [path]
             )
         return file_stamps(files, "ckpt")
+
+
+def _no_layout(folder: Path) -> str:
+    """Return the error for a folder in no layout. The one file of weights in it is named."""
+    files = [file for file in sorted(folder.iterdir()) if file.suffix in FILE_SUFFIXES]
+    if len(files) == 1:
+        return f"`ckpt={folder}`: is a folder with one file of weights; give `ckpt={files[0]}`"
+    return (
+        f"`ckpt={folder}`: a folder must hold transformer/config.json and its weights (diffusers' "
+        "layout), or consolidated.00-of-01.pth"
+    )
 
 
 def fetch_published() -> None:

@@ -45,6 +45,9 @@ REFUSED = [
     ),
     ("jobs", ["--contest", "fp32", "bf16", *NO_GPU], "bf16: cpu cannot run this tier"),
     ("jobs", ["--fid", "4", "--batch", "4", *NO_GPU], "--fid 4: needs a second batch"),
+    ("jobs", [], "name what to measure: --contest, --gpus N or --fid N"),
+    ("jobs", ["--fid", "4", "--gpus", "2"], "--fid: is measured on one GPU"),
+    ("jobs", ["--torchrun", "--gpus", "2"], "--torchrun: is for --contest"),
     ("many_gpus", [], "torchrun"),
     ("sanitize", [], "--device cpu: a GPU's kernels are checked"),
 ]

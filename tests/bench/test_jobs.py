@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import forks
 import pytest
+from conftest import ROOT
 
 from bench import jobs
 
@@ -40,6 +41,7 @@ def test_contest(forked, tmp_path, run, log):
     [row] = record["contest"]
     [once] = row["runs"]
     assert record["kind"] == "contest" and record["model"] == "DiT-Demo/2" and record["steps"] == 2
+    assert record["gpus"] == 1
     assert row["tier"] == "fp32" and row["seconds"] == once["total"] < once["process"]
     assert "points" not in row and "a rehearsal, no points" in printed
     assert once["total"] == pytest.approx(
@@ -50,6 +52,26 @@ def test_contest(forked, tmp_path, run, log):
     assert run("sample.py", *flags, tmp_path / "again.png").returncode == 0
     assert hashlib.sha256((tmp_path / "again.png").read_bytes()).hexdigest() == row["picture"]
     assert "DiT-Demo/2 · 128 px · 8 labels · 2 steps" in row["settings"]
+
+
+def test_contest_of_two_ranks(forked, tmp_path, log):
+    """sample.py's own start and torchrun make one picture, which is kept beside the record."""
+    small = "--gpus", 2, "--device", "cpu", "--steps", 1
+    own, _ = log("jobs", "--contest", "fp32", *small)
+    record, _ = log("jobs", "--contest", "fp32", *small, "--torchrun")
+    [row] = record["contest"]
+    assert record["gpus"] == own["gpus"] == 2 and row["settings"].endswith(" 2 ranks")
+    assert own["contest"][0]["picture"] == row["picture"]
+    assert own["contest"][0]["command"].startswith("python sample.py --gpus 2 --model ")
+    torchrun = "python -m torch.distributed.run --standalone --nproc_per_node=2 sample_ddp.py "
+    assert row["command"].startswith(torchrun) and str(ROOT) not in row["command"]
+    kept = tmp_path / row["file"]
+    assert kept.name == "log-fp32.png"
+    assert hashlib.sha256(kept.read_bytes()).hexdigest() == row["picture"]
+    phases = {name: seconds for name, seconds in row["runs"][0].items() if name != "process"}
+    assert {"load", "sample", "gather", "save"} < set(phases)
+    # T includes the waits between phases; each phase is rounded.
+    assert phases.pop("total") >= sum(phases.values()) - 0.01 * len(phases)
 
 
 def test_random_weights_and_a_random_decoder_without_files(forked, log):

@@ -4,10 +4,12 @@ settings, and no weights.
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
 import tarfile
+from importlib.metadata import version
 
 import pytest
 from conftest import ROOT
@@ -15,13 +17,20 @@ from forks import refused, succeeds
 
 from bench.jobs import CONTEST
 
-TRACKED = "bench/steps.py", "log/cpu.json", "models.py", "pretrained_models/demo/dit.safetensors"
-STRAYS = (
-    ".venv/bin/python",
-    "log/job-1.out",
-    "log/mine/fast.trace.json.gz",
-    "log/mine/model.pt",
-    "notes.txt",
+CODE = "bench/steps.py", "models.py"
+TRACKED = *CODE, "log/cpu.json", "pretrained_models/demo/dit.safetensors"
+PROGRAMS = ".gitignore", "scripts/handin.py", "scripts/pack.sh"
+LOGS = "log/mine/fast.trace.json.gz", "log/mine/model.pt", "log/baseline-1.out", "output/four-2.out"
+RECORD = dict(
+    CONTEST,
+    kind="contest",
+    weights="XL.pt",
+    commit="abc1234",
+    gpu="NVIDIA V100",
+    driver="550.54",
+    torch="2.10.0",
+    gpus=4,
+    command="python bench/jobs.py --contest fp32 fp16 --gpus 4",
 )
 
 
@@ -30,23 +39,35 @@ def checkout(tmp_path):
     """A git checkout with a picture, its measurement in log/mine and much that does not
     belong into a hand-in.
     """
-    for name in (*TRACKED, *STRAYS):
+    for name in (*TRACKED, *LOGS, ".venv/bin/python"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}")
     (tmp_path / "scripts").mkdir()
-    shutil.copy(ROOT / "scripts" / "pack.sh", tmp_path / "scripts")
-    for words in (["init", "-q"], ["add", "scripts/pack.sh", *TRACKED]):
+    for name in PROGRAMS:
+        shutil.copy(ROOT / name, tmp_path / name)
+    for words in (["init", "-q"], ["add", *PROGRAMS, *TRACKED]):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
     shutil.copy(ROOT / "docs" / "heatmap.png", tmp_path / "sample.png")
-    digest = hashlib.sha256((tmp_path / "sample.png").read_bytes()).hexdigest()
-    pictures = {"fp32": "0", "fp16": digest}
-    rows = [
-        dict(tier=tier, seconds=10.0, picture=pictures[tier], settings=f"8 labels · {tier}")
-        for tier in pictures
-    ]
-    record = dict(CONTEST, kind="contest", contest=rows, weights="XL.pt", commit="abc1234")
-    (tmp_path / "log" / "mine" / "contest.json").write_text(json.dumps(record))
+    measure(tmp_path / "log/mine/contest.json", tmp_path / "sample.png")
     return tmp_path
+
+
+def measure(path, picture, **fields):
+    """Write a record whose tier fp16 made `picture`."""
+    digests = {"fp32": "0", "fp16": hashlib.sha256(picture.read_bytes()).hexdigest()}
+    rows = [
+        dict(
+            tier=tier,
+            seconds=10.0,
+            picture=digest,
+            settings=f"8 labels · {tier}",
+            command=f"python sample.py --gpus 4 --precision {tier}",
+            file=f"{path.stem}-{tier}.png",
+        )
+        for tier, digest in digests.items()
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(RECORD | dict(contest=rows) | fields))
 
 
 def pack(checkout, *args):
@@ -55,26 +76,93 @@ def pack(checkout, *args):
     )
 
 
+def contents(checkout, name="Us_DiT"):
+    """File → bytes of an archive."""
+    with tarfile.open(checkout / f"{name}.tar.gz") as archive:
+        files = [member for member in archive.getmembers() if member.isfile()]
+        return {
+            member.name.removeprefix(f"{name}/"): archive.extractfile(member).read()
+            for member in files
+        }
+
+
 def test_what_is_packed(checkout):
-    """What git tracks but weights, what is named, and the result with the tier that made it."""
+    """What git tracks but weights, what is named, Slurm's outputs, the environment, and the
+    result with the tier that made it.
+    """
     for _ in range(2):  # a second archive does not hold the first
         done = pack(checkout, "Us")  # sample.png and log/mine
         assert "Precision tier: fp16" in succeeds(done)
-    with tarfile.open(checkout / "Us_DiT.tar.gz") as archive:
-        names = {
-            member.name.removeprefix("Us_DiT/")
-            for member in archive.getmembers()
-            if member.isfile()
-        }
-        result = archive.extractfile("Us_DiT/log/final_result.png").read()
-        text = archive.extractfile("Us_DiT/log/FINAL_RESULT.txt").read().decode()
+    packed = contents(checkout)
     added = {"log/mine/contest.json", "log/final_result.png", "log/FINAL_RESULT.txt"}
-    assert names == {"bench/steps.py", "models.py", "scripts/pack.sh"} | added
-    assert result == (checkout / "sample.png").read_bytes()
-    assert (
-        text.startswith("Final result")
-        and "Settings: 8 labels · fp16, weights XL.pt, commit abc1234" in text
+    slurm = {"log/baseline-1.out", "output/four-2.out"}
+    assert set(packed) == {*CODE, *PROGRAMS, "environment.txt"} | added | slurm
+    assert packed["log/final_result.png"] == (checkout / "sample.png").read_bytes()
+    text = packed["log/FINAL_RESULT.txt"].decode()
+    assert text.startswith("Final result")
+    for line in (
+        "Settings: 8 labels · fp16, weights XL.pt, commit abc1234",
+        "Command: python sample.py --gpus 4 --precision fp16",
+        "T: 10.00 s on 4 × NVIDIA V100",
+    ):
+        assert f"{line}\n" in text
+    text = packed["environment.txt"].decode()
+    assert f"\ntorch=={version('torch')}\n" in text and "Python 3." in text
+    measured = "log/mine/contest.json: 4 × NVIDIA V100, driver 550.54, torch 2.10.0, commit abc1234"
+    assert measured in text and f"\n    {RECORD['command']}\n" in text
+
+
+def test_the_picture_of_the_batch_files_is_the_default(checkout):
+    """The newest of a job with a record, which goes in."""
+    for job, second in ((1, 100), (2, 300), (3, 200)):
+        folder = checkout / f"output/job_{job}"
+        folder.mkdir(parents=True)
+        picture = folder / "contest-fp16.png"
+        picture.write_bytes(b"picture %d" % job)
+        measure(folder / "contest.json", picture, gpus=job)
+        os.utime(picture, (second, second))
+    assert "from output/job_2/contest-fp16.png" in succeeds(pack(checkout, "Us"))
+    packed = contents(checkout)
+    assert packed["log/final_result.png"] == b"picture 2"
+    assert {"output/job_2/contest.json", "log/mine/contest.json"} <= set(packed)
+    assert "T: 10.00 s on 2 × NVIDIA V100" in packed["log/FINAL_RESULT.txt"].decode()
+
+
+def test_of_two_measurements_the_one_beside_the_picture_counts(checkout):
+    """On a CPU ranks make one picture."""
+    shutil.copy(checkout / "sample.png", checkout / "log/mine/z-fp16.png")
+    measure(checkout / "log/z/z.json", checkout / "sample.png", gpus=1, gpu=None)
+    shutil.copy(checkout / "sample.png", checkout / "log/z/z-fp16.png")
+    text = succeeds(pack(checkout, "Us", "log/z/z-fp16.png", "log/mine", "log/z"))
+    assert "T: 10.00 s on 1 process on the CPU" in text and "Measured in: log/z/z.json" in text
+
+
+@pytest.mark.parametrize("flag", ["--with", "--without"])
+def test_files_that_git_does_not_track_need_a_word(flag, checkout):
+    for name in ("mine.py", "accel/new.py", "weights.pt", "log/mine/notes.txt"):
+        (checkout / name).parent.mkdir(exist_ok=True)
+        (checkout / name).write_text("{}")
+    line = "git does not track these files: accel/new.py mine.py; give --with to pack them too"
+    assert line in refused(pack(checkout, "Us"))
+    assert not list(checkout.glob("*.gz"))
+    succeeds(pack(checkout, flag, "Us"))
+    packed = set(contents(checkout))
+    assert ({"mine.py", "accel/new.py"} <= packed) == (flag == "--with")
+    assert "log/mine/notes.txt" in packed and "weights.pt" not in packed
+
+
+def test_a_tracked_file_that_is_gone_is_a_line(checkout):
+    (checkout / "models.py").unlink()
+    line = "git tracks files that are gone: models.py; bring them back"
+    assert line in refused(pack(checkout, "Us")) and not list(checkout.glob("*.gz"))
+
+
+def test_git_ignores_the_archives(checkout):
+    names = "Us_DiT.tar.gz", "Us_DiT_rehearsal.tar.gz"
+    done = subprocess.run(
+        ["git", "check-ignore", *names], cwd=checkout, text=True, capture_output=True
     )
+    assert done.stdout.split() == [*names]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +187,7 @@ def test_help(checkout):
     done = pack(checkout, "--help")
     assert (
         done.returncode == 0
-        and "bash scripts/pack.sh TEAM" in done.stdout
+        and "bash scripts/pack.sh [--with|--without] TEAM" in done.stdout
         and "set -" not in done.stdout
     )
     assert not list(checkout.glob("*.gz"))
@@ -109,7 +197,7 @@ def test_help(checkout):
     "arguments, words",
     [
         (["a b"], "name the team"),
-        (["--team"], "name the team"),
+        (["--team"], "--team: no such flag; bash scripts/pack.sh --help"),
         (["../up"], "name the team"),
         (["Us", "other.png"], "other.png: no such picture"),
         (
@@ -123,6 +211,15 @@ def test_help(checkout):
 def test_what_is_refused(checkout, arguments, words):
     assert words in refused(pack(checkout, *arguments))
     assert not list(checkout.glob("*.gz"))
+
+
+def test_a_refusal_names_the_pictures_that_can_be_packed(checkout):
+    path = checkout / "sample.png"
+    shutil.copy(path, checkout / "log/mine/contest-fp16.png")
+    path.write_bytes(path.read_bytes() + b" ")
+    line = refused(pack(checkout, "Us"))
+    assert line.endswith("; name one that is: log/mine/contest-fp16.png\n")
+    succeeds(pack(checkout, "Us", "log/mine/contest-fp16.png"))
 
 
 @pytest.mark.parametrize(

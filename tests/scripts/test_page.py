@@ -19,10 +19,9 @@ from conftest import ROOT
 from accel import door
 from accel.door.opening import reopen
 from accel.errors import UsageError
-from accel.forecast import write_plan
 from accel.precision import alone
 from accel.request import GridRequest
-from scripts.page import PLAN, Studio, choices, choose
+from scripts.page import Studio, choices, choose
 
 in_browser = pytest.mark.skipif(
     not (find() and find_spec("gradio")),
@@ -47,7 +46,7 @@ def test_too_many_pictures_are_refused():
 
 def test_a_family_offers_what_it_has_and_no_more(studio):
     offered = {opened.model: choices(opened) for opened in studio.opened}
-    assert offered["DiT-Demo/2"] == (["ddpm", PLAN, "ddim", "dpm++", "unipc"], ["fp32"])
+    assert offered["DiT-Demo/2"] == (["ddpm", "ddim", "dpm++", "unipc"], ["fp32"])
     assert offered["Large-DiT-Demo/2"] == offered["DiT-Demo/2"]
     assert offered["SiT-Demo/2"] == (["sde", "euler", "heun"], ["fp32"])
 
@@ -80,20 +79,11 @@ def test_before_the_last_step_the_estimate_is_the_result(studio, number, sampler
     assert nearer.square().mean() < (seen[half] - latents).square().mean()
 
 
-def test_a_plan_that_passes_over_steps_shows_estimates(studio, tmp_path, monkeypatch):
-    """Six previews are due in 12 steps, one after each stride but the last."""
+def test_few_steps_show_an_estimate_each(studio, tmp_path, monkeypatch):
+    """Six previews are due in four steps, one after each step but the last."""
     monkeypatch.setattr("scripts.page.FOLDER", tmp_path)
-    how = dict(
-        num_sampling_steps=12,
-        labels=(1,),
-        forecast="plan",
-        forecast_plan=str(tmp_path / "plan.json"),
-    )
-    options = reopen(studio.opened[0], **how)
+    options = reopen(studio.opened[0], num_sampling_steps=4, labels=(1,))
     seen = []
-    write_plan(
-        tmp_path / "plan.json", door.plan_settings(options), [(1, 1), (3, 1), (4, 1), (4, 1)], {}
-    )
     studio.picture(
         options, "a.png", lambda text, share, *estimate: seen.extend(estimate), previews=6
     )

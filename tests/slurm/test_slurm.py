@@ -2,6 +2,8 @@
 waited for.
 """
 
+import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -36,7 +38,7 @@ def checkout(tmp_path):
     """A folder that looks like the repository to the batch files, so that what they write
     stays out of it.
     """
-    for name in ("sample.py", "sample_ddp.py", "evaluate.py", "slurm"):
+    for name in ("sample.py", "sample_ddp.py", "evaluate.py", "bench", "slurm"):
         (tmp_path / name).symlink_to(ROOT / name)
     binaries = tmp_path / ".venv" / "bin"
     binaries.mkdir(parents=True)
@@ -46,7 +48,7 @@ def checkout(tmp_path):
     )
     for program in binaries.iterdir():
         program.chmod(0o755)
-    (tmp_path / "log").mkdir()
+    (tmp_path / "output").mkdir()
     return tmp_path
 
 
@@ -82,7 +84,7 @@ def test_a_step_of_srun_ends_with_the_status_of_its_ranks(ending, status, words,
 
 
 def log_of(checkout, job):
-    return "\n".join(file.read_text() for file in (checkout / "log").glob(f"*-{job}.out"))
+    return "\n".join(file.read_text() for file in (checkout / "output").glob(f"*-{job}.out"))
 
 
 def finish(cluster, checkout, job, seconds=120):
@@ -131,6 +133,20 @@ def test_pictures_on_one_gpu_four_gpus_and_two_nodes_are_one_picture(cluster, ch
     assert "4 ranks" in log_of(checkout, ids[2]) and "2 ranks" in log_of(checkout, ids[3])
 
 
+def test_the_contests_record_of_four_ranks(cluster, checkout, demo, tmp_path_factory):
+    """Submitted from another folder. The picture lies beside the record that names it."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    place = f"--chdir={checkout}", checkout / "slurm" / "sample_4gpu.sbatch"
+    job = cluster.submit(*place, "--contest", "fp32", *demo, "--steps", "2", cwd=elsewhere)
+    finish(cluster, checkout, job)
+    folder = checkout / "output" / f"job_{job}"
+    record = json.loads((folder / "contest.json").read_text())
+    [row] = record["contest"]
+    assert record["gpus"] == 4 and "4 ranks" in row["settings"]
+    assert hashlib.sha256((folder / row["file"]).read_bytes()).hexdigest() == row["picture"]
+    assert "T = " in log_of(checkout, job)
+
+
 def failed(cluster, checkout, job):
     """The lines that a job left which failed with status 2."""
     assert (
@@ -161,6 +177,18 @@ def test_without_an_environment_or_gpus(cluster, checkout):
     }.items():
         [line] = failed(cluster, checkout, job)
         assert f"{checkout} has no .venv (make .venv/ready)" in line, name
+
+
+def test_a_folder_that_is_not_the_repository_is_named(cluster, checkout, tmp_path_factory):
+    """Nothing runs there."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "log").mkdir()
+    jobs = {name: cluster.submit(checkout / "slurm" / name, cwd=elsewhere) for name in FILES}
+    for name, job in jobs.items():
+        lines = failed(cluster, elsewhere, job)
+        assert lines[-1] == (
+            f"slurm: {elsewhere} is not the repository: submit in its folder, or add --chdir=FOLDER"
+        ), name
 
 
 def test_a_repository_that_is_gone_ends_the_job(cluster, checkout, tmp_path):
