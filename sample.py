@@ -13,6 +13,7 @@ if __name__ == "__main__":
 from accel.cli import add_arguments, job_from, user_errors
 from accel.config import SPEED, Grid
 from accel.driver import import_torch
+from accel.ranks import Ranks
 from sample_ddp import RankParser, require_outputs, sample
 
 EXAMPLES = """examples:
@@ -48,7 +49,6 @@ def sample_alone(grid: Grid) -> None:
     """Make the pictures in this process."""
     import_torch(grid.config.device)  # after the cheap checks: it is slow
     from accel.grid import make_grid
-    from accel.ranks import Ranks
 
     make_grid(grid, Ranks())
 

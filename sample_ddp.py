@@ -8,7 +8,6 @@ import signal
 import time
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from accel import launch, signals
 
@@ -20,9 +19,7 @@ from accel.config import FidJob, Grid, Job
 from accel.driver import import_torch
 from accel.errors import record
 from accel.output import require_writable
-
-if TYPE_CHECKING:  # torch is slow to import
-    from accel.ranks import Ranks
+from accel.ranks import Ranks, require_device
 
 STOP_SIGNALS = signal.SIGTERM, signal.SIGUSR1  # of queues, before they take a job's nodes away
 # Parameters that may differ between the nodes of a job: paths and devices.
@@ -83,6 +80,7 @@ def main() -> None:
     args = parser.parse_args()
     with user_errors(parser):
         job = chosen(args)
+        require_device(job.config.device)
     sample(job, parser)
 
 
@@ -114,7 +112,7 @@ def require_outputs(grid: Grid) -> None:
         require_writable(path, grid.output_type)
 
 
-def sample_grid(grid: Grid, ranks: "Ranks") -> None:
+def sample_grid(grid: Grid, ranks: Ranks) -> None:
     """Make the picture of sample.py."""
     from accel.grid import make_grid
 
@@ -122,7 +120,7 @@ def sample_grid(grid: Grid, ranks: "Ranks") -> None:
     make_grid(grid, ranks)
 
 
-def sample_for_fid(job: FidJob, ranks: "Ranks") -> None:
+def sample_for_fid(job: FidJob, ranks: Ranks) -> None:
     """Make the folder of pictures and its .npz."""
     from accel import fid
     from accel.fid.job import guided, order_of, record_of, require_seeds

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from accel.compare import OTHER, build, own_guidance, require_finite, require_same
 from accel.errors import UsageError
-from accel.families.loaded_module import LoadedModule
+from accel.families.loaded_module import LoadedModule, from_module
 from accel.families.recognise import reference_state
 from accel.graphs import Replayed
 from accel.network import KEPT, unpatchify
@@ -45,7 +45,7 @@ def accelerate(
     overflow, and for a network that computes another function.
     """
     with alone():
-        loaded = LoadedModule(model)
+        loaded = from_module(model)
         device = _device(next(iter(loaded.state.values())).device if device is None else device)
         tier = default_tier(device) if precision is None else precision
         if guidance_channels is not None and not 1 <= guidance_channels <= loaded.fit.in_channels:

@@ -4,6 +4,7 @@ function, the same guidance.
 
 import copy
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -143,9 +144,10 @@ def _not_zero(loaded):
 
 
 def _evaluate(loaded, weights=None, t=None, both=False, scale=None):
-    """Evaluate the module on a batch row of noise, in evaluation mode; weights: in place
-    of its own; both: on two rows, with a class and the null class; scale: by its
-    forward_with_cfg. The module, its mode and the random state are left as they were.
+    """Evaluate the module on a batch row of noise, in evaluation mode, as it is written:
+    compiled parts are not compiled for this. weights: in place of its own; both: its `forward`
+    on two rows, with a class and the null class; scale: its forward_with_cfg on them. The
+    module, its mode and the random state are left as they were.
     """
     first = next(loaded.module.parameters())
     training = [one for one in loaded.module.modules() if one.training]
@@ -157,14 +159,18 @@ def _evaluate(loaded, weights=None, t=None, both=False, scale=None):
     x = x.double() if first.dtype == torch.float64 else x
     gpus = [first.device] if first.is_cuda else []
     half = first.dtype in ROUNDING
+    more = ("forward",) if both else ()
+    if scale is not None:
+        more = "forward_with_cfg", scale
     with (
+        _not_compiled(loaded.module),
         torch.random.fork_rng(gpus),
         torch.autocast(first.device.type, first.dtype if half else None, enabled=half),
     ):
         try:
             for one in training:
                 one.training = False
-            return loaded.evaluate(x, t, y, weights, scale).detach()
+            return loaded.evaluate(x, t, y, weights, *more).detach()
         except Exception as error:  # of code that is not ours
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
             raise UsageError(
@@ -173,3 +179,10 @@ def _evaluate(loaded, weights=None, t=None, both=False, scale=None):
         finally:
             for one in training:
                 one.training = True
+
+
+def _not_compiled(module):
+    """Return a context in which modules that torch compiles run as they are written."""
+    if any(part._compiled_call_impl or hasattr(part, "_orig_mod") for part in module.modules()):
+        return torch.compiler.set_stance("force_eager")
+    return nullcontext()

@@ -232,7 +232,7 @@ class Config(Options):
         trained = fit.trained_size(space.factor)
         if trained is not None:
             implied["image_size"] = trained
-        implied |= fit.recipe
+        implied |= {name: value for name, value in fit.recipe.items() if value is not None}
         values = {
             item.name: implied.get(item.name)
             for item in fields(self)
@@ -411,7 +411,7 @@ class Grid(Job):
         """Return the names of all classes: those given, else the first of `others` for so
         many classes, else ImageNet's; () if there are none.
         """
-        if self.class_names is not None and len(self.class_names) != num_classes:
+        if self.class_names and len(self.class_names) != num_classes:
             raise UsageError(
                 f"`class_names`: are {len(self.class_names)} names for {num_classes} classes; give "
                 "one for each"

@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,12 +46,17 @@ class Ready(NamedTuple):
     pipeline: Pipeline
 
 
-def ready(grid: Grid, weights: Weights | None = None) -> Ready:
-    """Open and load a grid in this process. weights: in place of those that it names."""
+def ready(grid: Grid, weights: Weights | None = None, scheduler: Any = None) -> Ready:
+    """Open and load a grid in this process.
+
+    weights: in place of those that it names. scheduler: one of diffusers, in place of its
+    sampler.
+    """
     opened = open_model(grid.config, weights=weights, decodes=grid.output_type == "image")
     grid = grid.filled(opened.config, opened.fit)
     sizes = ALONE.sizes(len(grid.labels), grid.batch_size)
-    return Ready(grid, opened, Pipeline.load(opened, sizes, too_large=grid.too_large))
+    pipeline = Pipeline.load(opened, sizes, scheduler=scheduler, too_large=grid.too_large)
+    return Ready(grid, opened, pipeline)
 
 
 def make_grid(grid: Grid, ranks: Ranks) -> None:

@@ -298,8 +298,8 @@ def _load_checked(opened, tier, batch, part, tuner) -> tuple[Network, str]:
     a float16 that overflows, unless the user asked for it.
     """
     device = opened.device
-    network = load_network(opened.weights, opened.fit, tier, device, batch, tuner, part)
-    opened.weights.close()
+    with opened.weights.reading():
+        network = load_network(opened.weights, opened.fit, tier, device, batch, tuner, part)
     network.tune({prod(rows) * (batch.side // network.patch_size) ** 2 for rows in batch.rows})
     if not precision.TIERS[tier].accelerated or tier == "bf16":
         return network, tier

@@ -43,7 +43,7 @@ def step_bar(total: int, device: torch.device, **options) -> Iterator[Callable[.
     """
     from tqdm import tqdm
 
-    if sys.stderr is None:  # a process without a console
+    if getattr(sys.stderr, "closed", sys.stderr is None):  # a program without a console
         options["disable"] = True
     with tqdm(total=total, unit="step", **options) as bar:
         if device.type != "cuda":

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from PIL import Image
 
-from accel.compare import OTHER, own_guidance, require_same
+from accel.compare import OTHER, build, own_guidance, require_same
 from accel.config import Config, Grid, require_seed
 from accel.errors import UsageError, path_errors, shown
 from accel.families import model_names
-from accel.families.loaded_module import LoadedModule
+from accel.families.loaded_module import LoadedModule, from_module
 from accel.families.recognise import reference_state
 from accel.grid import ready
 from accel.latents.autoencoder_kl import OF_LATENTS
@@ -149,19 +149,21 @@ class Sampler:
         grid = Grid.of(**options)
         grid.check()
         with alone():
-            self.grid, self.opened, self._pipeline = ready(grid, loaded)
+            self.grid, self.opened, self._pipeline = ready(grid, loaded, self._scheduler)
             self._embedding = loaded.how.timestep_embedding if loaded else None
             self._check = check
             self._checked = type(loaded.module) if loaded else None
             self._guidance_is_given = grid.config.guidance_channels is not None
             if loaded:  # the network has a copy of its weights by now
-                if check and loaded.fit.latent_size == self._pipeline.side:
-                    require_same(self._pipeline.network, loaded, self._pipeline.tier)
+                if check:
+                    _require_same(self._pipeline.network, loaded, self._pipeline)
                 loaded.release()
-            if self._scheduler is not None:
-                process = process_of(self.opened, self._scheduler)
-                self._pipeline = self._pipeline.with_(process=process)
             self._sampled = self.opened
+
+    @property
+    def config(self) -> Config:
+        """Return the options, the open ones filled."""
+        return self.opened.config
 
     def refresh(self, model: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
         """Load the weights of `model`, of the same shape, in place: pictures equal a new
@@ -175,13 +177,13 @@ class Sampler:
                 weights = self._read_state(model)
                 pipeline.refresh(pipeline.like(weights, self.opened.fit, classes))
                 return
-            loaded = LoadedModule(model, copy=True)
+            loaded = from_module(model, copy=True)
             changed = loaded.patched or type(loaded.module) is not self._checked
             check = self._check and changed
             self._require_alike(loaded, check)
             network = pipeline.like(loaded, loaded.fit, classes)
-            if check and loaded.fit.latent_size == pipeline.side:
-                require_same(network, loaded, pipeline.tier)
+            if check:
+                _require_same(network, loaded, pipeline)
             pipeline.refresh(network)
             self._checked = type(loaded.module)
 
@@ -255,6 +257,8 @@ class Sampler:
         with self._running() as pipeline:
             shape = ("n", self.opened.space.channels, "side", "side")
             latents = _floats("latents", latents, shape, pipeline.device)
+            if not len(latents):
+                return []
             pixels = pipeline.decode(latents)  # (n, 3, H, W)
         return [Image.fromarray(to_grid(picture).numpy()) for picture in pixels.split(1)]
 
@@ -365,6 +369,16 @@ def _refuse(unknown):
         raise UsageError(f"`{name}`: is not an option of Sampler; {meant}")
 
 
+def _require_same(network, loaded, pipeline):
+    """Raise UsageError unless a network for the pipeline computes the module's function. For
+    latents of another size than the module's, one of the module's own size is compared.
+    """
+    if loaded.fit.latent_size != pipeline.side:
+        state = reference_state(loaded, loaded.fit)
+        network = build(state, loaded, pipeline.tier, pipeline.device)
+    require_same(network, loaded, pipeline.tier)
+
+
 def _listed(name, values):
     """Return several values as a tuple; None for a single one, such as a text or an array
     without dimensions. Raises UsageError about `name` for nested tensors.
@@ -438,7 +452,7 @@ def _load_module(model, options, check):
     if wrong:
         raise UsageError(f"`{wrong[0]}`: is for weights on disk, and the model was given; drop it")
     with alone():
-        loaded = LoadedModule(model, copy=True)
+        loaded = from_module(model, copy=True)
         if loaded.assumed:
             print(f"{loaded.name}: {loaded.assumed}")
         if check and "guidance_channels" not in options:

@@ -32,7 +32,8 @@ from accel.families.recognise import (
 from accel.files import atomic_write, repeated, require_name
 from accel.flags import positive
 from accel.latents.files import find
-from accel.weights.checkpoint import Checkpoint
+from accel.weights import Weights
+from accel.weights.checkpoint import open_checkpoint
 from accel.weights.diffusers_layout import WEIGHTS, config_of, to_diffusers, weight_files
 from accel.weights.metadata import OWN, to_header
 from accel.weights.tensor_files import digest, mode_of
@@ -131,7 +132,7 @@ def convert(
             "`pipeline`: writes a folder, so `output` must name one; `vae` needs `pipeline`"
         )
     vae = find(vae).decoder.path if vae else None
-    weights = Checkpoint(ckpt, entry=weights_entry)
+    weights = open_checkpoint(ckpt, entry=weights_entry)
     fit = fit_of(weights, model, num_heads=num_heads)
     if target.suffix:
         state = recogniser_of(fit.family).sampled(weights.state, weights.metadata)
@@ -167,7 +168,7 @@ def convert(
         print(f"{target}: {null}: it cannot guide these")
 
 
-def diffusers_state(ckpt: str, weights: Checkpoint, fit: Fit) -> dict[str, torch.Tensor]:
+def diffusers_state(ckpt: str, weights: Weights, fit: Fit) -> dict[str, torch.Tensor]:
     """Return the weights without their position table, which diffusers' class computes.
     Raises UsageError for weights that the class cannot compute.
     """
@@ -204,8 +205,8 @@ def require_finite(ckpt: str, state: dict[str, torch.Tensor], allowed: bool) -> 
 
 
 def require_equal(target: Path, state: dict[str, torch.Tensor], fit: Fit) -> None:
-    """Read `target` back. Raise UsageError unless it holds the same tensors of the same kind."""
-    weights = Checkpoint(target)
+    """Read `target` back. Raise UsageError unless it has the same tensors of the same kind."""
+    weights = open_checkpoint(target)
     again = recognise(str(target), weights.state, weights.metadata)
     back = weights.state
     if not target.suffix:

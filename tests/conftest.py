@@ -10,12 +10,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 # Before imports that read it: the shell that starts the tests does not decide them. The
-# hub's client, its mirrors and caches; the launchers of ranks.
+# hub's client, its mirrors and caches.
 for variable in list(os.environ):
     if re.match("HF_|HUGGINGFACE_|TRANSFORMERS_|DIFFUSERS_|SLURM_|TORCHELASTIC_|DIT_", variable):
         del os.environ[variable]
-for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-    os.environ.pop(variable, None)
 
 import forks
 import pytest
@@ -25,6 +23,12 @@ from safetensors.torch import save_file
 ROOT = forks.ROOT
 os.environ.setdefault("DIT_TRACEBACK", "1")  # evaluate.py shows where a crash was raised
 LONG = "fid", "slurm", "distributed", "demo", "scripts"
+
+
+def pytest_configure(config):
+    """Drop the ranks of the shell. A rank that a test starts imports this module, and keeps its."""
+    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(variable, None)
 
 
 def pytest_collection_modifyitems(items):

@@ -43,6 +43,9 @@ class Family(NamedTuple):
     models: Mapping[str, Defaults]
     prediction: Literal["noise", "velocity"]
     samplers: tuple[str, ...]  # the first is the default
+    # Names of tensors that every file of the family has. A file with those of several families
+    # is of the one with the most.
+    keys: tuple[str, ...]
     code: str  # the package with the modules network and weights; imported late
     # The module whose `pack` serves its accelerated network: its fast.py, or that of another
     # family; "" where it has fp32 and tf32 alone.

@@ -3,7 +3,8 @@ original classes of every family, and their wrappers. Each family's weights.py r
 its own modules by `of_module`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from accel.errors import UsageError
 from accel.families import Family, families
 from accel.families.recognise import families_with, recognise, recogniser_of
 from accel.network import unwrapped
-from accel.weights import positions
+from accel.weights.positions import trained
 from accel.weights.shapes import shapes_of
 from accel.weights.tensor_files import digest, require_floats
 
@@ -69,7 +70,7 @@ class LoadedModule:
             )
         self.module = unwrapped(module)
         self.name = type(self.module).__name__
-        state = self.module.state_dict()
+        state = _not_wrapped(self.module.state_dict())
         for name, value in state.items():
             if not isinstance(value, Tensor) or value.is_quantized or value.is_nested:
                 raise UsageError(
@@ -102,8 +103,7 @@ class LoadedModule:
             self.fit = self.fit._replace(
                 build=partial(_with_embedding, self.fit.build, how.timestep_embedding)
             )
-        self._copies = copy
-        self._state = self._read(raw)
+        self.state = {name: value.clone() for name, value in raw.items()} if copy else raw
         self.model = self.fit.empty(self.fit.latent_size)
         self._require_attributes()
 
@@ -145,14 +145,15 @@ class LoadedModule:
                 f"{self.name}: is not a DiT: no {getattr(error, 'name', None) or error.args[0]}"
             ) from None
         if not found:
-            keys = " and no ".join(recogniser_of(family).keys[1] for family in families()[:2])
+            keys = " and no ".join(family.keys[1] for family in families()[:2])
             raise UsageError(f"{self.name}: is not a DiT: no {keys}")
         return max(found, key=lambda how: how.strength)
 
     def renamed(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a state dict of the module under the names of its family's files."""
         try:
-            return self.how.read({name: value.detach() for name, value in state.items()})
+            state = {name: value.detach() for name, value in _not_wrapped(state).items()}
+            return self.how.read(state)
         except ValueError as error:
             raise UsageError(f"{self.name}: {error}") from None
 
@@ -169,7 +170,7 @@ class LoadedModule:
         return recogniser_of(self.how.family).converted(self.renamed(state), self.metadata)
 
     def _require_attributes(self):
-        theirs = dict(self.module.named_modules())
+        theirs = _not_wrapped(dict(self.module.named_modules()))
         for name, module in self.model.named_modules():
             for attribute in COMPARED:
                 want = getattr(module, attribute, None)
@@ -179,30 +180,18 @@ class LoadedModule:
                         f"{self.name}: {name}.{attribute} is {here}, and only {want} is computed"
                     )
 
-    def state(self) -> dict[str, Tensor]:
-        """Return the weights under the names of the family's files."""
-        if self._state is None:
-            self._state = self._read(self.renamed(self.module.state_dict()))
-        return self._state
-
-    def _read(self, raw):
-        """Return the tensors of `raw`, copied if the module may change meanwhile."""
-        if not self._copies:
-            return raw
-        return {name: value.clone() for name, value in raw.items()}
+    @contextmanager
+    def reading(self) -> Iterator[dict[str, Tensor]]:
+        """Yield the weights; they stay until `release`."""
+        yield self.state
 
     def digest(self) -> str:
-        """Return 16 hex digits of all values that were trained."""
-        return digest(positions.trained(self.state))
-
-    def close(self) -> None:
-        """Free the copies of the tensors; `state` reads the module again."""
-        self._state = None
+        """Return 16 hex digits of all values that were trained, as of a file's."""
+        return digest(trained({name: value.cpu() for name, value in self.state.items()}))
 
     def release(self) -> None:
         """Drop the module and its weights; keep the facts."""
-        self.module = None
-        self._state = None
+        self.module = self.state = None
 
     def evaluate(
         self,
@@ -210,35 +199,38 @@ class LoadedModule:
         t: Tensor,
         y: Tensor,
         state: dict[str, Tensor] | None = None,
-        scale: float | None = None,
+        method: str = "__call__",
+        *more: Any,
     ) -> Tensor:
         """Return the module's output, converted to the reference network's: x (N, C, H,
-        W), t (N,), y (N,) → (N, C', H, W). state: replaces the module's weights. scale:
-        for its forward_with_cfg, in place of forward.
+        W), t (N,), y (N,) → (N, C', H, W). state: replaces the module's weights. method: what
+        is called, by default the module with its hooks; more: arguments after x, t, y.
         """
         arguments, named = self.how.arguments(x, t, y)
-        method = _called(self.module) if scale is None else self.module.forward_with_cfg
-        arguments = arguments if scale is None else (*arguments, scale)
         weights = {f"module.{name}": value for name, value in (state or {}).items()}
         called = _Method(self.module, method)
-        return self.how.output(functional_call(called, weights, arguments, named))
+        return self.how.output(functional_call(called, weights, (*arguments, *more), named))
+
+
+def from_module(module: nn.Module, copy: bool = False) -> LoadedModule:
+    """Return the weights of a module that the caller holds. Arguments, and errors: those of
+    LoadedModule.
+    """
+    return LoadedModule(module, copy)
 
 
 class _Method(nn.Module):
     """A wrapper whose forward is a method of the module, for functional_call."""
 
-    def __init__(self, module: nn.Module, method: Callable):
+    def __init__(self, module: nn.Module, method: str):
         super().__init__()
         self.module = module
-        self.forward = method
+        self.forward = getattr(module, method)
 
 
-def _called(module):
-    """Return what callers of the module run, its hooks and its class's `__call__`. A module
-    that was compiled in place is not compiled for it.
-    """
-    as_usual = type(module).__call__ is nn.Module.__call__
-    return module._call_impl if as_usual else module.__call__
+def _not_wrapped(named):
+    """Return what has names in a module by its names without compiled parts' wrappers."""
+    return {f"{name}.".replace("_orig_mod.", "")[:-1]: value for name, value in named.items()}
 
 
 def _with_embedding(

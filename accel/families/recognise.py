@@ -19,8 +19,8 @@ import torch
 
 from accel.errors import UsageError, shown
 from accel.families import Family, families, family_of
-from accel.weights import positions
-from accel.weights.checkpoint import Checkpoint, pretrained_models
+from accel.weights import Weights, positions
+from accel.weights.checkpoint import open_checkpoint, pretrained_models
 from accel.weights.shapes import Shapes, require_fit, shapes_of, shapes_only
 
 
@@ -48,15 +48,12 @@ class Recogniser:
     """What files and modules of a family look like. The instance of a family's own class is
     RECOGNISER in its weights.py.
 
-    family: its record; models: name → constructor of the reference network; keys: names of
-    tensors that every file has (a file with those of several families is of the one with the
-    most); labels: name of the label table; computed: arguments of training → their supported
-    values.
+    family: its record; models: name → constructor of the reference network; labels: name of
+    the label table; computed: arguments of training → their supported values.
     """
 
     family: Family
     models: Mapping[str, Callable[..., torch.nn.Module]]
-    keys: tuple[str, ...]
     labels: str = "y_embedder.embedding_table.weight"
     computed: Mapping[str, tuple] = MappingProxyType({})
 
@@ -72,7 +69,7 @@ class Recogniser:
         raise NotImplementedError
 
     def claims(self, shapes: Shapes) -> tuple[str, ...]:
-        """Return names of entries that prove the family, among those that share `keys`."""
+        """Return names of entries that prove the family, among those with the same keys."""
         return ()
 
     def trained_by(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
@@ -225,7 +222,7 @@ def recognise(
         network = build(num_classes=classes)
     require_fit(f"`ckpt={source}`", state, network)
     learn_sigma = network.out_channels == 2 * network.in_channels
-    if metadata.get("learn_sigma", learn_sigma) not in (learn_sigma, None):
+    if metadata.get("learn_sigma") is (not learn_sigma):
         raise UsageError(
             f"`ckpt={source}`: says learn_sigma {metadata['learn_sigma']}, and its last layer "
             f"makes {network.out_channels} channels of {network.in_channels}; save it again "
@@ -238,8 +235,10 @@ def recognise(
         )
     if assumed:
         _say_what_is_assumed(source, family, have, metadata)
-    named = form.model in (model, shipped_as)
-    named = named or metadata.get("model") in recogniser.names(form.model)
+    of_file = metadata.get("model")
+    named = form.model in (model, shipped_as) or of_file in recogniser.names(form.model)
+    if not named and _has_model(family, of_file):
+        print(f"{shown(source, 300)}: says model {of_file}, and its entries are of {form.model}")
     if form.assumes_heads and not named:
         print(
             f"{shown(source, 300)}: says no number of heads, taken for {form.num_heads}, as models "
@@ -282,10 +281,8 @@ def _recipe(metadata):
     return {name: value for name, value in found.items() if value is not None}
 
 
-def reference_state(weights: Any, fit: Fit) -> dict[str, torch.Tensor]:
-    """Return the tensors of `weights`, a Checkpoint or a LoadedModule, under the names of
-    their reference network.
-    """
+def reference_state(weights: Weights, fit: Fit) -> dict[str, torch.Tensor]:
+    """Return the tensors of weights under the names of their reference network."""
     return recogniser_of(fit.family).converted(weights.state, weights.metadata)
 
 
@@ -304,7 +301,7 @@ def choose_family(
     wanted = family_of(model) if model else None
     if not alike:
         likely = wanted or families()[0]
-        missing = next(key for key in recogniser_of(likely).keys if key not in have)
+        missing = next(key for key in likely.keys if key not in have)
         others = " or ".join(f"a {family.name}" for family in families() if family != likely)
         raise UsageError(
             f"`ckpt={source}`: is not a {likely.name}: no {missing}; nor is it {others}"
@@ -336,10 +333,6 @@ def _claims(source, alike, have, metadata, shipped_as):
     """Return the claims of weights whose entries the families `alike` have, those of the
     entries first.
     """
-    found = []
-    for family in alike:
-        recogniser = recogniser_of(family)
-        found += [Claim(name, (family,), certain=True) for name in recogniser.claims(have)]
     if family_name := metadata.get("family"):  # this program wrote it
         owners = tuple(family for family in alike if family.name == family_name)
         if not owners:
@@ -347,14 +340,18 @@ def _claims(source, alike, have, metadata, shipped_as):
                 f"`ckpt={source}`: says family {shown(family_name)}, and its entries are of "
                 f"{' or '.join(family.name for family in alike)}; save it again"
             )
-        return [*found, Claim(f"family {family_name}", owners)]
+        return [Claim(f"family {family_name}", owners)]
+    claims = []
+    for family in alike:
+        names = recogniser_of(family).claims(have)
+        claims += [Claim(name, (family,), certain=True) for name in names]
     for family in alike:
         arguments = recogniser_of(family).trained_by(metadata)
-        found += [Claim(f"{name} {shown(metadata[name])}", (family,)) for name in arguments]
+        claims += [Claim(f"{name} {shown(metadata[name])}", (family,)) for name in arguments]
     for name in (metadata.get("model"), shipped_as):
         if owners := tuple(family for family in alike if _has_model(family, name)):
-            found.append(Claim(f"model {name}", owners))
-    return found
+            claims.append(Claim(f"model {name}", owners))
+    return claims
 
 
 def _has_model(family, name):
@@ -416,14 +413,10 @@ def _say_what_is_assumed(source, family, have, metadata):
 
 
 def families_with(have: Shapes) -> list[Family]:
-    """Return the families whose KEYS are all in `have`; of them those with the most."""
-    found = {}
-    for family in families():
-        keys = recogniser_of(family).keys
-        if have.keys() >= set(keys):
-            found[family.name] = (len(keys), family)
-    most = max((count for count, _ in found.values()), default=0)
-    return [family for count, family in found.values() if count == most]
+    """Return the families whose keys are all in `have`; of them those with the most."""
+    having = [family for family in families() if have.keys() >= {*family.keys}]
+    most = max((len(family.keys) for family in having), default=0)
+    return [family for family in having if len(family.keys) == most]
 
 
 def _classes(source, rows, metadata, wanted):
@@ -462,9 +455,9 @@ def require_sinusoid(source: str, table: torch.Tensor, remedy: str) -> float:
 def find_model(name_or_path: str | Path) -> dict[str, torch.Tensor]:
     """Return a state dict under the names of its family's reference network, as
     upstream's function of this name does; weights of no family are returned unchanged.
-    name_or_path: as for Checkpoint. Raises UsageError.
+    name_or_path: as for open_checkpoint. Raises UsageError.
     """
-    checkpoint = Checkpoint(name_or_path)
+    checkpoint = open_checkpoint(name_or_path)
     state = checkpoint.state
     shapes = shapes_of(checkpoint.state)
     if not families_with(shapes):

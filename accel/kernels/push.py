@@ -73,8 +73,9 @@ def _push(
     BLOCK: tl.constexpr,
     TURNS: tl.constexpr,
 ):
-    """Write this rank's tokens to its peers. All sizes in elements of eight bytes; rows =
-    N·t, tokens = t.
+    """Write this rank's tokens to its peers.
+
+    All sizes are in words of eight bytes; rows = N·t, tokens = t.
     """
     program = tl.program_id(0)
     total = rows * WIDTH

@@ -174,18 +174,18 @@ if triton:
     ):
         token = tl.program_id(0)
         part = tl.program_id(1) // HEADS
-        own = tl.arange(0, BLOCK)
-        inside = own < WIDTH // HEADS
-        column = tl.program_id(1) % HEADS * (WIDTH // HEADS) + own
+        lane = tl.arange(0, BLOCK)
+        inside = lane < WIDTH // HEADS
+        column = tl.program_id(1) % HEADS * (WIDTH // HEADS) + lane
         place = (token.to(tl.int64) * 3 + part) * WIDTH + column
         x = tl.load(qkv_ptr + place, inside, 0.0).to(tl.float32)
         value = x
         if NORM:
             if CENTRED:
                 x = tl.where(inside, x - tl.sum(x, 0) / WIDTH, 0.0)
-            known = inside & (part < 2)  # values have no norm
-            weight = tl.load(norms_ptr + part * (2 * WIDTH) + column, known, 0.0)
-            bias = tl.load(norms_ptr + part * (2 * WIDTH) + WIDTH + column, known, 0.0)
+            normed = inside & (part < 2)  # values have no norm
+            weight = tl.load(norms_ptr + part * (2 * WIDTH) + column, normed, 0.0)
+            bias = tl.load(norms_ptr + part * (2 * WIDTH) + WIDTH + column, normed, 0.0)
             x = x * tl.rsqrt(tl.sum(x * x, 0) / (WIDTH // HEADS) + EPS) * weight + bias
         # A line of the table is d numbers, cosine and sine in turn, as x's pairs are.
         angle = tl.load(rotation_ptr + (first + token % tokens) * HEAD + column % HEAD, inside, 0.0)

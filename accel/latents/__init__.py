@@ -18,6 +18,9 @@ class DecoderFiles(NamedTuple):
     path: Path
     stamps: tuple[tuple, ...]
 
+    def __str__(self):
+        return str(self.path)
+
 
 class LatentSpace(NamedTuple):
     """The space of a network's latents. The defaults are those of sd-vae-ft-*.

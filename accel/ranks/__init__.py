@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from accel.errors import UsageError
 from accel.ranks.layouts import OFF, Layout
 from accel.ranks.placement import Placement
 
@@ -18,6 +19,13 @@ if TYPE_CHECKING:  # torch is slow to import
     import torch
 
     from accel.network import BlockNetwork, Network, Part
+
+
+def require_device(wanted: str | None) -> None:
+    """Raise UsageError for a device on which ranks do not sample. None is left open."""
+    device_type, _, number = (wanted or "cuda").partition(":")
+    if device_type not in ("cuda", "cpu") or number and not number.isdecimal():
+        raise UsageError(f"`device={wanted}`: ranks sample on cuda or cpu; choose one")
 
 
 class FirstFailure(NamedTuple):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from accel.errors import UsageError, require_equal
 from accel.kernels import cuda
 from accel.network import WHOLE, BlockNetwork, Network, Part
-from accel.ranks import FirstFailure, Ranks
+from accel.ranks import FirstFailure, Ranks, require_device
 from accel.ranks.exchanges import EXCHANGES
 from accel.ranks.layouts import Layout
 from accel.ranks.placement import Placement
@@ -163,9 +163,8 @@ class DistributedRanks(Ranks):
         return str(self.device)
 
     def _choose_device(self, wanted):
+        require_device(wanted)
         device_type, _, number = (wanted or "cuda").partition(":")
-        if device_type not in ("cuda", "cpu") or number and not number.isdecimal():
-            raise UsageError(f"`device={wanted}`: ranks sample on cuda or cpu; choose one")
         if device_type == "cpu":
             return "cpu"
         if number:

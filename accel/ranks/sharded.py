@@ -1,12 +1,13 @@
-"""One network evaluation on many GPUs: its batch rows, which guidance doubles, and their
-tokens, over rows × columns.
+"""One network evaluation on many GPUs.
 
-    ranks of a column   divide the batch rows: nothing is exchanged until the end of the evaluation
+Its batch rows, which guidance doubles, and their tokens are divided over rows × columns of ranks:
+
+    ranks of a column   divide the batch rows: nothing is exchanged until the evaluation ends
     ranks of a row      divide the tokens, from the patch embedding to the last layer: attention
                         exchanges
 
-The output is gathered once. Guidance, sampler and noise then run on every rank alike, on
-the same numbers: the random stream and the sampling loop know nothing of this.
+The output is gathered once. Guidance, sampler and noise then run on every rank alike, on the same
+numbers: the random stream and the sampling loop do not depend on this module.
 """
 
 import copy

@@ -1,29 +1,33 @@
-"""Weights of a network, from a file, a folder, the hub or a module. Knows no family."""
+"""The weights of a network: a name, file, folder or hub id → tensors. One file a layout.
+Imports no torch.
+"""
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-if TYPE_CHECKING:  # torch is slow to import
+if TYPE_CHECKING:
     from torch import Tensor
 
 
 class Weights(Protocol):
-    """The weights of a network: a Checkpoint, or a module that the caller holds.
+    """The weights of a network. `checkpoint.open_checkpoint` makes them of a file, a folder or
+    a hub id, `families.loaded_module.from_module` of a module that the caller holds.
 
-    name: what the user calls them.
+    name: as the user or the class says it. metadata: checked facts beside the tensors, by
+    their names in metadata.py. state: float tensors under the names of their family's files;
+    not to be written to.
     """
 
     name: str
 
     @property
-    def state(self) -> "dict[str, Tensor]":
-        """Return the tensors under the names of the family's files. Read-only."""
+    def metadata(self) -> dict[str, Any]: ...
 
     @property
-    def metadata(self) -> dict[str, Any]:
-        """Return the facts that come with the tensors."""
+    def state(self) -> "dict[str, Tensor]": ...
+
+    def reading(self) -> "AbstractContextManager[dict[str, Tensor]]":
+        """Yield `state` for its last use. Raises UsageError if it was changed meanwhile."""
 
     def digest(self) -> str:
         """Return 16 hex digits of all values that were trained."""
-
-    def close(self) -> None:
-        """Free the memory of the tensors; `state` reads them again."""

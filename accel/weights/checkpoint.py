@@ -6,7 +6,8 @@ import re
 import stat
 import sys
 import urllib.request
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from http.client import HTTPException
 from pathlib import Path
@@ -97,10 +98,12 @@ class Checkpoint:
         """
         return self._opened[1]
 
-    def close(self) -> None:
-        """Let go of the tensors, which are mapped. Raises UsageError if a file was
-        changed since it was opened.
+    @contextmanager
+    def reading(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield the tensors, and let go of them, which are mapped. Raises UsageError if a file
+        was changed since it was opened.
         """
+        yield self.state
         self.__dict__.pop("_opened", None)
         self._require_unchanged()
 
@@ -136,6 +139,16 @@ class Checkpoint:
                 else [path]
             )
         return file_stamps(files, "ckpt")
+
+
+def open_checkpoint(name: str | Path, mapped: bool = True, entry: str | None = None) -> Checkpoint:
+    """Return the weights that a name stands for, fetched and opened. Arguments, and errors:
+    those of Checkpoint.
+    """
+    weights = Checkpoint(name, mapped, entry)
+    weights.fetch()
+    _ = weights.state
+    return weights
 
 
 def _no_layout(folder: Path) -> str:

@@ -64,7 +64,7 @@ def _is_recipe(value):
     """Return whether a value is a dict of settings that this program wrote."""
     if not isinstance(value, dict) or value.keys() - RECIPE.keys():
         return False
-    return all(RECIPE[name](one) for name, one in value.items())
+    return all(RECIPE[name](setting) for name, setting in value.items())
 
 
 _TEXT = _Entry(lambda value: isinstance(value, str) and len(value) <= 4096, "text")
@@ -88,15 +88,15 @@ OURS = "family", "latent_size", "recipe"  # entries that this program alone writ
 
 def of_training(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a training run that may be facts, as plain values. They are
-    another program's: what has one of our names and another meaning is left out.
+    another program's: what has part of our names and another meaning is left out.
     """
-    found = {}
+    facts = {}
     for name, value in arguments.items():
         value = _plain(value)
         is_fact = name not in SCHEMA or name not in OURS and SCHEMA[name].valid(value)
         if is_fact:
-            found[name] = value
-    return found
+            facts[name] = value
+    return facts
 
 
 def _plain(value):
@@ -106,7 +106,7 @@ def _plain(value):
     if isinstance(value, PurePath):
         return str(value)
     if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
+        return {name: _plain(part) for name, part in value.items()}
     return value
 
 

@@ -63,28 +63,28 @@ def _chosen(path: Path, content: dict, entry: str | None) -> State:
     """Return the weights in the entry that the user names, else in the first of ENTRIES.
     Print which one it is if there are others and it is not the usual one.
     """
-    found = _states(content)
-    if not found:
+    states = _states(content)
+    if not states:
         entries = ", ".join(map(str, list(content)[:5]))
         raise UsageError(f"`ckpt={path}`: holds no state dict of tensors (entries: {entries})")
-    listed = shown(", ".join(filter(None, found)) or "one without a name")
+    listed = shown(", ".join(filter(None, states)) or "one without a name")
     if entry is not None:
-        names = [name for name in found if f"{name}.".startswith(f"{entry}.")]
+        names = [name for name in states if f"{name}.".startswith(f"{entry}.")]
         if len(names) != 1:
             raise UsageError(f"`weights_entry={shown(entry)}`: {path} has the entries {listed}")
-        return _named(path, names[0], found)
-    name = min(found, key=_rank)
-    if len(found) == 1:
-        return _named(path, name, found)
+        return _named(path, names[0], states)
+    name = min(states, key=_rank)
+    if len(states) == 1:
+        return _named(path, name, states)
     if _rank(name) == len(ENTRIES):
         raise UsageError(f"`ckpt={path}`: has the entries {listed}; give `weights_entry`")
     if _rank(name) > 0:
-        others = shown(", ".join(other for other in found if other != name))
+        others = shown(", ".join(other for other in states if other != name))
         print(
             f'{path}: the weights are those of "{name}", not of {others}; for those: '
             "--weights-entry NAME"
         )
-    return _named(path, name, found)
+    return _named(path, name, states)
 
 
 def _states(content: dict) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def _states(content: dict) -> dict[str, Any]:
     """
     if _is_state(content):
         return {"": content}
-    found = {}
+    states = {}
     for name, value in content.items():
         if not isinstance(value, dict):
             inside = {"": value} if name == AVERAGE else {}
@@ -101,12 +101,12 @@ def _states(content: dict) -> dict[str, Any]:
             inside = {"": value}
         else:
             inside = {
-                f".{part}": one
-                for part, one in value.items()
-                if _is_state(one) or part == AVERAGE and isinstance(one, (list, tuple))
+                f".{part}": state
+                for part, state in value.items()
+                if _is_state(state) or part == AVERAGE and isinstance(state, (list, tuple))
             }
-        found |= {f"{name}{part}": one for part, one in inside.items()}
-    return found
+        states |= {f"{name}{part}": state for part, state in inside.items()}
+    return states
 
 
 def _is_state(value: Any) -> bool:
@@ -114,9 +114,9 @@ def _is_state(value: Any) -> bool:
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         return False
     values = list(value.values())
-    tensors = [one for one in values if isinstance(one, torch.Tensor)]
-    plain = [one for one in values if isinstance(one, (int, float, str, type(None)))]
-    has_weights = any(one.ndim and one.is_floating_point() for one in tensors)
+    tensors = [item for item in values if isinstance(item, torch.Tensor)]
+    plain = [item for item in values if isinstance(item, (int, float, str, type(None)))]
+    has_weights = any(item.ndim and item.is_floating_point() for item in tensors)
     return has_weights and len(tensors) + len(plain) == len(values)
 
 
@@ -134,16 +134,16 @@ def _rank(name: str) -> int:
     return min(places, default=len(ENTRIES))
 
 
-def _named(path: Path, name: str, found: Mapping[str, Any]) -> State:
+def _named(path: Path, name: str, states: Mapping[str, Any]) -> State:
     """Return the weights of an entry. An average without names has those of the weights that
     it is of, in their order.
     """
-    average = found[name]
+    average = states[name]
     if isinstance(average, dict):
         return average
-    others = sorted((other for other in found if isinstance(found[other], dict)), key=_rank)
+    others = sorted((other for other in states if isinstance(states[other], dict)), key=_rank)
     for other in others:
-        raw = {key: value for key, value in found[other].items() if not _is_counter(value)}
+        raw = {key: value for key, value in states[other].items() if not _is_counter(value)}
         for names in (list(raw), [key for key in raw if not key.endswith(TABLE)]):
             shapes = [raw[key].shape for key in names]
             if shapes == [getattr(value, "shape", None) for value in average]:
@@ -157,10 +157,10 @@ def _named(path: Path, name: str, found: Mapping[str, Any]) -> State:
 def _without_wrappers(path: Path, state: State) -> State:
     """Return a state dict without the parts of names that wrappers add. Print them."""
     prefix = ""
-    while found := [
-        one for one in PREFIXES if all(name.startswith(prefix + one) for name in state)
+    while common := [
+        each for each in PREFIXES if all(name.startswith(prefix + each) for name in state)
     ]:
-        prefix += found[0]
+        prefix += common[0]
     state = {name.removeprefix(prefix): value for name, value in state.items()}
     inner = sorted({part for name in state for part in INNER.findall(name)})
     parts = [f'"{prefix}"'] * bool(prefix) + [f'"{part}."' for part in inner]
@@ -174,9 +174,9 @@ def _facts(content: dict) -> dict[str, Any]:
     """Return the facts beside the tensors: as the converter writes them, else a training
     run's arguments, and its configuration.
     """
-    own = content.get(schema.OWN)
-    if isinstance(own, dict) and "family" in own:
-        return own
+    facts = content.get(schema.OWN)
+    if isinstance(facts, dict) and "family" in facts:
+        return facts
     arguments = content.get("args")
     if isinstance(arguments, argparse.Namespace):
         arguments = vars(arguments)

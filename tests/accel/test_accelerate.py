@@ -370,9 +370,28 @@ def test_a_hook_that_changes_nothing_is_no_hindrance():
     x, t, y = inputs(model, 2)
     assert torch.equal(accelerate(model)(x, t, y), accelerate(small())(x, t, y))
     assert calls
-    compiled = small()
-    compiled.compile(backend=lambda graph, inputs: pytest.fail("compiled for the check"))
-    assert torch.equal(accelerate(compiled)(x, t, y), accelerate(small())(x, t, y))
+
+
+@pytest.mark.parametrize("name", ["", "blocks.1", "wrapped"])
+def test_a_compiled_part_is_not_compiled_for_the_check(name):
+    model = small()
+    x, t, y = inputs(model, 2)
+    want = accelerate(model)(x, t, y)
+    compiled = []
+
+    def backend(graph, examples):
+        compiled.append(graph)
+        return graph
+
+    if name == "wrapped":
+        model.blocks[1] = torch.compile(model.blocks[1], backend=backend)
+    else:
+        model.get_submodule(name).compile(backend=backend)
+    fast = accelerate(model)
+    fast.load_state_dict(model.state_dict())
+    assert torch.equal(fast(x, t, y), want) and not compiled
+    with torch.no_grad():
+        assert torch.allclose(model(x, t, y), want, atol=1e-5) and compiled
 
 
 def test_a_model_of_no_classes_has_its_one_label():
@@ -401,6 +420,12 @@ def changed(model, name, attribute, value):
     return model
 
 
+def compiled_with_eps():
+    model = changed(small(), "blocks.1.norm2", "eps", 1e-3)
+    model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
+    return model
+
+
 def nested():
     return torch.nested.nested_tensor([torch.ones(144)] * 2)
 
@@ -421,6 +446,10 @@ OTHERS = {
     ),
     "eps": (
         lambda: changed(small(), "blocks.1.norm2", "eps", 1e-3),
+        "blocks.1.norm2.eps is 0.001, and only 1e-06",
+    ),
+    "eps of a compiled part": (
+        compiled_with_eps,
         "blocks.1.norm2.eps is 0.001, and only 1e-06",
     ),
     "GELU": (
@@ -580,7 +609,7 @@ def test_guidance_on_four_channels_is_recognised():
         device="cpu", output_type="latent", num_sampling_steps=4, ckpt=None, guidance_channels=None
     )
     with Sampler(model, **how) as sampler:
-        assert sampler.settings.guidance_channels == 4
+        assert sampler.config.guidance_channels == 4
         assert torch.allclose(
             sampler.latents([1, 5]), upstream(model, (1, 5), 0, 4, 4.0), atol=1e-4
         )
@@ -605,7 +634,7 @@ def test_another_guidance_is_refused_and_forward_is_not():
     ):
         Sampler(model, device="cpu", output_type="latent")
     with Sampler(model, device="cpu", output_type="latent", guidance_channels=3) as sampler:
-        assert sampler.settings.guidance_channels == 3
+        assert sampler.config.guidance_channels == 3
 
 
 class AsPublished(DiT_Llama):

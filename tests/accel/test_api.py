@@ -40,6 +40,7 @@ def demo(device="cpu", **options):
 
 
 Z = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(7))
+LATENT = dict(device="cpu", output_type="latent")
 NESTED = torch.nested.nested_tensor([torch.ones(1), torch.ones(1)])
 
 
@@ -157,7 +158,7 @@ def test_a_class_that_names_no_family_is_taken_for_a_dit_aloud(capsys):
     ):
         model = small(learn_sigma=False)
         with Sampler(model if kind is DiT else kind(model), **how) as made:
-            assert made.settings.sampler == sampler and words in (out := capsys.readouterr().out)
+            assert made.config.sampler == sampler and words in (out := capsys.readouterr().out)
             assert bool(words) == ("taken for a" in out)
 
 
@@ -177,7 +178,7 @@ def test_a_position_table_that_was_trained_serves_its_own_size():
 def test_close_frees_the_network():
     sampler = demo()
     sampler.sample(0)
-    network = weakref.ref(sampler._run.network)
+    network = weakref.ref(sampler._pipeline.network)
     sampler.close()
     sampler.close()
     gc.collect()
@@ -428,7 +429,7 @@ def test_a_state_dict_renews_the_weights():
 
 
 NOWHERE = """
-import resource, sys, tempfile
+import io, resource, sys, tempfile
 from diffusers import AutoencoderKL
 from accel import Sampler
 vae = AutoencoderKL.from_pretrained(sys.argv[1])
@@ -437,7 +438,11 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # no file can be written
 tempfile.tempdir = None
 how = dict(device="cpu", num_sampling_steps=2)
 stderr, sys.stderr = sys.stderr, None  # as in a program without a console
-shape = Sampler("DiT-Demo/2", output_type="latent", **how).latents(1, progress=True).shape
+sampler = Sampler("DiT-Demo/2", output_type="latent", **how)
+sampler.latents(1, progress=True)
+sys.stderr = io.StringIO()
+sys.stderr.close()
+shape = sampler.latents(1, progress=True).shape
 try:
     Sampler("DiT-Demo/2", vae=vae, **how)
 except ValueError as error:
@@ -541,7 +546,7 @@ def test_a_pipeline_of_diffusers(device, tiny_vae):
 def graphs_of(sampler):
     return [
         id(graph)
-        for one in sampler._run.network._replayed.values()
+        for one in sampler._pipeline.network._replayed.values()
         for graph in one.graphs.values()
     ]
 

@@ -21,6 +21,7 @@ from accel.weights.shapes import shapes_only
 
 NO_FAMILY = "own.pt: names no family, taken for a DiT (noise)"
 HEADS = "own.pt: says no number of heads, taken for 6, as models of its depth and width have; if"
+OTHER_MODEL = "own.pt: says model DiT-S/4, and its entries are of DiT-S/2"
 CLASSES = "own.pt: 1000 classes and the null class (all 1001 classes? --num-classes 1001)"
 
 
@@ -40,6 +41,7 @@ def state_of(name, **arguments):
         (dict(family="DiT"), {}, (HEADS, CLASSES)),
         (dict(model="DiT-S/2"), {}, ()),
         (dict(model="some name"), {}, (NO_FAMILY, HEADS, CLASSES)),
+        (dict(model="DiT-S/4"), {}, (OTHER_MODEL, HEADS, CLASSES)),
         ({}, dict(model="DiT-S/2"), ()),
         ({}, dict(shipped_as="DiT-S/2"), ()),
     ],

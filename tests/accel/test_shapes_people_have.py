@@ -11,7 +11,7 @@ from accel import Sampler, accelerate
 from accel.errors import UsageError
 from accel.families.dit.network import DiT
 from accel.latents.files import find
-from accel.weights.checkpoint import Checkpoint
+from accel.weights.checkpoint import open_checkpoint
 
 HOW = dict(device="cpu", num_sampling_steps=3, output_type="latent")
 FLAGS = ["--device", "cpu", "--num-sampling-steps", 3, "--output-type", "latent"]
@@ -94,7 +94,7 @@ def test_a_folder_of_null_labels_and_weights_without_one(tmp_path, tiny_vae, her
 def test_the_one_file_in_a_folder_is_named(tmp_path):
     torch.save(small().state_dict(), tmp_path / "last.ckpt")
     with pytest.raises(UsageError, match="with one file of weights; give ckpt=.*last.ckpt"):
-        Checkpoint(tmp_path).fetch() and Checkpoint(tmp_path).state
+        open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("prefix", ["", "first_stage_model."])

@@ -9,7 +9,7 @@ import torch
 from networks import identify, small
 
 from accel.errors import UsageError
-from accel.weights.checkpoint import Checkpoint
+from accel.weights.checkpoint import Checkpoint, open_checkpoint
 
 RAW = small(num_classes=10).state_dict()
 AVERAGE = {name: value + 1 if value.ndim > 1 else value for name, value in RAW.items()}
@@ -63,11 +63,11 @@ def test_the_user_names_the_entry(entry, want, shadows, tmp_path, capsys):
     """An average without names has those of the weights, with or without the fixed table."""
     ema = {"shadow_params": shadows, "num_updates": 5}
     torch.save({"model": RAW, "ema": ema, "opt": OPTIMIZER}, tmp_path / "x.pt")
-    weights = Checkpoint(tmp_path / "x.pt", entry=entry)
     if isinstance(want, str):
         with pytest.raises(UsageError, match=f"weights_entry={entry}: .*{want}"):
-            weights.fetch() and weights.state
+            open_checkpoint(tmp_path / "x.pt", entry=entry)
         return
+    weights = open_checkpoint(tmp_path / "x.pt", entry=entry)
     expected = want if shadows is SHADOWS else {**want, "pos_embed": RAW["pos_embed"]}
     assert same(weights.state, expected) and capsys.readouterr().out == ""
     other = Checkpoint(tmp_path / "x.pt", entry="model" if entry != "model" else "ema")
@@ -77,7 +77,7 @@ def test_the_user_names_the_entry(entry, want, shadows, tmp_path, capsys):
 def test_several_entries_of_which_none_is_known(tmp_path):
     torch.save({"teacher": RAW, "student": AVERAGE}, tmp_path / "x.pt")
     with pytest.raises(UsageError, match="has the entries teacher, student; give weights_entry"):
-        Checkpoint(tmp_path / "x.pt").fetch() and Checkpoint(tmp_path / "x.pt").state
+        open_checkpoint(tmp_path / "x.pt")
     assert same(Checkpoint(tmp_path / "x.pt", entry="student").state, AVERAGE)
     torch.save({"ema": {"shadow_params": SHADOWS[2:]}, "model": RAW}, tmp_path / "y.pt")
     with pytest.raises(UsageError, match="is a list without names, and no other entry has such"):

@@ -32,7 +32,9 @@ SIX_HEADS = 1024, 6  # tokens of a batch row, heads
 
 def wanted(parallel, **more):
     """The layout of a grid at 512 px that ranks on one host share, as the command takes it."""
-    layout = Grid.of("DiT-S/2", parallel=parallel, **more).layout
+    grid = Grid.of("DiT-S/2", parallel=parallel, **more)
+    grid.check()
+    layout = grid.layout
     if layout:
         check(layout, *SIX_HEADS, ranks_of(4))
     return layout

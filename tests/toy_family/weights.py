@@ -12,7 +12,6 @@ from .network import Toy
 class ToyRecogniser(Recogniser):
     family = FAMILY
     models = {"Toy/2": Toy}
-    keys = ("places.weight", "blocks.2.qkv.weight")
     labels = "labels.weight"
 
     def form(self, shapes, metadata):
@@ -21,7 +20,7 @@ class ToyRecogniser(Recogniser):
 
     def of_module(self, module, state):
         """How a module is read if it is a Toy."""
-        return OfModule(FAMILY, {}, module.input_size) if self.keys[0] in state else None
+        return OfModule(FAMILY, {}, module.input_size) if self.family.keys[0] in state else None
 
 
 RECOGNISER = ToyRecogniser()

@@ -44,7 +44,6 @@ class DiTRecogniser(Recogniser):
 
     family = dit.FAMILY
     models = DiT_models
-    keys = (PATCHES, "blocks.0.attn.qkv.weight")
     network: ClassVar[type[DiT]] = DiT
     computed = GAUSSIAN
 
@@ -59,27 +58,27 @@ class DiTRecogniser(Recogniser):
         sizes = dict(depth=depth, hidden_size=width, patch_size=patch)
         # The model of these sizes, else one with another patch: it has as many heads.
         configs = [(name, build.config) for name, build in self.models.items()]
-        named = [one for one in configs if sizes.items() <= one[1].items()]
-        wide = dict(depth=depth, hidden_size=width)
-        alike = named or [one for one in configs if wide.items() <= one[1].items()]
+        named = _with(configs, sizes)
+        alike = named or _with(configs, dict(depth=depth, hidden_size=width))
         usual = alike[0][1]["num_heads"] if alike else None
         unnamed = f"{self.family.name}-{depth}x{width}/{patch}", {}
         name, config = named[0] if named else unnamed
-        heads = self.heads(shapes, metadata)
+        mlp_ratio = self.mlp_ratio(shapes, width)
+        of_file = self.heads(shapes, metadata)
         what = f"{self.family.name} of {depth} blocks"
-        found = require_heads(heads or usual, what, width)
+        heads = require_heads(of_file or usual, what, width)
         build = partial(
             self.network,
             **sizes,
             in_channels=channels,
-            num_heads=found,
-            mlp_ratio=self.mlp_ratio(shapes, width),
+            num_heads=heads,
+            mlp_ratio=mlp_ratio,
             learn_sigma=shapes[LAST][0] == 2 * channels * patch**2,
             input_size=config.get("input_size", 16 * patch),
             **self.options(shapes),
         )
-        standard = bool(named) and found == usual
-        return Form(name, build, found, assumes_heads=heads is None, usual=standard)
+        standard = bool(named) and heads == usual
+        return Form(name, build, heads, assumes_heads=of_file is None, usual=standard)
 
     def heads(self, shapes: Shapes, metadata: Mapping[str, Any]) -> int | None:
         """Return the number of heads that a file says, or None."""
@@ -127,9 +126,14 @@ class DiTRecogniser(Recogniser):
         """Return the rules to read a module with the family's entries, or None for another
         module. rules: other fields of OfModule.
         """
-        if not all(name in state for name in self.keys):
+        if not all(name in state for name in self.family.keys):
             return None
         return OfModule(self.family, dict(num_heads=module.num_heads), **rules)
 
 
 RECOGNISER = DiTRecogniser()
+
+
+def _with(configs, sizes):
+    """Return the models, (name, configuration), that have these sizes."""
+    return [(name, config) for name, config in configs if sizes.items() <= config.items()]

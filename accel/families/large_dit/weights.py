@@ -22,7 +22,6 @@ class LargeDiTRecogniser(Recogniser):
 
     family = large_dit.FAMILY
     models = Large_DiT_models
-    keys = (PATCHES, "layers.0.attention.wq.weight")
     computed = GAUSSIAN
 
     def form(self, shapes: Shapes, metadata: Mapping[str, Any]) -> Form:
@@ -43,8 +42,8 @@ class LargeDiTRecogniser(Recogniser):
         unnamed = f"{self.family.name}-{depth}x{dim}/2", {}
         name, config = next(iter(alike.items()), unnamed)
         usual = config.get("n_heads")
-        said = metadata.get("num_heads")
-        heads = require_heads(said or usual, f"{self.family.name} of {depth} blocks", dim)
+        of_file = metadata.get("num_heads")
+        heads = require_heads(of_file or usual, f"{self.family.name} of {depth} blocks", dim)
         qk_norm = QK_NORM in shapes
         if "qk_norm" in metadata and bool(metadata["qk_norm"]) != qk_norm:
             raise ValueError(
@@ -68,17 +67,18 @@ class LargeDiTRecogniser(Recogniser):
             learn_sigma=shapes[LAST][0] == 2 * channels * patch**2,
             qk_norm=qk_norm,
         )
-        return Form(name, build, heads, assumes_heads=said is None, usual=heads == usual)
+        return Form(name, build, heads, assumes_heads=of_file is None, usual=heads == usual)
 
     def names(self, model: str) -> tuple[str, ...]:
         """Return the name of a model here, and in the training code."""
-        return model, self.models[model].__name__
+        build = self.models.get(model)
+        return (model, build.__name__) if build else (model,)
 
     def of_module(self, module: nn.Module, state: dict[str, Tensor]) -> OfModule | None:
         """Return the rules to read a module with a Large-DiT's entries, or None for another
         module.
         """
-        if not all(name in state for name in self.keys):
+        if not all(name in state for name in self.family.keys):
             return None
         facts = dict(
             num_heads=len(state[PATCHES]) // module.layers[0].attention.head_dim,

@@ -58,19 +58,19 @@ def recipe(model: str, metadata: dict[str, Any], path: Path) -> dict[str, Any]:
                 f"{where} says {name} {_plain(value)}, and only {computed} is computed here; move "
                 "it"
             )
-    found = _values(where, content["sample"]) | _latents(where, content.get("data"))
-    low, high = found["guidance_interval"]
-    steps = found.get("num_sampling_steps", "the usual")
+    values = _values(where, content["sample"]) | _latents(where, content.get("data"))
+    low, high = values["guidance_interval"]
+    steps = values.get("num_sampling_steps", "the usual")
     words = [f"guidance at levels {low:g} to {high:g}"]
-    words.append(f"timestep shift {found['timestep_shift']:g}, {steps} steps")
-    if "cfg_scale" in found:
-        words.insert(0, f"cfg scale {found['cfg_scale']:g}")
-    if "sampler" in found:
-        words.append(f"sampler {found['sampler']}")
-    if "latent_scale" in found:
-        words.append(f"latents times {found['latent_scale']:g}")
+    words.append(f"timestep shift {values['timestep_shift']:g}, {steps} steps")
+    if "cfg_scale" in values:
+        words.insert(0, f"cfg scale {values['cfg_scale']:g}")
+    if "sampler" in values:
+        words.append(f"sampler {values['sampler']}")
+    if "latent_scale" in values:
+        words.append(f"latents times {values['latent_scale']:g}")
     print(f"{where.partition(': ')[2]} says {', '.join(words)}; flags override it")
-    return found
+    return values
 
 
 def _values(where: str, sample: dict) -> dict[str, Any]:

@@ -25,7 +25,6 @@ class LightningDiTRecogniser(DiTRecogniser):
 
     family = lightning_dit.FAMILY
     models = LightningDiT_models
-    keys = (*DiTRecogniser.keys, "blocks.0.mlp.w12.weight")
     network = LightningDiT
     computed = {}
 
@@ -86,7 +85,7 @@ class LightningDiTRecogniser(DiTRecogniser):
         """Return the rules to read a module with a LightningDiT's entries, or None for
         another module.
         """
-        if not state.keys() >= set(self.keys):
+        if not state.keys() >= set(self.family.keys):
             if any(self.family.name in kind.__name__ for kind in type(module).__mro__):
                 raise ValueError("is a LightningDiT without SwiGLU, which is not computed here")
             return None

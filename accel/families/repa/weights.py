@@ -44,12 +44,12 @@ class RepaRecogniser(SiTRecogniser):
 
     def trained_by(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the arguments that REPA's training alone has, or spells so."""
-        found = tuple(name for name in ("enc_type",) if name in arguments)
+        spelled = tuple(name for name in ("enc_type",) if name in arguments)
         path = arguments.get("path_type")
         if not isinstance(path, str):
-            return found
-        found += ("path_type",) * path[:1].islower()
-        return found + ("prediction",) * (arguments.get("prediction") == "v")
+            return spelled
+        spelled += ("path_type",) * path[:1].islower()
+        return spelled + ("prediction",) * (arguments.get("prediction") == "v")
 
     def names(self, model: str) -> tuple[str, ...]:
         """Return the name of a model here, and in REPA's code."""
@@ -77,7 +77,11 @@ class RepaRecogniser(SiTRecogniser):
         """
         by_entries = any(name.startswith(PROJECTORS) for name in state)
         by_class = any(hasattr(module, name) for name in ATTRIBUTES)
-        if not is_sit(module) or not (by_entries or by_class) or not state.keys() >= {*self.keys}:
+        if (
+            not is_sit(module)
+            or not (by_entries or by_class)
+            or not state.keys() >= {*self.family.keys}
+        ):
             return None
         with_features = _returns_features(module, state)
         return self.of_entries(
@@ -99,11 +103,11 @@ def _returns_features(module: nn.Module, state: dict[str, Tensor]) -> bool:
     """
     _, channels, patch, _ = state[PATCHES].shape
     side = patch * round(state["pos_embed"].shape[1] ** 0.5)
-    own = state[PATCHES]
+    kernel = state[PATCHES]
     without_values = {name: value.to("meta") for name, value in module.state_dict().items()}
     # Without values it takes no time; but some modules hold tensors that no state dict names.
-    for device, weights in ((torch.device("meta"), without_values), (own.device, {})):
-        x = torch.zeros(1, channels, side, side, device=device, dtype=own.dtype)
+    for device, weights in ((torch.device("meta"), without_values), (kernel.device, {})):
+        x = torch.zeros(1, channels, side, side, device=device, dtype=kernel.dtype)
         t = torch.zeros(1, device=device)
         y = torch.zeros(1, dtype=torch.long, device=device)
         gpus = [device] if device.type == "cuda" else []

@@ -33,8 +33,8 @@ class SiTRecogniser(DiTRecogniser):
         path = arguments.get("path_type")
         if not isinstance(path, str):
             return ()
-        found = ("path_type",) if path[:1].isupper() else ()
-        return found + ("prediction",) * (arguments.get("prediction") in PREDICTIONS)
+        spelled = ("path_type",) if path[:1].isupper() else ()
+        return spelled + ("prediction",) * (arguments.get("prediction") in PREDICTIONS)
 
     def of_module(self, module: nn.Module, state: dict[str, Tensor]) -> OfModule | None:
         """Return the rules to read a SiT, recognised by its class: its entries are a DiT's.

@@ -192,8 +192,9 @@ def _attention_operands(
 def _attention_softmax(
     scores_ptr, weights_ptr, tokens, scale, LIFT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Replace a row's scores by its weights. None is stored before all scores are loaded:
-    each needs their sum.
+    """Replace a row's scores by its weights.
+
+    No weight is stored before all scores are loaded: each weight needs their sum.
     """
     row = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
     key = tl.arange(0, BLOCK)
