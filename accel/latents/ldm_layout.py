@@ -103,7 +103,7 @@ def with_statistics(space: LatentSpace, file: str | Path) -> LatentSpace:
     Raises UsageError.
     """
     content = read_tensors(Path(file), "latent_stats")
-    found = {}
+    found: dict[str, tuple[float, ...]] = {}
     for name, least in (("mean", -LARGEST), ("std", 1 / LARGEST)):
         value = content.get(name)
         if (
@@ -121,4 +121,4 @@ def with_statistics(space: LatentSpace, file: str | Path) -> LatentSpace:
                 f"`latent_stats={file}`: holds values that are no mean or deviation; compute it "
                 "again"
             )
-    return space._replace(**found, scale=1.0, shift=0.0)
+    return space._replace(mean=found["mean"], std=found["std"], scale=1.0, shift=0.0)
