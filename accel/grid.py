@@ -5,6 +5,7 @@ Each rank makes the pictures of some labels or, if there are fewer labels than r
 of every network evaluation (--parallel). All ranks draw the same random stream.
 """
 
+import logging
 import signal
 import sys
 from typing import NamedTuple
@@ -23,6 +24,8 @@ from accel.request import GridRequest
 from accel.run import Run
 from accel.sampling import count_copies
 from accel.settings import GridSettings
+
+log = logging.getLogger(__name__)
 
 
 class PlacedRun(NamedTuple):
@@ -52,7 +55,7 @@ def make_grid(request: GridRequest, ranks: Ranks) -> None:
     for path, latents in zip(settings.outputs, sampled, strict=True):  # of each seed
         save(settings, path, latents, ranks, placement, decoder, watch)
     if ranks.rank == 0:
-        print(f"{', '.join(settings.outputs)}: {watch} · {launch.seconds():.2f} s since start")
+        log.info(f"{', '.join(settings.outputs)}: {watch} · {launch.seconds():.2f} s since start")
 
 
 def load_and_place(settings: GridSettings, ranks: Ranks, watch: Stopwatch) -> PlacedRun:
@@ -71,9 +74,9 @@ def load_and_place(settings: GridSettings, ranks: Ranks, watch: Stopwatch) -> Pl
         part = ranks.part(layout)
         run = ranks.run_collectively(lambda: door.load(settings, expected, tuner=tuner, part=part))
     if ranks.world == 1:
-        print(door.describe(settings, run))
+        log.info(door.describe(settings, run))
         return PlacedRun(run, expected)
-    print(door.describe(settings, run, ranks.world))
+    log.info(door.describe(settings, run, ranks.world))
     with watch.phase("plan"):
         return share_evaluations(settings, run, ranks, layout)
 

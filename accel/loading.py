@@ -1,6 +1,7 @@
 """Load a network: weights, a tier and a device → a network that is ready to sample."""
 
 import gc
+import logging
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ from accel.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:  # chooses GEMMs: other tiers need not wait for it
     from accel.kernels.linear import Tuner
+
+log = logging.getLogger(__name__)
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -83,7 +86,7 @@ def load(
         raise UsageError(
             f"`precision={tier}`: overflows on these weights; {remedy(network, tier, device)}"
         )
-    print("these weights overflow float16: sampling in bfloat16")
+    log.warning("these weights overflow float16: sampling in bfloat16")
     apply_precision("bf16", device)
     del network  # free its memory first
     return load(weights, fit, "bf16", device, batch, tuner=tuner, part=part)

@@ -67,6 +67,14 @@ def fill(model, seed=0):
     return model.eval()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def notices():
+    """Notices go to standard output, as in a command, where tests look for them."""
+    from accel.command_line import print_notices
+
+    print_notices()
+
+
 @pytest.fixture(autouse=True)
 def opener_of_its_own(monkeypatch):
     """urllib keeps the proxies of the environment in which it was first used."""

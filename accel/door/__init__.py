@@ -5,6 +5,7 @@ commands, accel.api, scripts/ and bench/. Nothing below knows settings. FID jobs
 it, `save` writes.
 """
 
+import logging
 import statistics
 import time
 from collections.abc import Iterable
@@ -36,6 +37,8 @@ from accel.settings import GridSettings, Settings
 
 if TYPE_CHECKING:  # a grid of one process does not wait for these
     from accel.kernels.linear import Tuner
+
+log = logging.getLogger(__name__)
 
 ALONE = Placement()
 
@@ -113,7 +116,7 @@ def load(
     guidance = guidance_of(settings)
     trained = settings.fit.trained_size(settings.space.factor)
     if trained not in (None, settings.image_size):
-        print(
+        log.warning(
             f"{settings.model}: weights trained at {trained} px, sampling at "
             f"{settings.image_size} px"
         )
@@ -212,7 +215,7 @@ def sample(
             spread = (
                 f"median {statistics.median(times):.3f} s, {min(times):.3f} to {max(times):.3f} s"
             )
-            print(f"sampling, {len(times)} runs after warm-up: {spread}")
+            log.info(f"sampling, {len(times)} runs after warm-up: {spread}")
     return of_seeds
 
 

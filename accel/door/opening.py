@@ -1,6 +1,7 @@
 """Open the weights and the decoder of a request, and settle it."""
 
 import hashlib
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ from accel.request import Request
 from accel.sampling.solvers import require_schedule
 from accel.settings import Settings, implied, settle
 from accel.weights.checkpoint import Checkpoint
+
+log = logging.getLogger(__name__)
 
 
 def open_weights(
@@ -94,7 +97,7 @@ def choose_precision(request: Request, device: torch.device) -> dict[str, str]:
     """
     tier = request.tier or precision.default_tier(device)
     if tier == "tf32" and request.tf32 and not precision.supports(tier, device):
-        print(f"--tf32: {device} has no {precision.TIERS[tier].hardware}; sampling in fp32")
+        log.warning(f"--tf32: {device} has no {precision.TIERS[tier].hardware}; sampling in fp32")
         tier = "fp32"
     precision.apply_precision(tier, device)
     return dict(

@@ -13,6 +13,7 @@ A command makes an `Order`. Inside `locked` it loads its network and decoder, an
 """
 
 import errno
+import logging
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,8 @@ from accel.files import cache_folder, require_name, require_writable
 from accel.latents.pixels import to_uint8
 from accel.progress import Stopwatch
 from accel.ranks import Ranks
+
+log = logging.getLogger(__name__)
 
 
 class Maker(NamedTuple):
@@ -98,7 +101,7 @@ def run(order: Order, ranks: Ranks, settings: dict, maker: Maker) -> None:
         if ranks.rank == 0:
             with maker.watch.phase("npz"):
                 archive.complete(lambda: ranks.stopping)
-    print(f"{folder}: {batches.total} pictures, {archive.path}: {order.count} · {maker.watch}")
+    log.info(f"{folder}: {batches.total} pictures, {archive.path}: {order.count} · {maker.watch}")
 
 
 @contextmanager

@@ -6,6 +6,7 @@ disk and compares.
 """
 
 import json
+import logging
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,8 @@ import numpy as np
 from accel.errors import Stopped, UsageError
 from accel.fid.folder import npz_of, picture_name, read_picture, side_of
 from accel.files import atomic_write, open_regular, read_json, sha256_of, sync_folder
+
+log = logging.getLogger(__name__)
 
 READERS = 4  # threads that decode PNGs
 RUN = 8  # pictures in memory
@@ -56,7 +59,7 @@ class Archive:
             problem = self.problem()
             if problem is None:
                 return
-            print(f"{self.path}: {problem}; writing it again")
+            log.warning(f"{self.path}: {problem}; writing it again")
         self.write(stopping)
 
     def write(self, stopping: Callable[[], bool]) -> None:

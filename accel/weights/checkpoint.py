@@ -2,6 +2,7 @@
 opened once a run, checked.
 """
 
+import logging
 import re
 import stat
 import sys
@@ -19,6 +20,8 @@ from accel.files import atomic_write, weights_folder
 from accel.weights import consolidated_layout, diffusers_layout, positions, training_layout
 from accel.weights import metadata as schema
 from accel.weights.tensor_files import cached_digest, file_stamps, mode_of
+
+log = logging.getLogger(__name__)
 
 FOLDER = weights_folder()
 BASE_URL = "https://dl.fbaipublicfiles.com/DiT/models/"
@@ -155,7 +158,7 @@ def fetch_published() -> None:
     """
     for name in sorted(pretrained_models):
         try:
-            print(Checkpoint(FOLDER / name).fetch())
+            log.info(str(Checkpoint(FOLDER / name).fetch()))
         except UsageError as error:
             sys.exit(f"download.py: {error.by_flags()}")
 

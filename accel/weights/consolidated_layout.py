@@ -36,7 +36,7 @@ def read(
     if not whole and parts:
         world = int(parts[0][1])
         raise UsageError(
-            f"`ckpt={folder}`: {parts[0]} holds a part of each tensor, for {world} processes; "
+            f"`ckpt={folder}`: {parts[0][0]} holds a part of each tensor, for {world} processes; "
             f"join them to {WEIGHTS[0]}"
         )
     if not whole:
