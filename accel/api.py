@@ -157,10 +157,6 @@ class Sampler:
         ValueError, and keeps the old weights, if they do not fit or overflow.
         """
         with self._running() as run:
-            if self.settings.forecast == "plan":
-                raise UsageError(
-                    "`forecast=plan`: was made for other weights; make another Sampler without it"
-                )
             if isinstance(model, Mapping):
                 weights = _read_state(model, self.settings)
                 run.network.copy_weights(

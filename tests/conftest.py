@@ -1,5 +1,6 @@
 import importlib
 import json
+import logging
 import os
 import re
 import signal
@@ -67,12 +68,17 @@ def fill(model, seed=0):
     return model.eval()
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True)
 def notices():
-    """Notices go to standard output, as in a command, where tests look for them."""
+    """Notices go to standard output, as in a command, where tests look for them. A library
+    that configures logging, as import-linter does, disables the loggers that are there.
+    """
     from accel.command_line import print_notices
 
     print_notices()
+    for name in logging.root.manager.loggerDict:
+        if name.startswith("accel"):
+            logging.getLogger(name).disabled = False
 
 
 @pytest.fixture(autouse=True)

@@ -114,9 +114,8 @@ def create_npz(folder: Path, count: int) -> Path:
     the first.
     """
     names = [folder / picture_name(number) for number in range(count)]
-    missing = next((name for name in names if not name.is_file()), None)
-    if missing or not names:
-        there = names.index(missing) if names else 0
+    there = next((n for n, name in enumerate(names) if not name.is_file()), len(names))
+    if there < len(names) or not names:
         raise UsageError(f"`num={count}`: {folder} has {there} pictures in a row; give that")
     size = side_of(names[0])
 

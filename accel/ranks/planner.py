@@ -54,7 +54,7 @@ class Work(NamedTuple):
 
     def evaluations(self, placement: Placement) -> Counter[EvaluationShape]:
         """Return the number of evaluations on this rank by their shape."""
-        counts = Counter()
+        counts: Counter[EvaluationShape] = Counter()
         for batch in placement.batches(self.pictures, self.at_once):
             for copies, count in self.copies.items():
                 counts[EvaluationShape(batch.stop - batch.start, copies)] += count
