@@ -20,7 +20,7 @@ page: $(VENV)/ready
 	$(BIN)/python -m scripts.page
 
 # Debian and Ubuntu keep the part of python that makes a venv in a package of its own; root installs it, others are told.
-$(VENV)/ready: requirements.txt requirements-page.txt requirements-test.txt
+$(VENV)/ready: requirements.txt requirements-test.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "python 3.10 or later is needed: make PYTHON=python3.12")'
 	@$(PYTHON) -m ensurepip --version >/dev/null 2>&1 || { \
 	  [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -q && apt-get install -qy --no-install-recommends python3-venv; } || { \

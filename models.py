@@ -69,7 +69,7 @@ class TimestepEmbedder(nn.Module):
 
     def forward(self, t: Tensor) -> Tensor:
         sinusoid = self.timestep_embedding(t, self.frequency_embedding_size)
-        return self.mlp(sinusoid.to(self.mlp[0].weight.dtype))
+        return self.mlp(sinusoid.to(next(self.mlp.parameters()).dtype))
 
 
 class LabelEmbedder(nn.Module):
@@ -302,18 +302,18 @@ class DiT(nn.Module):
         self.apply(xavier)
         self.initialize_patches()
         nn.init.normal_(self.y_embedder.embedding_table.weight, std=0.02)
-        nn.init.normal_(self.t_embedder.mlp[0].weight, std=0.02)
-        nn.init.normal_(self.t_embedder.mlp[2].weight, std=0.02)
+        nn.init.normal_(self.t_embedder.mlp.get_parameter("0.weight"), std=0.02)
+        nn.init.normal_(self.t_embedder.mlp.get_parameter("2.weight"), std=0.02)
         modulations = [module.adaLN_modulation[-1] for module in (*self.blocks, self.final_layer)]
         for linear in (*modulations, self.final_layer.linear):
-            nn.init.zeros_(linear.weight)
-            nn.init.zeros_(linear.bias)
+            for weight in linear.parameters():
+                nn.init.zeros_(weight)
 
     def initialize_patches(self) -> None:
         """Initialise the patch embedding as a linear layer, and fill the position table."""
-        proj = self.x_embedder.proj
-        nn.init.xavier_uniform_(proj.weight.view(proj.out_channels, -1))
-        nn.init.zeros_(proj.bias)
+        projection = self.x_embedder.proj
+        nn.init.xavier_uniform_(projection.weight.view(projection.out_channels, -1))
+        nn.init.zeros_(projection.get_parameter("bias"))
         self.pos_embed.data.copy_(self.position_table())
 
     def position_table(self) -> Tensor:

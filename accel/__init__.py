@@ -5,7 +5,6 @@
 have, for your own sampling loop.
 """
 
-import re
 from importlib import import_module
 
 # imported when asked for: they bring torch, Triton
@@ -16,12 +15,9 @@ def __getattr__(name: str):
     if name in DOORS:
         return getattr(import_module(DOORS[name]), name)
     if name == "__version__":
-        from accel.families import ROOT
+        from importlib.metadata import version
 
-        project = ROOT / "pyproject.toml"
-        if project.is_file():
-            return re.search(r'^version = "(.*)"$', project.read_text(), re.M)[1]
-        from importlib.metadata import version  # installed without its folder
+        from accel.files import checkout_version
 
-        return version("dit-sampling")
+        return checkout_version() or version("dit-sampling")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,9 +19,27 @@ AnyJob = TypeVar("AnyJob", bound=Job)
 OWN = "names", "ranks", "ranks_only", "group", "bounds", "convert"
 
 
+class _Printing(logging.Handler):
+    """Print each message as a line of standard output, whichever that is at the time."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record))
+
+
+def print_notices() -> None:
+    """Print what the package logs. A command does so; elsewhere Python's logging shows
+    warnings, and the caller may configure it.
+    """
+    logger = logging.getLogger("accel")
+    logger.handlers = [_Printing()]
+    logger.propagate = False
+    logger.setLevel(logging.INFO)
+
+
 class OneLineParser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, with exit status 2. All output of the
-    command shows a question mark for a character that the terminal cannot show.
+    command shows a question mark for a character that the terminal cannot show. The
+    package's notices are part of that output.
     """
 
     samples = False  # whether people come to it from other repositories' sampling scripts
@@ -30,6 +49,7 @@ class OneLineParser(argparse.ArgumentParser):
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")
+        print_notices()
 
     def parse_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+ROOT = Path(__file__).resolve().parents[1]  # a checkout, or an environment's site-packages
 NO_FILE = "is a folder, a pipe, a socket, a device or a link, not a file"
 SMALL = 2**24  # bytes: no plan, record, cache or configuration comes near it
 REPEATED = 200  # bytes of a file's name that its temporary name has, of the 255 of any name
@@ -145,6 +146,25 @@ def sync_folder(folder: str | Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def checkout_version() -> str | None:
+    """Return the version in pyproject.toml; None in an installed copy, which has no such
+    file.
+    """
+    with suppress(OSError):
+        text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+        # site-packages may have a file of this name from another package
+        stated = re.search(r'^name = "dit-sampling"\nversion = "(.*)"$', text, re.M)
+        return stated and stated[1]
+    return None
+
+
+def weights_folder() -> Path:
+    """Return the folder of published weights and the demo: a checkout's
+    pretrained_models/, else the user's cache folder.
+    """
+    return ROOT / "pretrained_models" if checkout_version() else cache_folder()
 
 
 def cache_folder() -> Path:

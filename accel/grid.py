@@ -5,6 +5,7 @@ Each rank makes the pictures of some labels or, if there are fewer labels than r
 of every network evaluation (--parallel). All ranks draw the same random stream.
 """
 
+import logging
 import signal
 import statistics
 import sys
@@ -27,6 +28,8 @@ from accel.ranks.layouts import OFF, Layout
 from accel.ranks.placement import Placement
 from accel.sampling import count_copies
 from accel.weights import Weights
+
+log = logging.getLogger(__name__)
 
 
 class Placed(NamedTuple):
@@ -83,7 +86,7 @@ def make_grid(grid: Grid, ranks: Ranks) -> None:
     for path, latents in zip(grid.outputs, latents_of_seeds, strict=True):
         finish(grid, path, latents, ranks, placement, decoder, watch)
     if ranks.rank == 0:
-        print(f"{', '.join(grid.outputs)}: {watch} · {launch.seconds():.2f} s since start")
+        log.info(f"{', '.join(grid.outputs)}: {watch} · {launch.seconds():.2f} s since start")
 
 
 def load_and_place(grid: Grid, opened: Opened, ranks: Ranks, watch: Stopwatch) -> Placed:
@@ -110,7 +113,7 @@ def load_and_place(grid: Grid, opened: Opened, ranks: Ranks, watch: Stopwatch) -
                 too_large=grid.too_large,
             )
         )
-    print(describe(grid, pipeline, ranks.world))
+    log.info(describe(grid, pipeline, ranks.world))
     if ranks.world == 1:
         return Placed(pipeline, expected)
     with watch.phase("plan"):
@@ -198,7 +201,7 @@ def sample(
         latents_of_seeds.append(latents)
         if len(times) > 1 and show:
             median = statistics.median(times)
-            print(
+            log.info(
                 f"sampling, {len(times)} runs after warm-up: median {median:.3f} s, "
                 f"{min(times):.3f} to {max(times):.3f} s"
             )

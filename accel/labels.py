@@ -36,9 +36,9 @@ def read_class_names(given: str | Path | Iterable[str] | Mapping) -> tuple[str, 
         by_number = {str(key): name for key, name in given.items()}
         try:
             given = [by_number[str(number)] for number in range(len(by_number))]
-        except KeyError as number:
+        except KeyError as missing:
             raise UsageError(
-                f"`class_names{source}`: has no name for class {number}; number them from 0"
+                f"`class_names{source}`: has no name for class {missing}; number them from 0"
             ) from None
     names = list(given) if isinstance(given, Iterable) else [given]
     for number, name in enumerate(names):

@@ -27,7 +27,7 @@ _PARENT_VARIABLE = "DIT_BEGAN"
 _PARENT = re.fullmatch(r"(\d{1,12}\.\d{6}) (\d{1,9})", os.environ.get(_PARENT_VARIABLE, ""))
 STARTED_HERE = _PARENT is not None
 # All processes of a machine share this clock.
-_BEGAN = float(_PARENT[1]) if STARTED_HERE else time.perf_counter()
+_BEGAN = float(_PARENT[1]) if _PARENT is not None else time.perf_counter()
 
 
 def seconds() -> float:
@@ -58,7 +58,7 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     # The parent may have ended before. In a container torchrun may be process 1.
     adopted = os.getppid() == 1 and b"python" not in Path("/proc/1/cmdline").read_bytes()
-    orphaned = STARTED_HERE and os.getppid() != int(_PARENT[2])
+    orphaned = _PARENT is not None and os.getppid() != int(_PARENT[2])
     if adopted or orphaned:
         exit_now(1, "the process that started this rank has ended")
 
@@ -113,7 +113,7 @@ def run_ranks(world: int, program: str) -> int:
         if signal.getsignal(number) != signal.SIG_IGN:  # by nohup, or by a shell's &
             signal.signal(number, lambda number, _: received.append(number))
     processes = _start(world)
-    statuses = [None] * world
+    statuses: list[int | None] = [None] * world
     while not received and not any(statuses) and None in statuses:
         time.sleep(0.01)
         statuses = [process.poll() for process in processes]

@@ -3,6 +3,7 @@ Config, once.
 """
 
 import hashlib
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +24,8 @@ from accel.progress import Stopwatch
 from accel.ranks import Ranks
 from accel.weights import Weights
 from accel.weights.checkpoint import Checkpoint
+
+log = logging.getLogger(__name__)
 
 
 class Opened(NamedTuple):
@@ -174,7 +177,7 @@ def with_arithmetic(config: Config, device: torch.device) -> Config:
     """
     tier = config.tier or precision.default_tier(device)
     if tier == "tf32" and config.tf32 and not precision.supports(tier, device):
-        print(f"--tf32: {device} has no {precision.TIERS[tier].hardware}; sampling in fp32")
+        log.warning(f"--tf32: {device} has no {precision.TIERS[tier].hardware}; sampling in fp32")
         tier = "fp32"
     precision.apply_precision(tier, device)
     decoder = precision.decoder_precision(config.vae_precision, tier, device)

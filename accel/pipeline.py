@@ -10,6 +10,7 @@ Below `Pipeline.load` nobody sees a Config.
 """
 
 import gc
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -35,6 +36,8 @@ from accel.weights import Weights
 
 if TYPE_CHECKING:  # chooses GEMMs: other tiers need not wait for it
     from accel.kernels.linear import Tuner
+
+log = logging.getLogger(__name__)
 
 ALL = (slice(None),)
 ALONE = Placement()
@@ -105,7 +108,7 @@ class Pipeline:
         device = opened.device
         trained = fit.trained_size(opened.space.factor)
         if trained not in (None, config.image_size):
-            print(
+            log.warning(
                 f"{config.model}: weights trained at {trained} px, sampling at "
                 f"{config.image_size} px"
             )
@@ -312,7 +315,7 @@ def _load_checked(opened, tier, batch, part, tuner) -> tuple[Network, str]:
         raise UsageError(
             f"`precision={tier}`: overflows on these weights; {remedy(network, tier, device)}"
         )
-    print("these weights overflow float16: sampling in bfloat16")
+    log.warning("these weights overflow float16: sampling in bfloat16")
     precision.apply_precision("bf16", device)
     del network  # free its memory first
     return _load_checked(opened, "bf16", batch, part, tuner)

@@ -17,8 +17,9 @@ class Stopwatch:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.seconds = {}
-        self.began = self.ended = None
+        self.seconds: dict[str, float] = {}
+        self.began: float | None = None
+        self.ended: float | None = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -47,9 +48,13 @@ def step_bar(total: int, device: torch.device, **options) -> Iterator[Callable[.
         options["disable"] = True
     with tqdm(total=total, unit="step", **options) as bar:
         if device.type != "cuda":
-            yield lambda index, x=None: bar.update(index + 1 - bar.n)
+
+            def done_at_once(index, x=None):
+                bar.update(index + 1 - bar.n)
+
+            yield done_at_once
             return
-        pending = []
+        pending: list[tuple[torch.cuda.Event, int]] = []
 
         def queued(index, x=None):
             event = torch.cuda.Event()

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,6 +32,8 @@ from accel.progress import step_bar
 from accel.weights.checkpoint import FILE_SUFFIXES, HUB_ID
 from accel.weights.shapes import require_fit
 from accel.weights.tensor_files import require_floats
+
+log = logging.getLogger(__name__)
 
 # Options for weights on disk, not for a module.
 FOR_FILES = "model", "ckpt", "weights_entry", "num_heads"
@@ -454,7 +457,7 @@ def _load_module(model, options, check):
     with alone():
         loaded = from_module(model, copy=True)
         if loaded.assumed:
-            print(f"{loaded.name}: {loaded.assumed}")
+            log.warning(f"{loaded.name}: {loaded.assumed}")
         if check and "guidance_channels" not in options:
             loaded.fit = loaded.fit._replace(recipe={"guidance_channels": _guided_channels(loaded)})
     return loaded

@@ -19,7 +19,7 @@ class Ending(NamedTuple):
 
 
 _STOPPED = Ending(STOPPED, "stopped; start again with the same command")
-ENDINGS = {
+ENDINGS: dict[int, Ending] = {
     signal.SIGINT: Ending(INTERRUPTED, "interrupted"),
     signal.SIGTERM: _STOPPED,
     signal.SIGHUP: _STOPPED,
@@ -31,7 +31,7 @@ ENDINGS_OF_RANKS = signal.SIGINT, signal.SIGUSR1
 _rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
 # Rank 0, the only process, or a process whose rank will be refused: it alone prints.
 IS_FIRST_RANK = not _rank.lstrip("0").isdecimal()
-_ended_by = []  # the signal, until its line is printed
+_ended_by: list[int] = []  # the signal, until its line is printed
 
 
 def handle_signals() -> None:

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import sys
+from typing import TextIO
 
 from accel.errors import printable
 
@@ -45,7 +46,7 @@ def replace_standard_streams() -> None:
     sys.stderr = lasting(2, sys.stderr)
 
 
-def lasting(descriptor: int, like: io.TextIOBase | None = None) -> io.TextIOWrapper:
+def lasting(descriptor: int, like: TextIO | None = None) -> io.TextIOWrapper:
     """Return a text stream to `descriptor` whose writes do not fail. like: the stream whose
     encoding it takes.
     """

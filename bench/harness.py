@@ -25,8 +25,8 @@ import accel
 from accel import door, fast, gpu, loading, precision
 from accel.diffusion import create_diffusion
 from accel.errors import UsageError
-from accel.families import ROOT, Defaults, constructor_of, families, family_of, model_names
-from accel.files import atomic_write
+from accel.families import Defaults, constructor_of, families, family_of, model_names
+from accel.files import ROOT, atomic_write
 from accel.flags import check_writable, positive
 from accel.kernels.linear import Tuner
 from accel.latents.autoencoder_kl import SD_VAE_FT, KLDecoder

@@ -44,7 +44,8 @@ from tqdm import tqdm
 
 from accel import precision
 from accel.errors import UsageError
-from accel.families import ROOT, family_of
+from accel.families import family_of
+from accel.files import ROOT
 from accel.flags import positive
 from accel.latents import files
 from accel.latents.autoencoder_kl import SD_VAE_FT

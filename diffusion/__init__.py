@@ -7,7 +7,7 @@ from .respace import SpacedDiffusion, space_timesteps
 
 
 def create_diffusion(
-    timestep_respacing: str | None,
+    timestep_respacing: str | list[int] | None,
     noise_schedule: str = "linear",
     use_kl: bool = False,
     sigma_small: bool = False,
@@ -38,10 +38,11 @@ def create_diffusion(
         var_type = gd.ModelVarType.LEARNED_RANGE
     else:
         var_type = gd.ModelVarType.FIXED_SMALL if sigma_small else gd.ModelVarType.FIXED_LARGE
-    if timestep_respacing is None or timestep_respacing == "":
-        timestep_respacing = [diffusion_steps]
+    respacing: str | list[int] = [diffusion_steps]  # every step
+    if timestep_respacing is not None and timestep_respacing != "":
+        respacing = timestep_respacing
     return SpacedDiffusion(
-        use_timesteps=space_timesteps(diffusion_steps, timestep_respacing),
+        use_timesteps=space_timesteps(diffusion_steps, respacing),
         betas=betas,
         model_mean_type=gd.ModelMeanType.START_X if predict_xstart else gd.ModelMeanType.EPSILON,
         model_var_type=var_type,

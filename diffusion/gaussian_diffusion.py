@@ -186,7 +186,8 @@ class GaussianDiffusion:
             (1.0 - self.alphas_cumprod_prev) * np.sqrt(1.0 - betas) / (1.0 - self.alphas_cumprod)
         )
 
-        self._device_tables = {}  # device -> name -> float32 (T,)
+        # device -> name -> float32 (T,)
+        self._device_tables: dict[torch.device, dict[str, Tensor]] = {}
 
     # ---- tables on the device ----
 
@@ -403,7 +404,7 @@ class GaussianDiffusion:
 
     def condition_mean(
         self,
-        cond_fn: Callable | None,
+        cond_fn: Callable,
         p_mean_var: dict,
         x: Tensor,
         t: Tensor,
@@ -417,7 +418,7 @@ class GaussianDiffusion:
 
     def condition_score(
         self,
-        cond_fn: Callable | None,
+        cond_fn: Callable,
         p_mean_var: dict,
         x: Tensor,
         t: Tensor,
@@ -758,7 +759,7 @@ class GaussianDiffusion:
         a dict: total_bpd (N,), the sum of vb and prior_bpd; prior_bpd (N,); vb,
         xstart_mse and mse (of the noise), each (N, T) from t = T-1 to 0.
         """
-        terms = {"vb": [], "xstart_mse": [], "mse": []}
+        rows: dict[str, list[Tensor]] = {"vb": [], "xstart_mse": [], "mse": []}
         for t in self._timesteps(x_start.shape[0], x_start.device):
             noise = torch.randn_like(x_start)
             x_t = self.q_sample(x_start, t, noise=noise)
@@ -771,11 +772,11 @@ class GaussianDiffusion:
                     clip_denoised=clip_denoised,
                     model_kwargs=model_kwargs,
                 )
-                terms["vb"].append(p["output"])
+                rows["vb"].append(p["output"])
             eps = self._predict_eps_from_xstart(x_t, t, p["pred_xstart"])
-            terms["xstart_mse"].append(mean_flat((p["pred_xstart"] - x_start) ** 2))
-            terms["mse"].append(mean_flat((eps - noise) ** 2))
-        terms = {name: torch.stack(rows, dim=1) for name, rows in terms.items()}  # each (N, T)
+            rows["xstart_mse"].append(mean_flat((p["pred_xstart"] - x_start) ** 2))
+            rows["mse"].append(mean_flat((eps - noise) ** 2))
+        terms = {name: torch.stack(of_name, dim=1) for name, of_name in rows.items()}  # each (N, T)
         prior_bpd = self._prior_bpd(x_start)
         return {"total_bpd": terms["vb"].sum(dim=1) + prior_bpd, "prior_bpd": prior_bpd, **terms}
 

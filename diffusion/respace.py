@@ -28,9 +28,9 @@ def space_timesteps(num_timesteps: int, section_counts: str | list[int]) -> set[
     if isinstance(section_counts, str) and section_counts.startswith("ddim"):
         wanted = _counts([section_counts[len("ddim") :]], section_counts)[0]
         for stride in range(1, num_timesteps + 1):
-            kept = range(0, num_timesteps, stride)
-            if len(kept) == wanted:
-                return set(kept)
+            regular = range(0, num_timesteps, stride)
+            if len(regular) == wanted:
+                return set(regular)
         raise ValueError(
             f'timestep respacing "{section_counts}": no integer stride gives {wanted} of '
             f'{num_timesteps} steps; take "{wanted}" for an uneven one'
@@ -38,7 +38,7 @@ def space_timesteps(num_timesteps: int, section_counts: str | list[int]) -> set[
 
     counts = section_counts.split(",") if isinstance(section_counts, str) else section_counts
     counts = _counts(counts, section_counts)
-    kept = []
+    kept: list[int] = []
     start = 0
     for section, count in enumerate(counts):
         size = num_timesteps // len(counts) + (section < num_timesteps % len(counts))
@@ -79,8 +79,14 @@ class ByValue:
     share CUDA graphs.
     """
 
+    @property
+    def _values(self) -> tuple:
+        raise NotImplementedError
+
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self._values == other._values
+        if not isinstance(other, ByValue) or type(self) is not type(other):
+            return False
+        return self._values == other._values
 
     def __hash__(self) -> int:
         return hash(self._values)

@@ -23,8 +23,7 @@ from accel.command_line import OneLineParser, user_errors
 from markdown_it import MarkdownIt
 
 from accel.errors import UsageError
-from accel.families import ROOT
-from accel.files import atomic_write
+from accel.files import ROOT, atomic_write
 from accel.flags import check_writable
 from scripts import report_plots
 from scripts.report_data import NEEDS, collect

@@ -1,5 +1,6 @@
 import importlib
 import json
+import logging
 import os
 import re
 import signal
@@ -69,6 +70,19 @@ def fill(model, seed=0):
         scale = 1.0 / value.shape[-1] ** 0.5 if value.ndim > 1 else 0.1
         value.data = torch.randn(value.shape, generator=generator).mul_(scale).to(value)
     return model.eval()
+
+
+@pytest.fixture(autouse=True)
+def notices():
+    """Notices go to standard output, as in a command, where tests look for them. A library
+    that configures logging, as import-linter does, disables the loggers that are there.
+    """
+    from accel.command_line import print_notices
+
+    print_notices()
+    for name in logging.root.manager.loggerDict:
+        if name.startswith("accel"):
+            logging.getLogger(name).disabled = False
 
 
 @pytest.fixture(autouse=True)

@@ -156,8 +156,7 @@ def published(tmp_path, monkeypatch):
         DiT(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=10)
     ).state_dict()
     torch.save(state, tmp_path / "source.pt")
-    folder = tmp_path / "pretrained_models"
-    folder.mkdir()
+    folder = tmp_path / "cache" / "dit"  # which a first download makes
     monkeypatch.setattr(checkpoint, "FOLDER", folder)
     return (tmp_path / "source.pt").read_bytes(), folder
 
@@ -197,6 +196,7 @@ def test_a_download_is_whole_or_absent(published, monkeypatch):
 
 def test_commands_fetch_what_is_missing(published, monkeypatch, capsys):
     body, folder = published
+    folder.mkdir(parents=True)
     (folder / "DiT-XL-2-256x256.pt").write_bytes(body)
     with Published(body) as server:
         monkeypatch.setattr(checkpoint, "BASE_URL", f"{server.url}/")

@@ -5,16 +5,18 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from email import message_from_bytes
 from functools import lru_cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, distribution, version
 
 import pytest
 from conftest import ROOT, tracked
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import accel
 
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-INSTALLED = "requirements.txt", "requirements-page.txt"  # the second by the extra `page`
 OFFLINE = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
 
 needs_setuptools = pytest.mark.skipif(
@@ -111,25 +113,115 @@ def test_an_installation_takes_one_name_and_works_beside_any_checkout(
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stdout + done.stderr
 
 
+def declared(checkout):
+    """Return the wheel's metadata, and its requirements by extra; "" has the core ones."""
+    with zipfile.ZipFile(wheel_of(checkout)) as wheel:
+        (name,) = (name for name in wheel.namelist() if name.endswith("/METADATA"))
+        metadata = message_from_bytes(wheel.read(name))
+    requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist")]
+    by_extra = {"": [one for one in requirements if one.marker is None]}
+    for extra in metadata.get_all("Provides-Extra"):
+        by_extra[extra] = [
+            one for one in requirements if one.marker and one.marker.evaluate({"extra": extra})
+        ]
+    return metadata, by_extra
+
+
 @needs_setuptools
-def test_a_wheel_holds_what_the_code_reads_and_requires_what_make_installs(checkout):
+def test_a_wheel_holds_what_the_code_reads_and_make_installs_what_it_requires(checkout):
     with zipfile.ZipFile(wheel_of(checkout)) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-        (metadata,) = (
-            wheel.read(name).decode() for name in wheel.namelist() if name.endswith("/METADATA")
-        )
     linked = {f"accel/{name}" for name in tracked("diffusion")}
-    assert names == {*tracked("accel"), *linked}
+    assert names == {*tracked("accel"), *linked} and "accel/py.typed" in names
+    metadata, by_extra = declared(checkout)
+    assert metadata["Version"] == accel.__version__ and metadata.get_all("Project-URL")
+    assert by_extra.keys() == {"", "eval", "fid", "report", "page"}
+    pinned = "".join((ROOT / f"requirements{end}.txt").read_text() for end in ("", "-test"))
+    installed = {line.lower() for line in re.findall(r"^[\w-]+(?=[<>=])", pinned, re.M)}
+    for one in sum(by_extra.values(), []):
+        assert one.name.lower() in installed and version(one.name) in one.specifier, one
 
-    def same(requirement):  # torch-fidelity <0.5,>=0.4 is torch-fidelity>=0.4,<0.5
-        return tuple(sorted(re.findall(r"[\w.-]+|[<>=]=?[\w.]+", requirement)))
 
-    required = {same(line) for line in re.findall(r"^Requires-Dist: ([^;\n]*)", metadata, re.M)}
-    pinned = re.findall(
-        r"^[\w-]+[<>=].*$", "".join((ROOT / name).read_text() for name in INSTALLED), re.M
+def reached(requirements):
+    """Return the names of the distributions that these requirements bring along."""
+    names = set()
+    left = list(requirements)
+    while left:
+        requirement = left.pop()
+        name = canonicalize_name(requirement.name)
+        if name in names or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        try:
+            required = distribution(name).requires or ()
+        except PackageNotFoundError:  # of another platform's
+            continue
+        names.add(name)
+        left += map(Requirement, required)
+    return names
+
+
+TOY = """if True:
+    import torch
+    from diffusers import AutoencoderKL
+    from accel import Sampler
+    from accel.errors import UsageError
+    from accel.families.toy.network import Toy
+    from accel.weights.checkpoint import Checkpoint
+    torch.manual_seed(0)
+    vae = AutoencoderKL(
+        down_block_types=["DownEncoderBlock2D"] * 3,
+        up_block_types=["UpDecoderBlock2D"] * 3,
+        block_out_channels=[8, 8, 16],
+        norm_num_groups=4,
+        latent_channels=3,
     )
-    assert required == {same(line) for line in pinned} and len(pinned) > 10
-    assert f"\nVersion: {accel.__version__}\n" in metadata
+    with Sampler(Toy(), device="cpu", vae=vae) as sampler:
+        (picture,) = sampler.sample([1], num_sampling_steps=2)
+    assert picture.size == (24, 24), picture.size
+    print(Checkpoint("DiT-XL-2-256x256.pt").path)
+    try:
+        Sampler("DiT-Demo/2", device="cpu")
+    except UsageError as error:
+        print(error)
+"""
+
+
+@needs_setuptools
+def test_the_core_dependencies_suffice_to_sample(checkout, tmp_path):
+    """In an environment of nothing else. Weights go to the user's cache, where a copy of
+    the demo is looked for; nothing is written beside the package.
+    """
+    python, packages = environment(tmp_path / "venv")
+    (packages / "shared.pth").unlink()
+    for name in reached(declared(checkout)[1][""]):
+        files = distribution(name).files
+        for entry in {file.parts[0] for file in files} - {"..", "__pycache__"}:
+            if not (packages / entry).exists():  # several share a namespace
+                (packages / entry).symlink_to(distribution(name).locate_file(entry))
+    assert (packages / "torch").exists()
+    assert not [one for one in ("lpips", "timm", "torchvision") if (packages / one).exists()]
+    subprocess.run([*PIP, "--python", python, "install", *OFFLINE, wheel_of(checkout)], check=True)
+    shutil.copytree(ROOT / "tests" / "toy_family", packages / "accel" / "families" / "toy")
+    before = sorted(packages.iterdir())
+    cache = tmp_path / "cache"
+    done = subprocess.run(
+        [python, "-c", TOY],
+        cwd=tmp_path,
+        env={
+            "XDG_CACHE_HOME": str(cache),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    weights, refused = done.stdout.splitlines()[-2:]
+    assert weights == str(cache / "dit" / "DiT-XL-2-256x256.pt")
+    demo = cache / "dit" / "demo"
+    assert refused.startswith(f"ckpt={demo / 'dit.safetensors'}: ships with the repository")
+    assert f"copy its pretrained_models/demo to {demo}" in refused
+    assert sorted(packages.iterdir()) == before
 
 
 def test_the_version_is_stated_once_and_the_changelog_begins_with_it():

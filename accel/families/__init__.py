@@ -14,9 +14,9 @@ from types import MappingProxyType, ModuleType
 from typing import Any, Literal, NamedTuple
 
 from accel.errors import UsageError
+from accel.files import weights_folder
 
-ROOT = Path(__file__).resolve().parents[2]
-DEMO = ROOT / "pretrained_models" / "demo"
+DEMO = weights_folder() / "demo"
 
 
 class Defaults(NamedTuple):

@@ -5,6 +5,7 @@ What a file says is believed, or refused by name. What it does not say is assume
 printed with the flag that changes it. `--model` decides wherever the entries allow it.
 """
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,6 +23,8 @@ from accel.families import Family, families, family_of
 from accel.weights import Weights, positions
 from accel.weights.checkpoint import open_checkpoint, pretrained_models
 from accel.weights.shapes import Shapes, require_fit, shapes_of, shapes_only
+
+log = logging.getLogger(__name__)
 
 
 class Claim(NamedTuple):
@@ -238,15 +241,17 @@ def recognise(
     of_file = metadata.get("model")
     named = form.model in (model, shipped_as) or of_file in recogniser.names(form.model)
     if not named and _has_model(family, of_file):
-        print(f"{shown(source, 300)}: says model {of_file}, and its entries are of {form.model}")
+        log.warning(
+            f"{shown(source, 300)}: says model {of_file}, and its entries are of {form.model}"
+        )
     if form.assumes_heads and not named:
-        print(
+        log.warning(
             f"{shown(source, 300)}: says no number of heads, taken for {form.num_heads}, as models "
             "of its depth and width have; if it has others: --num-heads N"
         )
     as_usual = classes in (1000, implied.num_classes) and named
     if num_classes is None and "num_classes" not in metadata and not as_usual:
-        print(
+        log.warning(
             f"{shown(source, 300)}: {classes} classes and the null class (all {rows} classes? "
             f"--num-classes {rows})"
         )
@@ -377,7 +382,7 @@ def _require_allowed(source, wanted, model, alike, claims):
             f"`ckpt={source}`: was trained as a {claim.families[0].name} ({claim.text}), not as "
             f"{model}; drop `model`"
         )
-    print(
+    log.warning(
         f"{shown(source, 300)}: says {claim.text}, as a {claim.families[0].name} does; taken for "
         f"a {wanted.name}, as --model says"
     )
@@ -406,7 +411,7 @@ def _say_what_is_assumed(source, family, have, metadata):
             name = recogniser_of(other).form(have, metadata).model
             others += [f"--model {name}"] if name in other.models and other != family else []
     remedy = f"; if it is not: {' or '.join(others)}" if others else ""
-    print(
+    log.warning(
         f"{shown(source, 300)}: names no family, taken for a {family.name} "
         f"({family.prediction}){remedy}"
     )

@@ -46,6 +46,7 @@ def build(
     tuner: chooses the GEMMs' algorithms. gemm: their backend. part: the part of the weights that
     this rank holds.
     """
+    ops: Half | Split
     if tier == "exact":
         ops = Split(device, gemm, part)
     else:
@@ -117,7 +118,7 @@ def kernel_calls(network: FastNetwork, rows: int) -> list[Callable[[], object]]:
     condition = network.condition(t, t)
     embedded = network.position.repeat(rows, 1, 1)  # (N, T, D)
     x = embedded
-    calls = []
+    calls: list[Callable[[], object]] = []
     for stage in network.stages:
         modulation = stage.modulate(x, condition)
         x = stage.enter(x, embedded, condition)  # (N, T, D)

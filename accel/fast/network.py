@@ -12,6 +12,7 @@ between two GEMMs. What depends on (timestep, label) alone comes from a table. P
 Ranks that divide the weights hold a part of each GEMM, and sum a and m.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -25,6 +26,8 @@ from accel.fast.ops import Block, Half, Split
 from accel.kernels.adaln import Branches, Modulation
 from accel.network import BlockNetwork, Stage
 from accel.precision import true_float32
+
+log = logging.getLogger(__name__)
 
 # Places among a block's vectors. A shift is the first vector; a scale follows its shift.
 ATTENTION_GATE = 2
@@ -171,7 +174,7 @@ class FastNetwork(BlockNetwork):
         self.tuner.choose_alike(gemms)
         seconds = self.tuner.seconds[before:]
         if seconds:
-            print(
+            log.warning(
                 f"GEMMs measured for this GPU: {len(seconds)} in {sum(seconds):.1f} s; "
                 "later runs find what was chosen"
             )

@@ -12,6 +12,7 @@ A command makes an `Order` (job.py). Inside `locked` it loads its Pipeline, and 
 """
 
 import errno
+import logging
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,8 @@ from accel.latents.pixels import to_uint8
 from accel.pipeline import Pipeline
 from accel.progress import Stopwatch
 from accel.ranks import Ranks
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -82,7 +85,7 @@ def run(order: Order, ranks: Ranks, settings: dict, pipeline: Pipeline, watch: S
         if ranks.rank == 0:
             with watch.phase("npz"):
                 archive.complete(lambda: ranks.stopping)
-    print(f"{folder}: {batches.total} pictures, {archive.path}: {order.count} · {watch}")
+    log.info(f"{folder}: {batches.total} pictures, {archive.path}: {order.count} · {watch}")
 
 
 @contextmanager

@@ -7,6 +7,7 @@ finished picture.
 
 import io
 import json
+import logging
 import os
 import re
 from collections.abc import Collection
@@ -27,6 +28,8 @@ from accel.files import (
     repeated,
     sync_folder,
 )
+
+log = logging.getLogger(__name__)
 
 CODE = "this code's kernels"  # the setting that may change while a job is interrupted
 # Settings that nodes of one job may differ in.
@@ -192,7 +195,7 @@ def _compare(folder, record, settings):
             "`sample_dir`"
         ) from None
     if earlier.get(CODE) != settings.get(CODE):
-        print(
+        log.warning(
             f"{folder}: was begun by other kernels; pictures from here on may differ in their "
             "last bits"
         )

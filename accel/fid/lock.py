@@ -1,6 +1,7 @@
 """Lock a folder for one job. The lock is flock, which ends with the process that holds it."""
 
 import fcntl
+import logging
 import os
 import socket
 import time
@@ -10,6 +11,8 @@ from pathlib import Path
 
 from accel.errors import UsageError, path_errors, shown
 from accel.files import open_regular
+
+log = logging.getLogger(__name__)
 
 PATIENCE = 2.0  # seconds that a killed process may take to end
 
@@ -67,7 +70,7 @@ def _lock(folder, handle):
                     "use another"
                 ) from None
         except OSError as error:
-            print(
+            log.warning(
                 f"{folder}: this file system has no locks ({error.strerror}); start one job at a "
                 "time here"
             )

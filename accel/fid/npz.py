@@ -6,6 +6,7 @@ disk and compares.
 """
 
 import json
+import logging
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,8 @@ import numpy as np
 from accel.errors import Stopped, UsageError
 from accel.fid.folder import npz_of, picture_name, read_picture, side_of
 from accel.files import atomic_write, open_regular, read_json, sha256_of, sync_folder
+
+log = logging.getLogger(__name__)
 
 READERS = 4  # threads that decode PNGs
 RUN = 8  # pictures in memory
@@ -56,7 +59,7 @@ class Archive:
             problem = self.problem()
             if problem is None:
                 return
-            print(f"{self.path}: {problem}; writing it again")
+            log.warning(f"{self.path}: {problem}; writing it again")
         self.write(stopping)
 
     def write(self, stopping: Callable[[], bool]) -> None:
@@ -111,9 +114,8 @@ def create_npz(folder: Path, count: int) -> Path:
     the first.
     """
     names = [folder / picture_name(number) for number in range(count)]
-    missing = next((name for name in names if not name.is_file()), None)
-    if missing or not names:
-        there = names.index(missing) if names else 0
+    there = next((n for n, name in enumerate(names) if not name.is_file()), len(names))
+    if there < len(names) or not names:
         raise UsageError(f"`num={count}`: {folder} has {there} pictures in a row; give that")
     size = side_of(names[0])
 

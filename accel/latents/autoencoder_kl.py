@@ -83,7 +83,7 @@ def check_config(config: dict[str, Any]) -> dict[str, Any]:
         "latent_channels": is_size(channels),
         "norm_num_groups": is_size(entries["norm_num_groups"]),
         "layers_per_block": is_size(entries["layers_per_block"], MOST_LAYERS),
-        "block_out_channels": 0 < levels <= MOST_LEVELS and all(map(is_size, widths)),
+        "block_out_channels": 0 < levels <= MOST_LEVELS and all(map(is_size, widths or ())),
         "up_block_types": is_list(entries["up_block_types"], levels, list(UP_BLOCKS).__contains__),
         "scaling_factor": is_scale(entries["scaling_factor"]),
         "shift_factor": shift is None or is_number(shift) and (is_plain or shift == 0),

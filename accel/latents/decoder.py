@@ -2,6 +2,7 @@
 ahead while the GPU denoises.
 """
 
+import logging
 import math
 import sys
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from accel.errors import UsageError
 from accel.graphs import Replayed
 from accel.latents import LatentSpace, files
 from accel.precision import convolutions
+
+log = logging.getLogger(__name__)
 
 # PSNR in dB that float16's picture of the check must reach against float32's. The
 # contest's threshold is 40: at 60 the decoder's share of the allowed mean squared error
@@ -91,7 +94,7 @@ class Decoder:
             half = HalfDecoder(self.network)
             if problem := self._problem(half):
                 self.precision = self.otherwise
-                print(f"this decoder {problem}: decoding in {NAMES[self.otherwise]}")
+                log.warning(f"this decoder {problem}: decoding in {NAMES[self.otherwise]}")
             else:
                 self.half = Replayed(half) if self.captured and self.device.type == "cuda" else half
         return self
@@ -146,7 +149,7 @@ class Decoder:
         pixels = self._each(self.half, latents)
         if failed := _not_finite(pixels):
             if not self._warned:
-                print(
+                log.warning(
                     "a picture overflows the float16 decoder; such pictures are decoded in "
                     f"{NAMES[self.otherwise]}"
                 )

@@ -11,6 +11,7 @@ for. Nearest upsampling and the convolution after it are one transposed convolut
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from accel.kernels.group_norm import Sum, add, group_norm
 from accel.latents.autoencoder_kl import Attention, KLDecoder, Residual
@@ -26,24 +27,21 @@ class HalfDecoder:
     def __init__(self, decoder: KLDecoder, dtype: torch.dtype = torch.float16):
         self.decoder = decoder
         self.dtype = dtype
-        self.weights = {}  # layer → its weights in dtype
-        self.biases = {}  # Residual → all biases that its sum receives
+        self.weights: dict[torch.nn.Conv2d, Tensor] = {}  # in dtype
+        self.biases: dict[Residual, Tensor] = {}  # all that its sum receives
+        # weight and bias of q, k and v, and the output's weight
+        self.attention_weights: dict[Attention, tuple[Tensor, Tensor, Tensor]] = {}
         layers = decoder.decoder
         for layer in layers.modules():
             if isinstance(layer, torch.nn.Conv2d):
                 self.weights[layer] = layer.weight.to(dtype, memory_format=torch.channels_last)
         # The convolution before a Residual, while its bias is not yet added to the
         # Residual's input.
-        before = layers.conv_in
+        before: torch.nn.Conv2d | None = layers.conv_in
         for block in (layers.mid_block, *layers.up_blocks):
             for layer in block.resnets:
-                pending = 0 if before is None else before.bias
-                if layer.conv_shortcut is not None:
-                    through = (
-                        0 if before is None else layer.conv_shortcut.weight[:, :, 0, 0] @ pending
-                    )
-                    pending = layer.conv_shortcut.bias + through
-                self.biases[layer], before = layer.conv2.bias + pending, None
+                self.biases[layer] = _bias(layer.conv2) + _pending(before, layer.conv_shortcut)
+                before = None
             for layer in block.upsamplers:
                 self.weights[layer.conv] = _doubling(layer.conv.weight).to(
                     dtype, memory_format=torch.channels_last
@@ -51,10 +49,10 @@ class HalfDecoder:
                 before = layer.conv
         for attention in (layer for layer in layers.modules() if isinstance(layer, Attention)):
             qkv = attention.to_q, attention.to_k, attention.to_v
-            self.weights[attention] = (
+            self.attention_weights[attention] = (
                 torch.cat([layer.weight for layer in qkv]).to(dtype),
                 torch.cat([layer.bias for layer in qkv]).to(dtype),
-                attention.to_out[0].weight.to(dtype),
+                _output(attention).weight.to(dtype),
             )
 
     def __call__(self, z: torch.Tensor) -> torch.Tensor:
@@ -72,7 +70,7 @@ class HalfDecoder:
         # C × C: stays in float32
         z = z if outer.post_quant_conv is None else outer.post_quant_conv(z)
         z = z.to(self.dtype, memory_format=torch.channels_last)
-        x = add(self._convolve(layers.conv_in, z), layers.conv_in.bias)
+        x = add(self._convolve(layers.conv_in, z), _bias(layers.conv_in))
         for block in (layers.mid_block, *layers.up_blocks):
             for layer in block.layers:
                 compute = self._attend if isinstance(layer, Attention) else self._residual
@@ -82,10 +80,10 @@ class HalfDecoder:
             for layer in block.upsamplers:
                 x = add(
                     F.conv_transpose2d(x.value, self.weights[layer.conv], None, 2, 1),
-                    layer.conv.bias,
+                    _bias(layer.conv),
                 )
-        x = self._convolve(layers.conv_out, self._norm(layers.conv_norm_out, x))
-        return (x.float() + layers.conv_out.bias[:, None, None]).contiguous()
+        pixels = self._convolve(layers.conv_out, self._norm(layers.conv_norm_out, x))
+        return (pixels.float() + _bias(layers.conv_out)[:, None, None]).contiguous()
 
     def _convolve(self, layer: torch.nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
         """Apply a convolution without its bias, which a later pass adds."""
@@ -95,19 +93,16 @@ class HalfDecoder:
         return group_norm(x, layer.weight, layer.bias, layer.num_groups, silu, self.dtype)
 
     def _residual(self, layer: Residual, x: Sum, last: bool) -> Sum:
-        h = add(self._convolve(layer.conv1, self._norm(layer.norm1, x)), layer.conv1.bias)
-        h = self._convolve(layer.conv2, self._norm(layer.norm2, h))
-        x = (
-            x.value
-            if layer.conv_shortcut is None
-            else self._convolve(layer.conv_shortcut, x.value.to(self.dtype))
-        )
-        return add(
-            x, self.biases[layer], h, self.dtype if last else torch.float32, statistics=not last
-        )
+        total = add(self._convolve(layer.conv1, self._norm(layer.norm1, x)), _bias(layer.conv1))
+        h = self._convolve(layer.conv2, self._norm(layer.norm2, total))
+        stream = x.value
+        if layer.conv_shortcut is not None:
+            stream = self._convolve(layer.conv_shortcut, stream.to(self.dtype))
+        dtype = self.dtype if last else torch.float32
+        return add(stream, self.biases[layer], h, dtype, statistics=not last)
 
     def _attend(self, layer: Attention, x: Sum, last: bool) -> Sum:
-        weight, bias, out = self.weights[layer]
+        weight, bias, out = self.attention_weights[layer]
         h = self._norm(layer.group_norm, x, silu=False)
         _, channels, height, width = h.shape
         h = h.permute(0, 2, 3, 1).reshape(1, 1, height * width, channels)
@@ -116,11 +111,36 @@ class HalfDecoder:
         h = h.view(1, height, width, channels).permute(0, 3, 1, 2)
         return add(
             x.value,
-            layer.to_out[0].bias,
+            _output(layer).bias,
             h,
             self.dtype if last else torch.float32,
             statistics=not last,
         )
+
+
+def _bias(layer: torch.nn.Conv2d) -> Tensor:
+    """Return the bias that every convolution of this decoder has."""
+    assert layer.bias is not None
+    return layer.bias
+
+
+def _output(layer: Attention) -> torch.nn.Linear:
+    """Return the last layer of an attention, which has diffusers' name to_out.0."""
+    (linear,) = layer.to_out
+    assert isinstance(linear, torch.nn.Linear)
+    return linear
+
+
+def _pending(before: torch.nn.Conv2d | None, shortcut: torch.nn.Conv2d | None) -> Tensor | float:
+    """Return the biases that the input of a Residual's sum lacks. before: the convolution
+    whose bias is not yet added to it. shortcut: the Residual's.
+    """
+    pending = 0.0 if before is None else _bias(before)
+    if shortcut is None:
+        return pending
+    if before is not None:
+        return _bias(shortcut) + shortcut.weight[:, :, 0, 0] @ _bias(before)
+    return _bias(shortcut)
 
 
 def _doubling(weight: torch.Tensor) -> torch.Tensor:

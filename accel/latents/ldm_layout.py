@@ -5,6 +5,7 @@ VA-VAE (Yao et al. 2025, arXiv:2501.01423) comes so: one file with encoder, deco
 losses, and latents_stats.pt.
 """
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from accel.errors import UsageError, shown
 from accel.latents import LatentSpace
 from accel.latents.autoencoder_kl import LARGEST, SD_VAE_FT
 from accel.weights.tensor_files import read_tensors, require_floats
+
+log = logging.getLogger(__name__)
 
 STATISTICS = "latents_stats.pt"
 INSIDE = "first_stage_model."  # begins the names in a file of a whole pipeline
@@ -91,7 +94,7 @@ def scaled(space: LatentSpace, file: Path) -> LatentSpace:
             f"`vae={file}`: says no scale of its latents; put {STATISTICS} beside it, or give "
             "`latent_stats`"
         )
-    print(
+    log.warning(
         f"{shown(str(file), 300)}: says no scale of its latents, taken for Stable Diffusion's "
         f"{usual.scale}; if it has another: --latent-stats FILE"
     )
@@ -103,7 +106,7 @@ def with_statistics(space: LatentSpace, file: str | Path) -> LatentSpace:
     Raises UsageError.
     """
     content = read_tensors(Path(file), "latent_stats")
-    found = {}
+    found: dict[str, tuple[float, ...]] = {}
     for name, least in (("mean", -LARGEST), ("std", 1 / LARGEST)):
         value = content.get(name)
         if (
@@ -121,4 +124,4 @@ def with_statistics(space: LatentSpace, file: str | Path) -> LatentSpace:
                 f"`latent_stats={file}`: holds values that are no mean or deviation; compute it "
                 "again"
             )
-    return space._replace(**found, scale=1.0, shift=0.0)
+    return space._replace(mean=found["mean"], std=found["std"], scale=1.0, shift=0.0)

@@ -48,7 +48,7 @@ class Ranks:
 
     def __init__(self, device: "torch.device | None" = None):
         self.device = device
-        self._counters = Counter()
+        self._counters: Counter[str] = Counter()
         self._stop = False
 
     @property

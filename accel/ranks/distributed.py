@@ -8,7 +8,7 @@ import hashlib
 import os
 import signal
 from collections.abc import Callable, Iterable, Set
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from threading import Thread
@@ -82,9 +82,9 @@ class DistributedRanks(Ranks):
         self.world = world
         self.local_rank = local_rank
         self._store = store
-        self._connecting = None  # the future of the collectives
-        self._groups = {}  # by their ranks
-        self._exchanges = {}  # by their ranks and the exchange's name
+        self._connecting: Future | None = None  # the future of the collectives
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by their ranks
+        self._exchanges: dict = {}  # by their ranks and the exchange's name
 
     # ---- the exchange of values ----
 

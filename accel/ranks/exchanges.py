@@ -33,6 +33,11 @@ class Exchange:
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
 
+    def __call__(
+        self, qkv: torch.Tensor, num_heads: int, attention: Callable
+    ) -> torch.Tensor | HighLow:
+        raise NotImplementedError
+
 
 class KeysValues(Exchange):
     """All-gather of keys and values; queries stay."""
@@ -113,7 +118,7 @@ class Push(Exchange):
 
         self.symmetric = symmetric
         self.kernel = push
-        self.buffers = {}
+        self.buffers: dict = {}
         self.turn = 0
 
     def __call__(self, qkv: torch.Tensor, num_heads: int, attention: Callable) -> torch.Tensor:

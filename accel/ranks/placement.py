@@ -57,7 +57,7 @@ class Placement(NamedTuple):
 
     def sizes(self, n: int, at_once: int | None = None) -> set[int]:
         """Return the numbers of pictures in the slices of `batches`, of all ranks."""
-        sizes = set()
+        sizes: set[int] = set()
         for rank in range(self.busy):
             batches = self._replace(rank=rank).batches(n, at_once)
             sizes.update(batch.stop - batch.start for batch in batches)

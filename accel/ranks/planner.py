@@ -9,6 +9,7 @@ few milliseconds. Every rank makes the same calls.
 """
 
 import json
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -29,6 +30,8 @@ from accel.network import BlockNetwork, Network
 from accel.ranks import Ranks, layouts
 from accel.ranks.layouts import OFF, Layout
 from accel.ranks.placement import Placement
+
+log = logging.getLogger(__name__)
 
 DEPTHS = 2, 6  # numbers of blocks that are timed; the difference gives the time of a block
 
@@ -51,7 +54,7 @@ class Work(NamedTuple):
 
     def evaluations(self, placement: Placement) -> Counter[EvaluationShape]:
         """Return the number of evaluations on this rank by their shape."""
-        counts = Counter()
+        counts: Counter[EvaluationShape] = Counter()
         for batch in placement.batches(self.pictures, self.at_once):
             for copies, count in self.copies.items():
                 counts[EvaluationShape(batch.stop - batch.start, copies)] += count
@@ -104,7 +107,7 @@ def share_evaluations(
         layout, reason = choose_once(network, work, ranks)
     placement = ranks.placement(layout)
     busy = placement.busy if placement.shared else min(work.pictures, ranks.world)
-    print(f"parallel: {layout}, {busy} of {ranks.world} GPUs: {reason}")
+    log.info(f"parallel: {layout}, {busy} of {ranks.world} GPUs: {reason}")
     shared = ranks.share(network, layout)
     tune(network, work, [placement])
     return SharedNetwork(shared, placement)
@@ -137,7 +140,7 @@ def choose_once(network: BlockNetwork, work: Work, ranks: Ranks) -> Choice:
         text = "off" if choice.layout == OFF else str(choice.layout)
         plans = {**kernels.kept(file), key: [text, choice.reason]}
         if not kernels.keep(file, json.dumps(plans, indent=1).encode()):
-            print(
+            log.warning(
                 f"{file}: cannot be written, so each run chooses anew, and another layout has "
                 f"other last bits; add --parallel {text} to keep this one"
             )

@@ -25,7 +25,7 @@ OnStep = Callable[[int, torch.Tensor], None]
 class Step(NamedTuple):
     """A step of a run."""
 
-    index: int
+    number: int  # of the run's steps, from 0
     evaluation: int  # index of its first evaluation
     guidances: tuple[Guidance | Unguided, ...]  # one per evaluation
 
@@ -35,9 +35,9 @@ def steps_of(process: Process, guidance: Guidance | Unguided) -> list[Step]:
     guidances = [guidance.at(level) for level in process.levels()]
     steps = []
     evaluation = 0
-    for index, count in enumerate(process.evaluation_counts):
+    for number, count in enumerate(process.evaluation_counts):
         of_step = tuple(guidances[evaluation : evaluation + count])
-        steps.append(Step(index, evaluation, of_step))
+        steps.append(Step(number, evaluation, of_step))
         evaluation += count
     return steps
 
@@ -71,9 +71,14 @@ def upstream_noise(
     """
     shape = (copies * len(z), *z.shape[1:])
     device = z.device if generator is None else generator.device
-    how = dict(generator=generator, device=device, pin_memory=z.is_cuda and device.type == "cpu")
-    # Draw 2n rows, use n': upstream's random stream.
-    return lambda: torch.randn(shape, **how)[: len(z)][rows].to(z.device, non_blocking=True)
+    pinned = z.is_cuda and device.type == "cpu"
+
+    def draw():
+        # Draw 2n rows, use n': upstream's random stream.
+        noise = torch.randn(shape, generator=generator, device=device, pin_memory=pinned)
+        return noise[: len(z)][rows].to(z.device, non_blocking=True)
+
+    return draw
 
 
 @torch.inference_mode()
@@ -98,13 +103,14 @@ def denoise(
     y = guidance.labels(labels)
     indices = torch.arange(process.evaluations, device=z.device)
     at_once = max(process.evaluation_counts)
-    scheduled, advance = network.schedule(process.times(), y.tolist(), at_once)
+    times = list(process.times())
+    scheduled, advance = network.schedule(times, y.tolist(), at_once)
     captures = network.captures and z.is_cuda
     evaluate = scheduled.forward
     if captures:
         process.prepare(z.device)
     if captures and not process.captured:
-        evaluate = network.replayed(tuple(process.times()), evaluate)
+        evaluate = network.replayed(tuple(times), evaluate)
 
     def make_step(guidances, at, y, noise, *state):
         networks = []
@@ -116,14 +122,14 @@ def denoise(
         make_step = network.replayed((process, guidance), make_step)
     state = process.begin(z)
     noise = z[:0]
-    for index, evaluation, guidances in steps or steps_of(process, guidance):
+    for number, evaluation, guidances in steps or steps_of(process, guidance):
         advance(*range(evaluation, evaluation + len(guidances)))
-        if index < process.draws:
+        if number < process.draws:
             noise = draw()
         at = indices[evaluation].expand(len(z))
         state = make_step(guidances, at, y, noise, *state)
         if on_step is not None:
-            on_step(index, state[0])
+            on_step(number, state[0])
     return state[0]
 
 

@@ -32,7 +32,9 @@ class Euler(Process):
     number: int  # of steps
     shift: float = 1.0
 
-    draws = 0
+    @property
+    def draws(self) -> int:
+        return 0
 
     @property
     def evaluation_counts(self) -> list[int]:

@@ -51,10 +51,10 @@ class Process(ABC):
         return sum(self.evaluation_counts)
 
     @abstractmethod
-    def times(self) -> list[float]:
+    def times(self) -> Sequence[float]:
         """Return the network's argument t at every evaluation, in order."""
 
-    def levels(self) -> list[float]:
+    def levels(self) -> Sequence[float]:
         """Return the noise level at every evaluation: 0 at the data, 1 at noise. Here: t
         / 1000, as for DiT.
         """

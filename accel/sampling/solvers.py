@@ -131,7 +131,6 @@ class Solver(ByValue, Process):
     naming the scheduler, unless it samples DiT's process in this number of steps.
     """
 
-    draws = 0
     captured = False
 
     def __init__(self, scheduler: Any, steps: int):
@@ -186,6 +185,10 @@ class Solver(ByValue, Process):
     @property
     def evaluation_counts(self) -> list[int]:
         return [1] * len(self._times)
+
+    @property
+    def draws(self) -> int:
+        return 0
 
     def times(self) -> list[float]:
         return self._times

@@ -2,6 +2,7 @@
 opened once a run, checked.
 """
 
+import logging
 import re
 import stat
 import sys
@@ -16,12 +17,14 @@ from typing import Any
 import torch
 
 from accel.errors import UsageError, path_errors
-from accel.files import atomic_write
+from accel.files import atomic_write, weights_folder
 from accel.weights import consolidated_layout, diffusers_layout, positions, training_layout
 from accel.weights import metadata as schema
 from accel.weights.tensor_files import cached_digest, file_stamps, mode_of
 
-FOLDER = Path(__file__).resolve().parents[2] / "pretrained_models"
+log = logging.getLogger(__name__)
+
+FOLDER = weights_folder()
 BASE_URL = "https://dl.fbaipublicfiles.com/DiT/models/"
 # published names; the variable's name is upstream's
 pretrained_models = {"DiT-XL-2-512x512.pt", "DiT-XL-2-256x256.pt"}
@@ -168,7 +171,7 @@ def fetch_published() -> None:
     """
     for name in sorted(pretrained_models):
         try:
-            print(Checkpoint(FOLDER / name).fetch())
+            log.info(str(Checkpoint(FOLDER / name).fetch()))
         except UsageError as error:
             sys.exit(f"download.py: {error.by_flags()}")
 
@@ -192,6 +195,11 @@ def _locate(name: str) -> Path | None:
         return published
     if HUB_ID.fullmatch(name) and path.suffix not in FILE_SUFFIXES and not path.parent.exists():
         return None
+    if path.parent == FOLDER / "demo":
+        raise UsageError(
+            f"`ckpt={name}`: ships with the repository, not with the package; copy its "
+            f"pretrained_models/demo to {path.parent}, or give other weights"
+        )
     names = ", ".join(sorted(pretrained_models))
     raise UsageError(
         f"`ckpt={name}`: no such file; published names are {names}, a hub id is owner/name"
@@ -204,6 +212,7 @@ def _download(target: Path) -> None:
 
     url = BASE_URL + target.name
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         with (
             urllib.request.urlopen(url, timeout=30) as response,
             atomic_write(target, durable=True) as file,

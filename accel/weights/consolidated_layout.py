@@ -32,11 +32,11 @@ def read(
     Raises UsageError about --ckpt.
     """
     whole = [folder / name for name in WEIGHTS if (folder / name).exists()]
-    parts = sorted(filter(PART.fullmatch, os.listdir(folder)))
+    parts = [part for part in map(PART.fullmatch, sorted(os.listdir(folder))) if part]
     if not whole and parts:
-        world = int(PART.fullmatch(parts[0])[1])
+        world = int(parts[0][1])
         raise UsageError(
-            f"`ckpt={folder}`: {parts[0]} holds a part of each tensor, for {world} processes; "
+            f"`ckpt={folder}`: {parts[0][0]} holds a part of each tensor, for {world} processes; "
             f"join them to {WEIGHTS[0]}"
         )
     if not whole:

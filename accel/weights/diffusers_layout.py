@@ -71,7 +71,7 @@ def read(
     if entry is not None:
         raise UsageError(f"`weights_entry={entry}`: is for a file; this is a folder; drop it")
     folder = folder / "transformer" if (folder / "transformer").is_dir() else folder
-    state = {}
+    state: dict[str, torch.Tensor] = {}
     for file in weight_files(folder, "ckpt"):
         state |= read_tensors(file, "ckpt", mapped)
     require_floats(state, f"`ckpt={folder}`")

@@ -37,7 +37,7 @@ def shapes_of(state: dict[str, torch.Tensor]) -> Shapes:
     """Return the shape of every entry. Position tables of all square grids get the same
     one, (1, "T", D).
     """
-    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    shapes: Shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     table = shapes.get("pos_embed", ())
     if len(table) == 3 and table[0] == 1 and table[1] == isqrt(table[1]) ** 2 > 0:
         shapes["pos_embed"] = (1, "T", table[2])

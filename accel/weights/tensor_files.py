@@ -128,7 +128,7 @@ def digest(state: dict[str, torch.Tensor]) -> str:
     for name in sorted(state):
         tensor = state[name].detach().float().contiguous().flatten()
         total.update(f"{name} {tuple(state[name].shape)}\n".encode())
-        total.update(tensor.numpy())
+        total.update(tensor.numpy().data)
     return total.hexdigest()[:16]
 
 

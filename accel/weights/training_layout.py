@@ -3,6 +3,7 @@ contains one.
 """
 
 import argparse
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,8 @@ import torch
 from accel.errors import UsageError, shown
 from accel.weights import metadata as schema
 from accel.weights.tensor_files import read_safetensors, read_tensors, require_floats
+
+log = logging.getLogger(__name__)
 
 # Entries of a training checkpoint with weights. The first that is there is sampled.
 ENTRIES = (
@@ -80,7 +83,7 @@ def _chosen(path: Path, content: dict, entry: str | None) -> State:
         raise UsageError(f"`ckpt={path}`: has the entries {listed}; give `weights_entry`")
     if _rank(name) > 0:
         others = shown(", ".join(other for other in states if other != name))
-        print(
+        log.warning(
             f'{path}: the weights are those of "{name}", not of {others}; for those: '
             "--weights-entry NAME"
         )
@@ -166,7 +169,7 @@ def _without_wrappers(path: Path, state: State) -> State:
     parts = [f'"{prefix}"'] * bool(prefix) + [f'"{part}."' for part in inner]
     if parts:
         words = " and ".join(parts)
-        print(f"{path}: names have {words}, as a wrapped model is saved; loading without")
+        log.warning(f"{path}: names have {words}, as a wrapped model is saved; loading without")
     return {INNER.sub("", name): value for name, value in state.items()}
 
 

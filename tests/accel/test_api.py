@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import re
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -143,6 +144,31 @@ def test_a_class_of_the_callers_own(capsys):
     with Sampler(model, image_size=128, **how) as larger:
         assert larger.latents(range(5)).shape == (5, 4, 16, 16)
     assert "DiT: weights trained at 64 px, sampling at 128 px" in capsys.readouterr().out
+
+
+NOTICES = """
+import logging, sys
+from accel import Sampler
+from accel.families.dit.network import DiT
+def sample():
+    model = DiT(input_size=8, hidden_size=48, depth=1, num_heads=2)
+    Sampler(model, image_size=128, device="cpu", output_type="latent")
+sample()
+logger = logging.getLogger("accel")
+logger.setLevel(logging.ERROR)
+sample()
+logger.setLevel(logging.WARNING)
+logging.basicConfig(stream=sys.stdout, format="%(levelname)s of %(name)s: %(message)s")
+sample()
+"""
+
+
+def test_notices_are_of_pythons_logging():
+    """Shown without a handler, silent above their level, and formatted by the caller's."""
+    done = forks.run(["-c", NOTICES], OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+    line = "DiT: weights trained at 64 px, sampling at 128 px\n"
+    assert (done.returncode, done.stderr) == (0, line)
+    assert re.fullmatch(r"WARNING of accel\.\w+: " + line, done.stdout), done.stdout
 
 
 def test_a_class_that_names_no_family_is_taken_for_a_dit_aloud(capsys):

@@ -2,6 +2,7 @@
 checkpoint or a YAML file beside it.
 """
 
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from accel.errors import UsageError, shown
 from accel.families.lightning_dit import FAMILY
 from accel.files import read_small
+
+log = logging.getLogger(__name__)
 
 LARGEST = 1 << 16  # bytes of a YAML file
 # (section, entry, value if it is missing, supported value)
@@ -69,7 +72,7 @@ def recipe(model: str, metadata: dict[str, Any], path: Path) -> dict[str, Any]:
         words.append(f"sampler {values['sampler']}")
     if "latent_scale" in values:
         words.append(f"latents times {values['latent_scale']:g}")
-    print(f"{where.partition(': ')[2]} says {', '.join(words)}; flags override it")
+    log.warning(f"{where.partition(': ')[2]} says {', '.join(words)}; flags override it")
     return values
 
 
@@ -134,7 +137,7 @@ def _beside(path: Path) -> Path | None:
         return own
     others = sorted(path.parent.glob("*.yaml"))
     if len(others) > 1:
-        print(
+        log.warning(
             f"{path.parent} has {len(others)} YAML files and none is called {own.name}: they are "
             "not read"
         )

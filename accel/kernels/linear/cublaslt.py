@@ -177,8 +177,9 @@ class Gemm:
         """
         algorithms = self.suggestions()
         seen = [configuration(algorithm) for algorithm in algorithms]
-        for shape in self._neighbours():
-            for algorithm in Gemm(*shape, self.gelu, self.dtype, self.device).suggestions():
+        for m, n, k in self._neighbours():
+            neighbour = Gemm(m, n, k, self.gelu, self.dtype, self.device)
+            for algorithm in neighbour.suggestions():
                 adapted = self._adapted(algorithm)
                 # Each kernel takes time to load and to measure.
                 if adapted is not None and configuration(algorithm) not in seen:
@@ -186,7 +187,7 @@ class Gemm:
                     seen.append(configuration(algorithm))
         return [algorithm for algorithm in algorithms if algorithm.workspace <= _WORKSPACE_BYTES]
 
-    def _neighbours(self):
+    def _neighbours(self) -> list[tuple[int, int, int]]:
         """Return neighbouring shapes: fewer rows, and N and K exchanged."""
         m, n, k = self.shape
         shapes = [(m, k, n)]

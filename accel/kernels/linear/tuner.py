@@ -80,8 +80,8 @@ class Tuner:
     ):
         self.folders = [cache_folder()] if folders is None else [Path(folder) for folder in folders]
         self.share = share
-        self.chosen = {}  # Problem → Choice
-        self.seconds = []  # of each GEMM measured by this process
+        self.chosen: dict[Problem, Choice] = {}
+        self.seconds: list[float] = []  # of each GEMM measured by this process
 
     def choose(
         self, m: int, n: int, k: int, gelu: bool, dtype: torch.dtype, device: torch.device
@@ -120,8 +120,8 @@ class Tuner:
         problems: of each GEMM `choose`'s arguments.
         """
         algorithms = self.share(lambda: [self.choose(*problem).algorithm for problem in problems])
-        for problem, algorithm in zip(problems, algorithms, strict=True):
-            problem = Problem(*problem)
+        for arguments, algorithm in zip(problems, algorithms, strict=True):
+            problem = Problem(*arguments)
             problem = problem._replace(device=_numbered(problem.device))
             self.chosen[problem] = _restored(algorithm, problem)
 
