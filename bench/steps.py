@@ -169,7 +169,7 @@ def climb(args: Namespace, device: torch.device, rungs: list[Rung]) -> Iterator[
         return row
 
     for name, tier, switches in rungs:
-        row = measure(name, partial(harness.build, model, tier, device, **switches))
+        row = measure(name, partial(harness.build, args.model, model, tier, device, **switches))
         if judge and name != "fp32" and "ms" in row:
             row["judged"] = judge.judge(tier, switches)
         yield row
