@@ -8,7 +8,7 @@ from accel.weights.checkpoint import fetch_published, pretrained_models
 __all__ = ["download_model", "find_model", "pretrained_models"]
 
 if __name__ == "__main__":
-    from accel.command_line import OneLineParser
+    from accel.cli import OneLineParser
 
     OneLineParser(
         prog="download.py", description="Fetch the published weights that are missing here."

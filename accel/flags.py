@@ -45,7 +45,8 @@ def flag_names(item: Field, ranks: bool = False) -> tuple[str, ...]:
 
 def base_type(item: Field) -> type:
     """Return the type of a field's value where it is not None."""
-    return next((part for part in get_args(item.type) if part is not NoneType), item.type)
+    parts = [part for part in get_args(item.type) if part is not NoneType]
+    return parts[0] if parts else item.type  # type: ignore[return-value]  # never a text here
 
 
 def checked(value: Any, item: Field) -> Any:

@@ -77,7 +77,7 @@ def notices():
     """Notices go to standard output, as in a command, where tests look for them. A library
     that configures logging, as import-linter does, disables the loggers that are there.
     """
-    from accel.command_line import print_notices
+    from accel.cli import print_notices
 
     print_notices()
     for name in logging.root.manager.loggerDict:

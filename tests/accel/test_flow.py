@@ -207,11 +207,11 @@ def test_a_sampler_of_a_sit_and_of_repas(kind):
     found = []
     for one in (theirs, ours):
         with Sampler(one, **how) as sampler:
-            assert sampler.settings.sampler == "sde"
+            assert sampler.config.sampler == "sde"
             given = (
-                sampler.settings.cfg_scale,
-                sampler.settings.guidance_channels,
-                sampler.settings.guidance_interval,
+                sampler.config.cfg_scale,
+                sampler.config.guidance_channels,
+                sampler.config.guidance_interval,
             )
             # REPA's recipe
             assert given == ((1.8, 4, (0.0, 0.7)) if one is theirs else (4.0, 3, (0.0, 1.0)))

@@ -49,7 +49,7 @@ def test_a_module_of_few_channels_is_guided_as_its_own_method_does(channels):
     want = model.forward_with_cfg(x, t, y, 3.0).detach().double()
     assert error(accelerate(model).forward_with_cfg(x, t, y, 3.0), want) < 1e-5
     with Sampler(model, **HOW) as sampler:
-        assert sampler.settings.guidance_channels == min(3, 2 * channels)
+        assert sampler.config.guidance_channels == min(3, 2 * channels)
         assert sampler.latents((3, 1)).shape == (2, channels, 8, 8)
     with pytest.raises(UsageError, match=f"guidance_channels=3: .* {channels}"):
         Sampler(model, **HOW, guidance_channels=3)
@@ -75,7 +75,7 @@ def test_the_null_label_and_guidance_below_one(weights, tmp_path, here):
         assert np.abs(sampler.latents("null", cfg_scale=1.0).numpy() - null).max() < rounding
     for scale in (-0.5, "nan"):
         done = here("sample.py", "--cfg-scale", scale, "--output", tmp_path / "y.png")
-        assert "must be from 0 to 1,000,000; 1 is no guidance" in refused(done)
+        assert "must be from 0 to 1000000" in refused(done)
 
 
 def test_a_folder_of_null_labels_and_weights_without_one(tmp_path, tiny_vae, here):

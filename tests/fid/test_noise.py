@@ -12,17 +12,19 @@ from accel.fid.noise import PictureNoise, UpstreamNoise
 from accel.network import Plain
 from accel.sampling import denoise
 from accel.sampling.ancestral import Ancestral, Ddim
-from accel.sampling.flow import FLOWS
+from accel.sampling.flow import FLOWS, Sde
 from accel.sampling.guidance import Guidance
 from accel.sampling.solvers import Solver, make_scheduler
 
 CPU = torch.device("cpu")
 DRAWS = 3
+STEPS = Sde(DRAWS + 1)  # its noise is the CPU's
+DDPM = Ancestral(create_diffusion(str(DRAWS)))
 
 
 def noise_of(kind, rank=0, world=1, **more):
     chosen = order(independent=kind is PictureNoise, **more)
-    return kind(chosen, Batches(chosen, rank, world), CPU, DRAWS)
+    return kind(chosen, Batches(chosen, rank, world), CPU, DDPM)
 
 
 def of_pictures(kind, world, **more):
@@ -128,7 +130,7 @@ def test_noise_of_steps_from_the_cpu():
     """SiT's stream: z and labels of the GPU's generator, steps of the CPU's; both are
     drawn again.
     """
-    chosen = order(noise_from_cpu=True)
+    chosen = order()
     device = torch.device("cuda")
     torch.manual_seed(3)
     for _ in range(3):
@@ -137,7 +139,7 @@ def test_noise_of_steps_from_the_cpu():
             torch.randint(0, 8, (2,), device=device),
         ]
         expected += [torch.randn(4, 4, 16, 16)[:2].to(device) for _ in range(DRAWS)]
-    noise = UpstreamNoise(chosen, Batches(chosen, 0, 1), device, DRAWS)
+    noise = UpstreamNoise(chosen, Batches(chosen, 0, 1), device, STEPS)
     while noise.skip(2):
         pass
     z, labels, draw = noise.batch(2)
