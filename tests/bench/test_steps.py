@@ -52,13 +52,8 @@ def test_a_judge_sees_a_worse_tier():
     )
     cpu = torch.device("cpu")
     name = "DiT-Demo/2"
-<<<<<<< HEAD
     model = harness.random_network(constructor_of(name), cpu, num_classes=8)
     other = harness.build(name, model, "fp32", cpu)
-=======
-    random = harness.random_network(constructor_of(name), cpu, num_classes=8)
-    other = harness.build(name, random, "fp32", cpu)
->>>>>>> files
     worse = judge.judge("fp32", {}, share=lambda network: other)
     assert not worse["contest"] and not worse["strict"] and worse["worst"]["psnr"] < 40
 
