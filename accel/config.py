@@ -102,6 +102,16 @@ class Config(Options):
         "diffusers does; default: what the model implies",
         bounds=(1, 1024),
     )
+    noise_scale: float | None = sampled(
+        "networks that estimate the clean picture: scale of the first noise; default: what --ckpt "
+        "says, else what the model implies",
+        bounds=(0.001, 1000),
+    )
+    t_eps: float | None = sampled(
+        "networks that estimate the clean picture: the least 1 − t that an estimate is divided by; "
+        "default: what --ckpt says, else 0.05",
+        bounds=(0.000001, 1),
+    )
     sampler: str | None = sampled(
         "networks that predict noise: ddpm (default), ancestral sampling; ddim, deterministic "
         "unless --eta says otherwise, for few steps such as 25; dpm++, unipc, diffusers' "
@@ -155,7 +165,8 @@ class Config(Options):
         metavar="NAME",
     )
     vae: str | None = files(
-        "decoder: ema, mse (sd-vae-ft-*), a folder, VA-VAE's .pt or a hub id; default: the model's"
+        "decoder: ema, mse (sd-vae-ft-*), a folder, VA-VAE's .pt or a hub id; pixels: none; "
+        "default: the model's"
     )
     num_heads: int | None = files(
         "attention heads of weights whose file does not say their number; default: those of the "
@@ -247,6 +258,12 @@ class Config(Options):
         weights.
         """
         require_unit(self.image_size, space.factor, fit.patch_size)
+        trained = fit.trained_size(space.factor)
+        if trained not in (None, self.image_size) and not fit.family.any_size:
+            raise UsageError(
+                f"`image_size={self.image_size}`: a {fit.family.name} samples the size that it was "
+                f"trained for alone; use {trained}"
+            )
         _require_process(self, self.model, fit.family, self.sampler)
         if not fit.null_class and self.cfg_scale != 1:
             rows = self.num_classes
@@ -589,6 +606,12 @@ def _require_process(config, model: str, family: Family, sampler: str | None):
         raise UsageError(
             f"`timestep_shift={config.timestep_shift:g}`: is for euler and heun of a flow; drop it"
         )
+    for name in ("noise_scale", "t_eps"):
+        value = getattr(config, name)
+        if family.prediction != "data" and value not in (None, getattr(Defaults(), name)):
+            raise UsageError(
+                f"`{name}={value:g}`: is for networks that estimate the clean picture; drop it"
+            )
     least, most = STEPS.get(sampler, (1, 1000))
     steps = config.num_sampling_steps
     if steps is not None and not least <= steps <= most:

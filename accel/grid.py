@@ -18,8 +18,9 @@ from torch import Tensor
 
 from accel import launch, output
 from accel.config import Grid, Job
-from accel.errors import STOPPED
+from accel.errors import STOPPED, UsageError
 from accel.latents.decoder import Decoder
+from accel.network import stages_of
 from accel.opening import Opened, open_model, open_on_ranks
 from accel.pipeline import ALONE, Pipeline, free_memory
 from accel.progress import Stopwatch, step_bar
@@ -152,6 +153,12 @@ def choose_layout(grid: Grid, opened: Opened, ranks: Ranks) -> Layout | None:
         from accel.ranks import planner  # brings torch.distributed
 
         planner.check(layout, opened.tokens, opened.fit.num_heads, ranks)
+        stages = stages_of(opened.fit.empty(opened.latent_size))
+        if layout.tokens > 1 and any(stage.prepended for stage in stages):
+            raise UsageError(
+                f"`parallel={layout}`: tokens are not divided where label tokens stand before "
+                "them; take rows=N or weights=N"
+            )
     return layout
 
 

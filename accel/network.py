@@ -205,6 +205,11 @@ class BlockNetwork(Network):
     exchanges = ("push", "kv", "ulysses")
 
     @property
+    def divides_tokens(self) -> bool:
+        """Return whether ranks can share tokens: not where some stand before the picture's."""
+        return not any(stage.prepended for stage in self.stages)
+
+    @property
     def depth(self) -> int:
         """Return the number of blocks."""
         return sum(len(stage.blocks) for stage in self.stages)

@@ -23,7 +23,7 @@ from torch import Tensor
 from accel import precision
 from accel.errors import UsageError
 from accel.families.recognise import Fit
-from accel.latents.decoder import Decoder
+from accel.latents.decoder import Decoder, NoDecoder, decoder_of
 from accel.loading import load_network
 from accel.network import WHOLE, Batch, Network, Part, overflows, remedy
 from accel.opening import Opened
@@ -73,7 +73,7 @@ class Pipeline:
     network: Network
     process: Process
     guidance: Guidance | Unguided
-    decoder: Decoder | None
+    decoder: Decoder | NoDecoder | None
     tier: str
     device: torch.device
     side: int
@@ -121,7 +121,7 @@ class Pipeline:
         if opened.space.decoder is not None:
             otherwise = precision.float32_decoder(config.precision, device)
             arithmetic = config.vae_precision
-            decoder = Decoder(opened.space, device, arithmetic, otherwise, many_pictures)
+            decoder = decoder_of(opened.space, device, arithmetic, otherwise, many_pictures)
         side = opened.latent_size
         return cls(network, process, guidance, decoder, tier, device, side, too_large)
 
@@ -274,7 +274,18 @@ def process_of(opened: Opened, scheduler: Any = None) -> Process:
         shift=config.timestep_shift,
         eta=config.eta,
         learn_sigma=opened.fit.learn_sigma,
+        data=_data_prediction(opened),
+        by_start=opened.fit.family.heun_by_start,
     )
+
+
+def _data_prediction(opened):
+    """Return what a flow needs of a network that estimates the data, None for others."""
+    if opened.fit.family.prediction != "data":
+        return None
+    from accel.sampling.flow import DataPrediction
+
+    return DataPrediction(opened.config.t_eps, opened.config.noise_scale)
 
 
 def guidance_of(opened: Opened, guided: bool = True) -> Guidance | Unguided:
@@ -283,7 +294,11 @@ def guidance_of(opened: Opened, guided: bool = True) -> Guidance | Unguided:
         return Unguided()
     config = opened.config
     return Guidance(
-        config.cfg_scale, config.num_classes, config.guidance_channels, config.guidance_interval
+        config.cfg_scale,
+        config.num_classes,
+        config.guidance_channels,
+        config.guidance_interval,
+        ends=opened.fit.family.interval_ends,
     )
 
 

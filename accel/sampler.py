@@ -92,6 +92,8 @@ class Sampler:
         timestep_shift: float | None = None,
         guidance_interval: Sequence[float] | None = None,
         guidance_channels: int | None = None,
+        noise_scale: float | None = None,
+        t_eps: float | None = None,
         sampler: str | Any = None,
         eta: float | None = None,
         seed: int | None = None,
@@ -459,7 +461,8 @@ def _load_module(model, options, check):
         if loaded.assumed:
             log.warning(f"{loaded.name}: {loaded.assumed}")
         if check and "guidance_channels" not in options:
-            loaded.fit = loaded.fit._replace(recipe={"guidance_channels": _guided_channels(loaded)})
+            channels = {"guidance_channels": _guided_channels(loaded)}
+            loaded.fit = loaded.fit._replace(recipe={**loaded.fit.recipe, **channels})
     return loaded
 
 

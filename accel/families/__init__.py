@@ -32,6 +32,8 @@ class Defaults(NamedTuple):
     guidance_interval: tuple[float, float] = (0.0, 1.0)
     num_sampling_steps: int = 250
     timestep_shift: float = 1.0  # for flows
+    noise_scale: float = 1.0  # of the first noise, and
+    t_eps: float = 0.05  # the least 1 − t, of networks that estimate data
     class_names: tuple[str, ...] = ()  # names of the trained classes, if they are not ImageNet's
     published: Mapping[int, str] = MappingProxyType({})  # image size → name of a published file
 
@@ -41,7 +43,7 @@ class Family(NamedTuple):
 
     name: str
     models: Mapping[str, Defaults]
-    prediction: Literal["noise", "velocity"]
+    prediction: Literal["noise", "velocity", "data"]
     samplers: tuple[str, ...]  # the first is the default
     # Names of tensors that every file of the family has. A file with those of several families
     # is of the one with the most.
@@ -51,6 +53,11 @@ class Family(NamedTuple):
     # family; "" where it has fp32 and tf32 alone.
     fast: str = ""
     fetch: str = ""  # the command that fetches published weights, if no plain address serves them
+    # What its original does otherwise than the others':
+    interval_ends: bool = True  # whether guidance acts at the ends of its interval too
+    heun_by_start: bool = True  # whether both evaluations of a step have its start's guidance
+    class_by_class: bool = False  # FID jobs: labels by number, a contiguous run a rank
+    any_size: bool = True  # whether it samples sizes that it was not trained for
 
     @property
     def recipe(self) -> Defaults:

@@ -45,6 +45,7 @@ class Form(NamedTuple):
     # whether no file says the number of heads: it is that of the model of this size
     assumes_heads: bool = False
     usual: bool = True  # whether the model of this size has this number of heads
+    facts: Mapping[str, Any] = MappingProxyType({})  # that no tensor says, for files of ours
 
 
 class Recogniser:
@@ -137,6 +138,7 @@ class Fit(NamedTuple):
     recipe: Mapping[str, Any] = MappingProxyType({})
     schedule: dict | None = None  # a pipeline's scheduler configuration
     usual: bool = True  # whether shapes and family imply the number of heads
+    facts: Mapping[str, Any] = MappingProxyType({})  # of the family, that no tensor says
 
     @property
     def out_channels(self) -> int:
@@ -161,6 +163,7 @@ class Fit(NamedTuple):
         weights/metadata.py.
         """
         facts = {
+            **self.facts,
             "family": self.family.name,
             "prediction": self.family.prediction,
             "model": self.model if self.model in self.family.models else None,
@@ -271,6 +274,7 @@ def recognise(
         class_names=tuple(metadata.get("class_names", ())),
         recipe=_recipe(metadata),
         usual=form.usual,
+        facts=form.facts,
         image_size=metadata.get("image_size"),
         vae=metadata.get("vae"),
         # else an argument of a training run

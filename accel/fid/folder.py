@@ -55,6 +55,8 @@ class Order(NamedTuple):
     balanced: bool = False  # as many pictures of each class; else random classes
     # Noise and labels are keyed by picture; else upstream's stream, a seed a rank.
     independent: bool = False
+    # Pictures are sorted by class, and a rank makes a contiguous run of each round.
+    class_by_class: bool = False
 
     @property
     def batch_sizes(self) -> set[int]:
@@ -67,9 +69,9 @@ class Order(NamedTuple):
 class Batches:
     """The division of an order's pictures into batches and ranks.
 
-    Upstream's way: in a round each rank makes n pictures, interleaved by rank; the total
-    is rounded up to whole rounds. The world-independent way: a round is one batch, made
-    by any rank; the last may be smaller.
+    Upstream's way: in a round each rank makes n pictures, interleaved by rank or, class by
+    class, in a row; the total is rounded up to whole rounds. The world-independent way: a
+    round is one batch, made by any rank; the last may be smaller.
     """
 
     def __init__(self, order: Order, rank: int, world: int):
@@ -103,6 +105,9 @@ class Batches:
         """Return the picture numbers of a batch. In upstream's way, batch i·world + rank
         is the i-th of that rank.
         """
+        if self.order.class_by_class:
+            first = batch * self.order.batch_size
+            return range(first, min(first + self.order.batch_size, self.total))
         index, offset = divmod(batch, self.in_round)
         size = self.in_round * self.order.batch_size  # pictures of a round
         first = index * size

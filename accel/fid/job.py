@@ -10,7 +10,7 @@ import torch
 from accel import kernels
 from accel.config import CHANNELS, Config, FidJob
 from accel.errors import UsageError
-from accel.families import DEMO
+from accel.families import DEMO, Defaults
 from accel.fid.folder import CODE, Order
 from accel.flags import flag_names
 from accel.latents.files import digest
@@ -23,6 +23,7 @@ LEFT_OUT |= {"config", "sample_dir"}
 # Options that older folders, which may be resumed, lack: recorded only where they differ
 # from these values.
 LATER = {"guidance_interval": (0.0, 1.0), "guidance_channels": CHANNELS, "timestep_shift": 1.0}
+LATER |= {"noise_scale": Defaults().noise_scale, "t_eps": Defaults().t_eps}
 USUAL_SAMPLERS = ("ddpm", "ddim", "sde")  # not in a folder's name
 
 
@@ -51,6 +52,7 @@ def order_of(job: FidJob, opened: Opened) -> Order:
         latent=(opened.space.channels, side, side),
         copies=2 if guided(config) else 1,
         balanced=job.balanced_labels,
+        class_by_class=opened.fit.family.class_by_class,
         independent=job.world_independent_noise,
     )
 

@@ -22,9 +22,14 @@ class BatchNoise(NamedTuple):
 
 
 def labels_of(order: Order, pictures: range, drawn: torch.Tensor) -> torch.Tensor:
-    """Return labels (n,) of `pictures`: `drawn`, or by the picture's number if balanced.
-    `drawn` is drawn in any case, so the noise is that of a job with random labels.
+    """Return labels (n,) of `pictures`: `drawn`, or by the picture's number if balanced or
+    class by class. `drawn` is drawn for balanced labels too, so the noise is that of a job
+    with random labels.
     """
+    if order.class_by_class:
+        last = order.num_classes - 1  # of the pictures beyond the order's
+        labels = [min(number * order.num_classes // order.count, last) for number in pictures]
+        return torch.tensor(labels, device=drawn.device)
     if not order.balanced:
         return drawn
     return torch.tensor([number % order.num_classes for number in pictures], device=drawn.device)
@@ -35,6 +40,7 @@ class UpstreamNoise:
     after the other.
 
     A batch draws z, labels and the noise of its steps: 2n rows with guidance, n without.
+    Class by class it draws no labels.
     """
 
     def __init__(self, order: Order, batches: Batches, device: torch.device, process: Process):
@@ -44,7 +50,8 @@ class UpstreamNoise:
         self.draws = process.draws
         self.of_steps = torch.default_generator if process.noise_from_cpu else None
         self.next = batches.rank  # of this rank's batches, the first that is not drawn yet
-        torch.manual_seed(order.seed * batches.world + batches.rank)
+        first_seed = order.seed if order.class_by_class else order.seed * batches.world
+        torch.manual_seed(first_seed + batches.rank)
 
     def skip(self, batch: int) -> bool:
         """Draw one batch before `batch` without the network, so a resumed job has the
@@ -66,7 +73,9 @@ class UpstreamNoise:
         assert batch == self.next
         self.next += self.batches.world
         z = torch.randn(n, *order.latent, device=device)
-        drawn = torch.randint(0, order.num_classes, (n,), device=device)
+        drawn = z[:0]
+        if not order.class_by_class:
+            drawn = torch.randint(0, order.num_classes, (n,), device=device)
         draw = upstream_noise(z, order.copies, generator=self.of_steps)
         return BatchNoise(z, labels_of(order, self.batches.pictures(batch), drawn), draw)
 

@@ -2,7 +2,8 @@
 latents. Imports no torch.
 
 files.py finds and reads a decoder, decoder.py runs it picture by picture,
-autoencoder_kl.py and half.py are its mathematics, pixels.py turns pixels into bytes.
+autoencoder_kl.py and half.py are its mathematics, pixels.py turns pixels into bytes. PIXELS
+is the space of networks that sample pixels: it has no decoder.
 """
 
 from pathlib import Path
@@ -48,3 +49,8 @@ class LatentSpace(NamedTuple):
             )
             return latents * std / self.scale + mean
         return latents / self.scale + self.shift if self.shift else latents / self.scale
+
+
+PIXELS = LatentSpace(
+    channels=3, factor=1, scale=1.0, decoder=DecoderFiles(path=Path("pixels"), stamps=())
+)

@@ -7,13 +7,14 @@ import math
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from accel.errors import UsageError
 from accel.graphs import Replayed
-from accel.latents import LatentSpace, files
+from accel.latents import PIXELS, LatentSpace, files
 from accel.precision import convolutions
 
 log = logging.getLogger(__name__)
@@ -24,6 +25,28 @@ log = logging.getLogger(__name__)
 REQUIRED_PSNR = 60.0
 CHECKED_PIXELS = 256  # of a side
 NAMES = {"fp32": "float32", "tf32": "float32 with TF32 convolutions"}
+
+
+class NoDecoder:
+    """The decoder of a space whose latents are pixels: it returns them."""
+
+    precision = "fp32"
+
+    def load_ahead(self) -> None:
+        """No-op."""
+
+    def load(self) -> "NoDecoder":
+        """Return this decoder."""
+        return self
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return the pixels (n, 3, H, W) as they are."""
+        return latents
+
+
+def decoder_of(space: LatentSpace, *options: Any) -> "Decoder | NoDecoder":
+    """Return the decoder of a space. options: those of `Decoder`."""
+    return NoDecoder() if space == PIXELS else Decoder(space, *options)
 
 
 class Decoder:

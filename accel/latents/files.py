@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from accel.errors import UsageError
-from accel.latents import DecoderFiles, LatentSpace, ldm_layout
+from accel.latents import PIXELS, DecoderFiles, LatentSpace, ldm_layout
 from accel.latents.autoencoder_kl import KLDecoder, space_of
 from accel.weights.checkpoint import FILE_SUFFIXES, FOLDER, HUB_ID, fetch_from_hub
 from accel.weights.diffusers_layout import WEIGHTS, weight_files
@@ -36,8 +36,11 @@ def find(name: str, statistics: str | None = None) -> LatentSpace:
     .pt file in LDM's layout, a hub id, or ema or mse: pretrained_models/sd-vae-ft-NAME,
     else the hub's stabilityai/sd-vae-ft-NAME, which is fetched. statistics: a file with
     mean and deviation of the latents' channels; default, for LDM's layout: the file
-    beside it. Raises UsageError unless the files hold an AutoencoderKL's decoder.
+    beside it. pixels: the space without decoder. Raises UsageError unless the files hold an
+    AutoencoderKL's decoder.
     """
+    if name == str(PIXELS.decoder):
+        return PIXELS
     folder = FOLDER / f"sd-vae-ft-{name}" if name in PUBLISHED else Path(name)
     mode = mode_of(folder, "vae")
     is_tensors = folder.suffix in FILE_SUFFIXES
@@ -86,6 +89,8 @@ def digest(space: LatentSpace) -> str:
     numbers, the entries of config.json that the decoder takes, and its weights, whose own
     digest the cache folder keeps for later runs.
     """
+    if space == PIXELS:
+        return str(space.decoder)
     entries, state = _open(space.decoder)
     of_weights = cached_digest(space.decoder.stamps, lambda: state)
     numbers = space._replace(decoder=None)._asdict()

@@ -170,6 +170,8 @@ def choose(network: BlockNetwork, work: Work, ranks: Ranks) -> Choice:
     """Return the fastest candidate, the same on every rank; the reason has all times."""
     peers = ranks.peers()
     exchanges = [name for name in network.exchanges if peers or name != "push"]
+    if not network.divides_tokens:
+        exchanges = []
     host_of = ranks.all_gather_object(ranks.host)
     tried = candidates(work, network.num_heads, host_of, exchanges)
     tune(network, work, [Placement(layout, ranks.world) for layout in tried])

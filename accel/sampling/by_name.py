@@ -8,17 +8,23 @@ from accel.sampling.process import Process
 
 
 def make_process(
-    sampler: str, steps: int, *, shift: float = 1.0, eta: float = 0.0, learn_sigma: bool = True
+    sampler: str,
+    steps: int,
+    *,
+    shift: float = 1.0,
+    eta: float = 0.0,
+    learn_sigma: bool = True,
+    **flow: Any,
 ) -> Process:
     """Return the process of a sampler in `steps` steps.
 
     shift: of a flow's times; eta: DDIM's noise; learn_sigma: whether the network estimates
-    the variance too.
+    the variance too. flow: other fields of a flow's process.
     """
     if sampler in ("euler", "heun", "sde"):
         from accel.sampling.flow import FLOWS
 
-        return FLOWS[sampler](steps, shift)
+        return FLOWS[sampler](steps, shift, **flow)
     if sampler in ("dpm++", "unipc"):
         from accel.sampling.solvers import Solver, make_scheduler
 

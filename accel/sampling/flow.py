@@ -11,11 +11,15 @@ On the linear path x_t = t·x* + (1 − t)·ε the velocity v estimates x* − �
 The SDE's drift is v + w·score, with score = (t·v − x)/(1 − t) and SiT's diffusion w = 1 −
 t, the noise level. A shift s moves even times t to s·t / (1 + (s − 1)·t): below one the
 steps at noise are shorter.
+
+A network may estimate the data x̂ in place of the velocity (JiT, Li & He 2025, arXiv:2511.13720):
+then v = (x̂ − x) / max(1 − t, ε). Guidance is linear, so it may come before this.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,12 +29,24 @@ from accel.sampling.process import Process, State
 LAST = 0.04  # of the SDE: the length of its last step, as SiT has it
 
 
+class DataPrediction(NamedTuple):
+    """What a flow needs of a network that estimates the data."""
+
+    t_eps: float = 0.05  # the least 1 − t that an estimate is divided by
+    noise_scale: float = 1.0  # of the first noise
+
+
 @dataclass(frozen=True)
 class Euler(Process):
-    """The flow's ODE by Euler's method. shift: of the times; 1 keeps them even."""
+    """The flow's ODE by Euler's method. shift: of the times; 1 keeps them even. data: of a
+    network that estimates data; None: it estimates the velocity. by_start: whether both
+    evaluations of Heun's step have the guidance of its start, or each that of its own time.
+    """
 
     number: int  # of steps
     shift: float = 1.0
+    data: DataPrediction | None = None
+    by_start: bool = True
 
     @property
     def draws(self) -> int:
@@ -50,13 +66,24 @@ class Euler(Process):
         even = (i / self.number for i in range(self.number, 0, -1))
         return [level / (self.shift - (self.shift - 1) * level) for level in even]
 
-    def coefficients(self) -> list:
+    def lengths(self) -> list[float]:
         """Return the length of the step of every evaluation, in order."""
         ends = [self._shifted(i / self.number) for i in range(self.number + 1)]
         return [end - start for start, end in pairwise(ends)]
 
+    def coefficients(self) -> list:
+        """Return the length of the step of every evaluation, and the number that its estimate
+        of the data is divided by, two lists.
+        """
+        least = self.data.t_eps if self.data else 1.0
+        return [self.lengths(), [max(1 - t, least) for t in self.times()]]
+
+    def begin(self, x) -> State:
+        scale = self.data.noise_scale if self.data else 1.0
+        return (x if scale == 1 else scale * x,)
+
     def finished(self, x, t, out) -> Tensor:
-        return x + (1 - t) * out
+        return out if self.data else x + (1 - t) * out
 
     def prepare(self, device) -> None:
         _upload(self, device)
@@ -65,30 +92,38 @@ class Euler(Process):
         """Return the length of the step: a number, or (n, 1, 1, 1) of x's device."""
         if self.shift == 1:
             return 1 / self.number
-        return _upload(self, x.device)[at, None, None, None]
+        return _upload(self, x.device)[0, at, None, None, None]
+
+    def _velocity(self, evaluate, x, at):
+        """Evaluate the velocity at x (n, C, H, W). at (n,): the index of the evaluation."""
+        out = evaluate(x)
+        if self.data is None:
+            return out
+        return (out - x) / _upload(self, x.device)[1, at, None, None, None]
 
     def step(self, state, at, noise, networks) -> State:
         (x,) = state
         (evaluate,) = networks
-        return (x + self._length(x, at) * evaluate(x),)
+        return (x + self._length(x, at) * self._velocity(evaluate, x, at),)
 
 
 class Heun(Euler):
-    """The flow's ODE by Heun's method. Both ends of a step have the guidance of its start."""
+    """The flow's ODE by Heun's method."""
 
     @property
     def evaluation_counts(self) -> list[int]:
         return [2] * (self.number - 1) + [1]
 
     def times(self) -> list[float]:
-        ends = super().times()
-        return [t for pair in zip(ends, ends[1:]) for t in pair] + ends[-1:]
+        return _at_both_ends(super().times())
 
     def levels(self) -> list[float]:
-        return [level for level in super().levels() for _ in range(2)][:-1]
+        if self.by_start:
+            return [level for level in super().levels() for _ in range(2)][:-1]
+        return _at_both_ends(super().levels())
 
-    def coefficients(self) -> list:
-        return [length for length in super().coefficients() for _ in range(2)][:-1]
+    def lengths(self) -> list[float]:
+        return [length for length in super().lengths() for _ in range(2)][:-1]
 
     def step(self, state, at, noise, networks) -> State:
         if len(networks) == 1:  # the last step
@@ -96,13 +131,19 @@ class Heun(Euler):
         (x,) = state
         at_start, at_end = networks
         length = self._length(x, at)
-        v = at_start(x)
-        return (x + length / 2 * (v + at_end(x + length * v)),)
+        v = self._velocity(at_start, x, at)
+        at_next = self._velocity(at_end, x + length * v, at + 1)
+        return (x + length / 2 * (v + at_next),)
+
+
+def _at_both_ends(starts):
+    """Return the values at both ends of every step but the last, and at that one's start."""
+    return [value for pair in pairwise(starts) for value in pair] + starts[-1:]
 
 
 class Sde(Euler):
     """The SDE with the same marginals by Euler and Maruyama's method. number: at least 2.
-    Its times have no shift.
+    Its times have no shift; its network estimates the velocity.
     """
 
     noise_from_cpu = True

@@ -51,8 +51,9 @@ class Guidance:
     """Classifier-free guidance by `scale` on the first `channels` channels; the others
     are the conditional row's.
 
-    interval: the noise levels, ends included, at which it acts (Kynkäänniemi et al. 2024,
-    arXiv:2404.07724). At other levels only the conditional rows are evaluated.
+    interval: the noise levels at which it acts (Kynkäänniemi et al. 2024, arXiv:2404.07724).
+    At other levels only the conditional rows are evaluated. ends: whether its ends are among
+    them; without them noise itself still is, if the interval reaches up to 1.
     """
 
     copies: ClassVar[int] = 2
@@ -60,10 +61,14 @@ class Guidance:
     null_label: int
     channels: int = CHANNELS
     interval: tuple[float, float] = (0.0, 1.0)
+    ends: bool = True
 
     def at(self, level: float) -> "Guidance | Unguided":
         low, high = self.interval
-        return self if low - 1e-9 <= level <= high + 1e-9 else Unguided()  # levels are rounded
+        margin = 1e-9 if self.ends else -1e-9  # levels are rounded
+        above = low - margin <= level
+        below = level <= high + margin or high == 1
+        return self if above and below else Unguided()
 
     def labels(self, y: Tensor) -> Tensor:
         return torch.cat([y, torch.full_like(y, self.null_label)])

@@ -54,8 +54,10 @@ RECIPE = {  # settings of a recipe → whether a value is valid
     "guidance_interval": _is_interval,
     "latent_norm": lambda value: isinstance(value, bool),
     "latent_scale": lambda value: _is_number(value, 1e-6, 1e6),
+    "noise_scale": lambda value: _is_number(value, 0.001, 1000),
     "num_sampling_steps": lambda value: type(value) is int and 1 <= value <= 1000,
     "sampler": lambda value: isinstance(value, str) and len(value) <= 100,
+    "t_eps": lambda value: _is_number(value, 1e-6, 1),
     "timestep_shift": lambda value: _is_number(value, 0.01, 100),
 }
 
@@ -83,6 +85,7 @@ SCHEMA = {
     "class_names": _Entry(_is_names, "a list of names"),
 }
 
+ALSO_CALLED = {"class_num": "num_classes"}  # arguments of training → our entries
 OURS = "family", "latent_size", "recipe"  # entries that this program alone writes
 
 
@@ -92,6 +95,7 @@ def of_training(arguments: dict[str, Any]) -> dict[str, Any]:
     """
     facts = {}
     for name, value in arguments.items():
+        name = ALSO_CALLED.get(name, name)
         value = _plain(value)
         is_fact = name not in SCHEMA or name not in OURS and SCHEMA[name].valid(value)
         if is_fact:

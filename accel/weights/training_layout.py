@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 # Entries of a training checkpoint with weights. The first that is there is sampled.
 ENTRIES = (
     "ema",
+    "model_ema1",
     "model",
     "state_dict",
     "model_state_dict",
@@ -31,7 +32,8 @@ ENTRIES = (
     "net",
     "weights",
 )
-PREFIXES = ("module.", "_orig_mod.", "model.")  # of wrappers around the trained network
+PREFIXES = ("module.", "_orig_mod.", "model.", "net.")  # of wrappers around the trained network
+HOLDER = "net."  # of a wrapper that may have heads of its own beside the network, for training
 # Of wrappers around parts of it: anywhere in a name.
 INNER = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)[.]")
 AVERAGE = "shadow_params"  # a list without names, of libraries that average parameters
@@ -165,6 +167,13 @@ def _without_wrappers(path: Path, state: State) -> State:
     ]:
         prefix += common[0]
     state = {name.removeprefix(prefix): value for name, value in state.items()}
+    held = {name: value for name, value in state.items() if name.startswith(HOLDER)}
+    beside = dict.fromkeys(name.partition(".")[0] for name in state if name not in held)
+    if held and beside:
+        log.warning(
+            f'{path}: the network is under "{HOLDER}"; not sampled: {shown(", ".join(beside))}'
+        )
+        state = {name.removeprefix(HOLDER): value for name, value in held.items()}
     inner = sorted({part for name in state for part in INNER.findall(name)})
     parts = [f'"{prefix}"'] * bool(prefix) + [f'"{part}."' for part in inner]
     if parts:

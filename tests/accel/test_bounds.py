@@ -59,6 +59,8 @@ BOUNDS = [  # names of a check and of its argument, least and most
     ("grid.seed", -(2**63), 2**64 - 1),
     ("grid.cfg_scale recipe.cfg_scale", 0.0, 1e6),
     ("grid.timestep_shift recipe.timestep_shift", 0.01, 100.0),
+    ("grid.noise_scale recipe.noise_scale", 0.001, 1000.0),
+    ("grid.t_eps recipe.t_eps", 1e-6, 1.0),
     ("ddim.eta", 0.0, 1.0),
     ("decoder.scaling_factor statistics.latents_std", 1e-6, 1e6),
     ("decoder.shift_factor statistics.latents_mean", -1e6, 1e6),

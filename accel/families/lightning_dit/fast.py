@@ -11,6 +11,7 @@ from torch import Tensor
 
 from accel.families.lightning_dit.network import EPS, rotation_table
 from accel.families.sit import fast as sit
+from accel.fast.conditioning import Conditioning
 from accel.fast.network import Packing
 from accel.fast.ops import Block, Gemms, Half, Rotation, Split, Weights
 from accel.fast.reader import Reader
@@ -26,19 +27,23 @@ def pack(read: Reader, model: nn.Module, ops: Half | Split) -> Packing:
     side = model.x_embedder.grid_size[0]
     head_dim = model.pos_embed.shape[-1] // model.num_heads
     rotation = rotation_table(head_dim, side, ops.stream, ops.device)
-    block = partial(_block, heads=model.num_heads, rotation=rotation)
-    packing = sit.pack(read, model, ops, block)
+    packing = sit.pack(read, model, ops, partial(block, heads=model.num_heads, rotation=rotation))
+    fold_norms(read, read.blocks("attn.qkv.weight"), packing.conditioning)
+    return packing._replace(rms_eps=EPS, last_rms_eps=EPS)
+
+
+def fold_norms(read: Reader, names: list[str], conditioning: Conditioning) -> None:
+    """Fold the norms' weights of the blocks `names` and of the last layer into the scales."""
     norms = []
-    for name in read.blocks("attn.qkv.weight"):
+    for name in names:
         norms += [f"{name}.norm1", f"{name}.norm2"]
     norms.append("final_layer.norm_final")
     for index, norm in enumerate(norms):
         # Every norm has a scale, the second of the three vectors that belong to it.
-        packing.conditioning.fold(3 * index + 1, read(f"{norm}.weight"))
-    return packing._replace(rms_eps=EPS, last_rms_eps=EPS)
+        conditioning.fold(3 * index + 1, read(f"{norm}.weight"))
 
 
-def _block(read: Reader, name: str, ops: Half | Split, heads: int, rotation: Tensor) -> Block:
+def block(read: Reader, name: str, ops: Half | Split, heads: int, rotation: Tensor) -> Block:
     """Pack the block `name`. rotation: the table (T, d/2, 2)."""
     qkv = f"{name}.attn.qkv"
     proj = f"{name}.attn.proj"
