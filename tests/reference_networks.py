@@ -170,6 +170,52 @@ def large_dit(state, x, t, y, heads, patch=2):
     return picture(p.last(tokens, condition), x, patch)
 
 
+def jit(state, x, t, y, start):
+    """state: a JiT's; the label's tokens enter before block `start`; x (N, 3, H, W); t, y (N,)
+    → the clean picture (N, 3, H, W) float64.
+    """
+    p = Weights(state)
+    kernel = p["x_embedder.proj1.weight"]
+    condition = p.condition(t, y)
+    label = p["y_embedder.embedding_table.weight"][y]
+    tokens = (
+        cut(x, kernel.shape[-1]) @ kernel.flatten(1).T @ p["x_embedder.proj2.weight"].flatten(1).T
+    )
+    tokens = tokens + p["x_embedder.proj2.bias"] + p["pos_embed"]
+    d = len(p["blocks.0.attn.q_norm.weight"])
+    by_place = (angles(positions, d // 2) for positions in places(round(tokens.shape[1] ** 0.5)))
+    rotation = torch.cat([*by_place], 1)
+    front = 0
+    for b in range(p.depth("attn.qkv.weight")):
+        if b == start:
+            positions = p["in_context_posemb"]
+            front = positions.shape[1]
+            tokens = torch.cat([positions + label[:, None], tokens], 1)
+            rotation = torch.cat([torch.zeros(front, d // 2), rotation])
+        tokens = jit_block(p, f"blocks.{b}", tokens, condition, rotation, d)
+    tokens = tokens[:, front:]
+    shift, scale = p.linear(condition, "final_layer.adaLN_modulation.1")[:, None].chunk(2, -1)
+    h = normed(tokens, 1e-6, p["final_layer.norm_final.weight"], centre=False) * (1 + scale) + shift
+    return picture(p.linear(h, "final_layer.linear"), x, kernel.shape[-1])
+
+
+def jit_block(p, block, tokens, condition, rotation, d):
+    m = p.linear(condition, f"{block}.adaLN_modulation.1")[:, None].chunk(6, -1)
+    shift1, scale1, gate1, shift2, scale2, gate2 = m
+    h = normed(tokens, 1e-6, p[f"{block}.norm1.weight"], centre=False) * (1 + scale1) + shift1
+    q, k, v = p.linear(h, f"{block}.attn.qkv").chunk(3, -1)
+    norms = (p[f"{block}.attn.{name}_norm.weight"] for name in "qk")
+    q, k = (
+        normed(one.unflatten(-1, (-1, d)), 1e-6, norm, centre=False).flatten(2)
+        for one, norm in zip((q, k), norms)
+    )
+    mixed = attention(turned(q, rotation), turned(k, rotation), v, d)
+    tokens = tokens + gate1 * p.linear(mixed, f"{block}.attn.proj")
+    h = normed(tokens, 1e-6, p[f"{block}.norm2.weight"], centre=False) * (1 + scale2) + shift2
+    first, second = p.linear(h, f"{block}.mlp.w12").chunk(2, -1)
+    return tokens + gate2 * p.linear(silu(first) * second, f"{block}.mlp.w3")
+
+
 def lightning_dit(state, x, t, y):
     """state: a LightningDiT's file; x (N, C, H, W); t, y (N,) → (N, C, H, W) float64."""
     p = Weights(state)

@@ -20,11 +20,15 @@ SIZES = {  # name without its patch → blocks, width, heads
     "DiT-Demo": (6, 216, 3),
     "SiT-Demo": (6, 216, 3),
     "Large-DiT-Demo": (10, 192, 2),
+    "JiT-B": (12, 768, 12),
+    "JiT-L": (24, 1024, 16),
+    "JiT-H": (32, 1280, 16),
 }
 # The MLP's hidden width of some: 4·D; of SwiGLU int(8/3·D), in Large-DiT rounded up to a
 # multiple of 256.
 HIDDEN = {"DiT-XL/2": 4608, "SiT-B/4": 3072, "LightningDiT-XL/1": 3072, "LightningDiT-L/2": 2730}
 HIDDEN |= {"LightningDiT-B/1": 2048, "LightningDiT-1p0B/1": 4096, "LightningDiT-1p6B/1": 4778}
+HIDDEN |= {"JiT-B/16": 2048, "JiT-L/32": 2730, "JiT-H/16": 3413}
 HIDDEN |= {"Large-DiT-600M/2": 4096, "Large-DiT-3B/2": 8192, "Large-DiT-7B/2": 11008}
 IMAGENET = ("ema", 4.0, 3, (0.0, 1.0), 250, 1.0)
 # first model of a family → image size, VAE, guidance, guided channels, interval, steps,
@@ -53,15 +57,18 @@ def test_sizes(name):
     stem, _, patch = name.partition("/")
     lightning = stem.startswith("LightningDiT")
     demo = stem.endswith("Demo")
-    width = len(next(model.x_embedder.parameters()))
+    width = model.blocks[0].adaLN_modulation[1].out_features // 6
+    pixels = stem.startswith("JiT")
     rows = len(model.y_embedder.embedding_table.weight)
     assert (len(model.blocks), width, model.num_heads) == SIZES[stem]
     assert (model.patch_size, model.in_channels, rows) == (
         int(patch),
-        32 if lightning else 4,
+        3 if pixels else 32 if lightning else 4,
         9 if demo else 1001,
     )
-    assert model.out_channels == (32 if lightning else 4 if name == "SiT-Demo/2" else 8)
+    assert model.out_channels == (
+        3 if pixels else 32 if lightning else 4 if name == "SiT-Demo/2" else 8
+    )
     if name in HIDDEN:
         of_mlp = [
             key for key, value in model.blocks[0].named_parameters() if HIDDEN[name] in value.shape

@@ -309,7 +309,7 @@ def test_which_model_the_weights_fit(tmp_path):
         assert found.null_class and found.learn_sigma
     torch.save({"blocks.0.x": torch.ones(2)}, tmp_path / "x.pt")
     with pytest.raises(
-        UsageError, match="is not a DiT: no x_embedder.proj.weight; nor is it a Large-DiT"
+        UsageError, match="is not a DiT: no x_embedder.proj.weight; nor is it a JiT or a Large"
     ):
         identify(tmp_path / "x.pt", "DiT-S/8")
     flat = DiT_models["DiT-S/8"](input_size=8).state_dict()

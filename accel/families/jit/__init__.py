@@ -1,0 +1,47 @@
+"""JiT: Li & He, 2025, "Back to Basics", arXiv:2511.13720. LightningDiT's block on the pixels
+themselves: the network sees its label as tokens too, and estimates the clean picture.
+
+Guidance follows the published recipe: at times from 0.1 on, that end outside, on all channels.
+"""
+
+from accel.families import Defaults, Family
+
+# The scale of guidance, by size and patch.
+SCALES = {"B/16": 3.0, "B/32": 3.0, "L/16": 2.4, "L/32": 2.5, "H/16": 2.2, "H/32": 2.3}
+
+
+def recipe(size: str) -> Defaults:
+    """Return the recipe of a size, such as "B/16": patches of 16 are for 256 px, of 32 for 512."""
+    patch = int(size.partition("/")[2])
+    return Defaults(
+        image_size=16 * patch,
+        factor=1,
+        vae="pixels",
+        cfg_scale=SCALES[size],
+        guidance_interval=(0.0, 0.9),
+        num_sampling_steps=50,
+        noise_scale=patch / 16,
+    )
+
+
+FAMILY = Family(
+    name="JiT",
+    models={f"JiT-{size}": recipe(size) for size in SCALES},
+    prediction="data",
+    samplers=("heun", "euler"),
+    keys=(
+        "x_embedder.proj1.weight",
+        "x_embedder.proj2.weight",
+        "in_context_posemb",
+        "t_embedder.mlp.0.weight",
+        "y_embedder.embedding_table.weight",
+        "blocks.0.mlp.w12.weight",
+        "final_layer.linear.weight",
+    ),
+    code=__name__,
+    fast=f"{__name__}.fast",
+    interval_ends=False,
+    heun_by_start=False,
+    class_by_class=True,
+    any_size=False,
+)

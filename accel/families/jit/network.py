@@ -1,0 +1,184 @@
+"""JiT: Li & He 2025, "Back to Basics: Let Denoising Generative Models Denoise", arXiv:2511.13720.
+
+LightningDiT's block with normalised queries and keys, on large patches of pixels. Before block k
+tokens of the label enter in front of the picture's, and stay. The output is an estimate of the
+clean picture. Names and state-dict keys are those of the published checkpoints.
+
+Shapes: N batch, T picture tokens, F label tokens in front, D width, h heads, d head dim.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from accel.families.dit.network import DiT, PatchEmbed, _constructor, attention
+from accel.families.lightning_dit.network import FinalLayer, LightningDiTBlock, rotation_table
+from accel.network import Stage
+
+
+class Condition(NamedTuple):
+    """The conditioning of batch rows."""
+
+    vector: Tensor  # (N, D), of timestep and label
+    label: Tensor  # (N, D), the label's embedding alone
+
+
+class BottleneckPatchEmbed(PatchEmbed):
+    """Project patches to a few channels, and these to tokens. (N, C, H, W) → (N, T, D)."""
+
+    def __init__(
+        self,
+        input_size: int,
+        patch_size: int,
+        in_channels: int,
+        hidden_size: int,
+        bottleneck_dim: int,
+    ):
+        super().__init__(input_size, patch_size, in_channels, hidden_size)
+        del self.proj
+        self.proj1 = nn.Conv2d(
+            in_channels, bottleneck_dim, kernel_size=patch_size, stride=patch_size, bias=False
+        )
+        self.proj2 = nn.Conv2d(bottleneck_dim, hidden_size, kernel_size=1)
+
+    def proj(self, x: Tensor) -> Tensor:
+        """Apply both projections."""
+        return self.proj2(self.proj1(x))
+
+
+def rotations(
+    head_dim: int, side: int, front: int, dtype: torch.dtype, device: torch.device | str
+) -> Tensor:
+    """Return cosines and sines (F + T, d/2, 2): `front` tokens are not rotated, those of the
+    picture as LightningDiT's.
+    """
+    table = rotation_table(head_dim, side, dtype, device)  # (T, d/2, 2)
+    still = torch.zeros_like(table[:1]).expand(front, -1, -1).clone()
+    still[..., 0] = 1
+    return torch.cat([still, table])
+
+
+class JiT(DiT):
+    """Estimate the clean picture: x (N, C, H, W), t (N,), y (N,) → (N, C, H, W).
+
+    t runs from 0, noise, to 1, data. in_context_len: the number of label tokens;
+    in_context_start: the first block that sees them.
+    """
+
+    def __init__(
+        self,
+        input_size: int = 256,
+        patch_size: int = 16,
+        in_channels: int = 3,
+        hidden_size: int = 1024,
+        depth: int = 24,
+        num_heads: int = 16,
+        mlp_ratio: float = 4.0,
+        class_dropout_prob: float = 0.1,
+        num_classes: int = 1000,
+        learn_sigma: bool = False,
+        bottleneck_dim: int = 128,
+        in_context_len: int = 32,
+        in_context_start: int = 8,
+    ):
+        super().__init__(
+            input_size,
+            patch_size,
+            in_channels,
+            hidden_size,
+            depth=0,  # DiT's blocks
+            num_heads=num_heads,
+            class_dropout_prob=class_dropout_prob,
+            num_classes=num_classes,
+            learn_sigma=learn_sigma,
+        )
+        self.in_context_len = in_context_len
+        self.in_context_start = in_context_start
+        self.x_embedder = BottleneckPatchEmbed(
+            input_size, patch_size, in_channels, hidden_size, bottleneck_dim
+        )
+        self.in_context_posemb = nn.Parameter(torch.randn(1, in_context_len, hidden_size) * 0.02)
+        self.blocks = nn.ModuleList(
+            LightningDiTBlock(hidden_size, num_heads, mlp_ratio, qk_norm=True) for _ in range(depth)
+        )
+        self.final_layer = FinalLayer(hidden_size, patch_size, self.out_channels)
+        self.initialize_weights()
+
+    def initialize_patches(self) -> None:
+        """Fill the position table."""
+        self.pos_embed.data.copy_(self.position_table())
+
+    @property
+    def stages(self) -> list[Stage]:
+        """Return the blocks before the label's tokens enter, and those that see them."""
+        blocks = list(self.blocks)
+        whole = Stage(
+            blocks[: self.in_context_start],
+            self.pos_embed.shape[-1],
+            self.num_heads,
+            modulate=lambda x, condition: condition.vector,
+        )
+        later = whole._replace(
+            blocks=blocks[self.in_context_start :],
+            enter=self.prepend_label,
+            prepended=self.in_context_len,
+        )
+        return [whole, later]
+
+    def condition(self, t: Tensor, y: Tensor) -> Condition:
+        """Return the conditioning of timesteps t (N,) and labels y (N,)."""
+        label = self.y_embedder(y, self.training)
+        return Condition(self.t_embedder(t) + label, label)
+
+    def prepend_label(self, x: Tensor, embedded: Tensor, condition: Condition) -> Tensor:
+        """Put the label's tokens in front of x (N, T, D) → (N, F + T, D)."""
+        front = condition.label[:, None] + self.in_context_posemb  # (N, F, D)
+        return torch.cat([front, x], dim=1)
+
+    def transform(
+        self,
+        x: Tensor,
+        c: Tensor,
+        attend: Callable = attention,
+        tokens: slice = slice(None),
+        blocks: Iterable[nn.Module] | None = None,
+    ) -> Tensor:
+        """Apply `blocks`, by default all: tokens x (N, F + T, D), conditioning c (N, D) → the same.
+
+        F may be 0. attend: in place of `attention`. tokens: all of them.
+        """
+        front = x.shape[1] - self.x_embedder.num_patches
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        head_dim = x.shape[-1] // self.num_heads
+        table = rotations(head_dim, self.x_embedder.grid_size[0], front, dtype, x.device)
+        for block in self.blocks if blocks is None else blocks:
+            x = block(x, c, table, attend)
+        return x
+
+    def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
+        """Estimate the clean picture: x (N, C, H, W), t (N,), y (N,) → (N, C, H, W)."""
+        condition = self.condition(t, y)
+        h = self.embed(x)  # (N, T, D)
+        for stage in self.stages:
+            h = stage.enter(h, h, condition)
+            h = self.transform(h, condition.vector, blocks=stage.blocks)
+        return self.unpatchify(self.head(h[:, stage.prepended :], condition.vector))
+
+
+# ---- Configurations ----
+
+_SIZES = {
+    "B": dict(depth=12, hidden_size=768, num_heads=12, bottleneck_dim=128, in_context_start=4),
+    "L": dict(depth=24, hidden_size=1024, num_heads=16, bottleneck_dim=128, in_context_start=8),
+    "H": dict(depth=32, hidden_size=1280, num_heads=16, bottleneck_dim=256, in_context_start=10),
+}
+JiT_models = {}
+for _size, _config in _SIZES.items():
+    for _patch in (16, 32):
+        JiT_models[f"JiT-{_size}/{_patch}"] = _constructor(
+            f"JiT_{_size}_{_patch}", JiT, **_config, patch_size=_patch, input_size=16 * _patch
+        )
+globals().update({build.__name__: build for build in JiT_models.values()})

@@ -1,0 +1,127 @@
+"""Recognise the files and modules of a JiT, derive its sizes, and read how it is sampled."""
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from math import isqrt
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from accel.errors import UsageError, shown
+from accel.families import jit
+from accel.families.dit.weights import PATCHES, DiTRecogniser
+from accel.families.jit.network import JiT, JiT_models
+from accel.families.lightning_dit.weights import LightningDiTRecogniser
+from accel.families.loaded_module import STRUCTURE, OfModule
+from accel.families.recognise import Form
+from accel.weights.shapes import Shapes
+
+log = logging.getLogger(__name__)
+
+FIRST, SECOND, FRONT = jit.FAMILY.keys[:3]  # the two projections of patches, and label positions
+START = "in_context_start"  # the first block that sees the label's tokens: no tensor says it
+# Arguments of training: least and most.
+NUMBERS = {
+    "cfg": (0, 10**6),
+    "interval_min": (0, 1),
+    "interval_max": (0, 1),
+    "noise_scale": (0.001, 1000),
+    "t_eps": (0.000001, 1),
+    "num_sampling_steps": (1, 1000),
+}
+
+
+class JiTRecogniser(DiTRecogniser):
+    """Recognise weights of a JiT. The norm of queries says how wide a head is."""
+
+    family = jit.FAMILY
+    models = JiT_models
+    network = JiT
+    computed = {"use_nonlinear": (False,)}  # a SiLU between the projections, without an entry
+    mlp_ratio = LightningDiTRecogniser.mlp_ratio
+
+    def form(self, shapes: Shapes, metadata: Mapping[str, Any]) -> Form:
+        """Return the network of weights with these shapes, as Recogniser.form does."""
+        width = shapes[SECOND][0]
+        form = super().form({**shapes, PATCHES: (width, *shapes[FIRST][1:])}, metadata)
+        depth = form.build.keywords["depth"]
+        starts = [
+            build.config[START]
+            for build in self.models.values()
+            if (build.config["depth"], build.config["hidden_size"]) == (depth, width)
+        ]
+        start = metadata.get(START, *starts[:1])
+        if not isinstance(start, int) or not 0 < start < depth:
+            raise ValueError(
+                f"is a JiT of {depth} blocks of width {width}, and no tensor says at which block "
+                "its label tokens enter; load it into its class and use accel.Sampler(module)"
+            )
+        build = partial(form.build, in_context_start=start)
+        return form._replace(build=build, facts={START: start})
+
+    def heads(self, shapes: Shapes, metadata: Mapping[str, Any]) -> int:
+        """Return the number of heads, from the norm of a head."""
+        return shapes[SECOND][0] // shapes["blocks.0.attn.q_norm.weight"][0]
+
+    def options(self, shapes: Shapes) -> dict[str, Any]:
+        """Return the widths that are a JiT's own."""
+        return dict(bottleneck_dim=shapes[FIRST][0], in_context_len=shapes[FRONT][1])
+
+    def converted(self, state: dict[str, Tensor], metadata: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return `state`. Raises ValueError for arguments of training that contradict it."""
+        of_state = {
+            "img_size": isqrt(state["pos_embed"].shape[1]) * state[FIRST].shape[-1],
+            "num_classes": len(state[self.labels]) - 1,
+        }
+        for name, value in of_state.items():
+            if metadata.get(name, value) != value:
+                raise ValueError(
+                    f"says {name} {shown(metadata[name])}, and its entries are for {value}; save "
+                    "it again"
+                )
+        return state
+
+    def recipe(self, model: str, metadata: Mapping[str, Any], path: Path) -> dict[str, Any]:
+        """Return the options that the arguments of the training run imply, and print them."""
+        where = f"`ckpt={path}`: its training arguments say"
+        says = {name: metadata[name] for name in NUMBERS if name in metadata}
+        for name, value in says.items():
+            least, most = NUMBERS[name]
+            if type(value) not in (int, float) or not least <= value <= most:
+                raise UsageError(
+                    f"{where} {name} {shown(value)}, which must be from {least} to {most}; mend it"
+                )
+        known = "noise_scale" in {**metadata.get("recipe", {}), **says}
+        if not known and model not in self.family.models:
+            log.warning(f"{path}: says no scale of the first noise, taken for 1: --noise-scale N")
+        options = {
+            "cfg_scale": says.get("cfg"),
+            "noise_scale": says.get("noise_scale"),
+            "t_eps": says.get("t_eps"),
+            "num_sampling_steps": says.get("num_sampling_steps"),
+            "sampler": metadata.get("sampling_method"),
+        }
+        if says.keys() & {"interval_min", "interval_max"}:  # of times: a level is 1 − time
+            interval = 1 - says.get("interval_max", 1), 1 - says.get("interval_min", 0)
+            options["guidance_interval"] = interval
+        options = {name: value for name, value in options.items() if value is not None}
+        if options:
+            listed = ", ".join(f"{name} {shown(value)}" for name, value in options.items())
+            log.warning(f"{path}: its training arguments say {listed}; flags override it")
+        return options
+
+    def of_module(self, module: nn.Module, state: dict[str, Tensor]) -> OfModule | None:
+        """Return the rules to read a module with a JiT's entries, None for another module."""
+        if not state.keys() >= {*self.family.keys}:
+            return None
+        facts = {"num_heads": module.num_heads, START: module.in_context_start}
+        model = self.form({name: tuple(state[name].shape) for name in state}, facts).model
+        if model in self.family.models:
+            implied = self.family.models[model]
+            facts["recipe"] = dict(cfg_scale=implied.cfg_scale, noise_scale=implied.noise_scale)
+        return OfModule(self.family, facts, strength=STRUCTURE)
+
+
+RECOGNISER = JiTRecogniser()

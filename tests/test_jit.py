@@ -1,0 +1,343 @@
+"""JiT: its equations in float64, its tiers, its sampler, its files and modules, FID jobs."""
+
+import argparse
+import re
+
+import forks
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from forks import refused, succeeds
+from jobs import run_each
+from networks import error, fast_network, network_of, with_norms
+from PIL import Image
+from reference_networks import jit
+from torch import nn
+
+from accel import Sampler, accelerate
+from accel.errors import UsageError
+from accel.families import DEMO
+from accel.families.jit.network import JiT, JiT_models
+from accel.families.recognise import recognise
+from accel.fid.folder import Batches, Order
+from accel.fid.noise import PictureNoise, UpstreamNoise
+from accel.latents import PIXELS
+from accel.latents.files import find
+from accel.network import Plain
+from accel.sampling import denoise
+from accel.sampling.flow import DataPrediction, Euler, Heun
+from accel.sampling.guidance import Guidance, Unguided
+from accel.weights.shapes import shapes_only
+
+# heads of 80 as in H; 16 tokens of the picture and 3 of the label
+START = 2
+SMALL = dict(
+    input_size=32,
+    patch_size=8,
+    hidden_size=160,
+    depth=4,
+    num_heads=2,
+    num_classes=8,
+    bottleneck_dim=12,
+    in_context_len=3,
+    in_context_start=START,
+)
+ARGS = dict(
+    img_size=32,
+    class_num=8,
+    cfg=2.5,
+    interval_min=0.25,
+    interval_max=1.0,
+    noise_scale=1.5,
+    t_eps=0.2,
+    num_sampling_steps=4,
+    sampling_method="heun",
+    in_context_start=START,
+)
+LABELS = torch.tensor([1, 5])
+
+
+def build(seed=0, **changes):
+    torch.manual_seed(seed)
+    model = with_norms(JiT(**{**SMALL, **changes}))
+    model.final_layer.linear.weight.data.mul_(0.3)
+    return model
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(4, 3, 32, 32, generator=generator)
+    return x, torch.tensor([0.0, 0.31, 0.9, 1.0]), torch.tensor([1, 5, 8, 8])
+
+
+def checkpoint(folder, model, **changes):
+    """A training run's file: the average that is sampled, other weights, arguments."""
+    of_net = {f"net.{name}": value for name, value in model.state_dict().items()}
+    others = {name: value + 0.1 for name, value in of_net.items()}
+    arguments = argparse.Namespace(**{**ARGS, "lr": None, **changes})
+    content = {"model": others, "model_ema1": of_net, "model_ema2": others}
+    torch.save({**content, "optimizer": {}, "epoch": 7, "args": arguments}, folder / "small.pth")
+    return folder / "small.pth"
+
+
+@torch.no_grad()
+def written_out(model, z, labels, steps, heun=True, cfg=2.5, low=0.25, high=1.0, t_eps=0.2):
+    """The flow in float64: guidance on the velocity, of each evaluation by its own time."""
+    state = model.state_dict()
+
+    def velocity(x, t):
+        rows = torch.cat([x, x])
+        y = torch.cat([labels, torch.full_like(labels, 8)])
+        clean = jit(state, rows, torch.full((len(y),), t), y, START)
+        cond, uncond = ((clean - rows) / max(1 - t, t_eps)).chunk(2)
+        guides = t < high and (low == 0 or t > low)
+        return uncond + (cfg if guides else 1.0) * (cond - uncond)
+
+    x = z.double()
+    for i in range(steps):
+        t, end = i / steps, (i + 1) / steps
+        slope = velocity(x, t)
+        if heun and i < steps - 1:
+            slope = (slope + velocity(x + slope / steps, end)) / 2
+        x = x + slope / steps
+    return x
+
+
+def test_every_tier_computes_the_definition():
+    model = build()
+    x, t, y = inputs()
+    want = jit(model.state_dict(), x, t, y, START)
+    of_float32 = error(model(x, t, y).detach(), want)
+    assert want.shape == x.shape and want.std() > 0.1 and of_float32 < 4e-6
+    assert error(fast_network(model, torch.float64).forward(x.double(), t, y), want) < 1e-6
+    for tier, most in (("fp32", 5e-6), ("exact", 4e-6), ("fp16", 2e-3), ("bf16", 2e-2)):
+        network = network_of(model, tier)
+        assert error(network.forward(x, t, y), want) < most, tier
+        scheduled, advance = network.schedule(t.tolist(), y.tolist())
+        advance(*range(4))
+        assert error(scheduled.forward(x, torch.arange(4), y), want) < most, tier
+    for change in ("in_context_posemb", "y_embedder.embedding_table.weight"):
+        other = {**model.state_dict(), change: model.state_dict()[change] + 1}
+        assert error(jit(other, x, t, y, START), want) > 1e-3, change
+
+
+def test_every_norm_has_the_originals_epsilon():
+    model = build()
+    names = ("x_embedder.proj2.weight", "x_embedder.proj2.bias", "pos_embed")
+    for name in names:
+        model.get_parameter(name).data.mul_(1e-3)
+    x, t, y = inputs()
+    want = jit(model.state_dict(), x, t, y, START)
+    assert error(model(x, t, y).detach(), want) < 4e-6
+
+
+@pytest.mark.parametrize("heun", (True, False))
+@pytest.mark.parametrize("low, high", ((0.0, 1.0), (0.25, 0.75), (0.25, 1.0)))
+def test_sampling_is_what_is_written_out(heun, low, high):
+    """The interval's ends are hit: they are outside."""
+    model = build()
+    z = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(2))
+    want = written_out(model, 1.5 * z, LABELS, 4, heun, low=low, high=high)
+    data = DataPrediction(t_eps=0.2, noise_scale=1.5)
+    process = (Heun if heun else Euler)(4, data=data, by_start=False)
+    guidance = Guidance(2.5, 8, 3, (1 - high, 1 - low), ends=False)
+    assert process.evaluations == (7 if heun else 4)
+    for network, most in ((Plain(model), 5e-6), (network_of(model, "fp16"), 5e-3)):
+        assert error(denoise(network, process, guidance, z, LABELS, None), want) < most
+    inside = Guidance(2.5, 8, 3, (1 - high, 1 - low))
+    by_start = (Heun if heun else Euler)(4, data=data)
+    if low:
+        got = denoise(Plain(model), process, inside, z, LABELS, None)
+        assert error(got, want) > 1e-3
+    if low and heun:
+        assert error(denoise(Plain(model), by_start, guidance, z, LABELS, None), want) > 1e-3
+
+
+def test_ends_of_an_interval_are_outside():
+    guidance = Guidance(2.0, 8, interval=(0.0, 0.9), ends=False)
+    guided = [guidance.at(1 - i / 50) is guidance for i in range(51)]
+    assert guided == [False] * 6 + [True] * 44 + [False]
+    assert Guidance(2.0, 8, ends=False).at(1.0) != Unguided()
+
+
+def test_published_sizes_are_recognised():
+    assert len(JiT_models) == 6
+    for name, make in JiT_models.items():
+        with shapes_only():
+            model = make()
+        fit = recognise("x.pth", model.state_dict(), {"model": name})
+        assert (fit.model, fit.num_heads, fit.patch_size) == (
+            name,
+            model.num_heads,
+            int(name.rpartition("/")[2]),
+        )
+        assert fit.trained_size(1) == 16 * fit.patch_size
+        assert fit.empty(fit.latent_size).in_context_start == model.in_context_start
+
+
+@pytest.mark.parametrize(
+    "facts, words",
+    (
+        ({"use_nonlinear": True}, "was trained with use_nonlinear True, and only False is sampled"),
+        ({"img_size": 64}, "says img_size 64, and its entries are for 32; save it again"),
+        ({"num_classes": 9}, "says num_classes 9, and its entries are for 8; save it again"),
+        ({"in_context_start": 4}, "no tensor says at which block its label tokens enter"),
+    ),
+)
+def test_what_a_file_contradicts_is_named(facts, words):
+    with pytest.raises(UsageError, match=f"ckpt=x.pth: [^\n]*{words}"):
+        recognise("x.pth", build().state_dict(), {"in_context_start": START, **facts})
+
+
+def test_the_command_believes_the_file(tmp_path, here):
+    """Which entry, size, scale, interval, sampler and noise; flags override them."""
+    model = build()
+    flags = "--device", "cpu", "--labels", 1, 5, "--seed", 3, "--ckpt", checkpoint(tmp_path, model)
+    generator = torch.Generator().manual_seed(3)
+    z = torch.randn(2, 3, 32, 32, generator=generator)
+    latent = "--output-type", "latent", "--output", tmp_path / "x.npy"
+    text = succeeds(here("sample.py", *flags, *latent))
+    assert 'the weights are those of "model_ema1"' in text and "4 HEUN steps · cfg 2.5" in text
+    assert (
+        error(torch.from_numpy(np.load(tmp_path / "x.npy")), written_out(model, 1.5 * z, LABELS, 4))
+        < 5e-6
+    )
+    more = "--sampler", "euler", "--num-sampling-steps", 3, "--cfg-scale", 1.5, "--t-eps", 0.1
+    more += "--noise-scale", 0.5, "--guidance-interval", 0, 1
+    succeeds(here("sample.py", *flags, *more, *latent))
+    want = written_out(model, 0.5 * z, LABELS, 3, False, cfg=1.5, low=0.0, t_eps=0.1)
+    assert error(torch.from_numpy(np.load(tmp_path / "x.npy")), want) < 5e-6
+    succeeds(here("sample.py", *flags, *more, "--output", f"{tmp_path}/folder/"))
+    for picture, pixels in zip(sorted((tmp_path / "folder").iterdir()), want):
+        levels = ((pixels + 1) / 2 * 255).clamp(0, 255).round().permute(1, 2, 0)
+        assert np.abs(np.asarray(Image.open(picture)).astype(int) - levels.numpy()).max() <= 1
+
+
+def test_what_is_not_sampled_is_refused_in_a_line(tmp_path, here):
+    flags = "--device", "cpu", "--labels", 1, "--output", tmp_path / "x.png"
+    ckpt = "--ckpt", checkpoint(tmp_path, build())
+    for more, words in (
+        ((*ckpt, "--image-size", 64), "--image-size 64: a JiT samples the size"),
+        ((*ckpt, "--noise-scale", 0), "--noise-scale 0"),
+        ((*ckpt, "--vae", DEMO / "vae"), "decodes latents of 4 channels, and"),
+        (("--model", "JiT-L/16"), "no published weights"),
+        (("--model", "DiT-Demo/2", "--noise-scale", 2), "--noise-scale 2: is for networks that"),
+    ):
+        assert words in refused(here("sample.py", *flags, *more))
+    for name, value in (("noise_scale", 0.0), ("interval_min", 2), ("cfg", "x")):
+        ckpt = checkpoint(tmp_path, build(), **{name: value})
+        line = refused(here("sample.py", *flags, "--ckpt", ckpt))
+        assert f"its training arguments say {name} {value}, which must be" in line
+
+
+def test_heads_of_training_beside_the_network_are_left_out(tmp_path):
+    model = build()
+    file = checkpoint(tmp_path, model)
+    content = torch.load(file, weights_only=False)
+    content["model_ema1"] |= {
+        f"{head}_head.weight": torch.ones(2, 2) for head in ("time", "rotation")
+    }
+    torch.save(content, file)
+    with Sampler(file, device="cpu", output_type="latent", num_sampling_steps=2) as sampler:
+        assert sampler.latents(3).shape == (1, 3, 32, 32)
+
+
+class Original(nn.Module):
+    """The original class as callers hold it, written from its definition."""
+
+    def __init__(self, model):
+        super().__init__()
+        for name, part in model.named_children():
+            setattr(self, name, part)
+        self.pos_embed = model.pos_embed
+        self.in_context_posemb = model.in_context_posemb
+        self.num_heads = model.num_heads
+        self.in_context_start = model.in_context_start
+
+    def forward(self, x, t, y):
+        return jit(self.state_dict(), x, t, y, START).float()
+
+
+def test_modules_are_accelerated_sampled_and_refreshed():
+    model = build()
+    x, t, y = inputs()
+    for module in (model, Original(model)):
+        assert error(accelerate(module, "fp32")(x, t, y), module(x, t, y).double()) < 5e-6
+    options = dict(device="cpu", num_sampling_steps=3, cfg_scale=2.0)
+    changed = build()
+    changed.in_context_posemb.data.add_(1)
+    with Sampler(Original(model), **options) as sampler:
+        before = sampler.latents([1, 5], seed=1)
+        (picture, _) = sampler.sample([1, 5], seed=1)
+        assert picture.size == (32, 32) and sampler.config.sampler == "heun"
+        sampler.refresh(changed.state_dict())
+        after = sampler.latents([1, 5], seed=1)
+    with Sampler(changed, **options) as sampler:
+        assert torch.equal(sampler.latents([1, 5], seed=1), after)
+    assert not torch.equal(after, before)
+    for tier in ("exact", "fp16"):
+        network = network_of(model, tier)
+        new = network_of(changed, tier)
+        network.copy_weights(new)
+        assert torch.equal(network.forward(x, t, y), new.forward(x, t, y))
+
+
+def test_pixels_are_a_latent_space():
+    assert find("pixels") == PIXELS and (PIXELS.channels, PIXELS.factor, PIXELS.scale) == (3, 1, 1)
+
+
+def by_two(*words, status=0):
+    """Run sample_ddp.py with two ranks → what they printed."""
+    jobs = forks.ranks(2, ["sample_ddp.py", *words], ROOT, OMP_NUM_THREADS="1")
+    texts = [job.communicate(timeout=60) for job in jobs]
+    assert [job.returncode for job in jobs] == [status] * 2, texts
+    return "".join(map("".join, texts))
+
+
+def test_two_ranks_share_a_picture(tmp_path, here):
+    words = ["--device", "cpu", "--ckpt", checkpoint(tmp_path, build()), "--labels", 1]
+    words += ["--output-type", "latent", "--num-sampling-steps", 2, "--output"]
+    succeeds(here("sample.py", *words, tmp_path / "off.npy"))
+    want = np.load(tmp_path / "off.npy")
+    layouts = "rows=2", "weights=2"
+    run_each(2, *([*words, tmp_path / f"{one}.npy", "--parallel", one] for one in layouts))
+    for layout in layouts:
+        got = np.load(tmp_path / f"{layout}.npy")
+        assert np.abs(got - want).max() < 1e-4 * want.std(), layout
+    text = by_two(*words, tmp_path / "x.npy", "--parallel", "tokens=2", status=2)
+    assert "tokens are not divided where label tokens stand before them" in text
+    assert not Plain(build()).divides_tokens
+
+
+def test_labels_of_an_fid_job_are_class_by_class(tmp_path):
+    """A rank makes a contiguous run of each round; its seed is the job's plus its number."""
+    order = Order(tmp_path, 16, 2, 5, 4, 32, (3, 32, 32), class_by_class=True)
+    made = {}
+    for rank in range(2):
+        batches = Batches(order, rank, 2)
+        noise = UpstreamNoise(order, batches, torch.device("cpu"), Heun(2))
+        torch_noise = torch.Generator().manual_seed(5 + rank)
+        for batch in batches.left(()):
+            of_batch = noise.batch(batch)
+            assert torch.equal(of_batch.z, torch.randn(2, 3, 32, 32, generator=torch_noise))
+            made |= dict(zip(batches.pictures(batch), of_batch.labels.tolist()))
+            by_picture = PictureNoise(order, Batches(order, 0, 1), torch.device("cpu"), Heun(2))
+        assert list(Batches(order, rank, 2).pictures(2 + rank)) == [4 + 2 * rank, 5 + 2 * rank]
+    assert [made[number] for number in range(16)] == [i // 4 for i in range(16)]
+    assert by_picture.batch(3).labels.tolist() == [1, 1]
+
+
+def test_an_fid_job_is_resumed_to_the_bit(tmp_path):
+    ckpt = checkpoint(tmp_path, build())
+    job = "--device", "cpu", "--ckpt", ckpt, "--num-fid-samples", 16, "--per-proc-batch-size", 2
+    by_two(*job, "--sample-dir", tmp_path / "calm")
+    (archive,) = (tmp_path / "calm").glob("*.npz")
+    pictures = sorted(archive.with_suffix("").glob("*.png"))
+    before = archive.read_bytes()
+    for picture in pictures[3:9]:
+        picture.unlink()
+    archive.unlink()
+    by_two(*job, "--sample-dir", tmp_path / "calm")
+    assert archive.read_bytes() == before and np.load(archive)["arr_0"].shape == (16, 32, 32, 3)
+    assert re.search("JiT-4x160-8-small.pth-size-32-vae-pixels-cfg-2.5", archive.name)
