@@ -7,10 +7,9 @@ is one vector more of the conditioning.
 from collections.abc import Iterator
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 
-from accel.families.jit.network import rotations
+from accel.families.jit.network import JiT, rotations
 from accel.families.lightning_dit.fast import block, fold_norms
 from accel.families.lightning_dit.network import EPS
 from accel.fast.conditioning import BLOCK_VECTORS, Conditioning
@@ -46,7 +45,7 @@ class LabelledConditioning(Conditioning):
         return torch.cat([label[:, None] + self.front, x], dim=1)
 
 
-def pack(read: Reader, model: nn.Module, ops: Half | Split) -> Packing:
+def pack(read: Reader, model: JiT, ops: Half | Split) -> Packing:
     """Pack a JiT's state dict.
 
     model: gives heads, grid, the block at which label tokens enter and the timestep embedding.

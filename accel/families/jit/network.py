@@ -44,7 +44,7 @@ class BottleneckPatchEmbed(PatchEmbed):
         )
         self.proj2 = nn.Conv2d(bottleneck_dim, hidden_size, kernel_size=1)
 
-    def proj(self, x: Tensor) -> Tensor:
+    def proj(self, x: Tensor) -> Tensor:  # type: ignore[override]  # a layer in DiT's
         """Apply both projections."""
         return self.proj2(self.proj1(x))
 
@@ -128,7 +128,7 @@ class JiT(DiT):
         )
         return [whole, later]
 
-    def condition(self, t: Tensor, y: Tensor) -> Condition:
+    def condition(self, t: Tensor, y: Tensor) -> Condition:  # type: ignore[override]
         """Return the conditioning of timesteps t (N,) and labels y (N,)."""
         label = self.y_embedder(y, self.training)
         return Condition(self.t_embedder(t) + label, label)

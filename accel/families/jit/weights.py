@@ -46,7 +46,7 @@ class JiTRecogniser(DiTRecogniser):
         """Return the network of weights with these shapes, as Recogniser.form does."""
         width = shapes[SECOND][0]
         form = super().form({**shapes, PATCHES: (width, *shapes[FIRST][1:])}, metadata)
-        depth = form.build.keywords["depth"]
+        depth = sum(name.endswith(".attn.qkv.weight") for name in shapes)
         starts = [
             build.config[START]
             for build in self.models.values()
@@ -116,7 +116,7 @@ class JiTRecogniser(DiTRecogniser):
         """Return the rules to read a module with a JiT's entries, None for another module."""
         if not state.keys() >= {*self.family.keys}:
             return None
-        facts = {"num_heads": module.num_heads, START: module.in_context_start}
+        facts: dict[str, Any] = {"num_heads": module.num_heads, START: module.in_context_start}
         model = self.form({name: tuple(state[name].shape) for name in state}, facts).model
         if model in self.family.models:
             implied = self.family.models[model]
