@@ -1,6 +1,7 @@
 """JiT: its equations in float64, its tiers, its sampler, its files and modules, FID jobs."""
 
 import argparse
+import json
 import re
 
 import forks
@@ -19,15 +20,18 @@ from accel import Sampler, accelerate
 from accel.errors import UsageError
 from accel.families import DEMO
 from accel.families.jit.network import JiT, JiT_models
-from accel.families.recognise import recognise
+from accel.families.recognise import recognise, recogniser_of
 from accel.fid.folder import Batches, Order
 from accel.fid.noise import PictureNoise, UpstreamNoise
 from accel.latents import PIXELS
 from accel.latents.files import find
 from accel.network import Plain
+from accel.opening import fit_of_file
 from accel.sampling import denoise
 from accel.sampling.flow import DataPrediction, Euler, Heun
 from accel.sampling.guidance import Guidance, Unguided
+from accel.weights import metadata
+from accel.weights.checkpoint import open_checkpoint
 from accel.weights.shapes import shapes_only
 
 # heads of 80 as in H; 16 tokens of the picture and 3 of the label
@@ -173,6 +177,9 @@ def test_published_sizes_are_recognised():
             int(name.rpartition("/")[2]),
         )
         assert fit.trained_size(1) == 16 * fit.patch_size
+        assert fit.family.models[name].noise_scale == fit.patch_size / 16
+        of_module = recogniser_of(fit.family).of_module(model, model.state_dict())
+        assert of_module.metadata["recipe"]["noise_scale"] == fit.patch_size / 16
         assert fit.empty(fit.latent_size).in_context_start == model.in_context_start
 
 
@@ -212,6 +219,16 @@ def test_the_command_believes_the_file(tmp_path, here):
     for picture, pixels in zip(sorted((tmp_path / "folder").iterdir()), want):
         levels = ((pixels + 1) / 2 * 255).clamp(0, 255).round().permute(1, 2, 0)
         assert np.abs(np.asarray(Image.open(picture)).astype(int) - levels.numpy()).max() <= 1
+
+
+def test_a_file_written_here_keeps_the_facts(tmp_path):
+    """What no tensor says, and the recipe: under names of our own."""
+    weights = open_checkpoint(checkpoint(tmp_path, build()))
+    fit = fit_of_file(weights)
+    kept = metadata.checked("y", json.loads(json.dumps(fit.metadata())))
+    again = recognise("y", weights.state, kept)
+    assert again.recipe == fit.recipe and again.recipe["guidance_interval"] == (0.0, 0.75)
+    assert again.empty(32).in_context_start == START and again.metadata() == fit.metadata()
 
 
 def test_what_is_not_sampled_is_refused_in_a_line(tmp_path, here):

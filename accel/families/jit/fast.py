@@ -62,8 +62,7 @@ def pack(read: Reader, model: JiT, ops: Half | Split) -> Packing:
     front = len(conditioning.front)
 
     def stage(names, front):
-        side = model.x_embedder.grid_size[0]
-        rotation = rotations(width // heads, side, front, ops.stream, ops.device)
+        rotation = rotations(width // heads, model.side, front, ops.stream, ops.device)
         blocks = [block(read, name, ops, heads, rotation) for name in names]
         return Stage(blocks, width, heads // ops.part.ranks, prepended=front)
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from accel.families.dit.network import DiT, PatchEmbed, _constructor, attention
+from accel.families.dit.network import DiT, _constructor, attention
 from accel.families.lightning_dit.network import FinalLayer, LightningDiTBlock, rotation_table
 from accel.network import Stage
 
@@ -24,29 +24,6 @@ class Condition(NamedTuple):
 
     vector: Tensor  # (N, D), of timestep and label
     label: Tensor  # (N, D), the label's embedding alone
-
-
-class BottleneckPatchEmbed(PatchEmbed):
-    """Project patches to a few channels, and these to tokens. (N, C, H, W) → (N, T, D)."""
-
-    def __init__(
-        self,
-        input_size: int,
-        patch_size: int,
-        in_channels: int,
-        hidden_size: int,
-        bottleneck_dim: int,
-    ):
-        super().__init__(input_size, patch_size, in_channels, hidden_size)
-        del self.proj
-        self.proj1 = nn.Conv2d(
-            in_channels, bottleneck_dim, kernel_size=patch_size, stride=patch_size, bias=False
-        )
-        self.proj2 = nn.Conv2d(bottleneck_dim, hidden_size, kernel_size=1)
-
-    def proj(self, x: Tensor) -> Tensor:  # type: ignore[override]  # a layer in DiT's
-        """Apply both projections."""
-        return self.proj2(self.proj1(x))
 
 
 def rotations(
@@ -97,19 +74,21 @@ class JiT(DiT):
         )
         self.in_context_len = in_context_len
         self.in_context_start = in_context_start
-        self.x_embedder = BottleneckPatchEmbed(
-            input_size, patch_size, in_channels, hidden_size, bottleneck_dim
-        )
+        self.side = input_size // patch_size  # of the grid of tokens
+        few = nn.Conv2d(in_channels, bottleneck_dim, patch_size, stride=patch_size, bias=False)
+        embedder = nn.Sequential()
+        embedder.add_module("proj1", few)
+        embedder.add_module("proj2", nn.Conv2d(bottleneck_dim, hidden_size, 1))
+        self.add_module("x_embedder", embedder)
         self.in_context_posemb = nn.Parameter(torch.randn(1, in_context_len, hidden_size) * 0.02)
         self.blocks = nn.ModuleList(
             LightningDiTBlock(hidden_size, num_heads, mlp_ratio, qk_norm=True) for _ in range(depth)
         )
         self.final_layer = FinalLayer(hidden_size, patch_size, self.out_channels)
-        self.initialize_weights()
 
-    def initialize_patches(self) -> None:
-        """Fill the position table."""
-        self.pos_embed.data.copy_(self.position_table())
+    def embed(self, x: Tensor, tokens: slice = slice(None)) -> Tensor:
+        """Embed pictures (N, C, H, W) as DiT does, by two projections → (N, T, D)."""
+        return (self.x_embedder(x).flatten(2).mT + self.pos_embed)[:, tokens]
 
     @property
     def stages(self) -> list[Stage]:
@@ -150,10 +129,10 @@ class JiT(DiT):
 
         F may be 0. attend: in place of `attention`. tokens: all of them.
         """
-        front = x.shape[1] - self.x_embedder.num_patches
+        front = x.shape[1] - self.side**2
         dtype = torch.promote_types(x.dtype, torch.float32)
         head_dim = x.shape[-1] // self.num_heads
-        table = rotations(head_dim, self.x_embedder.grid_size[0], front, dtype, x.device)
+        table = rotations(head_dim, self.side, front, dtype, x.device)
         for block in self.blocks if blocks is None else blocks:
             x = block(x, c, table, attend)
         return x

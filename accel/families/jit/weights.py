@@ -22,14 +22,14 @@ log = logging.getLogger(__name__)
 
 FIRST, SECOND, FRONT = jit.FAMILY.keys[:3]  # the two projections of patches, and label positions
 START = "in_context_start"  # the first block that sees the label's tokens: no tensor says it
-# Arguments of training: least and most.
+# Arguments of training: option, least and most. Two make one option.
 NUMBERS = {
-    "cfg": (0, 10**6),
-    "interval_min": (0, 1),
-    "interval_max": (0, 1),
-    "noise_scale": (0.001, 1000),
-    "t_eps": (0.000001, 1),
-    "num_sampling_steps": (1, 1000),
+    "cfg": ("cfg_scale", 0, 10**6),
+    "interval_min": ("", 0, 1),
+    "interval_max": ("", 0, 1),
+    "noise_scale": ("noise_scale", 0.001, 1000),
+    "t_eps": ("t_eps", 0.000001, 1),
+    "num_sampling_steps": ("num_sampling_steps", 1, 1000),
 }
 
 
@@ -88,7 +88,7 @@ class JiTRecogniser(DiTRecogniser):
         where = f"`ckpt={path}`: its training arguments say"
         says = {name: metadata[name] for name in NUMBERS if name in metadata}
         for name, value in says.items():
-            least, most = NUMBERS[name]
+            _, least, most = NUMBERS[name]
             if type(value) not in (int, float) or not least <= value <= most:
                 raise UsageError(
                     f"{where} {name} {shown(value)}, which must be from {least} to {most}; mend it"
@@ -96,17 +96,13 @@ class JiTRecogniser(DiTRecogniser):
         known = "noise_scale" in {**metadata.get("recipe", {}), **says}
         if not known and model not in self.family.models:
             log.warning(f"{path}: says no scale of the first noise, taken for 1: --noise-scale N")
-        options = {
-            "cfg_scale": says.get("cfg"),
-            "noise_scale": says.get("noise_scale"),
-            "t_eps": says.get("t_eps"),
-            "num_sampling_steps": says.get("num_sampling_steps"),
-            "sampler": metadata.get("sampling_method"),
-        }
+        options = {NUMBERS[name][0]: value for name, value in says.items()}
+        options.pop("", None)
+        if "sampling_method" in metadata:
+            options["sampler"] = metadata["sampling_method"]
         if says.keys() & {"interval_min", "interval_max"}:  # of times: a level is 1 − time
             interval = 1 - says.get("interval_max", 1), 1 - says.get("interval_min", 0)
             options["guidance_interval"] = interval
-        options = {name: value for name, value in options.items() if value is not None}
         if options:
             listed = ", ".join(f"{name} {shown(value)}" for name, value in options.items())
             log.warning(f"{path}: its training arguments say {listed}; flags override it")
