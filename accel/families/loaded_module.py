@@ -6,14 +6,14 @@ its own modules by `of_module`.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from accel.errors import UsageError
-from accel.families import Family, families
-from accel.families.recognise import families_with, recognise, recogniser_of
+from accel.families import families
+from accel.families.recognise import OfModule, families_with, recognise, recogniser_of
 from accel.network import unwrapped
 from accel.weights.positions import trained
 from accel.weights.shapes import shapes_of
@@ -21,30 +21,6 @@ from accel.weights.tensor_files import digest, require_floats
 
 # attributes that change a submodule's function and are in no state dict
 COMPARED = "eps", "approximate"
-
-
-# Strength of a claim to a module: entries or attributes count more than the class's name.
-STRUCTURE = 2
-NAMED = 1
-
-
-class OfModule(NamedTuple):
-    """The rules to read, call and replace a module of a family. The defaults are for models.DiT."""
-
-    family: Family
-    metadata: dict[str, Any]  # facts that no tensor holds, such as num_heads
-    latent_size: int | None = None  # side of the latent; None: that of its position table
-    strength: int = 0  # if several families recognise a module, the strongest claim wins
-    assumed: str = ""  # what neither the class nor the entries say, and how to say it
-    # renames the entries of its state dict as in the family's files
-    read: Callable[[dict], dict] = dict
-    # x, t, y of the reference network → its own
-    arguments: Callable[..., tuple] = lambda x, t, y: ((x, t, y), {})
-    output: Callable[[Any], Tensor] = lambda out: out  # its own output → the reference network's
-    # replaces the reference network's
-    timestep_embedding: Callable[[Tensor, int], Tensor] | None = None
-    # a mixin over accelerated.Accelerated: the signature of the accelerated copy
-    face: type | None = None
 
 
 class LoadedModule:
@@ -131,7 +107,7 @@ class LoadedModule:
             for part in self.module.modules()
         )
 
-    def _known_by(self, state):
+    def _known_by(self, state) -> OfModule:
         try:
             found = [
                 how

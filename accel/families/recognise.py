@@ -8,7 +8,6 @@ printed with the flag that changes it. `--model` decides wherever the entries al
 import logging
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from itertools import combinations
 from math import isqrt
@@ -47,6 +46,32 @@ class Form(NamedTuple):
     usual: bool = True  # whether the model of this size has this number of heads
 
 
+# Strength of a claim to a module: entries or attributes count more than the class's name.
+STRUCTURE = 2
+NAMED = 1
+
+
+class OfModule(NamedTuple):
+    """The rules to read, call and replace a module of a family. The defaults are for models.DiT."""
+
+    family: Family
+    metadata: dict[str, Any]  # facts that no tensor holds, such as num_heads
+    latent_size: int | None = None  # side of the latent; None: that of its position table
+    strength: int = 0  # if several families recognise a module, the strongest claim wins
+    assumed: str = ""  # what neither the class nor the entries say, and how to say it
+    # renames the entries of its state dict as in the family's files
+    read: Callable[[dict], dict] = dict
+    # x, t, y of the reference network → its own
+    arguments: Callable[..., tuple] = lambda x, t, y: ((x, t, y), {})
+    output: Callable[[Any], torch.Tensor] = lambda out: (
+        out
+    )  # its own output → the reference network's
+    # replaces the reference network's
+    timestep_embedding: Callable[[torch.Tensor, int], torch.Tensor] | None = None
+    # a mixin over accelerated.Accelerated: the signature of the accelerated copy
+    face: type | None = None
+
+
 class Recogniser:
     """What files and modules of a family look like. The instance of a family's own class is
     RECOGNISER in its weights.py.
@@ -67,23 +92,9 @@ class Recogniser:
         """
         raise NotImplementedError
 
-    def of_module(self, module: torch.nn.Module, state: dict[str, torch.Tensor]) -> Any:
-        """Return OfModule, the rules to read a module of the family, or None for another."""
+    def of_module(self, module: torch.nn.Module, state: dict[str, torch.Tensor]) -> OfModule | None:
+        """Return the rules to read a module of the family, or None for another."""
         raise NotImplementedError
-
-    def claims(self, shapes: Shapes) -> tuple[str, ...]:
-        """Return names of entries that prove the family, among those with the same keys."""
-        return ()
-
-    def trained_by(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the names of arguments that only the family's training code has, or spells
-        so.
-        """
-        return ()
-
-    def names(self, model: str) -> tuple[str, ...]:
-        """Return the names that training code gives one of `models`."""
-        return (model,)
 
     def converted(
         self, state: dict[str, torch.Tensor], metadata: Mapping[str, Any]
@@ -237,10 +248,11 @@ def recognise(
             f"`model={form.model}`"
         )
     if assumed:
-        _say_what_is_assumed(source, family, have, metadata)
+        _say_what_is_assumed(source, family, have, form.model)
     of_file = metadata.get("model")
-    named = form.model in (model, shipped_as) or of_file in recogniser.names(form.model)
-    if not named and _has_model(family, of_file):
+    in_training = family.names_in_training.get(form.model, form.model)
+    named = form.model in (model, shipped_as) or of_file in (form.model, in_training)
+    if not named and family.has_model(of_file):
         log.warning(
             f"{shown(source, 300)}: says model {of_file}, and its entries are of {form.model}"
         )
@@ -348,21 +360,15 @@ def _claims(source, alike, have, metadata, shipped_as):
         return [Claim(f"family {family_name}", owners)]
     claims = []
     for family in alike:
-        names = recogniser_of(family).claims(have)
+        names = family.claims(have)
         claims += [Claim(name, (family,), certain=True) for name in names]
     for family in alike:
-        arguments = recogniser_of(family).trained_by(metadata)
+        arguments = family.trained_by(metadata)
         claims += [Claim(f"{name} {shown(metadata[name])}", (family,)) for name in arguments]
     for name in (metadata.get("model"), shipped_as):
-        if owners := tuple(family for family in alike if _has_model(family, name)):
+        if owners := tuple(family for family in alike if family.has_model(name)):
             claims.append(Claim(f"model {name}", owners))
     return claims
-
-
-def _has_model(family, name):
-    """Return whether the training code of a family calls one of its models so."""
-    recogniser = recogniser_of(family)
-    return any(name in recogniser.names(model) for model in family.models)
 
 
 def _require_allowed(source, wanted, model, alike, claims):
@@ -403,14 +409,15 @@ def _by_file_name(source, alike):
     )
 
 
-def _say_what_is_assumed(source, family, have, metadata):
-    """Print the assumed family of weights, and the flag for each other candidate."""
-    others = []
-    for other in families_with(have):
-        with suppress(ValueError):
-            name = recogniser_of(other).form(have, metadata).model
-            others += [f"--model {name}"] if name in other.models and other != family else []
-    remedy = f"; if it is not: {' or '.join(others)}" if others else ""
+def _say_what_is_assumed(source, family, have, model):
+    """Print the assumed family of weights, and the flag for the model of the same size of each
+    other candidate.
+    """
+    size = model.removeprefix(family.name)
+    others = [other for other in families_with(have) if other != family]
+    names = [name for other in others for name in other.models if name.endswith(size)]
+    flags = " or ".join(f"--model {name}" for name in names)
+    remedy = f"; if it is not: {flags}" if flags else ""
     log.warning(
         f"{shown(source, 300)}: names no family, taken for a {family.name} "
         f"({family.prediction}){remedy}"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.families import dit
-from accel.families.loaded_module import OfModule
+from accel.families.recognise import OfModule
 from accel.weights.diffusers_layout import check_config, from_diffusers
 
 

@@ -11,8 +11,7 @@ from accel.families import lightning_dit
 from accel.families.dit.weights import PATCHES, DiTRecogniser
 from accel.families.lightning_dit.network import LightningDiT, LightningDiT_models, rotation_table
 from accel.families.lightning_dit.recipe import recipe
-from accel.families.loaded_module import STRUCTURE, OfModule
-from accel.families.recognise import Form
+from accel.families.recognise import STRUCTURE, Form, OfModule
 from accel.weights.shapes import Shapes
 
 COS = "feat_rope.freqs_cos"
