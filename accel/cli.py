@@ -4,15 +4,16 @@ import argparse
 import io
 import logging
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, fields
 from typing import Any, TypeVar
 
+from accel import signals
 from accel.config import Config, Grid, Job
-from accel.errors import USAGE, UsageError, as_usage_error, printable
+from accel.errors import USAGE, UsageError, as_usage_error, printable, record
 from accel.flags import base_type, flag_names
-from accel.foreign_flags import nearest, remedy
 
 AnyJob = TypeVar("AnyJob", bound=Job)
 # keys of a field that argparse does not know
@@ -56,16 +57,31 @@ class OneLineParser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         """As argparse's. An unknown flag is answered by this command's own of that meaning."""
         words = sys.argv[1:] if args is None else list(args)
-        flags = self._option_string_actions
-        if self.samples and (line := remedy(words, flags)):
-            self.error(line)
+        if self.samples:
+            self._refuse_foreign(words)
         parsed, left = self.parse_known_args(words, namespace)
         for action in self._actions:
             if action.nargs is None and getattr(parsed, action.dest, None) == []:  # --gpus=--
                 self.error(f"{action.option_strings[0]}: is empty; give a value")
         if left:
-            self.error(f"unrecognized arguments: {' '.join(left)}{nearest(left, flags)}")
+            from accel.foreign_flags import nearest
+
+            near = nearest(left, self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(left)}{near}")
         return parsed
+
+    def _refuse_foreign(self, words):
+        """End the command at a flag of another script, or a mode before all flags."""
+        flags = self._option_string_actions
+        names = (word.partition("=")[0] for word in words)
+        unknown = any(name.startswith("--") and name not in flags for name in names)
+        has_mode = words and not words[0].startswith("-")
+        if unknown or has_mode:
+            from accel.foreign_flags import remedy  # most command lines have none
+
+            line = remedy(words, flags)
+            if line:
+                self.error(line)
 
     def error(self, message: str) -> None:
         self.exit(USAGE, f"{self.prog}: {printable(message)}\n")
@@ -75,6 +91,22 @@ class OneLineParser(argparse.ArgumentParser):
         return error.by_flags(
             {one.dest: one.option_strings[0] for one in self._actions if one.option_strings}
         )
+
+
+class RankParser(OneLineParser):
+    """Rank 0 alone prints. The others exit later, since a launcher ends all ranks as soon
+    as one exits.
+    """
+
+    samples = True
+
+    def exit(self, status: int = 0, message: str | None = None) -> None:
+        if not signals.IS_FIRST_RANK:
+            time.sleep(2)
+            message = None
+        elif message:
+            record(message.rstrip())
+        super().exit(status, message)
 
 
 class _Once(argparse.Action):

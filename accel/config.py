@@ -20,7 +20,7 @@ from accel.families import Defaults, Family, family_of, model_names, sampler_nam
 from accel.flags import checked, flag
 from accel.labels import NULL, find_label, imagenet, read_class_names
 from accel.latents import LatentSpace
-from accel.output import SUFFIX, is_folder, of_seed
+from accel.output import SUFFIX, is_folder, of_seed, require_writable
 from accel.ranks import layouts
 from accel.ranks.layouts import OFF, Layout
 
@@ -459,6 +459,11 @@ class Grid(Job):
         if self.seed_list is None:
             return (output,)
         return tuple(of_seed(output, self.output_type, seed) for seed in self.seed_list)
+
+    def require_outputs(self) -> None:
+        """Raise UsageError unless every output can be written."""
+        for path in self.outputs:
+            require_writable(path, self.output_type)
 
     @property
     def layout(self) -> Layout | None:

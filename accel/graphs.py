@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accel.kernels import cuda
-
 
 def capture(step: Callable[[], object]) -> Callable[[], None]:
     """Record `step` on the current GPU and return its replay.
@@ -19,6 +17,8 @@ def capture(step: Callable[[], object]) -> Callable[[], None]:
     works on tensors at fixed addresses and never waits for the device. It is run once before it is
     recorded, to compile kernels and choose algorithms.
     """
+    from accel.kernels import cuda  # a CPU needs none
+
     # torch's capture stream would stay on the GPU of the first capture.
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

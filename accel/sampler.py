@@ -24,8 +24,8 @@ from accel.families.recognise import reference_state
 from accel.grid import ready
 from accel.latents.autoencoder_kl import OF_LATENTS
 from accel.latents.files import FILES
-from accel.latents.pixels import to_grid
 from accel.network import unwrapped
+from accel.output import to_grid
 from accel.pipeline import ALONE, Pipeline, free_memory, guidance_of, process_of
 from accel.precision import alone, apply_precision
 from accel.progress import step_bar

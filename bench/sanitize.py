@@ -23,7 +23,7 @@ from accel.flags import positive
 from accel.graphs import Replayed
 from accel.kernels.attention import attention_to
 from accel.latents.half import HalfDecoder
-from accel.loading import choose_device
+from accel.opening import choose_device
 from bench import harness
 
 DEPTH = "depth", "n_layers"  # names of a constructor's number of blocks

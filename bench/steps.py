@@ -31,8 +31,8 @@ import evaluate
 from accel import door, precision
 from accel.errors import UsageError
 from accel.families import family_of
-from accel.latents.pixels import to_uint8
 from accel.network import Network
+from accel.output import to_uint8
 from bench import harness
 from bench.rival import RIVALS, Rival
 

@@ -42,7 +42,7 @@ from accel import door, loading
 from accel.errors import UsageError, as_usage_error, path_errors, shown
 from accel.families import families
 from accel.flags import flag_names
-from accel.latents.pixels import to_grid
+from accel.output import to_grid
 from accel.precision import TIERS, alone, apply_precision, supports
 from accel.progress import Stopwatch
 from accel.signals import ENDINGS

@@ -39,7 +39,7 @@ from accel import door, loading, precision
 from accel.errors import UsageError
 from accel.files import atomic_write
 from accel.flags import check_writable, positive
-from accel.latents.pixels import to_grid
+from accel.output import to_grid
 from accel.progress import Stopwatch, step_bar
 from bench import harness
 

@@ -19,7 +19,7 @@ import torch
 
 from accel.errors import UsageError, shown
 from accel.families import Family, families, family_of
-from accel.weights import Weights, positions
+from accel.weights import Weights
 from accel.weights.checkpoint import open_checkpoint, pretrained_models
 from accel.weights.shapes import Shapes, require_fit, shapes_of, shapes_only
 
@@ -447,21 +447,6 @@ def _classes(source, rows, metadata, wanted):
         f"`num_classes={wanted}`: the label table in {source} has {rows} rows, one for each class "
         f"and one for no class; use `num_classes={max(rows - 1, 1)}`"
     )
-
-
-def require_sinusoid(source: str, table: torch.Tensor, remedy: str) -> float:
-    """Return how far a position table (1, T, D) is from the sine-cosine table of its
-    grid. Raises UsageError, with `remedy`, for more than the rounding of a moving
-    average: a table that was trained is no function of the grid.
-    """
-    off = positions.distance(table)
-    rounding = positions.rounding(table)
-    if off > rounding:
-        raise UsageError(
-            f"`ckpt={source}`: its position table is up to {off:.2g} off the sine-cosine table of "
-            f"its grid, more than the rounding of an average ({rounding:.1g}); {remedy}"
-        )
-    return off
 
 
 def find_model(name_or_path: str | Path) -> dict[str, torch.Tensor]:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from accel.errors import UsageError, as_usage_error, path_errors, shown
-from accel.weights.tensor_files import read_json, read_tensors, require_floats
+from accel.errors import UsageError, as_usage_error, shown
+from accel.weights.tensor_files import read_json, read_tensors, require_floats, weight_files
 
 # Ours → diffusers'. It keeps a copy of both embedders in every block, and q, k, v apart.
 _OUTER = {
@@ -32,8 +32,6 @@ _BLOCK = {
     "adaLN_modulation.1": "norm1.linear",
 }
 SCHEDULE = "scheduler/scheduler_config.json"  # of a pipeline
-WEIGHTS = "diffusion_pytorch_model.safetensors"
-PICKLED = "diffusion_pytorch_model.bin"
 
 # Entries of config.json that must have one of these values, since nothing else is
 # computed; others must be idle: None or False. norm_eps: DiT's own is 1e-6, and diffusers
@@ -153,37 +151,6 @@ def _of_pipeline(folder):
             "remove it"
         )
     return found | {"class_names": [names[str(number)] for number in numbers]}
-
-
-def weight_files(folder: Path, parameter: str) -> list[Path]:
-    """Return the weights beside a config.json: one file, or shards; .safetensors rather
-    than .bin. Raises UsageError.
-    """
-    with path_errors(parameter, folder):
-        names = os.listdir(folder)
-    others = sorted(name for name in names if name.endswith(".safetensors"))
-    for plain in (WEIGHTS, PICKLED):
-        index = f"{plain}.index.json"
-        indices = [name for name in names if name.startswith(f"{plain}.index.")]
-        if plain not in names and len(indices) == 1:
-            index = indices[0]  # also a variant's, such as fp16's
-        if index in names:
-            shards = read_json(folder / index, parameter).get("weight_map")
-            found = {str(name) for name in shards.values()} if isinstance(shards, dict) else set()
-            missing = ", ".join(sorted(found - set(names)))  # a name with a slash is never there
-            if missing or not found:
-                raise UsageError(
-                    f"`{parameter}={folder}`: lacks {missing or 'the files'} that {index} names; "
-                    "copy it again"
-                )
-            return [folder / name for name in sorted(found)]
-        if plain in names and "config.json" in names:
-            return [folder / plain]
-    if len(others) > 1:
-        raise UsageError(f"`{parameter}={folder}`: {', '.join(others)} conflict; keep one of them")
-    if not others or "config.json" not in names:
-        raise UsageError(f"`{parameter}={folder}`: must hold config.json and {WEIGHTS}")
-    return [folder / others[0]]
 
 
 def to_diffusers(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

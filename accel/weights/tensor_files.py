@@ -7,6 +7,7 @@ memory-mapped where the format allows it.
 
 import argparse
 import hashlib
+import os
 import pickle
 import re
 import time
@@ -24,6 +25,9 @@ from accel.errors import UsageError, as_usage_error, path_errors, shown
 from accel.files import atomic_write, cache_folder, open_regular, read_small
 from accel.files import read_json as read_object
 
+# The weights of a folder in diffusers' layout, beside its config.json.
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+PICKLED = "diffusion_pytorch_model.bin"
 # ns: two changes of a file that come sooner after one another may have the same time
 # stamp
 SETTLED = 2e9
@@ -77,6 +81,37 @@ def read_safetensors(
             raise UsageError(
                 f"`{parameter}={path}`: truncated or not safetensors ({reason}); copy it again"
             ) from None
+
+
+def weight_files(folder: Path, parameter: str) -> list[Path]:
+    """Return the weights beside a config.json: one file, or shards; .safetensors rather
+    than .bin. Raises UsageError.
+    """
+    with path_errors(parameter, folder):
+        names = os.listdir(folder)
+    others = sorted(name for name in names if name.endswith(".safetensors"))
+    for plain in (WEIGHTS, PICKLED):
+        index = f"{plain}.index.json"
+        indices = [name for name in names if name.startswith(f"{plain}.index.")]
+        if plain not in names and len(indices) == 1:
+            index = indices[0]  # also a variant's, such as fp16's
+        if index in names:
+            shards = read_json(folder / index, parameter).get("weight_map")
+            found = {str(name) for name in shards.values()} if isinstance(shards, dict) else set()
+            missing = ", ".join(sorted(found - set(names)))  # a name with a slash is never there
+            if missing or not found:
+                raise UsageError(
+                    f"`{parameter}={folder}`: lacks {missing or 'the files'} that {index} names; "
+                    "copy it again"
+                )
+            return [folder / name for name in sorted(found)]
+        if plain in names and "config.json" in names:
+            return [folder / plain]
+    if len(others) > 1:
+        raise UsageError(f"`{parameter}={folder}`: {', '.join(others)} conflict; keep one of them")
+    if not others or "config.json" not in names:
+        raise UsageError(f"`{parameter}={folder}`: must hold config.json and {WEIGHTS}")
+    return [folder / others[0]]
 
 
 def read_namespace(path: Path, parameter: str) -> dict:
