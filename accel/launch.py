@@ -15,9 +15,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from accel import streams
 from accel.errors import UsageError
-from accel.signals import exit_now, finish, handle_signals
+from accel.signals import exit_now, finish, handle_signals, replace_standard_streams
 
 MAX_PROCESSES = 64  # a mistyped number should not fill the machine
 # Set for the processes of --gpus: when their parent began, and its process id.
@@ -40,7 +39,7 @@ def begin() -> None:
     standard stream that is closed, full or no longer read ends nothing. A rank ends with
     the process that started it.
     """
-    streams.replace_standard_streams()
+    replace_standard_streams()
     atexit.register(finish)
     end_with_parent()
     handle_signals()

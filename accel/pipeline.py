@@ -26,7 +26,7 @@ from accel.families.recognise import Fit, reference_state
 from accel.latents.decoder import Decoder
 from accel.network import WHOLE, Batch, Network, Part, Plain, overflows, remedy
 from accel.opening import Opened
-from accel.ranks.placement import Placement
+from accel.ranks.layouts import Placement
 from accel.sampling import OnStep, count_copies, denoise, initial_noise, steps_of, upstream_noise
 from accel.sampling.guidance import Guidance, Unguided
 from accel.sampling.process import Process

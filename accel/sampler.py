@@ -19,12 +19,11 @@ from accel.compare import OTHER, build, own_guidance, require_same
 from accel.config import Config, Grid, require_seed
 from accel.errors import UsageError, path_errors, shown
 from accel.families import model_names
-from accel.families.loaded_module import LoadedModule, from_module
+from accel.families.loaded_module import LoadedModule, from_module, unwrapped
 from accel.families.recognise import reference_state
 from accel.grid import ready
 from accel.latents.autoencoder_kl import OF_LATENTS
 from accel.latents.files import FILES
-from accel.network import unwrapped
 from accel.output import to_grid
 from accel.pipeline import ALONE, Pipeline, free_memory, guidance_of, process_of
 from accel.precision import alone, apply_precision

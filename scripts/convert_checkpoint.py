@@ -34,9 +34,10 @@ from accel.latents.files import find
 from accel.weights import Weights
 from accel.weights.checkpoint import open_checkpoint
 from accel.weights.diffusers_layout import config_of, to_diffusers
+from accel.weights.digests import digest
 from accel.weights.metadata import OWN, to_header
 from accel.weights.positions import require_sinusoid
-from accel.weights.tensor_files import WEIGHTS, digest, mode_of, weight_files
+from accel.weights.tensor_files import WEIGHTS, mode_of, weight_files
 
 # DiT's diffusion process.
 SCHEDULER = {

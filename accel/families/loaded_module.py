@@ -8,19 +8,39 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from accel.errors import UsageError
 from accel.families import families
 from accel.families.recognise import OfModule, families_with, recognise, recogniser_of
-from accel.network import unwrapped
+from accel.weights.digests import digest
 from accel.weights.positions import trained
 from accel.weights.shapes import shapes_of
-from accel.weights.tensor_files import digest, require_floats
+from accel.weights.tensor_files import require_floats
 
 # attributes that change a submodule's function and are in no state dict
 COMPARED = "eps", "approximate"
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model inside wrappers.
+
+    These are DataParallel, DistributedDataParallel, AveragedModel and torch.compile. Raises
+    UsageError for hooks of a wrapper: the model runs without them.
+    """
+    wrappers = (
+        torch.nn.DataParallel,
+        torch.nn.parallel.DistributedDataParallel,
+        torch.optim.swa_utils.AveragedModel,
+    )
+    while isinstance(model, wrappers) or hasattr(model, "_orig_mod"):
+        if model._forward_hooks or model._forward_pre_hooks:
+            name = type(model).__name__
+            raise UsageError(f"{name}: has forward hooks, which would not run; remove them first")
+        model = model.module if isinstance(model, wrappers) else model._orig_mod
+    return model
 
 
 class LoadedModule:

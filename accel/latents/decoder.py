@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from accel.errors import UsageError
-from accel.graphs import Replayed
 from accel.latents import LatentSpace, files
 from accel.precision import convolutions
 
@@ -96,7 +95,11 @@ class Decoder:
                 self.precision = self.otherwise
                 log.warning(f"this decoder {problem}: decoding in {NAMES[self.otherwise]}")
             else:
-                self.half = Replayed(half) if self.captured and self.device.type == "cuda" else half
+                self.half = half
+                if self.captured and self.device.type == "cuda":
+                    from accel.graphs import Replayed
+
+                    self.half = Replayed(half)
         return self
 
     @torch.inference_mode()

@@ -17,7 +17,6 @@ from accel.weights.checkpoint import FILE_SUFFIXES, FOLDER, HUB_ID
 from accel.weights.shapes import shapes_only
 from accel.weights.tensor_files import (
     WEIGHTS,
-    cached_digest,
     file_stamps,
     mode_of,
     read_json,
@@ -93,6 +92,8 @@ def digest(space: LatentSpace) -> str:
     numbers, the entries of config.json that the decoder takes, and its weights, whose own
     digest the cache folder keeps for later runs.
     """
+    from accel.weights.digests import cached_digest  # a grid needs none
+
     entries, state = _open(space.decoder)
     of_weights = cached_digest(space.decoder.stamps, lambda: state)
     numbers = space._replace(decoder=None)._asdict()

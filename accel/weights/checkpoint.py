@@ -18,7 +18,7 @@ import torch
 from accel.errors import UsageError, path_errors
 from accel.files import weights_folder
 from accel.weights import metadata as schema
-from accel.weights.tensor_files import cached_digest, file_stamps, mode_of
+from accel.weights.tensor_files import file_stamps, mode_of
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +128,8 @@ class Checkpoint:
         if self._digest is None:
             if "_opened" not in self.__dict__:
                 self._require_unchanged()
-            from accel.weights.positions import trained  # a grid needs no digest
+            from accel.weights.digests import cached_digest  # a grid needs none
+            from accel.weights.positions import trained
 
             stamps = self._stamps or self._stamp()
             self._digest = cached_digest(stamps, lambda: trained(self.state), self.entry or "")

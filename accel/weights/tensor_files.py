@@ -6,15 +6,13 @@ memory-mapped where the format allows it.
 """
 
 import argparse
-import hashlib
 import os
 import pickle
 import re
-import time
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -22,21 +20,14 @@ import numpy as np
 import torch
 
 from accel.errors import UsageError, as_usage_error, path_errors, shown
-from accel.files import atomic_write, cache_folder, open_regular, read_small
+from accel.files import open_regular
 from accel.files import read_json as read_object
 
 # The weights of a folder in diffusers' layout, beside its config.json.
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 PICKLED = "diffusion_pytorch_model.bin"
-# ns: two changes of a file that come sooner after one another may have the same time
-# stamp
-SETTLED = 2e9
-
-
 # numpy's numbers and texts that a pickle may hold.
 NUMBERS = "?", "b", "B", "h", "H", "i", "I", "l", "L", "q", "Q", "e", "f", "d", "U"
-# In the cache folder; another name for other rules of what a digest is of.
-DIGESTS = "digests-2"
 
 
 def mode_of(path: Path, parameter: str) -> int:
@@ -155,18 +146,6 @@ def require_floats(state: dict, source: str) -> None:
         )
 
 
-def digest(state: dict[str, torch.Tensor]) -> str:
-    """Return 16 hex digits over names, shapes and all float32 values, the same for every
-    format and order of entries.
-    """
-    total = hashlib.sha256()
-    for name in sorted(state):
-        tensor = state[name].detach().float().contiguous().flatten()
-        total.update(f"{name} {tuple(state[name].shape)}\n".encode())
-        total.update(tensor.numpy().data)
-    return total.hexdigest()[:16]
-
-
 def file_stamps(files: Iterable[Path], parameter: str) -> list[tuple]:
     """Return (path, size, mtime, inode, ctime) of each file: another version of it has
     another stamp.
@@ -179,29 +158,6 @@ def file_stamps(files: Iterable[Path], parameter: str) -> list[tuple]:
             (str(file.absolute()), one.st_size, one.st_mtime_ns, one.st_ino, one.st_ctime_ns)
         )
     return stamps
-
-
-def cached_digest(
-    stamps: Sequence[tuple], state: Callable[[], dict[str, torch.Tensor]], entry: str = ""
-) -> str:
-    """Return `digest(state())` of an entry of files with these stamps, taken before they were
-    opened; the cache folder keeps it.
-    """
-    of_what = repr((stamps, entry))
-    name = Path(DIGESTS, hashlib.sha256(of_what.encode()).hexdigest()[:32])
-    with suppress(OSError, ValueError):
-        found = read_small(cache_folder() / name).decode()
-        if re.fullmatch("[0-9a-f]{16}", found):
-            return found
-    found = digest(state())
-    newest = max(ctime for *_, ctime in stamps)
-    if time.time_ns() - newest > SETTLED:
-        with suppress(OSError):
-            kept = cache_folder() / name
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(kept, "w", through_link=False) as file:
-                file.write(found)
-    return found
 
 
 @contextmanager
