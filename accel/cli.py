@@ -89,7 +89,11 @@ class OneLineParser(argparse.ArgumentParser):
     def worded(self, error: UsageError) -> str:
         """Return the text of an error with this command's flags for parameters."""
         return error.by_flags(
-            {one.dest: one.option_strings[0] for one in self._actions if one.option_strings}
+            {
+                action.dest: action.option_strings[0]
+                for action in self._actions
+                if action.option_strings
+            }
         )
 
 
@@ -123,18 +127,18 @@ class _Once(argparse.Action):
 
 def add_arguments(
     parser: argparse.ArgumentParser,
-    *kinds: type,
+    *job_types: type,
     ranks: bool = False,
     leave_out: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Add a flag for every option of Config and of the `kinds` of jobs, by default a grid's,
+    """Add a flag for every option of Config and of the jobs `job_types`, by default a grid's,
     except those in `leave_out`. Return the groups of --help by name. ranks: for a command of
     many ranks.
     """
     groups = {}
     items = {}
-    for kind in (Config, *(kinds or (Grid,))):
-        items |= {item.name: item for item in fields(kind) if "help" in item.metadata}
+    for job_type in (Config, *(job_types or (Grid,))):
+        items |= {item.name: item for item in fields(job_type) if "help" in item.metadata}
     for item in items.values():
         names = flag_names(item, ranks)
         if item.name in leave_out or not names:
@@ -160,22 +164,22 @@ def _argument(item: Field) -> dict[str, Any]:
     return argument
 
 
-def job_from(args: argparse.Namespace, kind: type[AnyJob] = Grid) -> AnyJob:
-    """Return the parsed flags as a job of a kind. Raises UsageError for all that can be
+def job_from(args: argparse.Namespace, job_type: type[AnyJob] = Grid) -> AnyJob:
+    """Return the parsed flags as a job of a type. Raises UsageError for all that can be
     refused without weights.
     """
-    names = {item.name for options in (Config, kind) for item in fields(options)}
-    job = kind.of(**{name: value for name, value in vars(args).items() if name in names})
+    names = {item.name for item in (*fields(Config), *fields(job_type))}
+    job = job_type.of(**{name: value for name, value in vars(args).items() if name in names})
     job.check()
     return job
 
 
-def refuse_given(args: argparse.Namespace, kind: type, other: type, reason: str) -> None:
-    """Raise UsageError about the first given flag of an option that jobs of a `kind` have
+def refuse_given(args: argparse.Namespace, job_type: type, other: type, reason: str) -> None:
+    """Raise UsageError about the first given flag of an option that jobs of `job_type` have
     and jobs of the `other` lack.
     """
     theirs = {item.name for item in fields(other)}
-    for item in fields(kind):
+    for item in fields(job_type):
         if item.name not in theirs and getattr(args, item.name) != item.default:
             raise UsageError(f"`{item.name}`: {reason}")
 

@@ -299,8 +299,8 @@ class Job(Options):
             options["model"] = model
         shared = {item.name for item in fields(Config)}
         config = Config(**{name: value for name, value in options.items() if name in shared})
-        own = {name: value for name, value in options.items() if name not in shared}
-        return cls(config=config, **own)
+        of_job = {name: value for name, value in options.items() if name not in shared}
+        return cls(config=config, **of_job)
 
     def check(self) -> None:
         """Raise UsageError for options that contradict each other, as far as that is known

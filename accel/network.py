@@ -327,7 +327,8 @@ def overflows(network: Network, batch: Batch, device: torch.device, times: Seque
 
 def remedy(network: Network, tier: str, device: torch.device) -> str:
     """Return the remedy, in words, for a tier whose values are not finite."""
-    if layer := network.overflowed():
+    layer = network.overflowed()
+    if layer:
         return f"{layer} gives values beyond a high/low split; use `precision=fp32`"
     if tier == "fp16" and supports("bf16", device):
         return "use `precision=bf16`"

@@ -14,15 +14,15 @@ from accel.labels import NULL, file_name
 if TYPE_CHECKING:  # torch is slow to import
     from torch import Tensor
 
-SUFFIX = {"image": ".png", "latent": ".npy"}  # of a file, by its kind
+SUFFIX = {"image": ".png", "latent": ".npy"}  # of a file, by the output type
 # characters of a class's name: up to four bytes each, of 255 in the name of a file
 MOST_OF_NAME = 48
 
 
-def is_folder(output: str, kind: str) -> bool:
-    """Return whether `output` is a folder for a file a picture. kind: image or latent."""
+def is_folder(output: str, output_type: str) -> bool:
+    """Return whether `output` is a folder for a file a picture. output_type: image or latent."""
     # False where the name is too long, too
-    return kind == "image" and (output.endswith("/") or os.path.isdir(output))
+    return output_type == "image" and (output.endswith("/") or os.path.isdir(output))
 
 
 def picture_names(labels: tuple[int, ...], class_names: tuple[str, ...]) -> list[str]:
@@ -39,19 +39,19 @@ def picture_names(labels: tuple[int, ...], class_names: tuple[str, ...]) -> list
     ]
 
 
-def of_seed(output: str, kind: str, seed: int) -> str:
+def of_seed(output: str, output_type: str, seed: int) -> str:
     """Return the file or folder of one of several seeds: OUTPUT-seed-0.png or OUTPUT/seed-0/."""
     path = Path(output)
     return (
         f"{path}/seed-{seed}/"
-        if is_folder(output, kind)
+        if is_folder(output, output_type)
         else f"{path.with_suffix('')}-seed-{seed}{path.suffix}"
     )
 
 
-def require_writable(output: str, kind: str) -> None:
+def require_writable(output: str, output_type: str) -> None:
     """Make the output's folder and prove that a file can be written there. Raises UsageError."""
-    check_writable(Path(output, "000.png") if is_folder(output, kind) else output)
+    check_writable(Path(output, "000.png") if is_folder(output, output_type) else output)
 
 
 def to_uint8(pixels: "Tensor") -> "Tensor":

@@ -152,7 +152,7 @@ class Sampler:
         grid.check()
         with alone():
             self.grid, self.opened, self._pipeline = ready(grid, loaded, self._scheduler)
-            self._embedding = loaded.how.timestep_embedding if loaded else None
+            self._embedding = loaded.rules.timestep_embedding if loaded else None
             self._check = check
             self._checked = type(loaded.module) if loaded else None
             self._guidance_is_given = grid.config.guidance_channels is not None
@@ -195,7 +195,7 @@ class Sampler:
         """
         fit = loaded.fit
         mine = self.opened.fit
-        embedding = loaded.how.timestep_embedding
+        embedding = loaded.rules.timestep_embedding
         if (fit.family, embedding) != (mine.family, self._embedding):
             raise UsageError(
                 f"{loaded.name}: is of another class than the model of this Sampler; make another "
@@ -361,11 +361,11 @@ class _State:
 def _refuse(unknown):
     """Raise UsageError for an option that Sampler does not have, naming the nearest."""
     for name in sorted(unknown):
-        names = {item.name for options in (Config, Grid) for item in fields(options)}
-        known = Sampler.__init__.__kwdefaults__
+        names = {item.name for item in (*fields(Config), *fields(Grid))}
+        options = Sampler.__init__.__kwdefaults__
         if name in names:
             raise UsageError(f"`{name}`: is for commands; drop it")
-        close = difflib.get_close_matches(name, known, 1)
+        close = difflib.get_close_matches(name, options, 1)
         near = ALSO_CALLED.get(name) or next(iter(close), None)
         meant = f"did you mean {near}?" if near else "docs/python.md lists them"
         raise UsageError(f"`{name}`: is not an option of Sampler; {meant}")

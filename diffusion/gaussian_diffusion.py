@@ -208,8 +208,10 @@ class GaussianDiffusion:
 
     def _upload(self, device):
         """Return the tables by name, float32 (T,) on `device`, by one copy."""
-        own = {name: table for name, table in vars(self).items() if isinstance(table, np.ndarray)}
-        tables = {name: table for name, table in own.items() if len(table) == self.num_timesteps}
+        arrays = {
+            name: table for name, table in vars(self).items() if isinstance(table, np.ndarray)
+        }
+        tables = {name: table for name, table in arrays.items() if len(table) == self.num_timesteps}
         large = self.betas.copy()
         large[0] = self._first_variance
         tables["log_betas"] = np.log(self.betas)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal, NamedTuple
@@ -94,8 +95,11 @@ class Family(NamedTuple):
 
     def claims(self, names: Iterable[str]) -> list[str]:
         """Return the marks that begin some of the `names` of tensors."""
-        marked = [mark for mark in self.marks if any(name.startswith(mark) for name in names)]
-        return [mark.rstrip(".") for mark in marked]
+        claims = []
+        for mark in self.marks:
+            if any(name.startswith(mark) for name in names):
+                claims.append(mark.rstrip("."))
+        return claims
 
     def trained_by(self, arguments: Mapping[str, Any]) -> list[str]:
         """Return the names of the arguments of a training run that are spelled as the family's
@@ -126,7 +130,7 @@ def families() -> tuple[Family, ...]:
 
 def model_names() -> tuple[str, ...]:
     """Return every name that --model takes."""
-    return tuple(name for family in families() for name in family.models)
+    return tuple(chain.from_iterable(family.models for family in families()))
 
 
 def family_of(model: str) -> Family | None:
@@ -136,7 +140,7 @@ def family_of(model: str) -> Family | None:
 
 def sampler_names() -> tuple[str, ...]:
     """Return the names of all families' samplers, each once."""
-    return tuple(dict.fromkeys(name for family in families() for name in family.samplers))
+    return tuple(dict.fromkeys(chain.from_iterable(family.samplers for family in families())))
 
 
 def constructor_of(model: str) -> Callable[..., Any]:

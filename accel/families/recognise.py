@@ -9,7 +9,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import combinations
+from itertools import chain, combinations
 from math import isqrt
 from pathlib import Path
 from types import MappingProxyType
@@ -292,10 +292,10 @@ def recognise(
 
 def _recipe(metadata):
     """Return the values of settings that the metadata of a file name."""
-    found = {**metadata.get("recipe", {}), "guidance_channels": metadata.get("guidance_channels")}
-    if "guidance_interval" in found:
-        found["guidance_interval"] = tuple(found["guidance_interval"])
-    return {name: value for name, value in found.items() if value is not None}
+    recipe = {**metadata.get("recipe", {}), "guidance_channels": metadata.get("guidance_channels")}
+    if "guidance_interval" in recipe:
+        recipe["guidance_interval"] = tuple(recipe["guidance_interval"])
+    return {name: value for name, value in recipe.items() if value is not None}
 
 
 def reference_state(weights: Weights, fit: Fit) -> dict[str, torch.Tensor]:
@@ -327,7 +327,9 @@ def choose_family(
     if wanted:
         _require_allowed(source, wanted, model, alike, claims)
         return wanted, False
-    possible = [family for family in alike if all(family in claim.families for claim in claims)]
+    possible = alike
+    for claim in claims:
+        possible = [family for family in possible if family in claim.families]
     if not possible:
         first, other = next(pair for pair in combinations(claims, 2) if _disagree(*pair))
         raise UsageError(
@@ -350,7 +352,8 @@ def _claims(source, alike, have, metadata, shipped_as):
     """Return the claims of weights whose entries the families `alike` have, those of the
     entries first.
     """
-    if family_name := metadata.get("family"):  # this program wrote it
+    family_name = metadata.get("family")
+    if family_name:  # this program wrote it
         owners = tuple(family for family in alike if family.name == family_name)
         if not owners:
             raise UsageError(
@@ -366,7 +369,8 @@ def _claims(source, alike, have, metadata, shipped_as):
         arguments = family.trained_by(metadata)
         claims += [Claim(f"{name} {shown(metadata[name])}", (family,)) for name in arguments]
     for name in (metadata.get("model"), shipped_as):
-        if owners := tuple(family for family in alike if family.has_model(name)):
+        owners = tuple(family for family in alike if family.has_model(name))
+        if owners:
             claims.append(Claim(f"model {name}", owners))
     return claims
 
@@ -415,8 +419,8 @@ def _say_what_is_assumed(source, family, have, model):
     """
     size = model.removeprefix(family.name)
     others = [other for other in families_with(have) if other != family]
-    names = [name for other in others for name in other.models if name.endswith(size)]
-    flags = " or ".join(f"--model {name}" for name in names)
+    models = chain.from_iterable(other.models for other in others)
+    flags = " or ".join(f"--model {name}" for name in models if name.endswith(size))
     remedy = f"; if it is not: {flags}" if flags else ""
     log.warning(
         f"{shown(source, 300)}: names no family, taken for a {family.name} "
@@ -486,11 +490,15 @@ def published_name(model: str, image_size: int, num_classes: int) -> str:
         raise UsageError(
             f"`ckpt`: {model} needs a file; the family's are fetched by: {family.fetch}"
         )
-    there = [(name, sorted(one.published)) for name, one in family.models.items() if one.published]
-    known = "".join(
+    there = [
+        (name, sorted(defaults.published))
+        for name, defaults in family.models.items()
+        if defaults.published
+    ]
+    listed = "".join(
         f" (there are {name} at {' and '.join(map(str, sizes))})" for name, sizes in there
     )
     raise UsageError(
         f"`ckpt`: no published weights for {model} at {image_size} px with {num_classes} "
-        f"classes{known}; give a file or a folder"
+        f"classes{listed}; give a file or a folder"
     )

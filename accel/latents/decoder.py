@@ -91,7 +91,8 @@ class Decoder:
             from accel.latents.half import HalfDecoder
 
             half = HalfDecoder(self.network)
-            if problem := self._problem(half):
+            problem = self._problem(half)
+            if problem:
                 self.precision = self.otherwise
                 log.warning(f"this decoder {problem}: decoding in {NAMES[self.otherwise]}")
             else:
@@ -150,7 +151,8 @@ class Decoder:
 
     def _in_half(self, latents):
         pixels = self._each(self.half, latents)
-        if failed := _not_finite(pixels):
+        failed = _not_finite(pixels)
+        if failed:
             if not self._warned:
                 log.warning(
                     "a picture overflows the float16 decoder; such pictures are decoded in "

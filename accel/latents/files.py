@@ -80,8 +80,8 @@ def load(space: LatentSpace, device: torch.device | str) -> KLDecoder:
     with shapes_only():
         decoder = KLDecoder(entries)
     # strides decide rounding
-    how = dict(dtype=torch.float32, copy=True, memory_format=torch.contiguous_format)
-    state = {name: tensor.to(device, **how) for name, tensor in state.items()}
+    as_computed = dict(dtype=torch.float32, copy=True, memory_format=torch.contiguous_format)
+    state = {name: tensor.to(device, **as_computed) for name, tensor in state.items()}
     require_unchanged(space.decoder)  # the state is mapped
     decoder.load_state_dict(state, assign=True)
     return decoder.eval().requires_grad_(False)

@@ -84,8 +84,8 @@ class Checkpoint:
             layout = next((layout for layout in layouts if layout.holds(self.path)), None)
             if layout is None:
                 raise UsageError(_no_layout(self.path))
-            state, found = layout.read(self.path, self.mapped, self.entry)
-            return state, schema.checked(self.path, found)
+            state, facts = layout.read(self.path, self.mapped, self.entry)
+            return state, schema.checked(self.path, facts)
 
     @property
     def state(self) -> dict[str, torch.Tensor]:

@@ -39,15 +39,15 @@ def cached_digest(
     of_what = repr((stamps, entry))
     name = Path(DIGESTS, hashlib.sha256(of_what.encode()).hexdigest()[:32])
     with suppress(OSError, ValueError):
-        found = read_small(cache_folder() / name).decode()
-        if re.fullmatch("[0-9a-f]{16}", found):
-            return found
-    found = digest(state())
+        value = read_small(cache_folder() / name).decode()
+        if re.fullmatch("[0-9a-f]{16}", value):
+            return value
+    value = digest(state())
     newest = max(ctime for *_, ctime in stamps)
     if time.time_ns() - newest > SETTLED:
         with suppress(OSError):
             kept = cache_folder() / name
             kept.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(kept, "w", through_link=False) as file:
-                file.write(found)
-    return found
+                file.write(value)
+    return value

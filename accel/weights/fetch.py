@@ -41,26 +41,26 @@ def download(target: Path) -> None:
 
 def from_hub(repository: str, subfolder: str, parameter: str, remedy: str) -> Path:
     """Return the local copy of a hub repository: config and weights of `subfolder` ("" or
-    a name with a slash) only. Of a repository with a .pt file of its own name, return
+    a name with a slash) only. Of a repository with a .pt file of its own_file name, return
     that file, with the YAML and statistics beside it.
 
     A cached copy is not asked for again. Raises UsageError about `parameter`.
     """
     from huggingface_hub import snapshot_download
 
-    def snapshot(suffix, **how):
-        own = repository.rpartition("/")[2] + ".pt"
+    def snapshot(suffix, **options):
+        own_file = repository.rpartition("/")[2] + ".pt"
         small = [f"{subfolder}config.json", "*.yaml", "latents_stats.pt"]
         small += ["model_index.json", diffusers_layout.SCHEDULE] if subfolder else []
         weights = [
-            own,
+            own_file,
             *(f"{subfolder}diffusion_pytorch_model{end}" for end in (f"{suffix}*", f"-*{suffix}")),
         ]
         # weights last: an interrupted download is known by their absence
         for wanted in (small, weights):
-            root = Path(snapshot_download(repository, allow_patterns=wanted, **how))
-        if (root / own).is_file():
-            return root / own
+            root = Path(snapshot_download(repository, allow_patterns=wanted, **options))
+        if (root / own_file).is_file():
+            return root / own_file
         weight_files(root / subfolder, parameter)
         return root
 

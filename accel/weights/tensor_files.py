@@ -88,14 +88,14 @@ def weight_files(folder: Path, parameter: str) -> list[Path]:
             index = indices[0]  # also a variant's, such as fp16's
         if index in names:
             shards = read_json(folder / index, parameter).get("weight_map")
-            found = {str(name) for name in shards.values()} if isinstance(shards, dict) else set()
-            missing = ", ".join(sorted(found - set(names)))  # a name with a slash is never there
-            if missing or not found:
+            listed = {str(name) for name in shards.values()} if isinstance(shards, dict) else set()
+            missing = ", ".join(sorted(listed - set(names)))  # a name with a slash is never there
+            if missing or not listed:
                 raise UsageError(
                     f"`{parameter}={folder}`: lacks {missing or 'the files'} that {index} names; "
                     "copy it again"
                 )
-            return [folder / name for name in sorted(found)]
+            return [folder / name for name in sorted(listed)]
         if plain in names and "config.json" in names:
             return [folder / plain]
     if len(others) > 1:
@@ -129,20 +129,20 @@ def require_floats(state: dict, source: str) -> None:
     """
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
-            kind = f"of type {type(tensor).__name__}"
+            description = f"of type {type(tensor).__name__}"
         elif tensor.is_nested:
-            kind = "a nested tensor"
+            description = "a nested tensor"
         elif tensor.layout is not torch.strided or tensor.is_meta:
-            kind = f"{tensor.layout} on {tensor.device}"
+            description = f"{tensor.layout} on {tensor.device}"
         elif (
             tensor.ndim and tensor.numel() and tensor.is_floating_point() and isinstance(name, str)
         ):
             continue
         else:
-            kind = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+            description = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
         raise UsageError(
-            f"{source}: {shown(name)} is {kind}; weights are dense tensors of floats, save them "
-            "as such"
+            f"{source}: {shown(name)} is {description}; weights are dense tensors of floats, save "
+            "them as such"
         )
 
 
@@ -153,9 +153,15 @@ def file_stamps(files: Iterable[Path], parameter: str) -> list[tuple]:
     stamps = []
     for file in files:
         with path_errors(parameter, file):
-            one = file.stat()
+            status = file.stat()
         stamps.append(
-            (str(file.absolute()), one.st_size, one.st_mtime_ns, one.st_ino, one.st_ctime_ns)
+            (
+                str(file.absolute()),
+                status.st_size,
+                status.st_mtime_ns,
+                status.st_ino,
+                status.st_ctime_ns,
+            )
         )
     return stamps
 
@@ -171,8 +177,10 @@ def _regular_file(path: Path, parameter: str) -> Iterator[None]:
         yield
 
 
-def _read_pickle(path: Path, parameter: str, kind: type, meaning: str, mapped: bool = False) -> Any:
-    """Return the content of a file of torch.save, an object of `kind`; meaning: the kind
+def _read_pickle(
+    path: Path, parameter: str, wanted: type, meaning: str, mapped: bool = False
+) -> Any:
+    """Return the content of a file of torch.save, an object of type `wanted`; meaning: that type
     in words. Raises UsageError about `parameter`.
     """
     damaged = UsageError(f"`{parameter}={path}`: truncated or not a checkpoint; copy it again")
@@ -193,7 +201,7 @@ def _read_pickle(path: Path, parameter: str, kind: type, meaning: str, mapped: b
         ) from None
     except Exception as error:  # an unpickler ends in whatever the bytes happen to mean
         raise (as_usage_error(error) or damaged) from None
-    if not isinstance(content, kind):
+    if not isinstance(content, wanted):
         raise UsageError(f"`{parameter}={path}`: holds a {type(content).__name__}, not {meaning}")
     return content
 
@@ -204,18 +212,13 @@ def _plain_data() -> list:
     """
     scalar = np.float64(0).__reduce__()[0]
     dtypes = {type(np.dtype(name)) for name in NUMBERS}
-    paths = {
-        f"{module}.{name}": PureWindowsPath if "Windows" in name else PurePosixPath
-        for module in ("pathlib", "pathlib._local")
-        for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
-    }
-    return [
-        argparse.Namespace,
-        np.dtype,
-        *dtypes,
-        *((scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
-        *((kind, name) for name, kind in paths.items()),
-    ]
+    paths = []
+    for module in ("pathlib", "pathlib._local"):
+        for pure in (PurePosixPath, PureWindowsPath):
+            paths.append((pure, f"{module}.{pure.__name__}"))
+            paths.append((pure, f"{module}.{pure.__name__.removeprefix('Pure')}"))
+    scalars = [(scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")]
+    return [argparse.Namespace, np.dtype, *dtypes, *scalars, *paths]
 
 
 def _can_be_mapped(path: Path) -> bool:

@@ -85,7 +85,7 @@ class LightningDiTRecogniser(DiTRecogniser):
         another module.
         """
         if not state.keys() >= set(self.family.keys):
-            if any(self.family.name in kind.__name__ for kind in type(module).__mro__):
+            if any(self.family.name in base.__name__ for base in type(module).__mro__):
                 raise ValueError("is a LightningDiT without SwiGLU, which is not computed here")
             return None
         rules = self.of_entries(module, state, strength=STRUCTURE, face=IntervalFace)

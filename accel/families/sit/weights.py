@@ -40,4 +40,4 @@ RECOGNISER = SiTRecogniser()
 
 def is_sit(module: nn.Module) -> bool:
     """Return whether the name of the module's class or of a base class has SiT in it."""
-    return any("SiT" in kind.__name__ for kind in type(module).__mro__)
+    return any("SiT" in base.__name__ for base in type(module).__mro__)
