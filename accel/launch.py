@@ -20,7 +20,7 @@ from accel.signals import exit_now, finish, handle_signals, replace_standard_str
 
 MAX_PROCESSES = 64  # a mistyped number should not fill the machine
 # Set for the processes of --gpus: when their parent began, and its process id.
-PARENT_VARIABLE = "DITBEGAN"
+PARENT_VARIABLE = "DIT_BEGAN"
 _PARENT = re.fullmatch(r"(\d{1,12}\.\d{6}) (\d{1,9})", os.environ.get(PARENT_VARIABLE, ""))
 STARTED_HERE = _PARENT is not None
 # All processes of a machine share this clock.
