@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from accel.precision import TIERS
 
 State = dict[str, torch.Tensor]
 # A family's function: (reader, reference network, ops) → its weights, packed.
-Pack = Callable[[Reader, torch.nn.Module, Half | Split], Packing]
+Pack = Callable[[Reader, Any, Half | Split], Packing]
 
 
 def assemble(state: State, model: torch.nn.Module, pack: Pack, ops: Half | Split) -> FastNetwork:
@@ -46,6 +47,7 @@ def build(
     tuner: chooses the GEMMs' algorithms. gemm: their backend. part: the part of the weights that
     this rank holds.
     """
+    ops: Half | Split
     if tier == "exact":
         ops = Split(device, gemm, part)
     else:
@@ -117,7 +119,7 @@ def kernel_calls(network: FastNetwork, rows: int) -> list[Callable[[], object]]:
     condition = network.condition(t, t)
     embedded = network.position.repeat(rows, 1, 1)  # (N, T, D)
     x = embedded
-    calls = []
+    calls: list[Callable[[], object]] = []
     for stage in network.stages:
         modulation = stage.modulate(x, condition)
         x = stage.enter(x, embedded, condition)  # (N, T, D)

@@ -163,7 +163,9 @@ def source(
     It has the fields of `config` and the constants as macros, generated functions, hopper.cuh, and
     the kernel's own files. half: the operands' type, as PTX names it.
     """
-    macros = {name.upper(): int(value) for name, value in config._asdict().items()}
+    macros: dict[str, int | str] = {
+        name.upper(): int(value) for name, value in config._asdict().items()
+    }
     macros.update(constants)
     macros["HALF"] = f'"{half}"'
     defines = [f"#define {name} {value}\n" for name, value in macros.items()]

@@ -20,7 +20,7 @@ PROGRAMS = 1024
 class Stretches(NamedTuple):
     """How programs cover the pixels of a picture."""
 
-    count: int
+    number: int
     tiles: int  # of a stretch
 
 
@@ -32,7 +32,7 @@ def stretches(pixels: int, channels: int) -> Stretches:
     tiles = -(-pixels // PIXELS)
     most = max(1, PROGRAMS * CHANNELS // max(channels, CHANNELS))
     of_stretch = -(-tiles // most)
-    return Stretches(count=-(-tiles // of_stretch), tiles=of_stretch)
+    return Stretches(number=-(-tiles // of_stretch), tiles=of_stretch)
 
 
 def add(
@@ -43,9 +43,9 @@ def add(
     pixels = height * width
     parts = stretches(pixels, channels)
     out = x if dtype is None else torch.empty_like(x, dtype=dtype)
-    partial = torch.empty(2, parts.count, channels, device=x.device) if statistics else None
+    partial = torch.empty(2, parts.number, channels, device=x.device) if statistics else None
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
-        _add[(parts.count, triton.cdiv(channels, CHANNELS))](
+        _add[(parts.number, triton.cdiv(channels, CHANNELS))](
             x,
             x if branch is None else branch,
             bias,
@@ -54,7 +54,7 @@ def add(
             pixels,
             channels,
             parts.tiles,
-            parts.count * channels,
+            parts.number * channels,
             BRANCH=branch is not None,
             WRITE=dtype is not None,
             STATISTICS=statistics,
@@ -84,7 +84,7 @@ def group_norm(
             affine,
             pixels,
             channels,
-            parts.count,
+            parts.number,
             parts.tiles * PIXELS,
             channels // groups,
             float(total.bias is not None),

@@ -186,7 +186,7 @@ class Gemm:
                     seen.append(configuration(algorithm))
         return [algorithm for algorithm in algorithms if algorithm.workspace <= _WORKSPACE_BYTES]
 
-    def _neighbours(self):
+    def _neighbours(self) -> list[tuple[int, int, int]]:
         """Return neighbouring shapes: fewer rows, and N and K exchanged."""
         m, n, k = self.shape
         shapes = [(m, k, n)]

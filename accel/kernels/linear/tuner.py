@@ -80,8 +80,8 @@ class Tuner:
     ):
         self.folders = [cache_folder()] if folders is None else [Path(folder) for folder in folders]
         self.share = share
-        self.chosen = {}  # Problem → Choice
-        self.seconds = []  # of each GEMM measured by this process
+        self.chosen: dict[Problem, Choice] = {}
+        self.seconds: list[float] = []  # of each GEMM measured by this process
 
     def choose(
         self, m: int, n: int, k: int, gelu: bool, dtype: torch.dtype, device: torch.device

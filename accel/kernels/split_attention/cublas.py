@@ -15,6 +15,8 @@ Weights are positive: in a sum with one sign tensor cores truncate always in one
 goes without its mean, which weights that sum to one give back.
 """
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -28,10 +30,7 @@ SCORES = 64 << 20  # bytes that a group's scores may take; one head's, 4·T², i
 
 def attention(pair: Tensor, num_heads: int) -> Tensor:
     """Compute attention: pair (2, N, T, 3·D) float16, contiguous → (2, N, T, D), a `new_stack`."""
-    if cuda.HAS_TRITON:
-        from accel.kernels.split_attention import between
-    else:
-        between = reference
+    between = _between()
     n, tokens, width = pair.shape[1:]
     heads = n * num_heads  # of all samples
     dim = width // (3 * num_heads)
@@ -48,3 +47,12 @@ def attention(pair: Tensor, num_heads: int) -> Tensor:
         split_multiply(weights, v, mixed[:count], small=tokens)
         between.merge(mixed[:count], centre, out, first)
     return out
+
+
+def _between() -> ModuleType:
+    """Return the module of the operations around the GEMMs."""
+    if not cuda.HAS_TRITON:
+        return reference
+    from accel.kernels.split_attention import between
+
+    return between

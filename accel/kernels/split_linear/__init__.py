@@ -80,7 +80,7 @@ class SplitLinear:
     def prepare(self, m: int) -> None:
         """Compile and load the kernels for M tokens, by a launch on zeros."""
         pair = torch.zeros(2, m, self.depth, dtype=torch.float16, device=self.pair.device)
-        self(HighLow(pair, self.scale.new_ones(m) if self.scaled else None))
+        self(HighLow(pair, self.bias.new_ones(m) if self.scaled else None))
 
     def parameters(self) -> Iterator[Tensor]:
         """Return the layer's tensors."""
