@@ -80,26 +80,31 @@ def roles(record: dict) -> list[str]:
 
 
 def contest(found: dict) -> list[dict]:
-    """Return the contest's rows, each with the phases of its median run. Only the
-    contest's job has points. Raises UsageError for records of different jobs.
+    """Return the contest's rows, fewest GPUs first, each with the phases of its median
+    run. Only the contest's job has points. Raises UsageError for records of different
+    jobs.
     """
-    records = found["contest"]
+    records = sorted(found["contest"], key=gpus_of)
     keys = (*CONTEST, "weights")
     rows = []
     require_alike(records, keys)
     job = {key: records[0][key] for key in keys} | dict(rehearsal=rehearsal(records[0]))
-    for row in (row for record in records for row in record["contest"]):
-        run = min(row["runs"], key=lambda run: abs(run["total"] - row["seconds"]))
-        phases = {
-            phase: seconds for phase, seconds in run.items() if phase not in ("total", "process")
-        }
-        rows.append(
-            row
-            | dict(
-                phases=phases, points=None if job["rehearsal"] else score(row["seconds"]), job=job
-            )
-        )
+    for record in records:
+        for row in record["contest"]:
+            run = min(row["runs"], key=lambda run: abs(run["total"] - row["seconds"]))
+            phases = {
+                phase: seconds
+                for phase, seconds in run.items()
+                if phase not in ("total", "process")
+            }
+            points = None if job["rehearsal"] else score(row["seconds"])
+            rows.append(row | dict(gpus=gpus_of(record), phases=phases, points=points, job=job))
     return rows
+
+
+def gpus_of(record: dict) -> int:
+    """Return the number of GPUs of a record; on a CPU, of processes."""
+    return record.get("gpus", 1)
 
 
 def baseline(found: dict) -> dict:
@@ -207,24 +212,29 @@ def job_on(gpus: int, runs: list[dict]) -> dict:
 def front_page(data: dict) -> dict:
     """Return before and after, from the sections' data.
 
-    before, after: the contest's rows of upstream's arithmetic and of the recommended
-    tier. upstream: as it ships. here: this project's tiers. judged: tier → its likeness.
-    shown: the heatmap of `after`. missing: keys of text about gaps. Raises UsageError if
-    the heatmap or upstream's arithmetic is missing.
+    before, after: the contest's rows of upstream's arithmetic on the fewest GPUs, and the
+    fastest of the recommended tier. upstream: as it ships. here: all other rows; a CPU's
+    only with one process, since ranks share its cores. judged: tier → its likeness.
+    shown: the heatmap of `after`. jobs: T on other numbers of GPUs. missing: keys of text
+    about gaps. Raises UsageError if the heatmap or upstream's arithmetic is missing.
     """
-    rows = {row["tier"]: row for row in data["single"]["contest"]}
+    rows = data["single"]["contest"]
+    if data["device"] == "CPU":
+        rows = [row for row in rows if row["gpus"] == rows[0]["gpus"]]
     verified = data["single"]["verified"]
     job = data["single"]["contest"][0]["job"]
     tiers = verified["tiers"]
     judged = {plain(tier["tier"]): tier for tier in tiers}
-    if not (before := rows.get("fp32") or rows.get("tf32")):
+    upstreams = {tier: first(rows, tier) for tier in ("fp32", "tf32")}
+    before = upstreams["fp32"] or upstreams["tf32"]
+    if before is None:
         raise UsageError(
             "--log: no contest measurement of fp32; bench/jobs.py --contest fp32 --output "
             "LOG/fp32.json"
         )
-    after = rows.get(plain(verified["best"]["tier"])) or min(
-        rows.values(), key=lambda row: row["seconds"]
-    )
+    recommended = [row for row in rows if row["tier"] == plain(verified["best"]["tier"])]
+    after = min(recommended or rows, key=lambda row: row["seconds"])
+    upstream = upstreams["tf32"] if before is not upstreams["tf32"] else None
     best = judged.get(after["tier"], verified["best"])
     shown = verified["path"].parent / f"heatmap-{safe(best['tier'])}.png"
     if not shown.is_file():
@@ -242,19 +252,26 @@ def front_page(data: dict) -> dict:
         contest=CONTEST,
         before=before,
         after=after,
-        upstream=rows.get("tf32") if before is not rows.get("tf32") else None,
-        here=[row for tier, row in rows.items() if tier not in ("fp32", "tf32")],
+        upstream=upstream,
+        here=[row for row in rows if row is not before and row is not upstream],
         judged=judged,
         verified=verified,
         shown=shown,
         tier=best["tier"],
         jobs=[
-            one
-            for one in data.get("many", {}).get("ddp", [])
-            if all(one[key] == job[key] for key in CONTEST)
+            run
+            for record in data.get("many", {}).get("ddp", [])
+            for run in record["runs"]
+            if all(record[key] == job[key] for key in CONTEST)
+            and run["gpus"] not in {1, *(row["gpus"] for row in rows)}
         ],
         missing=[key for key, value in missing.items() if value],
     )
+
+
+def first(rows: list[dict], tier: str) -> dict | None:
+    """Return the first of the contest's rows of a tier."""
+    return next((row for row in rows if row["tier"] == tier), None)
 
 
 def plain(tier: str) -> str:
@@ -278,6 +295,7 @@ def collect(log: Path, sections=(1, 2, 3, 4)) -> dict:
             raise UsageError(f"{log}: {lacks}; bash scripts/measure.sh {log} makes it")
     parts = {1: baseline, 2: profile, 3: single, 4: many}
     data = {parts[section].__name__: parts[section](found) for section in sections}
+    data["device"] = device
     wanted = set(re.findall(r"\w+", " ".join(NEEDS[section] for section in sections)))
     used = {record["path"]: record for role in wanted for record in found.get(role, ())}
     sources = [record for _, record in sorted(used.items())]
@@ -285,6 +303,6 @@ def collect(log: Path, sections=(1, 2, 3, 4)) -> dict:
         key: "; ".join(dict.fromkeys(str(record[key]) for record in sources if record.get(key)))
         for key in ("driver", "torch", "version", "cores")
     }
-    gpus = max(record.get("gpus", 1) for record in sources)
+    gpus = max(gpus_of(record) for record in sources)
     front = front_page(data) if "single" in data else None
-    return data | dict(about=about, device=device, gpus=gpus, sources=sources, front=front)
+    return data | dict(about=about, gpus=gpus, sources=sources, front=front)
