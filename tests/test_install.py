@@ -10,8 +10,11 @@ from importlib.metadata import version
 
 import pytest
 from conftest import ROOT, tracked
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import accel
+from scripts import constraints
 
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 INSTALLED = "requirements.txt", "requirements-page.txt"  # the second by the extra `page`
@@ -130,6 +133,23 @@ def test_a_wheel_holds_what_the_code_reads_and_requires_what_make_installs(check
     )
     assert required == {same(line) for line in pinned} and len(pinned) > 10
     assert f"\nVersion: {accel.__version__}\n" in metadata
+
+
+def test_make_installs_tested_versions_that_the_ranges_allow():
+    """Each requirement has an exact version; the list can be written again from here."""
+    pinned = [Requirement(line) for line in lines_of(ROOT / "constraints.txt")]
+    versions = {pin.name: str(pin.specifier).removeprefix("==") for pin in pinned}
+    here = constraints.needed()
+    for name in (*INSTALLED, "requirements-test.txt"):
+        for requirement in map(Requirement, lines_of(ROOT / name)):
+            version = versions[canonicalize_name(requirement.name)]
+            assert requirement.specifier.contains(version), (name, str(requirement))
+            assert canonicalize_name(requirement.name) in here
+    assert "-r requirements-test.txt -c constraints.txt" in (ROOT / "Makefile").read_text()
+
+
+def lines_of(path):
+    return re.findall(r"^[A-Za-z].*$", path.read_text(), re.M)
 
 
 def test_the_version_is_stated_once_and_the_changelog_begins_with_it():
