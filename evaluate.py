@@ -1,14 +1,15 @@
-"""Compare a sampled picture with its baseline: MAE, LPIPS (VGG16), PSNR, SSIM, and a
-verdict.
+"""Compare sampled pictures with their baselines: MAE, LPIPS (VGG16), PSNR, SSIM, and a verdict.
 
     python evaluate.py baseline.png sample.png
-    python evaluate.py baseline.png folder/ --gate strict --every-tile --heatmap heat.png --json
-    verdict.json
+    python evaluate.py baseline.png folder/ --gate strict --every-tile --heatmap heat.png
+    python evaluate.py baselines/ folder/ --metrics mae psnr --json verdict.json
 
-The values are those of torchmetrics 1.7.3 with its defaults, on pictures scaled to 0..1,
-the baseline given first, computed on the CPU, so that the verdict does not depend on the
-GPU under test. Exit status: 0 pass · 1 fail · 2 bad input · 3 a metric could not be
-computed (never a pass) · 130 Ctrl-C.
+The values are those of torchmetrics 1.7.3 with its defaults, on pictures scaled to 0..1, the
+baseline given first, computed on the CPU, so that the verdict does not depend on the GPU under
+test. MAE is printed in levels of 0..255, as the contest's script does; thresholds are of 0..1.
+
+Exit status: 0 pass · 1 fail · 2 bad input · 3 a metric could not be computed (never a pass) ·
+130 Ctrl-C.
 """
 
 import argparse
@@ -20,10 +21,14 @@ import os
 import re
 import socket
 import sys
+import traceback
 import warnings
+from collections.abc import Iterable
 from contextlib import redirect_stdout, suppress
+from functools import lru_cache
 from operator import ge, gt, le
 from pathlib import Path
+from typing import NamedTuple
 
 
 def _end(status, text, stream=sys.stderr):
@@ -37,15 +42,28 @@ def _end(status, text, stream=sys.stderr):
     os._exit(status)
 
 
+def _traced(error):
+    """Return where `error` was raised, for whoever changes this file: with DIT_TRACEBACK=1,
+    which tests set.
+    """
+    if os.environ.get("DIT_TRACEBACK") != "1" or isinstance(error, KeyboardInterrupt):
+        return ""
+    return "".join(traceback.format_exception(error))
+
+
+def _crash(error_type, error, _):
+    """End with status 3: Python's own status for a crash is 1, which would say FAIL."""
+    status = 130 if error_type is KeyboardInterrupt else 3
+    _end(status, f"{_traced(error)}evaluate.py: {error!r}\n")
+
+
 if __name__ == "__main__":
-    # Before the imports that take long. Python's own status for a crash is 1, which would
-    # say FAIL.
-    sys.excepthook = lambda kind, error, _: _end(
-        130 if kind is KeyboardInterrupt else 3, f"evaluate.py: {error!r}\n"
-    )
+    sys.excepthook = _crash  # before the imports that take long
 
 import numpy as np
-from PIL import Image
+
+from accel.errors import UsageError, printable
+from accel.picture_files import SUFFIXES, Picture, read_picture
 
 METRICS = {  # the lines of the contest's script
     "mae": "Pixel-wise Mean Absolute Difference: {:.4f}",
@@ -58,54 +76,42 @@ GATES = {  # mae of the 0..1 range; strict allows 0.01 of a 0..255 level
     "strict": {"mae": 0.01 / 255, "lpips": 0.01, "psnr": 40.0, "ssim": 0.99},
 }
 CRITERIA = {"mae": ("<=", le), "lpips": ("<=", le), "psnr": (">", gt), "ssim": (">=", ge)}
-# own thresholds
+LEVELS = "of 0-255"  # the unit of MAE where people read it
+FRACTION = "of 0-1"  # the unit of MAE in thresholds
 FLAGS = {"mae": "--max-mae", "lpips": "--max-lpips", "psnr": "--min-psnr", "ssim": "--min-ssim"}
 BAD_INPUT = 2
 EXIT_STATUS = {"PASS": 0, "FAIL": 1, "NONE": 3}
-# the pictures of a folder: all that read_picture takes
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 VGG16_URL = "https://download.pytorch.org/models/vgg16-397923af.pth"
 VGG16_SHA256 = "397923af"  # its first eight digits, as torch's hub names the file
 
 
-class BadInput(Exception):
-    """The user's input cannot be compared (exit status 2)."""
+class Pair(NamedTuple):
+    """Two files to compare."""
+
+    baseline: Path
+    candidate: Path
+
+
+class Tile(NamedTuple):
+    """A picture of a grid."""
+
+    name: str  # "row,column", from 1
+    rows: slice  # pixels
+    columns: slice
 
 
 class NotComputed(Exception):
     """A metric has no value (exit status 3)."""
 
 
-def read_picture(path: Path) -> Image.Image:
-    """Return the picture in `path`. Raises BadInput unless it is one undamaged picture of
-    8 bits without alpha.
-    """
-    try:
-        with Image.open(path, formats=("PNG", "JPEG", "WEBP", "BMP")) as image:
-            if image.width * image.height > 64 * 2**20:  # a grid of 8192 x 8192
-                raise ValueError(f"{image.width}x{image.height} px, a decompression bomb")
-            # Pillow drops the low byte of 16-bit colour without a word.
-            bits = Path(path).read_bytes()[24] if image.format == "PNG" else 8
-            frames = getattr(image, "n_frames", 1)
-            if bits > 8 or frames > 1 or image.has_transparency_data:
-                raise ValueError(f"{frames} frames of {bits} bits a sample, mode {image.mode}")
-            image.load()
-            return image
-    except Exception as error:  # Pillow raises many types on damaged files
-        raise BadInput(
-            f"{path}: {error!r:.200}; give one undamaged picture of 8 bits, without alpha"
-        ) from None
-
-
-def pixel_pair(baseline: Image.Image, candidate: Image.Image) -> tuple[np.ndarray, np.ndarray]:
-    """Return both pictures as (H, W, 3) uint8. Raises BadInput for different sizes or modes."""
+def pixel_pair(pair: Pair, baseline: Picture, candidate: Picture) -> tuple[np.ndarray, np.ndarray]:
+    """Return both pictures as (H, W, 3) uint8. Raises UsageError for different sizes or modes."""
     if (baseline.size, baseline.mode) != (candidate.size, candidate.mode):
-        have = [
-            f"{one.filename} has {one.width}x{one.height} px, {one.mode}"
-            for one in (baseline, candidate)
-        ]
-        raise BadInput(f"{', '.join(have)}; save both alike")
-    return np.asarray(baseline.convert("RGB")), np.asarray(candidate.convert("RGB"))
+        raise UsageError(
+            f"{pair.baseline} has {baseline.size} px, {baseline.mode}, "
+            f"{pair.candidate} has {candidate.size} px, {candidate.mode}; save both alike"
+        )
+    return baseline.pixels, candidate.pixels
 
 
 def mae(a: np.ndarray, b: np.ndarray) -> float:
@@ -139,10 +145,17 @@ def ssim(a: np.ndarray, b: np.ndarray) -> float:
     data_range = max(np.ptp(a), np.ptp(b))
     if data_range == 0 or min(a.shape[:2]) < 6:
         return math.nan
-    # scikit-image crops 5
-    a, b = (np.pad(x, ((5, 5), (5, 5), (0, 0)), mode="reflect") for x in (a, b))
-    window = dict(gaussian_weights=True, sigma=1.5, use_sample_covariance=False)
-    return float(structural_similarity(a, b, data_range=data_range, channel_axis=-1, **window))
+    border = ((5, 5), (5, 5), (0, 0))  # scikit-image crops it
+    value = structural_similarity(
+        np.pad(a, border, mode="reflect"),
+        np.pad(b, border, mode="reflect"),
+        data_range=data_range,
+        channel_axis=-1,
+        gaussian_weights=True,
+        sigma=1.5,
+        use_sample_covariance=False,
+    )
+    return float(value)
 
 
 class Lpips:
@@ -202,13 +215,10 @@ class Lpips:
             # lpips names each head twice
             network.load_state_dict(heads | features, strict=False, assign=True)
             board = (np.indices((32, 32, 3))[:2].sum(0) // 4 % 2 * 255).astype(np.uint8)
-            if not all(
-                0 < part < math.inf
-                for part in self._slices(network, board, np.full_like(board, 128))
-            ):
+            distances = self._slices(network, board, np.full_like(board, 128))
+            if not all(0 < distance < math.inf for distance in distances):
                 raise ValueError("it cannot tell a checkerboard from grey")
-        # no network connection, disk full, wrong hash, other weights: one remedy
-        except Exception as error:
+        except Exception as error:  # no network connection, disk full, wrong hash, other weights
             return NotComputed(
                 f"LPIPS: {path}: no VGG16 ({error!r:.200}); put {VGG16_URL} there or use "
                 "--vgg-weights"
@@ -237,14 +247,17 @@ class Lpips:
             maps = [network.scaling_layer(2 * x - 1) for x in maps]
             for run, head in zip(network.net.children(), network.lins):
                 maps = [run(x) for x in maps]  # each (1, C, H', W')
-                # Unit vectors along C, 1e-8 inside the root as in torchmetrics; made one
-                # by one, freed at once.
-                units = (
-                    x * (torch.linalg.vector_norm(x, dim=1, keepdim=True).square() + 1e-8).rsqrt()
-                    for x in maps
-                )
-                distances.append(head(next(units).sub_(next(units)).square_()).mean().item())
+                difference = _unit(maps[0]).sub_(_unit(maps[1])).square_()
+                distances.append(head(difference).mean().item())
         return distances
+
+
+def _unit(maps):
+    """Return unit vectors along C, with 1e-8 inside the root as in torchmetrics."""
+    import torch
+
+    squares = torch.linalg.vector_norm(maps, dim=1, keepdim=True).square()
+    return maps * (squares + 1e-8).rsqrt()
 
 
 def measure(
@@ -255,17 +268,19 @@ def measure(
     """
     values = {}
     reasons = []
-    for metric, function in {"mae": mae, "lpips": lpips, "psnr": psnr, "ssim": ssim}.items():
-        if function is not None:
-            try:
-                values[metric] = function(a, b)
-                if math.isnan(values[metric]):
-                    raise NotComputed(
-                        f"{metric.upper()}: undefined for constant, black or tiny pictures"
-                    )
-            except NotComputed as failure:
-                values[metric] = math.nan
-                reasons.append(str(failure))
+    functions = {"mae": mae, "lpips": lpips, "psnr": psnr, "ssim": ssim}
+    for metric, function in functions.items():
+        if function is None:
+            continue
+        try:
+            values[metric] = function(a, b)
+        except NotComputed as failure:
+            values[metric] = math.nan
+            reasons.append(str(failure))
+            continue
+        if math.isnan(values[metric]):
+            name = metric.upper()
+            reasons.append(f"{name}: undefined for constant, black or tiny pictures")
     return values, reasons
 
 
@@ -274,83 +289,107 @@ def judge(values: dict[str, float], thresholds: dict[str, float]) -> dict[str, b
     has one; None for NaN.
     """
     scaled = values | {"mae": values["mae"] / 255}
-    limits = {metric: limit for metric, limit in thresholds.items() if metric in values}
-    meets = {metric: CRITERIA[metric][1](scaled[metric], limit) for metric, limit in limits.items()}
-    return {metric: None if math.isnan(scaled[metric]) else met for metric, met in meets.items()}
+    results = {}
+    for metric, threshold in thresholds.items():
+        if metric not in values:
+            continue
+        _, meets = CRITERIA[metric]
+        undefined = math.isnan(scaled[metric])
+        results[metric] = None if undefined else meets(scaled[metric], threshold)
+    return results
 
 
-def find_tiles(
-    a: np.ndarray, b: np.ndarray, asked: tuple[int, int] | None = None
-) -> list[tuple[str, slice, slice]]:
-    """Return the pictures of a grid as ("row,column", pixel rows, pixel columns); none if
-    it is not a grid.
+def find_tiles(a: np.ndarray, b: np.ndarray, asked: tuple[int, int] | None = None) -> list[Tile]:
+    """Return the pictures of a grid; none if it is not a grid.
 
     asked: (rows, columns). None looks for sample.png's layout: square pictures, four a
     row (fewer if there is one row only), with black lines of 2 px between and around
     them.
     """
-    height = a.shape[0] - 2
-    width = a.shape[1] - 2
     line = 2
-    for rows, columns in [asked] if asked else [(height * 4 // max(width, 1), 4), (1, 3), (1, 2)]:
+    height = a.shape[0] - line
+    width = a.shape[1] - line
+    layouts = [asked] if asked else [(height * 4 // max(width, 1), 4), (1, 3), (1, 2)]
+    for rows, columns in layouts:
         if min(rows, columns) < 1 or height % rows or width % columns:
             continue
-        tall = height // rows
-        wide = width // columns  # a picture and the line before it
+        tall = height // rows  # a picture and the line before it
+        wide = width // columns
+        if min(tall, wide) <= line:
+            continue
         y, x = np.ogrid[: a.shape[0], : a.shape[1]]
         lines = (y % tall < line) | (x % wide < line)
-        if min(tall, wide) <= line or (
-            not asked and (tall != wide or tall < 16 + line or a[lines].any())
-        ):
+        if not asked and (tall != wide or tall < 16 + line or a[lines].any()):
             continue
-        corners = [(row * tall, column * wide) for row, column in np.ndindex(rows, columns)]
-        tiles = [(slice(y + line, y + tall), slice(x + line, x + wide)) for y, x in corners]
-        while tiles and not a[tiles[-1]].any() and not b[tiles[-1]].any():
+        tiles = []
+        for row, column in np.ndindex(rows, columns):
+            top = row * tall
+            left = column * wide
+            tile = Tile(
+                f"{row + 1},{column + 1}",
+                slice(top + line, top + tall),
+                slice(left + line, left + wide),
+            )
+            tiles.append(tile)
+        while tiles and _is_black(a, tiles[-1]) and _is_black(b, tiles[-1]):
             tiles.pop()  # the last row may be unfilled
-        return [
-            (f"{index // columns + 1},{index % columns + 1}", *tile)
-            for index, tile in enumerate(tiles)
-        ]
+        return tiles
     return []
 
 
-def judge_file(
-    args: argparse.Namespace, baseline: Image.Image, path: Path, lpips: Lpips | None
+def _is_black(picture, tile):
+    return not picture[tile.rows, tile.columns].any()
+
+
+def judge_pixels(
+    a: np.ndarray, b: np.ndarray, thresholds: dict[str, float], lpips: Lpips | None
+) -> dict:
+    """Return the values of two pictures or tiles, their verdict, and the reason for every NaN."""
+    values, reasons = measure(a, b, lpips)
+    results = judge(values, thresholds).values()
+    words = {True: "PASS", False: "FAIL", None: "NONE"}
+    verdict = overall(words[meets] for meets in results)
+    return {"values": values, "verdict": verdict, "reasons": reasons}
+
+
+def judge_pair(
+    args: argparse.Namespace,
+    pair: Pair,
+    pixels: tuple[np.ndarray, np.ndarray],
+    lpips: Lpips | None,
 ) -> dict:
     """Return values and verdict of a candidate and of its tiles; of tiles LPIPS only with
     --every-tile.
     """
-    a, b = pixel_pair(baseline, read_picture(path))
+    a, b = pixels
     tiles = find_tiles(a, b, args.tiles)
     if (args.tiles or args.every_tile) and not tiles:
-        raise BadInput(
-            f"{path}: {a.shape[1]}x{a.shape[0]} px is no such grid with lines of 2 px; give "
-            "--tiles RxC"
+        raise UsageError(
+            f"{pair.candidate}: {a.shape[1]}x{a.shape[0]} px is no such grid with lines of 2 px; "
+            "give --tiles RxC"
         )
-
-    def judged(a, b, lpips):
-        values, reasons = measure(a, b, lpips)
-        results = judge(values, args.thresholds).values()
-        verdict = "NONE" if None in results else "PASS" if all(results) else "FAIL"
-        return {"values": values, "verdict": verdict, "reasons": reasons}
-
-    of_tile = lpips if args.every_tile else None
-    tiles = [
-        {"tile": name, **judged(a[rows, columns], b[rows, columns], of_tile)}
-        for name, rows, columns in tiles
-    ]
-    return {"file": str(path), **judged(a, b, lpips), "tiles": tiles}
-
-
-def shown(text: object) -> str:
-    """Return `text` on one line, without control characters."""
-    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in str(text))
+    records = []
+    for tile in tiles:
+        place = tile.rows, tile.columns
+        lpips_of_tile = lpips if args.every_tile else None
+        record = judge_pixels(a[place], b[place], args.thresholds, lpips_of_tile)
+        records.append({"tile": tile.name, **record})
+    return {
+        "file": str(pair.candidate),
+        "baseline": str(pair.baseline),
+        **judge_pixels(a, b, args.thresholds, lpips),
+        "tiles": records,
+    }
 
 
 def summary(values: dict[str, float]) -> str:
-    return "   ".join(
-        f"{metric.upper()} {values[metric]:.4f}" for metric in METRICS if metric in values
-    )
+    """Return the values in one line, MAE in levels."""
+    texts = []
+    for metric in METRICS:
+        if metric in values:
+            unit = f" {LEVELS}" if metric == "mae" else ""
+            texts.append(f"{metric.upper()} {values[metric]:.4f}{unit}")
+    return "   ".join(texts)
 
 
 def json_ready(value: dict) -> dict:
@@ -367,7 +406,7 @@ def heatmap(
     from matplotlib.figure import Figure
 
     difference = np.abs(a.astype(np.int16) - b).max(2)  # (H, W) in levels
-    (y, x) = np.unravel_index(difference.argmax(), difference.shape)
+    y, x = np.unravel_index(difference.argmax(), difference.shape)
     most = difference.max()
     wide = difference.shape[1] > 1.6 * difference.shape[0]
     figure = Figure((11, 17) if wide else (16, 6), layout="constrained")
@@ -378,11 +417,10 @@ def heatmap(
         f"difference: at most {most} of 255, at x {x}, y {y}",
     )
     for axis, pixels, title in zip(axes, (a, b, difference), titles):
-        # colours stay as they are
+        # The map and its limits are of the difference: they leave colours as they are.
         drawn = axis.imshow(pixels, cmap="inferno", vmin=0, vmax=max(most, 1))
-        axis.set_title(
-            title.encode(errors="replace").decode(), fontsize=10, loc="left", parse_math=False
-        )
+        title = title.encode(errors="replace").decode()
+        axis.set_title(title, fontsize=10, loc="left", parse_math=False)
     figure.colorbar(
         drawn, ax=axes[2], fraction=0.046, pad=0.015, label="largest channel, levels of 255"
     )
@@ -390,25 +428,52 @@ def heatmap(
     figure.savefig(path, format="png", dpi=110)
 
 
+def metric_names(text: str) -> list[str]:
+    """Return the metrics that a value of --metrics names, separated by commas."""
+    names = text.split(",")
+    if not METRICS.keys() >= set(names):
+        raise argparse.ArgumentTypeError(f"{text!r}: give one or more of {' '.join(METRICS)}")
+    return names
+
+
+def join_metrics(words: list[str]) -> list[str]:
+    """Return the words of a command with the names after --metrics as one word, so that
+    files may follow them: --metrics mae psnr A B → --metrics=mae,psnr A B.
+    """
+    words = list(words)
+    while "--metrics" in words:
+        first = words.index("--metrics")
+        end = first + 1
+        while end < len(words) and words[end] in METRICS:
+            end += 1
+        names = words[first + 1 : end]
+        if not names and end < len(words):
+            names = [words[end]]  # no metric: the error names the word
+            end += 1
+        words[first:end] = ["--metrics=" + ",".join(names)]
+    return words
+
+
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         usage=argparse.SUPPRESS, description=__doc__.splitlines()[0], allow_abbrev=False
     )
     add = parser.add_argument
-    add("baseline", type=Path, help="the reference picture")
+    add("baseline", type=Path, help="the reference picture, or a folder of them")
     add(
         "candidate",
         type=Path,
-        help="the picture to judge, or a folder of pictures, all of which must pass",
+        help="the picture to judge, or a folder of pictures, all of which must pass; a folder "
+        "against a folder compares files of the same name",
     )
     add(
         "--gate",
         choices=GATES,
         default="contest",
-        help="thresholds; strict: MAE <= 0.01 of 0-255 (default: contest)",
+        help=f"thresholds; strict: MAE <= 0.01 {LEVELS} (default: contest)",
     )
     for metric, flag in FLAGS.items():
-        unit = " of 0-1" if metric == "mae" else ""
+        unit = f" {FRACTION}" if metric == "mae" else ""
         add(
             flag,
             dest=metric,
@@ -418,10 +483,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         )
     add(
         "--metrics",
-        nargs="+",
-        choices=METRICS,
-        default=METRICS,
-        help="judge by these only (default: all)",
+        type=metric_names,
+        default=[*METRICS],
+        metavar="NAME",
+        help=f"judge by these only, of {' '.join(METRICS)} (default: all)",
     )
     add(
         "--tiles",
@@ -446,37 +511,62 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         metavar="PATH",
         help="torchvision's VGG16 (default: torch's hub cache)",
     )
-    if given := re.search(
-        r"^--[a-z-]+=--$", "\n".join(sys.argv[1:] if argv is None else argv), re.M
-    ):
-        parser.error(f"{given[0]}: gives no value")
-    args = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    for word in words:
+        if re.fullmatch("--[a-z-]+=--", word):
+            parser.error(f"{word}: gives no value")
+    args, others = parser.parse_known_args(join_metrics(words))
+    if others:
+        parser.error(
+            f"unrecognized arguments: {printable(' '.join(others))}; give a baseline, a candidate "
+            f"and flags; metrics are {', '.join(METRICS)}"
+        )
     if args.tiles and not re.fullmatch("[1-9][0-9]{0,3}x[1-9][0-9]{0,3}", args.tiles):
         parser.error("--tiles: give rows x columns, as 2x4")
     args.tiles = args.tiles and tuple(map(int, args.tiles.split("x")))
-    own = {metric: getattr(args, metric) for metric in METRICS if getattr(args, metric) is not None}
-    for metric, threshold in own.items():
+    args.thresholds = {metric: GATES[args.gate][metric] for metric in METRICS}
+    changed = []
+    for metric in METRICS:
+        threshold = getattr(args, metric)
+        if threshold is None:
+            continue
         if metric not in args.metrics or not math.isfinite(threshold):
             parser.error(
                 f"{FLAGS[metric]} {threshold}: give a finite number, and {metric} among --metrics"
             )
-    args.thresholds = {
-        metric: value
-        for metric, value in (GATES[args.gate] | own).items()
-        if metric in args.metrics
-    }
-    args.gate += " with own thresholds for " + ", ".join(own).upper() if own else ""
+        args.thresholds[metric] = threshold
+        changed.append(metric.upper())
+    for metric in METRICS:
+        if metric not in args.metrics:
+            del args.thresholds[metric]
+    if changed:
+        args.gate += f" with own thresholds for {', '.join(changed)}"
     return args
+
+
+def pictures_in(folder: Path) -> list[Path]:
+    """Return the pictures in a folder, sorted by name; none if it is not a folder."""
+    return sorted(path for path in folder.glob("*") if path.suffix.lower() in SUFFIXES)
+
+
+def find_pairs(baseline: Path, candidate: Path) -> list[Pair]:
+    """Return the files to compare: a baseline with a candidate or with every picture in a
+    folder, or the pictures of the same name in two folders.
+    """
+    candidates = pictures_in(candidate) or [candidate]
+    if baseline.is_dir() and candidate.is_dir():
+        return [Pair(baseline / path.name, path) for path in candidates]
+    return [Pair(baseline, path) for path in candidates]
 
 
 def prepare(args: argparse.Namespace, report: dict) -> None:
     """Find the inputs, remove what an earlier run left, and refuse outputs that are
     inputs or cannot be written.
     """
-    # of a folder
-    pictures = sorted(path for path in args.candidate.glob("*") if path.suffix.lower() in SUFFIXES)
-    args.files = pictures or [args.candidate]
-    args.inputs = [path for path in (args.baseline, *args.files, args.vgg_weights) if path]
+    args.pairs = find_pairs(args.baseline, args.candidate)
+    args.inputs = list(dict.fromkeys(path for pair in args.pairs for path in pair))
+    if args.vgg_weights:
+        args.inputs.append(args.vgg_weights)
     taken = [path.resolve() for path in args.inputs]
     for flag, path in (("--heatmap", args.heatmap), ("--json", args.json)):
         if path is not None:
@@ -487,87 +577,139 @@ def prepare(args: argparse.Namespace, report: dict) -> None:
                 path.touch(exist_ok=False)
                 path.unlink()
             except OSError as error:
-                raise BadInput(f"{flag} {path}: {error.strerror}; name another file") from None
+                raise UsageError(f"{flag} {path}: {error.strerror}; name another file") from None
             taken.append(path.resolve())
+
+
+def check_inputs(args: argparse.Namespace) -> None:
+    """Raise UsageError unless all inputs are files, and two folders hold the same names."""
+    for folder in (args.baseline, args.candidate):
+        if folder.is_dir() and not pictures_in(folder):
+            raise UsageError(f"{folder}: holds no picture; name another")
+    if args.baseline.is_dir():
+        if not args.candidate.is_dir():
+            raise UsageError(
+                f"{args.baseline}: is a folder, and {args.candidate} is not; name two pictures or "
+                "two folders"
+            )
+        names = {path.name for path in pictures_in(args.baseline)}
+        alone = sorted(names ^ {path.name for path in pictures_in(args.candidate)})
+        if alone:
+            folder = args.candidate if alone[0] in names else args.baseline
+            raise UsageError(
+                f"{folder}: lacks {alone[0]} ({len(alone)} names are in one folder only); compare "
+                "folders with the same names"
+            )
+    for path in args.inputs:
+        if not path.is_file():  # a FIFO or a device could block or never end
+            raise UsageError(f"{path}: no such regular file; name another")
+
+
+def print_table(mean: dict[str, float], args: argparse.Namespace) -> None:
+    """Print the lines of the contest's script, and each metric with its threshold."""
+    print("=== Image Comparison Metrics ===")
+    for metric, value in mean.items():
+        print(METRICS[metric].format(value))
+    print(f"\nMAE is {LEVELS}; the gate's is {FRACTION}.\nGate: {args.gate}")
+    words = {True: "PASS", False: "FAIL", None: "NOT COMPUTED"}
+    for metric, meets in judge(mean, args.thresholds).items():
+        name = metric.upper()
+        value = mean[metric]
+        if metric == "mae":
+            name += f" {FRACTION}"
+            value /= 255
+        sign, _ = CRITERIA[metric]
+        threshold = args.thresholds[metric]
+        print(f"  {name:12}{value:<12.6g}{sign:3}{threshold:<12.6g}{words[meets]}")
+
+
+def print_records(records: list[dict], every_tile: bool) -> None:
+    """Print a line for each picture and each tile."""
+    for record in records:
+        name = printable(record["file"])
+        print(f"\n{name}: {summary(record['values'])}   {record['verdict']}")
+        for tile in record["tiles"]:
+            verdict = f"   {tile['verdict']}" if every_tile else ""
+            print(f"  {tile['tile']:6}{summary(tile['values'])}{verdict}")
+
+
+def draw_worst(args: argparse.Namespace, records: list[dict]) -> None:
+    """Write the heatmap of the record with the least PSNR."""
+    worst = min(records, key=lambda record: record["values"]["psnr"])
+    pair = Pair(Path(worst["baseline"]), Path(worst["file"]))
+    a, b = pixel_pair(pair, *map(read_picture, pair))
+    names = pair.baseline.name, pair.candidate.name
+    heatmap(args.heatmap, a, b, worst["values"], names, worst["verdict"])
+
+
+def overall(verdicts: Iterable[str]) -> str:
+    """Return the verdict of several: NONE before FAIL before PASS; NONE of nothing."""
+    return min(verdicts, key=["NONE", "FAIL", "PASS"].index, default="NONE")
 
 
 def run(args: argparse.Namespace, report: dict) -> None:
     """Judge what the arguments name, print the figures and fill the report."""
-    for path in args.inputs:
-        if not path.is_file():  # a FIFO or a device could block or never end
-            folder = (
-                "holds no picture"
-                if path == args.candidate
-                else "is a folder, as only a candidate may be"
-            )
-            raise BadInput(
-                f"{path}: {folder if path.is_dir() else 'no such regular file'}; name another"
-            )
-    baseline = read_picture(args.baseline)
+    check_inputs(args)
     lpips = Lpips(args.vgg_weights) if "lpips" in args.metrics else None
-    records = [judge_file(args, baseline, path, lpips) for path in args.files]
-    mean = {
-        metric: float(np.mean([one["values"][metric] for one in records]))
-        for metric in records[0]["values"]
-    }
-    print("=== Image Comparison Metrics ===")
-    for metric, value in mean.items():
-        print(METRICS[metric].format(value))
-    print(f"\nGate: {args.gate}")
-    for metric, meets in judge(mean, args.thresholds).items():
-        name, value = (
-            ("MAE of 0-1", mean["mae"] / 255) if metric == "mae" else (metric.upper(), mean[metric])
-        )
-        word = {True: "PASS", False: "FAIL", None: "NOT COMPUTED"}[meets]
-        print(
-            "  "
-            f"{name:12}{value:<12.6g}{CRITERIA[metric][0]:3}{args.thresholds[metric]:<12.6g}{word}"
-        )
-    for record in records:
-        print(f"\n{shown(record['file'])}: {summary(record['values'])}   {record['verdict']}")
-        for tile in record["tiles"]:
-            print(
-                f"  {tile['tile']:6}{summary(tile['values'])}",
-                *[f"  {tile['verdict']}"] * args.every_tile,
-            )
+    read_baseline = lru_cache(maxsize=1)(read_picture)  # the same for all candidates, or another
+    records = []
+    lossy = {}  # file → its compression
+    for pair in args.pairs:
+        baseline = read_baseline(pair.baseline)
+        candidate = read_picture(pair.candidate)
+        for path, picture in zip(pair, (baseline, candidate)):
+            if picture.lossy:
+                lossy[path] = picture.lossy
+        pixels = pixel_pair(pair, baseline, candidate)
+        records.append(judge_pair(args, pair, pixels, lpips))
+    mean = {}
+    for metric in records[0]["values"]:
+        mean[metric] = float(np.mean([record["values"][metric] for record in records]))
+    print_table(mean, args)
+    print_records(records, args.every_tile)
     if args.heatmap:
-        worst = min(records, key=lambda record: record["values"]["psnr"])
-        a, b = pixel_pair(baseline, read_picture(worst["file"]))
-        heatmap(
-            args.heatmap,
-            a,
-            b,
-            worst["values"],
-            (args.baseline.name, Path(worst["file"]).name),
-            worst["verdict"],
+        draw_worst(args, records)
+    judged = list(records)
+    if args.every_tile:
+        for record in records:
+            judged += record["tiles"]
+    verdict = overall(record["verdict"] for record in judged)
+    if lossy:
+        path, compression = next(iter(lossy.items()))
+        print(
+            f"note: {compression} is lossy, and the figures include its loss: "
+            f"{printable(str(path))}{f' and {len(lossy) - 1} more' if len(lossy) > 1 else ''}; "
+            "compare PNGs"
         )
-    judged = records + [tile for record in records for tile in record["tiles"] if args.every_tile]
-    verdict = next(
-        word for word in ("NONE", "FAIL", "PASS") if word in [one["verdict"] for one in judged]
-    )
     failed = sum(record["verdict"] != "PASS" for record in records)
-    vgg = lpips and lpips.source
-    caveats = {
-        f"gate {args.gate}": True,
-        "a metric could not be computed": verdict == "NONE",
-        f"{failed} of {len(records)} pictures do not pass": failed and len(records) > 1,
-        "every tile held to it": args.every_tile,
-        f"judged by {', '.join(args.thresholds).upper()}": len(args.thresholds) < len(METRICS),
-        "not the published VGG16": vgg and not vgg["published"],
-    }
-    for reason in dict.fromkeys(reason for one in judged for reason in one["reasons"]):
-        print(f"evaluate.py: {shown(reason)}", file=sys.stderr)
-    print(
-        f"VERDICT: {verdict} "
-        f"({'; '.join(caveat for caveat, applies in caveats.items() if applies)})"
-    )
+    vgg = lpips.source if lpips else None
+    caveats = [f"gate {args.gate}"]
+    if verdict == "NONE":
+        caveats.append("a metric could not be computed")
+    if failed and len(records) > 1:
+        caveats.append(f"{failed} of {len(records)} pictures do not pass")
+    if args.every_tile:
+        caveats.append("every tile held to it")
+    if len(args.thresholds) < len(METRICS):
+        caveats.append(f"judged by {', '.join(args.thresholds).upper()}")
+    if vgg and not vgg["published"]:
+        caveats.append("not the published VGG16")
+    reasons = {}  # a dict keeps the order
+    for record in judged:
+        reasons |= dict.fromkeys(record["reasons"])
+    for reason in reasons:
+        print(f"evaluate.py: {printable(reason)}", file=sys.stderr)
+    print(f"VERDICT: {verdict} ({'; '.join(caveats)})")
     report.update(
         verdict=verdict,
         exit_status=EXIT_STATUS[verdict],
         gate=args.gate,
         thresholds=args.thresholds,
+        mae_units={"values": "0-255", "thresholds": "0-1"},
+        mean=mean,
+        files=records,
+        vgg_weights=vgg,
     )
-    report.update(mean=mean, files=records, vgg_weights=vgg)
 
 
 def write_json(args: argparse.Namespace, report: dict) -> None:
@@ -577,28 +719,38 @@ def write_json(args: argparse.Namespace, report: dict) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="PIL")  # the reader's error is the line
+        return run_steps(args)
+
+
+def run_steps(args: argparse.Namespace) -> int:
+    """Judge, draw and write what the arguments ask for. Return the exit status; a step
+    that fails is reported by those that follow.
+    """
     report = {"verdict": "NONE", "exit_status": 0}
     for step, output in ((prepare, None), (run, args.heatmap), (write_json, args.json)):
         try:
             step(args, report)
         except Exception as error:
             # a name that no file system takes too
-            bad = step is prepare or isinstance(error, (BadInput, OSError))
+            bad = step is prepare or isinstance(error, (UsageError, OSError))
             report["error"] = f"{error!s:.500}" if bad else repr(error)
             report["exit_status"] = BAD_INPUT if bad else EXIT_STATUS["NONE"]
             if output:
                 # torn by a full disk; a run that failed is still reported
                 output.unlink(missing_ok=True)
-            print(f"evaluate.py: {shown(report['error'])}", file=sys.stderr)
+            trace = "" if bad else _traced(error)
+            print(f"{trace}evaluate.py: {printable(report['error'])}", file=sys.stderr)
             if step is prepare:
                 break
     return report["exit_status"]
 
 
 if __name__ == "__main__":
-    with redirect_stdout(io.StringIO()) as said:
+    with redirect_stdout(io.StringIO()) as output:
         try:
             status = main()
         except SystemExit as leaving:  # argparse's
             status = leaving.code
-    _end(status, said.getvalue(), sys.stdout)
+    _end(status, output.getvalue(), sys.stdout)

@@ -1,15 +1,15 @@
-"""Diffusion transformers (DiT): Peebles & Xie, 2023, "Scalable Diffusion Models with
-Transformers", arXiv:2212.09748.
+"""Diffusion transformers (DiT).
 
-The mathematics of the network and nothing else: no device, precision or speed-up is
-chosen here. Names, constructor arguments and state-dict keys are those of the published
-checkpoints, which load with ``strict=True``.
+Peebles & Xie, 2023, "Scalable Diffusion Models with Transformers", arXiv:2212.09748. The
+mathematics of the network and nothing else: no device, precision or speed-up is chosen here. Names,
+constructor arguments and state-dict keys are those of the published checkpoints, which load with
+``strict=True``.
 
-Shapes: N batch, C latent channels, H = W latent side, p patch side, T = (H/p)² tokens, D
-width, h heads.
+Shapes: N batch, C latent channels, H = W latent side, p patch side, T = (H/p)² tokens, D width,
+h heads, d head dim.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 import numpy as np
@@ -20,8 +20,9 @@ from torch import Tensor
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Return x·(1 + scale) + shift, adaptive LayerNorm's affine part. x (N, T, D); shift,
-    scale (N, D).
+    """Return x·(1 + scale) + shift, the affine part of adaptive LayerNorm.
+
+    x (N, T, D); shift, scale (N, D).
     """
     return torch.addcmul(shift.unsqueeze(1), x, 1 + scale.unsqueeze(1))
 
@@ -31,9 +32,10 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 @lru_cache(maxsize=None)
 def _frequencies(half, max_period, device):
-    """Return max_period^(-i/half), i < half, on `device`. Computed on the CPU and
-    uploaded once: every device uses the same bits, and the sampling loop has no
-    host→device copy.
+    """Return max_period^(-i/half), i < half, on `device`.
+
+    They are computed on the CPU and uploaded once: every device uses the same bits, and the
+    sampling loop has no host→device copy.
     """
     with torch.inference_mode(False):
         exponents = torch.arange(half, dtype=torch.float32, device="cpu") / half
@@ -54,12 +56,14 @@ class TimestepEmbedder(nn.Module):
 
     @staticmethod
     def timestep_embedding(t: Tensor, dim: int, max_period: int = 10000) -> Tensor:
-        """Return the sinusoidal embedding, cosines first: t (N,), integer or fractional →
-        (N, dim) float32.
+        """Return the sinusoidal embedding, cosines first: t (N,) → (N, dim) float32.
+
+        t is an integer or a fraction.
         """
-        # a trace's fakes are not kept
-        frequencies = _frequencies if type(t) is Tensor else _frequencies.__wrapped__
-        args = t[:, None].float() * frequencies(dim // 2, max_period, t.device)  # (N, dim/2)
+        # The cache must not keep a trace's fake tensors.
+        frequencies_of = _frequencies if type(t) is Tensor else _frequencies.__wrapped__
+        frequencies = frequencies_of(dim // 2, max_period, t.device)
+        args = t[:, None].float() * frequencies  # (N, dim/2)
         embedding = torch.cat([args.cos(), args.sin()], dim=-1)
         return F.pad(embedding, (0, dim % 2))  # an odd width ends in a zero
 
@@ -69,9 +73,10 @@ class TimestepEmbedder(nn.Module):
 
 
 class LabelEmbedder(nn.Module):
-    """Embed class labels. (N,) → (N, D). With dropout the table has one more row for the
-    null label num_classes (classifier-free guidance, Ho & Salimans 2022,
-    arXiv:2207.12598).
+    """Embed class labels. (N,) → (N, D).
+
+    With dropout the table has one more row for the null label num_classes (classifier-free
+    guidance, Ho & Salimans 2022, arXiv:2207.12598).
     """
 
     def __init__(self, num_classes: int, hidden_size: int, dropout_prob: float):
@@ -81,8 +86,9 @@ class LabelEmbedder(nn.Module):
         self.dropout_prob = dropout_prob
 
     def token_drop(self, labels: Tensor, force_drop_ids: Tensor | None = None) -> Tensor:
-        """Replace labels by the null label: at random with `dropout_prob`, or where
-        `force_drop_ids` (N,) is 1.
+        """Replace labels by the null label.
+
+        At random with `dropout_prob`, or where `force_drop_ids` (N,) is 1.
         """
         if force_drop_ids is None:
             drop = torch.rand(labels.shape[0], device=labels.device) < self.dropout_prob
@@ -109,15 +115,15 @@ class PatchEmbed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-2:] != self.img_size:
-            raise ValueError(
-                f"input of {tuple(x.shape[-2:])} given to a model built for {self.img_size}"
-            )
+            size = tuple(x.shape[-2:])
+            raise ValueError(f"input of {size} given to a model built for {self.img_size}")
         return self.proj(x).flatten(2).transpose(1, 2)
 
 
 def get_1d_sincos_pos_embed_from_grid(embed_dim: int, pos: np.ndarray) -> np.ndarray:
-    """Return (M, embed_dim) float64 for M positions of any shape: sines, then cosines, of
-    pos·10000^(-2i/embed_dim). Raises ValueError if embed_dim is odd.
+    """Return sines, then cosines, of pos·10000^(-2i/embed_dim), (M, embed_dim) float64.
+
+    pos: M positions of any shape. Raises ValueError if embed_dim is odd.
     """
     if embed_dim % 2:
         raise ValueError(f"embed_dim {embed_dim}: must be even")
@@ -128,19 +134,20 @@ def get_1d_sincos_pos_embed_from_grid(embed_dim: int, pos: np.ndarray) -> np.nda
 
 def get_2d_sincos_pos_embed_from_grid(embed_dim: int, grid: np.ndarray) -> np.ndarray:
     """Return (M, embed_dim) float64 for M positions, half the width for each coordinate.
+
     grid (2, …): coordinates.
     """
-    return np.concatenate(
-        [get_1d_sincos_pos_embed_from_grid(embed_dim // 2, axis) for axis in grid], axis=1
-    )
+    halves = [get_1d_sincos_pos_embed_from_grid(embed_dim // 2, axis) for axis in grid]
+    return np.concatenate(halves, axis=1)
 
 
 def get_2d_sincos_pos_embed(
     embed_dim: int, grid_size: int, cls_token: bool = False, extra_tokens: int = 0
 ) -> np.ndarray:
-    """Return the sine-cosine table of a square grid in raster order, (grid_size²,
-    embed_dim) float64, with `extra_tokens` zero rows in front if `cls_token`. The
-    column's embedding comes first, then the row's.
+    """Return the sine-cosine table of a square grid, (grid_size², embed_dim) float64.
+
+    It is in raster order, with `extra_tokens` zero rows in front if `cls_token`. The column's
+    embedding comes first, then the row's.
     """
     row, column = np.meshgrid(np.arange(grid_size), np.arange(grid_size), indexing="ij")
     table = get_2d_sincos_pos_embed_from_grid(embed_dim, np.stack([column, row]))
@@ -154,10 +161,11 @@ def get_2d_sincos_pos_embed(
 
 def attention(qkv: Tensor, num_heads: int) -> Tensor:
     """Return softmax(q·kᵀ/√d)·v per head (Vaswani et al. 2017, arXiv:1706.03762, eq. 1).
+
     qkv (N, T, 3·D): q, k, v concatenated, each head-major → (N, T, D).
     """
-    # each (N, h, T, d)
-    q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    qkv = qkv.unflatten(-1, (3, num_heads, -1))  # (N, T, 3, h, d)
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (N, h, T, d)
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
@@ -193,8 +201,9 @@ class Mlp(nn.Module):
 
 
 class DiTBlock(nn.Module):
-    """Transformer block with adaptive LayerNorm and zero-initialised gates (adaLN-Zero,
-    section 3.2 of the paper).
+    """Transformer block with adaptive LayerNorm and zero-initialised gates.
+
+    adaLN-Zero, section 3.2 of the paper.
     """
 
     def __init__(self, hidden_size: int, num_heads: int, mlp_ratio: float = 4.0):
@@ -207,23 +216,21 @@ class DiTBlock(nn.Module):
 
     def forward(self, x: Tensor, c: Tensor, attend: Callable = attention) -> Tensor:
         """Apply attention and MLP: tokens x (N, T, D), conditioning c (N, D) → (N, T, D).
-        attend: for `attention`.
+
+        attend: in place of `attention`.
         """
         vectors = self.adaLN_modulation(c).chunk(6, dim=1)  # each (N, D)
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = vectors
-        x = torch.addcmul(
-            x,
-            gate_msa.unsqueeze(1),
-            self.attn(modulate(self.norm1(x), shift_msa, scale_msa), attend),
-        )
-        return torch.addcmul(
-            x, gate_mlp.unsqueeze(1), self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp))
-        )
+        h = modulate(self.norm1(x), shift_msa, scale_msa)
+        x = torch.addcmul(x, gate_msa.unsqueeze(1), self.attn(h, attend))
+        h = modulate(self.norm2(x), shift_mlp, scale_mlp)
+        return torch.addcmul(x, gate_mlp.unsqueeze(1), self.mlp(h))
 
 
 class FinalLayer(nn.Module):
-    """Adaptive LayerNorm, then the projection of tokens to patches. (N, T, D), (N, D) →
-    (N, T, p²·out_channels).
+    """Adaptive LayerNorm, then the projection of tokens to patches.
+
+    (N, T, D), (N, D) → (N, T, p²·out_channels).
     """
 
     def __init__(self, hidden_size: int, patch_size: int, out_channels: int):
@@ -240,9 +247,9 @@ class FinalLayer(nn.Module):
 class DiT(nn.Module):
     """Diffusion transformer over latent patches.
 
-    `input_size` is the latent's side (the picture's side / 8). With `learn_sigma` the
-    output has 2C channels: the noise estimate, then the values that interpolate the log
-    variance (Nichol & Dhariwal 2021, arXiv:2102.09672, eq. 15).
+    `input_size` is the latent's side (the picture's side / 8). With `learn_sigma` the output has 2C
+    channels: the noise estimate, then the values that interpolate the log variance (Nichol &
+    Dhariwal 2021, arXiv:2102.09672, eq. 15).
     """
 
     attend = staticmethod(attention)
@@ -270,19 +277,18 @@ class DiT(nn.Module):
         self.x_embedder = PatchEmbed(input_size, patch_size, in_channels, hidden_size)
         self.t_embedder = TimestepEmbedder(hidden_size)
         self.y_embedder = LabelEmbedder(num_classes, hidden_size, class_dropout_prob)
-        self.pos_embed = nn.Parameter(
-            torch.zeros(1, self.x_embedder.num_patches, hidden_size), requires_grad=False
-        )
-        self.blocks = nn.ModuleList(
-            [DiTBlock(hidden_size, num_heads, mlp_ratio) for _ in range(depth)]
-        )
+        pos_embed = torch.zeros(1, self.x_embedder.num_patches, hidden_size)
+        self.pos_embed = nn.Parameter(pos_embed, requires_grad=False)
+        blocks = [DiTBlock(hidden_size, num_heads, mlp_ratio) for _ in range(depth)]
+        self.blocks = nn.ModuleList(blocks)
         self.final_layer = FinalLayer(hidden_size, patch_size, self.out_channels)
         self.initialize_weights()
 
     def initialize_weights(self) -> None:
-        """Initialise linears by Xavier, embeddings by normals of standard deviation 0.02,
-        adaLN and the last layer by zeros, so that every block starts as the identity
-        (section 3.2). No-op on the meta device.
+        """Initialise linears by Xavier, embeddings by normals of standard deviation 0.02.
+
+        adaLN and the last layer are zeros, so that every block starts as the identity (section
+        3.2). No-op on the meta device.
         """
         if self.final_layer.linear.weight.is_meta:
             return
@@ -295,11 +301,9 @@ class DiT(nn.Module):
 
         self.apply(xavier)
         self.initialize_patches()
-        for weight in (
-            self.y_embedder.embedding_table.weight,
-            *(self.t_embedder.mlp[i].weight for i in (0, 2)),
-        ):
-            nn.init.normal_(weight, std=0.02)
+        nn.init.normal_(self.y_embedder.embedding_table.weight, std=0.02)
+        nn.init.normal_(self.t_embedder.mlp[0].weight, std=0.02)
+        nn.init.normal_(self.t_embedder.mlp[2].weight, std=0.02)
         modulations = [module.adaLN_modulation[-1] for module in (*self.blocks, self.final_layer)]
         for linear in (*modulations, self.final_layer.linear):
             nn.init.zeros_(linear.weight)
@@ -307,10 +311,9 @@ class DiT(nn.Module):
 
     def initialize_patches(self) -> None:
         """Initialise the patch embedding as a linear layer, and fill the position table."""
-        nn.init.xavier_uniform_(
-            self.x_embedder.proj.weight.view(self.x_embedder.proj.out_channels, -1)
-        )
-        nn.init.zeros_(self.x_embedder.proj.bias)
+        proj = self.x_embedder.proj
+        nn.init.xavier_uniform_(proj.weight.view(proj.out_channels, -1))
+        nn.init.zeros_(proj.bias)
         self.pos_embed.data.copy_(self.position_table())
 
     def position_table(self) -> Tensor:
@@ -326,8 +329,9 @@ class DiT(nn.Module):
         return x.permute(0, 5, 1, 3, 2, 4).reshape(x.shape[0], -1, side * p, side * p)
 
     def embed(self, x: Tensor, tokens: slice = slice(None)) -> Tensor:
-        """Embed latents (N, C, H, W) as tokens with positions (N, T, D); return the slice
-        `tokens` of each row.
+        """Embed latents (N, C, H, W) as tokens with positions (N, T, D).
+
+        Returns the slice `tokens` of each row.
         """
         return (self.x_embedder(x) + self.pos_embed)[:, tokens]
 
@@ -341,12 +345,13 @@ class DiT(nn.Module):
         c: Tensor,
         attend: Callable = attention,
         tokens: slice = slice(None),
-        depth: int | None = None,
+        blocks: Iterable[nn.Module] | None = None,
     ) -> Tensor:
-        """Apply all blocks, or the first `depth`: tokens x (N, T, D), conditioning c (N,
-        D) → (N, T, D). tokens: the slice of each row that x holds.
+        """Apply `blocks`, by default all: tokens x (N, T, D), conditioning c (N, D) → (N, T, D).
+
+        attend: in place of `attention`. tokens: the slice of each row that x holds.
         """
-        for block in list(self.blocks)[:depth]:
+        for block in self.blocks if blocks is None else blocks:
             x = block(x, c, attend)
         return x
 
@@ -355,20 +360,21 @@ class DiT(nn.Module):
         return self.final_layer(x, c)
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
-        """Estimate the noise: latents x (N, C, H, W), timesteps t (N,), labels y (N,) →
-        (N, 2C, H, W), or (N, C, H, W) without learned sigma. Raises ValueError for
-        latents of another size.
+        """Estimate the noise of latents x (N, C, H, W) at timesteps t (N,) for labels y (N,).
+
+        Returns (N, 2C, H, W), or (N, C, H, W) without learned sigma. Raises ValueError for latents
+        of another size.
         """
         c = self.condition(t, y)
         return self.unpatchify(self.head(self.transform(self.embed(x), c), c))
 
     def forward_with_cfg(self, x: Tensor, t: Tensor, y: Tensor, cfg_scale: float) -> Tensor:
-        """Evaluate with classifier-free guidance: x (2N, C, H, W), t (2N,), y (2N,) →
-        (2N, C', H, W).
+        """Evaluate with classifier-free guidance.
 
-        Only the first N rows of x are read, for both halves. y holds N labels, then N
-        null labels. The first three channels of both halves are uncond + cfg_scale·(cond
-        − uncond), as for the published pictures; the others are the half's own output.
+        x (2N, C, H, W), t (2N,), y (2N,) → (2N, C', H, W). Only the first N rows of x are read, for
+        both halves. y holds N labels, then N null labels. The first three channels of both halves
+        are uncond + cfg_scale·(cond − uncond), as for the published pictures; the other channels
+        are the half's output.
         """
         half = x[: len(x) // 2]
         out = self.forward(torch.cat([half, half]), t, y)
@@ -400,20 +406,22 @@ def _constructor(name, network, **config):
 
 
 def _constructors(network):
-    """Return constructors by name for every published size and patch of `network`, DiT or
-    a subclass.
+    """Return constructors by name for every published size and patch of a network.
+
+    network: DiT or a subclass.
     """
     name = network.__name__
-    return {
-        f"{name}-{size}/{p}": _constructor(f"{name}_{size}_{p}", network, patch_size=p, **config)
-        for size, config in _SIZES.items()
-        for p in (2, 4, 8)
-    }
+    constructors = {}
+    for size, config in _SIZES.items():
+        for p in (2, 4, 8):
+            build = _constructor(f"{name}_{size}_{p}", network, patch_size=p, **config)
+            constructors[f"{name}-{size}/{p}"] = build
+    return constructors
 
 
 DiT_models = _constructors(DiT)
-# A small model, trained on drawn pictures, shipped with its weights. Head dim 72 as in
-# XL, so XL's kernels run on it.
+# A small model, trained on drawn pictures, shipped with its weights. Head dim 72 as in XL, so XL's
+# kernels run on it.
 _DEMO = dict(patch_size=2, depth=6, hidden_size=216, num_heads=3, input_size=16, num_classes=8)
 DiT_models["DiT-Demo/2"] = _constructor("DiT_Demo_2", DiT, **_DEMO)
 globals().update({build.__name__: build for build in DiT_models.values()})

@@ -6,15 +6,16 @@ each as in `sample_ddp.py`.
 
 import sys
 
-from accel import start
+from accel import launch
 
 if __name__ == "__main__":
-    start.begin()
+    launch.begin()
 
 from accel.command_line import add_arguments, request_from, user_errors
-from accel.output import require_writable
+from accel.driver import import_torch
+from accel.ranks import Ranks
 from accel.request import SPEED, GridRequest
-from sample_ddp import RankParser, sample
+from sample_ddp import RankParser, require_outputs, sample
 
 EXAMPLES = """examples:
   python sample.py --image-size 512 --labels "golden retriever" 207  one grid, sample.png
@@ -27,7 +28,7 @@ def make_parser() -> RankParser:
     description = "Sample class-conditional pictures from a diffusion transformer."
     parser = RankParser(prog="sample.py", description=description, epilog=EXAMPLES)
     groups = add_arguments(parser, GridRequest)
-    groups[SPEED].add_argument("--gpus", **start.GPUS)
+    groups[SPEED].add_argument("--gpus", **launch.GPUS)
     return parser
 
 
@@ -36,36 +37,21 @@ def main() -> None:
     args = parser.parse_args()
     with user_errors(parser):
         request = request_from(args)
-        if start.STARTED_HERE:
+        if launch.STARTED_HERE:
             return sample(request, parser)
-        for path in request.outputs:
-            require_writable(path, request.output_type)
-        if (world := start.world_size(args.gpus, request.device)) > 1:
-            sys.exit(start.run(world, parser.prog))
+        world = launch.world_size(args.gpus, request.device)
+        require_outputs(request)
+        if world > 1:
+            sys.exit(launch.run_ranks(world, parser.prog))
         sample_alone(request)
 
 
 def sample_alone(request: GridRequest) -> None:
     """Make the pictures in this process."""
-    start.import_torch(request.device)  # after the cheap checks: it is slow
-    from accel import door, loading
-    from accel.progress import Stopwatch
+    import_torch(request.device)  # after the cheap checks: it is slow
+    from accel.grid import make_grid
 
-    watch = Stopwatch(loading.choose_device(request.device))
-    with watch.phase("load"):
-        settings, run, decoder = door.ready(request)
-    print(door.describe(settings, run))
-
-    door.warm_up(settings, run, watch)
-    if decoder:
-        decoder.load_ahead()
-    latents = door.sample(settings, run, watch)  # of each seed
-    del run
-    loading.free_memory(settings.device)
-
-    for path, of_seed in zip(settings.outputs, latents, strict=True):
-        door.save(settings, path, of_seed, watch, decoder)
-    print(f"{', '.join(settings.outputs)}: {watch} · {start.seconds():.2f} s since start")
+    make_grid(request, Ranks())
 
 
 if __name__ == "__main__":

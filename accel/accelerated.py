@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from accel.compare import OTHER, build, own_guidance, require_finite, require_same
 from accel.errors import UsageError
-from accel.families.loaded_module import LoadedModule
+from accel.families.loaded_module import LoadedModule, from_module
 from accel.families.recognise import reference_state
 from accel.graphs import Replayed
 from accel.network import KEPT, unpatchify
@@ -44,7 +45,7 @@ def accelerate(
     overflow, and for a network that computes another function.
     """
     with alone():
-        loaded = LoadedModule(model)
+        loaded = from_module(model)
         device = _device(next(iter(loaded.state.values())).device if device is None else device)
         tier = default_tier(device) if precision is None else precision
         if guidance_channels is not None and not 1 <= guidance_channels <= loaded.fit.in_channels:
@@ -96,14 +97,16 @@ class Accelerated:
         self._loaded = loaded
         state = reference_state(loaded, loaded.fit)
         with self._running():
-            self.network = network = build(state, loaded.model, tier, device)
+            self.network = network = build(state, loaded, tier, device)
             require_finite(network, loaded, tier)
             if check:
                 require_same(network, loaded, tier)
             own = own_guidance(loaded) if check and guidance_channels is None else None
         self._guides = own != OTHER
         self.guidance_channels = (
-            guidance_channels or own or loaded.fit.family.recipe.guidance_channels
+            guidance_channels
+            or own
+            or min(loaded.fit.family.recipe.guidance_channels, loaded.fit.in_channels)
         )
         self.in_channels = loaded.model.in_channels
         self.out_channels = loaded.model.out_channels
@@ -125,26 +128,25 @@ class Accelerated:
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
         """Return (N, C', H, W) in x's dtype from x (N, C, H, W), t (N,), y (N,), as
-        models.DiT.forward does.
+        models.DiT.forward does. It has no gradients: raises ValueError where they are asked for.
         """
         self._require_inputs(x, t, y)
+        _require_no_gradients(x, t)
         with self._running():
-            return self._forward(x, t, y)
+            return self._forward(x.float(), t, y).to(x.dtype)
 
     @torch.no_grad()
     def _forward_guided(self, x, t, y, scale):
         # (2N, C', H, W)
         out = unpatchify(self.network.tokens(x[: len(x) // 2], t, y), self.network.patch_size)
         eps = guided(out, scale, self.guidance_channels)
-        return torch.cat([torch.cat([eps, eps]), out[:, self.guidance_channels :]], dim=1).to(
-            x.dtype
-        )
+        return torch.cat([torch.cat([eps, eps]), out[:, self.guidance_channels :]], dim=1)
 
     def forward_with_cfg(
         self, x: Tensor, t: Tensor, y: Tensor, cfg_scale: float | Tensor
     ) -> Tensor:
         """Return the guided output, as models.DiT.forward_with_cfg. x: (2N, C, H, W), N
-        rows are read; t, y: (2N,).
+        rows are read; t, y: (2N,). It has no gradients, as `forward`.
         """
         if not self._guides:
             raise UsageError(
@@ -158,13 +160,14 @@ class Accelerated:
                 "forward"
             )
         self._require_inputs(x, t, y, multiple=2)
+        _require_no_gradients(x, t, cfg_scale)
         with self._running():
             # On the device: one captured graph serves every value.
             if torch.is_tensor(cfg_scale):
                 cfg_scale = cfg_scale.to(self.device, torch.float32)
             else:
                 cfg_scale = torch.full((), cfg_scale, dtype=torch.float32, device=self.device)
-            return self._guided(x, t, y, cfg_scale)
+            return self._guided(x.float(), t, y, cfg_scale).to(x.dtype)
 
     def __reduce__(self):
         raise UsageError(
@@ -176,7 +179,17 @@ class Accelerated:
         return self.forward(*arguments, **keywords)
 
     def _require_inputs(self, x, t, y, multiple=1):
-        n = len(x)
+        for name, value in (("x", x), ("t", t), ("y", y)):
+            if not torch.is_tensor(value) or value.is_nested or value.layout != torch.strided:
+                form = "nested or sparse" if torch.is_tensor(value) else type(value).__name__
+                raise UsageError(f"{name} is {form}, must be a dense tensor")
+        if not x.is_floating_point():
+            raise UsageError(f"x is {x.dtype}, must be a tensor of floats")
+        if y.dtype not in (torch.int64, torch.int32):
+            raise UsageError(
+                f"y is {y.dtype}, must be numbers of classes: torch.int64 or torch.int32"
+            )
+        n = len(x) if x.ndim else 0
         shape = (self.in_channels, self.input_size, self.input_size)
         if x.shape[1:] != shape or n % multiple or not n:
             rows = "2N" if multiple == 2 else "N"
@@ -259,9 +272,18 @@ class Accelerated:
             loaded = self._loaded
             old = self.network
             require_fit("load_state_dict", state, loaded.model)
-            new = build(
-                state, loaded.model, self.precision, self.device, getattr(old, "tuner", None)
-            )
+            new = build(state, loaded, self.precision, self.device, getattr(old, "tuner", None))
             require_finite(new, loaded, self.precision)
             old.copy_weights(new)
         self._source = None
+
+
+def _require_no_gradients(*inputs):
+    """Raise UsageError if an input is differentiated, in reverse or forward mode."""
+    for value in filter(torch.is_tensor, inputs):
+        reverse = value.requires_grad and torch.is_grad_enabled()
+        if reverse or forward_ad.unpack_dual(value).tangent is not None:
+            raise UsageError(
+                "gradients: this copy has none; call the model itself for gradients, or use "
+                "torch.no_grad() or .detach()"
+            )

@@ -3,12 +3,13 @@
 import argparse
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 
 from accel.errors import USAGE, UsageError, as_usage_error, printable
 from accel.flags import flag_names
+from accel.foreign_flags import nearest, remedy
 from accel.request import GridRequest, Request
 from accel.settings import implied
 
@@ -21,11 +22,29 @@ class OneLineParser(argparse.ArgumentParser):
     command shows a question mark for a character that the terminal cannot show.
     """
 
+    samples = False  # whether people come to it from other repositories' sampling scripts
+
     def __init__(self, **options):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")
+
+    def parse_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """As argparse's. An unknown flag is answered by this command's own of that meaning."""
+        words = sys.argv[1:] if args is None else list(args)
+        flags = self._option_string_actions
+        if self.samples and (line := remedy(words, flags)):
+            self.error(line)
+        parsed, left = self.parse_known_args(words, namespace)
+        for action in self._actions:
+            if action.nargs is None and getattr(parsed, action.dest, None) == []:  # --gpus=--
+                self.error(f"{action.option_strings[0]}: is empty; give a value")
+        if left:
+            self.error(f"unrecognized arguments: {' '.join(left)}{nearest(left, flags)}")
+        return parsed
 
     def error(self, message: str) -> None:
         self.exit(USAGE, f"{self.prog}: {printable(message)}\n")

@@ -4,10 +4,11 @@ function, the same guidance.
 
 import copy
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from accel.errors import UsageError
 from accel.families.loaded_module import LoadedModule
@@ -22,17 +23,21 @@ ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 def build(
-    state: dict[str, Tensor], model: nn.Module, tier: str, device: torch.device, tuner: Any = None
+    state: dict[str, Tensor],
+    loaded: LoadedModule,
+    tier: str,
+    device: torch.device,
+    tuner: Any = None,
 ) -> BlockNetwork:
     """Return the network of a tier: the reference network for fp32 and tf32, an
-    accelerated one otherwise. model: the reference network, without values. The weights
-    are copied.
+    accelerated one otherwise. loaded: the module of which it is. The weights `state`,
+    under the reference network's names, are copied.
     """
     if TIERS[tier].accelerated:
         from accel import fast  # brings Triton; the other tiers need not wait for it
 
-        return fast.build(state, model, tier, device, tuner)
-    model = copy.deepcopy(model)
+        return fast.build(state, loaded.model, loaded.fit.family.pack, tier, device, tuner)
+    model = copy.deepcopy(loaded.model)
     state = {name: value.to(device, torch.float32, copy=True) for name, value in state.items()}
     model.load_state_dict(state, strict=True, assign=True)
     return Plain(model.eval().requires_grad_(False))
@@ -71,7 +76,7 @@ def require_same(network: BlockNetwork, loaded: LoadedModule, tier: str) -> None
     if not outputs[0].any():
         weights = _not_zero(loaded)
         tier = "fp32"
-        network = build(loaded.read(weights), loaded.model, tier, device)
+        network = build(loaded.read(weights), loaded, tier, device)
         outputs = [_evaluate(loaded, weights, t) for t in times]
     tolerance = max(TOLERANCE[tier], ROUNDING.get(next(loaded.module.parameters()).dtype, 0))
     for t, want in zip(times, outputs):
@@ -120,7 +125,9 @@ def own_guidance(loaded: LoadedModule) -> int | None:
 
         # Where guidance changes nothing, every number fits: take the family's.
         usual = loaded.fit.family.recipe.guidance_channels
-        likely = min(range(1, loaded.fit.in_channels + 1), key=lambda n: (error(n), abs(n - usual)))
+        likely = min(
+            range(1, loaded.fit.out_channels + 1), key=lambda n: (error(n), abs(n - usual))
+        )
         found.add(likely if error(likely) <= tolerance else OTHER)
     return found.pop() if len(found) == 1 else OTHER
 
@@ -137,9 +144,10 @@ def _not_zero(loaded):
 
 
 def _evaluate(loaded, weights=None, t=None, both=False, scale=None):
-    """Evaluate the module on a batch row of noise, in evaluation mode; weights: in place
-    of its own; both: on two rows, with a class and the null class; scale: by its
-    forward_with_cfg. The module, its mode and the random state are left as they were.
+    """Evaluate the module on a batch row of noise, in evaluation mode, as it is written:
+    compiled parts are not compiled for this. weights: in place of its own; both: its `forward`
+    on two rows, with a class and the null class; scale: its forward_with_cfg on them. The
+    module, its mode and the random state are left as they were.
     """
     first = next(loaded.module.parameters())
     training = [one for one in loaded.module.modules() if one.training]
@@ -151,14 +159,18 @@ def _evaluate(loaded, weights=None, t=None, both=False, scale=None):
     x = x.double() if first.dtype == torch.float64 else x
     gpus = [first.device] if first.is_cuda else []
     half = first.dtype in ROUNDING
+    more = ("forward",) if both else ()
+    if scale is not None:
+        more = "forward_with_cfg", scale
     with (
+        _not_compiled(loaded.module),
         torch.random.fork_rng(gpus),
         torch.autocast(first.device.type, first.dtype if half else None, enabled=half),
     ):
         try:
             for one in training:
                 one.training = False
-            return loaded.evaluate(x, t, y, weights, scale).detach()
+            return loaded.evaluate(x, t, y, weights, *more).detach()
         except Exception as error:  # of code that is not ours
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
             raise UsageError(
@@ -167,3 +179,10 @@ def _evaluate(loaded, weights=None, t=None, both=False, scale=None):
         finally:
             for one in training:
                 one.training = True
+
+
+def _not_compiled(module):
+    """Return a context in which modules that torch compiles run as they are written."""
+    if any(part._compiled_call_impl or hasattr(part, "_orig_mod") for part in module.modules()):
+        return torch.compiler.set_stance("force_eager")
+    return nullcontext()

@@ -68,11 +68,17 @@ class Stopped(Exception):
 
 def as_usage_error(error: BaseException) -> UsageError | None:
     """Return the UsageError for an error that the user can mend: a UsageError itself,
-    memory of the GPU or the machine that ran out, or a write that a disk, a quota or a
-    limit on file sizes refuses. Return None for other errors.
+    memory of the GPU or the machine that ran out, also while torch is loaded, or a write
+    that a disk, a quota or a limit on file sizes refuses. Return None for other errors.
     """
     if isinstance(error, UsageError):
         return error
+    if isinstance(error, ImportError) and "failed to map segment" in str(error):
+        reason = str(error).splitlines()[0]
+        return UsageError(
+            f"torch cannot be loaded ({reason}); raise the limit on memory (ulimit -v), or "
+            "free some"
+        )
     # On a CPU torch raises a RuntimeError like any other.
     if isinstance(error, MemoryError) or re.search("out of memory|allocate memory", str(error)):
         return UsageError(
@@ -97,7 +103,7 @@ def require_equal(settings: dict, others: dict, free: Set[str], owner: str, reme
     names that may differ. The error reads: name value: `owner` other value; `remedy`.
     """
     for name in {**settings, **others}:
-        # off: --forecast is recorded if it is on
+        # off: a setting that the version of one side lacks
         value, other = (one.get(name, "off") for one in (settings, others))
         if value != other and name not in free:
             raise UsageError(f"{name} {value}: {owner} {other}; {remedy}")

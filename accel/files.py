@@ -17,6 +17,7 @@ from typing import IO
 
 NO_FILE = "is a folder, a pipe, a socket, a device or a link, not a file"
 SMALL = 2**24  # bytes: no plan, record, cache or configuration comes near it
+REPEATED = 200  # bytes of a file's name that its temporary name has, of the 255 of any name
 
 
 @contextmanager
@@ -35,7 +36,7 @@ def atomic_write(
     path = Path(os.path.realpath(path)) if through_link else Path(path)
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, NO_FILE, str(path))
-    partial = path.with_name(f".{path.name[:200]}.{secrets.token_hex(8)}.part")
+    partial = path.with_name(_partial_name(path.name))
     try:
         handle = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except OSError as error:
@@ -55,6 +56,15 @@ def atomic_write(
         raise
 
 
+def _partial_name(name):
+    return f".{repeated(name)}.{secrets.token_hex(8)}.part"
+
+
+def repeated(name: str) -> str:
+    """Return the beginning of a file's name that its temporary name has: whole characters."""
+    return os.fsencode(name)[:REPEATED].decode(errors="ignore")
+
+
 def remove_partial_files(folder: Path, name: str) -> None:
     """Remove temporary files that killed processes left in `folder`; name: a regular
     expression of the files meant.
@@ -72,6 +82,16 @@ def require_writable(folder: str | Path) -> None:
     """
     with tempfile.TemporaryFile(dir=folder):
         pass
+
+
+def require_name(path: str | Path) -> None:
+    """Raise OSError if the file system refuses the name of a file or of its temporary file,
+    such as for its length.
+    """
+    path = Path(path)
+    for name in (path.name, _partial_name(path.name)):
+        with suppress(FileNotFoundError):
+            os.lstat(path.with_name(name))
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> IO[bytes]:

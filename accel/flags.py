@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.errors import UsageError, path_errors, shown
-from accel.files import require_writable
+from accel.files import require_name, require_writable
 
 
 def flag(help: str, default: Any = None, **argument) -> Any:
@@ -77,7 +77,7 @@ def _converted(name, value, kind, number_too=False):
             return value
         if kind is float and isinstance(value, numbers.Real) and not isinstance(value, bool):
             return float(value)
-        if kind in (int, str) and not isinstance(value, bool):
+        if kind in (int, str) and not _is_bool(value):
             return operator.index(value)
     except (TypeError, RuntimeError, OverflowError):
         pass
@@ -89,6 +89,11 @@ def _converted(name, value, kind, number_too=False):
     raise UsageError(f"`{name}={shown(repr(value))}`: must be {words.get(kind, 'a whole number')}")
 
 
+def _is_bool(value):
+    """Return whether a value is True or False, also torch's and numpy's."""
+    return str(getattr(value, "dtype", type(value).__name__)) in ("bool", "torch.bool")
+
+
 def check_writable(path: str | Path, name: str = "output") -> None:
     """Make the folder of a file and prove that the file, or a link's target, can be
     written. name: the parameter. Raises UsageError.
@@ -98,4 +103,5 @@ def check_writable(path: str | Path, name: str = "output") -> None:
         if target.exists() and not target.is_file():
             raise UsageError(f"`{name}={path}`: is a folder, a device or a pipe; name a file")
         target.parent.mkdir(parents=True, exist_ok=True)
+        require_name(target)
         require_writable(target.parent)

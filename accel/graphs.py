@@ -1,10 +1,11 @@
-"""CUDA graphs: a step's kernels are recorded once and launched as one, so that the GPU
-never waits for the host.
+"""CUDA graphs: a step's kernels are recorded once and launched as one.
+
+So the GPU never waits for the host.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,27 +13,25 @@ from accel.kernels import cuda
 
 
 def capture(step: Callable[[], object]) -> Callable[[], None]:
-    """Record `step` on the current GPU and return its replay, which gives the same bits
-    unless it draws random numbers.
+    """Record `step` on the current GPU and return its replay.
 
-    step: takes no arguments, works on tensors at fixed addresses and never waits for the
-    device. It is run once before it is recorded, to compile kernels and choose
-    algorithms.
+    The replay gives the same bits unless the step draws random numbers. step: takes no arguments,
+    works on tensors at fixed addresses and never waits for the device. It is run once before it is
+    recorded, to compile kernels and choose algorithms.
     """
-    # torch's own capture stream would stay on the GPU of the first capture
+    # torch's capture stream would stay on the GPU of the first capture.
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    # torch keeps a workspace of cuBLAS for each stream, whose address a graph records. An
-    # earlier graph's is freed with that graph, or by torch.compile: each graph makes its
-    # own.
+    # torch keeps a workspace of cuBLAS for each stream, whose address a graph records. An earlier
+    # graph's is freed with that graph, or by torch.compile: each graph makes a new one.
     torch._C._cuda_clearCublasWorkspaces()
     with cuda.recording(graph, stream):
         step()
-    torch._C._cuda_clearCublasWorkspaces()  # later work must not use this graph's
+    torch._C._cuda_clearCublasWorkspaces()  # later work must not use this graph's workspace
     return graph.replay
 
 
@@ -44,8 +43,9 @@ class Latest(OrderedDict):
         self.most = most
 
     def obtain(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Return the entry of `key`; make it if absent, after dropping the one unused for
-        longest.
+        """Return the entry of `key`, made if absent.
+
+        Before another entry is made, the one unused for longest is dropped.
         """
         if key not in self:
             while self.most is not None and len(self) >= self.most:
@@ -55,13 +55,20 @@ class Latest(OrderedDict):
         return self[key]
 
 
-class Replayed:
-    """A function of tensors that returns a tensor or a tuple of them, captured at its
-    first call and replayed after.
+class Captured(NamedTuple):
+    """A captured function."""
 
-    There is one graph for each combination of shapes, dtypes and other arguments, which
-    holds its tensors; the `kept` used last are kept, by default all. Call from one thread
-    and on one stream at a time.
+    inputs: list[torch.Tensor]  # at the addresses that the graph reads
+    output: Any  # a tensor or a tuple of them, which the graph writes
+    replay: Callable[[], None]
+
+
+class Replayed:
+    """A function of tensors that is captured at its first call and replayed after.
+
+    It returns a tensor or a tuple of them. There is one graph for each combination of shapes,
+    dtypes and other arguments, which holds its tensors; the `kept` used last are kept, by default
+    all. Call from one thread and on one stream at a time.
     """
 
     def __init__(self, function: Callable, kept: int | None = None):
@@ -74,11 +81,13 @@ class Replayed:
             (value.shape, value.dtype) if torch.is_tensor(value) else value for value in arguments
         )
         with torch.cuda.device(tensors[0].device):
-            inputs, output, replay = self.graphs.obtain(key, lambda: self._capture(arguments))
-            for fixed, tensor in zip(inputs, tensors, strict=True):
+            graph = self.graphs.obtain(key, lambda: self._capture(arguments))
+            for fixed, tensor in zip(graph.inputs, tensors, strict=True):
                 fixed.copy_(tensor)
-            replay()
-        return tuple(one.clone() for one in output) if isinstance(output, tuple) else output.clone()
+            graph.replay()
+        if isinstance(graph.output, tuple):
+            return tuple(tensor.clone() for tensor in graph.output)
+        return graph.output.clone()
 
     @torch.inference_mode(False)  # later callers may be in another mode
     @torch.no_grad()
@@ -86,4 +95,5 @@ class Replayed:
         fixed = [value.clone() if torch.is_tensor(value) else value for value in arguments]
         results = []
         replay = capture(lambda: results.append(self.function(*fixed)))
-        return [value for value in fixed if torch.is_tensor(value)], results[-1], replay
+        inputs = [value for value in fixed if torch.is_tensor(value)]
+        return Captured(inputs, results[-1], replay)

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from accel.errors import UsageError
-from accel.families.loaded_module import LoadedModule
 from accel.families.recognise import Fit, reference_state, require_sinusoid
 from accel.gpu import missing_code
 from accel.network import WHOLE, Batch, Network, Part, Plain, overflows, remedy
 from accel.precision import TIERS, apply_precision, supports
-from accel.weights.checkpoint import Checkpoint
+from accel.weights import Weights
 
 if TYPE_CHECKING:  # chooses GEMMs: other tiers need not wait for it
     from accel.kernels.linear import Tuner
@@ -52,7 +51,7 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def load(
-    weights: Checkpoint | LoadedModule,
+    weights: Weights,
     fit: Fit,
     tier: str,
     device: torch.device,
@@ -69,8 +68,8 @@ def load(
     weights that this rank reads and holds. Raises UsageError for weights that are
     missing, that belong to another model, or that the tier cannot hold.
     """
-    network = load_network(weights, fit, tier, device, batch, tuner, part)
-    weights.close()
+    with weights.reading():
+        network = load_network(weights, fit, tier, device, batch, tuner, part)
     network.tune({prod(rows) * (batch.side // network.patch_size) ** 2 for rows in batch.rows})
     if not TIERS[tier].accelerated or tier == "bf16":
         return network, tier
@@ -90,7 +89,7 @@ def load(
 
 
 def load_network(
-    weights: Checkpoint | LoadedModule,
+    weights: Weights,
     fit: Fit,
     tier: str,
     device: torch.device,
@@ -106,13 +105,14 @@ def load_network(
     table = state.get("pos_embed")
     # a function of the grid: any size will do
     if table is not None and table.shape != model.pos_embed.shape:
-        require_sinusoid(weights.name, state, fit, "sample at the size that it was trained at")
+        require_sinusoid(weights.name, table, "sample at the size that it was trained at")
         state = {**state, "pos_embed": model.position_table()}
     if TIERS[tier].accelerated or part.ranks > 1:  # a reference network is never divided
+        pack = fit.family.pack
         from accel import fast  # brings Triton; the other tiers need not wait for it
 
         try:
-            return fast.load(state, model, tier, device, prod(batch.rows[0]), tuner, part)
+            return fast.load(state, model, pack, tier, device, prod(batch.rows[0]), tuner, part)
         except UsageError:
             raise
         except ValueError as error:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from accel.errors import path_errors
 from accel.files import atomic_write
 from accel.flags import check_writable
-from accel.labels import file_name
+from accel.labels import NULL, file_name
 
 if TYPE_CHECKING:  # torch is slow to import
     from torch import Tensor
@@ -30,7 +30,7 @@ def picture_names(labels: tuple[int, ...], class_names: tuple[str, ...]) -> list
     they are unknown.
     """
     words = [
-        file_name(class_names[label].split(",")[0])[:MOST_OF_NAME] if class_names else ""
+        file_name([*class_names, NULL][label].split(",")[0])[:MOST_OF_NAME] if class_names else ""
         for label in labels
     ]
     return [

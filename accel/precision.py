@@ -2,6 +2,7 @@
 in accel/request.py.
 """
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,6 +22,18 @@ class Tier(NamedTuple):
     hardware: str = ""
     accelerated: bool = False  # runs as a network of accel/fast; the others run the reference model
 
+
+# torch's switches of float32 arithmetic on a GPU, then those of a CPU. One at "none" follows
+# the wider ones. Whoever sets `allow_tf32` sets these too, but not the reverse, and torch
+# raises an error where the two differ: only these are used here.
+GEMMS = torch.backends.cuda.matmul
+CONVOLUTIONS = torch.backends.cudnn.conv
+SWITCHES = {
+    GEMMS: (torch.backends.cudnn, torch.backends),
+    CONVOLUTIONS: (torch.backends.cudnn, torch.backends),
+    torch.backends.mkldnn.matmul: (torch.backends,),
+    torch.backends.mkldnn.conv: (torch.backends,),
+}
 
 _TENSOR_CORES = dict(
     capability=(7, 0), hardware="float16 tensor cores (Volta or later)", accelerated=True
@@ -57,10 +70,14 @@ def require(name: str, tier: str, device: torch.device) -> None:
 def apply_precision(tier: str, device: torch.device) -> None:
     """Set the process-wide switches of `tier`. Raises UsageError if the hardware lacks it."""
     require("precision", tier, device)
-    torch.backends.cuda.matmul.allow_tf32 = tier == "tf32"
+    for switch in SWITCHES:
+        switch.fp32_precision = "ieee"
+    if tier == "tf32":
+        GEMMS.fp32_precision = "tf32"
     # Only the decoder convolves. Beside half precision TF32 loses nothing there, and
     # unlike float16 it cannot overflow.
-    torch.backends.cudnn.allow_tf32 = tier not in ("fp32", "exact")
+    if tier not in ("fp32", "exact"):
+        CONVOLUTIONS.fp32_precision = "tf32"
 
 
 def float32_decoder(tier: str, device: torch.device) -> str:
@@ -81,7 +98,9 @@ def decoder_precision(wanted: str, tier: str, device: torch.device) -> str:
     return wanted
 
 
-_ALONE = threading.RLock()  # backend switches and the capture of a CUDA graph belong to the process
+# Backend switches, default dtype and the capture of a CUDA graph belong to the process.
+_ALONE = threading.RLock()
+_changes: list[ExitStack] = []  # of the process, by the thread that holds the lock
 
 
 @contextmanager
@@ -90,10 +109,9 @@ def alone() -> Iterator[None]:
     autocast, inference mode, gradients, default dtype and default device. Restore the
     backend switches after it.
     """
-    default = torch.get_default_dtype()
     with (
         _ALONE,
-        switches_kept(),
+        _process_kept(),
         torch.inference_mode(False),
         torch.no_grad(),
         ExitStack() as stack,
@@ -103,25 +121,67 @@ def alone() -> Iterator[None]:
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
         torch.set_default_dtype(torch.float32)
-        stack.callback(torch.set_default_dtype, default)
         yield
+
+
+@contextmanager
+def _process_kept():
+    """Restore the switches and the default dtype after the block."""
+    with ExitStack() as changes:
+        changes.enter_context(switches_kept())
+        changes.callback(torch.set_default_dtype, torch.get_default_dtype())
+        _changes.append(changes)
+        try:
+            yield
+        finally:
+            _changes.pop()
+
+
+def _after_fork():
+    """In a child process, free the lock of a thread that was not forked, and undo its
+    changes.
+    """
+    if _ALONE.acquire(blocking=False):  # free, or this thread's
+        _ALONE.release()
+        return
+    _ALONE._at_fork_reinit()  # as the standard library frees its own
+    while _changes:
+        _changes.pop().close()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 @contextmanager
 def switches_kept() -> Iterator[None]:
     """Restore the process-wide switches after the block."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    before = [(switch, _value(switch, *wider)) for switch, wider in SWITCHES.items()]
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+        for switch, value in before:
+            switch.fp32_precision = value
+
+
+def _value(switch, wider=None, *others):
+    """Return the value that a switch has itself, "none" if it follows `wider`. torch shows
+    the value that is followed: change that for a moment, and see whether this one changes.
+    """
+    shown = switch.fp32_precision
+    if shown == "none" or wider is None or wider.fp32_precision != shown:
+        return shown
+    before = _value(wider, *others)
+    wider.fp32_precision = "tf32" if shown == "ieee" else "ieee"
+    follows = switch.fp32_precision != shown
+    wider.fp32_precision = before
+    return "none" if follows else shown
 
 
 @contextmanager
 def convolutions(name: str) -> Iterator[None]:
     """Run the block in the decoder's float32. name: tf32, or fp32, without TF32 anywhere."""
     with switches_kept() if name == "tf32" else true_float32():
-        torch.backends.cudnn.allow_tf32 = name == "tf32"
+        CONVOLUTIONS.fp32_precision = "tf32" if name == "tf32" else "ieee"
         yield
 
 
@@ -131,5 +191,5 @@ def true_float32() -> Iterator[None]:
     float32 GEMMs exact.
     """
     with switches_kept():
-        torch.backends.cuda.matmul.allow_tf32 = False
+        GEMMS.fp32_precision = "ieee"
         yield

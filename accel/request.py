@@ -15,8 +15,8 @@ from accel.families import family_of, model_names, sampler_names
 from accel.flags import checked, flag
 from accel.labels import read_class_names
 from accel.output import SUFFIX, is_folder, of_seed
-from accel.parallel import layouts
-from accel.parallel.layouts import OFF, Layout
+from accel.ranks import layouts
+from accel.ranks.layouts import OFF, Layout
 
 MOST_PIXELS = 8192  # of a side: a mistyped size should not ask for terabytes
 SPEED = "speed"  # a group of --help
@@ -48,8 +48,8 @@ class Request:
         bounds=(1, MOST_PIXELS),
     )
     cfg_scale: float = what(
-        "strength of classifier-free guidance, 1 or more; default: what the model implies, 4.0 "
-        "unless its recipe says otherwise",
+        "strength of classifier-free guidance: 1 is none, 0 the null label's estimate on guided "
+        "channels; default: what the model implies, 4.0 unless its recipe says otherwise",
     )
     num_sampling_steps: int = what(
         "denoising steps, up to 1000; default: the model's, 250", bounds=(1, 1000)
@@ -113,27 +113,28 @@ class Request:
         default="auto",
         choices=("auto", "fp32", "tf32", "fp16"),
     )
-    forecast: str = speed(
-        "off: every step evaluates the network; plan: the steps that scripts/calibrate.py found "
-        "to be enough for these weights, whose pictures it checked",
-        default="off",
-        choices=("off", "plan"),
-    )
 
     ckpt: str = files(
         "weights: a .pt or .safetensors file, a published name (DiT-XL-2-512x512.pt), a folder "
         "in diffusers' layout or with consolidated weights, or a hub id; default: the published "
         "weights for the image size",
     )
+    weights_entry: str = files(
+        "the entry of a training file to sample, such as ema or model; default: ema, else model or "
+        "the first other that is known",
+        metavar="NAME",
+    )
     vae: str = files(
         "decoder: ema, mse (sd-vae-ft-*), a folder, VA-VAE's .pt or a hub id; default: the model's"
+    )
+    num_heads: int = files(
+        "attention heads of weights whose file does not say their number; default: those of the "
+        "model of this size",
+        bounds=(1, 1024),
     )
     latent_stats: str = files(
         "mean and std of the latents' channels, a .pt file: the decoder takes latents × std + "
         "mean; default: the latents_stats.pt beside --vae, if that is a file",
-    )
-    forecast_plan: str = files(
-        "the plan's file; default: beside the checkpoint, CKPT.forecast.json"
     )
     device: str = advanced(
         "where to sample, such as cuda, cuda:1 or cpu; default: a GPU if there is one"
@@ -158,9 +159,9 @@ class Request:
                 f"`tf32={self.tf32}`: conflicts with `precision={self.precision}`; give one"
             )
         _require_seed(self.seed)
-        if self.cfg_scale is not None and not 1 <= self.cfg_scale <= 10**6:
+        if self.cfg_scale is not None and not 0 <= self.cfg_scale <= 10**6:
             raise UsageError(
-                f"`cfg_scale={self.cfg_scale:g}`: must be from 1, no guidance, to 1,000,000"
+                f"`cfg_scale={self.cfg_scale:g}`: must be from 0 to 1,000,000; 1 is no guidance"
             )
         levels = self.guidance_interval
         if levels is not None and not (len(levels) == 2 and 0 <= levels[0] < levels[1] <= 1):
@@ -170,11 +171,6 @@ class Request:
             )
         if not 0 <= self.eta <= 1 or self.eta and self.sampler != "ddim":
             raise UsageError(f"`eta={self.eta:g}`: must be from 0 to 1, and is for `sampler=ddim`")
-        if self.forecast_plan is not None and self.forecast != "plan":
-            raise UsageError(
-                f"`forecast_plan={self.forecast_plan}`: is for `forecast=plan`; add that or drop "
-                "this"
-            )
 
     @property
     def tier(self) -> str | None:
@@ -187,7 +183,7 @@ class GridRequest(Request):
     """Pictures of chosen classes, in one file or a folder, by one process or many."""
 
     labels: tuple = what(
-        'class of each picture, by number or name ("golden retriever"); default: eight '
+        'class of each picture, by number or name ("golden retriever"), or null; default: eight '
         "ImageNet classes, or the first eight of a model with other classes",
         nargs="+",
         metavar="LABEL",

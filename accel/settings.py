@@ -5,23 +5,22 @@ for all that it leaves open.
 itself, and in `settle`, once the weights are open. Imports no torch.
 """
 
-import os
+import re
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from accel.errors import UsageError
 from accel.families import Defaults, family_of
-from accel.labels import find_label, imagenet
+from accel.labels import NULL, find_label, imagenet
 from accel.latents import LatentSpace
-from accel.parallel import layouts
-from accel.parallel.layouts import OFF
+from accel.ranks import layouts
+from accel.ranks.layouts import OFF
 from accel.request import MOST_PIXELS, FidRequest, GridRequest, Request
+from accel.weights import Weights
 
 if TYPE_CHECKING:  # these bring torch
-    from accel.families.loaded_module import LoadedModule
     from accel.families.recognise import Fit
-    from accel.weights.checkpoint import Checkpoint
 
 LABELS = (207, 360, 387, 974, 88, 979, 417, 279)  # of ImageNet; of other classes the first eight
 # of 1000 diffusers rounds two to one time
@@ -38,7 +37,7 @@ class Settings(Request):
     """
 
     request: Request  # as it was asked for
-    weights: "Checkpoint | LoadedModule"
+    weights: Weights
     fit: "Fit"  # of the weights
     space: LatentSpace
 
@@ -101,10 +100,10 @@ class FidSettings(Settings, FidRequest):
 
     @property
     def guided(self) -> bool:
-        """Return whether the network is evaluated with guidance: above a scale of one, as
+        """Return whether the network is evaluated with guidance: not at a scale of one, as
         upstream does.
         """
-        return self.cfg_scale > 1
+        return self.cfg_scale != 1
 
     @property
     def pictures(self) -> str:
@@ -166,7 +165,11 @@ def implied(
     _check_process(known, family)
     if fit:
         known.num_classes = fit.num_classes
-        _check_weights(known, fit)
+        channels = request.guidance_channels or fit.recipe.get("guidance_channels")
+        if channels is None:
+            # all that there are, of latents with fewer than the model guides
+            known.guidance_channels = min(known.guidance_channels, fit.in_channels)
+        _check_weights(known, request, fit)
     if found and isinstance(request, GridRequest):
         _complete_grid(known, request, fit, found["class_names"])
         if sized and request.layout not in (None, OFF):
@@ -177,8 +180,9 @@ def implied(
 
 
 def _decoder(name):
-    """Return the decoder that a file names if it can be found here."""
-    return name if name in ("ema", "mse") or name and os.path.isdir(name) else None
+    """Return the decoder that a file names, published ones by their short names."""
+    published = re.fullmatch(r"(?:stabilityai/)?sd-vae-ft-(ema|mse)", name or "")
+    return published[1] if published else name
 
 
 def _check_size(size, factor, patch_size):
@@ -216,25 +220,23 @@ def _check_process(known, family):
         raise UsageError(
             f"`num_sampling_steps={steps}`: must be from {least} to {most} for `sampler={sampler}`"
         )
-    if known.forecast == "plan" and sampler not in (None, "ddpm"):
-        raise UsageError(
-            f"`forecast=plan`: plans are made for `sampler=ddpm`, not for {sampler}; drop it"
-        )
 
 
-def _check_weights(known, fit):
+def _check_weights(known, request, fit):
     if not fit.null_class and known.cfg_scale != 1:
+        rows = known.num_classes
+        remedy = "use `cfg_scale=1`"
+        if request.num_classes == rows > 1:
+            remedy += f", or `num_classes={rows - 1}` if the last row is the null class"
         raise UsageError(
             f"`cfg_scale={known.cfg_scale:g}`: guidance needs a null class, and these weights "
-            f"were trained without (label table of {known.num_classes} rows); use `cfg_scale=1`"
+            f"were trained without (label table of {rows} rows); {remedy}"
         )
-    if known.guidance_channels > fit.in_channels:
+    # A module's own guidance may reach the learned sigma.
+    most = fit.in_channels if request.guidance_channels else fit.out_channels
+    if known.guidance_channels > most:
         raise UsageError(
-            f"`guidance_channels={known.guidance_channels}`: these latents have {fit.in_channels}"
-        )
-    if not fit.learn_sigma and known.forecast == "plan":
-        raise UsageError(
-            "`forecast=plan`: needs weights with learned sigma, which these have not; drop it"
+            f"`guidance_channels={known.guidance_channels}`: these latents have {most}"
         )
 
 
@@ -251,6 +253,10 @@ def _complete_grid(known, request, fit, names_of_model):
     labels = request.labels or (LABELS if classes == 1000 else range(min(classes, 8)))
     known.labels = tuple(find_label(label, known.class_names, classes) for label in labels)
     if fit and not fit.null_class:
+        if classes in known.labels:
+            raise UsageError(
+                f"`labels={NULL}`: these weights were trained without a null label; give classes"
+            )
         if request.layout not in (None, OFF):
             raise UsageError(
                 f"`parallel={request.parallel}`: shares evaluations with guidance only; use off"

@@ -289,7 +289,7 @@ def model_of(args: Namespace, device: torch.device) -> torch.nn.Module:
         )
         return door.ready(GridRequest(args.model, precision="fp32", **known))[1].network.model
     arguments = dict(input_size=args.latent_size, num_classes=args.num_classes)
-    siblings = family_of(args.model).part("weights").MODELS.values()
+    siblings = family_of(args.model).part("weights").RECOGNISER.models.values()
     # as the family's trained weights have it
     if any(build.config.get("qk_norm") for build in siblings):
         arguments["qk_norm"] = True
@@ -307,6 +307,7 @@ PLAIN = dict(hoist=False, adaln="torch", gemm="torch", graph=False)  # no optimi
 
 
 def build(
+    name: str,
     model: torch.nn.Module,
     tier: str,
     device: torch.device,
@@ -318,8 +319,8 @@ def build(
     gemm: str = "auto",
     graph: bool = True,
 ) -> Network:
-    """Build the network of a tier with the weights of `model`, a reference network, and
-    set the tier's process-wide switches.
+    """Build the network of a tier with the weights of `model`, the reference network of the
+    model `name`, and set the tier's process-wide switches.
 
     For an accelerated tier: the backends of its ops; hoist: whether a sampling run
     computes the conditioning of its steps ahead; graph: whether a step is a CUDA graph.
@@ -328,7 +329,8 @@ def build(
         precision.apply_precision(tier, device)
     if not precision.TIERS[tier].accelerated:
         return Plain(model)
-    network = fast.build(model.state_dict(), model, tier, device, tuner, gemm)
+    pack = family_of(name).pack
+    network = fast.build(model.state_dict(), model, pack, tier, device, tuner, gemm)
     network.hoists = hoist
     network.captures = graph
     for op, backend in dict(adaln=adaln, last_adaln=adaln, attention=attention).items():

@@ -28,12 +28,11 @@ from accel.families import model_names
 from accel.flags import check_writable, positive
 from accel.kernels.linear import Tuner
 from accel.network import BlockNetwork, Network
-from accel.parallel import planner
-from accel.parallel.groups import Groups
-from accel.parallel.layouts import EXCHANGES, OFF, Layout
-from accel.parallel.placement import Placement
-from accel.parallel.planner import Work
-from accel.parallel.processes import Job, launched, launched_job, own_device
+from accel.ranks import Ranks, planner
+from accel.ranks.launched import launched_ranks, numbers
+from accel.ranks.layouts import EXCHANGES, OFF, Layout
+from accel.ranks.placement import Placement
+from accel.ranks.planner import Work
 from accel.sampling.guidance import Guidance
 from bench import harness
 from bench.steps import Judge
@@ -44,32 +43,32 @@ LAYOUTS = [
 LAYOUTS += [Layout(rows=2), Layout(rows=4)]
 
 
-def runnable(network: BlockNetwork, work: Work, groups: Groups) -> Iterator[Layout]:
+def runnable(network: BlockNetwork, work: Work, ranks: Ranks) -> Iterator[Layout]:
     """Yield the layouts that can run here."""
     for layout in LAYOUTS:
         with suppress(UsageError):
-            planner.check(layout, work.tokens, network.num_heads, groups)
+            planner.check(layout, work.tokens, network.num_heads, ranks)
             yield layout
 
 
-def laid_out(network: BlockNetwork, work: Work, groups: Groups, layout: Layout) -> Network:
+def laid_out(network: BlockNetwork, work: Work, ranks: Ranks, layout: Layout) -> Network:
     """Return the network as this rank evaluates it under `layout`, its GEMMs chosen.
     Every rank calls this function, since all make the groups.
     """
-    planner.tune(network, work, [Placement(layout, groups.job.world)])
-    return groups.apply(network, layout)
+    planner.tune(network, work, [Placement(layout, ranks.world)])
+    return ranks.share(network, layout)
 
 
-def settings(network: BlockNetwork, work: Work, groups: Groups) -> Iterator[tuple[Layout, int]]:
+def settings(network: BlockNetwork, work: Work, ranks: Ranks) -> Iterator[tuple[Layout, int]]:
     """Yield (layout, ranks) to time: one GPU, pictures for each number of ranks, then
     useful layouts.
     """
-    world = groups.job.world
+    world = ranks.world
     pictures = work.pictures
-    for ranks in (1, 2, 4, 8):
-        if ranks <= world and (pictures >= ranks or ranks == world and pictures > 1):
-            yield OFF, ranks
-    for layout in runnable(network, work, groups):
+    for used in (1, 2, 4, 8):
+        if used <= world and (pictures >= used or used == world and pictures > 1):
+            yield OFF, used
+    for layout in runnable(network, work, ranks):
         # Leave out layouts that give a rank only padding, or divide tokens where each GPU
         # could have a picture.
         if layout.rows <= Guidance.copies * pictures and (
@@ -78,37 +77,33 @@ def settings(network: BlockNetwork, work: Work, groups: Groups) -> Iterator[tupl
             yield layout, layout.ranks
 
 
-def time_layouts(args: Namespace, groups: Groups, network: BlockNetwork, work: Work) -> list[dict]:
+def time_layouts(args: Namespace, ranks: Ranks, network: BlockNetwork, work: Work) -> list[dict]:
     """Return a row for each layout of the batch that `args` names, the first of one GPU."""
-    job = groups.job
-    device = groups.device
+    device = ranks.device
     rows = []
     alone = None
-    for layout, ranks in tqdm(
-        [*settings(network, work, groups)], desc="layouts", leave=False, disable=job.rank > 0
+    for layout, gpus in tqdm(
+        [*settings(network, work, ranks)], desc="layouts", leave=False, disable=ranks.rank > 0
     ):
         # A copy, which shares the weights: the graphs of this layout go when it goes.
-        shared = laid_out(network.shallow(network.depth), work, groups, layout)
-        own = (
-            slice(None)
-            if layout != OFF
-            else Placement(OFF, ranks, job.rank).pictures(args.pictures)
-        )
-        active = job.rank < ranks and len(range(args.pictures)[own]) > 0
-        loop = harness.sampling(shared, args, device, rows=own) if active else None
-        plan = str(layout) if layout != OFF else "one GPU" if ranks == 1 else "pictures"
-        row = dict(
-            tier=work.tier, size=args.image_size, labels=args.pictures, gpus=ranks, plan=plan
-        )
-        row |= harness.time_steps(loop, device, args.load, args.window, job.max_over_ranks)
+        shared = laid_out(network.shallow(network.depth), work, ranks, layout)
+        plan = str(layout)
+        pictures = slice(None)
+        if layout == OFF:
+            plan = "one GPU" if gpus == 1 else "pictures"
+            pictures = Placement(OFF, gpus, ranks.rank).pictures(args.pictures)
+        active = ranks.rank < gpus and len(range(args.pictures)[pictures]) > 0
+        loop = harness.sampling(shared, args, device, rows=pictures) if active else None
+        row = dict(tier=work.tier, size=args.image_size, labels=args.pictures, gpus=gpus, plan=plan)
+        row |= harness.time_steps(loop, device, args.load, args.window, ranks.max_over_ranks)
         row["speedup"] = (rows or [row])[0]["ms"] / row["ms"]
-        if ranks == 1 or job.rank < ranks and layout != OFF:
+        if gpus == 1 or ranks.rank < gpus and layout != OFF:
             out = harness.guided(shared, args, device)
-            alone = out if ranks == 1 else alone
+            alone = out if gpus == 1 else alone
             row["error"] = float((out - alone).norm() / alone.norm())
         rows.append(row)
         text = (
-            f"{work.tier} {args.image_size} px {args.pictures} labels  {ranks} GPUs {plan:34} "
+            f"{work.tier} {args.image_size} px {args.pictures} labels  {gpus} GPUs {plan:34} "
             f"{row['ms']:8.3f} ms"
         )
         error = f"  error {row['error']:.1e}" if "error" in row else ""
@@ -118,31 +113,32 @@ def time_layouts(args: Namespace, groups: Groups, network: BlockNetwork, work: W
     return rows
 
 
-def share_pictures(args: Namespace, groups: Groups, record: dict) -> None:
+def share_pictures(args: Namespace, ranks: Ranks, record: dict) -> None:
     """Fill `record` with the layouts of every tier, size and number of labels."""
     for tier, size in ((tier, size) for tier in args.precision for size in args.image_size):
         case = harness.complete(Namespace(**vars(args) | dict(ckpt=None, image_size=size)))
-        model = harness.model_of(case, groups.device)
-        network = harness.build(model, tier, groups.device, Tuner(share=groups.job.from_rank_0))
+        model = harness.model_of(case, ranks.device)
+        tuner = Tuner(share=ranks.from_rank_0)
+        network = harness.build(case.model, model, tier, ranks.device, tuner)
         tokens = (case.latent_size // network.patch_size) ** 2
         for pictures in args.labels:
             case.pictures = pictures
             work = Work(pictures, None, Counter([Guidance.copies]), tokens, tier)
-            record["plans"] += time_layouts(case, groups, network, work)
+            record["plans"] += time_layouts(case, ranks, network, work)
             harness.write(args.output, record)
         del model, network
 
 
-def judge_layouts(args: Namespace, groups: Groups, record: dict) -> None:
+def judge_layouts(args: Namespace, ranks: Ranks, record: dict) -> None:
     """Judge every layout on the demo's 64 pictures in each tier, against fp32 on one GPU."""
-    judge = Judge(1, groups.device)
-    alike = dict(tuner=Tuner(share=groups.job.from_rank_0))
+    judge = Judge(1, ranks.device)
+    alike = dict(tuner=Tuner(share=ranks.from_rank_0))
     for tier in args.precision:
         work = Work(len(judge.labels), None, Counter([Guidance.copies]), judge.tokens, tier)
-        for layout in (OFF, *runnable(judge.reference.network, work, groups)):
-            shared = partial(laid_out, work=work, groups=groups, layout=layout)
-            if groups.job.rank >= layout.ranks:  # idle
-                shared(harness.build(judge.model, tier, groups.device, **alike))
+        for layout in (OFF, *runnable(judge.reference.network, work, ranks)):
+            shared = partial(laid_out, work=work, ranks=ranks, layout=layout)
+            if ranks.rank >= layout.ranks:  # idle
+                shared(harness.build(judge.name, judge.model, tier, ranks.device, **alike))
                 continue
             result = judge.judge(tier, alike, share=shared)
             record["judged"].append(
@@ -159,28 +155,31 @@ def judge_layouts(args: Namespace, groups: Groups, record: dict) -> None:
     harness.write(args.output, record)
 
 
-def measure(args: Namespace, job: Job) -> None:
+def measure(args: Namespace, ranks: Ranks) -> None:
     """Time, and with --gate judge, on every rank of a job; rank 0 writes."""
-    job.run_collectively(lambda: args.output and check_writable(args.output), only=0)
-    args.output = args.output if job.rank == 0 else None
-    device = torch.device(own_device(job, args.device))
+    ranks.run_collectively(lambda: args.output and check_writable(args.output), only=0)
+    args.output = args.output if ranks.rank == 0 else None
+    device = torch.device(ranks.take_device(args.device))
     args.model = args.model or ("DiT-XL/2" if device.type == "cuda" else "DiT-Demo/2")
     args.image_size = args.image_size or [None]
     args.precision = args.precision or [precision.default_tier(device)]
     if device.type != "cuda":
         print(
-            f"{job.world} processes over gloo share this machine's processor; times say nothing "
+            f"{ranks.world} processes over gloo share this machine's processor; times say nothing "
             "about GPUs"
         )
-    job.open_collectives(device)
-    job.wait_for_collectives()
+    ranks.open_collectives()
+    ranks.wait_for_collectives()
     record = dict(
-        kind="parallel", **harness.provenance(device, args.commit), gpus=job.world, model=args.model
+        kind="parallel",
+        **harness.provenance(device, args.commit),
+        gpus=ranks.world,
+        model=args.model,
     )
     record |= dict(load_seconds=args.load, plans=[], judged=[])
     if args.gate:
-        judge_layouts(args, Groups(job, device), record)
-    share_pictures(args, Groups(job, device), record)
+        judge_layouts(args, ranks, record)
+    share_pictures(args, ranks, record)
 
 
 def main() -> None:
@@ -209,11 +208,11 @@ def main() -> None:
     with user_errors(parser):
         for size in args.image_size or []:
             harness.complete(Namespace(model=args.model or "DiT-XL/2", ckpt=None, image_size=size))
-        if launched()[1] < 2:
+        if numbers().world < 2:
             launcher = "torchrun --standalone --nproc_per_node=4 bench/many_gpus.py"
             raise UsageError(f"there is nothing to share with one process: {launcher}")
-    with launched_job("many_gpus.py") as job:
-        measure(args, job)
+    with launched_ranks("many_gpus.py") as ranks:
+        measure(args, ranks)
 
 
 if __name__ == "__main__":

@@ -199,7 +199,7 @@ def run(args: Namespace, device: torch.device) -> dict:
     """
     model = harness.model_of(args, device)
     cuda = device.type == "cuda"
-    network = harness.build(model, args.precision, device)
+    network = harness.build(args.model, model, args.precision, device)
     loop = harness.sampling(network, args, device)
     timed = harness.time_steps(loop, device, args.load, args.window)
     ceiling = ceilings(args.precision, device)

@@ -66,7 +66,7 @@ def work(args: Namespace, device: torch.device) -> None:
         y = torch.arange(rows, device=device)
         for (name, model), tier in product(models, ("fp16", "exact")):
             x = noise(rows, model.in_channels, args.side, args.side)
-            network = harness.build(model, tier, device, graph=captured)
+            network = harness.build(name, model, tier, device, graph=captured)
             run(f"{name}, {tier}, {rows} rows", network.forward, x, t, y)
             if rows % 2 == 0:
                 job = Namespace(

@@ -79,7 +79,7 @@ class Reference:
             (0.02, 0.5, 0.98) if family_of(args.model).prediction == "velocity" else (980, 500, 20)
         )
         self.t = [torch.full((2,), t, device=device) for t in times]
-        wide = harness.build(copy.deepcopy(model).double(), "fp32", device)
+        wide = harness.build(args.model, copy.deepcopy(model).double(), "fp32", device)
         self.out = [wide.forward(self.x.double(), t, self.y) for t in self.t]
 
     @torch.no_grad()
@@ -104,6 +104,7 @@ class Judge:
     ):
         request = GridRequest(model, precision="fp32", num_sampling_steps=steps, device=str(device))
         settings, self.reference, self.decoder = door.ready(request)
+        self.name = model
         self.model = self.reference.network.model
         self.tokens = settings.tokens
         self.seeds = range(seeds)
@@ -116,7 +117,9 @@ class Judge:
         """Return (n, H, W, 3) uint8 for each seed. share: turns the network into one that
         GPUs share.
         """
-        network = share(harness.build(self.model, tier, self.reference.device, **switches))
+        network = share(
+            harness.build(self.name, self.model, tier, self.reference.device, **switches)
+        )
         run = self.reference._replace(network=network, tier=tier)
         latents = [run.latents(self.labels, seed) for seed in self.seeds]
         precision.apply_precision("fp32", run.device)  # the decoder is not under comparison
@@ -166,7 +169,7 @@ def climb(args: Namespace, device: torch.device, rungs: list[Rung]) -> Iterator[
         return row
 
     for name, tier, switches in rungs:
-        row = measure(name, partial(harness.build, model, tier, device, **switches))
+        row = measure(name, partial(harness.build, args.model, model, tier, device, **switches))
         if judge and name != "fp32" and "ms" in row:
             row["judged"] = judge.judge(tier, switches)
         yield row

@@ -219,14 +219,6 @@ class GaussianDiffusion:
         rows = torch.from_numpy(np.stack(list(tables.values()))).to(torch.float32).to(device)
         return dict(zip(tables, rows.unbind(0)))
 
-    @property
-    def learns_range(self) -> bool:
-        """Return whether the model predicts the noise and a variance in its range, as DiT does."""
-        return (
-            self.model_mean_type is ModelMeanType.EPSILON
-            and self.model_var_type is ModelVarType.LEARNED_RANGE
-        )
-
     def __getstate__(self):
         return {**vars(self), "_device_tables": {}}  # copies and pickles carry no device memory
 
@@ -303,7 +295,7 @@ class GaussianDiffusion:
             raise ValueError(
                 f"t: expected one timestep per row of x, ({x.shape[0]},), got {tuple(t.shape)}"
             )
-        output = model(x, self.original_timesteps(t), **(model_kwargs or {}))
+        output = model(x, self._scale_timesteps(t), **(model_kwargs or {}))
         output, extra = output if isinstance(output, tuple) else (output, None)
         return {
             **self._output_mean_variance(output, x, t, clip_denoised, denoised_fn),
@@ -325,7 +317,7 @@ class GaussianDiffusion:
         if self.model_mean_type is ModelMeanType.PREVIOUS_X:
             mean = prediction
         else:
-            mean = self._posterior_mean(pred_xstart, x, t)
+            mean, _, _ = self.q_posterior_mean_variance(x_start=pred_xstart, x_t=x, t=t)
         return {
             "mean": mean,
             "variance": variance,
@@ -349,10 +341,10 @@ class GaussianDiffusion:
     def _predict_xstart(self, prediction, x, t):
         """Return x_0 for a prediction of type `model_mean_type`."""
         if self.model_mean_type is ModelMeanType.EPSILON:
-            return self._predict_xstart_from_eps(x, t, prediction)
+            return self._predict_xstart_from_eps(x_t=x, t=t, eps=prediction)
         if self.model_mean_type is ModelMeanType.START_X:
             return prediction
-        return self._predict_xstart_from_xprev(x, t, prediction)
+        return self._predict_xstart_from_xprev(x_t=x, t=t, xprev=prediction)
 
     def _predict_xstart_from_eps(self, x_t, t, eps):
         """Solve Ho eq. 4: x_0 = (x_t - sqrt(1 - abar_t) eps) / sqrt(abar_t). It is
@@ -399,10 +391,12 @@ class GaussianDiffusion:
         frac = (values + 1) / 2
         return frac * max_log + (1 - frac) * min_log
 
+    def _scale_timesteps(self, t):
+        """Return what the model and cond_fn receive for t (N,). A subclass may scale it."""
+        return t
+
     def original_timesteps(self, t: Tensor) -> Tensor:
-        """Return the trained process's timesteps for t (N,), as the model and cond_fn
-        receive them.
-        """
+        """Return the trained process's timesteps for t (N,)."""
         return t
 
     # ---- classifier guidance ----
@@ -418,7 +412,7 @@ class GaussianDiffusion:
         """Return mean + variance * grad log p(y | x), Dhariwal algorithm 1. cond_fn(x, t,
         **model_kwargs) returns the gradient, like x. p_mean_var: p_mean_variance's dict.
         """
-        gradient = cond_fn(x, self.original_timesteps(t), **(model_kwargs or {}))
+        gradient = cond_fn(x, self._scale_timesteps(t), **(model_kwargs or {}))
         return p_mean_var["mean"] + p_mean_var["variance"] * gradient
 
     def condition_score(
@@ -434,10 +428,10 @@ class GaussianDiffusion:
         condition_mean.
         """
         eps = self._predict_eps_from_xstart(x, t, p_mean_var["pred_xstart"])
-        gradient = cond_fn(x, self.original_timesteps(t), **(model_kwargs or {}))
+        gradient = cond_fn(x, self._scale_timesteps(t), **(model_kwargs or {}))
         eps = eps - (1 - self._at("alphas_cumprod", t, x)).sqrt() * gradient
         pred_xstart = self._predict_xstart_from_eps(x, t, eps)
-        mean = self._posterior_mean(pred_xstart, x, t)
+        mean, _, _ = self.q_posterior_mean_variance(x_start=pred_xstart, x_t=x, t=t)
         return {**p_mean_var, "pred_xstart": pred_xstart, "mean": mean}
 
     # ---- samplers: one step each ----
@@ -461,12 +455,19 @@ class GaussianDiffusion:
         cond_fn: see condition_mean. Other arguments: see p_mean_variance. Returns a dict:
         sample (x_{t-1}) and pred_xstart, each like x.
         """
-        out = self.p_mean_variance(model, x, t, clip_denoised, denoised_fn, model_kwargs)
+        out = self.p_mean_variance(
+            model,
+            x,
+            t,
+            clip_denoised=clip_denoised,
+            denoised_fn=denoised_fn,
+            model_kwargs=model_kwargs,
+        )
         if noise is None:
             noise = torch.randn_like(x)
         mean = out["mean"]
         if cond_fn is not None:
-            mean = self.condition_mean(cond_fn, out, x, t, model_kwargs)
+            mean = self.condition_mean(cond_fn, out, x, t, model_kwargs=model_kwargs)
         # (N, 1, ...); the last step has no noise
         not_last = (t != 0).float().view(-1, *[1] * (x.ndim - 1))
         sample = mean + not_last * torch.exp(0.5 * out["log_variance"]) * noise
@@ -495,9 +496,16 @@ class GaussianDiffusion:
         eta: 0 for deterministic, 1 for ancestral steps. noise: z, drawn for eta = 0 too.
         cond_fn: see condition_score. Other arguments and result: see p_sample.
         """
-        out = self.p_mean_variance(model, x, t, clip_denoised, denoised_fn, model_kwargs)
+        out = self.p_mean_variance(
+            model,
+            x,
+            t,
+            clip_denoised=clip_denoised,
+            denoised_fn=denoised_fn,
+            model_kwargs=model_kwargs,
+        )
         if cond_fn is not None:
-            out = self.condition_score(cond_fn, out, x, t, model_kwargs)
+            out = self.condition_score(cond_fn, out, x, t, model_kwargs=model_kwargs)
         # Computed from x_0, which may have been clipped.
         eps = self._predict_eps_from_xstart(x, t, out["pred_xstart"])
         abar = self._at("alphas_cumprod", t, x)
@@ -531,9 +539,16 @@ class GaussianDiffusion:
         """
         if eta != 0.0:
             raise ValueError(f"eta {eta}: only the deterministic path (eta 0) runs in reverse")
-        out = self.p_mean_variance(model, x, t, clip_denoised, denoised_fn, model_kwargs)
+        out = self.p_mean_variance(
+            model,
+            x,
+            t,
+            clip_denoised=clip_denoised,
+            denoised_fn=denoised_fn,
+            model_kwargs=model_kwargs,
+        )
         if cond_fn is not None:
-            out = self.condition_score(cond_fn, out, x, t, model_kwargs)
+            out = self.condition_score(cond_fn, out, x, t, model_kwargs=model_kwargs)
         eps = self._predict_eps_from_xstart(x, t, out["pred_xstart"])
         abar_next = self._at("alphas_cumprod_next", t, x)
         sample = out["pred_xstart"] * torch.sqrt(abar_next) + torch.sqrt(1 - abar_next) * eps
@@ -569,7 +584,15 @@ class GaussianDiffusion:
         """
 
         def step(x: Tensor, t: Tensor):
-            return self.p_sample(model, x, t, clip_denoised, denoised_fn, cond_fn, model_kwargs)
+            return self.p_sample(
+                model,
+                x,
+                t,
+                clip_denoised=clip_denoised,
+                denoised_fn=denoised_fn,
+                cond_fn=cond_fn,
+                model_kwargs=model_kwargs,
+            )
 
         yield from self._loop(step, model, shape, noise, device, progress)
 
@@ -599,7 +622,14 @@ class GaussianDiffusion:
 
         def step(x: Tensor, t: Tensor):
             return self.ddim_sample(
-                model, x, t, clip_denoised, denoised_fn, cond_fn, model_kwargs, eta
+                model,
+                x,
+                t,
+                clip_denoised=clip_denoised,
+                denoised_fn=denoised_fn,
+                cond_fn=cond_fn,
+                model_kwargs=model_kwargs,
+                eta=eta,
             )
 
         yield from self._loop(step, model, shape, noise, device, progress)
@@ -650,45 +680,64 @@ class GaussianDiffusion:
             noise = torch.randn_like(x_start)
         x_t = self.q_sample(x_start, t, noise=noise)
         if self.loss_type.is_vb():
-            p = self.p_mean_variance(model, x_t, t, clip_denoised=False, model_kwargs=model_kwargs)
-            vb = self._vb_term_bpd(p, x_start, x_t, t)
-            return {
-                "loss": vb * self.num_timesteps if self.loss_type is LossType.RESCALED_KL else vb
-            }
+            terms = self._vb_terms_bpd(
+                model=model,
+                x_start=x_start,
+                x_t=x_t,
+                t=t,
+                clip_denoised=False,
+                model_kwargs=model_kwargs,
+            )
+            if self.loss_type is LossType.RESCALED_KL:
+                return {"loss": terms["output"] * self.num_timesteps}
+            return {"loss": terms["output"]}
 
-        output = model(x_t, self.original_timesteps(t), **(model_kwargs or {}))
+        output = model(x_t, self._scale_timesteps(t), **(model_kwargs or {}))
         prediction, variance_values = self._split_output(output, x_t)
         if self.model_mean_type is ModelMeanType.EPSILON:
             target = noise
         elif self.model_mean_type is ModelMeanType.START_X:
             target = x_start
         else:
-            target = self._posterior_mean(x_start, x_t, t)
+            target, _, _ = self.q_posterior_mean_variance(x_start=x_start, x_t=x_t, t=t)
         mse = mean_flat((target - prediction) ** 2)
         if variance_values is None:
             return {"mse": mse, "loss": mse}
 
         frozen = torch.cat([prediction.detach(), variance_values], dim=1)
-        p = self._output_mean_variance(frozen, x_t, t, clip_denoised=False)
-        vb = self._vb_term_bpd(p, x_start, x_t, t)
+        terms = self._vb_terms_bpd(
+            model=lambda *_: frozen,
+            x_start=x_start,
+            x_t=x_t,
+            t=t,
+            clip_denoised=False,
+        )
+        vb = terms["output"]
         if self.loss_type is LossType.RESCALED_MSE:
             # 1e-3 of the whole bound for any T: Nichol section 3.1
             vb = vb * (self.num_timesteps / 1000.0)
         return {"mse": mse, "vb": vb, "loss": mse + vb}
 
-    def _vb_term_bpd(self, p, x_start, x_t, t):
-        """Return the bound's term (N,) in bits per dimension, Ho eq. 5: L_{t-1} =
-        KL(q(x_{t-1} | x_t, x_0) || p) or, at t = 0, L_0 = -log p(x_0 | x_1) over 8-bit
-        levels. p: dict with mean and log_variance.
+    def _vb_terms_bpd(self, model, x_start, x_t, t, clip_denoised=True, model_kwargs=None):
+        """Return a dict: output, the bound's term (N,) in bits per dimension, and pred_xstart.
+
+        The term is Ho's eq. 5: L_{t-1} = KL(q(x_{t-1} | x_t, x_0) || p) or, at t = 0,
+        L_0 = -log p(x_0 | x_1) over 8-bit levels. Arguments: as p_mean_variance's.
         """
-        q_mean, _, q_log_variance = self.q_posterior_mean_variance(x_start, x_t, t)
-        kl = mean_flat(normal_kl(q_mean, q_log_variance, p["mean"], p["log_variance"])) / math.log(
-            2.0
+        q_mean, _, q_log_variance = self.q_posterior_mean_variance(x_start=x_start, x_t=x_t, t=t)
+        p = self.p_mean_variance(
+            model,
+            x_t,
+            t,
+            clip_denoised=clip_denoised,
+            model_kwargs=model_kwargs,
         )
+        kl = mean_flat(normal_kl(q_mean, q_log_variance, p["mean"], p["log_variance"]))
         log_p = discretized_gaussian_log_likelihood(
             x_start, means=p["mean"], log_scales=0.5 * p["log_variance"]
         )
-        return torch.where(t == 0, mean_flat(-log_p) / math.log(2.0), kl)
+        nats = torch.where(t == 0, mean_flat(-log_p), kl)
+        return {"output": nats / math.log(2.0), "pred_xstart": p["pred_xstart"]}
 
     def _prior_bpd(self, x_start):
         """Return L_T = KL(q(x_T | x_0) || N(0, I)), Ho eq. 5, (N,) in bits per dimension."""
@@ -714,8 +763,15 @@ class GaussianDiffusion:
             noise = torch.randn_like(x_start)
             x_t = self.q_sample(x_start, t, noise=noise)
             with torch.no_grad():
-                p = self.p_mean_variance(model, x_t, t, clip_denoised, model_kwargs=model_kwargs)
-                terms["vb"].append(self._vb_term_bpd(p, x_start, x_t, t))
+                p = self._vb_terms_bpd(
+                    model,
+                    x_start=x_start,
+                    x_t=x_t,
+                    t=t,
+                    clip_denoised=clip_denoised,
+                    model_kwargs=model_kwargs,
+                )
+                terms["vb"].append(p["output"])
             eps = self._predict_eps_from_xstart(x_t, t, p["pred_xstart"])
             terms["xstart_mse"].append(mean_flat((p["pred_xstart"] - x_start) ** 2))
             terms["mse"].append(mean_flat((eps - noise) ** 2))
@@ -731,3 +787,14 @@ def _device_of(model):
         raise ValueError(
             "device: give it, or noise; the model has no parameters to tell it from"
         ) from None
+
+
+def _extract_into_tensor(arr, timesteps, broadcast_shape):
+    """Return a table's float32 values at timesteps (N,), repeated to broadcast_shape (N, ...).
+
+    arr: float64 (T,). For subclasses that have tables of their own: it copies the table to
+    the device at each call.
+    """
+    values = torch.from_numpy(arr).to(timesteps.device)[timesteps].float()
+    values = values.view(-1, *[1] * (len(broadcast_shape) - 1))
+    return values + torch.zeros(broadcast_shape, device=timesteps.device)

@@ -2,6 +2,7 @@
 (2102.09672), section 4.
 """
 
+import functools
 from collections.abc import Iterable
 
 import numpy as np
@@ -94,9 +95,8 @@ class SpacedDiffusion(ByValue, GaussianDiffusion):
     Its own timesteps are 0 ... num_timesteps - 1; the model and cond_fn receive the
     original timesteps. use_timesteps: the original timesteps to keep. Other arguments: as
     GaussianDiffusion's, with the original betas. Attributes: use_timesteps (set),
-    timestep_map (sorted list: own index to original timestep), original_num_steps,
-    original_alphas_cumprod (float64). Raises ValueError if use_timesteps is empty or
-    reaches outside the process.
+    timestep_map (sorted list: own index to original timestep), original_num_steps. Raises
+    ValueError if use_timesteps is empty or reaches outside the process.
     """
 
     def __init__(self, use_timesteps: Iterable[int], **kwargs):
@@ -104,7 +104,6 @@ class SpacedDiffusion(ByValue, GaussianDiffusion):
         self.timestep_map = sorted(self.use_timesteps)
         base = GaussianDiffusion(**kwargs)
         self.original_num_steps = base.num_timesteps
-        self.original_alphas_cumprod = base.alphas_cumprod
         if (
             not self.timestep_map
             or self.timestep_map[0] < 0
@@ -134,3 +133,45 @@ class SpacedDiffusion(ByValue, GaussianDiffusion):
         t's device.
         """
         return self._tables(t.device)["timestep_map"][t.long()]
+
+    def _wrap_model(self, model):
+        """Return `model` or a cond_fn as a function of this process's t."""
+        if isinstance(model, _WrappedModel):
+            return model
+        wrapped = _WrappedModel(model, self.timestep_map, self.original_num_steps)
+        wrapped.original_timesteps = self.original_timesteps  # from the table on the device
+        return wrapped
+
+    # The model and cond_fn of these receive the original timesteps.
+
+    @functools.wraps(GaussianDiffusion.p_mean_variance)
+    def p_mean_variance(self, model, *args, **kwargs) -> dict[str, Tensor]:
+        return super().p_mean_variance(self._wrap_model(model), *args, **kwargs)
+
+    @functools.wraps(GaussianDiffusion.training_losses)
+    def training_losses(self, model, *args, **kwargs) -> dict[str, Tensor]:
+        return super().training_losses(self._wrap_model(model), *args, **kwargs)
+
+    @functools.wraps(GaussianDiffusion.condition_mean)
+    def condition_mean(self, cond_fn, *args, **kwargs) -> Tensor:
+        return super().condition_mean(self._wrap_model(cond_fn), *args, **kwargs)
+
+    @functools.wraps(GaussianDiffusion.condition_score)
+    def condition_score(self, cond_fn, *args, **kwargs) -> dict[str, Tensor]:
+        return super().condition_score(self._wrap_model(cond_fn), *args, **kwargs)
+
+
+class _WrappedModel:
+    """A model or cond_fn that takes a respaced process's t, its index into timestep_map."""
+
+    def __init__(self, model, timestep_map, original_num_steps):
+        self.model = model
+        self.timestep_map = timestep_map
+        self.original_num_steps = original_num_steps
+
+    def original_timesteps(self, ts):
+        """Return the original timesteps (N,) of ts (N,). It copies the map to ts's device."""
+        return torch.tensor(self.timestep_map, device=ts.device)[ts.long()]
+
+    def __call__(self, x, ts, **kwargs):
+        return self.model(x, self.original_timesteps(ts), **kwargs)

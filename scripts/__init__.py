@@ -3,4 +3,4 @@
 import sys
 
 if sys.argv[0] == "-m":  # while Python looks for the module that it was asked to run
-    __import__("accel.start").start.begin()
+    __import__("accel.launch").launch.begin()

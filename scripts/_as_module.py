@@ -8,6 +8,6 @@ from pathlib import Path
 
 _file = Path(sys.argv[0]).resolve()
 sys.path[0] = str(_file.parents[1])
-__import__("accel.start").start.begin()
+__import__("accel.launch").launch.begin()
 runpy.run_module(f"{_file.parent.name}.{_file.stem}", run_name="__main__", alter_sys=True)
 sys.exit()

@@ -20,12 +20,20 @@ from safetensors.torch import save
 
 from accel.command_line import OneLineParser, user_errors
 from accel.door.opening import fit_of
-from accel.errors import UsageError, shown
+from accel.errors import UsageError, path_errors, shown
 from accel.families import family_of, model_names
-from accel.families.recognise import Fit, ask, recognise, reference_state, require_sinusoid
-from accel.files import atomic_write
+from accel.families.recognise import (
+    Fit,
+    recognise,
+    recogniser_of,
+    reference_state,
+    require_sinusoid,
+)
+from accel.files import atomic_write, repeated, require_name
+from accel.flags import positive
 from accel.latents.files import find
-from accel.weights.checkpoint import Checkpoint
+from accel.weights import Weights
+from accel.weights.checkpoint import open_checkpoint
 from accel.weights.diffusers_layout import WEIGHTS, config_of, to_diffusers, weight_files
 from accel.weights.metadata import OWN, to_header
 from accel.weights.tensor_files import digest, mode_of
@@ -85,7 +93,7 @@ def write(
             else:
                 file.write(save(state, metadata={"format": "pt", **to_header(fit.metadata())}))
         return
-    partial = target.with_name(f".{target.name}.part")
+    partial = target.with_name(f".{repeated(target.name)}.part")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         write_folder(state, fit, partial, pipeline, vae)
@@ -101,6 +109,8 @@ def convert(
     pipeline: bool,
     vae: str | None,
     allow_nonfinite: bool,
+    weights_entry: str | None,
+    num_heads: int | None,
 ) -> None:
     """Check, write, read back and compare. Raises UsageError."""
     target = Path(output)
@@ -108,15 +118,24 @@ def convert(
         raise UsageError(f"`output={target}`: exists; remove it or choose another name")
     if target.suffix not in (".pt", ".safetensors", "") or target.name in (".pt", ".safetensors"):
         raise UsageError(f"`output={target}`: must end in .pt or .safetensors, or name a folder")
+    with path_errors("output", target):
+        require_name(target)
+    try:
+        output.encode()
+    except UnicodeEncodeError:
+        raise UsageError(
+            f"`output={target}`: is not UTF-8, and neither torch nor safetensors opens such a "
+            "name; choose another"
+        ) from None
     if pipeline and target.suffix or vae and not pipeline:
         raise UsageError(
             "`pipeline`: writes a folder, so `output` must name one; `vae` needs `pipeline`"
         )
-    vae = find(vae).decoder if vae else None
-    weights = Checkpoint(ckpt)
-    fit = fit_of(weights, model)
+    vae = find(vae).decoder.path if vae else None
+    weights = open_checkpoint(ckpt, entry=weights_entry)
+    fit = fit_of(weights, model, num_heads=num_heads)
     if target.suffix:
-        state = ask(fit.family, "sampled", weights.state, weights.metadata)
+        state = recogniser_of(fit.family).sampled(weights.state, weights.metadata)
         if dropped := weights.state.keys() - state.keys():
             print(
                 f"{shown(ckpt)}: left out {len(dropped)} entries that only training needs, such "
@@ -134,7 +153,11 @@ def convert(
         raise UsageError(
             f"`output={target}`: cannot write there ({reason}); choose another, or free space"
         ) from None
-    require_equal(target, state, fit)
+    try:
+        require_equal(target, state, fit)
+    except BaseException:  # what cannot be read back is no result
+        shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
+        raise
     total = sum(tensor.numel() for tensor in state.values())
     print(f"{target}: {fit.model}, {len(state)} tensors, {total:,} values, read back equal")
     written = fit.metadata().get("vae") if target.suffix else None  # a folder has no place for it
@@ -145,7 +168,7 @@ def convert(
         print(f"{target}: {null}: it cannot guide these")
 
 
-def diffusers_state(ckpt: str, weights: Checkpoint, fit: Fit) -> dict[str, torch.Tensor]:
+def diffusers_state(ckpt: str, weights: Weights, fit: Fit) -> dict[str, torch.Tensor]:
     """Return the weights without their position table, which diffusers' class computes.
     Raises UsageError for weights that the class cannot compute.
     """
@@ -160,7 +183,7 @@ def diffusers_state(ckpt: str, weights: Checkpoint, fit: Fit) -> dict[str, torch
         )
     state = reference_state(weights, fit)
     off = require_sinusoid(
-        ckpt, state, fit, "diffusers computes the latter; name a .pt or .safetensors file"
+        ckpt, state["pos_embed"], "diffusers computes the latter; name a .pt or .safetensors file"
     )
     if off:
         print(
@@ -172,7 +195,8 @@ def diffusers_state(ckpt: str, weights: Checkpoint, fit: Fit) -> dict[str, torch
 
 def require_finite(ckpt: str, state: dict[str, torch.Tensor], allowed: bool) -> None:
     """Raise UsageError for weights with NaN or infinities, unless they are allowed."""
-    nonfinite = [name for name, tensor in state.items() if not tensor.isfinite().all()]
+    # In float32: float8 has no isfinite.
+    nonfinite = [name for name, tensor in state.items() if not tensor.float().isfinite().all()]
     if nonfinite and not allowed:
         raise UsageError(
             f"`ckpt={ckpt}`: {nonfinite[0]} holds NaN or infinity ({len(nonfinite)} of "
@@ -181,10 +205,8 @@ def require_finite(ckpt: str, state: dict[str, torch.Tensor], allowed: bool) -> 
 
 
 def require_equal(target: Path, state: dict[str, torch.Tensor], fit: Fit) -> None:
-    """Read `target` back. Remove it and raise UsageError unless it holds the same tensors
-    of the same kind.
-    """
-    weights = Checkpoint(target)
+    """Read `target` back. Raise UsageError unless it has the same tensors of the same kind."""
+    weights = open_checkpoint(target)
     again = recognise(str(target), weights.state, weights.metadata)
     back = weights.state
     if not target.suffix:
@@ -198,7 +220,6 @@ def require_equal(target: Path, state: dict[str, torch.Tensor], fit: Fit) -> Non
         if target.suffix and again.metadata().get(name) != value
     ]
     if wrong:
-        shutil.rmtree(target) if target.is_dir() else target.unlink()
         raise UsageError(
             f"`output={target}`: reading it back gave another {', '.join(wrong[:3])}; report this"
         )
@@ -232,6 +253,8 @@ def main() -> None:
         "--vae",
         help="for --pipeline: ema, mse or a folder; without it pass vae= to from_pretrained",
     )
+    add("--weights-entry", metavar="NAME", help="entry of a training file, such as ema or model")
+    add("--num-heads", type=positive, metavar="N", help="attention heads, if the file does not say")
     add(
         "--allow-nonfinite", action="store_true", help="convert weights with NaN or infinities, too"
     )

@@ -1,13 +1,9 @@
 """FID, sFID and Inception Score of pictures, without TensorFlow.
 
-    python -m scripts.fid samples.npz VIRTUAL_imagenet256_labeled.npz     # against ADM's reference
-                                                                          statistics
-    python -m scripts.fid fp16.npz fp32.npz                               # two jobs: does the fast
-                                                                          tier change FID?
-    python -m scripts.fid pictures/ classes/                              # folders of pictures, one
-                                                                          a class or flat
-    python -m scripts.fid fp16.npz fp32.npz --features dinov2             # DINOv2's Fréchet
-                                                                          distance, too
+    python -m scripts.fid samples.npz VIRTUAL_imagenet256_labeled.npz  # ADM's statistics
+    python -m scripts.fid fp16.npz fp32.npz                            # two jobs
+    python -m scripts.fid pictures/ classes/                           # folders of pictures
+    python -m scripts.fid fp16.npz fp32.npz --features dinov2          # DINOv2's distance, too
 
 Network and metrics are torch-fidelity's: Inception as ported from the TensorFlow graph
 that ADM's evaluator runs, FID (Heusel et al. 2017, arXiv:1706.08500), Inception Score
@@ -25,50 +21,52 @@ if not __package__:
 
 import os
 import re
+import warnings
 import zipfile
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
+from typing import IO, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 from tqdm import tqdm
 
 from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError, path_errors, shown
 from accel.files import open_regular, read_json, sha256_of
 from accel.flags import positive
+from accel.picture_files import SUFFIXES, read_picture
 from accel.precision import convolutions
 from accel.request import MOST_PIXELS
-from accel.start import take_failure
+from accel.streams import take_failure
 
 URL = "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth"
 SHA256 = "6726825d"  # of the published weights, the first digits, as torch's hub checks them
 LARGEST = 2**29  # bytes of Inception's weights, which are 95 MB
 # DiT-XL/2's FID, Table 2 of the paper
 PUBLISHED = {"--cfg-scale": 1.5, "--num-sampling-steps": 250, "--vae": "ema"}
-FULL = 50_000
-LEAST = 10  # pictures: of a published figure; one for each part of the Inception Score
-POOL = "2048"
-LOGITS = "logits_unbiased"  # torch-fidelity's names of Inception's outputs
-SPATIAL = "spatial"
+FULL = 50_000  # pictures of a published figure
+LEAST = 10  # pictures: one for each part of the Inception Score
+READERS = 8  # threads that read files
+POOL = "2048"  # torch-fidelity's names of Inception's outputs
+LOGITS = "logits_unbiased"
+SPATIAL = "spatial"  # the name of sFID's features
 CHANNELS = 7  # of TensorFlow's mixed_6/conv, 17×17 each, as ADM's evaluator takes them
 # names in an archive
 STATISTICS = {POOL: ("mu", "sigma", 2048), SPATIAL: ("mu_s", "sigma_s", CHANNELS * 17 * 17)}
-DINOV2 = "dinov2"
-DINOV2_SIDE = 224  # torch-fidelity's name of its output; pixels
+DINOV2 = "dinov2"  # torch-fidelity's name of its output
+DINOV2_SIDE = 224  # pixels
 DINOV2_CODE = "https://github.com/facebookresearch/dinov2"
 DINOV2_URL = "https://dl.fbaipublicfiles.com/dinov2/dinov2_vitl14/dinov2_vitl14_pretrain.pth"
 FID = "frechet_inception_distance"
 SFID = "spatial_frechet_inception_distance"
 FD_DINOV2 = "frechet_dinov2_distance"
 METRICS = {POOL: FID, SPATIAL: SFID, DINOV2: FD_DINOV2}  # FID's name is torch-fidelity's
-# as torchvision's ImageFolder
-SUFFIXES = ".png", ".jpg", ".jpeg", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff"
 
 # pictures (n, 3, H, W) uint8 → features (n, D) by name
 Features = Callable[[torch.Tensor], dict[str, torch.Tensor]]
@@ -85,32 +83,62 @@ class Pictures(torch.utils.data.Dataset):
         self.files = []
         self.statistics = {}
         self.shape = (0,)
+        self.lossy = set()  # the files with lossy compression that `check` has read
         with self.errors():
             if path.is_dir():
                 self.files = _pictures_below(path)
                 if self.files:
-                    self.shape = (len(self.files), *_pixels(self.files[0]).shape)
+                    self.shape = (len(self.files), *read_picture(self.files[0]).pixels.shape)
             else:
                 self._open(zipfile.ZipFile(open_regular(path)))
 
     def _open(self, archive):
+        names = archive.namelist()
         for layer, (mu, sigma, size) in STATISTICS.items():
-            if f"{mu}.npy" not in archive.namelist():
+            if f"{mu}.npy" not in names:
                 break
             self.statistics[layer] = {
-                "mu": _array(archive, mu, size),
-                "sigma": _array(archive, sigma, size, size),
+                "mu": _statistics(archive, mu, size),
+                "sigma": _statistics(archive, sigma, size, size),
             }
-        if "arr_0.npy" in archive.namelist():
-            self.member, self.shape, dtype = _open_array(archive, "arr_0")
-            self.start = self.member.tell()
-            _, *sides = self.shape if len(self.shape) == 4 else (0, 0)
-            if (
-                dtype != np.uint8
-                or sides[2:] != [3]
-                or not 0 < min(sides) <= max(sides) <= MOST_PIXELS
-            ):
-                raise ValueError(f"arr_0 is {dtype} {self.shape}, not uint8 (N, H, W, 3)")
+        if "arr_0.npy" not in names:
+            return
+        array = _open_array(archive, "arr_0")
+        if array.dtype != np.uint8 or not _holds_pictures(array.shape):
+            raise ValueError(f"arr_0 is {array.dtype} {array.shape}, not uint8 (N, H, W, 3)")
+        if array.fortran_order:
+            raise ValueError(
+                "arr_0 is in Fortran order, whose values are not picture after picture: save "
+                "numpy.ascontiguousarray(arr_0)"
+            )
+        self.archive = archive
+        self.member = array.member
+        self.shape = array.shape
+        self.start = array.member.tell()
+
+    def check(self) -> None:
+        """Read all pictures once, so that damage is found before features are computed.
+        Raises UsageError, which names the file.
+        """
+        name = f"checking {self.path.name}"
+        bar = tqdm(total=len(self), unit="picture", desc=name, leave=False)
+        with self.errors(), bar:
+            if not self.files:
+                size = prod(self.shape[1:])
+                with self.archive.open("arr_0.npy") as member:
+                    # Its end has the checksum, which seeking would pass over.
+                    while block := member.read(64 * size):
+                        bar.update(len(block) // size)
+                return
+            pool = ThreadPoolExecutor(READERS)
+            try:
+                pictures = pool.map(self._read_file, self.files)
+                for file, picture in zip(self.files, pictures):
+                    if picture.lossy:
+                        self.lossy.add(file)
+                    bar.update()
+            finally:
+                pool.shutdown(cancel_futures=True)
 
     @contextmanager
     def errors(self) -> Iterator[None]:
@@ -129,34 +157,50 @@ class Pictures(torch.utils.data.Dataset):
         return self.shape[0]
 
     def __getitem__(self, index):
+        [picture] = self.__getitems__([index])
+        return picture
+
+    def __getitems__(self, indices):
+        """Return the pictures of a batch; the data loader asks for it."""
         with self.errors():
             if self.files:
-                pixels = _pixels(self.files[index])
-                if pixels.shape != self.shape[1:]:
-                    raise ValueError(
-                        f"{self.files[index].name} is of another size than {self.files[0].name}"
-                    )
+                with ThreadPoolExecutor(READERS) as pool:
+                    files = [self.files[index] for index in indices]
+                    pictures = [picture.pixels for picture in pool.map(self._read_file, files)]
             else:
-                size = prod(self.shape[1:])
-                self.member.seek(self.start + index * size)
-                pixels = np.frombuffer(self.member.read(size), np.uint8).reshape(self.shape[1:])
-            return torch.tensor(pixels).permute(2, 0, 1)
+                pictures = [self._read_member(index) for index in indices]
+        return [torch.tensor(pixels).permute(2, 0, 1) for pixels in pictures]
+
+    def _read_file(self, file):
+        picture = read_picture(file)
+        if picture.pixels.shape != self.shape[1:]:
+            _, height, width, _ = self.shape
+            raise UsageError(
+                f"{file}: has {picture.size} pixels, {self.files[0].name} {width}x{height}; crop "
+                "and resize all to one size, by the recipe in docs/fid.md"
+            )
+        return picture
+
+    def _read_member(self, index):
+        size = prod(self.shape[1:])
+        self.member.seek(self.start + index * size)
+        return np.frombuffer(self.member.read(size), np.uint8).reshape(self.shape[1:])
 
     def settings(self) -> dict:
         """Return the settings that sample_ddp.py recorded of the job that made the
         pictures; {} for others.
         """
-        folder = (
-            self.path
-            if self.path.is_dir()
-            else self.path.with_name(self.path.name.removesuffix(".npz"))
-        )
+        folder = self.path
+        if not folder.is_dir():
+            folder = folder.with_name(folder.name.removesuffix(".npz"))
         try:
             settings = read_json(folder / ".job" / "settings.json")
         except (OSError, ValueError):
             return {}
         vae = re.search(r"-vae-(.+)-cfg-", folder.name)
-        return {**settings, **({"--vae": vae[1]} if vae else {})}
+        if vae:
+            settings["--vae"] = vae[1]
+        return settings
 
 
 def _pictures_below(folder):
@@ -167,47 +211,66 @@ def _pictures_below(folder):
     def fail(error):
         raise error
 
-    found = []
+    files = []
     seen = set()
     for place, folders, names in os.walk(folder, onerror=fail, followlinks=True):
         real = os.path.realpath(place)
-        folders[:] = [name for name in folders if not name.startswith(".") and real not in seen]
-        if real not in seen:
-            found += [Path(place, name) for name in names if Path(name).suffix.lower() in SUFFIXES]
+        if real in seen:
+            folders.clear()
+            continue
         seen.add(real)
-    return sorted(found)
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        files += [Path(place, name) for name in names if Path(name).suffix.lower() in SUFFIXES]
+    return sorted(files)
 
 
-def _pixels(file):
-    with open_regular(file) as opened, Image.open(opened) as image:
-        if max(image.size) > MOST_PIXELS:
-            raise ValueError(f"{file.name} has a side of over {MOST_PIXELS} pixels")
-        return np.asarray(image.convert("RGB"))
+class Array(NamedTuple):
+    """An array of an archive, open at its values."""
+
+    member: IO[bytes]
+    shape: tuple[int, ...]
+    fortran_order: bool
+    dtype: np.dtype
 
 
 def _open_array(archive, name):
-    """Return an archive's member, open at its values, with shape and dtype. Raises
-    ValueError, before anything is inflated, if the size in the archive's directory is not
-    that of the shape.
+    """Return an archive's array. Raises ValueError, before anything is inflated, if the
+    size in the archive's directory is not that of the shape.
     """
     info = archive.getinfo(f"{name}.npy")
     member = archive.open(info)
-    np.lib.format.read_magic(member)
-    shape, _, dtype = np.lib.format.read_array_header_1_0(member)
-    if info.file_size != member.tell() + prod(shape) * dtype.itemsize:
-        raise ValueError(f"{name} holds {info.file_size:,} bytes, not those of {dtype} {shape}")
-    return member, shape, dtype
-
-
-def _array(archive, name, *shape):
-    """Return statistics of an archive in float64."""
-    _, found, dtype = _open_array(archive, name)
-    if found != shape or dtype.kind != "f":
-        raise ValueError(f"{name} is {dtype} {found}, not of Inception's {shape[0]} features")
-    array = np.lib.format.read_array(archive.open(f"{name}.npy")).astype(np.float64)
-    if not np.isfinite(array).all():
-        raise ValueError(f"{name} holds values that are not finite")
+    version = np.lib.format.read_magic(member)
+    if version == (1, 0):
+        header = np.lib.format.read_array_header_1_0(member)
+    else:
+        header = np.lib.format.read_array_header_2_0(member)
+    array = Array(member, *header)
+    if info.file_size != member.tell() + prod(array.shape) * array.dtype.itemsize:
+        raise ValueError(
+            f"{name} holds {info.file_size:,} bytes, not those of {array.dtype} {array.shape}"
+        )
     return array
+
+
+def _holds_pictures(shape):
+    """Return whether a shape is (N, H, W, 3), and no side is too large."""
+    if len(shape) != 4:
+        return False
+    _, height, width, channels = shape
+    return channels == 3 and min(height, width) > 0 and max(height, width) <= MOST_PIXELS
+
+
+def _statistics(archive, name, *shape):
+    """Return an array of statistics in float64."""
+    array = _open_array(archive, name)
+    if array.shape != shape or array.dtype.kind != "f":
+        raise ValueError(
+            f"{name} is {array.dtype} {array.shape}, not of Inception's {shape[0]} features"
+        )
+    values = np.lib.format.read_array(archive.open(f"{name}.npy")).astype(np.float64)
+    if not np.isfinite(values).all():
+        raise ValueError(f"{name} holds values that are not finite")
+    return values
 
 
 def find_weights(given: Path | None) -> tuple[Path, bool]:
@@ -227,11 +290,9 @@ def find_weights(given: Path | None) -> tuple[Path, bool]:
                 "name the file"
             ) from None
     with path_errors("inception_weights", path), open_regular(path) as file:
-        inflated = (
-            sum(info.file_size for info in zipfile.ZipFile(file).infolist())
-            if zipfile.is_zipfile(file)
-            else 0
-        )
+        inflated = 0
+        if zipfile.is_zipfile(file):
+            inflated = sum(info.file_size for info in zipfile.ZipFile(file).infolist())
         if max(inflated, os.fstat(file.fileno()).st_size) > LARGEST:
             raise UsageError(
                 f"--inception-weights {path}: are not Inception's, which have 95 MB; take {URL}"
@@ -243,7 +304,6 @@ def load_inception(path: Path, cuda: bool) -> Features:
     """Load torch-fidelity's Inception: features (n, 2048), logits without bias (n, 1008),
     sFID's features (n, 2023).
     """
-    how = dict(cuda=cuda, feature_extractor_weights_path=str(path), verbose=False)
     try:
         from torch_fidelity.utils import create_feature_extractor
 
@@ -254,7 +314,13 @@ def load_inception(path: Path, cuda: bool) -> Features:
             raise ValueError("too large")
         if not all(value.isfinite().all() for value in state.values()):
             raise ValueError("values that are not finite")
-        network = create_feature_extractor("inception-v3-compat", [POOL, LOGITS], **how)
+        network = create_feature_extractor(
+            "inception-v3-compat",
+            [POOL, LOGITS],
+            cuda=cuda,
+            feature_extractor_weights_path=str(path),
+            verbose=False,
+        )
     except ImportError:
         raise UsageError("torch-fidelity is not installed: pip install torch-fidelity") from None
     except Exception as error:  # whatever other files raise
@@ -264,20 +330,16 @@ def load_inception(path: Path, cuda: bool) -> Features:
         ) from None
 
     def features(pictures):
-        found = []
-        # torch-fidelity converts the weights of TensorFlow's mixed_6/conv to
-        # Mixed_6d.branch1x1.
-        with network.Mixed_6d.branch1x1.register_forward_hook(
-            lambda module, given, out: found.append(out)
-        ):
+        spatial = []  # the output of TensorFlow's mixed_6/conv, (n, 192, 17, 17)
+        # torch-fidelity converts its weights to Mixed_6d.branch1x1.
+        hook = network.Mixed_6d.branch1x1.register_forward_hook(
+            lambda module, inputs, output: spatial.append(output)
+        )
+        with hook:
             pool, logits = network(pictures)
-        # (n, 192, 17, 17) → row, column, channel: TensorFlow's order, and so that of
-        # ADM's mu_s and sigma_s.
-        return {
-            POOL: pool,
-            LOGITS: logits,
-            SPATIAL: found[0][:, :CHANNELS].permute(0, 2, 3, 1).flatten(1),
-        }
+        # Row, column, channel: TensorFlow's order, and so that of ADM's mu_s and sigma_s.
+        spatial = spatial[0][:, :CHANNELS].permute(0, 2, 3, 1).flatten(1)
+        return {POOL: pool, LOGITS: logits, SPATIAL: spatial}
 
     return features
 
@@ -318,17 +380,18 @@ def features_of(
     pictures: Pictures, extractors: list[Features], cuda: bool, batch_size: int
 ) -> dict[str, torch.Tensor]:
     """Return features (N, D) of all pictures, by name, in one pass."""
-    found = defaultdict(list)
+    batches = defaultdict(list)
     loader = torch.utils.data.DataLoader(pictures, batch_size=batch_size, pin_memory=cuda)
     bar = tqdm(total=len(pictures), unit="picture", desc=pictures.path.name, leave=False)
     with torch.no_grad(), convolutions("fp32"), bar:
         for batch in loader:
-            batch = batch.cuda(non_blocking=True) if cuda else batch
+            if cuda:
+                batch = batch.cuda(non_blocking=True)
             for extractor in extractors:
                 for name, values in extractor(batch).items():
-                    found[name].append(values.cpu())
+                    batches[name].append(values.cpu())
             bar.update(len(batch))
-    return {name: torch.cat(values) for name, values in found.items()}
+    return {name: torch.cat(values) for name, values in batches.items()}
 
 
 def compare(
@@ -342,23 +405,26 @@ def compare(
     from torch_fidelity.metric_isc import isc_features_to_metric
     from torch_fidelity.metric_prc import prc_features_to_metric
 
-    found = features_of(samples, networks, cuda, args.batch_size)
-    needed = networks[:1] * (args.precision_recall or not reference.statistics) + networks[
-        1:
-    ] * bool(len(reference))
-    others = features_of(reference, needed, cuda, args.batch_size) if needed else {}
-    layers = [DINOV2] if reference.statistics else METRICS
-    theirs = {
-        layer: fid_features_to_statistics(others[layer]) for layer in layers if layer in others
-    }
-    metrics = isc_features_to_metric(found[LOGITS])
-    for layer, statistics in {**reference.statistics, **theirs}.items():
-        ours = fid_features_to_statistics(found[layer])
-        ours = {name: value.astype(statistics[name].dtype) for name, value in ours.items()}
-        metrics[METRICS[layer]] = fid_statistics_to_metric(ours, statistics, verbose=False)[FID]
+    inception, *others = networks
+    needed = []  # the networks that look at the reference's pictures
+    if args.precision_recall or not reference.statistics:
+        needed.append(inception)
+    if len(reference):
+        needed += others
+    features = features_of(samples, networks, cuda, args.batch_size)
+    of_reference = features_of(reference, needed, cuda, args.batch_size) if needed else {}
+    statistics = dict(reference.statistics)
+    for layer in [DINOV2] if reference.statistics else METRICS:
+        if layer in of_reference:
+            statistics[layer] = fid_features_to_statistics(of_reference[layer])
+    metrics = isc_features_to_metric(features[LOGITS])
+    for layer, theirs in statistics.items():
+        ours = fid_features_to_statistics(features[layer])
+        ours = {name: value.astype(theirs[name].dtype) for name, value in ours.items()}
+        metrics[METRICS[layer]] = fid_statistics_to_metric(ours, theirs, verbose=False)[FID]
     if args.precision_recall:
         metrics |= prc_features_to_metric(
-            found[POOL], others[POOL], save_cpu_ram=True, verbose=False
+            features[POOL], of_reference[POOL], save_cpu_ram=True, verbose=False
         )
     return metrics
 
@@ -386,14 +452,24 @@ def caveats(
             "only"
         )
     if len(reference) and samples.shape[1:] != reference.shape[1:]:
-        of = " against ".join("×".join(map(str, one.shape[1:3])) for one in (samples, reference))
-        yield f"pictures of {of} pixels: FID compares one size"
+        sides = ["×".join(map(str, side.shape[1:3])) for side in (samples, reference)]
+        yield f"pictures of {' against '.join(sides)} pixels: FID compares one size"
+    for side in (samples, reference):
+        if side.lossy:
+            yield (
+                f"{side.path}: {len(side.lossy)} pictures have lossy compression (JPEG, WebP), "
+                "which changes FID"
+            )
     if ours and theirs:
-        names = sorted(name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name))
-        of = ", ".join(
-            f"{shown(name)} ({shown(ours.get(name))}, {shown(theirs.get(name))})" for name in names
-        )
-        yield f"two jobs that differ in {of}" if names else "two jobs of the same settings"
+        differences = []
+        for name in sorted({**ours, **theirs}):
+            values = ours.get(name), theirs.get(name)
+            if values[0] != values[1]:
+                differences.append(f"{shown(name)} ({shown(values[0])}, {shown(values[1])})")
+        if differences:
+            yield f"two jobs that differ in {', '.join(differences)}"
+        else:
+            yield "two jobs of the same settings"
         return
     for name, value in PUBLISHED.items():
         if ours.get(name, value) != value:
@@ -410,23 +486,29 @@ def main() -> None:
         type=Path,
         help="the same, or ADM's statistics: an .npz with mu, sigma, mu_s, sigma_s",
     )
-    text = (
-        f"weights of torch-fidelity's Inception; default: {file} in torch's hub cache, fetched once"
+    add(
+        "--inception-weights",
+        type=Path,
+        metavar="FILE",
+        help=f"weights of torch-fidelity's Inception; default: {file} in torch's hub cache, "
+        "fetched once",
     )
-    add("--inception-weights", type=Path, metavar="FILE", help=text)
     add(
         "--precision-recall",
         action="store_true",
         help="precision and recall, too: minutes for 50,000 pictures",
     )
-    text = (
-        "dinov2: the Fréchet distance of DINOv2's features, beside Inception's figures, in the "
-        "same pass"
+    add(
+        "--features",
+        choices=("inception", "dinov2"),
+        default="inception",
+        help="dinov2: the Fréchet distance of DINOv2's features, beside Inception's figures, in "
+        "the same pass",
     )
-    add("--features", choices=("inception", "dinov2"), default="inception", help=text)
     add("--batch-size", type=positive, default=64, help="pictures at a time (default: 64)")
     add("--device", choices=("cuda", "cpu"), help="default: a GPU if there is one")
     args = parser.parse_args()
+    warnings.filterwarnings("ignore", module="PIL")  # the reader's error is the line
     with user_errors(parser):
         report(args)
         if lost := take_failure():
@@ -435,50 +517,51 @@ def main() -> None:
 
 def report(args: Namespace) -> None:
     """Print the figures that the command line asks for, and the reasons why they may not
-    be compared.
+    be compared. Both sides are checked whole before features are computed.
     """
     samples = Pictures(args.samples)
     reference = Pictures(args.reference)
     dinov2 = args.features == "dinov2"
-    used = args.precision_recall or not reference.statistics or dinov2 and len(reference)
-    for one in [samples] + [reference] * bool(used):
-        if len(one) < LEAST:
+    looked_at = [samples]  # the sides whose pictures are needed
+    if args.precision_recall or not reference.statistics or (dinov2 and len(reference)):
+        looked_at.append(reference)
+    for side in looked_at:
+        if len(side) < LEAST:
             raise UsageError(
-                f"{one.path}: holds {len(one)} pictures (arr_0, or PNGs); at least {LEAST} needed"
+                f"{side.path}: holds {len(side)} pictures (arr_0, or PNGs); at least {LEAST} needed"
             )
-    cuda = (args.device or "cuda") == "cuda" and torch.cuda.is_available()
+    cuda = args.device != "cpu" and torch.cuda.is_available()
     if args.device == "cuda" and not cuda:
         raise UsageError("`device=cuda`: torch finds no GPU; use `device=cpu`")
     weights, published = find_weights(args.inception_weights)
-    networks = [load_inception(weights, cuda)] + [load_dinov2(cuda) for _ in range(dinov2)]
-    found = compare(samples, reference, networks, cuda, args)
-    print(f"{samples.path}: {len(samples)} pictures")
-    print(
-        f"{reference.path}: "
-        f"{'statistics' if reference.statistics else f'{len(reference)} pictures'}"
-    )
-    print(f"FID              {found[FID]:.6g}")
-    sfid = (
-        f"{found[SFID]:.6g}"
-        if SFID in found
-        else "none: the reference has statistics, but not mu_s, sigma_s"
-    )
-    print(f"sFID             {sfid}")
-    print(
-        f"Inception Score  {found['inception_score_mean']:.6g} ± {found['inception_score_std']:.2g}"
-    )
+    networks = [load_inception(weights, cuda)]
     if dinov2:
-        distance = (
-            f"{found[FD_DINOV2]:.6g}"
-            if FD_DINOV2 in found
-            else "none: the reference has no pictures"
-        )
-        print(f"FD-DINOv2        {distance}")
+        networks.append(load_dinov2(cuda))
+    for side in looked_at:
+        side.check()
+    metrics = compare(samples, reference, networks, cuda, args)
+    contents = "statistics" if reference.statistics else f"{len(reference)} pictures"
+    print(f"{samples.path}: {len(samples)} pictures")
+    print(f"{reference.path}: {contents}")
+    print(f"FID              {metrics[FID]:.6g}")
+    missing = "none: the reference has statistics, but not mu_s, sigma_s"
+    print(f"sFID             {figure(metrics, SFID, missing)}")
+    mean = metrics["inception_score_mean"]
+    deviation = metrics["inception_score_std"]
+    print(f"Inception Score  {mean:.6g} ± {deviation:.2g}")
+    if dinov2:
+        missing = "none: the reference has no pictures"
+        print(f"FD-DINOv2        {figure(metrics, FD_DINOV2, missing)}")
     if args.precision_recall:
-        print(f"Precision        {found['precision']:.4f}")
-        print(f"Recall           {found['recall']:.4f}")
+        print(f"Precision        {metrics['precision']:.4f}")
+        print(f"Recall           {metrics['recall']:.4f}")
     for line in caveats(samples, reference, published, dinov2):
         print(f"note: {line}")
+
+
+def figure(metrics: dict, name: str, missing: str) -> str:
+    """Return the text of a metric, or of why there is none."""
+    return f"{metrics[name]:.6g}" if name in metrics else missing
 
 
 if __name__ == "__main__":

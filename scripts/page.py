@@ -5,8 +5,8 @@
                                                                  sample.py's flags
     python -m scripts.page --model DiT-XL/2 --image-size 512
 
-It is served to this machine only, to one visitor at a time. Its temporary folder is
-removed when it ends.
+It is served to this machine only unless --host is given, to one visitor at a time. Its
+temporary folder is removed when it ends.
 """
 
 if not __package__:
@@ -19,6 +19,7 @@ import secrets
 import shlex
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 import time
@@ -36,7 +37,7 @@ import evaluate
 from accel import door, loading
 from accel.command_line import OneLineParser, add_arguments, user_errors
 from accel.door import opening
-from accel.errors import UsageError, as_usage_error, path_errors
+from accel.errors import UsageError, as_usage_error, path_errors, shown
 from accel.families import families
 from accel.flags import flag_names
 from accel.latents.pixels import to_grid
@@ -44,7 +45,8 @@ from accel.precision import TIERS, alone, apply_precision, supports
 from accel.progress import Stopwatch
 from accel.request import GridRequest
 from accel.settings import GridSettings
-from accel.start import ENDINGS
+from accel.signals import ENDINGS
+from scripts.page_guard import LOOPBACK, Guard
 
 FOLDER = Path(tempfile.gettempdir(), f"dit-page-{secrets.token_hex(8)}")
 if __name__ == "__main__":  # gradio and matplotlib look for their folders when they are imported
@@ -56,19 +58,9 @@ try:
 except ImportError:  # main says so
     gr = None
 
-PLAN = "ddpm by its plan"
-MOST = 8
-PREVIEWS = 6  # most pictures; estimates during a run, an evaluation each
-LEFT_OUT = (
-    "output",
-    "output_type",
-    "seed_list",
-    "repeats",
-    "batch_size",
-    "eta",
-    "forecast",
-    "forecast_plan",
-)
+MOST = 8  # pictures
+PREVIEWS = 6  # estimates during a run, an evaluation each
+LEFT_OUT = "output", "output_type", "seed_list", "repeats", "batch_size", "eta"
 NAMES = dict(
     labels="Classes",
     seed="Seed",
@@ -76,7 +68,7 @@ NAMES = dict(
     cfg_scale="Guidance",
     sampler="Sampler",
 )
-NAMES |= dict(guidance_interval="Guidance interval", precision="Arithmetic", forecast_plan="Plan")
+NAMES |= dict(guidance_interval="Guidance interval", precision="Arithmetic")
 CSS = """.pixels :is(.image-frame, img) {
   width: 100%; max-height: 75vh; object-fit: contain !important
 }
@@ -156,7 +148,7 @@ class Studio:
                 torch.cuda.synchronize(x.device)
             done = index + 1
             preview = []
-            if due and due[-1] <= done < total:  # <=: a plan's strides skip steps
+            if due and due[-1] <= done < total:  # <=: of few steps some have several
                 due.pop()
                 preview = [
                     Image.fromarray(
@@ -207,28 +199,35 @@ def choose(labels, seed, scale, low, high, sampler, steps, tier) -> dict:
     """Return fields of GridRequest from the fields of the page. Raises UsageError for too
     many pictures.
     """
-    if len(labels) > MOST:  # the browser sends no more, other clients may
+    # The browser sends lists of strings, and numbers; other clients may send anything.
+    if not isinstance(labels, list):
+        raise UsageError(f"`labels={shown(repr(labels))}`: must be a list")
+    if len(labels) > MOST:
         raise UsageError(
             f"`labels`: {len(labels)} pictures are too many for this page; choose up to {MOST}"
         )
-    by = (
-        dict(sampler="ddpm", forecast="plan")
-        if sampler == PLAN
-        else dict(sampler=sampler, forecast="off")
+    return dict(
+        labels=tuple(labels) or None,
+        seed=whole(seed) or 0,
+        cfg_scale=scale,
+        guidance_interval=(low, high),
+        sampler=sampler,
+        num_sampling_steps=whole(steps),
+        precision=tier,
     )
-    by |= dict(
-        num_sampling_steps=steps, cfg_scale=scale, guidance_interval=(low, high), precision=tier
-    )
-    return by | dict(labels=tuple(labels) or None, seed=seed or 0)
+
+
+def whole(value: object) -> object:
+    """Return a whole number as an int, as a browser means it (1e25); other values unchanged."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def choices(options: GridSettings) -> tuple[list[str], list[str]]:
     """Return the samplers of the model's family, its default first, and the tiers of this
     device.
     """
-    first, *others = options.fit.family.samplers
-    plan = [PLAN] * (first == "ddpm" and door.plan_path(options).exists())
-    return [first, *plan, *others], [tier for tier in TIERS if supports(tier, options.device)]
+    tiers = [tier for tier in TIERS if supports(tier, options.device)]
+    return [*options.fit.family.samplers], tiers
 
 
 def model_tab(studio: Studio, options: GridSettings) -> None:
@@ -254,6 +253,7 @@ def model_tab(studio: Studio, options: GridSettings) -> None:
             show_progress_on=status,
             concurrency_id="one",
             concurrency_limit=1,
+            preprocess=False,  # its errors are tracebacks; GridRequest checks all values
         )
         begun = start.click(run, inputs, shown, trigger_mode="multiple", **how)  # also after a stop
         # Not by a function of the button: the run's last message may reach the browser
@@ -306,17 +306,53 @@ def model_tab(studio: Studio, options: GridSettings) -> None:
                 runner("Compare", studio.compare, shared + other, both, difference, report)
 
 
+def require_address(host: str) -> None:
+    """Raise UsageError unless `host` is an address or a name of this machine."""
+    try:
+        with (
+            path_errors("host", shown(host), "give an address of this machine, or 0.0.0.0"),
+            socket.socket() as probe,
+        ):
+            probe.bind((host or " ", 0))  # "" would be every address
+    except UnicodeError:
+        raise UsageError(f"`host={shown(host)}`: is not the name of a machine") from None
+
+
+def address_of(host: str | None, port: int, token: str) -> str:
+    """Return the page's address for a browser, on this machine unless `host` is given."""
+    name = socket.gethostname() if host == "0.0.0.0" else host or LOOPBACK[0]
+    return f"http://{name}:{port}/" + (f"?token={token}" if token else "")
+
+
+def _guard(page, token):
+    from starlette.middleware import Middleware  # gradio brings it
+
+    def inputs_of():
+        return {index: len(function.inputs) for index, function in page.fns.items()}
+
+    return Middleware(Guard, inputs_of=inputs_of, token=token)
+
+
 def main() -> None:
     parser = OneLineParser(
         prog="page.py", description="A page for the browser: sample and compare pictures."
     )
     add_arguments(parser, leave_out=LEFT_OUT)
     parser.add_argument(
-        "--port", type=int, help="of 127.0.0.1; default: the first free one from 7860 on"
+        "--port", type=int, help="of the address; default: the first free one from 7860 on"
+    )
+    parser.add_argument(
+        "--host",
+        metavar="ADDRESS",
+        help="serve an address of this machine, or 0.0.0.0 for all, to whoever has the token "
+        "that is then printed; default: this machine's own browser alone",
     )
     given = vars(parser.parse_args())
     port = given.pop("port")
+    host = given.pop("host")
     with user_errors(parser):
+        if host is not None:
+            require_address(host)
         studio = Studio(GridRequest(**given))
         if gr is None:
             raise UsageError("gradio is missing; install it with pip install -e .[page]")
@@ -335,9 +371,12 @@ def main() -> None:
                 font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]
             )
             how = dict(share=False, run_history=False, footer_links=[], quiet=True, max_file_size=1)
-            how |= dict(server_name="127.0.0.1", server_port=port, theme=theme, css=CSS)
+            how |= dict(server_name=host or LOOPBACK[0], server_port=port, theme=theme, css=CSS)
+            token = secrets.token_urlsafe(16) if host else ""
+            how["app_kwargs"] = dict(middleware=[_guard(page, token)])
             with path_errors("port", port, "choose another"):
-                _, address, _ = page.queue(max_size=16).launch(prevent_thread_lock=True, **how)
+                page.queue(max_size=16).launch(prevent_thread_lock=True, **how)
+            address = address_of(host, page.server_port, token)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
             print(f"{address} (Ctrl-C ends it)", flush=True)
             page.block_thread()

@@ -36,10 +36,12 @@ def words(lang: str) -> Callable[[str], str]:
     """Return the function that translates an English text and fills in its {fields}.
     Names have no entry.
     """
-    known = json.loads((TEMPLATES / f"words.{lang}.json").read_text()) if lang != "en" else {}
+    translations = {}
+    if lang != "en":
+        translations = json.loads((TEMPLATES / f"words.{lang}.json").read_text())
 
     def say(text, /, **values):
-        text = known.get(" ".join(text.split()), text)
+        text = translations.get(" ".join(text.split()), text)
         return text.format(**values) if values else text
 
     return say
@@ -48,28 +50,29 @@ def words(lang: str) -> Callable[[str], str]:
 def draw(data: dict, lang: str = "en") -> dict[str, bytes]:
     """Return file name → picture."""
     figures = {}
-    known = words(lang)
+    translate = words(lang)
 
-    # with room for wide characters, whose width matplotlib's font lacks: spaces that no
-    # browser shows
     def say(text):
-        return known(text) + " " * round(1.3 * sum(ord(letter) > 0x2E7F for letter in known(text)))
+        """Translate, with room for wide characters, whose width matplotlib's font lacks:
+        spaces that no browser shows.
+        """
+        translated = translate(text)
+        wide = sum(ord(letter) > 0x2E7F for letter in translated)
+        return translated + " " * round(1.3 * wide)
 
     if data["front"]:
         figures["pictures.jpg"] = report_plots.photograph(data["front"]["shown"])
-    if data.get("profile", {}).get("kinds"):
-        runs = {
-            f"{say(run['who'])}, {run['tier']}": run["kinds"] for run in data["profile"]["kinds"]
-        }
+    profiles = data.get("profile", {}).get("kinds")
+    if profiles:
+        runs = {f"{say(run['who'])}, {run['tier']}": run["kinds"] for run in profiles}
         figures["kinds.svg"] = report_plots.kinds(runs, say)
-    if single := data.get("single"):
-        floor = single["floor"]
-        figures["ladder.svg"] = report_plots.ladder(
-            single["rungs"], floor["floor_ms"], floor["tier"], say
-        )
-    # whose ranks share its cores
-    if data.get("many", {}).get("series") and data["device"] != "CPU":
-        figures["scaling.svg"] = report_plots.scaling(data["many"]["series"], say)
+    if "single" in data:
+        rungs = data["single"]["rungs"]
+        floor = data["single"]["floor"]
+        figures["ladder.svg"] = report_plots.ladder(rungs, floor["floor_ms"], floor["tier"], say)
+    series = data.get("many", {}).get("series")
+    if series and data["device"] != "CPU":  # a CPU's ranks share its cores
+        figures["scaling.svg"] = report_plots.scaling(series, say)
     return figures
 
 
@@ -79,17 +82,21 @@ def markdown(data: dict, lang: str) -> str:
         loader=jinja2.FileSystemLoader(TEMPLATES), trim_blocks=True, lstrip_blocks=True
     )
 
+    say = words(lang)
+
     def fmt(value, spec):
         absent = isinstance(value, (type(None), jinja2.Undefined)) or math.isnan(float(value))
         return "–" if absent else format(float(value), spec)
 
+    def code(text):
+        escaped = str(text).replace("`", "'").replace("|", r"\|")
+        return f"`{escaped}`"
+
+    environment.globals["say"] = say
     environment.filters["fmt"] = fmt
+    environment.filters["code"] = code
     environment.filters["ms"] = lambda value: f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-    environment.globals["say"] = say = words(lang)
     environment.filters["rung"] = lambda name: report_plots.rung_name(name, say)
-    environment.filters["code"] = lambda text: (
-        "`" + str(text).replace("`", "'").replace("|", r"\|") + "`"
-    )
     text = environment.get_template("report.md.j2").render(data)
     # Chinese lines join without a space
     text = re.sub(r"(?<=[\u3000-\uffee])\n(?=[\u3000-\uffee])", "", text)
@@ -100,12 +107,11 @@ def page(text: str, figures: dict[str, bytes], lang: str) -> str:
     """Return report.md's text as one HTML file with its pictures inside."""
 
     def figure(match):
-        kind = "jpeg" if match[1].endswith("jpg") else "svg+xml"
-        source = f"data:image/{kind};base64,{base64.b64encode(figures[match[1]]).decode()}"
-        return (
-            f'<figure><img alt="{match[2]}" '
-            f'src="{source}"><figcaption>{match[2]}</figcaption></figure>'
-        )
+        name, caption = match.groups()
+        media_type = "jpeg" if name.endswith("jpg") else "svg+xml"
+        data = base64.b64encode(figures[name]).decode()
+        picture = f'<img alt="{caption}" src="data:image/{media_type};base64,{data}">'
+        return f"<figure>{picture}<figcaption>{caption}</figcaption></figure>"
 
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
     body = re.sub(r'<p><img src="figures/(.*?)" alt="(.*?)" /></p>', figure, body, flags=re.S)

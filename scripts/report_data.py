@@ -8,6 +8,7 @@ mixed.
 import hashlib
 import math
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from accel.errors import UsageError
@@ -35,17 +36,14 @@ def read_log(folder: Path) -> dict[str, list[dict]]:
         raise UsageError(
             f"--log {folder}: no such folder; bash scripts/measure.sh {folder} fills one"
         )
-    found = {}
+    log = {}
     devices = {}
     for path in sorted([*folder.glob("*.json"), *folder.glob("verify*/verify.json")]):
         try:
             record = read_json(path)
         except (ValueError, OSError) as error:
             raise UsageError(f"{path}: not JSON ({error}); measure again or remove it") from None
-        lacks = {"verify": "recommended" not in record, "parallel": not record.get("plans")}
-        if path.with_name(path.name + ".unfinished").exists() or lacks.get(
-            record.get("kind"), False
-        ):
+        if _is_cut_short(path, record):
             raise UsageError(
                 f"{path}: its measurement was cut short; bash scripts/measure.sh {folder} makes "
                 "it again"
@@ -54,16 +52,25 @@ def read_log(folder: Path) -> dict[str, list[dict]]:
         device = record.get("gpu") or "CPU"
         for role in roles(record):
             devices.setdefault(device, path)
-            about = dict(path=path, file=path.relative_to(folder), digest=digest, device=device)
-            found.setdefault(role, []).append(record | about)
+            entry = dict(record)  # each role has its own: sections add to it
+            entry.update(path=path, file=path.relative_to(folder), digest=digest, device=device)
+            log.setdefault(role, []).append(entry)
     if len(devices) > 1:
         files = ", ".join(f"{path} is of {gpu}" for gpu, path in devices.items())
         raise UsageError(f"{files}: a report is of one GPU; name a folder of one by --log")
-    # the longest is the ladder
-    found.get("ladder", []).sort(key=lambda record: -len(record["rungs"]))
-    # the fastest is the fast path
-    found.get("fast", []).sort(key=lambda record: record["timed"]["ms"])
-    return found
+    # The longest is the ladder, the fastest the fast path.
+    log.get("ladder", []).sort(key=lambda record: -len(record["rungs"]))
+    log.get("fast", []).sort(key=lambda record: record["timed"]["ms"])
+    return log
+
+
+def _is_cut_short(path, record):
+    """Return whether the measurement that writes a record did not end."""
+    if path.with_name(path.name + ".unfinished").exists():
+        return True
+    if record.get("kind") == "verify":
+        return "recommended" not in record
+    return record.get("kind") == "parallel" and not record.get("plans")
 
 
 def roles(record: dict) -> list[str]:
@@ -72,32 +79,31 @@ def roles(record: dict) -> list[str]:
         return ["baseline" if record["baseline"] else "fast"]
     if record.get("kind") == "steps":
         names = [rung["rung"] for rung in record["rungs"] if "ms" in rung]
-        both = {bool(re.search(RIVALS, name)) for name in names} == {True, False}
-        return ["ladder"] * ("fp32" in names) + ["versus"] * both
-    return (
-        [record["kind"]] if record.get("kind") in ("contest", "verify", "ddp", "parallel") else []
-    )
+        of_rivals = [bool(re.search(RIVALS, name)) for name in names]
+        has_roles = {"ladder": "fp32" in names, "versus": len(set(of_rivals)) == 2}
+        return [role for role, has_role in has_roles.items() if has_role]
+    if record.get("kind") in ("contest", "verify", "ddp", "parallel"):
+        return [record["kind"]]
+    return []
 
 
-def contest(found: dict) -> list[dict]:
+def contest(log: dict) -> list[dict]:
     """Return the contest's rows, fewest GPUs first, each with the phases of its median
     run. Only the contest's job has points. Raises UsageError for records of different
     jobs.
     """
-    records = sorted(found["contest"], key=gpus_of)
+    records = sorted(log["contest"], key=gpus_of)
     keys = (*CONTEST, "weights")
-    rows = []
     require_alike(records, keys)
-    job = {key: records[0][key] for key in keys} | dict(rehearsal=rehearsal(records[0]))
+    job = {key: records[0][key] for key in keys}
+    job["rehearsal"] = rehearsal(records[0])
+    rows = []
     for record in records:
         for row in record["contest"]:
-            run = min(row["runs"], key=lambda run: abs(run["total"] - row["seconds"]))
-            phases = {
-                phase: seconds
-                for phase, seconds in run.items()
-                if phase not in ("total", "process")
-            }
-            points = None if job["rehearsal"] else score(row["seconds"])
+            seconds = row["seconds"]
+            run = min(row["runs"], key=lambda run: abs(run["total"] - seconds))
+            points = None if job["rehearsal"] else score(seconds)
+            phases = _phases(run, "total", "process")
             rows.append(row | dict(gpus=gpus_of(record), phases=phases, points=points, job=job))
     return rows
 
@@ -107,61 +113,72 @@ def gpus_of(record: dict) -> int:
     return record.get("gpus", 1)
 
 
-def baseline(found: dict) -> dict:
+def _phases(run, *others):
+    """Return the seconds of a run's phases; others: its entries that are no phases."""
+    return {phase: seconds for phase, seconds in run.items() if phase not in others}
+
+
+def baseline(log: dict) -> dict:
     """Return the ladder, whose first rungs are upstream's arithmetic."""
-    return dict(ladder=found["ladder"][0])
+    return dict(ladder=log["ladder"][0])
 
 
-def profile(found: dict) -> dict:
+def profile(log: dict) -> dict:
     """Return the profiles, upstream's first. Raises UsageError for profiles of different
     networks or batches.
     """
-    runs = [*found["baseline"], *reversed(found["fast"])]
+    runs = [*log["baseline"], *reversed(log["fast"])]
     require_alike(runs, SAME_STEPS)
     for run in runs:
         run["who"] = "upstream" if run["baseline"] else "here"
         if "kinds" in run:  # of a GPU
-            run["largest"] = max(run["kinds"], key=lambda kind: run["kinds"][kind]["ms"])
+            run["largest"] = max(run["kinds"], key=lambda work: run["kinds"][work]["ms"])
     return dict(runs=runs, kinds=[run for run in runs if "kinds" in run])
 
 
-def single(found: dict) -> dict:
+def single(log: dict) -> dict:
     """Return the result on one GPU: each optimisation, the rivals, the contest's job and
     the likeness of pictures.
     """
-    ladder = found["ladder"][0]
+    ladder = log["ladder"][0]
     today = dict(steps.STEPS)
-    require_alike([ladder, found["fast"][0]], SAME_STEPS)
-    # since removed: no
-    kept = [rung for rung in ladder["rungs"] if rung["rung"].partition(" + ")[2] in ("", *today)]
+    require_alike([ladder, log["fast"][0]], SAME_STEPS)
+    rungs = []
+    for rung in _measured(ladder):
+        _, _, step = rung["rung"].partition(" + ")
+        if step in ("", *today):  # others were removed since
+            rungs.append(rung)
     versus = []
-    for record in (one for one in found.get("versus", ()) if one["model"] == ladder["model"]):
-        rungs = [rung for rung in record["rungs"] if "ms" in rung]
-        ours = min(
-            (rung for rung in rungs if not re.search(RIVALS, rung["rung"])),
-            key=lambda rung: rung["ms"],
-        )
-        first = ours | {"rung": f"{ours['rung'].partition(' + ')[0]} + ours"}
-        versus.append(
-            record
-            | dict(rungs=[first, *(rung for rung in rungs if re.search(RIVALS, rung["rung"]))])
-        )
+    for record in log.get("versus", ()):
+        if record["model"] != ladder["model"]:
+            continue
+        rivals = [rung for rung in _measured(record) if re.search(RIVALS, rung["rung"])]
+        ours = [rung for rung in _measured(record) if not re.search(RIVALS, rung["rung"])]
+        fastest = min(ours, key=lambda rung: rung["ms"])
+        tier, _, _ = fastest["rung"].partition(" + ")
+        first = fastest | {"rung": f"{tier} + ours"}
+        versus.append(record | {"rungs": [first, *rivals]})
     return dict(
         ladder=ladder,
-        rungs=[rung for rung in kept if "ms" in rung],
-        floor=found["fast"][0],
+        rungs=rungs,
+        floor=log["fast"][0],
         versus=versus,
-        contest=contest(found),
-        verified=verified(found),
+        contest=contest(log),
+        verified=verified(log),
     )
 
 
-def verified(found: dict) -> dict:
+def _measured(record):
+    """Return the rungs of a record that have a time."""
+    return [rung for rung in record["rungs"] if "ms" in rung]
+
+
+def verified(log: dict) -> dict:
     """Return a verify.json, preferably of the contest's model, with its judged tiers,
     each with its worst grid and the picture that fails most.
     """
-    models = [record["model"] for record in found["contest"]]
-    record = min(found["verify"], key=lambda record: record["model"] not in models)
+    models = [record["model"] for record in log["contest"]]
+    record = min(log["verify"], key=lambda record: record["model"] not in models)
     tiers = [tier for tier in record["tiers"] if "verdicts" in tier]
     if not tiers:
         raise UsageError(f"{record['path']}: no tier was sampled ({record['tiers'][0]['refused']})")
@@ -172,17 +189,18 @@ def verified(found: dict) -> dict:
     return record | dict(tiers=tiers, best=best)
 
 
-def many(found: dict) -> dict:
+def many(log: dict) -> dict:
     """Return the result on many GPUs: the contest's job and FID jobs, and the speed of
     one label by its best layout.
     """
     series = {}  # of the figure: name → {GPUs: speed over one}
-    for ddp in found.get("ddp", ()):
+    for ddp in log.get("ddp", ()):
         most = str(ddp["gpus"])
         name = f"{ddp['model']} {ddp['image_size']} px {ddp['precision']}"
-        ddp["runs"] = [
-            job_on(int(gpus), runs) for gpus, runs in ddp["grid_phases_s"].items() if gpus.isdigit()
-        ]
+        ddp["runs"] = []
+        for gpus, runs in ddp["grid_phases_s"].items():
+            if gpus.isdigit():
+                ddp["runs"].append(job_on(int(gpus), runs))
         ddp.setdefault("pictures", 8)  # older files lack it
         ddp["rehearsal"] = rehearsal(ddp)
         ddp["speed"] = 1 / ddp["grid_sampling_s"]["ratio"]
@@ -190,22 +208,25 @@ def many(found: dict) -> dict:
         rates = ddp.get("fid_pictures_per_s", {})
         if "1" in rates:  # without one GPU's rate there is nothing to compare with
             series.setdefault(f"{name} + 50k job", {1: 1.0})[ddp["gpus"]] = rates[most] / rates["1"]
-    for row in (row for parallel in found.get("parallel", ()) for row in parallel["plans"]):
-        if row["labels"] == 1 and row["plan"] != "auto":
-            points = series.setdefault(f"{row['tier']}, {row['size']} px + 1 label", {})
-            points[row["gpus"]] = max(row["speedup"], points.get(row["gpus"], 0))
-    # most numbers of GPUs first
+    for parallel in log.get("parallel", ()):
+        for row in parallel["plans"]:
+            if row["labels"] == 1 and row["plan"] != "auto":
+                points = series.setdefault(f"{row['tier']}, {row['size']} px + 1 label", {})
+                points[row["gpus"]] = max(row["speedup"], points.get(row["gpus"], 0))
+    # Those with the most numbers of GPUs come first.
     ranked = sorted(series.items(), key=lambda item: -len(item[1]))[:6]
-    return dict(ddp=found.get("ddp", []), series=dict(ranked))
+    return dict(ddp=log.get("ddp", []), series=dict(ranked))
 
 
 def job_on(gpus: int, runs: list[dict]) -> dict:
     """Return T of a grid's runs on `gpus` GPUs, and the phases of the fastest run."""
     best = min(runs, key=lambda run: run["total"])
-    phases = {phase: seconds for phase, seconds in best.items() if phase != "total"}
-    totals = [run["total"] for run in runs]
     return dict(
-        gpus=gpus, T=best["total"], points=score(best["total"]), totals=totals, phases=phases
+        gpus=gpus,
+        T=best["total"],
+        points=score(best["total"]),
+        totals=[run["total"] for run in runs],
+        phases=_phases(best, "total"),
     )
 
 
@@ -239,6 +260,11 @@ def front_page(data: dict) -> dict:
     shown = verified["path"].parent / f"heatmap-{safe(best['tier'])}.png"
     if not shown.is_file():
         raise UsageError(f"{shown}: missing beside {verified['path']}; run scripts/verify.py again")
+    timed = {1, *(row["gpus"] for row in rows)}
+    jobs = []
+    for record in data.get("many", {}).get("ddp", []):
+        if all(record[key] == job[key] for key in CONTEST):
+            jobs += [run for run in record["runs"] if run["gpus"] not in timed]
     weights = verified["vgg_weights"]
     missing = dict(
         weights=job["weights"].startswith("random"),
@@ -258,13 +284,7 @@ def front_page(data: dict) -> dict:
         verified=verified,
         shown=shown,
         tier=best["tier"],
-        jobs=[
-            run
-            for record in data.get("many", {}).get("ddp", [])
-            for run in record["runs"]
-            if all(record[key] == job[key] for key in CONTEST)
-            and run["gpus"] not in {1, *(row["gpus"] for row in rows)}
-        ],
+        jobs=jobs,
         missing=[key for key, value in missing.items() if value],
     )
 
@@ -275,34 +295,42 @@ def first(rows: list[dict], tier: str) -> dict | None:
 
 
 def plain(tier: str) -> str:
-    """Return a tier's name without its plan and without "again", by which verify.py calls
-    a second fp32.
-    """
-    return tier.partition(",")[0].removesuffix(" again")
+    """Return a tier's name without "again", by which verify.py calls a second fp32."""
+    return tier.removesuffix(" again")
 
 
-def collect(log: Path, sections=(1, 2, 3, 4)) -> dict:
+def collect(folder: Path, sections: Collection[int] = (1, 2, 3, 4)) -> dict:
     """Return the contents by section. Raises UsageError for missing or damaged files and
     files of another GPU.
     """
-    found = read_log(log)
-    device = next((records[0]["device"] for records in found.values()), "CPU")
-    for need in " ".join(NEEDS[section] for section in sections).split():
-        if not any(role in found for role in need.split("|")) and (
-            need != "versus" or device != "CPU"
-        ):
-            lacks = f"holds no {need.split('|')[0]} measurement"
-            raise UsageError(f"{log}: {lacks}; bash scripts/measure.sh {log} makes it")
+    log = read_log(folder)
+    device = next((records[0]["device"] for records in log.values()), "CPU")
+    needs = " ".join(NEEDS[section] for section in sections).split()
+    for need in needs:
+        if need == "versus" and device == "CPU":
+            continue
+        choices = need.split("|")
+        if not any(role in log for role in choices):
+            raise UsageError(
+                f"{folder}: holds no {choices[0]} measurement; bash scripts/measure.sh {folder} "
+                "makes it"
+            )
     parts = {1: baseline, 2: profile, 3: single, 4: many}
-    data = {parts[section].__name__: parts[section](found) for section in sections}
+    data = {parts[section].__name__: parts[section](log) for section in sections}
     data["device"] = device
-    wanted = set(re.findall(r"\w+", " ".join(NEEDS[section] for section in sections)))
-    used = {record["path"]: record for role in wanted for record in found.get(role, ())}
+    used = {}  # path → record
+    for need in needs:
+        for role in need.split("|"):
+            for record in log.get(role, ()):
+                used[record["path"]] = record
     sources = [record for _, record in sorted(used.items())]
-    about = {
-        key: "; ".join(dict.fromkeys(str(record[key]) for record in sources if record.get(key)))
-        for key in ("driver", "torch", "version", "cores")
-    }
-    gpus = max(gpus_of(record) for record in sources)
-    front = front_page(data) if "single" in data else None
-    return data | dict(about=about, gpus=gpus, sources=sources, front=front)
+    about = {}
+    for key in ("driver", "torch", "version", "cores"):
+        values = [str(record[key]) for record in sources if record.get(key)]
+        about[key] = "; ".join(dict.fromkeys(values))
+    return data | dict(
+        about=about,
+        gpus=max(gpus_of(record) for record in sources),
+        sources=sources,
+        front=front_page(data) if "single" in data else None,
+    )

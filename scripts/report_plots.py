@@ -62,37 +62,54 @@ def rung_name(rung: str, say: Callable[[str], str]) -> str:
 def ladder(rungs: list[dict], floor_ms: float, floor_tier: str, say: Callable[[str], str]) -> bytes:
     """Draw a bar of ms a step for each rung (rung, ms, p10, p90), and the floor as a line."""
     figure, axis = canvas(8, 0.36 * len(rungs) + 1.4)
-    ms, p10, p90 = (np.array([rung[name] for rung in rungs]) for name in ("ms", "p10", "p90"))
+    ms = np.array([rung["ms"] for rung in rungs])
+    p10 = np.array([rung["p10"] for rung in rungs])
+    p90 = np.array([rung["p90"] for rung in rungs])
     colours = [RED if rung["rung"] in ("fp32", "tf32") else BLUE for rung in rungs]
-    bars = axis.barh(
-        range(len(rungs)), ms, 0.7, color=colours, xerr=[ms - p10, p90 - ms], ecolor="#444444"
-    )
-    axis.bar_label(
-        bars, [f"{one:.0f}" if one >= 100 else f"{one:.3g}" for one in ms], padding=5, fontsize=8
-    )
+    places = range(len(rungs))
+    errors = [ms - p10, p90 - ms]
+    bars = axis.barh(places, ms, 0.7, color=colours, xerr=errors, ecolor="#444444")
+    labels = [f"{value:.0f}" if value >= 100 else f"{value:.3g}" for value in ms]
+    axis.bar_label(bars, labels, padding=5, fontsize=8)
     axis.set(xscale="log", xlim=(floor_ms / 1.6, max(ms) * 1.7))
     axis.xaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), minor_locator=NullLocator())
     axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axis.axvline(floor_ms, color="black", linestyle="--", linewidth=1.2)
-    text = f"{say('floor')} ({floor_tier}): {floor_ms:.1f}"
-    style = dict(va="center", fontsize=8)
-    axis.annotate(text, (floor_ms, -0.75), xytext=(3, 0), textcoords="offset points", **style)
-    axis.set_yticks(range(len(rungs)), [rung_name(rung["rung"], say) for rung in rungs], fontsize=9)
+    axis.annotate(
+        f"{say('floor')} ({floor_tier}): {floor_ms:.1f}",
+        (floor_ms, -0.75),
+        xytext=(3, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=8,
+    )
+    axis.set_yticks(places, [rung_name(rung["rung"], say) for rung in rungs], fontsize=9)
     axis.set_ylim(len(rungs) - 0.4, -1.1)
     axis.set_xlabel(say("ms a denoising step (median; bars: 10th to 90th percentile; log scale)"))
     return svg(figure)
 
 
 def kinds(runs: dict[str, dict], say: Callable[[str], str]) -> bytes:
-    """Draw how kinds of work share a step's time, a bar a run. runs: {name: {kind: {share}}}."""
+    """Draw the shares of kinds of work in a step's time, a bar a run. runs: {name: {work:
+    {share}}}.
+    """
     figure, axis = canvas(8, 0.45 * len(runs) + 1.2)
     ends = [0.0] * len(runs)
-    for kind, (colour, hatch) in KINDS.items():
-        shares = [100 * parts[kind]["share"] if kind in parts else 0.0 for parts in runs.values()]
-        if any(shares):
-            how = dict(color=colour, hatch=hatch, edgecolor="white", label=say(kind))
-            axis.barh(list(runs), shares, 0.62, ends, **how)
-            ends = [end + share for end, share in zip(ends, shares)]
+    for work, (colour, hatch) in KINDS.items():
+        shares = [100 * parts[work]["share"] if work in parts else 0.0 for parts in runs.values()]
+        if not any(shares):
+            continue
+        axis.barh(
+            list(runs),
+            shares,
+            0.62,
+            ends,
+            color=colour,
+            hatch=hatch,
+            edgecolor="white",
+            label=say(work),
+        )
+        ends = [end + share for end, share in zip(ends, shares)]
     axis.invert_yaxis()
     axis.set(xlim=(0, 100), xlabel=say("share of a step, %"))
     figure.legend(loc="outside lower center", ncols=len(KINDS), fontsize=8, frameon=False)
@@ -108,8 +125,13 @@ def scaling(series: dict[str, dict[int, float]], say: Callable[[str], str]) -> b
     axis.plot([1, most], [1, most], "--", color="black", linewidth=1.1, label=say("ideal"))
     for index, (name, points) in enumerate(series.items()):
         x = sorted(points)
-        style = dict(marker=MARKS[index], color=COLOURS[index])
-        axis.plot(x, [points[gpus] for gpus in x], label=rung_name(name, say), **style)
+        axis.plot(
+            x,
+            [points[gpus] for gpus in x],
+            label=rung_name(name, say),
+            marker=MARKS[index],
+            color=COLOURS[index],
+        )
     axis.set_xticks(range(1, most + 1))
     axis.set(
         xlabel=say("GPUs"), ylabel=say("speed over one GPU, same setting"), ylim=(0, most * 1.08)

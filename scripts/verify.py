@@ -3,15 +3,12 @@ and which tier to take.
 
     python scripts/verify.py --ckpt results/000-DiT-XL-2/checkpoints/0050000.pt --image-size 256
     python scripts/verify.py --precision fp16 bf16 --seeds 5 --gate strict
-    python scripts/verify.py --forecast plan            # fewer network evaluations, against fp32
-                                                        with all of them
     python scripts/verify.py --model DiT-Demo/2         # on a CPU as well
 
 Labels and noise are the same for all tiers, one grid a seed. evaluate.py's metrics judge
 each grid and each picture in it. The fastest tier whose grids and pictures all meet the
 criterion is recommended. Pictures, a heatmap of each tier's worst grid, one of the
-picture that fails most, and verify.json go to --output. scripts/calibrate.py makes a
-forecast plan for the recommended tier.
+picture that fails most, and verify.json go to --output.
 
 Exit status: 0 a tier passes · 1 none does · 2 bad input · 3 a metric could not be
 computed (LPIPS without its weights)
@@ -22,7 +19,6 @@ if not __package__:
 
 import gc
 import math
-import shlex
 import statistics
 import sys
 from argparse import Namespace
@@ -118,15 +114,15 @@ def judge(want: dict, got: dict, lpips: Callable, name: str = "") -> dict:
     )
 
 
-def choose_tiers(asked: list[str] | None, device: torch.device, forecast: str = "off") -> list[str]:
-    """Return the tiers to compare with fp32 and all evaluations; fp32 itself where
-    evaluations are saved. Raises UsageError for a tier that the device lacks.
+def choose_tiers(asked: list[str] | None, device: torch.device) -> list[str]:
+    """Return the tiers to compare with fp32. Raises UsageError for a tier that the device
+    lacks.
     """
     for tier in asked or ():
         if not precision.supports(tier, device):
             raise UsageError(f"--precision {tier}: {device} cannot run it; leave it out")
     chosen = list(asked or [tier for tier in precision.TIERS if precision.supports(tier, device)])
-    return [tier for tier in chosen if tier != "fp32" or forecast != "off"] or [AGAIN]
+    return [tier for tier in chosen if tier != "fp32"] or [AGAIN]
 
 
 def recommend(records: list[dict], gate: str) -> dict | None:
@@ -143,8 +139,9 @@ def line(record: dict) -> str:
     verdicts = "   ".join(f"{gate} {verdict}" for gate, verdict in record["verdicts"].items())
     return (
         f"  {record['tier']:22}{record['seconds']['median']:9.2f} s{record['speedup']:8.2f}×   "
-        f"MAE {grid['mae']:.4f}  LPIPS {grid['lpips']:.4f}  PSNR {grid['psnr']:6.2f} dB  SSIM "
-        f"{grid['ssim']:.4f}   worst picture {tile['psnr']:6.2f} dB   {verdicts}"
+        f"MAE {grid['mae']:.4f} {evaluate.LEVELS}  LPIPS {grid['lpips']:.4f}  "
+        f"PSNR {grid['psnr']:6.2f} dB  SSIM {grid['ssim']:.4f}   "
+        f"worst picture {tile['psnr']:6.2f} dB   {verdicts}"
     )
 
 
@@ -184,22 +181,19 @@ def verify(args: Namespace, options: GridSettings, tiers: list[str], out: Path) 
         if device.type == "cuda"
         else f"CPU, {torch.get_num_threads()} threads"
     )
-    plan = f"forecast {options.forecast}" if options.forecast != "off" else ""
     print(
         f"{options.model} · {options.image_size} px · {count(len(options.labels), 'label')} · "
-        f"{door.steps_and_guidance(options)} · {count(args.seeds, 'seed')}{plan and f' · {plan}'} "
-        f"· {where} · torch {torch.__version__}"
+        f"{door.steps_and_guidance(options)} · {count(args.seeds, 'seed')} · "
+        f"{where} · torch {torch.__version__}"
     )
     if tiers == [AGAIN]:
         print(f"{device} runs fp32 only: it is compared with a second run of itself.")
     # First all the sampling: its times are the GPU's alone, and the pictures are on disk
     # before they are judged.
-    want, times = sample(
-        reopen(options, precision="fp32", forecast="off", forecast_plan=None), seeds, "fp32"
-    )
+    want, times = sample(reopen(options, precision="fp32"), seeds, "fp32")
     reference = median_and_range(times)
     print(f"  {'fp32':22}{reference['median']:9.2f} s   the reference", flush=True)
-    names = "model", "image_size", "num_sampling_steps", "sampler", "forecast", "forecast_plan"
+    names = "model", "image_size", "num_sampling_steps", "sampler"
     record = dict(
         kind="verify", **harness.provenance(device, args.commit), seeds=args.seeds, gate=args.gate
     )
@@ -211,11 +205,10 @@ def verify(args: Namespace, options: GridSettings, tiers: list[str], out: Path) 
     )
     save_grids(out, want, "fp32")
     grids = {}
-    for one in tiers:
-        tier = f"{one}, {plan}" if plan else one
+    for tier in tiers:
         try:
             grids[tier], times = sample(
-                reopen(options, precision=one.partition(" ")[0]), seeds, tier
+                reopen(options, precision=tier.partition(" ")[0]), seeds, tier
             )
         except UsageError as error:  # such as weights that overflow float16
             record["tiers"].append(dict(tier=tier, refused=error.by_flags()))
@@ -271,14 +264,11 @@ def conclude(record: dict) -> int:
         status = 0
         text = f"--precision fp32 (the only tier here; its second run meets the {gate} criterion)"
     elif best:
-        flags = best["tier"].replace(", ", " --")
         speedup = f"{best['speedup']:.2f} times fp32's speed"
-        if record.get("forecast_plan"):
-            flags += f" --forecast-plan {shlex.quote(record['forecast_plan'])}"
         status = 0
         text = (
-            f"--precision {flags} ({speedup}; all grids and pictures of {seeds} meet the {gate} "
-            "criterion)"
+            f"--precision {best['tier']} ({speedup}; all grids and pictures of {seeds} meet the "
+            f"{gate} criterion)"
         )
     elif any(one["verdicts"][gate] == "NONE" for one in record["tiers"] if "verdicts" in one):
         status = 3
@@ -315,7 +305,7 @@ def main() -> None:
     with user_errors(parser):
         device = loading.choose_device(args.device)
         out = Path(args.output)
-        tiers = choose_tiers(args.precision, device, args.forecast)
+        tiers = choose_tiers(args.precision, device)
         args.precision = args.output = None
         args.seeds = args.seeds or (3 if device.type == "cuda" else 1)
         request = replace(request_from(args), precision="fp32")
@@ -325,7 +315,6 @@ def main() -> None:
                 f"--vgg-weights {args.vgg_weights}: no such file; it should be {evaluate.VGG16_URL}"
             )
         options = open_weights(request, device)
-        door.process_of(options)  # refuses a plan for another run
         sys.exit(conclude(verify(args, options, tiers, out)))
 
 

@@ -1,6 +1,7 @@
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,13 +9,26 @@ import urllib.request
 from fnmatch import fnmatch
 from pathlib import Path
 
+# Before imports that read it: the shell that starts the tests does not decide them. The
+# hub's client, its mirrors and caches.
+for variable in list(os.environ):
+    if re.match("HF_|HUGGINGFACE_|TRANSFORMERS_|DIFFUSERS_|SLURM_|TORCHELASTIC_|DIT_", variable):
+        del os.environ[variable]
+
 import forks
 import pytest
 import torch
 from safetensors.torch import save_file
 
 ROOT = forks.ROOT
+os.environ.setdefault("DIT_TRACEBACK", "1")  # evaluate.py shows where a crash was raised
 LONG = "fid", "slurm", "distributed", "demo", "scripts"
+
+
+def pytest_configure(config):
+    """Drop the ranks of the shell. A rank that a test starts imports this module, and keeps its."""
+    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(variable, None)
 
 
 def pytest_collection_modifyitems(items):
@@ -93,23 +107,28 @@ def switches():
     from accel.precision import switches_kept
 
     with switches_kept():
-        yield lambda: (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
+        yield lambda: tuple(
+            switch.fp32_precision == "tf32"
+            for switch in (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
+        )
 
 
 @pytest.fixture
 def here(monkeypatch, capsys, one_thread):
     """As `run`, on one thread of this process, which has torch already."""
-    from accel.parallel import processes
+    from accel.precision import switches_kept
+    from accel.ranks import launched
     from sample_ddp import STOP_SIGNALS
 
     def here(script, *args):
         words = [Path(script).name, *map(str, args)]
         monkeypatch.setattr(sys, "argv", words)
-        monkeypatch.setattr(processes, "_exit", sys.exit)  # a rank ends by os._exit
+        monkeypatch.setattr(launched, "_exit", sys.exit)  # a rank ends by os._exit
         handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         status = 0
         try:
-            importlib.import_module(script.removesuffix(".py").replace("/", ".")).main()
+            with switches_kept():  # a command leaves those of its tier
+                importlib.import_module(script.removesuffix(".py").replace("/", ".")).main()
         except SystemExit as leaving:
             status = leaving.code
         finally:

@@ -12,8 +12,10 @@ from torch import nn
 
 from accel import fast
 from accel.diffusion import create_diffusion
-from accel.families import constructor_of, family_of
+from accel.families import constructor_of, dit, family_of, large_dit, lightning_dit, sit
 from accel.families.dit.network import DiT, DiT_models
+from accel.families.large_dit.network import DiT_Llama
+from accel.families.lightning_dit.network import LightningDiT
 from accel.families.recognise import Fit, recognise
 from accel.families.sit.network import SiT
 from accel.fast.ops import Half
@@ -26,6 +28,8 @@ from accel.weights.diffusers_layout import WEIGHTS, to_diffusers
 
 # heads of 72 as in XL; 64 px
 SMALL = dict(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=8)
+# Derived classes first.
+CLASSES = {LightningDiT: lightning_dit, SiT: sit, DiT_Llama: large_dit, DiT: dit}
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
@@ -137,17 +141,24 @@ def error(got, want):
     return float((got.double().cpu() - want).norm() / want.norm())
 
 
+def pack_of(model):
+    """Return the function that packs the weights of a reference network."""
+    return next(one.FAMILY.pack for kind, one in CLASSES.items() if isinstance(model, kind))
+
+
 def network_of(model, tier, device=None, **how):
     """Return the accelerated network of a tier; on a CPU the kernels' reference
     implementations run.
     """
     device = next(model.parameters()).device if device is None else torch.device(device)
-    return fast.build(model.state_dict(), model, tier, device, **how)
+    return fast.build(model.state_dict(), model, pack_of(model), tier, device, **how)
 
 
 def fast_network(model, dtype, device="cpu"):
     """Return the accelerated network with GEMMs in `dtype`, which may be float64."""
-    return fast.laid_out(model.state_dict(), model, Half(dtype, torch.device(device)))
+    return fast.assemble(
+        model.state_dict(), model, pack_of(model), Half(dtype, torch.device(device))
+    )
 
 
 def evaluate(network, x, t, y, scale):

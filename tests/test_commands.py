@@ -3,9 +3,11 @@ terminals.
 """
 
 import os
+import re
 import subprocess
 import sys
 
+import forks
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,9 @@ from conftest import ROOT
 from forks import succeeds
 from PIL import Image
 
-from accel import door
+import sample
+import sample_ddp
+from accel import door, foreign_flags
 from accel.errors import UsageError
 from accel.request import GridRequest
 
@@ -108,8 +112,8 @@ BOTH = (
         ["--sampler", "dpm++", "--num-sampling-steps", 1000],
         "1000: must be from 1 to 999 for --sampler dpm++",
     ),
-    (["--cfg-scale", "nan"], "--cfg-scale nan: must be from 1"),
-    (["--cfg-scale", "9e18"], "--cfg-scale 9e+18: must be from 1, no guidance, to 1,000,000"),
+    (["--cfg-scale", "nan"], "--cfg-scale nan: must be from 0"),
+    (["--cfg-scale", "9e18"], "--cfg-scale 9e+18: must be from 0 to 1,000,000; 1 is no guid"),
     (["--device", "\n\x1b[2Jgröße"], r"--device \n\x1b[2Jgröße: "),
     (["--output", "x.jpg"], "must end in .png for --output-type image, or name a folder (FOLDER/)"),
     (["--output", "folder/", "--output-type", "latent"], "--output folder/: must end in .npy"),
@@ -117,16 +121,22 @@ BOTH = (
     (["--output", 300 * "a" + ".png"], "aaa.png: File name too long; choose another path"),
     (["--precision", "tf32"], "--precision tf32: cpu has no TF32"),
     (["--precision", "fp8"], "argument --precision: invalid choice: 'fp8' (choose from 'fp32'"),
-    (
-        ["--forecast-plan", "x.json"],
-        "--forecast-plan x.json: is for --forecast plan; add that or drop this",
-    ),
-    (["--lables", 3], "unrecognized arguments: --lables 3"),
+    (["--num-classes", 9], "dit.safetensors has 8 classes, and its label table one more row"),
+    (["--lables", 3], "unrecognized arguments: --lables 3; did you mean --labels?"),
+    (["--seed=--"], "seed: is empty; give a value"),
+    (["--num-steps", 50], "--num-steps: use --num-sampling-steps"),
+    (["--guidance_high=0.7"], "--guidance_high: use --guidance-interval LOW HIGH"),
+    (["--mode", "sde"], "--mode: use --sampler: sde, or euler or heun"),
+    (["--num_classes", 8], "--num_classes: use --num-classes"),
+    (["--output", f"{125 * 'é'}/{124 * 'é'}.npy"], ".npy: must end in .png"),
+    (["--output", f"{126 * 'é'}.png"], "é.png: File name too long; choose another path"),
 )
 MISTAKES = {
     "sample.py": [
         (["--seed", 2**64], f"--seed {2**64}: must fit in 64 bits"),
         (["--seeds", 1, "--seed", 2], "--seeds: conflicts with"),
+        (["--gpus=--"], "--gpus: is empty; give a value"),
+        (["--num-fid-samples", 9], "--num-fid-samples: is sample_ddp.py's, which makes FID jobs"),
         (["--vae", "no/vae"], "no/vae by other means and give its folder, or its .pt file"),
         (["--device", "gpu7"], "--device gpu7: no such kind of device; try cuda, cuda:1 or cpu"),
         (["--device", "xpu"], "cannot sample there; use cuda or cpu"),
@@ -167,6 +177,39 @@ def test_mistakes_are_one_line(script, flags, words, here, tmp_path, monkeypatch
         done.stderr.startswith(f"{script}: ") and done.stderr.count("\n") == 1 and not done.stdout
     )
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_flags_of_other_scripts_name_ours_that_there_are():
+    parsers = [sample.make_parser(), sample_ddp.make_parser()]
+    ours = set().union(*(parser._option_string_actions for parser in parsers))
+    for flag, words in {**foreign_flags.FLAGS, **foreign_flags.MODES}.items():
+        named = set(re.findall(r"--[a-z][\w-]*", words)) - {"--nproc_per_node"}
+        assert named <= ours, flag
+    for parser in parsers:
+        own = parser._option_string_actions
+        assert foreign_flags.remedy(["--labels", "ODE", "SDE", *own], own) is None
+        assert "--sampler euler" in foreign_flags.remedy(["ODE"], own)
+
+
+@pytest.mark.parametrize("name", [f"{125 * 'é'}.png", f"{62 * '🦊'}.npy", 251 * "x" + ".png"])
+def test_a_name_as_long_as_a_name_may_be(name, here, tmp_path):
+    """254, 252 and 255 bytes: the temporary file's name is not longer."""
+    kind = "latent" if name.endswith("npy") else "image"
+    words = "--labels", 1, "--output-type", kind, "--output", tmp_path / name
+    succeeds(here("sample.py", *DEMO, *words))
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_the_shell_that_starts_the_tests_does_not_decide_them():
+    """Such as one that is offline, or a rank's. conftest is imported before a hub's client."""
+    code = (
+        "import conftest, os; print(*sorted(os.environ.keys() & set(os.environ['WORDS'].split())))"
+    )
+    words = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://x", "RANK": "1", "WORLD_SIZE": "2"}
+    words |= {"SLURM_STEP_NUM_TASKS": "2", "DIT_BEGAN": "1.000000 1", "HOME": "/"}
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    done = forks.run(["-c", code], PYTHONPATH=path, WORDS=" ".join(words), **words)
+    assert succeeds(done) == "HOME\n"
 
 
 def test_tf32_is_a_permission(here, tmp_path):

@@ -196,9 +196,6 @@ def test_the_matrix_of_refusals(ten, tmp_path, here):
     custom = fill(
         DiT(input_size=8, hidden_size=96, depth=2, num_heads=4, num_classes=10)
     ).state_dict()
-    plain = fill(
-        DiT_models["DiT-S/4"](input_size=8, num_classes=10, learn_sigma=False)
-    ).state_dict()
     normed = {**ten, "blocks.0.attn.q_norm.weight": torch.ones(64)}
     said = argparse.Namespace
     flow = said(path_type="Linear", prediction="velocity")
@@ -214,7 +211,13 @@ def test_the_matrix_of_refusals(ten, tmp_path, here):
             bare,
             None,
             ["--num-classes", 10],
-            "--cfg-scale 4: guidance needs a null class",
+            "use --cfg-scale 1, or --num-classes 9 if the last row is the null class",
+        ),
+        "the null class as a class": (
+            ten,
+            said(num_classes=10),
+            ["--num-classes", 11],
+            "has 10 classes, and its label table one more row for no class; drop --num-classes",
         ),
         "arguments of another run": (
             ten,
@@ -228,18 +231,6 @@ def test_the_matrix_of_refusals(ten, tmp_path, here):
             None,
             ["--model", "DiT-S/2"],
             "holds the weights of DiT-S/4, not of DiT-S/2; use --mod",
-        ),
-        "a SiT": (
-            ten,
-            flow,
-            ["--model", "DiT-S/4"],
-            "as a SiT (path_type Linear), not as DiT-S/4; drop --model",
-        ),
-        "a DiT": (
-            ten,
-            said(model="DiT-S/4"),
-            ["--model", "SiT-S/4"],
-            "as a DiT (model DiT-S/4), not as SiT-S/4",
         ),
         "a DiT's sampler": (
             ten,
@@ -265,12 +256,6 @@ def test_the_matrix_of_refusals(ten, tmp_path, here):
             ["--timestep-shift", 0.5],
             "--timestep-shift 0.5: is for euler and heun",
         ),
-        "a plan of a SiT": (
-            ten,
-            flow,
-            ["--forecast", "plan"],
-            "plans are made for --sampler ddpm, not for sde",
-        ),
         "another path": (
             ten,
             said(path_type="GVP"),
@@ -284,13 +269,6 @@ def test_the_matrix_of_refusals(ten, tmp_path, here):
             "blocks.0.attn.q_norm.weight is no weight of a DiT, and would be ignored",
         ),
         "another width": (custom, None, [], "load it into its class and use accel.Sampler(module)"),
-        "a plan without sigma": (
-            plain,
-            None,
-            ["--forecast", "plan"],
-            "--forecast plan: needs weights with learned si",
-        ),
-        "a plan": (ten, None, ["--forecast", "plan"], "forecast.json: no such file"),
     }
     for name, (state, arguments, flags, words) in cases.items():
         path = tmp_path / f"{id(state)} {id(arguments)}.pt"
@@ -562,7 +540,8 @@ def test_a_pipeline_of_another_process_is_refused(
     ],
 )
 def test_what_a_file_says_of_itself_is_checked(change, words, ten, tmp_path, here):
-    torch.save({"ema": ten, "args": change}, tmp_path / "x.pt")
+    """Arguments of another program's training are not: tests/accel/test_training_files.py."""
+    torch.save({"ema": ten, "metadata": {"family": "DiT", **change}}, tmp_path / "x.pt")
     save_file(
         ten,
         tmp_path / "x.safetensors",

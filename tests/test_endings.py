@@ -51,7 +51,7 @@ def long_job(launch, *args):
     ],
 )
 def test_nothing_is_left_of_a_job(launch, who, number, demo, tmp_path):
-    """Launcher or rank killed, Ctrl-C, SIGTERM, in the middle of sampling. test_start.py
+    """Launcher or rank killed, Ctrl-C, SIGTERM, in the middle of sampling. test_launch.py
     has the others of --gpus.
     """
     launch, *flags = launch.split()
@@ -99,7 +99,7 @@ sys.meta_path.insert(0, Finder)
     "command, module",
     [
         (["sample.py"], "torch._C"),
-        (["sample_ddp.py"], "accel.parallel.processes"),
+        (["sample_ddp.py"], "accel.ranks.launched"),
         (["scripts/verify.py"], "numpy"),
         (["-m", "scripts.report"], "jinja2"),
     ],
@@ -135,7 +135,7 @@ def test_a_signal_while_it_samples_is_a_line(script, number, status, word, demo,
 @pytest.mark.parametrize(
     "code",
     [
-        "forecast.write_plan(Path('p.json'), {'x': 9999 * 'x'}, [(1, 1)], {})",
+        "with atomic_write('p.json') as file: file.write(9999 * b'x')",
         "open('/dev/full', 'w', buffering=1).write('x\\n')",
     ],
 )
@@ -144,7 +144,7 @@ def test_a_full_disk_is_a_line_and_leaves_no_file(code, tmp_path):
     code = f"""
 import resource
 from pathlib import Path
-from accel import forecast
+from accel.files import atomic_write
 from accel.command_line import OneLineParser, user_errors
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 with user_errors(OneLineParser(prog="command")):
@@ -156,9 +156,17 @@ with user_errors(OneLineParser(prog="command")):
     assert re.fullmatch(line, done.stderr), done.stderr
 
 
+@pytest.mark.parametrize("script", ["sample.py", "sample_ddp.py"])
+def test_too_little_memory_for_torch_is_a_line(script, tmp_path):
+    line = f"ulimit -v 2000000; {sys.executable} {ROOT / script} --output {tmp_path}/x.png"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
+    assert done.returncode == USAGE and done.stderr.count("\n") == 1, done.stderr
+    assert "torch cannot be loaded (lib" in done.stderr and "ulimit -v" in done.stderr
+
+
 def test_what_is_printed_does_not_steer_a_terminal():
     """Names that files hold. Words of any language stay as they are."""
-    code = r"from accel import start; start.begin(); print('größe 图\u3000x \x1b[2J\r\udc80', 'second line', sep='\n')"
+    code = r"from accel import launch; launch.begin(); print('größe 图\u3000x \x1b[2J\r\udc80', 'second line', sep='\n')"
     command = Command("-X", "utf8", "-c", code)
     assert command.process.stdout.read() == "größe 图\u3000x \\x1b[2J\\r\\udc80\nsecond line\n"
     assert command.end() == (0, "")
@@ -166,7 +174,7 @@ def test_what_is_printed_does_not_steer_a_terminal():
 
 AT_EXIT = "import atexit; atexit.register(os.kill, os.getpid(), 2)"
 LATER = (
-    "start.kill = type('', (), {'__del__': lambda _, kill=os.kill, own=os.getpid(): kill(own, "
+    "launch.kill = type('', (), {'__del__': lambda _, kill=os.kill, own=os.getpid(): kill(own, "
     "2)})()"
 )
 
@@ -174,7 +182,7 @@ LATER = (
 @pytest.mark.parametrize("when", [AT_EXIT, LATER])
 def test_a_signal_after_the_work_changes_nothing(when):
     """The interpreter still runs for a while."""
-    assert Command("-c", f"import os; from accel import start; start.begin(); {when}").end() == (
+    assert Command("-c", f"import os; from accel import launch; launch.begin(); {when}").end() == (
         0,
         "",
     )
@@ -211,7 +219,7 @@ def test_a_stream_that_fails_ends_nothing(ranks, redirection, demo, tmp_path):
 def test_figures_that_a_full_disk_refuses_are_no_success(redirection, status):
     """scripts/fid.py writes nothing else."""
     code = (
-        "from accel import start; start.begin(); from scripts import fid; fid.report = print; "
+        "from accel import launch; launch.begin(); from scripts import fid; fid.report = print; "
         "fid.main()"
     )
     line = f"{sys.executable} -c '{code}' a b {redirection}; exit ${{PIPESTATUS[0]}}"

@@ -266,9 +266,86 @@ def test_a_folder_fails_with_one_file(command):
     assert "1 of 3 pictures do not pass" in out
     Path("many/2.webp").unlink()
     assert command("a.png", "many")[0] == 0
-    assert "many: is a folder, as only a candidate may be" in command("many", "a.png")[2]
+    assert "many: is a folder, and a.png is not" in command("many", "a.png")[2]
     Path("many/3.png").write_text("no picture")
     assert command("a.png", "many")[0] == command("a.png", "none")[0] == 2
+
+
+def test_folders_are_compared_by_name(command):
+    """Each picture with its namesake, in whatever order; a name in one folder only is named."""
+    Path("a").mkdir(), Path("b").mkdir(), Path("none").mkdir()
+    scenes = [scene(seed=seed) for seed in range(3)]
+    for index, picture in enumerate(scenes):
+        save(f"a/{index}.png", picture), save(f"b/{index}.png", noisy(picture, index))
+    flags = "--metrics", "mae", "psnr", "--json", "o.json"
+    status, out, _ = command("a", "b", *flags)
+    assert status == 0 and out.count(".png: MAE ") == 3 and "FAIL" not in out
+    report = json.loads(Path("o.json").read_text())
+    pairs = [(record["baseline"], record["file"]) for record in report["files"]]
+    assert pairs == [(f"a/{index}.png", f"b/{index}.png") for index in range(3)]
+    for index, record in enumerate(report["files"]):
+        exact = evaluate.mae(scenes[index], noisy(scenes[index], index))
+        assert record["values"]["mae"] == exact
+    save("b/1.png", scenes[2])
+    status, out, _ = command("a", "b", *flags, "--heatmap", "heat.png")
+    assert status == 1 and "1 of 3 pictures do not pass" in out and Path("heat.png").exists()
+    os.rename("b/1.png", "b/4.png")
+    assert "b: lacks 1.png (2 names are in one folder only)" in command("a", "b")[2]
+    os.remove("a/1.png")
+    assert "a: lacks 4.png (1 names are in one folder only)" in command("a", "b")[2]
+    save("a/4.png", scenes[2][:50])
+    assert "a/4.png has 128x50 px, RGB, b/4.png has 128x96 px" in command("a", "b")[2]
+    for names in (("a", "none"), ("none", "a"), ("none", "a/0.png")):
+        assert "none: holds no picture" in command(*names)[2]
+    Path("b/._0.png").write_bytes(b"\0\5\x16\7" + bytes(100))
+    assert "._0.png: holds attributes that macOS kept" in command("a/0.png", "b")[2]
+
+
+@pytest.mark.parametrize(
+    "words, judged",
+    [
+        ("--metrics mae psnr a.png b.png", "MAE, PSNR"),
+        ("--metrics mae,psnr a.png b.png", "MAE, PSNR"),
+        ("--metrics=mae,psnr a.png b.png", "MAE, PSNR"),
+        ("a.png --metrics psnr mae b.png", "MAE, PSNR"),
+        ("a.png b.png --metrics ssim --metrics mae", "MAE"),
+        ("--metrics a.png b.png", "'a.png': give one or more of mae lpips psnr ssim"),
+        ("--metrics mae pnsr a.png b.png", "unrecognized arguments: b.png; give a baseline"),
+        ("a.png b.png --metrics", "'': give one or more of mae lpips psnr ssim"),
+        ("a.png b.png --metrics mae, psnr", "'mae,': give one or more"),
+    ],
+)
+def test_files_may_follow_metrics(words, judged, command, pair):
+    status, out, err = command(*words.split())
+    if status == 0:
+        assert f"judged by {judged})" in out
+    else:
+        assert status == 2 and judged in err
+
+
+def test_lossy_pictures_are_noticed(command):
+    """One line, however many there are."""
+    Path("many").mkdir(), save("a.png", BASE), save("a.jpg", BASE, quality=95)
+    save("many/1.webp", BASE), save("many/2.jpg", BASE), save("many/3.webp", BASE, lossless=True)
+    flags = "--metrics", "psnr", "--min-psnr", 1
+    assert "lossy" not in command("a.png", "a.png", *flags)[1]
+    out = command("a.png", "a.jpg", *flags)[1]
+    assert "note: JPEG is lossy, and the figures include its loss: a.jpg; compare PNGs\n" in out
+    out = command("a.jpg", "many", *flags)[1]
+    assert out.count("note: ") == 1 and "note: JPEG is lossy" in out and "a.jpg and 2 more" in out
+
+
+def test_the_unit_of_mae_is_said(command, pair):
+    """Levels of 0-255 for people, the fraction of 0-1 for the rule."""
+    out = command(*pair, "--metrics", "mae", "--json", "o.json")[1]
+    levels = evaluate.mae(BASE, noisy(BASE, 1))
+    assert f"Mean Absolute Difference: {levels:.4f}\n" in out
+    assert "\nMAE is of 0-255; the gate's is of 0-1.\n" in out
+    assert f"  MAE of 0-1  {levels / 255:<12.6g}<= 0.01" in out
+    assert f"b.png: MAE {levels:.4f} of 0-255   PSNR" in out
+    report = json.loads(Path("o.json").read_text())
+    assert report["mae_units"] == {"values": "0-255", "thresholds": "0-1"}
+    assert report["mean"]["mae"] == levels and report["thresholds"] == {"mae": 0.01}
 
 
 def test_a_metric_without_value_is_never_a_pass(command):
@@ -322,7 +399,7 @@ def test_the_status_is_the_verdict_whatever_becomes_of_the_text(redirection, com
 )
 def test_what_ends_in_an_import_is_no_verdict(raised, status, command, tmp_path):
     (tmp_path / "numpy.py").write_text(f"raise {raised}")
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "DIT_TRACEBACK": ""}
     done = subprocess.run(
         [sys.executable, PROGRAM, "a.png", "a.png"], capture_output=True, text=True, env=env
     )
@@ -331,6 +408,21 @@ def test_what_ends_in_an_import_is_no_verdict(raised, status, command, tmp_path)
         and done.stderr.count("\n") == 1
         and done.stderr.startswith("evaluate.py: ")
     )
+
+
+def test_a_contributor_sees_where_a_crash_was_raised(command, pair, tmp_path, monkeypatch):
+    """Tests set DIT_TRACEBACK=1. A user gets the line alone."""
+    monkeypatch.setattr(evaluate, "ssim", lambda a, b: 1 / 0)
+    status, _, error = command(*pair)
+    assert status == 3 and "in <lambda>" in error and error.count("evaluate.py: ZeroDiv") == 1
+    monkeypatch.delenv("DIT_TRACEBACK")
+    assert command(*pair)[2].startswith("evaluate.py: ZeroDivisionError")
+    (tmp_path / "numpy.py").write_text("1 / 0")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "DIT_TRACEBACK": "1"}
+    done = subprocess.run(
+        [sys.executable, PROGRAM, "a.png"], capture_output=True, text=True, env=env
+    )
+    assert done.returncode == 3 and 'numpy.py", line 1' in done.stderr
 
 
 def test_names_of_files_are_shown_on_one_line(command):
@@ -403,7 +495,8 @@ def png(width, height, depth, color, rows):
     return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
 
 
-def test_unreadable_files(command):
+def test_unreadable_files(command, recwarn):
+    """One line each: a library's warnings are no second."""
     whole = save("a.png", BASE).read_bytes()
     os.mkfifo("pipe.png"), Path("folder.png").mkdir(), os.symlink("loop", "loop")
     Image.fromarray(BASE).save(
@@ -414,14 +507,16 @@ def test_unreadable_files(command):
         "header.png": whole[:20],
         "cut.png": whole[: len(whole) // 2],
         "large.png": png(9000, 9000, 8, 2, b"\0" * 100),
+        "cut.tif": save("a.tif", BASE, compression="tiff_lzw").read_bytes()[:-90],
     }
     for name, content in contents.items():
         Path(name).write_bytes(content)
-    reasons = {"large.png": "decompression bomb", "moving.png": "2 frames"}
+    reasons = {"large.png": "decompression bomb", "moving.png": "is animated"}
     for name in (*contents, "none.png", "pipe.png", "/dev/zero", "folder.png", "moving.png"):
         for names in (("a.png", name), (name, "a.png")):
             status, _, err = command(*names)
             assert status == 2 and name in err and reasons.get(name, "") in err, name
+    assert not [warning for warning in recwarn if "PIL" in warning.filename]
     for words in (
         ("a.png",),
         ("a.png", "loop"),
@@ -445,9 +540,7 @@ def test_sizes_and_modes(command):
         Image.fromarray(BASE).convert(mode).save(f"{mode}.png")
         assert command(f"{mode}.png", f"{mode}.png")[0] == 0
         want = np.asarray(Image.fromarray(BASE).convert(mode).convert("RGB"))
-        assert np.array_equal(
-            evaluate.pixel_pair(*[evaluate.read_picture(Path(f"{mode}.png"))] * 2)[0], want
-        )
+        assert np.array_equal(evaluate.read_picture(Path(f"{mode}.png")).pixels, want)
     save("small.png", BASE[:48, :64])
     status, _, err = command("RGB.png", "small.png")
     assert status == 2 and "128x96" in err and "64x48" in err and "save both alike" in err

@@ -11,7 +11,7 @@ from torch import nn
 from accel import Sampler, accelerate
 from accel.errors import UsageError
 from accel.families.lightning_dit.network import LightningDiT, LightningDiT_models, rotation_table
-from accel.families.recognise import recognise
+from accel.families.recognise import recognise, recogniser_of
 from accel.network import Plain
 from accel.sampling import denoise
 from accel.sampling.flow import Euler, Heun
@@ -67,7 +67,7 @@ def test_every_tier_computes_the_definition(form, change):
     assert want.shape == x.shape and want.abs().mean() > 0.1  # not the blind network
     fit = recognise("x.pt", state, {})
     own = fit.build(input_size=x.shape[-1], num_classes=8)
-    own.load_state_dict(fit.family.part("weights").converted(state, {}), strict=True)
+    own.load_state_dict(recogniser_of(fit.family).converted(state, {}), strict=True)
     own.eval()
     of_float32 = error(own(x, t, y).detach(), want)
     assert of_float32 < 4e-6 and own.num_heads == 2 and type(own) is LightningDiT

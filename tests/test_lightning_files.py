@@ -34,7 +34,7 @@ sample: {mode: ODE, sampling_method: euler, num_sampling_steps: 5, cfg_scale: 2.
 """
 
 
-def vae_files(folder, levels=5):
+def vae_files(folder, levels=5, channels=32):
     """VA-VAE's files in small: (AutoencoderKL with the weights, statistics of its latents)."""
     from diffusers import AutoencoderKL
 
@@ -42,7 +42,7 @@ def vae_files(folder, levels=5):
     kinds["up_block_types"] = ["AttnUpDecoderBlock2D"] + ["UpDecoderBlock2D"] * (levels - 1)
     vae = fill(
         AutoencoderKL(
-            block_out_channels=[32] * levels, layers_per_block=2, latent_channels=32, **kinds
+            block_out_channels=[32] * levels, layers_per_block=2, latent_channels=channels, **kinds
         )
     )
     for value in vae.parameters():
@@ -73,7 +73,7 @@ def vae_files(folder, levels=5):
             name = name.replace(theirs, ldm)
         state[name] = value[..., None, None] if "attn" in name and value.ndim == 2 else value
     torch.save({"state_dict": state, "epoch": 1}, folder / "vavae.pt")
-    stats = dict(mean=torch.randn(1, 32, 1, 1), std=torch.rand(1, 32, 1, 1) + 0.5)
+    stats = dict(mean=torch.randn(1, channels, 1, 1), std=torch.rand(1, channels, 1, 1) + 0.5)
     torch.save(stats, folder / STATISTICS)
     return vae, stats
 
@@ -204,7 +204,7 @@ HOSTILE = (
     "model: {}\nsample: {cfg_scale: !!python/object/apply:os.system [ls]}",
     YAML.replace("2.5", ".nan"),
     YAML.replace("velocity", "noise"),
-    YAML.replace("latent_multiplier: 1.0", "x: 1"),
+    YAML.replace("latent_multiplier: 1.0", "latent_multiplier: .nan"),
     "x" * 70000,
 )
 
@@ -235,6 +235,58 @@ def test_what_implies_how_to_sample(tmp_path):
         UsageError, match="describes LightningDiT-XL/1, and the weights are LightningDiT-B/1"
     ):
         recipe("LightningDiT-B/1", {}, tmp_path / "a.pt")
+
+
+SD = dict(model={}, data=dict(latent_norm=False, latent_multiplier=0.18215))
+
+
+@pytest.mark.parametrize("method", ["euler", "dopri5"])
+def test_a_configuration_inside_a_file_of_sds_latents(method, tmp_path, tiny_vae, here):
+    """Its multiplier is the decoder's scale. Another solver is refused, unless the user names
+    one; a converted file says the same.
+    """
+    torch.manual_seed(0)
+    model = build(patch_size=2, in_channels=4)
+    config = SD | dict(sample=dict(sampling_method=method, num_sampling_steps=3, cfg_scale=1.5))
+    torch.save(dict(ema=as_file(model), config=config), tmp_path / "x.pt")
+    succeeds(
+        here(
+            "scripts/convert_checkpoint.py",
+            "--ckpt",
+            tmp_path / "x.pt",
+            "--output",
+            tmp_path / "y.pt",
+        )
+    )
+    pictures = []
+    for name in "x", "y":
+        command = ["sample.py", "--ckpt", tmp_path / f"{name}.pt", "--vae", tiny_vae, "--labels", 1]
+        command += ["--device", "cpu", "--output", tmp_path / f"{name}.png"]
+        if method == "dopri5":
+            words = "--sampler dopri5: is not for a LightningDiT"
+            assert words in refused(here(*command))
+            command += ["--sampler", "euler"]
+        succeeds(here(*command))
+        pictures.append((tmp_path / f"{name}.png").read_bytes())
+    assert pictures[0] == pictures[1]
+    request = GridRequest(
+        ckpt=str(tmp_path / "y.pt"), vae=str(tiny_vae), device="cpu", sampler="heun"
+    )
+    space = open_weights(request, torch.device("cpu")).space
+    assert (space.scale, space.channels, space.factor) == (0.18215, 4, 8)
+    normed = config | dict(data=dict(latent_norm=True, latent_multiplier=2.0))
+    torch.save(dict(ema=as_file(model), config=normed), tmp_path / "z.pt")
+    flags = [
+        "--sampler",
+        "euler",
+        "--vae",
+        tiny_vae,
+        "--device",
+        "cpu",
+        "--output",
+        tmp_path / "z.png",
+    ]
+    assert "give --latent-stats" in refused(here("sample.py", "--ckpt", tmp_path / "z.pt", *flags))
 
 
 def test_the_hubs_repositories(tmp_path, run):

@@ -1,4 +1,4 @@
-"""Build network, process, guidance, decoder and placement from settings, for the
+"""Build network, process, guidance and decoder from settings, for the
 commands, accel.api, scripts/ and bench/. Nothing below knows settings. FID jobs: fid.py.
 
 `ready` opens a request and builds all that one process needs; `latents` or `sample` runs
@@ -17,15 +17,12 @@ from torch import Tensor
 
 from accel import loading, output, precision
 from accel.diffusion import create_diffusion
-from accel.door.opening import digest_of, open_weights
+from accel.door.opening import open_weights
 from accel.errors import UsageError
-from accel.families.loaded_module import LoadedModule
-from accel.forecast import read_plan
 from accel.latents.decoder import Decoder
 from accel.network import WHOLE, Batch, Part
-from accel.parallel.layouts import OFF, Layout
-from accel.parallel.placement import Placement
 from accel.progress import Stopwatch, step_bar
+from accel.ranks.placement import Placement
 from accel.request import Request
 from accel.run import Run, enough_memory
 from accel.sampling import OnStep, count_copies
@@ -34,20 +31,16 @@ from accel.sampling.flow import FLOWS
 from accel.sampling.guidance import Guidance, Unguided
 from accel.sampling.process import Process
 from accel.sampling.solvers import SOLVERS, Solver, make_scheduler
-from accel.sampling.strides import Strides
 from accel.settings import GridSettings, Settings
+from accel.weights import Weights
 
 if TYPE_CHECKING:  # a grid of one process does not wait for these
     from accel.kernels.linear import Tuner
-    from accel.parallel.groups import Groups
-    from accel.parallel.processes import Job
 
 ALONE = Placement()
 
 
-def ready(
-    request: Request, weights: LoadedModule | None = None
-) -> tuple[Settings, Run, Decoder | None]:
+def ready(request: Request, weights: Weights | None = None) -> tuple[Settings, Run, Decoder | None]:
     """Return the settings, run and decoder of a request, for this process alone. weights:
     in place of the request's.
     """
@@ -68,8 +61,7 @@ def guidance_of(settings: Settings) -> Guidance | Unguided:
 
 def process_of(settings: Settings, scheduler: Any = None) -> Process:
     """Return the process of a run. scheduler: of diffusers, in place of the settings'
-    sampler. Raises UsageError if the plan was made for another run, and for a flow with a
-    scheduler.
+    sampler. Raises UsageError for a flow with a scheduler.
     """
     steps = settings.num_sampling_steps
     sampler = settings.sampler
@@ -84,8 +76,6 @@ def process_of(settings: Settings, scheduler: Any = None) -> Process:
     if sampler in FLOWS:
         return FLOWS[sampler](steps, settings.timestep_shift)
     diffusion = create_diffusion(str(steps), learn_sigma=settings.fit.learn_sigma)
-    if settings.forecast == "plan":
-        return Strides(diffusion, read_plan(plan_path(settings), plan_settings(settings)))
     if sampler in SOLVERS:
         return Solver(make_scheduler(sampler), steps)
     return Ddim(diffusion, settings.eta) if sampler == "ddim" else Ancestral(diffusion)
@@ -151,24 +141,18 @@ def decoder_of(settings: Settings, captured: bool = False) -> Decoder | None:
 def describe(settings: Settings, run: Run, ranks: int | None = None) -> str:
     """Return the line that announces a run. ranks: their number, in a command of many."""
     gpu = run.device.type == "cuda"
-    process = run.process
     where = (
         torch.cuda.get_device_name(run.device) if gpu else f"CPU, {torch.get_num_threads()} threads"
     )
-    plan = (
-        f" ({process.evaluations} network evaluations)"
-        if process.evaluations < process.steps
-        else ""
-    )
     return (
         f"{settings.model} · {settings.image_size} px · {settings.pictures} · "
-        f"{steps_and_guidance(settings, plan)} · {run.tier} · {where} · torch {torch.__version__}"
+        f"{steps_and_guidance(settings)} · {run.tier} · {where} · torch {torch.__version__}"
         + (f" · {ranks} rank{'s' * (ranks > 1)}" if ranks else "")
     )
 
 
-def steps_and_guidance(settings: Settings, evaluations: str = "") -> str:
-    """Describe steps and guidance. evaluations: text to put after the number of steps."""
+def steps_and_guidance(settings: Settings) -> str:
+    """Describe steps and guidance."""
     by = "" if settings.sampler == "ddpm" else f"{settings.sampler.upper()} "
     by += f"shift {settings.timestep_shift:g} " * (settings.timestep_shift != 1)
     low, high = settings.guidance_interval
@@ -178,8 +162,7 @@ def steps_and_guidance(settings: Settings, evaluations: str = "") -> str:
         "" if usual or settings.cfg_scale == 1 else f" on {settings.guidance_channels} channels"
     )
     return (
-        f"{settings.num_sampling_steps} {by}steps{evaluations} · cfg "
-        f"{settings.cfg_scale:g}{interval}{channels}"
+        f"{settings.num_sampling_steps} {by}steps · cfg {settings.cfg_scale:g}{interval}{channels}"
     )
 
 
@@ -192,8 +175,8 @@ def latents(settings: GridSettings, run: Run, on_step: OnStep | None = None) -> 
 def warm_up(
     settings: GridSettings, run: Run, watch: Stopwatch, placement: Placement = ALONE
 ) -> None:
-    """Make each move once where the first takes longer than others: the bar should not
-    learn its pace from it.
+    """Make each kind of step once where the first takes longer than others: the bar
+    should not learn its pace from it.
     """
     if settings.repeats > 1 or run.device.type == "cuda" and run.network.captures:
         with watch.phase("warm-up"):
@@ -262,61 +245,3 @@ def save(
         pixels = decode(decoder, part, watch) if decoder else part
         with watch.phase("save"):
             output.save_pictures(file, pixels)
-
-
-def layout_of(settings: GridSettings, job: "Job") -> tuple["Groups", Layout | None]:
-    """Return the process groups and a grid's layout, None to measure it. Raises
-    UsageError if it cannot run.
-    """
-    from accel.parallel import planner  # brings torch.distributed
-    from accel.parallel.groups import Groups
-
-    groups = Groups(job, settings.device)
-    layout = settings.layout
-    # with a picture for every GPU there is nothing to share
-    if layout is None and len(settings.labels) >= job.world:
-        layout = OFF
-    if layout not in (None, OFF):
-        planner.check(layout, settings.tokens, settings.fit.num_heads, groups)
-    return groups, layout
-
-
-def place(
-    settings: GridSettings, run: Run, groups: "Groups", layout: Layout | None
-) -> tuple[Run, Placement]:
-    """Return the run with the network as this rank evaluates it, and this rank's
-    placement. layout: None to measure.
-    """
-    from accel.parallel.planner import Work, share_evaluations
-
-    copies = count_copies(run.process, run.guidance)
-    work = Work(len(settings.labels), settings.batch_size, copies, settings.tokens, run.tier)
-    network, placement = share_evaluations(run.network, work, groups, layout)
-    return run._replace(network=network), placement
-
-
-def plan_path(settings: Settings) -> Path:
-    """Return the path of the weights' plan: `forecast_plan`, or a name beside or in the
-    checkpoint.
-    """
-    if settings.forecast_plan is not None:
-        return Path(settings.forecast_plan)
-    weights = settings.weights.path
-    return (
-        weights / "forecast.json"
-        if weights.is_dir()
-        else weights.with_name(f"{weights.stem}.forecast.json")
-    )
-
-
-def plan_settings(settings: Settings) -> dict:
-    """Return the entries of a plan's file that name the run it is for."""
-    return {
-        "model": settings.model,
-        "image_size": settings.image_size,
-        "num_sampling_steps": settings.num_sampling_steps,
-        "cfg_scale": float(settings.cfg_scale),
-        "guidance_interval": list(settings.guidance_interval),
-        "guidance_channels": settings.guidance_channels,
-        "weights": digest_of(settings),
-    }

@@ -29,13 +29,14 @@ LEFT_OUT = {
     "ckpt",
     "vae",
     "latent_stats",
+    "num_heads",
+    "weights_entry",
     "device",
     "precision",
     "vae_precision",
     "tf32",
     "sample_dir",
 }
-LEFT_OUT |= {"forecast", "forecast_plan"}
 # Fields that older folders, which may be resumed, lack: recorded only where they differ
 # from the default.
 LATER = {"guidance_interval": (0.0, 1.0), "guidance_channels": 3, "timestep_shift": 1.0}
@@ -123,8 +124,6 @@ def settings_of(settings: FidSettings, run: Run, decoder: Decoder, world: int) -
     }
     if device.type == "cpu":
         record |= {"device": _cpu(), "number of threads": torch.get_num_threads()}
-    if settings.forecast == "plan":
-        record["--forecast"] = run.process.setting
     if not settings.world_independent_noise:
         record["number of ranks"] = world
     return record

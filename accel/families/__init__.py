@@ -3,7 +3,7 @@
 <family>/__init__.py   FAMILY, the record: names of models and their defaults, prediction, samplers
 <family>/network.py    the reference network
 <family>/weights.py    how files and modules of the family are recognised and read
-<family>/fast.py       how its weights are laid out for the accelerated network
+<family>/fast.py       how its weights are packed for the accelerated network
 """
 
 from collections.abc import Callable, Mapping
@@ -12,6 +12,8 @@ from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal, NamedTuple
+
+from accel.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "pretrained_models" / "demo"
@@ -41,7 +43,13 @@ class Family(NamedTuple):
     models: Mapping[str, Defaults]
     prediction: Literal["noise", "velocity"]
     samplers: tuple[str, ...]  # the first is the default
-    code: str  # the package with the modules network, weights and fast; imported late
+    # Names of tensors that every file of the family has. A file with those of several families
+    # is of the one with the most.
+    keys: tuple[str, ...]
+    code: str  # the package with the modules network and weights; imported late
+    # The module whose `pack` serves its accelerated network: its fast.py, or that of another
+    # family; "" where it has fp32 and tf32 alone.
+    fast: str = ""
     fetch: str = ""  # the command that fetches published weights, if no plain address serves them
 
     @property
@@ -54,8 +62,21 @@ class Family(NamedTuple):
         """Return values of t for checks: timesteps, or times of a flow."""
         return (377, 999, 0) if self.prediction == "noise" else (0.377, 1.0, 0.0)
 
+    @property
+    def pack(self) -> Callable[..., Any]:
+        """Import the function that packs its weights: (reader, model, ops) → fast.Packing.
+
+        Raises UsageError if the family has none.
+        """
+        if not self.fast:
+            raise UsageError(
+                f"`precision`: use fp32 or tf32, without `parallel=weights=N`: the family "
+                f"{self.name} has no fast.py"
+            )
+        return import_module(self.fast).pack
+
     def part(self, name: str) -> ModuleType:
-        """Import the family's module `name`: network, weights or fast."""
+        """Import the family's module `name`: network or weights."""
         return import_module(f"{self.code}.{name}")
 
 
@@ -85,4 +106,4 @@ def constructor_of(model: str) -> Callable[..., Any]:
     """Return the constructor of a model's reference network: (input_size=, num_classes=)
     → nn.Module.
     """
-    return family_of(model).part("weights").MODELS[model]
+    return family_of(model).part("weights").RECOGNISER.models[model]

@@ -3,7 +3,8 @@ original classes of every family, and their wrappers. Each family's weights.py r
 its own modules by `of_module`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,13 +13,19 @@ from torch.func import functional_call
 
 from accel.errors import UsageError
 from accel.families import Family, families
-from accel.families.recognise import ask, families_with, recognise
+from accel.families.recognise import families_with, recognise, recogniser_of
 from accel.network import unwrapped
+from accel.weights.positions import trained
 from accel.weights.shapes import shapes_of
-from accel.weights.tensor_files import require_floats
+from accel.weights.tensor_files import digest, require_floats
 
 # attributes that change a submodule's function and are in no state dict
 COMPARED = "eps", "approximate"
+
+
+# Strength of a claim to a module: entries or attributes count more than the class's name.
+STRUCTURE = 2
+NAMED = 1
 
 
 class OfModule(NamedTuple):
@@ -28,6 +35,7 @@ class OfModule(NamedTuple):
     metadata: dict[str, Any]  # facts that no tensor holds, such as num_heads
     latent_size: int | None = None  # side of the latent; None: that of its position table
     strength: int = 0  # if several families recognise a module, the strongest claim wins
+    assumed: str = ""  # what neither the class nor the entries say, and how to say it
     # renames the entries of its state dict as in the family's files
     read: Callable[[dict], dict] = dict
     # x, t, y of the reference network → its own
@@ -62,16 +70,23 @@ class LoadedModule:
             )
         self.module = unwrapped(module)
         self.name = type(self.module).__name__
-        state = self.module.state_dict()
-        if empty := [name for name, value in state.items() if value.is_meta]:
-            raise UsageError(f"{self.name}: {empty[0]} holds no values; load the weights first")
+        state = _not_wrapped(self.module.state_dict())
+        for name, value in state.items():
+            if not isinstance(value, Tensor) or value.is_quantized or value.is_nested:
+                raise UsageError(
+                    f"{self.name}: {name} is quantised or nested; give a model of dense tensors of "
+                    "floats"
+                )
+            if value.is_meta:
+                raise UsageError(f"{self.name}: {name} holds no values; load the weights first")
         self.how = how = self._known_by(state)
-        raw = self._raw(state)
-        rows = raw[how.family.part("weights").LABELS].shape[0]
+        raw = self.renamed(state)
+        rows = raw[recogniser_of(how.family).labels].shape[0]
         classes = getattr(getattr(self.module, "y_embedder", None), "num_classes", rows - 1)
-        facts = dict(
-            family=how.family.name, num_classes=classes if classes in (rows, rows - 1) else rows - 1
-        )
+        if classes not in (rows, rows - 1):
+            classes = rows - 1
+        # Of no classes the one label, the null class, is sampled without guidance.
+        facts = dict(family=how.family.name, num_classes=max(classes, 1))
         self.metadata = {
             **facts,
             "class_names": names,
@@ -93,20 +108,35 @@ class LoadedModule:
         self._require_attributes()
 
     @property
-    def assumed(self) -> bool:
-        """Return whether other families have these entries too, and neither the class nor
-        the entries name one.
+    def assumed(self) -> str:
+        """Return what is assumed of the module, in words. "" if its class or its entries name
+        its family, or no other family has these entries.
         """
+        if self.how.assumed:
+            return self.how.assumed
         names = [kind.__name__ for kind in type(self.module).__mro__]
         named = self.how.strength or any(self.how.family.name in name for name in names)
-        return not named and len(families_with(shapes_of(self.state))) > 1
+        if named or len(families_with(shapes_of(self.state))) == 1:
+            return ""
+        family = self.how.family
+        return f"names no family, taken for a {family.name} ({family.prediction})"
+
+    @property
+    def patched(self) -> bool:
+        """Return whether hooks or a `forward` of their own may make the module or a part of it
+        another function than its class.
+        """
+        return any(
+            part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part)
+            for part in self.module.modules()
+        )
 
     def _known_by(self, state):
         try:
             found = [
                 how
                 for family in families()
-                if (how := family.part("weights").of_module(self.module, state))
+                if (how := recogniser_of(family).of_module(self.module, state))
             ]
         except ValueError as error:
             raise UsageError(f"{self.name}: {error}") from None
@@ -115,13 +145,15 @@ class LoadedModule:
                 f"{self.name}: is not a DiT: no {getattr(error, 'name', None) or error.args[0]}"
             ) from None
         if not found:
-            keys = " and no ".join(family.part("weights").KEYS[1] for family in families()[:2])
+            keys = " and no ".join(family.keys[1] for family in families()[:2])
             raise UsageError(f"{self.name}: is not a DiT: no {keys}")
         return max(found, key=lambda how: how.strength)
 
-    def _raw(self, state):
+    def renamed(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a state dict of the module under the names of its family's files."""
         try:
-            return self.how.read({name: value.detach() for name, value in state.items()})
+            state = {name: value.detach() for name, value in _not_wrapped(state).items()}
+            return self.how.read(state)
         except ValueError as error:
             raise UsageError(f"{self.name}: {error}") from None
 
@@ -135,10 +167,10 @@ class LoadedModule:
                 f"{type(state).__name__}"
             )
         require_floats(state, self.name)
-        return ask(self.how.family, "converted", self._raw(state), self.metadata)
+        return recogniser_of(self.how.family).converted(self.renamed(state), self.metadata)
 
     def _require_attributes(self):
-        theirs = dict(self.module.named_modules())
+        theirs = _not_wrapped(dict(self.module.named_modules()))
         for name, module in self.model.named_modules():
             for attribute in COMPARED:
                 want = getattr(module, attribute, None)
@@ -148,11 +180,14 @@ class LoadedModule:
                         f"{self.name}: {name}.{attribute} is {here}, and only {want} is computed"
                     )
 
-    def fetch(self) -> None:
-        """No-op: the weights are loaded."""
+    @contextmanager
+    def reading(self) -> Iterator[dict[str, Tensor]]:
+        """Yield the weights; they stay until `release`."""
+        yield self.state
 
-    def close(self) -> None:
-        """No-op: the weights stay until `release`."""
+    def digest(self) -> str:
+        """Return 16 hex digits of all values that were trained, as of a file's."""
+        return digest(trained({name: value.cpu() for name, value in self.state.items()}))
 
     def release(self) -> None:
         """Drop the module and its weights; keep the facts."""
@@ -164,18 +199,24 @@ class LoadedModule:
         t: Tensor,
         y: Tensor,
         state: dict[str, Tensor] | None = None,
-        scale: float | None = None,
+        method: str = "__call__",
+        *more: Any,
     ) -> Tensor:
         """Return the module's output, converted to the reference network's: x (N, C, H,
-        W), t (N,), y (N,) → (N, C', H, W). state: replaces the module's weights. scale:
-        for its forward_with_cfg, in place of forward.
+        W), t (N,), y (N,) → (N, C', H, W). state: replaces the module's weights. method: what
+        is called, by default the module with its hooks; more: arguments after x, t, y.
         """
         arguments, named = self.how.arguments(x, t, y)
-        # Not `__call__`, in which a module that was compiled in place compiles.
-        method = _Method(self.module, "forward" if scale is None else "forward_with_cfg")
-        arguments = arguments if scale is None else (*arguments, scale)
         weights = {f"module.{name}": value for name, value in (state or {}).items()}
-        return self.how.output(functional_call(method, weights, arguments, named))
+        called = _Method(self.module, method)
+        return self.how.output(functional_call(called, weights, (*arguments, *more), named))
+
+
+def from_module(module: nn.Module, copy: bool = False) -> LoadedModule:
+    """Return the weights of a module that the caller holds. Arguments, and errors: those of
+    LoadedModule.
+    """
+    return LoadedModule(module, copy)
 
 
 class _Method(nn.Module):
@@ -185,6 +226,11 @@ class _Method(nn.Module):
         super().__init__()
         self.module = module
         self.forward = getattr(module, method)
+
+
+def _not_wrapped(named):
+    """Return what has names in a module by its names without compiled parts' wrappers."""
+    return {f"{name}.".replace("_orig_mod.", "")[:-1]: value for name, value in named.items()}
 
 
 def _with_embedding(

@@ -1,34 +1,15 @@
-"""Recognise the family and sizes of weights from their shapes and metadata, by asking
-each family's folder.
+"""Recognise the family and sizes of weights from their shapes and metadata, by asking each
+family's Recogniser.
 
-A family's weights.py has
-
-    MODELS                         name of a model → constructor of the reference network
-    KEYS                           names of tensors that every file of the family has; if a file has
-                                   those of several
-                                   families, it is of the one with the most
-    LABELS                         the label table's name
-    sizes(shapes, metadata)        (name, constructor, heads); raises KeyError for a missing entry,
-                                   ValueError for
-                                   unsupported weights
-    of_module(module, state)       OfModule, the rules to read a module of the family, or None
-                                   (loaded_module.py)
-
-and, if the family differs from the default,
-
-    claim(shapes, metadata)        (strength, reason) if other entries or metadata prove the family,
-                                   or None
-    converted(state, metadata)     state dict of the file → state dict of the reference network;
-                                   default: unchanged
-    sampled(state, metadata)       the entries of a file that sampling needs, under its names;
-                                   default: unchanged
-    recipe(model, metadata, path)  values of settings that a file at `path` implies
+What a file says is believed, or refused by name. What it does not say is assumed, and
+printed with the flag that changes it. `--model` decides wherever the entries allow it.
 """
 
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import combinations
 from math import isqrt
 from pathlib import Path
 from types import MappingProxyType
@@ -38,19 +19,98 @@ import torch
 
 from accel.errors import UsageError, shown
 from accel.families import Family, families, family_of
-from accel.weights.checkpoint import Checkpoint, pretrained_models
+from accel.weights import Weights, positions
+from accel.weights.checkpoint import open_checkpoint, pretrained_models
 from accel.weights.shapes import Shapes, require_fit, shapes_of, shapes_only
 
-# A moving average of a fixed table rounds at each step: with a decay of 0.9999 the errors
-# of 10,000 float32 roundings add up to at most 6e-4 of a value near one.
-AVERAGED = 6e-4
-# Strength of a claim: tensors or arguments that only this family's training leaves count
-# more than a model's name.
-STRUCTURE = 2
-NAMED = 1
-EXPLICIT = 3  # the family's name in metadata that this program wrote
 
-Sizes = tuple[str, Callable[..., torch.nn.Module], int]  # name, constructor and heads of a model
+class Claim(NamedTuple):
+    """What weights say that only some families' weights say."""
+
+    text: str
+    families: tuple[Family, ...]
+    certain: bool = False  # whether entries say it, which no other family has
+
+
+class Form(NamedTuple):
+    """The network that weights are of."""
+
+    model: str  # the model's name; a model without a name is called by its sizes: DiT-2x96/2
+    # (input_size=, num_classes=, class_dropout_prob=) → the reference network
+    build: Callable[..., torch.nn.Module]
+    num_heads: int
+    # whether no file says the number of heads: it is that of the model of this size
+    assumes_heads: bool = False
+    usual: bool = True  # whether the model of this size has this number of heads
+
+
+class Recogniser:
+    """What files and modules of a family look like. The instance of a family's own class is
+    RECOGNISER in its weights.py.
+
+    family: its record; models: name → constructor of the reference network; labels: name of
+    the label table; computed: arguments of training → their supported values.
+    """
+
+    family: Family
+    models: Mapping[str, Callable[..., torch.nn.Module]]
+    labels: str = "y_embedder.embedding_table.weight"
+    computed: Mapping[str, tuple] = MappingProxyType({})
+
+    def form(self, shapes: Shapes, metadata: Mapping[str, Any]) -> Form:
+        """Return the network of weights with these shapes.
+
+        Raises KeyError for a missing entry, ValueError for unsupported weights.
+        """
+        raise NotImplementedError
+
+    def of_module(self, module: torch.nn.Module, state: dict[str, torch.Tensor]) -> Any:
+        """Return OfModule, the rules to read a module of the family, or None for another."""
+        raise NotImplementedError
+
+    def claims(self, shapes: Shapes) -> tuple[str, ...]:
+        """Return names of entries that prove the family, among those with the same keys."""
+        return ()
+
+    def trained_by(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the names of arguments that only the family's training code has, or spells
+        so.
+        """
+        return ()
+
+    def names(self, model: str) -> tuple[str, ...]:
+        """Return the names that training code gives one of `models`."""
+        return (model,)
+
+    def converted(
+        self, state: dict[str, torch.Tensor], metadata: Mapping[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        """Return the state dict of the reference network from that of a file."""
+        return state
+
+    def sampled(
+        self, state: dict[str, torch.Tensor], metadata: Mapping[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        """Return the entries of a file that sampling needs, under its names."""
+        return state
+
+    def recipe(self, model: str, metadata: Mapping[str, Any], path: Path) -> dict[str, Any]:
+        """Return the values of settings that a file at `path` implies."""
+        return {}
+
+    def require_computed(self, metadata: Mapping[str, Any]) -> None:
+        """Raise ValueError for an argument of training with an unsupported value."""
+        for name, supported in self.computed.items():
+            if metadata.get(name, supported[0]) not in supported:
+                raise ValueError(
+                    f"was trained with {name} {shown(metadata[name])}, and only {supported[0]} "
+                    "is sampled"
+                )
+
+
+def recogniser_of(family: Family) -> Recogniser:
+    """Import the recogniser of a family."""
+    return family.part("weights").RECOGNISER
 
 
 class Fit(NamedTuple):
@@ -74,6 +134,11 @@ class Fit(NamedTuple):
     recipe: Mapping[str, Any] = MappingProxyType({})
     schedule: dict | None = None  # a pipeline's scheduler configuration
     usual: bool = True  # whether shapes and family imply the number of heads
+
+    @property
+    def out_channels(self) -> int:
+        """Return the number of channels that the network makes."""
+        return 2 * self.in_channels if self.learn_sigma else self.in_channels
 
     def trained_size(self, factor: int) -> int | None:
         """Return the side of the training pictures in pixels, or None. factor: a
@@ -99,7 +164,7 @@ class Fit(NamedTuple):
             "num_classes": self.num_classes,
             "num_heads": self.num_heads,
             "image_size": self.image_size,
-            "vae": self.vae if self.vae in ("ema", "mse") else None,  # else a path of this machine
+            "vae": _without_folder(self.vae),
             "class_names": list(self.class_names) or None,
             "guidance_channels": self.recipe.get("guidance_channels"),
             "recipe": {
@@ -108,6 +173,12 @@ class Fit(NamedTuple):
             or None,
         }
         return {name: value for name, value in facts.items() if value is not None}
+
+
+def _without_folder(name):
+    """Return the name of a decoder, of a path of this machine its last part."""
+    is_path = name and (Path(name).is_absolute() or Path(name).exists())
+    return Path(name).name if is_path else name
 
 
 def recognise(
@@ -127,56 +198,78 @@ def recognise(
     """
     have = shapes_of(state)
     family, assumed = choose_family(source, have, metadata, model, shipped_as)
-    weights = family.part("weights")
+    recogniser = recogniser_of(family)
     try:
-        name, build, heads = weights.sizes(have, metadata)
-        standard = name in family.models and weights.sizes(have, {})[2] == heads
-        rows = have[weights.LABELS][0]
-        state = ask(family, "converted", state, metadata)
+        recogniser.require_computed(metadata)
+        form = recogniser.form(have, metadata)
+        rows = have[recogniser.labels][0]
+        state = recogniser.converted(state, metadata)
     except KeyError as missing:
         raise UsageError(f"`ckpt={source}`: is not a {family.name}: no {missing.args[0]}") from None
     except ValueError as error:
         raise UsageError(f"`ckpt={source}`: {error}") from None
+    implied = family.models.get(form.model, family.recipe)
+    certain = implied.num_classes if shipped_as or implied.class_names else None
+    certain = metadata.get("num_classes", certain)
+    if num_classes == rows and certain == rows - 1:
+        raise UsageError(
+            f"`num_classes={num_classes}`: {source} has {certain} classes, and its label table "
+            "one more row for no class; drop `num_classes`"
+        )
     classes, null_class = _classes(source, rows, metadata, num_classes)
-    build = partial(build, class_dropout_prob=0.1 if null_class else 0.0)
+    build = partial(form.build, class_dropout_prob=0.1 if null_class else 0.0)
     with shapes_only():
         network = build(num_classes=classes)
     require_fit(f"`ckpt={source}`", state, network)
-    if model not in (None, name):
+    learn_sigma = network.out_channels == 2 * network.in_channels
+    if metadata.get("learn_sigma") is (not learn_sigma):
         raise UsageError(
-            f"`ckpt={source}`: holds the weights of {name}, not of {model}; use `model={name}`"
+            f"`ckpt={source}`: says learn_sigma {metadata['learn_sigma']}, and its last layer "
+            f"makes {network.out_channels} channels of {network.in_channels}; save it again "
+            "without that entry"
+        )
+    if model not in (None, form.model):
+        raise UsageError(
+            f"`ckpt={source}`: holds the weights of {form.model}, not of {model}; use "
+            f"`model={form.model}`"
         )
     if assumed:
         _say_what_is_assumed(source, family, have, metadata)
-    usual = family.models.get(name, family.recipe).num_classes
-    if num_classes is None and "num_classes" not in metadata and classes not in (1000, usual):
+    of_file = metadata.get("model")
+    named = form.model in (model, shipped_as) or of_file in recogniser.names(form.model)
+    if not named and _has_model(family, of_file):
+        print(f"{shown(source, 300)}: says model {of_file}, and its entries are of {form.model}")
+    if form.assumes_heads and not named:
+        print(
+            f"{shown(source, 300)}: says no number of heads, taken for {form.num_heads}, as models "
+            "of its depth and width have; if it has others: --num-heads N"
+        )
+    as_usual = classes in (1000, implied.num_classes) and named
+    if num_classes is None and "num_classes" not in metadata and not as_usual:
         print(
             f"{shown(source, 300)}: {classes} classes and the null class (all {rows} classes? "
             f"--num-classes {rows})"
         )
     table = state.get("pos_embed")
     schedule = metadata.get("schedule")
-    facts = dict(
-        learn_sigma=network.out_channels == 2 * network.in_channels,
-        latent_size=isqrt(table.shape[1]) * network.patch_size if table is not None else None,
-        class_names=tuple(metadata.get("class_names", ())),
-        recipe=_recipe(metadata),
-        usual=standard,
-        image_size=metadata.get("image_size"),
-        vae=metadata.get("vae"),
-        # else an argument of a training run
-        schedule=schedule if isinstance(schedule, dict) else None,
-    )
     return Fit(
         family,
-        name,
+        form.model,
         build,
-        heads,
+        form.num_heads,
         network.in_channels,
         network.patch_size,
         classes,
         null_class,
-        **facts,
+        learn_sigma=learn_sigma,
+        latent_size=isqrt(table.shape[1]) * network.patch_size if table is not None else None,
+        class_names=tuple(metadata.get("class_names", ())),
+        recipe=_recipe(metadata),
+        usual=form.usual,
+        image_size=metadata.get("image_size"),
+        vae=metadata.get("vae"),
+        # else an argument of a training run
+        schedule=schedule if isinstance(schedule, dict) else None,
     )
 
 
@@ -188,28 +281,17 @@ def _recipe(metadata):
     return {name: value for name, value in found.items() if value is not None}
 
 
-def reference_state(weights: Any, fit: Fit) -> dict[str, torch.Tensor]:
-    """Return the tensors of `weights`, a Checkpoint or a LoadedModule, under the names of
-    their reference network.
-    """
-    return ask(fit.family, "converted", weights.state, weights.metadata)
-
-
-_DEFAULTS = {
-    "claim": lambda shapes, metadata: None,
-    "converted": lambda state, metadata: state,
-    "sampled": lambda state, metadata: state,
-    "recipe": lambda model, metadata, path: {},
-}
-
-
-def ask(family: Family, function: str, *arguments: Any) -> Any:
-    """Call an optional function of a family's weights.py, or its default."""
-    return getattr(family.part("weights"), function, _DEFAULTS[function])(*arguments)
+def reference_state(weights: Weights, fit: Fit) -> dict[str, torch.Tensor]:
+    """Return the tensors of weights under the names of their reference network."""
+    return recogniser_of(fit.family).converted(weights.state, weights.metadata)
 
 
 def choose_family(
-    source: str, have: Shapes, metadata: dict[str, Any], model: str | None, shipped_as: str | None
+    source: str,
+    have: Shapes,
+    metadata: dict[str, Any],
+    model: str | None,
+    shipped_as: str | None,
 ) -> tuple[Family, bool]:
     """Return the family of weights with the shapes `have`, and whether it is an
     assumption: several families have these entries, and nothing names one. Other
@@ -219,46 +301,86 @@ def choose_family(
     wanted = family_of(model) if model else None
     if not alike:
         likely = wanted or families()[0]
-        missing = next(key for key in likely.part("weights").KEYS if key not in have)
+        missing = next(key for key in likely.keys if key not in have)
         others = " or ".join(f"a {family.name}" for family in families() if family != likely)
         raise UsageError(
             f"`ckpt={source}`: is not a {likely.name}: no {missing}; nor is it {others}"
         )
-    claims = [
-        (*claim, family) for family in alike if (claim := ask(family, "claim", have, metadata))
-    ]
-    for name in (metadata.get("model"), shipped_as):
-        claims += [(NAMED, f"model {name}", family) for family in alike if name in family.models]
-    claims += [
-        (EXPLICIT, f"family {family.name}", family)
-        for family in alike
-        if metadata.get("family") == family.name
-    ]
-    if "family" in metadata and metadata["family"] not in [family.name for family in alike]:
-        raise UsageError(
-            f"`ckpt={source}`: says family {shown(metadata['family'])}, and its entries are of "
-            f"{' or '.join(family.name for family in alike)}; save it again"
-        )
-    if claims:
-        strength, reason, family = max(claims, key=lambda claim: claim[0])
-        for other_strength, other_reason, other in claims:
-            if other != family and other_strength >= STRUCTURE:
-                raise UsageError(
-                    f"`ckpt={source}`: says {reason}, and has {other_reason}; save it again"
-                )
-        if wanted not in (None, family):
-            raise UsageError(
-                f"`ckpt={source}`: was trained as a {family.name} ({reason}), not as {model}; "
-                "drop `model`"
-            )
-        return family, False
-    if wanted in alike:
-        return wanted, False
+    claims = _claims(source, alike, have, metadata, shipped_as)
     if wanted:
+        _require_allowed(source, wanted, model, alike, claims)
+        return wanted, False
+    possible = [family for family in alike if all(family in claim.families for claim in claims)]
+    if not possible:
+        first, other = next(pair for pair in combinations(claims, 2) if _disagree(*pair))
+        raise UsageError(
+            f"`ckpt={source}`: says {first.text}, as a {first.families[0].name} does, and "
+            f"{other.text}, as a {other.families[0].name} does; give `model`"
+        )
+    if not claims:
+        return _by_file_name(source, alike) or alike[0], len(alike) > 1
+    # Several train models of one name; it is the family's whose model is called so.
+    owner = family_of(str(metadata.get("model")))
+    return owner if owner in possible else possible[0], False
+
+
+def _disagree(first, other):
+    """Return whether no family makes both claims."""
+    return not any(family in other.families for family in first.families)
+
+
+def _claims(source, alike, have, metadata, shipped_as):
+    """Return the claims of weights whose entries the families `alike` have, those of the
+    entries first.
+    """
+    if family_name := metadata.get("family"):  # this program wrote it
+        owners = tuple(family for family in alike if family.name == family_name)
+        if not owners:
+            raise UsageError(
+                f"`ckpt={source}`: says family {shown(family_name)}, and its entries are of "
+                f"{' or '.join(family.name for family in alike)}; save it again"
+            )
+        return [Claim(f"family {family_name}", owners)]
+    claims = []
+    for family in alike:
+        names = recogniser_of(family).claims(have)
+        claims += [Claim(name, (family,), certain=True) for name in names]
+    for family in alike:
+        arguments = recogniser_of(family).trained_by(metadata)
+        claims += [Claim(f"{name} {shown(metadata[name])}", (family,)) for name in arguments]
+    for name in (metadata.get("model"), shipped_as):
+        if owners := tuple(family for family in alike if _has_model(family, name)):
+            claims.append(Claim(f"model {name}", owners))
+    return claims
+
+
+def _has_model(family, name):
+    """Return whether the training code of a family calls one of its models so."""
+    recogniser = recogniser_of(family)
+    return any(name in recogniser.names(model) for model in family.models)
+
+
+def _require_allowed(source, wanted, model, alike, claims):
+    """Raise UsageError unless the entries of weights allow the family that the user wants.
+    Print what else the file says.
+    """
+    if wanted not in alike:
         raise UsageError(
             f"`ckpt={source}`: is not a {wanted.name} but a {alike[0].name}; drop `model`"
         )
-    return _by_file_name(source, alike) or alike[0], len(alike) > 1
+    against = [claim for claim in claims if wanted not in claim.families]
+    if not against:
+        return
+    claim = against[0]
+    if claim.certain:
+        raise UsageError(
+            f"`ckpt={source}`: was trained as a {claim.families[0].name} ({claim.text}), not as "
+            f"{model}; drop `model`"
+        )
+    print(
+        f"{shown(source, 300)}: says {claim.text}, as a {claim.families[0].name} does; taken for "
+        f"a {wanted.name}, as --model says"
+    )
 
 
 def _by_file_name(source, alike):
@@ -281,7 +403,7 @@ def _say_what_is_assumed(source, family, have, metadata):
     others = []
     for other in families_with(have):
         with suppress(ValueError):
-            name = other.part("weights").sizes(have, metadata)[0]
+            name = recogniser_of(other).form(have, metadata).model
             others += [f"--model {name}"] if name in other.models and other != family else []
     remedy = f"; if it is not: {' or '.join(others)}" if others else ""
     print(
@@ -291,10 +413,10 @@ def _say_what_is_assumed(source, family, have, metadata):
 
 
 def families_with(have: Shapes) -> list[Family]:
-    """Return the families whose KEYS are all in `have`; of them those with the most."""
-    found = [family for family in families() if have.keys() >= set(family.part("weights").KEYS)]
-    most = max((len(family.part("weights").KEYS) for family in found), default=0)
-    return [family for family in found if len(family.part("weights").KEYS) == most]
+    """Return the families whose keys are all in `have`; of them those with the most."""
+    having = [family for family in families() if have.keys() >= {*family.keys}]
+    most = max((len(family.keys) for family in having), default=0)
+    return [family for family in having if len(family.keys) == most]
 
 
 def _classes(source, rows, metadata, wanted):
@@ -315,16 +437,14 @@ def _classes(source, rows, metadata, wanted):
     )
 
 
-def require_sinusoid(source: str, state: dict[str, torch.Tensor], fit: Fit, remedy: str) -> float:
-    """Return how far the position table in `state` is from the sine-cosine table of its
+def require_sinusoid(source: str, table: torch.Tensor, remedy: str) -> float:
+    """Return how far a position table (1, T, D) is from the sine-cosine table of its
     grid. Raises UsageError, with `remedy`, for more than the rounding of a moving
     average: a table that was trained is no function of the grid.
     """
-    found = state["pos_embed"]
-    table = fit.empty(fit.latent_size).position_table()
-    off = float((found.cpu().float() - torch.as_tensor(table)).abs().max())
-    rounding = max(AVERAGED, torch.finfo(found.dtype).eps)
-    if not off <= rounding:
+    off = positions.distance(table)
+    rounding = positions.rounding(table)
+    if off > rounding:
         raise UsageError(
             f"`ckpt={source}`: its position table is up to {off:.2g} off the sine-cosine table of "
             f"its grid, more than the rounding of an average ({rounding:.1g}); {remedy}"
@@ -335,15 +455,15 @@ def require_sinusoid(source: str, state: dict[str, torch.Tensor], fit: Fit, reme
 def find_model(name_or_path: str | Path) -> dict[str, torch.Tensor]:
     """Return a state dict under the names of its family's reference network, as
     upstream's function of this name does; weights of no family are returned unchanged.
-    name_or_path: as for Checkpoint. Raises UsageError.
+    name_or_path: as for open_checkpoint. Raises UsageError.
     """
-    checkpoint = Checkpoint(name_or_path)
+    checkpoint = open_checkpoint(name_or_path)
     state = checkpoint.state
     shapes = shapes_of(checkpoint.state)
     if not families_with(shapes):
         return state
     family, _ = choose_family(checkpoint.name, shapes, checkpoint.metadata, None, None)
-    return ask(family, "converted", state, checkpoint.metadata)
+    return recogniser_of(family).converted(state, checkpoint.metadata)
 
 
 def download_model(name: str) -> dict[str, torch.Tensor]:

@@ -1,103 +1,83 @@
-"""Accelerated networks: weights of any family, laid out for the ops of a tier."""
+"""Accelerated networks: weights of any family, packed for the ops of a tier."""
 
-import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
-from types import ModuleType
 
 import torch
 
-from accel.errors import UsageError
-from accel.fast.network import FastNetwork
+from accel.fast.network import FastNetwork, Packing
 from accel.fast.ops import Half, Split
 from accel.fast.reader import Reader
 from accel.kernels.linear import Tuner
-from accel.network import WHOLE, Part
+from accel.network import WHOLE, Part, stages_of
 from accel.precision import TIERS
 
-
-def family_of(model: torch.nn.Module) -> ModuleType:
-    """Import fast.py of a model's family, which lays out its weights: lay_out(read,
-    model, ops) → Layout. It lies beside the module of the model's class, or of a class
-    that this derives from. Raises UsageError if there is none.
-    """
-    packages = (kind.__module__.rpartition(".")[0] for kind in type(model).__mro__)
-    names = (f"{package}.fast" for package in packages if package.startswith("accel.families."))
-    name = next(filter(find_spec, names), None)
-    if name is None:
-        here = f"the family of {type(model).__name__} has no fast.py"
-        raise UsageError(f"`precision`: use fp32 or tf32, without `parallel=weights=N`: {here}")
-    return import_module(name)
+State = dict[str, torch.Tensor]
+# A family's function: (reader, reference network, ops) → its weights, packed.
+Pack = Callable[[Reader, torch.nn.Module, Half | Split], Packing]
 
 
-def laid_out(
-    state: dict[str, torch.Tensor], model: torch.nn.Module, ops: Half | Split
-) -> FastNetwork:
-    """Make the accelerated network of the weights `state`, on any device, computed with
-    `ops`.
+def assemble(state: State, model: torch.nn.Module, pack: Pack, ops: Half | Split) -> FastNetwork:
+    """Make the accelerated network of the weights `state`, on any device, computed with `ops`.
 
-    model: the module, with or without values, for heads, sizes and the timestep's
-    embedding. Raises ValueError, naming the layer, for weights that the tier cannot hold.
+    model: the reference network, with or without values, for heads, sizes and the timestep's
+    embedding. pack: its family's. Raises ValueError, naming the layer, for weights that the tier
+    cannot hold, and for tensors that the packing did not read.
     """
     read = Reader(state, ops.device, ops.stream, ops.part)
-    return FastNetwork(family_of(model).lay_out(read, model, ops), ops)
+    packing = pack(read, model, ops)
+    read.require_all_read()
+    return FastNetwork(packing, ops)
 
 
 def build(
-    state: dict[str, torch.Tensor],
+    state: State,
     model: torch.nn.Module,
+    pack: Pack,
     tier: str,
     device: torch.device,
     tuner: Tuner | None = None,
     gemm: str = "auto",
     part: Part = WHOLE,
 ) -> FastNetwork:
-    """Make the accelerated network as `laid_out` does, with the ops of a tier. tuner:
-    chooses the GEMMs' algorithms; gemm: their backend.
+    """Make the accelerated network as `assemble` does, with the ops of a tier.
+
+    tuner: chooses the GEMMs' algorithms. gemm: their backend. part: the part of the weights that
+    this rank holds.
     """
-    ops = (
-        Split(device, gemm, part)
-        if tier == "exact"
-        else Half(TIERS[tier].dtype, device, tuner, gemm, part)
-    )
-    return laid_out(state, model, ops)
+    if tier == "exact":
+        ops = Split(device, gemm, part)
+    else:
+        ops = Half(TIERS[tier].dtype, device, tuner, gemm, part)
+    return assemble(state, model, pack, ops)
 
 
 def load(
-    state: dict[str, torch.Tensor],
+    state: State,
     model: torch.nn.Module,
+    pack: Pack,
     tier: str,
     device: torch.device,
     rows: int,
     tuner: Tuner | None = None,
     part: Part = WHOLE,
 ) -> FastNetwork:
-    """Make the accelerated network as `build` does. Compile its kernels while the weights
-    are copied.
+    """Make the accelerated network as `build` does; compile its kernels while weights are copied.
 
     model: of the same shape, without values (on the meta device). rows: batch rows of one
     evaluation on this rank.
     """
-    zero = torch.zeros((), device=device)
-    # without the blocks after the first, whose names begin with their list's and an index
-    zeros = {
-        name: zero.expand(value.shape)
-        for name, value in model.state_dict().items()
-        if not re.match(r"\w+\.[1-9]", name)
-    }
     alone = part._replace(all_reduce=lambda x: None)  # threads must not exchange anything
-    shallow = build(zeros, model, tier, device, tuner, part=alone)
+    shallow = build(zeros_of(model, device), model, pack, tier, device, tuner, part=alone)
     calls = kernel_calls(shallow, rows)
 
     # The threads' tensors are freed below: in the order of this stream.
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def warm_up(call):
-        # A thread begins on GPU 0, to which leaving a stream of another one would return:
-        # that makes a context there.
+        # A thread begins on GPU 0. Leaving a stream of another GPU would return to it, and make
+        # a context there.
         with (
             torch.inference_mode(),
             torch.cuda.device_of(shallow.position),
@@ -107,32 +87,66 @@ def load(
 
     with ThreadPoolExecutor(len(calls)) as pool:
         compiling = pool.map(warm_up, calls)  # begins at once
-        network = build(state, model, tier, device, tuner, part=part)
+        network = build(state, model, pack, tier, device, tuner, part=part)
         list(compiling)  # raises what a call has raised
     return network
 
 
-def kernel_calls(network: FastNetwork, rows: int) -> list[Callable[[], object]]:
-    """Return calls of every kernel of a network evaluation of so many batch rows, for
-    warming up.
+def zeros_of(model: torch.nn.Module, device: torch.device) -> State:
+    """Return zeros for a reference network's tensors, of each stage with its first block alone.
+
+    The zeros take no memory.
     """
-    tokens = len(network.position)
+    later = {block for stage in stages_of(model) for block in stage.blocks[1:]}
+    left_out = tuple(f"{name}." for name, module in model.named_modules() if module in later)
+    zero = torch.zeros((), device=device)
+    return {
+        name: zero.expand(value.shape)
+        for name, value in model.state_dict().items()
+        if not name.startswith(left_out)
+    }
+
+
+def kernel_calls(network: FastNetwork, rows: int) -> list[Callable[[], object]]:
+    """Return calls of every kernel of a network evaluation of so many batch rows.
+
+    They are for warming up. Each makes a tensor first: a thread has no CUDA context before its
+    first operation of torch, which kernels of our own ask for.
+    """
     t = torch.zeros(rows, dtype=torch.int64, device=network.position.device)
-    h = network.position.repeat(rows, 1, 1)  # (N, T, D)
-    branch = (h.to(network.dtype), 0)
     condition = network.condition(t, t)
-    (qkv, proj, fc1, fc2), rotate, activate, _ = network.blocks[0]
+    embedded = network.position.repeat(rows, 1, 1)  # (N, T, D)
+    x = embedded
+    calls = []
+    for stage in network.stages:
+        modulation = stage.modulate(x, condition)
+        x = stage.enter(x, embedded, condition)  # (N, T, D)
+        branch = (x.to(network.dtype), 0)
+        for count in range(3):
+            calls.append(partial(_adaln, network.adaln, x, modulation, (branch,) * count))
+        tokens = x.shape[1]
+        block = stage.blocks[0]
+        calls.append(partial(_attend, network, block, stage.num_heads, rows, tokens))
+        calls += [partial(layer.prepare, rows * tokens) for layer in block.gemms]
+        if block.activate:
+            calls.append(partial(_activate, block))
+    calls.append(partial(_adaln, network.last_adaln, x, modulation, (branch, branch)))
+    return calls
 
-    def attend():
-        packed = qkv.zeros(rows, tokens)
-        network.attention(rotate(packed, 0) if rotate else packed, network.num_heads)
 
-    # Each makes a tensor first: a thread has no CUDA context before its first operation
-    # of torch, which kernels of our own ask for.
-    return [
-        *(partial(network.adaln, h.clone(), condition, 0, (branch,) * count) for count in range(3)),
-        lambda: network.last_adaln(h.clone(), condition, 0, (branch, branch)),
-        attend,
-        *(partial(layer.prepare, rows * tokens) for layer in (qkv, proj, fc1, fc2)),
-        *([lambda: activate(fc1.zeros(1, 1))] if activate else []),
-    ]
+def _adaln(kernel, x, modulation, branches):
+    """Run an adaLN kernel on a copy of x, which it may overwrite."""
+    kernel(x.clone(), modulation, 0, branches)
+
+
+def _activate(block):
+    """Run a block's activation on a token of zeros."""
+    block.activate(block.fc1.zeros(1, 1))
+
+
+def _attend(network, block, num_heads, rows, tokens):
+    """Run a block's rotation and attention on zeros."""
+    packed = block.qkv.zeros(rows, tokens)
+    if block.rotate:
+        packed = block.rotate(packed, 0)
+    network.attention(packed, num_heads)

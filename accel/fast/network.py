@@ -1,20 +1,15 @@
-"""The accelerated network: blocks that a family lays out, computed with the ops of a
-tier, on a rank's part of them.
+"""The accelerated network: stages that a family packs, computed with the ops of a tier.
 
-GEMMs in the tier's arithmetic around a float32 residual stream. One kernel does
-everything between two GEMMs. What depends on (timestep, label) alone comes from a table.
-Per block:
+GEMMs in the tier's arithmetic around a float32 residual stream. One kernel does everything
+between two GEMMs. What depends on (timestep, label) alone comes from a table. Per block:
 
-    h ← adaLN(x)                               fused adaLN kernel: reads x, writes h as the next
-                                               GEMM takes it
-    a ← proj(attention(qkv(h)))                two GEMMs, one attention; some families rotate q and
-                                               k before it
-    h ← adaLN(x + gate·a)                      x is not written: the next kernel adds a again, which
-                                               is cheaper
-    m ← fc2(act(fc1(h)))                       two GEMMs; GELU in the epilogue, SwiGLU by a kernel
-    x ← x + gate·a + gate·m,  h ← adaLN(x)     this is already the next block's first kernel
+    h ← adaLN(x)                fused adaLN kernel: reads x, writes h as the next GEMM takes it
+    a ← proj(attention(qkv(h))) two GEMMs, one attention; some families rotate q and k before it
+    h ← adaLN(x + gate·a)       x is not written: the next kernel adds a again, which is cheaper
+    m ← fc2(act(fc1(h)))        two GEMMs; GELU in the epilogue, SwiGLU by a kernel
+    x ← x + gate·a + gate·m     already in the next block's first kernel, h ← adaLN(x)
 
-Ranks that divide the weights sum a and m.
+Ranks that divide the weights hold a part of each GEMM, and sum a and m.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -25,54 +20,58 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel.fast.conditioning import Conditioning, ConditioningTable
+from accel.fast.conditioning import BLOCK_VECTORS, Conditioning, ConditioningTable
 from accel.fast.ops import Block, Half, Split
-from accel.kernels.adaln import Modulation
-from accel.network import BlockNetwork
+from accel.kernels.adaln import Branches, Modulation
+from accel.network import BlockNetwork, Stage
 from accel.precision import true_float32
 
+# Places among a block's vectors. A shift is the first vector; a scale follows its shift.
+ATTENTION_GATE = 2
+MLP_SHIFT = 3
+MLP_GATE = 5
 
-class Layout(NamedTuple):
-    """A family's weights as the loop takes them."""
+
+class Packing(NamedTuple):
+    """A family's weights as the loop over stages takes them."""
 
     patch_size: int
     in_channels: int
-    num_heads: int
     patches: Tensor  # (D, C·p·p): the patch embedding's weight
     position: Tensor  # (T, D): its bias, and the position embedding
-    blocks: list[Block]
-    final: tuple[Tensor, Tensor]  # the last layer's weight (p·p·C', D) and bias
+    stages: list[Stage]  # of Blocks
+    last_weight: Tensor  # (p·p·C', D), of the last layer
+    last_bias: Tensor
     conditioning: Conditioning
     rms_eps: float | None = None  # of the blocks' RMSNorm; None: LayerNorm
     last_rms_eps: float | None = None  # likewise, of the last layer
 
 
 class FastNetwork(BlockNetwork):
-    """See the module's text.
+    """The network of a packing, computed with `ops`.
 
-    The ops of a step, and whether it is captured and hoists its conditioning, are
-    attributes: a benchmark replaces one of them.
+    The ops of a step, and whether it is captured and hoists its conditioning, are attributes: a
+    benchmark replaces one of them.
     """
 
-    captures = hoists = True
+    captures = True
+    hoists = True
 
-    def __init__(self, layout: Layout, ops: Half | Split):
+    def __init__(self, packing: Packing, ops: Half | Split):
         super().__init__()
-        self.patch_size = layout.patch_size
-        self.in_channels = layout.in_channels
-        self.patches = layout.patches
-        self.position = layout.position
-        self.final = layout.final
-        self.blocks = layout.blocks
-        self.conditioning = layout.conditioning
-        self.depth = len(self.blocks)
-        self.width = len(self.patches)
-        self.num_heads = layout.num_heads // ops.part.ranks
+        self.patch_size = packing.patch_size
+        self.in_channels = packing.in_channels
+        self.patches = packing.patches
+        self.position = packing.position
+        self.stages = packing.stages
+        self.last_weight = packing.last_weight
+        self.last_bias = packing.last_bias
+        self.conditioning = packing.conditioning
         self.part = ops.part
         self.dtype = ops.dtype
         self.device = ops.device
-        self.adaln = partial(ops.adaln, rms_eps=layout.rms_eps)
-        self.last_adaln = partial(ops.last_adaln, rms_eps=layout.last_rms_eps)
+        self.adaln = partial(ops.adaln, rms_eps=packing.rms_eps)
+        self.last_adaln = partial(ops.last_adaln, rms_eps=packing.last_rms_eps)
         self.attention = ops.attention
         self.overflowed = ops.overflowed
         self.tuner = ops.tuner
@@ -80,10 +79,10 @@ class FastNetwork(BlockNetwork):
         self.table = None  # of sampling runs
 
     def embed(self, x: Tensor, tokens: slice = slice(None), copies: int = 1) -> Tensor:
-        # (n, C·p·p, H/p, W/p)
         patches = F.pixel_unshuffle(x.to(self.position.dtype), self.patch_size)
+        patches = patches.flatten(2).transpose(1, 2)[:, tokens]  # (n, t, C·p·p)
         with true_float32():
-            h = F.linear(patches.flatten(2).transpose(1, 2)[:, tokens], self.patches)  # (n, t, D)
+            h = F.linear(patches, self.patches)  # (n, t, D)
         return (h.expand(copies, *h.shape) + self.position[tokens]).flatten(0, 1)
 
     def condition(self, t: Tensor, y: Tensor) -> Modulation:
@@ -91,27 +90,51 @@ class FastNetwork(BlockNetwork):
 
     def forward_blocks(self, h, condition, attend, tokens=slice(None)) -> Tensor:
         x = h
-        first = tokens.start or 0
-        total = self.part.sum
-        h = self.adaln(x, condition, 0)  # (N, t, D)
-        for i in range(self.depth):
-            (qkv, proj, fc1, fc2), rotate, activate, _ = self.blocks[i]
-            gate_msa, shift_mlp, gate_mlp, following = (6 * i + vector for vector in (2, 3, 5, 6))
-            packed = qkv(h)  # (N, t, 3·D)
-            if rotate:
-                packed = rotate(packed, first)
-            a = total(proj(attend(packed, self.num_heads)))  # (N, t, D)
-            h = self.adaln(x, condition, shift_mlp, ((a, gate_msa),))
-            hidden = fc1(h)
-            if activate:
-                hidden = activate(hidden)
-            m = total(fc2(hidden))  # (N, t, D)
-            branches = (a, gate_msa), (m, gate_mlp)
-            if i + 1 < self.depth:
-                h = self.adaln(x, condition, following, branches)
+        modulation = condition
+        branches = ()  # of the last block so far; the next adaLN adds them to x
+        for stage in self.stages:
+            if branches:
+                self.adaln(x, modulation, 0, branches)  # for the sum alone, which it leaves in x
+            modulation = stage.modulate(x, condition)
+            x = stage.enter(x, h, condition)  # (N, t, D)
+            branches = self._apply(stage, x, modulation, attend, tokens.start or 0)
+        shift = BLOCK_VECTORS * len(stage.blocks)
+        out = self.last_adaln(x, modulation, shift, branches)[:, stage.prepended :]
         with true_float32():
-            # (N, t, p·p·C')
-            return F.linear(self.last_adaln(x, condition, following, branches), *self.final)
+            return F.linear(out, self.last_weight, self.last_bias)  # (N, t, p·p·C')
+
+    def _apply(
+        self, stage: Stage, x: Tensor, modulation: Modulation, attend: Callable, first: int
+    ) -> Branches:
+        """Apply a stage's blocks to tokens x (N, t, D), in place.
+
+        first: position of the first token. Returns the last block's branches, which are not yet
+        added to x.
+        """
+        branches = ()
+        for index, block in enumerate(stage.blocks):
+            vectors = BLOCK_VECTORS * index  # of the block: its first
+            h = self.adaln(x, modulation, vectors, branches)  # (N, t, D)
+            a = self._attend(stage, block, h, attend, first)
+            attended = (a, vectors + ATTENTION_GATE)
+            h = self.adaln(x, modulation, vectors + MLP_SHIFT, (attended,))
+            m = self._mlp(block, h)
+            branches = (attended, (m, vectors + MLP_GATE))
+        return branches
+
+    def _attend(self, stage, block, h, attend, first):
+        """Return the attention branch of a block (N, t, D), summed over the ranks."""
+        packed = block.qkv(h)  # (N, t, 3·D)
+        if block.rotate:
+            packed = block.rotate(packed, first)
+        return self.part.sum(block.proj(attend(packed, stage.num_heads)))
+
+    def _mlp(self, block, h):
+        """Return the MLP branch of a block (N, t, D), summed over the ranks."""
+        hidden = block.fc1(h)
+        if block.activate:
+            hidden = block.activate(hidden)
+        return self.part.sum(block.fc2(hidden))
 
     def schedule(self, times, labels, at_once=1) -> tuple[BlockNetwork, Callable[..., None]]:
         if not self.hoists:
@@ -119,32 +142,44 @@ class FastNetwork(BlockNetwork):
         least = len(set(labels)) * at_once
         if self.table is None or self.table.capacity < least:
             self.table = None  # free its memory first
-            self._replayed.clear()  # they look vectors up in it
+            self._replayed.clear()  # its graphs look vectors up in the old table
             self.table = ConditioningTable(self.conditioning, least=least)
         self.table.begin(times, labels, at_once)
         return self.conditioned(self.table.modulation), self.table.advance
 
     def parameters(self) -> Iterator[Tensor]:
-        yield from (self.patches, self.position, *self.final, *self.conditioning.parameters())
-        for block in self.blocks:
-            for layer in block.gemms:
-                yield from layer.parameters()
-            if block.norms is not None:
-                yield block.norms
+        yield self.patches
+        yield self.position
+        yield self.last_weight
+        yield self.last_bias
+        yield from self.conditioning.parameters()
+        for stage in self.stages:
+            for block in stage.blocks:
+                yield from parameters_of(block)
 
     def tune(self, row_tokens: Iterable[int]) -> None:
-        tuned = [layer for layer in self.blocks[0].gemms if layer.backend == "tuned"]
-        gemms = [
-            (*layer.shape(m), self.dtype, self.device)
-            for m in sorted(set(row_tokens))
-            for layer in tuned
-        ]
+        gemms = []
+        for m in sorted(set(row_tokens)):
+            for stage in self.stages:
+                rows = m // len(self.position)
+                tuned = [layer for layer in stage.blocks[0].gemms if layer.backend == "tuned"]
+                shapes = [layer.shape(m + rows * stage.prepended) for layer in tuned]
+                gemms += [(*shape, self.dtype, self.device) for shape in shapes]
         if not gemms:
             return
         before = len(self.tuner.seconds)
         self.tuner.choose_alike(gemms)
-        if taken := self.tuner.seconds[before:]:
+        seconds = self.tuner.seconds[before:]
+        if seconds:
             print(
-                f"GEMMs measured for this GPU: {len(taken)} in {sum(taken):.1f} s; later runs "
-                "find what was chosen"
+                f"GEMMs measured for this GPU: {len(seconds)} in {sum(seconds):.1f} s; "
+                "later runs find what was chosen"
             )
+
+
+def parameters_of(block: Block) -> Iterator[Tensor]:
+    """Return the tensors of a block."""
+    for layer in block.gemms:
+        yield from layer.parameters()
+    if block.norms is not None:
+        yield block.norms

@@ -1,14 +1,20 @@
-"""A tier's ops: all that the loop over blocks (network.py) computes with, and how a
-block's four GEMMs are laid out.
+"""A tier's ops: all that the loop over blocks (network.py) computes with, and a block's GEMMs.
 
     Half     operands in half precision, sums in float32; float32 and float64 are for tests
     Split    float32's accuracy from float16 tensor cores: GEMMs and attention take and give
              high/low splits
 
-Both have `device`, `part` and `tuner`; `dtype`, of a GEMM's weights as a family gives
-them; `stream`, of the residual stream, norms, conditioning and last layer; `exchanges`,
-the token exchanges that keep the tier's accuracy; the ops `adaln`, before a GEMM,
-`last_adaln` and `attention`; `block` and `overflowed`.
+Both have the attributes
+
+    device, part, tuner
+    dtype            of a GEMM's weights as a family gives them
+    stream           dtype of the residual stream, norms, conditioning and last layer
+    exchanges        the token exchanges that keep the tier's accuracy
+    adaln            the fused adaLN kernel before a GEMM
+    last_adaln       the same before the last layer
+    attention
+    block            four GEMMs → a block
+    overflowed       names a layer whose values left the number format's range
 """
 
 from collections.abc import Callable
@@ -27,32 +33,58 @@ from accel.kernels.split_linear import SplitLinear, balance, choose
 from accel.kernels.swiglu import swiglu, swiglu_split
 from accel.network import WHOLE, BlockNetwork, Part
 
-# by name: weight (N, K) and bias (N,) of qkv, proj, fc1 and fc2
-Gemms = dict[str, tuple[Tensor, Tensor | None]]
+
+class Weights(NamedTuple):
+    """A GEMM as a family packs it: one rank's part."""
+
+    name: str  # of the layer, for errors
+    weight: Tensor  # (N, K)
+    bias: Tensor | None = None  # (N,)
+
+    def bias_or_zeros(self) -> Tensor:
+        """Return the bias, zeros if there is none."""
+        return self.weight.new_zeros(len(self.weight)) if self.bias is None else self.bias
 
 
-class Block(NamedTuple):
-    """A block of the network, between its norms."""
+class Gemms(NamedTuple):
+    """The four GEMMs of a block."""
 
-    gemms: tuple[Linear | SplitLinear, ...]  # qkv, proj, fc1, fc2
-    # (packed projection, its first token) → the same with q and k rotated; None: no
-    # rotation
-    rotate: Callable | None
-    activate: Callable | None  # between fc1 and fc2; None: GELU, in the epilogue of fc1
-    norms: Tensor | None  # (2, 2, D): weight and bias of the norm of queries, then of keys
+    qkv: Weights
+    proj: Weights
+    fc1: Weights  # for SwiGLU two matrices, one below the other
+    fc2: Weights
 
 
 class Rotation(NamedTuple):
     """The rotation of queries and keys, and their norm before it."""
 
     table: Tensor  # (T, d/2, 2): cosine and sine
-    norms: Tensor | None = None  # as Block has them
+    norms: Tensor | None = None  # (2, 2, D): weight and bias of the norm of queries, then of keys
     rms_eps: float | None = None  # ε of RMSNorm over each head; None: LayerNorm over all
 
 
+class Block(NamedTuple):
+    """A block of the network, between its norms."""
+
+    qkv: Linear | SplitLinear
+    proj: Linear | SplitLinear
+    fc1: Linear | SplitLinear
+    fc2: Linear | SplitLinear
+    # (packed projection, its first token) → the same with q and k rotated; None: no rotation.
+    rotate: Callable | None
+    activate: Callable | None  # between fc1 and fc2; None: GELU, in the epilogue of fc1
+    norms: Tensor | None  # as Rotation has them
+
+    @property
+    def gemms(self) -> tuple[Linear | SplitLinear, ...]:
+        """Return the GEMMs in the order of computation."""
+        return self.qkv, self.proj, self.fc1, self.fc2
+
+
 class Half:
-    """Half precision with float32 sums. tuner: chooses the GEMMs' algorithms. gemm: their
-    backend.
+    """Half precision with float32 sums.
+
+    tuner: chooses the GEMMs' algorithms. gemm: their backend.
     """
 
     exchanges = BlockNetwork.exchanges
@@ -76,15 +108,27 @@ class Half:
         self.attention = attention
 
     def block(self, gemms: Gemms, gated: bool = False, rotation: Rotation | None = None) -> Block:
-        """Return a block of a rank's part of four GEMMs. gated: fc1 is two matrices one
-        below the other, for SwiGLU in place of GELU.
+        """Return a block of four GEMMs.
+
+        gated: SwiGLU in place of GELU; fc1 is then two matrices.
         """
-        layers = tuple(
-            Linear(weight, bias, gelu=index == 2 and not gated, tuner=self.tuner, backend=self.gemm)
-            for index, (weight, bias) in enumerate(gemms.values())
+        rotate = None
+        norms = None
+        if rotation is not None:
+            rotate = partial(_rotate, qk_norm_rotary, self.part, rotation)
+            norms = rotation.norms
+        return Block(
+            qkv=self._linear(gemms.qkv),
+            proj=self._linear(gemms.proj),
+            fc1=self._linear(gemms.fc1, gelu=not gated),
+            fc2=self._linear(gemms.fc2),
+            rotate=rotate,
+            activate=swiglu if gated else None,
+            norms=norms,
         )
-        rotate = rotation and partial(_rotate, qk_norm_rotary, self.part, rotation)
-        return Block(layers, rotate, swiglu if gated else None, rotation and rotation.norms)
+
+    def _linear(self, gemm, gelu=False):
+        return Linear(gemm.weight, gemm.bias, gelu=gelu, tuner=self.tuner, backend=self.gemm)
 
     def overflowed(self) -> str | None:
         """Return None: an overflow shows as an output that is not finite."""
@@ -92,57 +136,73 @@ class Half:
 
 
 class Split:
-    """High/low splits of float16."""
+    """High/low splits of float16. gemm: the backend of the GEMMs."""
 
     exchanges = ("ulysses",)  # the others' attention takes half precision
-    dtype = stream = torch.float32
+    dtype = torch.float32
+    stream = torch.float32
+    tuner = None
 
     def __init__(self, device: torch.device, gemm: str = "auto", part: Part = WHOLE):
         self.device = device
         self.part = part
-        self.tuner = None
-        self.watched = {}
         self.gemm = choose(device) if gemm == "auto" else gemm
-        self.adaln = partial(adaln_split, stack=self.gemm == "cublas")
+        self.watched = {}  # name of a layer → a flag on the device
+        self.stack = self.gemm == "cublas"  # its GEMMs take high, low, high
+        self.adaln = partial(adaln_split, stack=self.stack)
         self.last_adaln = partial(adaln, dtype=torch.float32)
         self.attention = split_attention
 
     def block(self, gemms: Gemms, gated: bool = False, rotation: Rotation | None = None) -> Block:
-        """Lay out a block as Half.block does. Raises ValueError, naming the layer, for
-        weights that are not finite.
+        """Return a block of four GEMMs, as Half.block does.
 
-        Powers of two move between neighbouring GEMMs: from q to k, from v to proj, from
-        GELU's output to fc2. They change no bit of the function, but the values that are
-        split get similar magnitudes. SwiGLU's output is scaled by the token.
+        Powers of two move between neighbouring GEMMs: from q to k, from v to proj, from GELU's
+        output to fc2. They change no bit of the function, but the values that are split get
+        similar magnitudes. SwiGLU's output is scaled by the token. Raises ValueError, naming the
+        layer, for weights that are not finite.
         """
-        names = list(gemms)
-        layer = partial(SplitLinear, backend=self.gemm)
-        (qkv, bq), (proj, bp), (fc1, b1), (fc2, b2) = (
-            (weight, weight.new_zeros(len(weight)) if bias is None else bias)
-            for weight, bias in gemms.values()
-        )
-        overflow = self._watch(names[0])
+        qkv_bias = gemms.qkv.bias_or_zeros()
+        factors = _balanced(gemms.qkv.weight, qkv_bias, rotation)
+        overflow = self._watch(gemms.qkv.name)
         rotate = None
-        activate = None
-        factor, norms = _balanced(qkv, bq, rotation)
-        if rotation:  # its kernel splits and watches
+        if rotation is not None:  # its kernel splits the projection and watches it
             kernel = partial(qk_norm_rotary_split, overflow=overflow)
+            rotate = partial(_rotate, kernel, self.part, rotation._replace(norms=factors.norms))
             overflow = None
-            rotate = partial(_rotate, kernel, self.part, rotation._replace(norms=norms))
-        attention = (
-            layer(qkv * factor[:, None], bq * factor, overflow=overflow, name=names[0]),
-            layer(proj / factor.chunk(3)[2], bp, scaled=False, name=names[1]),
+        qkv = self._linear(
+            gemms.qkv._replace(
+                weight=gemms.qkv.weight * factors.outputs[:, None],
+                bias=qkv_bias * factors.outputs,
+            ),
+            overflow=overflow,
+        )
+        v_factors = factors.outputs.chunk(3)[2]
+        proj = self._linear(
+            gemms.proj._replace(weight=gemms.proj.weight / v_factors),
+            scaled=False,
         )
         if gated:
-            activate = partial(swiglu_split, stack=self.gemm == "cublas")
-            mlp = layer(fc1, b1, name=names[2]), layer(fc2, b2, name=names[3])
+            fc1 = self._linear(gemms.fc1)
+            fc2 = self._linear(gemms.fc2)
+            activate = partial(swiglu_split, stack=self.stack)
         else:
-            after = balance(fc1, b1)
-            mlp = (
-                layer(fc1, b1, overflow=self._watch(names[2]), after=after, name=names[2]),
-                layer(fc2 / after, b2, scaled=False, name=names[3]),
+            after = balance(gemms.fc1.weight, gemms.fc1.bias_or_zeros())
+            fc1 = self._linear(gemms.fc1, overflow=self._watch(gemms.fc1.name), after=after)
+            fc2 = self._linear(
+                gemms.fc2._replace(weight=gemms.fc2.weight / after),
+                scaled=False,
             )
-        return Block((*attention, *mlp), rotate, activate, norms)
+            activate = None
+        return Block(qkv, proj, fc1, fc2, rotate, activate, factors.norms)
+
+    def _linear(self, gemm, **variant):
+        return SplitLinear(
+            gemm.weight,
+            gemm.bias_or_zeros(),
+            name=gemm.name,
+            backend=self.gemm,
+            **variant,
+        )
 
     def _watch(self, layer):
         """Return a flag that kernels set where a value of `layer` leaves float16's range."""
@@ -150,17 +210,19 @@ class Split:
         return self.watched[layer]
 
     def overflowed(self) -> str | None:
-        """Return the first layer with a value too large for a split, or None. Wait for
-        the device.
+        """Return the first layer with a value too large for a split, or None.
+
+        Waits for the device.
         """
         flags = torch.cat([*self.watched.values()]).tolist()
         return next((layer for layer, flag in zip(self.watched, flags) if flag), None)
 
 
 def _rotate(kernel, part, rotation, qkv, first):
-    """Normalise and rotate q and k of the packed projection by `kernel`. A norm over
-    heads that ranks divide is applied before, by tensor operations with the statistics of
-    all ranks.
+    """Normalise and rotate q and k of the packed projection by `kernel`.
+
+    A norm over heads that ranks divide is applied before, by tensor operations with the
+    statistics of all ranks.
     """
     norms = rotation.norms
     if norms is not None and part.ranks > 1 and not rotation.rms_eps:
@@ -169,25 +231,39 @@ def _rotate(kernel, part, rotation, qkv, first):
     return kernel(qkv, rotation.table, first=first, norms=norms, rms_eps=rotation.rms_eps)
 
 
-def _balanced(qkv, bias, rotation):
-    """Return powers of two for the outputs of qkv (3·D,), and the norms with theirs.
-    Outputs that are rotated into each other have the same.
+class _Factors(NamedTuple):
+    """Powers of two that balance q, k and v."""
+
+    outputs: Tensor  # (3·D,), of the outputs of qkv
+    norms: Tensor | None  # the norms of queries and keys, multiplied by theirs
+
+
+def _balanced(weight, bias, rotation):
+    """Return the factors of q, k and v for the projection weight (3·D, K), bias (3·D,).
+
+    Outputs that are rotated into each other have the same factor.
     """
-    q, k, v = balance(qkv, bias).chunk(3)  # each (D,)
-    norms = rotation and rotation.norms
+    q, k, v = balance(weight, bias).chunk(3)  # each (D,)
+    norms = None if rotation is None else rotation.norms
     if norms is not None:
-        q, k = (_balance_pairs(norm[0, :, None], norm[1]) for norm in norms)
-    elif rotation:
-        q, k = map(_balance_pairs, qkv.chunk(3)[:2], bias.chunk(3))
+        q_norm, k_norm = norms  # each (2, D): weight, bias
+        q = _balance_pairs(q_norm[0, :, None], q_norm[1])
+        k = _balance_pairs(k_norm[0, :, None], k_norm[1])
+    elif rotation is not None:
+        q_weight, k_weight, _ = weight.chunk(3)
+        q_bias, k_bias, _ = bias.chunk(3)
+        q = _balance_pairs(q_weight, q_bias)
+        k = _balance_pairs(k_weight, k_bias)
     even = torch.exp2(torch.log2(q / k).div(2).round())
     if norms is None:
-        return torch.cat([even, 1 / even, v]), None
-    one = torch.ones_like(even)
-    return torch.cat([one, one, v]), norms * torch.stack([even, 1 / even])[:, None]
+        return _Factors(torch.cat([even, 1 / even, v]), None)
+    ones = torch.ones_like(even)
+    of_norms = torch.stack([even, 1 / even])[:, None]  # (2, 1, D)
+    return _Factors(torch.cat([ones, ones, v]), norms * of_norms)
 
 
 def _balance_pairs(weight, bias):
-    """Balance weight (D, K) and bias (D,) with the same power of two for outputs 2i and 2i + 1."""
-    # (D/2, 2·(K + 1))
-    both = torch.cat([weight, bias[:, None]], 1).unflatten(0, (-1, 2)).flatten(1)
-    return balance(both, both.new_zeros(len(both))).repeat_interleave(2)
+    """Return `balance` of weight (D, K), bias (D,), the same for outputs 2i and 2i + 1."""
+    rows = torch.cat([weight, bias[:, None]], 1)  # (D, K + 1)
+    pairs = rows.unflatten(0, (-1, 2)).flatten(1)  # (D/2, 2·(K + 1))
+    return balance(pairs, pairs.new_zeros(len(pairs))).repeat_interleave(2)

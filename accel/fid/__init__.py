@@ -24,50 +24,52 @@ import torch
 from tqdm import tqdm
 
 from accel.errors import Stopped, UsageError, path_errors
-from accel.fid.folder import OF_MACHINE, Batches, Order, begin, write_pictures
+from accel.fid.folder import OF_MACHINE, Batches, Order, begin, npz_of, write_pictures
 from accel.fid.lock import sole_job
 from accel.fid.noise import Draw, PictureNoise, UpstreamNoise
 from accel.fid.npz import Archive
-from accel.files import cache_folder, require_writable
+from accel.files import cache_folder, require_name, require_writable
 from accel.latents.pixels import to_uint8
-from accel.parallel.processes import Job
 from accel.progress import Stopwatch
+from accel.ranks import Ranks
 
 
 class Maker(NamedTuple):
-    """The functions that make the pictures of a batch on this rank."""
+    """The functions that make the pictures of a batch on this rank.
 
-    # z, labels, draw → latents, as noise.py has z
+    denoise: z (n, C, L, L), labels (n,), draw → latents (n, C, L, L).
+    decode: latents → pixels (n, 3, H, W), about (-1, 1).
+    """
+
     denoise: Callable[[torch.Tensor, torch.Tensor, Draw], torch.Tensor]
-    decode: Callable[[torch.Tensor], torch.Tensor]  # latents → pixels (n, 3, H, W), about (-1, 1)
+    decode: Callable[[torch.Tensor], torch.Tensor]
     device: torch.device
     watch: Stopwatch
     draws: int  # steps of a batch that draw noise
 
 
 @contextmanager
-def locked(folder: Path, job: Job) -> Iterator[None]:
+def locked(folder: Path, ranks: Ranks) -> Iterator[None]:
     """Make the folder and keep other jobs out of it. Load the network inside too: its
     autotuner writes to the folder. Raises UsageError on every rank if another job is at
     work there, or if this user may not write there.
     """
     with ExitStack() as stack:
-        job.run_collectively(lambda: stack.enter_context(sole_job(folder)), only=0)
-        job.run_collectively(lambda: _require_access(folder), only=0)
+        ranks.run_collectively(lambda: stack.enter_context(sole_job(folder)), only=0)
+        ranks.run_collectively(lambda: _require_access(folder), only=0)
         yield
 
 
 def _require_access(folder):
     """Raise UsageError where this user may not write or list, before weights are loaded."""
+    remedy = "give yourself the right to write there and list it, or use another"
     for place in (folder, folder / ".job", folder.parent):
-        with path_errors(
-            "sample_dir",
-            place,
-            "give yourself the right to write there and list it, or use another",
-        ):
+        with path_errors("sample_dir", place, remedy):
             require_writable(place)
             if place != folder.parent:
                 os.listdir(place)
+    with path_errors("sample_dir", npz_of(folder)):
+        require_name(npz_of(folder))
 
 
 def tuner_folders(folder: Path) -> list[Path]:
@@ -77,24 +79,25 @@ def tuner_folders(folder: Path) -> list[Path]:
     return [folder / ".job", cache_folder()]
 
 
-def run(order: Order, job: Job, settings: dict, maker: Maker) -> None:
-    """Make the missing pictures of `order` and their .npz; settings: as `begin` has them.
-    Raises Stopped when asked to stop, UsageError where ranks differ in settings, the
-    folder holds something else or the disk is full.
+def run(order: Order, ranks: Ranks, settings: dict, maker: Maker) -> None:
+    """Make the missing pictures of `order` and their .npz. settings: as for `begin`.
+
+    Raises Stopped when asked to stop, UsageError where ranks differ in settings, the folder
+    holds something else or the disk is full.
     """
-    job.require_equal(settings, OF_MACHINE)
+    ranks.require_equal(settings, OF_MACHINE)
     folder = order.folder
-    batches = Batches(order, job.rank, job.world)
+    batches = Batches(order, ranks.rank, ranks.world)
     archive = Archive(folder, order.count, order.image_size)
     # Rank 0's view for all: each node has its own, older view of a network file system,
     # and ranks with different views would leave batches to each other.
-    finished = job.from_rank_0(lambda: _begin(batches, archive, settings))
+    finished = ranks.from_rank_0(lambda: _begin(batches, archive, settings))
     with disk_errors(folder):
         if len(finished) < batches.count:
-            _make_pictures(maker, order, job, batches, finished)
-        if job.rank == 0:
+            _make_pictures(maker, order, ranks, batches, finished)
+        if ranks.rank == 0:
             with maker.watch.phase("npz"):
-                archive.complete(lambda: job.stopping)
+                archive.complete(lambda: ranks.stopping)
     print(f"{folder}: {batches.total} pictures, {archive.path}: {order.count} · {maker.watch}")
 
 
@@ -114,7 +117,7 @@ def disk_errors(folder: Path) -> Iterator[None]:
 
 
 def _begin(batches, archive, settings):
-    """Open the folder on rank 0 → the finished batches."""
+    """Open the folder on rank 0. Return the finished batches."""
     with disk_errors(archive.folder):
         begin(archive.folder, settings)
         finished = batches.finished()
@@ -123,29 +126,27 @@ def _begin(batches, archive, settings):
         return finished
 
 
-def _make_pictures(maker, order, job, batches, finished):
+def _make_pictures(maker, order, ranks, batches, finished):
     """Make this rank's share of the batches that are not finished. Raises Stopped if any
     rank was asked to stop.
     """
     todo = batches.left(finished)
-    left = sum(job.all_gather_object(sum(len(batches.pictures(batch)) for batch in todo)))
-    already = batches.total - left
-    noise = (PictureNoise if order.independent else UpstreamNoise)(
-        order, batches, maker.device, maker.draws
-    )
+    missing_here = sum(len(batches.pictures(batch)) for batch in todo)
+    already = batches.total - sum(ranks.all_gather_object(missing_here))
+    noise_type = PictureNoise if order.independent else UpstreamNoise
+    noise = noise_type(order, batches, maker.device, maker.draws)
     with (
         tqdm(
             total=batches.total,
             initial=already,
             unit="picture",
             smoothing=0.1,
-            disable=job.rank > 0,
+            disable=ranks.rank > 0,
         ) as bar,
-        # compresses and writes a batch while the next is sampled
-        ThreadPoolExecutor(1) as background,
+        ThreadPoolExecutor(1) as background,  # writes a batch while the next is sampled
     ):
         written = background.submit(lambda: None)
-        while todo and not job.stopping:
+        while todo and not ranks.stopping:
             if finished:
                 with maker.watch.phase("noise"):
                     skipped = noise.skip(todo[0])
@@ -158,12 +159,11 @@ def _make_pictures(maker, order, job, batches, finished):
             with maker.watch.phase("decode"):
                 pixels = to_uint8(maker.decode(latents)).numpy()
             written.result()  # at most one batch waits in memory
-            written = background.submit(
-                write_pictures, order.folder, batches.pictures(batch), pixels
-            )
-            bar.update(already + job.store.add("pictures", len(pixels)) - bar.n)
+            numbers = batches.pictures(batch)
+            written = background.submit(write_pictures, order.folder, numbers, pixels)
+            bar.update(already + ranks.add("pictures", len(pixels)) - bar.n)
         written.result()
-        job.barrier()
-        bar.update(already + job.store.add("pictures", 0) - bar.n)
-    if any(job.all_gather_object(len(todo))):
+        ranks.barrier()
+        bar.update(already + ranks.add("pictures", 0) - bar.n)
+    if any(ranks.all_gather_object(len(todo))):
         raise Stopped(f"stopped; start again with the same command to resume {order.folder}")

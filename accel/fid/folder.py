@@ -19,14 +19,22 @@ import numpy as np
 from PIL import Image
 
 from accel.errors import UsageError, require_equal
-from accel.files import atomic_write, read_json, read_small, remove_partial_files, sync_folder
+from accel.files import (
+    atomic_write,
+    read_json,
+    read_small,
+    remove_partial_files,
+    repeated,
+    sync_folder,
+)
 
 CODE = "this code's kernels"  # the setting that may change while a job is interrupted
-# settings that nodes of one job may differ in
+# Settings that nodes of one job may differ in.
 OF_MACHINE = {"device", "torch", "number of threads", CODE}
 # Threads that compress PNGs: 16 ms a picture of 256 px, 60 ms of 512 px. Four keep up
 # with twice what an H200 makes.
 WRITERS = 4
+ANEW = "delete it and start again: it is made anew"
 
 
 class Order(NamedTuple):
@@ -39,12 +47,11 @@ class Order(NamedTuple):
     num_classes: int
     image_size: int  # pixels of a side
     latent: tuple[int, int, int]  # (C, L, L)
-    # normals that a step of upstream's stream draws for a picture: 2 with guidance, else
-    # 1
+    # Normals that a step of upstream's stream draws for a picture: 2 with guidance, else 1.
     copies: int = 2
     balanced: bool = False  # as many pictures of each class; else random classes
     noise_from_cpu: bool = False  # of the steps of upstream's stream
-    # noise and labels keyed by picture; else upstream's stream, a seed a rank
+    # Noise and labels are keyed by picture; else upstream's stream, a seed a rank.
     independent: bool = False
 
     @property
@@ -67,37 +74,37 @@ class Batches:
         self.order = order
         self.rank = rank
         self.world = world
-        self.in_round = 1 if order.independent else world  # batches, whose pictures are interleaved
-        # of all ranks
-        self.count = self.in_round * ceil(order.count / (self.in_round * order.batch_size))
+        self.in_round = 1 if order.independent else world  # batches; pictures are interleaved
+        rounds = ceil(order.count / (self.in_round * order.batch_size))
+        self.count = self.in_round * rounds  # batches of all ranks
         self.total = order.count if order.independent else self.count * order.batch_size
 
     def finished(self) -> set[int]:
         """Return the batches of all ranks whose pictures are all in the folder."""
-        there = {entry.name for entry in os.scandir(self.order.folder) if entry.is_file()}
-        return {
-            batch
-            for batch in range(self.count)
-            if there.issuperset(map(picture_name, self.pictures(batch)))
-        }
+        files = {entry.name for entry in os.scandir(self.order.folder) if entry.is_file()}
+        finished = set()
+        for batch in range(self.count):
+            names = map(picture_name, self.pictures(batch))
+            if files.issuperset(names):
+                finished.add(batch)
+        return finished
 
     def left(self, finished: Collection[int]) -> list[int]:
         """Return this rank's share of the batches that are not in `finished`, in order."""
         if self.order.independent:
-            return [batch for batch in range(self.count) if batch not in finished][
-                self.rank :: self.world
-            ]
-        return [
-            batch for batch in range(self.rank, self.count, self.world) if batch not in finished
-        ]
+            left = [batch for batch in range(self.count) if batch not in finished]
+            return left[self.rank :: self.world]
+        batches = range(self.rank, self.count, self.world)
+        return [batch for batch in batches if batch not in finished]
 
     def pictures(self, batch: int) -> range:
         """Return the picture numbers of a batch. In upstream's way, batch i·world + rank
         is the i-th of that rank.
         """
-        (index, offset) = divmod(batch, self.in_round)
-        size = self.in_round * self.order.batch_size  # of a round
-        return range(index * size + offset, min((index + 1) * size, self.total), self.in_round)
+        index, offset = divmod(batch, self.in_round)
+        size = self.in_round * self.order.batch_size  # pictures of a round
+        first = index * size
+        return range(first + offset, min(first + size, self.total), self.in_round)
 
 
 def npz_of(folder: Path) -> Path:
@@ -122,8 +129,19 @@ def write_pictures(folder: Path, numbers: range, pixels: np.ndarray) -> None:
     sync_folder(folder)
 
 
-def read_picture(path: Path, size: int) -> np.ndarray:
-    """Return pixels (size, size, 3) uint8 of a whole PNG. Raises UsageError for any other file."""
+def side_of(path: Path) -> int:
+    """Return the width of a PNG in pixels; 0 for any other file."""
+    try:
+        with Image.open(path, formats=["PNG"]) as image:
+            return image.width
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
+        return 0
+
+
+def read_picture(path: Path, size: int, remedy: str = ANEW) -> np.ndarray:
+    """Return pixels (size, size, 3) uint8 of a whole PNG. Raises UsageError, with
+    `remedy`, for any other file.
+    """
     try:
         content = read_small(path, 2**28)
         with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
@@ -133,39 +151,39 @@ def read_picture(path: Path, size: int) -> np.ndarray:
                 return np.asarray(image)
     # SyntaxError: a damaged chunk
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
-        pass
-    raise UsageError(
-        f"{path}: is not a whole PNG of {size}×{size} pixels; delete it and start again: it is "
-        "made anew"
-    )
+        pass  # SyntaxError: a damaged chunk
+    raise UsageError(f"{path}: is not a whole PNG of {size}×{size} pixels; {remedy}")
 
 
 def begin(folder: Path, settings: dict) -> None:
     """Open the folder for a job with `settings`: plain JSON, all that decides the
-    pictures' bits by the names that a user knows. Removes what killed jobs left
-    unfinished. Raises UsageError if its pictures were made otherwise.
+    pictures' bits by the names that a user knows. Remove files that killed jobs left
+    unfinished. Raises UsageError if the folder's pictures were made otherwise.
     """
     home = folder / ".job"
+    record = home / "settings.json"
     npz = npz_of(folder)
     if any(home.glob("rank-*.jsonl")):
         raise UsageError(
             f"`sample_dir`: {folder} was begun by version 3; resume it with 3.0.0, or use another"
         )
-    if npz.exists() or any(
-        entry.name.endswith(".png") and entry.is_file() for entry in os.scandir(folder)
-    ):
-        _compare(folder, home / "settings.json", settings)
+    pictures = (
+        entry for entry in os.scandir(folder) if entry.name.endswith(".png") and entry.is_file()
+    )
+    if npz.exists() or any(pictures):
+        _compare(folder, record, settings)
     else:
-        with atomic_write(home / "settings.json", "w", durable=True, through_link=False) as file:
+        with atomic_write(record, "w", durable=True, through_link=False) as file:
             json.dump(settings, file, indent=2)
         for changed in (home, folder, folder.parent):
             sync_folder(changed)
     remove_partial_files(folder, r"\d+\.png")
-    remove_partial_files(npz.parent, re.escape(npz.name[:200]))
+    remove_partial_files(npz.parent, re.escape(repeated(npz.name)))
     remove_partial_files(home, ".*")
 
 
 def _compare(folder, record, settings):
+    """Raise UsageError unless the file `record` of `folder` holds `settings`."""
     try:
         earlier = read_json(record)
     except (OSError, ValueError):

@@ -5,7 +5,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from accel.errors import UsageError, path_errors, shown
@@ -26,8 +26,8 @@ def sole_job(folder: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
     with path_errors("sample_dir", path, "remove it or free some space, or use another"):
         file = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)  # never through a link
-    with file:
-        # unbuffered: closing writes nothing, which a full disk would refuse once more
+    with _closed(file):
+        # Unbuffered: closing writes nothing, which a full disk would refuse once more.
         handle = file.fileno()
         with path_errors("sample_dir", folder, "free some space or mend that, or use another"):
             _lock(folder, handle)
@@ -39,10 +39,22 @@ def sole_job(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            os.ftruncate(handle, 0)
+            with suppress(OSError):  # such as ESTALE of NFS: the text is for people
+                os.ftruncate(handle, 0)
+
+
+@contextmanager
+def _closed(file):
+    """Close the file at the end. Nothing was written that an error could lose."""
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            file.close()
 
 
 def _lock(folder, handle):
+    """Lock an open file. Raises UsageError if another process holds the lock."""
     deadline = time.monotonic() + PATIENCE
     while True:
         try:

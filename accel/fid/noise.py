@@ -2,14 +2,22 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from accel.fid.folder import Batches, Order
 from accel.sampling import upstream_noise
 
-Draw = Callable[[], torch.Tensor]  # → the noise of a step, (n, C, L, L)
-Drawn = tuple[torch.Tensor, torch.Tensor, Draw]
+Draw = Callable[[], torch.Tensor]  # returns the noise of a step, (n, C, L, L)
+
+
+class BatchNoise(NamedTuple):
+    """The random values of a batch."""
+
+    z: torch.Tensor  # (n, C, L, L)
+    labels: torch.Tensor  # (n,)
+    draw: Draw
 
 
 def labels_of(order: Order, pictures: range, drawn: torch.Tensor) -> torch.Tensor:
@@ -45,15 +53,13 @@ class UpstreamNoise:
         """
         if self.next == batch:
             return False
-        _, _, draw = self.batch(self.next)
+        noise = self.batch(self.next)
         for _ in range(self.draws):
-            draw()
+            noise.draw()
         return True
 
-    def batch(self, batch: int) -> Drawn:
-        """Return z (n, C, L, L), labels (n,) and the function that draws a step's noise,
-        of this rank's next batch.
-        """
+    def batch(self, batch: int) -> BatchNoise:
+        """Draw z and labels of this rank's next batch."""
         order = self.order
         device = self.device
         n = self.order.batch_size
@@ -62,7 +68,7 @@ class UpstreamNoise:
         z = torch.randn(n, *order.latent, device=device)
         drawn = torch.randint(0, order.num_classes, (n,), device=device)
         draw = upstream_noise(z, order.copies, generator=self.of_steps)
-        return z, labels_of(order, self.batches.pictures(batch), drawn), draw
+        return BatchNoise(z, labels_of(order, self.batches.pictures(batch), drawn), draw)
 
 
 class PictureNoise:
@@ -79,8 +85,8 @@ class PictureNoise:
         """Return False: there is no stream."""
         return False
 
-    def batch(self, batch: int) -> Drawn:
-        """Return z (n, C, L, L), labels (n,) and the function that draws a step's noise."""
+    def batch(self, batch: int) -> BatchNoise:
+        """Draw z and labels of a batch."""
         order = self.order
         device = self.device
         pictures = self.batches.pictures(batch)
@@ -89,11 +95,12 @@ class PictureNoise:
         seeds = [(order.seed * 0x9E3779B97F4A7C15 + number) % 2**63 for number in pictures]
         generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
 
-        def draw(make, *shape):
-            return torch.stack(
-                [make(*shape, device=device, generator=generator) for generator in generators]
-            )
+        def draw(make, *arguments):
+            values = [
+                make(*arguments, device=device, generator=generator) for generator in generators
+            ]
+            return torch.stack(values)
 
-        labels = labels_of(order, pictures, draw(torch.randint, 0, order.num_classes, ()))
-        noise = partial(draw, torch.randn, *order.latent)
-        return noise(), labels, noise
+        drawn = draw(torch.randint, 0, order.num_classes, ())
+        draw_step = partial(draw, torch.randn, *order.latent)
+        return BatchNoise(draw_step(), labels_of(order, pictures, drawn), draw_step)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from accel.errors import Stopped
-from accel.fid.folder import npz_of, picture_name, read_picture
+from accel.errors import Stopped, UsageError
+from accel.fid.folder import npz_of, picture_name, read_picture, side_of
 from accel.files import atomic_write, open_regular, read_json, sha256_of, sync_folder
 
 READERS = 4  # threads that decode PNGs
@@ -32,17 +32,18 @@ class Archive:
         self.record = folder / ".job" / "npz.json"
 
     def problem(self) -> str | None:
-        """Compare the existing archive with its record; reads all of it. Return what is
-        wrong, or None.
+        """Read the existing archive and compare it with its record. Return what is wrong, or
+        None.
         """
         try:
             record = read_json(self.record)
             with open_regular(self.path) as file:
-                return None if record == {"sha256": sha256_of(file)} else "is not as it was written"
+                intact = record == {"sha256": sha256_of(file)}
         except FileNotFoundError:
             return "has no record of its contents"
         except (OSError, ValueError) as error:
             return f"cannot be read, or its record is damaged ({error})"
+        return None if intact else "is not as it was written"
 
     def forget(self) -> None:
         """Remove the record: the archive will be written again."""
@@ -52,7 +53,8 @@ class Archive:
     def complete(self, stopping: Callable[[], bool]) -> None:
         """Write the archive, unless it is there as it was written. Raises as `write`."""
         if self.path.exists():
-            if (problem := self.problem()) is None:
+            problem = self.problem()
+            if problem is None:
                 return
             print(f"{self.path}: {problem}; writing it again")
         self.write(stopping)
@@ -63,23 +65,15 @@ class Archive:
         Raises UsageError for a file that is not a whole picture, Stopped when
         `stopping()` says so.
         """
-        with atomic_write(self.path, mode="w+b", durable=True) as file:
-            with (
-                zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive,
-                archive.open("arr_0.npy", "w", force_zip64=True) as member,
-                ThreadPoolExecutor(READERS) as pool,
-            ):
-                shape = self.count, self.size, self.size, 3
-                np.lib.format.write_array_header_1_0(
-                    member, dict(descr="|u1", fortran_order=False, shape=shape)
+
+        def stop():
+            if stopping():
+                raise Stopped(
+                    f"stopped while writing {self.path}; start again with the same command"
                 )
-                for first in range(0, self.count, RUN):
-                    for pixels in pool.map(self._read, range(first, min(first + RUN, self.count))):
-                        member.write(pixels)
-                    if stopping():
-                        raise Stopped(
-                            f"stopped while writing {self.path}; start again with the same command"
-                        )
+
+        with atomic_write(self.path, mode="w+b", durable=True) as file:
+            _write_pictures(file, self.count, self.size, self._read, stop)
             record = {"sha256": sha256_of(file)}
             with atomic_write(self.record, "w", durable=True, through_link=False) as out:
                 json.dump(record, out)
@@ -87,3 +81,46 @@ class Archive:
 
     def _read(self, number):
         return read_picture(self.folder / picture_name(number), self.size).tobytes()
+
+
+def _write_pictures(file, count, size, read, between=lambda: None):
+    """Write an archive of `count` pictures of side `size` to a file, a few in memory at a time.
+
+    read: number → the bytes of its pixels. between: called between a few pictures.
+    """
+    shape = count, size, size, 3
+    with (
+        zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive,
+        archive.open("arr_0.npy", "w", force_zip64=True) as member,
+        ThreadPoolExecutor(READERS) as pool,
+    ):
+        np.lib.format.write_array_header_1_0(
+            member, dict(descr="|u1", fortran_order=False, shape=shape)
+        )
+        for first in range(0, count, RUN):
+            for pixels in pool.map(read, range(first, min(first + RUN, count))):
+                member.write(pixels)
+            between()
+
+
+def create_npz(folder: Path, count: int) -> Path:
+    """Write the archive of pictures 0 … count - 1 of any folder and return its path.
+
+    It leaves no record: a job that continues in that folder writes its own again. Raises
+    UsageError for a picture that is missing, damaged, not square or of another size than
+    the first.
+    """
+    names = [folder / picture_name(number) for number in range(count)]
+    missing = next((name for name in names if not name.is_file()), None)
+    if missing or not names:
+        there = names.index(missing) if names else 0
+        raise UsageError(f"`num={count}`: {folder} has {there} pictures in a row; give that")
+    size = side_of(names[0])
+
+    def read(number):
+        return read_picture(names[number], size, "make it anew").tobytes()
+
+    path = npz_of(folder)
+    with atomic_write(path, mode="w+b") as file:
+        _write_pictures(file, count, size, read)
+    return path

@@ -1,8 +1,11 @@
-"""Kernels, a folder an op: __init__.py has the op and its choice of backend, reference.py
-plain torch, triton.py and hopper.py (with .cu) the kernels. Small ops are one file.
+"""Kernels, a folder an op. Small ops are one file.
 
-cuda.py compiles, loads and launches CUDA text; hopper.cuh is device code that Hopper's
-kernels share.
+    __init__.py                 the op and its choice of backend
+    reference.py                plain torch
+    triton.py, hopper.py, .cu   the kernels
+
+cuda.py compiles, loads and launches CUDA text; hopper.cuh is device code that Hopper's kernels
+share.
 """
 
 import hashlib
@@ -15,14 +18,17 @@ SOURCES = {".py", ".cu", ".cuh", ".json"}
 
 
 def version(*paths: Path) -> str:
-    """Return a short hash of source files, files in folders and their subfolders
-    included. It marks plans and FID jobs, which depend on code.
+    """Return a short hash of source files, files in folders and their subfolders included.
+
+    It marks plans and FID jobs, which depend on code.
     """
-    files = [
-        file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])
-    ]
-    contents = b"".join(file.read_bytes() for file in files if file.suffix in SOURCES)
-    return hashlib.sha256(contents).hexdigest()[:8]
+    digest = hashlib.sha256()
+    for path in paths:
+        files = sorted(path.rglob("*")) if path.is_dir() else [path]
+        for file in files:
+            if file.suffix in SOURCES:
+                digest.update(file.read_bytes())
+    return digest.hexdigest()[:8]
 
 
 def check_backend(op: str, backend: str, backends: tuple[str, ...]) -> None:
@@ -32,8 +38,9 @@ def check_backend(op: str, backend: str, backends: tuple[str, ...]) -> None:
 
 
 def kept(file: Path) -> dict:
-    """Return the JSON object in a file of a cache; none if it is absent or damaged: it is
-    measured again.
+    """Return the JSON object in a file of a cache; an empty one if it is absent or damaged.
+
+    What it held is then measured again.
     """
     try:
         return read_json(file)
@@ -41,13 +48,15 @@ def kept(file: Path) -> dict:
         return {}
 
 
-def keep(file: Path, content: bytes) -> None:
-    """Write a file of a cache; where it cannot be written every process compiles or
-    measures for itself.
+def keep(file: Path, content: bytes) -> bool:
+    """Write a file of a cache and return whether it is there.
+
+    Where it cannot be written every process compiles or measures for itself.
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(file, through_link=False) as out:
             out.write(content)
     except OSError:
-        pass
+        return False
+    return True

@@ -1,8 +1,8 @@
-"""CUDA kernels without a toolkit: NVRTC compiles the text, the cubin stays on disk, the
-driver loads and launches it.
+"""CUDA kernels without a toolkit.
 
-Both are called through cuda.bindings, which torch installs. The first launch on a machine
-compiles for seconds, later processes load some 50 KB.
+NVRTC compiles the text, the cubin stays on disk, the driver loads and launches it. Both are called
+through cuda.bindings, which torch installs. The first launch on a machine compiles for seconds,
+later processes load some 50 KB.
 """
 
 import ctypes
@@ -30,15 +30,14 @@ OPTIONS = b"--gpu-architecture=sm_90a", b"--std=c++17"
 
 
 def by_triton(op: str, backend: str, x: Tensor) -> bool:
-    """Return whether `op` uses its Triton kernel for x. backend: one of BACKENDS; "auto":
-    on a GPU, but for float64.
+    """Return whether `op` uses its Triton kernel for x.
+
+    backend: one of BACKENDS; "auto" takes Triton on a GPU, except for float64.
     """
     check_backend(op, backend, BACKENDS)
-    return (
-        HAS_TRITON and x.is_cuda and x.dtype != torch.float64
-        if backend == "auto"
-        else backend == "triton"
-    )
+    if backend == "auto":
+        return HAS_TRITON and x.is_cuda and x.dtype != torch.float64
+    return backend == "triton"
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -47,25 +46,26 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def writes_to_peer(index: int, peer: int) -> bool:
-    """Return whether GPU `index` can write to GPU `peer` and update its words atomically:
-    over NVLink, rarely PCIe.
+    """Return whether GPU `index` can write to GPU `peer` and update its words atomically.
+
+    GPUs can over NVLink, rarely over PCIe.
     """
     driver = _bindings("driver")
-    devices = [call(driver.cuDeviceGet, ordinal) for ordinal in (index, peer)]
-    return all(
-        call(
-            driver.cuDeviceGetP2PAttribute,
-            getattr(driver.CUdevice_P2PAttribute, f"CU_DEVICE_P2P_ATTRIBUTE_{name}"),
-            *devices,
-        )
-        for name in ("ACCESS_SUPPORTED", "NATIVE_ATOMIC_SUPPORTED")
-    )
+    source = call(driver.cuDeviceGet, index)
+    target = call(driver.cuDeviceGet, peer)
+
+    def has(name):
+        attribute = getattr(driver.CUdevice_P2PAttribute, f"CU_DEVICE_P2P_ATTRIBUTE_{name}")
+        return call(driver.cuDeviceGetP2PAttribute, attribute, source, target)
+
+    return bool(has("ACCESS_SUPPORTED") and has("NATIVE_ATOMIC_SUPPORTED"))
 
 
 @lru_cache(None)
 def _bindings(name):
-    """Import cuda.bindings' driver or nvrtc on first use: older GPUs need neither, and a
-    full cache no compiler.
+    """Import cuda.bindings' driver or nvrtc on first use.
+
+    Older GPUs need neither, and a full cache needs no compiler.
     """
     try:
         return import_module(f"cuda.bindings.{name}")
@@ -76,8 +76,9 @@ def _bindings(name):
 
 
 def call(function: Callable, *arguments: Any) -> Any:
-    """Call a function of cuda.bindings, which returns (status, *values); return its one
-    value, or None. Raises RuntimeError for a status other than success.
+    """Call a function of cuda.bindings, which returns (status, *values).
+
+    Returns its first value, or None. Raises RuntimeError for a status other than success.
     """
     status, *values = function(*arguments)
     if status:
@@ -87,11 +88,10 @@ def call(function: Callable, *arguments: Any) -> Any:
 
 @contextmanager
 def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
-    """Capture all launches inside the block into `graph` on `stream`. Other threads may
-    load and save meanwhile.
+    """Capture all launches inside the block into `graph` on `stream`.
 
-    The garbage collector is off: an old graph that it frees on this thread would void the
-    capture.
+    Other threads may load and save meanwhile. The garbage collector is off: an old graph that it
+    frees on this thread would void the capture.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -104,61 +104,78 @@ def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterato
 
 
 def wgmma(name: str, columns: int, half: str, a_in_registers: bool = False) -> str:
-    """Return the CUDA text of a function around one warpgroup MMA, 64 × columns × 16: (d,
-    a, b, accumulate).
+    """Return the CUDA text of a function around one warpgroup MMA, 64 × columns × 16.
 
-    Inline assembly must name every register. a_in_registers: A is in registers and B lies
-    column by column.
+    Its parameters are (d, a, b, accumulate). Inline assembly must name every register.
+    a_in_registers: A is in registers and B lies column by column.
     """
-    count = columns // 2
-    a = [f"unsigned a{i}" for i in range(4)] if a_in_registers else ["unsigned long long a"]
-    inputs = [*a, "unsigned long long b", "int accumulate"]
-    *a_numbers, b_number, condition = (f"%{count + i}" for i in range(len(inputs)))
-    a_operand = "{" + ", ".join(a_numbers) + "}" if a_in_registers else a_numbers[0]
+    count = columns // 2  # registers of d, which are the operands %0 and following
+    if a_in_registers:
+        a_types = ["unsigned"] * 4
+        a_names = [f"a{i}" for i in range(4)]
+        layouts = "1"
+    else:
+        a_types = ["unsigned long long"]
+        a_names = ["a"]
+        layouts = "0, 0"
+    types = [*a_types, "unsigned long long", "int"]
+    names = [*a_names, "b", "accumulate"]
+    inputs = ", ".join(f"{type_} {name_}" for type_, name_ in zip(types, names))
+    numbers = [f"%{count + i}" for i in range(len(names))]
+    a_operand = "{" + ", ".join(numbers[:4]) + "}" if a_in_registers else numbers[0]
+    b_operand = numbers[-2]
+    condition = numbers[-1]
     d = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    operands = ", ".join(f'"{"l" if "long" in one else "r"}"({one.split()[-1]})' for one in inputs)
-    layouts = "1" if a_in_registers else "0, 0"
-    return f"""__device__ __forceinline__ void {name}(float (&d)[{count}], {", ".join(inputs)}) {{
+    constraints = ["l" if "long" in type_ else "r" for type_ in types]
+    operands = ", ".join(f'"{letter}"({name_})' for letter, name_ in zip(constraints, names))
+    return f"""__device__ __forceinline__ void {name}(float (&d)[{count}], {inputs}) {{
     asm volatile("{{ .reg .pred p; setp.ne.b32 p, {condition}, 0; "
                  "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{half}.{half} "
-                 "{{{d}}}, {a_operand}, {b_number}, p, 1, 1, {layouts}; }}"
+                 "{{{d}}}, {a_operand}, {b_operand}, p, 1, 1, {layouts}; }}"
                  : {outputs} : {operands});
 }}
 """
 
 
 def registers(consumers: int, blocks: int = 1) -> dict[str, int]:
-    """Return a thread's registers in the consumer warpgroups and in the producer's, with
-    `blocks` on a multiprocessor.
+    """Return a thread's registers in the consumer warpgroups and in the producer's.
 
-    At the start every warpgroup gets an equal share of the 64 Ki, in eights; setmaxnreg
-    then moves them.
+    blocks: on a multiprocessor. At the start every warpgroup gets an equal share of the 64 Ki, in
+    eights; setmaxnreg then moves them.
     """
-    pool = 512 // ((consumers + 1) * blocks) // 8 * 8 * (consumers + 1)
+    warpgroups = consumers + 1
+    pool = 512 // (warpgroups * blocks) // 8 * 8 * warpgroups
     producer = 24 if consumers == 2 and blocks == 1 else 32
-    return dict(
-        REGISTERS=min(240, (pool - producer) // consumers // 8 * 8), PRODUCER_REGISTERS=producer
-    )
+    consumer = (pool - producer) // consumers // 8 * 8
+    return {"REGISTERS": min(240, consumer), "PRODUCER_REGISTERS": producer}
 
 
 def source(
-    files: tuple[Path, ...], config: NamedTuple, functions: str, half: str, **constants: int
+    files: tuple[Path, ...],
+    config: NamedTuple,
+    functions: str,
+    half: str,
+    **constants: int,
 ) -> str:
-    """Return a kernel's whole text: the fields of `config` and the constants as macros,
-    generated functions, hopper.cuh, and its own files. half: the operands' type, as PTX
-    names it.
+    """Return a kernel's whole text.
+
+    It has the fields of `config` and the constants as macros, generated functions, hopper.cuh, and
+    the kernel's own files. half: the operands' type, as PTX names it.
     """
-    macros = {name.upper(): int(value) for name, value in config._asdict().items()} | constants
+    macros = {name.upper(): int(value) for name, value in config._asdict().items()}
+    macros.update(constants)
     macros["HALF"] = f'"{half}"'
     defines = [f"#define {name} {value}\n" for name, value in macros.items()]
     shared = Path(__file__).with_name("hopper.cuh")
-    return "".join([*defines, functions, *(file.read_text() for file in (shared, *files))])
+    texts = [file.read_text() for file in (shared, *files)]
+    return "".join([*defines, functions, *texts])
 
 
 def compile_cubin(text: str, name: str) -> bytes:
-    """Compile to machine code for sm_90a, by NVRTC; needs no GPU. Raises RuntimeError
-    with the compiler's log.
+    """Compile to machine code for sm_90a, by NVRTC; needs no GPU.
+
+    Raises RuntimeError with the compiler's log.
     """
     nvrtc = _bindings("nvrtc")
     program = call(nvrtc.nvrtcCreateProgram, text.encode(), name.encode(), 0, None, None)
@@ -176,13 +193,13 @@ def compile_cubin(text: str, name: str) -> bytes:
 
 
 def cached_cubin(text: str, name: str) -> bytes:
-    """Return `compile_cubin`'s code, kept on disk behind its SHA-256, under a name that
-    changes with text and compiler. A file that does not match its digest is compiled
-    again.
+    """Return `compile_cubin`'s code, kept on disk behind its SHA-256.
+
+    The file's name changes with text and compiler. A file that does not match its digest is
+    compiled again.
     """
-    key = hashlib.sha256(
-        b"\n".join((text.encode(), str(torch.version.cuda).encode(), *OPTIONS))
-    ).hexdigest()[:16]
+    parts = (text.encode(), str(torch.version.cuda).encode(), *OPTIONS)
+    key = hashlib.sha256(b"\n".join(parts)).hexdigest()[:16]
     file = cache_folder() / f"{name}-{key}.cubin"
     try:
         kept = read_small(file)
@@ -196,10 +213,10 @@ def cached_cubin(text: str, name: str) -> bytes:
 
 
 class Kernel:
-    """The kernel `name` of a CUDA text, loaded on a device; not to be made while a graph
-    is being captured.
+    """The kernel `name` of a CUDA text, loaded on a device.
 
-    shared_bytes: dynamic shared memory of a block.
+    It must not be made while a graph is being captured. shared_bytes: dynamic shared memory of a
+    block.
     """
 
     def __init__(self, text: str, name: str, threads: int, shared_bytes: int, device: torch.device):
@@ -215,8 +232,8 @@ class Kernel:
             torch.cuda.current_stream()  # makes the device's context
             module = call(driver.cuModuleLoadData, cached_cubin(text, name))
             self.function = call(driver.cuModuleGetFunction, module, name.encode())
-            # All kernels have one carve-out: with another, a kernel could not be set up
-            # while its predecessor runs.
+            # All kernels have one carve-out: with another, a kernel could not be set up while
+            # its predecessor runs.
             settings = {
                 "MAX_DYNAMIC_SHARED_SIZE_BYTES": shared_bytes,
                 "PREFERRED_SHARED_MEMORY_CARVEOUT": 100,
@@ -228,11 +245,11 @@ class Kernel:
     def launch(self, blocks: int, *arguments: Any) -> None:
         """Launch on the device's current stream.
 
-        arguments: tensors (their pointers), None (no pointer), int and float (32 bits),
-        tensor maps.
+        arguments: tensors (their pointers), None (no pointer), int and float (32 bits), tensor
+        maps.
         """
         driver = _bindings("driver")
-        values, kinds = zip(*map(_argument, arguments))
+        values, types = zip(*map(_argument, arguments))
         with torch.cuda.device(self.device):
             stream = torch.cuda.current_stream(self.device).cuda_stream
             configuration = driver.CUlaunchConfig()
@@ -244,19 +261,22 @@ class Kernel:
             configuration.blockDimZ = 1
             configuration.sharedMemBytes = self.shared_bytes
             configuration.hStream = driver.CUstream(stream)
-            call(driver.cuLaunchKernelEx, configuration, self.function, (values, kinds), 0)
+            call(driver.cuLaunchKernelEx, configuration, self.function, (values, types), 0)
 
 
-_KINDS = {int: ctypes.c_int, float: ctypes.c_float}
+_C_TYPES = {int: ctypes.c_int, float: ctypes.c_float}
 
 
 def _argument(value):
-    """Return a kernel's argument as cuda.bindings takes it: (value, ctypes type); a
-    tensor map's type is None.
+    """Return a kernel's argument as cuda.bindings takes it: (value, ctypes type).
+
+    A tensor map's type is None.
     """
-    if value is None or torch.is_tensor(value):
-        return (0 if value is None else value.data_ptr()), ctypes.c_void_p
-    return value, _KINDS.get(type(value))
+    if value is None:
+        return 0, ctypes.c_void_p
+    if torch.is_tensor(value):
+        return value.data_ptr(), ctypes.c_void_p
+    return value, _C_TYPES.get(type(value))
 
 
 def tensor_map(
@@ -268,19 +288,19 @@ def tensor_map(
 ) -> Any:
     """Describe a half tensor's memory to TMA.
 
-    sizes: in elements, innermost first. strides: in bytes, of all dimensions but the
-    innermost. box: the size of one copy. swizzle: bytes that the box's lines are swizzled
-    over.
+    sizes: in elements, innermost first. strides: in bytes, of all dimensions but the innermost.
+    box: the size of one copy. swizzle: bytes that the box's lines are swizzled over. Raises
+    ValueError for another dtype, a tensor with gaps, or an unaligned one.
     """
     driver = _bindings("driver")
     if tensor.dtype not in HALF or not tensor.is_contiguous() or tensor.data_ptr() % 16:
         raise ValueError(
             "backend 'hopper' takes contiguous tensors in half precision, aligned to 16 bytes"
         )
-    element = f"CU_TENSOR_MAP_DATA_TYPE_{'B' * (tensor.dtype == torch.bfloat16)}FLOAT16"
+    number_format = "BFLOAT16" if tensor.dtype == torch.bfloat16 else "FLOAT16"
     return call(
         driver.cuTensorMapEncodeTiled,
-        getattr(driver.CUtensorMapDataType, element),
+        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{number_format}"),
         len(sizes),
         tensor.data_ptr(),
         [driver.cuuint64_t(size) for size in sizes],

@@ -1,13 +1,11 @@
-"""All-gather by writing: one kernel stores a rank's part into every peer's memory over
-NVLink and waits for the peers' parts.
+"""All-gather by writing: one kernel stores a rank's part into every peer's memory over NVLink.
 
-A library's all-gather is a launch of its own protocol. Between GPUs that map each other's
-memory a part of 1 to 5 MB needs only stores and one flag a program. Each program of the
-grid stores its chunk to all peers and raises its flag there. Then it takes down the flags
-that the same program of each peer raises here. So when the kernel has ended on one GPU,
-all parts are there. Flags go from 0 to 1 and back and nothing counts, so a CUDA graph can
-replay it. The caller alternates between two buffers: a peer can be one exchange ahead,
-not two.
+A library's all-gather launches a protocol. Between GPUs that map each other's memory a part of 1 to
+5 MB needs only stores and one flag a program. Each program of the grid stores its chunk to all
+peers and raises its flag there. Then it lowers the flags that the same program of each peer raises
+here. So when the kernel has ended on one GPU, all parts have arrived. Flags go from 0 to 1 and back
+and nothing counts, so a CUDA graph can replay it. The caller alternates between two buffers: a peer
+can be one exchange ahead, not two.
 """
 
 import torch
@@ -16,33 +14,43 @@ import triton.language as tl
 from torch import Tensor
 
 PROGRAMS = 128  # few enough that a GPU runs them all at once, since they wait for each other
+# Measured on H200s.
 BLOCK = 1024
-WARPS = 4  # measured on H200s
+WARPS = 4
 
 
 def push(
     part: Tensor, buffers: Tensor, flags: Tensor, rank: int, offset: int, programs: int = PROGRAMS
 ) -> None:
-    """Write part (N, t, W) as tokens rank·t … of every rank's gathered (N, world·t, W),
-    and wait until all parts are there.
+    """Write part (N, t, W) as tokens rank·t … of every rank's gathered (N, world·t, W).
 
-    part: tokens of W contiguous elements, all at one stride; they begin at multiples of
-    16 bytes. buffers, flags: (world,) int64 addresses by rank: of a buffer, at whose byte
-    `offset` the gathered tensor starts, and of world · programs int32 flags, zero at
-    first. `reference` gives what is gathered.
+    Waits until the peers' parts have arrived too; `reference` gives the result. part: tokens of W
+    contiguous elements, all at one stride; they begin at multiples of 16 bytes. buffers, flags:
+    (world,) int64 addresses by rank: of a buffer, at whose byte `offset` the gathered tensor
+    starts, and of world · programs int32 flags, zero at first.
     """
     n, t, width = part.shape
-    unit = 8 // part.element_size()
-    assert not (width % (2 * unit) or part.stride(1) % (2 * unit) or part.data_ptr() % 16), (
-        "tokens start at 16 bytes"
-    )
-    numbers = rank, offset // 8, n * t, t, part.stride(1) // unit
-    turns = -(-(n * t * width // unit) // (programs * BLOCK))
-    constants = dict(
-        WIDTH=width // unit, WORLD=len(buffers), BLOCK=BLOCK, TURNS=turns, num_warps=WARPS
-    )
+    stride = part.stride(1)
+    unit = 8 // part.element_size()  # elements of a word, of eight bytes
+    aligned = width % (2 * unit) == 0 and stride % (2 * unit) == 0 and part.data_ptr() % 16 == 0
+    assert aligned, "tokens start at 16 bytes"
+    words = n * t * width // unit
     with torch.cuda.device_of(part):  # Triton launches on the current GPU
-        _push[(programs,)](part.view(torch.int64), buffers, flags, *numbers, **constants)
+        _push[(programs,)](
+            part.view(torch.int64),
+            buffers,
+            flags,
+            rank,
+            offset // 8,
+            n * t,
+            t,
+            stride // unit,
+            WIDTH=width // unit,
+            WORLD=len(buffers),
+            BLOCK=BLOCK,
+            TURNS=-(-words // (programs * BLOCK)),
+            num_warps=WARPS,
+        )
 
 
 def reference(parts: list[Tensor]) -> Tensor:
@@ -65,8 +73,9 @@ def _push(
     BLOCK: tl.constexpr,
     TURNS: tl.constexpr,
 ):
-    """Write this rank's tokens to its peers. All sizes in elements of eight bytes; rows =
-    N·t, tokens = t.
+    """Write this rank's tokens to its peers.
+
+    All sizes are in words of eight bytes; rows = N·t, tokens = t.
     """
     program = tl.program_id(0)
     total = rows * WIDTH

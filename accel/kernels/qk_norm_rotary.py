@@ -1,15 +1,14 @@
-"""Queries and keys made ready for attention, in place on the packed projection: their
-norm, then the rotary embedding.
+"""Norm and rotary embedding of queries and keys, in place on the packed projection.
 
-    x ← (x − mean(x)) / √(var(x) + ε) · weight + bias         over all heads jointly, ε = 1e-5;
-                                                              optional
-    x ← x / √(mean(x²) + ε) · weight + bias                   over each head, with `rms_eps`; in its
-                                                              place
-    x_{2i} + j·x_{2i+1} ← (x_{2i} + j·x_{2i+1}) · exp(j·position·θ^(-2i/d))       (Su et al. 2021,
-                                                                                  arXiv:2104.09864)
+The norm is optional: LayerNorm over all heads jointly, ε = 1e-5, or with `rms_eps` RMSNorm over
+each head. Then q and k are rotated (Su et al. 2021, arXiv:2104.09864).
 
-As tensor operations q and k cross memory ten times, here twice. All arithmetic is in
-float32 or wider. For the exact tier q, k and v leave split into high and low.
+    LayerNorm    x ← (x − mean(x)) / √(var(x) + ε) · weight + bias
+    RMSNorm      x ← x / √(mean(x²) + ε) · weight + bias
+    rotation     x_{2i} + j·x_{2i+1} ← (x_{2i} + j·x_{2i+1}) · exp(j·position·θ^(-2i/d))
+
+As tensor operations q and k cross memory ten times, here twice. All arithmetic is in float32 or
+wider. For the exact tier q, k and v leave split into high and low.
 """
 
 from collections.abc import Callable
@@ -40,14 +39,13 @@ def qk_norm_rotary(
     rms_eps: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Normalise and rotate q and k of qkv (N, t, 3·D) in place; q, k, v side by side,
-    each head-major. Returns qkv.
+    """Normalise and rotate q and k of qkv (N, t, 3·D) in place, and return qkv.
 
-    rotation (T, d/2, 2): cosines and sines of every position; the t tokens are those from
-    `first` on. norms (2, 2, D): of q, then of k, weight and bias; None: no norm. rms_eps:
-    RMSNorm over each head with this ε in LayerNorm's place. Triton's kernel takes qkv in
-    half precision or float32, the others in float32, all contiguous; the reference any
-    dtype.
+    q, k, v lie side by side, each head-major. rotation (T, d/2, 2): cosines and sines of every
+    position; the t tokens are those from `first` on. norms (2, 2, D): of q, then of k, weight and
+    bias; None: no norm. rms_eps: RMSNorm over each head with this ε in LayerNorm's place. Triton's
+    kernel takes qkv in half precision or float32, the others in float32, all contiguous; the
+    reference any dtype.
     """
     if cuda.by_triton("qk_norm_rotary", backend, qkv):
         _triton(qkv, rotation, first, norms, rms_eps)
@@ -65,11 +63,10 @@ def qk_norm_rotary_split(
     rms_eps: float | None = None,
     backend: str = "auto",
 ) -> HighLow:
-    """Apply `qk_norm_rotary` to a float32 projection, which may be overwritten → q, k and
-    v (N, t, 3·D), split into high and low without scales.
+    """Apply `qk_norm_rotary` to a float32 projection, which may be overwritten.
 
-    overflow: an int32 tensor of one element, set to 1 where a value is too large for
-    float16.
+    Returns q, k and v (N, t, 3·D), split into high and low without scales. overflow: an int32
+    tensor of one element, set to 1 where a value is too large for float16.
     """
     if cuda.by_triton("qk_norm_rotary_split", backend, qkv):
         pair = torch.empty(2, *qkv.shape, dtype=torch.float16, device=qkv.device)
@@ -81,17 +78,20 @@ def qk_norm_rotary_split(
 
 
 def normalise(qkv: Tensor, norms: Tensor, average: Callable[[Tensor], Tensor]) -> None:
-    """Apply the norm alone, in place by tensor operations. average: over ranks that have
-    other heads of the same tokens.
+    """Apply LayerNorm alone, in place by tensor operations.
+
+    average: over ranks that have other heads of the same tokens.
     """
     x = qkv.unflatten(-1, (3, -1))[..., :2, :]  # q and k, (N, t, 2, D)
     wide = x.to(norms.dtype)
     wide = wide - average(wide.mean(-1, keepdim=True))
-    wide = wide * torch.rsqrt(average(wide.square().mean(-1, keepdim=True)) + EPS)
+    variance = average(wide.square().mean(-1, keepdim=True))
+    wide = wide * torch.rsqrt(variance + EPS)
     x.copy_(wide * norms[:, 0] + norms[:, 1])
 
 
 def _torch(qkv, rotation, first, norms, rms_eps):
+    """Compute the reference, in place."""
     width = qkv.shape[-1] // 3
     cos, sin = rotation[first : first + qkv.shape[1], None].unbind(-1)  # each (t, 1, d/2)
     for part in (0, 1):
@@ -101,49 +101,54 @@ def _torch(qkv, rotation, first, norms, rms_eps):
             wide = F.layer_norm(wide, (width,), *norms[part], eps=EPS)
         elif norms is not None:
             wide = wide.unflatten(-1, (-1, 2 * rotation.shape[1]))  # (N, t, h, d)
-            wide = (
-                F.rms_norm(wide, wide.shape[-1:], eps=rms_eps).flatten(2) * norms[part, 0]
-                + norms[part, 1]
-            )
-        # each (N, t, h, d/2)
-        real, imaginary = wide.unflatten(-1, (-1, *rotation.shape[1:])).unbind(-1)
+            wide = F.rms_norm(wide, wide.shape[-1:], eps=rms_eps).flatten(2)
+            wide = wide * norms[part, 0] + norms[part, 1]
+        pairs = wide.unflatten(-1, (-1, *rotation.shape[1:]))  # (N, t, h, d/2, 2)
+        real, imaginary = pairs.unbind(-1)
         turned = torch.stack([real * cos - imaginary * sin, real * sin + imaginary * cos], dim=-1)
         x.copy_(turned.flatten(2))
 
 
 def _triton(qkv, rotation, first, norms, rms_eps, pair=None, overflow=None):
     """Launch the kernel, in place or into `pair`."""
-    assert all(one is None or one.is_contiguous() for one in (qkv, rotation, norms))
-    n = qkv.shape[0]
-    tokens = qkv.shape[1]
-    width = qkv.shape[2] // 3
-    shape = dict(
-        HIGH_LOW=pair is not None,
-        **config(width, 2 * rotation.shape[1], norms is not None, rms_eps),
-    )
-    out, parts = (qkv, 2) if pair is None else (pair, 3)
-    grid = n * tokens, parts * shape["HEADS"]
+    for tensor in (qkv, rotation, norms):
+        assert tensor is None or tensor.is_contiguous()
+    n, tokens, packed = qkv.shape
+    high_low = pair is not None
+    parts = 3 if high_low else 2  # of the projection that are written
+    constants = config(packed // 3, 2 * rotation.shape[1], norms is not None, rms_eps)
     with torch.cuda.device_of(qkv):  # Triton launches on the current GPU
-        _qk_norm_rotary[grid](
-            qkv, out, norms, rotation, overflow, tokens, first, qkv.numel(), **shape
+        _qk_norm_rotary[(n * tokens, parts * constants["HEADS"])](
+            qkv,
+            pair if high_low else qkv,
+            norms,
+            rotation,
+            overflow,
+            tokens,
+            first,
+            qkv.numel(),  # from high to low
+            HIGH_LOW=high_low,
+            **constants,
         )
 
 
 def config(width: int, head: int, norm: bool, rms_eps: float | None) -> dict:
-    """Launch constants: a program computes q, k or v of a token, or one of its HEADS, 16
-    numbers a thread.
+    """Return launch constants.
+
+    A program computes q, k or v of a token, or one of its HEADS, 16 numbers a thread.
     """
     heads = width // head if norm and rms_eps else 1
     block = 1 << (width // heads - 1).bit_length()
-    norms = dict(NORM=norm, CENTRED=rms_eps is None, EPS=rms_eps or EPS)
-    return dict(
-        WIDTH=width,
-        HEAD=head,
-        HEADS=heads,
-        BLOCK=block,
-        num_warps=max(1, min(8, block // 512)),
-        **norms,
-    )
+    return {
+        "WIDTH": width,
+        "HEAD": head,
+        "HEADS": heads,
+        "BLOCK": block,
+        "NORM": norm,
+        "CENTRED": rms_eps is None,
+        "EPS": rms_eps or EPS,
+        "num_warps": max(1, min(8, block // 512)),
+    }
 
 
 if triton:
@@ -169,18 +174,18 @@ if triton:
     ):
         token = tl.program_id(0)
         part = tl.program_id(1) // HEADS
-        own = tl.arange(0, BLOCK)
-        inside = own < WIDTH // HEADS
-        column = tl.program_id(1) % HEADS * (WIDTH // HEADS) + own
+        lane = tl.arange(0, BLOCK)
+        inside = lane < WIDTH // HEADS
+        column = tl.program_id(1) % HEADS * (WIDTH // HEADS) + lane
         place = (token.to(tl.int64) * 3 + part) * WIDTH + column
         x = tl.load(qkv_ptr + place, inside, 0.0).to(tl.float32)
         value = x
         if NORM:
             if CENTRED:
                 x = tl.where(inside, x - tl.sum(x, 0) / WIDTH, 0.0)
-            known = inside & (part < 2)  # values have no norm
-            weight = tl.load(norms_ptr + part * (2 * WIDTH) + column, known, 0.0)
-            bias = tl.load(norms_ptr + part * (2 * WIDTH) + WIDTH + column, known, 0.0)
+            normed = inside & (part < 2)  # values have no norm
+            weight = tl.load(norms_ptr + part * (2 * WIDTH) + column, normed, 0.0)
+            bias = tl.load(norms_ptr + part * (2 * WIDTH) + WIDTH + column, normed, 0.0)
             x = x * tl.rsqrt(tl.sum(x * x, 0) / (WIDTH // HEADS) + EPS) * weight + bias
         # A line of the table is d numbers, cosine and sine in turn, as x's pairs are.
         angle = tl.load(rotation_ptr + (first + token % tokens) * HEAD + column % HEAD, inside, 0.0)

@@ -1,8 +1,9 @@
-"""SwiGLU between two GEMMs in one pass: silu(a)·b, silu(a) = a / (1 + e^-a)     (Shazeer
-2020, arXiv:2002.05202)
+"""SwiGLU between two GEMMs in one pass (Shazeer 2020, arXiv:2002.05202).
 
-One GEMM gives a and b side by side. As tensor operations, silu(a) crosses memory twice
-more. The result leaves in the input's dtype, or split into high and low.
+    silu(a)·b,    silu(a) = a / (1 + e^-a)
+
+One GEMM gives a and b side by side. As tensor operations, silu(a) crosses memory twice more. The
+result leaves in the input's dtype, or split into high and low.
 """
 
 import torch
@@ -25,44 +26,60 @@ BLOCK = 1024
 
 
 def swiglu(x: Tensor, backend: str = "auto") -> Tensor:
-    """Compute silu(a)·b (…, F) of x (…, 2·F): a and b side by side, contiguous; in x's
-    dtype, by float32 or wider.
+    """Compute silu(a)·b (…, F) of x (…, 2·F): a and b side by side, contiguous.
+
+    The result has x's dtype; the arithmetic is in float32 or wider.
     """
     if not cuda.by_triton("swiglu", backend, x):
         return _torch(x)
     width = x.shape[-1] // 2
     out = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
-    start_next = cuda.capability(x.device) >= (9, 0)  # programmatic dependent launch
+    tokens = x.numel() // x.shape[-1]
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
-        grid = x.numel() // x.shape[-1], triton.cdiv(width, BLOCK)
-        _swiglu[grid](x, out, WIDTH=width, BLOCK=BLOCK, START_NEXT=start_next)
+        _swiglu[(tokens, triton.cdiv(width, BLOCK))](
+            x,
+            out,
+            WIDTH=width,
+            BLOCK=BLOCK,
+            START_NEXT=cuda.capability(x.device) >= (9, 0),  # programmatic dependent launch
+        )
     return out
 
 
 def swiglu_split(x: Tensor, backend: str = "auto", stack: bool = False) -> HighLow:
-    """Compute `swiglu` of a float32 x (…, 2·F) → (…, F), split into high and low with a
-    power of two a token. stack: in the layout that cuBLAS's split GEMM takes.
+    """Compute `swiglu` of a float32 x (…, 2·F) → (…, F), split into high and low.
+
+    A token has a power of two. stack: in the layout that cuBLAS's split GEMM takes.
     """
     if not cuda.by_triton("swiglu_split", backend, x):
         return split(_torch(x))
-    *shape, width = *x.shape[:-1], x.shape[-1] // 2
+    shape = x.shape[:-1]
+    width = x.shape[-1] // 2
     pair = new_pair(*shape, width, device=x.device, stack=stack)
     scale = torch.empty(shape, device=x.device)
+    tokens = scale.numel()
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
-        _swiglu_split[(scale.numel(),)](
-            x, pair, scale, scale.numel() * width, STACK=stack, **split_config(width)
+        _swiglu_split[(tokens,)](
+            x,
+            pair,
+            scale,
+            tokens * width,  # from high to low
+            STACK=stack,
+            **split_config(width),
         )
     return HighLow(pair, scale)
 
 
 def split_config(width: int) -> dict[str, int]:
-    """Launch constants of `swiglu_split`: a program computes a token."""
+    """Return launch constants of `swiglu_split`: a program computes a token."""
     block = triton.next_power_of_2(width)
-    return dict(WIDTH=width, BLOCK=block, num_warps=min(16, max(1, block // 512)))
+    return {"WIDTH": width, "BLOCK": block, "num_warps": min(16, max(1, block // 512))}
 
 
 def _torch(x):
-    a, b = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+    """Compute the reference."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    a, b = wide.chunk(2, dim=-1)
     return (F.silu(a) * b).to(x.dtype)
 
 

@@ -12,12 +12,22 @@ if TYPE_CHECKING:  # torch is slow to import
     from torch import Tensor
 
 
+class DecoderFiles(NamedTuple):
+    """Where a decoder was opened: its folder or file, and the stamps of its files then."""
+
+    path: Path
+    stamps: tuple[tuple, ...]
+
+    def __str__(self):
+        return str(self.path)
+
+
 class LatentSpace(NamedTuple):
     """The space of a network's latents. The defaults are those of sd-vae-ft-*.
 
     channels: of a latent. factor: pixels of a picture's side for one of the latent's.
-    scale, shift, or mean and std by channel: see `to_decoder`. decoder: the folder with
-    the decoder's files; None where no picture is decoded.
+    scale, shift, or mean and std by channel: see `to_decoder`. decoder: its files;
+    None where no picture is decoded.
     """
 
     channels: int = 4
@@ -26,7 +36,7 @@ class LatentSpace(NamedTuple):
     shift: float = 0.0
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
-    decoder: Path | None = None
+    decoder: DecoderFiles | None = None
 
     def to_decoder(self, latents: "Tensor") -> "Tensor":
         """Turn latents (n, C, L, L) into the decoder's input as diffusers' pipelines do:

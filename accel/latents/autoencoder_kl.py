@@ -9,7 +9,6 @@ numbers of levels and latent channels. Other kinds of blocks are refused.
 # sample.
 
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from accel.errors import shown
-from accel.latents import LatentSpace
+from accel.latents import DecoderFiles, LatentSpace
 
 EPS = 1e-6
 STATISTICS = ("latents_mean", "latents_std")
@@ -97,7 +96,7 @@ def check_config(config: dict[str, Any]) -> dict[str, Any]:
     return entries
 
 
-def space_of(entries: dict[str, Any], folder: Path) -> LatentSpace:
+def space_of(entries: dict[str, Any], files: DecoderFiles) -> LatentSpace:
     """Return the latent space that the entries of `check_config` describe."""
     return LatentSpace(
         channels=entries["latent_channels"],
@@ -106,7 +105,7 @@ def space_of(entries: dict[str, Any], folder: Path) -> LatentSpace:
         shift=entries["shift_factor"] or 0.0,
         mean=tuple(entries["latents_mean"] or ()),
         std=tuple(entries["latents_std"] or ()),
-        decoder=folder,
+        decoder=files,
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from accel.errors import UsageError
-from accel.latents import LatentSpace, ldm_layout
+from accel.latents import DecoderFiles, LatentSpace, ldm_layout
 from accel.latents.autoencoder_kl import KLDecoder, space_of
 from accel.weights.checkpoint import FILE_SUFFIXES, FOLDER, HUB_ID, fetch_from_hub
 from accel.weights.diffusers_layout import WEIGHTS, weight_files
@@ -59,15 +59,16 @@ def find(name: str, statistics: str | None = None) -> LatentSpace:
         folder = fetch_from_hub(repository, "", "vae", remedy)
     if not mode_of(folder / FILES[0], "vae") and stat.S_ISDIR(mode_of(folder / "vae", "vae")):
         folder = folder / "vae"
-    space = space_of(_open(folder)[0], folder)
-    if folder.is_file() and not statistics:
-        statistics = ldm_layout.beside(folder)
-    return ldm_layout.with_statistics(space, statistics) if statistics else space
+    files = DecoderFiles(folder, _stamps(folder))
+    space = space_of(_open(files)[0], files)
+    if statistics:
+        return ldm_layout.with_statistics(space, statistics)
+    return ldm_layout.scaled(space, folder) if folder.is_file() else space
 
 
 def load(space: LatentSpace, device: torch.device | str) -> KLDecoder:
-    """Return the float32 decoder of a space from `find`, on `device`. Raises UsageError
-    as find does.
+    """Return the float32 decoder of a space from `find`, on `device`. Raises UsageError as
+    find does, and for files that were changed since.
     """
     entries, state = _open(space.decoder)
     with shapes_only():
@@ -75,6 +76,7 @@ def load(space: LatentSpace, device: torch.device | str) -> KLDecoder:
     # strides decide rounding
     how = dict(dtype=torch.float32, copy=True, memory_format=torch.contiguous_format)
     state = {name: tensor.to(device, **how) for name, tensor in state.items()}
+    require_unchanged(space.decoder)  # the state is mapped
     decoder.load_state_dict(state, assign=True)
     return decoder.eval().requires_grad_(False)
 
@@ -84,25 +86,37 @@ def digest(space: LatentSpace) -> str:
     numbers, the entries of config.json that the decoder takes, and its weights, whose own
     digest the cache folder keeps for later runs.
     """
-    folder = space.decoder
+    entries, state = _open(space.decoder)
+    of_weights = cached_digest(space.decoder.stamps, lambda: state)
     numbers = space._replace(decoder=None)._asdict()
-    of_weights = cached_digest(file_stamps(_files(folder), "vae"), lambda: _open(folder)[1])
-    entries = json.dumps({**_open(folder)[0], **numbers}, sort_keys=True)
-    return hashlib.sha256(f"{of_weights} {entries}".encode()).hexdigest()[:16]
+    of_all = json.dumps({**entries, **numbers}, sort_keys=True)
+    return hashlib.sha256(f"{of_weights} {of_all}".encode()).hexdigest()[:16]
 
 
-def _files(folder: Path) -> list[Path]:
-    if folder.is_file():
-        return [folder]
-    return [folder / FILES[0], *weight_files(folder, "vae")]
+def require_unchanged(decoder: DecoderFiles) -> None:
+    """Raise UsageError if a file is not the one any more that was opened."""
+    if _stamps(decoder.path) != decoder.stamps:
+        raise UsageError(
+            f"`vae={decoder.path}`: was changed since it was opened; start again when it is whole"
+        )
 
 
-def _open(folder: Path) -> tuple[dict, dict[str, torch.Tensor]]:
+def _files(path: Path) -> tuple[Path, ...]:
+    if path.is_file():
+        return (path,)
+    return path / FILES[0], *weight_files(path, "vae")
+
+
+def _stamps(path: Path) -> tuple[tuple, ...]:
+    return tuple(file_stamps(_files(path), "vae"))
+
+
+def _open(decoder: DecoderFiles) -> tuple[dict, dict[str, torch.Tensor]]:
     """Return (the entries of config.json that the decoder takes, its weights,
-    memory-mapped). Open the files once and keep both until a file changes.
+    memory-mapped). Read the files once. Raises UsageError if they were changed since.
     """
-    files = _files(folder)
-    return _read(tuple(files), tuple(file_stamps(files, "vae")))
+    require_unchanged(decoder)
+    return _read(_files(decoder.path), decoder.stamps)
 
 
 @lru_cache(maxsize=1)

@@ -11,12 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from accel.errors import UsageError
+from accel.errors import UsageError, shown
 from accel.latents import LatentSpace
 from accel.latents.autoencoder_kl import LARGEST, SD_VAE_FT
 from accel.weights.tensor_files import read_tensors, require_floats
 
 STATISTICS = "latents_stats.pt"
+INSIDE = "first_stage_model."  # begins the names in a file of a whole pipeline
 # LDM's names → diffusers'.
 _MIDDLE = {"block_1": "resnets.0", "attn_1": "attentions.0", "block_2": "resnets.1"}
 _LEVEL = {"block": "resnets", "attn": "attentions", "upsample": "upsamplers.0"}
@@ -30,6 +31,7 @@ def read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """
     content = read_tensors(file, "vae")
     whole = content["state_dict"] if isinstance(content.get("state_dict"), dict) else content
+    whole = {str(name).removeprefix(INSIDE): value for name, value in whole.items()}
     state = {
         name: value
         for name, value in whole.items()
@@ -75,17 +77,25 @@ def _renamed(name, last):
     return ".".join((*path, _LAYER.get(layer, layer), kind))
 
 
-def beside(file: Path) -> Path:
-    """Return the file of the statistics of a decoder's latents. Raises UsageError if
-    there is none.
+def scaled(space: LatentSpace, file: Path) -> LatentSpace:
+    """Return the space of a decoder that says no scale: with the statistics in the file
+    beside it, else by Stable Diffusion's scale if it may be its decoder. Raises UsageError for
+    others.
     """
-    found = file.parent / STATISTICS
-    if not found.is_file():
+    statistics = file.parent / STATISTICS
+    if statistics.is_file():
+        return with_statistics(space, statistics)
+    usual = LatentSpace()
+    if (space.channels, space.factor) != (usual.channels, usual.factor):
         raise UsageError(
             f"`vae={file}`: says no scale of its latents; put {STATISTICS} beside it, or give "
             "`latent_stats`"
         )
-    return found
+    print(
+        f"{shown(str(file), 300)}: says no scale of its latents, taken for Stable Diffusion's "
+        f"{usual.scale}; if it has another: --latent-stats FILE"
+    )
+    return space._replace(scale=usual.scale)
 
 
 def with_statistics(space: LatentSpace, file: str | Path) -> LatentSpace:

@@ -17,35 +17,29 @@ import torch
 
 from accel.network import Network
 from accel.sampling.guidance import Guidance, Unguided
-from accel.sampling.process import Kind, Process
+from accel.sampling.process import Process
 
 OnStep = Callable[[int, torch.Tensor], None]
 
 
-class Move(NamedTuple):
-    """A move of a run."""
+class Step(NamedTuple):
+    """A step of a run."""
 
-    kind: Kind
-    guidance: tuple[Guidance | Unguided, ...]  # of each of its evaluations
-    step: int  # index of its first step
+    index: int
     evaluation: int  # index of its first evaluation
+    guidances: tuple[Guidance | Unguided, ...]  # one per evaluation
 
 
-def moves_of(process: Process, guidance: Guidance | Unguided) -> list[Move]:
-    """Return the moves of a run, in order."""
-    found = []
-    step = 0
+def steps_of(process: Process, guidance: Guidance | Unguided) -> list[Step]:
+    """Return the steps of a run, in order."""
+    guidances = [guidance.at(level) for level in process.levels()]
+    steps = []
     evaluation = 0
-    parts = tuple(guidance.at(level) for level in process.levels())
-    for steps, evaluations in process.moves:
-        found.append(
-            Move(
-                (steps, evaluations), parts[evaluation : evaluation + evaluations], step, evaluation
-            )
-        )
-        step = step + steps
-        evaluation = evaluation + evaluations
-    return found
+    for index, count in enumerate(process.evaluation_counts):
+        of_step = tuple(guidances[evaluation : evaluation + count])
+        steps.append(Step(index, evaluation, of_step))
+        evaluation += count
+    return steps
 
 
 def count_copies(process: Process, guidance: Guidance | Unguided) -> Counter[int]:
@@ -91,20 +85,19 @@ def denoise(
     labels: torch.Tensor,
     draw: Callable[[], torch.Tensor],
     *,
-    moves: list[Move] | None = None,
+    steps: list[Step] | None = None,
     on_step: OnStep | None = None,
 ) -> torch.Tensor:
     """Sample latents (n, C, L, L) from noise z (n, C, L, L) and labels (n,) on its
     device.
 
-    draw: returns the noise of a step, like z. moves: some of `moves_of`, for warm-up;
+    draw: returns the noise of a step, like z. steps: some of `steps_of`, for warm-up;
     default: all. on_step(i, x): called when step i has been queued, with its result x (n,
     C, L, L).
     """
     y = guidance.labels(labels)
-    every_move = moves_of(process, guidance)
     indices = torch.arange(process.evaluations, device=z.device)
-    at_once = max(evaluations for _, evaluations in process.moves)
+    at_once = max(process.evaluation_counts)
     scheduled, advance = network.schedule(process.times(), y.tolist(), at_once)
     captures = network.captures and z.is_cuda
     evaluate = scheduled.forward
@@ -113,28 +106,29 @@ def denoise(
     if captures and not process.captured:
         evaluate = network.replayed(tuple(process.times()), evaluate)
 
-    def move(kind, parts, at, y, noise, *state):
-        return process.move(kind, state, at, noise, partial(_guided, evaluate, parts, at, y))
+    def make_step(guidances, at, y, noise, *state):
+        networks = []
+        for i, part in enumerate(guidances):
+            networks.append(partial(_guided, evaluate, part, at + i if i else at, y))
+        return process.step(state, at, noise, networks)
 
-    make = network.replayed((process, guidance), move) if captures and process.captured else move
+    if captures and process.captured:
+        make_step = network.replayed((process, guidance), make_step)
     state = process.begin(z)
-    noise = z[None, :0]
-    for kind, parts, step, evaluation in moves or every_move:
-        steps, evaluations = kind
-        advance(*range(evaluation, evaluation + evaluations))
-        if step < process.draws:
-            drawn = [draw() for _ in range(steps)]  # ahead, in the stream's order
-            noise = torch.stack(drawn) if steps > 1 else drawn[0][None]
-        state = make(kind, parts, indices[evaluation].expand(len(z)), y, noise, *state)
+    noise = z[:0]
+    for index, evaluation, guidances in steps or steps_of(process, guidance):
+        advance(*range(evaluation, evaluation + len(guidances)))
+        if index < process.draws:
+            noise = draw()
+        at = indices[evaluation].expand(len(z))
+        state = make_step(guidances, at, y, noise, *state)
         if on_step is not None:
-            on_step(step + steps - 1, state[0])
+            on_step(index, state[0])
     return state[0]
 
 
-def _guided(evaluate, parts, at, y, x, number=0):
-    """Evaluate the network at x (n, C, H, W), a move's `number`-th time, guided → (n, C',
-    H, W) in x's dtype.
+def _guided(evaluate, guidance, at, y, x):
+    """Evaluate the network at x (n, C, H, W), guided → (n, C', H, W) in x's dtype. at
+    (n,): the index of the evaluation. y: the labels of all batch rows.
     """
-    at = at + number if number else at
-    guidance = parts[number]
     return guidance.combine(evaluate(x, at.repeat(guidance.copies), y[: guidance.copies * len(x)]))

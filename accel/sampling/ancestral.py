@@ -6,7 +6,7 @@ x_{t-1} = mean(x_t, network(x_t, t, y)) + [t ≠ 0] · sigma · noise,    t = T-
 from dataclasses import dataclass
 
 from accel.diffusion.respace import SpacedDiffusion
-from accel.sampling.process import Kind, Process, State
+from accel.sampling.process import Process, State
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,8 @@ class Ancestral(Process):
     diffusion: SpacedDiffusion
 
     @property
-    def moves(self) -> list[Kind]:
-        return [(1, 1)] * self.diffusion.num_timesteps
+    def evaluation_counts(self) -> list[int]:
+        return [1] * self.diffusion.num_timesteps
 
     def times(self) -> list[int]:
         return self.diffusion.timestep_map[::-1]
@@ -25,17 +25,21 @@ class Ancestral(Process):
     def prepare(self, device) -> None:
         self.diffusion.prepare(device)
 
-    def move(self, kind, state, at, noise, evaluate) -> State:
+    def step(self, state, at, noise, networks) -> State:
         (x,) = state
+        (evaluate,) = networks
         t = self.diffusion.num_timesteps - 1 - at  # (n,)
-        return (
-            self._step(lambda x, t: evaluate(x), x, t, clip_denoised=False, noise=noise[0])[
-                "sample"
-            ],
+        result = self._sample(
+            lambda x, t: evaluate(x),
+            x,
+            t,
+            clip_denoised=False,
+            noise=noise,
         )
+        return (result["sample"],)
 
-    def _step(self, *arguments, **how):
-        return self.diffusion.p_sample(*arguments, **how)
+    def _sample(self, *arguments, **options):
+        return self.diffusion.p_sample(*arguments, **options)
 
 
 @dataclass(frozen=True)
@@ -46,5 +50,5 @@ class Ddim(Ancestral):
 
     eta: float = 0.0
 
-    def _step(self, *arguments, **how):
-        return self.diffusion.ddim_sample(*arguments, eta=self.eta, **how)
+    def _sample(self, *arguments, **options):
+        return self.diffusion.ddim_sample(*arguments, eta=self.eta, **options)

@@ -20,7 +20,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from accel.sampling.process import Kind, Process, State
+from accel.sampling.process import Process, State
 
 LAST = 0.04  # of the SDE: the length of its last step, as SiT has it
 
@@ -35,8 +35,8 @@ class Euler(Process):
     draws = 0
 
     @property
-    def moves(self) -> list[Kind]:
-        return [(1, 1)] * self.number
+    def evaluation_counts(self) -> list[int]:
+        return [1] * self.number
 
     def _shifted(self, t):
         return self.shift * t / (1 + (self.shift - 1) * t)
@@ -59,20 +59,24 @@ class Euler(Process):
     def prepare(self, device) -> None:
         _upload(self, device)
 
-    def _step(self, x, at):
-        return 1 / self.number if self.shift == 1 else _upload(self, x.device)[at, None, None, None]
+    def _length(self, x, at):
+        """Return the length of the step: a number, or (n, 1, 1, 1) of x's device."""
+        if self.shift == 1:
+            return 1 / self.number
+        return _upload(self, x.device)[at, None, None, None]
 
-    def move(self, kind, state, at, noise, evaluate) -> State:
+    def step(self, state, at, noise, networks) -> State:
         (x,) = state
-        return (x + self._step(x, at) * evaluate(x),)
+        (evaluate,) = networks
+        return (x + self._length(x, at) * evaluate(x),)
 
 
 class Heun(Euler):
     """The flow's ODE by Heun's method. Both ends of a step have the guidance of its start."""
 
     @property
-    def moves(self) -> list[Kind]:
-        return [(1, 2)] * (self.number - 1) + [(1, 1)]
+    def evaluation_counts(self) -> list[int]:
+        return [2] * (self.number - 1) + [1]
 
     def times(self) -> list[float]:
         ends = super().times()
@@ -84,13 +88,14 @@ class Heun(Euler):
     def coefficients(self) -> list:
         return [length for length in super().coefficients() for _ in range(2)][:-1]
 
-    def move(self, kind, state, at, noise, evaluate) -> State:
-        if kind[1] == 1:
-            return super().move(kind, state, at, noise, evaluate)
+    def step(self, state, at, noise, networks) -> State:
+        if len(networks) == 1:  # the last step
+            return super().step(state, at, noise, networks)
         (x,) = state
-        step = self._step(state[0], at)
-        v = evaluate(x)
-        return (x + step / 2 * (v + evaluate(x + step * v, 1)),)
+        at_start, at_end = networks
+        length = self._length(x, at)
+        v = at_start(x)
+        return (x + length / 2 * (v + at_end(x + length * v)),)
 
 
 class Sde(Euler):
@@ -121,10 +126,11 @@ class Sde(Euler):
         steps.append((1 - LAST, LAST * (1 + last), 0.0))
         return [list(column) for column in zip(*steps)]
 
-    def move(self, kind, state, at, noise, evaluate) -> State:
+    def step(self, state, at, noise, networks) -> State:
         (x,) = state
+        (evaluate,) = networks
         of_x, of_v, of_noise = _upload(self, x.device)[:, at, None, None, None]  # each (n, 1, 1, 1)
-        return (of_x * x + of_v * evaluate(x) + of_noise * noise[0],)
+        return (of_x * x + of_v * evaluate(x) + of_noise * noise,)
 
 
 FLOWS = {"euler": Euler, "heun": Heun, "sde": Sde}

@@ -1,37 +1,42 @@
-"""The interface of a process: its moves, the times of their network evaluations, and how
-a move is made.
+"""The interface of a process: its steps, the times of their network evaluations, and how
+a step is made.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from accel.diffusion import create_diffusion
 
-Kind = tuple[int, int]  # (steps, network evaluations) of a move
-# the latents x (n, C, H, W), then anything else that a process carries between moves
-State = tuple[Tensor, ...]
+# the latents x (n, C, H, W), then anything else that a process carries between steps
+State = tuple[Any, ...]
+Evaluate = Callable[[Tensor], Tensor]  # the guided network: x (n, C, H, W) → (n, C', H, W)
 
 
 class Process(ABC):
-    """A way from noise to latents. Compared by value: a captured move serves all equal
+    """A way from noise to latents. Compared by value: a captured step serves all equal
     processes.
 
-    moves: their kinds, in order. captured: whether a move may be a CUDA graph; else its
-    network evaluations are. noise_from_cpu: whether the CPU's generator draws the noise
-    of the steps; else the device's does.
+    captured: whether a step may be a CUDA graph; else its network evaluations are.
+    noise_from_cpu: whether the CPU's generator draws the noise of the steps; else the
+    device's does.
     """
 
-    moves: list[Kind]
     captured = True
     noise_from_cpu = False
 
     @property
+    @abstractmethod
+    def evaluation_counts(self) -> list[int]:
+        """Return the number of network evaluations of each step, in order."""
+
+    @property
     def steps(self) -> int:
-        """Return the number of steps of all moves."""
-        return sum(steps for steps, _ in self.moves)
+        """Return the number of steps."""
+        return len(self.evaluation_counts)
 
     @property
     def draws(self) -> int:
@@ -42,8 +47,8 @@ class Process(ABC):
 
     @property
     def evaluations(self) -> int:
-        """Return the number of network evaluations of all moves."""
-        return sum(count for _, count in self.moves)
+        """Return the number of network evaluations of all steps."""
+        return sum(self.evaluation_counts)
 
     @abstractmethod
     def times(self) -> list[float]:
@@ -56,11 +61,11 @@ class Process(ABC):
         return [time / 1000 for time in self.times()]
 
     def prepare(self, device: torch.device) -> None:
-        """Upload the tables, so that a move can be captured."""
+        """Upload the tables, so that a step can be captured."""
         return None
 
     def begin(self, x: Tensor) -> State:
-        """Return the state before the first move, from noise x."""
+        """Return the state before the first step, from noise x."""
         return (x,)
 
     def finished(self, x: Tensor, t: float, out: Tensor) -> Tensor:
@@ -73,10 +78,8 @@ class Process(ABC):
         return latents.clamp(-4, 4)
 
     @abstractmethod
-    def move(
-        self, kind: Kind, state: State, at: Tensor, noise: Tensor, evaluate: Callable[..., Tensor]
-    ) -> State:
-        """Make one move. at (n,): the index of its first evaluation; noise (steps, n, C,
-        H, W): of each step, (1, 0, …) if none is drawn; evaluate(x, number=0): the guided
-        network at the `number`-th evaluation of the move.
+    def step(self, state: State, at: Tensor, noise: Tensor, networks: Sequence[Evaluate]) -> State:
+        """Make one step. at (n,): the index of its first evaluation. noise: (n, C, H, W),
+        (0, C, H, W) if none is drawn. networks: the guided network at each evaluation of
+        the step.
         """

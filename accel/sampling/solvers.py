@@ -6,18 +6,21 @@ Other pictures than ancestral sampling's, in 10 to 25 evaluations: DPM-Solver++ 
 that takes estimates of noise.
 """
 
+import copy
 import inspect
 import sys
 from collections.abc import Mapping
 from importlib import import_module
+from statistics import median
 from typing import Any
 
 import numpy as np
+import torch
 
 from accel.diffusion.gaussian_diffusion import get_named_beta_schedule
 from accel.diffusion.respace import ByValue
 from accel.errors import UsageError, shown
-from accel.sampling.process import Kind, Process, State
+from accel.sampling.process import Process, State
 
 # Name → module and class of diffusers.schedulers: importing the module alone takes a
 # fraction of the time.
@@ -26,6 +29,10 @@ SOLVERS = {
     "unipc": ("scheduling_unipc_multistep", "UniPCMultistepScheduler"),
 }
 LINEAR = get_named_beta_schedule("linear", 1000)
+KEPT = np.cumprod(1 - LINEAR)  # of the data, by time: abar_t
+# Relative errors that a rehearsal allows. Times that are rounded to whole ones reach 0.1,
+# schedulers of another process 0.4 and more.
+REHEARSED = 0.2
 
 
 def make_scheduler(name: str, **config: Any) -> Any:
@@ -69,7 +76,7 @@ def require_schedule(owner: str, config: Mapping[str, Any] | None) -> None:
 
 def require_scheduler(scheduler: Any) -> None:
     """Raise UsageError unless `scheduler` is a scheduler of diffusers that takes
-    estimates of noise.
+    estimates of noise, with DiT's betas.
     """
     if not (
         isinstance(getattr(scheduler, "config", None), Mapping)
@@ -83,6 +90,11 @@ def require_scheduler(scheduler: Any) -> None:
             f"`sampler`: {type(scheduler).__name__} has no betas: it is not for a network of "
             "noise estimates"
         )
+    require_schedule("`sampler`", scheduler.config)
+    kept = getattr(scheduler, "alphas_cumprod", None)
+    if kept is not None and not np.allclose(kept, KEPT, rtol=1e-3):
+        name = type(scheduler).__name__
+        raise UsageError(f"`sampler`: the alphas_cumprod of {name} are not DiT's")
 
 
 def _import(module):
@@ -102,17 +114,21 @@ def _import(module):
 class _NoGenerator:
     """A stand-in for a generator: a scheduler that draws noise asks for its device."""
 
+    def __init__(self, name: str):
+        self.name = name
+
     @property
     def device(self) -> None:
         raise UsageError(
-            "`sampler`: this scheduler draws noise in its steps; give a deterministic one"
+            f"`sampler`: {self.name} draws noise in its steps; give a deterministic scheduler"
         )
 
 
 class Solver(ByValue, Process):
     """Sampling by a deterministic scheduler of diffusers that takes estimates of noise.
 
-    scheduler: it is copied, not changed. steps: its num_inference_steps.
+    scheduler: it is copied, not changed. steps: its num_inference_steps. Raises UsageError,
+    naming the scheduler, unless it samples DiT's process in this number of steps.
     """
 
     draws = 0
@@ -120,34 +136,74 @@ class Solver(ByValue, Process):
 
     def __init__(self, scheduler: Any, steps: int):
         require_scheduler(scheduler)
-        require_schedule("`sampler`", scheduler.config)
-        self.scheduler = scheduler
-        self.number = steps
+        self.scheduler = copy.deepcopy(scheduler)
+        self.name = type(scheduler).__name__
         takes_generator = "generator" in inspect.signature(scheduler.step).parameters
-        self.generator = dict(generator=_NoGenerator()) if takes_generator else {}
-        self._times = self._begun().timesteps.tolist()
-        self.moves: list[Kind] = [(1, 1)] * len(self._times)
+        self.generator = dict(generator=_NoGenerator(self.name)) if takes_generator else {}
+        another = "give another scheduler or `num_sampling_steps`"
+        try:
+            self.scheduler.set_timesteps(steps)
+            self._times = self.scheduler.timesteps.tolist()
+            error = self._rehearse()
+        except UsageError:
+            raise
+        except Exception as failure:  # in code that is not ours
+            reason = f"{type(failure).__name__}: {failure}"[:120].splitlines()[0]
+            raise UsageError(
+                f"`sampler`: {self.name} fails in {steps} steps ({reason}); {another}"
+            ) from None
+        if not error <= REHEARSED:
+            raise UsageError(
+                f"`sampler`: {self.name} in {steps} steps and with this configuration samples "
+                f"another process than DiT's; {another}"
+            )
+
+    def _rehearse(self):
+        """Sample by a network that estimates noise without error. Return the relative error
+        of the process: of the finished latents, or of the usual network input at its time.
+        """
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn(1, 4, 4, 4, generator=generator)
+        latents = torch.rand(noise.shape, generator=generator) - 0.5  # some schedulers clip to 1
+        errors = []
+        state = self.begin(noise)
+        for t in self._times:
+            kept = float(np.interp(t, np.arange(len(KEPT)), KEPT))
+
+            def evaluate(x, kept=kept):
+                estimate = (x - kept**0.5 * latents) / (1 - kept) ** 0.5
+                errors.append(_error(estimate, noise))  # none: x is latents and this noise
+                return estimate
+
+            state = self.step(state, None, None, [evaluate])
+        # Of rounded times the last, with little noise, may be far off.
+        return max(_error(state[0], latents), median(errors))
 
     @property
     def _values(self):
         return type(self.scheduler), str(self.scheduler.config), *self._times
 
-    def _begun(self):
-        """Return a copy of the scheduler, at its first step."""
-        scheduler = type(self.scheduler).from_config(self.scheduler.config)
-        scheduler.set_timesteps(self.number)
-        return scheduler
+    @property
+    def evaluation_counts(self) -> list[int]:
+        return [1] * len(self._times)
 
     def times(self) -> list[float]:
         return self._times
 
     def begin(self, x) -> State:
-        scheduler = self._begun()
+        scheduler = copy.deepcopy(self.scheduler)
         return x * scheduler.init_noise_sigma, scheduler, iter(scheduler.timesteps)
 
-    def move(self, kind, state, at, noise, evaluate) -> State:
+    def step(self, state, at, noise, networks) -> State:
         x, scheduler, times = state
+        (evaluate,) = networks
         t = next(times)
         # without the learned variance
         eps = evaluate(scheduler.scale_model_input(x, t))[:, : x.shape[1]]
         return scheduler.step(eps, t, x, return_dict=False, **self.generator)[0], scheduler, times
+
+
+def _error(got, want):
+    """Return a relative error; infinity for values that are not finite."""
+    error = float((got - want).norm() / want.norm())
+    return error if error < float("inf") else float("inf")

@@ -6,7 +6,8 @@ import re
 import stat
 import sys
 import urllib.request
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from http.client import HTTPException
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 
 from accel.errors import UsageError, path_errors
 from accel.files import atomic_write
-from accel.weights import consolidated_layout, diffusers_layout, training_layout
+from accel.weights import consolidated_layout, diffusers_layout, positions, training_layout
 from accel.weights import metadata as schema
 from accel.weights.tensor_files import cached_digest, file_stamps, mode_of
 
@@ -37,13 +38,15 @@ class Checkpoint:
 
     name: a published name, a .pt or .safetensors file, a folder in diffusers' layout or
     with consolidated weights, or a hub id (owner/name). mapped: tensors are mapped where
-    the format allows it, else copies. Raises UsageError if it names nothing, before
-    anything is fetched.
+    the format allows it, else copies. entry: of a training file, the entry with the
+    weights; default: the moving average's, else the first that is known. Raises UsageError
+    if it names nothing, before anything is fetched.
     """
 
-    def __init__(self, name: str | Path, mapped: bool = True):
+    def __init__(self, name: str | Path, mapped: bool = True, entry: str | None = None):
         self.name = str(name)
         self.mapped = mapped
+        self.entry = entry
         self._path = _locate(self.name)  # None: on the hub
         self._stamps = None  # of the files that were opened first
         self._digest = None
@@ -75,11 +78,8 @@ class Checkpoint:
         with path_errors("ckpt", self.path):
             layout = next((one for one in LAYOUTS if one.holds(self.path)), None)
             if layout is None:
-                raise UsageError(
-                    f"`ckpt={self.path}`: a folder must hold transformer/config.json and its "
-                    "weights (diffusers' layout), or consolidated.00-of-01.pth"
-                )
-            state, found = layout.read(self.path, self.mapped)
+                raise UsageError(_no_layout(self.path))
+            state, found = layout.read(self.path, self.mapped, self.entry)
             return state, schema.checked(self.path, found)
 
     @property
@@ -98,10 +98,12 @@ class Checkpoint:
         """
         return self._opened[1]
 
-    def close(self) -> None:
-        """Let go of the tensors, which are mapped. Raises UsageError if a file was
-        changed since it was opened.
+    @contextmanager
+    def reading(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield the tensors, and let go of them, which are mapped. Raises UsageError if a file
+        was changed since it was opened.
         """
+        yield self.state
         self.__dict__.pop("_opened", None)
         self._require_unchanged()
 
@@ -112,8 +114,8 @@ class Checkpoint:
             )
 
     def digest(self) -> str:
-        """Return 16 hex digits of all values but the position table's, which are a
-        function of the grid.
+        """Return 16 hex digits of all values that were trained. A position table counts
+        unless it is the sine-cosine table, which is a function of the grid.
 
         The first call for a file reads all of it; the cache folder keeps the result for
         later runs.
@@ -121,10 +123,10 @@ class Checkpoint:
         if self._digest is None:
             if "_opened" not in self.__dict__:
                 self._require_unchanged()
-            trained = lambda: {
-                name: tensor for name, tensor in self.state.items() if name != "pos_embed"
-            }
-            self._digest = cached_digest(self._stamps or self._stamp(), trained)
+            stamps = self._stamps or self._stamp()
+            self._digest = cached_digest(
+                stamps, lambda: positions.trained(self.state), self.entry or ""
+            )
         return self._digest
 
     def _stamp(self):
@@ -137,6 +139,27 @@ class Checkpoint:
                 else [path]
             )
         return file_stamps(files, "ckpt")
+
+
+def open_checkpoint(name: str | Path, mapped: bool = True, entry: str | None = None) -> Checkpoint:
+    """Return the weights that a name stands for, fetched and opened. Arguments, and errors:
+    those of Checkpoint.
+    """
+    weights = Checkpoint(name, mapped, entry)
+    weights.fetch()
+    _ = weights.state
+    return weights
+
+
+def _no_layout(folder: Path) -> str:
+    """Return the error for a folder in no layout. The one file of weights in it is named."""
+    files = [file for file in sorted(folder.iterdir()) if file.suffix in FILE_SUFFIXES]
+    if len(files) == 1:
+        return f"`ckpt={folder}`: is a folder with one file of weights; give `ckpt={files[0]}`"
+    return (
+        f"`ckpt={folder}`: a folder must hold transformer/config.json and its weights (diffusers' "
+        "layout), or consolidated.00-of-01.pth"
+    )
 
 
 def fetch_published() -> None:

@@ -11,6 +11,7 @@ import torch
 
 from accel.errors import UsageError
 from accel.weights import training_layout
+from accel.weights.metadata import of_training
 from accel.weights.tensor_files import read_namespace
 
 # the first that is there is used
@@ -24,7 +25,9 @@ def holds(folder: Path) -> bool:
     return any(name == ARGUMENTS or name.startswith("consolidated") for name in os.listdir(folder))
 
 
-def read(folder: Path, mapped: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def read(
+    folder: Path, mapped: bool, entry: str | None = None
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return (state dict, the arguments of the run: nothing if their file is not there).
     Raises UsageError about --ckpt.
     """
@@ -40,7 +43,7 @@ def read(folder: Path, mapped: bool) -> tuple[dict[str, torch.Tensor], dict[str,
         raise UsageError(
             f"`ckpt={folder}`: holds neither {WEIGHTS[0]} nor {WEIGHTS[1]}; copy the weights there"
         )
-    state, _ = training_layout.read(whole[0], mapped)
-    return state, read_namespace(folder / ARGUMENTS, "ckpt") if (
-        folder / ARGUMENTS
-    ).exists() else {}
+    state, _ = training_layout.read(whole[0], mapped, entry)
+    if not (folder / ARGUMENTS).exists():
+        return state, {}
+    return state, of_training(read_namespace(folder / ARGUMENTS, "ckpt"))

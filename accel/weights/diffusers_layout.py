@@ -62,10 +62,14 @@ def holds(folder: Path) -> bool:
     return not {"config.json", "transformer"}.isdisjoint(os.listdir(folder))
 
 
-def read(folder: Path, mapped: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def read(
+    folder: Path, mapped: bool, entry: str | None = None
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return (state dict of models.DiT, the facts beside it, None if unknown). Raises
     UsageError about --ckpt.
     """
+    if entry is not None:
+        raise UsageError(f"`weights_entry={entry}`: is for a file; this is a folder; drop it")
     folder = folder / "transformer" if (folder / "transformer").is_dir() else folder
     state = {}
     for file in weight_files(folder, "ckpt"):

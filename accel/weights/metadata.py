@@ -7,7 +7,10 @@ if they are plain values: a family may know them.
 
 import json
 from collections.abc import Callable
+from pathlib import PurePath
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from accel.errors import UsageError, shown
 
@@ -33,29 +36,35 @@ def _is_names(value):
     )
 
 
+def _is_number(value, low, high):
+    return type(value) in (int, float) and low <= value <= high  # false for NaN
+
+
+def _is_interval(value):
+    return (
+        isinstance(value, (list, tuple))
+        and len(value) == 2
+        and all(_is_number(end, 0, 1) for end in value)
+        and value[0] < value[1]
+    )
+
+
+RECIPE = {  # settings of a recipe → whether a value is valid
+    "cfg_scale": lambda value: _is_number(value, 0, 10**6),
+    "guidance_interval": _is_interval,
+    "latent_norm": lambda value: isinstance(value, bool),
+    "latent_scale": lambda value: _is_number(value, 1e-6, 1e6),
+    "num_sampling_steps": lambda value: type(value) is int and 1 <= value <= 1000,
+    "sampler": lambda value: isinstance(value, str) and len(value) <= 100,
+    "timestep_shift": lambda value: _is_number(value, 0.01, 100),
+}
+
+
 def _is_recipe(value):
     """Return whether a value is a dict of settings that this program wrote."""
-    bounds = {
-        "cfg_scale": (1, 10**6),
-        "timestep_shift": (0.01, 100),
-        "num_sampling_steps": (1, 1000),
-    }
-    if not isinstance(value, dict) or value.keys() - {"guidance_interval", *bounds}:
+    if not isinstance(value, dict) or value.keys() - RECIPE.keys():
         return False
-    ends = value.get("guidance_interval", (0, 1))
-    if (
-        not isinstance(ends, (list, tuple))
-        or len(ends) != 2
-        or type(value.get("num_sampling_steps", 1)) is not int
-    ):
-        return False
-    numbers = [(one, 0, 1) for one in ends] + [
-        (value[name], *bounds[name]) for name in bounds if name in value
-    ]
-    return (
-        all(type(one) in (int, float) and low <= one <= high for one, low, high in numbers)
-        and ends[0] < ends[1]
-    )
+    return all(RECIPE[name](setting) for name, setting in value.items())
 
 
 _TEXT = _Entry(lambda value: isinstance(value, str) and len(value) <= 4096, "text")
@@ -73,6 +82,32 @@ SCHEMA = {
     "recipe": _Entry(_is_recipe, "values of settings by name"),
     "class_names": _Entry(_is_names, "a list of names"),
 }
+
+OURS = "family", "latent_size", "recipe"  # entries that this program alone writes
+
+
+def of_training(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a training run that may be facts, as plain values. They are
+    another program's: what has part of our names and another meaning is left out.
+    """
+    facts = {}
+    for name, value in arguments.items():
+        value = _plain(value)
+        is_fact = name not in SCHEMA or name not in OURS and SCHEMA[name].valid(value)
+        if is_fact:
+            facts[name] = value
+    return facts
+
+
+def _plain(value):
+    """Return a value of a configuration without numpy's numbers and paths."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    return value
 
 
 def checked(source: object, found: dict[str, Any]) -> dict[str, Any]:

@@ -12,11 +12,12 @@ import re
 import time
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
+import numpy as np
 import torch
 
 from accel.errors import UsageError, as_usage_error, path_errors, shown
@@ -26,6 +27,12 @@ from accel.files import read_json as read_object
 # ns: two changes of a file that come sooner after one another may have the same time
 # stamp
 SETTLED = 2e9
+
+
+# numpy's numbers and texts that a pickle may hold.
+NUMBERS = "?", "b", "B", "h", "H", "i", "I", "l", "L", "q", "Q", "e", "f", "d", "U"
+# In the cache folder; another name for other rules of what a digest is of.
+DIGESTS = "digests-2"
 
 
 def mode_of(path: Path, parameter: str) -> int:
@@ -97,6 +104,8 @@ def require_floats(state: dict, source: str) -> None:
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
             kind = f"of type {type(tensor).__name__}"
+        elif tensor.is_nested:
+            kind = "a nested tensor"
         elif tensor.layout is not torch.strided or tensor.is_meta:
             kind = f"{tensor.layout} on {tensor.device}"
         elif (
@@ -123,7 +132,7 @@ def digest(state: dict[str, torch.Tensor]) -> str:
     return total.hexdigest()[:16]
 
 
-def file_stamps(files: list[Path], parameter: str) -> list[tuple]:
+def file_stamps(files: Iterable[Path], parameter: str) -> list[tuple]:
     """Return (path, size, mtime, inode, ctime) of each file: another version of it has
     another stamp.
     """
@@ -137,11 +146,14 @@ def file_stamps(files: list[Path], parameter: str) -> list[tuple]:
     return stamps
 
 
-def cached_digest(stamps: list[tuple], state: Callable[[], dict[str, torch.Tensor]]) -> str:
-    """Return `digest(state())` of files with these stamps, taken before they were opened;
-    the cache folder keeps it.
+def cached_digest(
+    stamps: Sequence[tuple], state: Callable[[], dict[str, torch.Tensor]], entry: str = ""
+) -> str:
+    """Return `digest(state())` of an entry of files with these stamps, taken before they were
+    opened; the cache folder keeps it.
     """
-    name = Path("digests", hashlib.sha256(repr(stamps).encode()).hexdigest()[:32])
+    of_what = repr((stamps, entry))
+    name = Path(DIGESTS, hashlib.sha256(of_what.encode()).hexdigest()[:32])
     with suppress(OSError, ValueError):
         found = read_small(cache_folder() / name).decode()
         if re.fullmatch("[0-9a-f]{16}", found):
@@ -174,9 +186,7 @@ def _read_pickle(path: Path, parameter: str, kind: type, meaning: str, mapped: b
     """
     damaged = UsageError(f"`{parameter}={path}`: truncated or not a checkpoint; copy it again")
     try:
-        # Training scripts store their parsed arguments beside the weights: a Namespace is
-        # plain data.
-        safe = torch.serialization.safe_globals([argparse.Namespace])
+        safe = torch.serialization.safe_globals(_plain_data())
         with _regular_file(path, parameter), safe, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the format, of interest to torch's developers
             content = torch.load(
@@ -195,6 +205,26 @@ def _read_pickle(path: Path, parameter: str, kind: type, meaning: str, mapped: b
     if not isinstance(content, kind):
         raise UsageError(f"`{parameter}={path}`: holds a {type(content).__name__}, not {meaning}")
     return content
+
+
+def _plain_data() -> list:
+    """Return the classes, with their names in pickles, that training scripts store beside the
+    weights in their parsed arguments: plain data. A path becomes a pure one, of no file.
+    """
+    scalar = np.float64(0).__reduce__()[0]
+    dtypes = {type(np.dtype(name)) for name in NUMBERS}
+    paths = {
+        f"{module}.{name}": PureWindowsPath if "Windows" in name else PurePosixPath
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+    }
+    return [
+        argparse.Namespace,
+        np.dtype,
+        *dtypes,
+        *((scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
+        *((kind, name) for name, kind in paths.items()),
+    ]
 
 
 def _can_be_mapped(path: Path) -> bool:

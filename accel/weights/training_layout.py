@@ -3,19 +3,38 @@ contains one.
 """
 
 import argparse
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from accel.errors import UsageError, shown
-from accel.weights.metadata import OWN, from_header
+from accel.weights import metadata as schema
 from accel.weights.tensor_files import read_safetensors, read_tensors, require_floats
 
-# of a training checkpoint; the first that is there is used
-ENTRIES = ("ema", "model", "state_dict")
+# Entries of a training checkpoint with weights. The first that is there is sampled.
+ENTRIES = (
+    "ema",
+    "model",
+    "state_dict",
+    "model_state_dict",
+    "module",
+    "shadow_params",
+    "model_ema",
+    "ema_model",
+    "ema_state_dict",
+    "net",
+    "weights",
+)
 PREFIXES = ("module.", "_orig_mod.", "model.")  # of wrappers around the trained network
-AVERAGES = "n_averaged"  # torch's AveragedModel counts in it
+# Of wrappers around parts of it: anywhere in a name.
+INNER = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)[.]")
+AVERAGE = "shadow_params"  # a list without names, of libraries that average parameters
+TABLE = "pos_embed"  # fixed, so that an average of what is trained may leave it out
+
+State = dict[str, torch.Tensor]
 
 
 def holds(path: Path) -> bool:
@@ -23,49 +42,144 @@ def holds(path: Path) -> bool:
     return not path.is_dir()
 
 
-def read(path: Path, mapped: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return (state dict, the facts that lie beside it). Raises UsageError about --ckpt."""
+def read(path: Path, mapped: bool, entry: str | None = None) -> tuple[State, dict[str, Any]]:
+    """Return (state dict, the facts that lie beside it). entry: the name of the entry with
+    the weights, with a dot before that of an entry inside it; default: the first of ENTRIES.
+    Raises UsageError about --ckpt.
+    """
     if path.suffix == ".safetensors":
         content, header = read_safetensors(path, "ckpt", mapped)
-        facts = from_header(header)
+        facts = schema.from_header(header)
     else:
         content = read_tensors(path, "ckpt", mapped)
         facts = _facts(content)
-    entry = next((entry for entry in ENTRIES if isinstance(content.get(entry), dict)), None)
-    state = content[entry] if entry else content
-    if not _is_state(state):
-        entries = ", ".join(map(str, list(state)[:5]))
-        raise UsageError(f"`ckpt={path}`: holds no state dict of tensors (entries: {entries})")
-    state = {name: value for name, value in state.items() if name != AVERAGES}
+    state = _chosen(path, content, entry)
+    state = {name: value for name, value in state.items() if not _is_counter(value)}
     require_floats(state, f"`ckpt={path}`")
-    others = [str(name) for name, value in content.items() if name != entry and _is_state(value)]
-    if entry != ENTRIES[0] and others:
-        print(f'{path}: the weights are those of "{entry}", not of {shown(", ".join(others))}')
-    prefix = ""
-    while found := [
-        one for one in PREFIXES if all(name.startswith(prefix + one) for name in state)
-    ]:
-        prefix += found[0]
-    if prefix:
+    return _without_wrappers(path, state), facts
+
+
+def _chosen(path: Path, content: dict, entry: str | None) -> State:
+    """Return the weights in the entry that the user names, else in the first of ENTRIES.
+    Print which one it is if there are others and it is not the usual one.
+    """
+    states = _states(content)
+    if not states:
+        entries = ", ".join(map(str, list(content)[:5]))
+        raise UsageError(f"`ckpt={path}`: holds no state dict of tensors (entries: {entries})")
+    listed = shown(", ".join(filter(None, states)) or "one without a name")
+    if entry is not None:
+        names = [name for name in states if f"{name}.".startswith(f"{entry}.")]
+        if len(names) != 1:
+            raise UsageError(f"`weights_entry={shown(entry)}`: {path} has the entries {listed}")
+        return _named(path, names[0], states)
+    name = min(states, key=_rank)
+    if len(states) == 1:
+        return _named(path, name, states)
+    if _rank(name) == len(ENTRIES):
+        raise UsageError(f"`ckpt={path}`: has the entries {listed}; give `weights_entry`")
+    if _rank(name) > 0:
+        others = shown(", ".join(other for other in states if other != name))
         print(
-            f'{path}: every name begins with "{prefix}", as a wrapped model is saved; loading '
-            "without it"
+            f'{path}: the weights are those of "{name}", not of {others}; for those: '
+            "--weights-entry NAME"
         )
-    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}, facts
+    return _named(path, name, states)
 
 
-def _is_state(value):
-    return (
-        isinstance(value, dict)
-        and len(value) > 0
-        and all(isinstance(one, torch.Tensor) for one in value.values())
+def _states(content: dict) -> dict[str, Any]:
+    """Return the state dicts of a file by the names of their entries, of the file itself by
+    "". An average without names is a list.
+    """
+    if _is_state(content):
+        return {"": content}
+    states = {}
+    for name, value in content.items():
+        if not isinstance(value, dict):
+            inside = {"": value} if name == AVERAGE else {}
+        elif _is_state(value):
+            inside = {"": value}
+        else:
+            inside = {
+                f".{part}": state
+                for part, state in value.items()
+                if _is_state(state) or part == AVERAGE and isinstance(state, (list, tuple))
+            }
+        states |= {f"{name}{part}": state for part, state in inside.items()}
+    return states
+
+
+def _is_state(value: Any) -> bool:
+    """Return whether a value is a state dict: tensors by name, counters among them."""
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        return False
+    values = list(value.values())
+    tensors = [item for item in values if isinstance(item, torch.Tensor)]
+    plain = [item for item in values if isinstance(item, (int, float, str, type(None)))]
+    has_weights = any(item.ndim and item.is_floating_point() for item in tensors)
+    return has_weights and len(tensors) + len(plain) == len(values)
+
+
+def _is_counter(value: Any) -> bool:
+    """Return whether an entry of a state dict is a number that no network computes with."""
+    if not isinstance(value, torch.Tensor):
+        return True
+    whole = not value.is_floating_point() and not value.is_complex()
+    return whole and value.layout is torch.strided and value.numel() == 1
+
+
+def _rank(name: str) -> int:
+    """Return the place of an entry's name in ENTRIES, their number if it has none."""
+    places = [ENTRIES.index(part) for part in name.split(".") if part in ENTRIES]
+    return min(places, default=len(ENTRIES))
+
+
+def _named(path: Path, name: str, states: Mapping[str, Any]) -> State:
+    """Return the weights of an entry. An average without names has those of the weights that
+    it is of, in their order.
+    """
+    average = states[name]
+    if isinstance(average, dict):
+        return average
+    others = sorted((other for other in states if isinstance(states[other], dict)), key=_rank)
+    for other in others:
+        raw = {key: value for key, value in states[other].items() if not _is_counter(value)}
+        for names in (list(raw), [key for key in raw if not key.endswith(TABLE)]):
+            shapes = [raw[key].shape for key in names]
+            if shapes == [getattr(value, "shape", None) for value in average]:
+                return raw | dict(zip(names, average))
+    raise UsageError(
+        f'`ckpt={path}`: "{name}" is a list without names, and no other entry has such tensors in '
+        "its order; give `weights_entry`, or save it as a state dict"
     )
 
 
-def _facts(content):
+def _without_wrappers(path: Path, state: State) -> State:
+    """Return a state dict without the parts of names that wrappers add. Print them."""
+    prefix = ""
+    while common := [
+        each for each in PREFIXES if all(name.startswith(prefix + each) for name in state)
+    ]:
+        prefix += common[0]
+    state = {name.removeprefix(prefix): value for name, value in state.items()}
+    inner = sorted({part for name in state for part in INNER.findall(name)})
+    parts = [f'"{prefix}"'] * bool(prefix) + [f'"{part}."' for part in inner]
+    if parts:
+        words = " and ".join(parts)
+        print(f"{path}: names have {words}, as a wrapped model is saved; loading without")
+    return {INNER.sub("", name): value for name, value in state.items()}
+
+
+def _facts(content: dict) -> dict[str, Any]:
     """Return the facts beside the tensors: as the converter writes them, else a training
-    run's arguments.
+    run's arguments, and its configuration.
     """
-    found = content.get(OWN) or content.get("args")
-    found = vars(found) if isinstance(found, argparse.Namespace) else found
-    return found if isinstance(found, dict) else {"config": content.get("config")}
+    facts = content.get(schema.OWN)
+    if isinstance(facts, dict) and "family" in facts:
+        return facts
+    arguments = content.get("args")
+    if isinstance(arguments, argparse.Namespace):
+        arguments = vars(arguments)
+    if not isinstance(arguments, dict):
+        arguments = {}
+    return schema.of_training({"config": content.get("config"), **arguments})

@@ -25,6 +25,9 @@ from networks import (
 )
 from test_large_dit import build as build_large
 from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.utils import weight_norm
+from torch.nn.utils.parametrize import register_parametrization
 from torch.optim.swa_utils import AveragedModel
 
 from accel import Sampler, accelerate
@@ -35,6 +38,7 @@ from diffusion import create_diffusion
 from models import DiT
 
 WHOLE = {"final_layer.linear.weight": torch.ones(32, 144, dtype=torch.int64)}
+BOUNDS = {"fp16": 3e-3, "bf16": 3e-2, "tf32": 1e-2}  # of relative errors, of other tiers 1e-5
 # A tier that the CPU has, and all that a GPU may have.
 ON = pytest.mark.parametrize(
     "tier, device",
@@ -94,8 +98,7 @@ def test_every_tier_samples_in_upstreams_loop(tier, device):
                 diffusion.p_sample_loop(network.forward_with_cfg, z.shape, z, **how).double()
             )
         assert samples[0].norm() > 0
-        bound = {"fp16": 3e-3, "bf16": 3e-2, "tf32": 1e-2}.get(tier, 1e-5)
-        assert error(samples[1], samples[0].cpu()) < bound
+        assert error(samples[1], samples[0].cpu()) < BOUNDS.get(tier, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +122,13 @@ def test_every_tier_samples_in_upstreams_loop(tier, device):
             lambda fast, x, t, y: fast.forward_with_cfg(x[:3], t, y, 4),
             r"x is \(3, 4, 8, 8\), must be \(2N, 4, 8, 8\)",
         ),
+        (lambda fast, x, t, y: fast(nested(), t, y), "x is nested or sparse, must be a dense ten"),
+        (lambda fast, x, t, y: fast(x, 9, y), "t is int, must be a dense tensor"),
+        (
+            lambda fast, x, t, y: fast(x.long(), t, y),
+            "x is torch.int64, must be a tensor of floats",
+        ),
+        (lambda fast, x, t, y: fast(x, t, y > 3), "y is torch.bool, must be numbers of classes"),
         (lambda fast, x, t, y: fast(x, t[:2], y), r"t is \(2,\), must be \(4,\)"),
         (lambda fast, x, t, y: fast(x, t, y.to("meta")), "y is on meta, the weights are on cpu"),
         (
@@ -214,9 +224,18 @@ def test_fp32_sets_tf32_for_itself(switches):
         ),
         lambda: small().double(),
         lambda: small().half(),
+        lambda: small().bfloat16(),
         lambda: small(class_dropout_prob=0),
     ],
-    ids=["S/8 without sigma", "custom", "Large-DiT", "float64", "float16", "no null class"],
+    ids=[
+        "S/8 without sigma",
+        "custom",
+        "Large-DiT",
+        "float64",
+        "float16",
+        "bfloat16",
+        "no null class",
+    ],
 )
 def test_shapes_of_the_callers_own(make):
     model = make()
@@ -230,6 +249,165 @@ def test_shapes_of_the_callers_own(make):
     assert fast(x, t, y).shape == want.shape and error(fast(x, t, y), want) < 1e-5
 
 
+@ON
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_module_takes_inputs_of_its_own_dtype(dtype, tier, device):
+    model = small().to(device, dtype)
+    if not supports(tier, torch.device(device)):
+        pytest.skip(f"this GPU has no {tier}")
+    fast = accelerate(model, tier)
+    x, t, y = inputs(model, 4, device)
+    x = x.to(dtype)
+    with torch.no_grad():
+        want = copy.deepcopy(model).double()(x.double(), t, y)
+        guided = copy.deepcopy(model).double().forward_with_cfg(x.double(), t, y, 3.0)
+        assert fast(x, t, y).dtype == model(x, t, y).dtype == dtype
+    bound = max(BOUNDS.get(tier, 1e-5), torch.finfo(dtype).eps)
+    assert error(fast(x, t, y), want.cpu()) < bound
+    assert error(fast.forward_with_cfg(x, t, y, 3.0), guided.cpu()) < 3 * bound
+
+
+def test_gradients_are_refused_and_sampling_goes_on():
+    """Reconstruction guidance differentiates p_mean_variance: without the network's part the
+    gradient would be wrong in silence.
+    """
+    model = small()
+    fast = accelerate(model)
+    x, t, y = inputs(model, 4)
+    given = x.clone().requires_grad_()
+    scale = torch.tensor(3.0, requires_grad=True)
+    calls = [
+        lambda: fast(given, t, y),
+        lambda: fast.forward_with_cfg(given, t, y, 3.0),
+        lambda: fast.forward_with_cfg(x, t, y, scale),
+        lambda: create_diffusion("5").p_mean_variance(
+            fast, given, t % 5, clip_denoised=False, model_kwargs=dict(y=y)
+        ),
+        lambda: fast(forward_ad.make_dual(x, x), t, y),
+        lambda: accelerate(transformer())(given, t, y),
+    ]
+    words = "gradients: .* call the model itself for gradients"
+    for call in calls:
+        with forward_ad.dual_level(), pytest.raises(UsageError, match=words):
+            call()
+    want = fast(x, t, y)
+    with torch.no_grad():
+        assert torch.equal(fast(given, t, y), want)
+    assert torch.equal(fast(given.detach(), t, y), want)
+
+
+class Called(DiT):
+    def __call__(self, x, t, y):
+        return super().__call__(1.3 * x, t, y)
+
+
+def hooked(name="", pre=False, wrapped=False):
+    """Return a model with a hook on a part of it, or on a wrapper around it."""
+    model = small()
+    part = nn.DataParallel(model) if wrapped else model.get_submodule(name)
+    if pre:
+        part.register_forward_pre_hook(lambda part, inputs: (1.3 * inputs[0], *inputs[1:]))
+    else:
+        part.register_forward_hook(lambda part, inputs, output: 1.3 * output)
+    return part if wrapped else model
+
+
+def patched(name=""):
+    model = small()
+    part = model.get_submodule(name)
+    forward = part.forward
+    part.forward = lambda *inputs: 1.3 * forward(*inputs)
+    return model
+
+
+def halved_weight(register):
+    model = small()
+    register(model.blocks[0].mlp.fc1)
+    return model
+
+
+class Twice(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+OF_ITS_OWN = {
+    "hook": (hooked, "computes another function"),
+    "pre-hook": (lambda: hooked(pre=True), "computes another function"),
+    "hook of a part": (lambda: hooked("blocks.1.attn"), "computes another function"),
+    "pre-hook of a part": (lambda: hooked("x_embedder", pre=True), "computes another function"),
+    "hook of a wrapper": (lambda: hooked(wrapped=True), "DataParallel: has forward hooks"),
+    "__call__": (lambda: small(Called), "Called: computes another function"),
+    "forward": (patched, "computes another function"),
+    "forward of a part": (lambda: patched("blocks.0.mlp"), "computes another function"),
+    "parametrisation": (
+        lambda: halved_weight(lambda part: register_parametrization(part, "weight", Twice())),
+        "no blocks.0.mlp.fc1.weight",
+    ),
+    "weight norm": (lambda: halved_weight(weight_norm), "no blocks.0.mlp.fc1.weight"),
+}
+
+
+@pytest.mark.parametrize("make, words", OF_ITS_OWN.values(), ids=OF_ITS_OWN)
+@pytest.mark.filterwarnings("ignore")  # torch's, of weight_norm
+def test_what_a_module_does_of_its_own_is_no_secret(make, words):
+    """Hooks, `__call__`, patches: the copy would not run them. A Sampler refuses them too, also
+    in `refresh`.
+    """
+    with pytest.raises(UsageError, match=words):
+        accelerate(make())
+    with Sampler(small(), device="cpu", output_type="latent", num_sampling_steps=2) as sampler:
+        before = sampler.latents(1)
+        with pytest.raises(UsageError, match=f"{words}|guides in a way of its own"):
+            sampler.refresh(make())
+        assert torch.equal(sampler.latents(1), before)
+
+
+def test_a_hook_that_changes_nothing_is_no_hindrance():
+    model = small()
+    calls = []
+    model.register_forward_hook(lambda part, inputs, output: calls.append(output.shape))
+    x, t, y = inputs(model, 2)
+    assert torch.equal(accelerate(model)(x, t, y), accelerate(small())(x, t, y))
+    assert calls
+
+
+@pytest.mark.parametrize("name", ["", "blocks.1", "wrapped"])
+def test_a_compiled_part_is_not_compiled_for_the_check(name):
+    model = small()
+    x, t, y = inputs(model, 2)
+    want = accelerate(model)(x, t, y)
+    compiled = []
+
+    def backend(graph, examples):
+        compiled.append(graph)
+        return graph
+
+    if name == "wrapped":
+        model.blocks[1] = torch.compile(model.blocks[1], backend=backend)
+    else:
+        model.get_submodule(name).compile(backend=backend)
+    fast = accelerate(model)
+    fast.load_state_dict(model.state_dict())
+    assert torch.equal(fast(x, t, y), want) and not compiled
+    with torch.no_grad():
+        assert torch.allclose(model(x, t, y), want, atol=1e-5) and compiled
+
+
+def test_a_model_of_no_classes_has_its_one_label():
+    model = small(num_classes=0)
+    x, t, _ = inputs(small(), 2)
+    y = torch.zeros(2, dtype=torch.int64)
+    fast = accelerate(model)
+    with torch.no_grad():
+        assert torch.equal(fast(x, t, y), model(x, t, y))
+    how = dict(device="cpu", output_type="latent", num_sampling_steps=3)
+    with pytest.raises(UsageError, match="cfg_scale=4: guidance needs a null class"):
+        Sampler(model, **how)
+    with Sampler(model, cfg_scale=1, **how) as sampler:
+        assert torch.allclose(sampler.latents(0), upstream(model, (0,), 0, 3, 1), atol=1e-4)
+
+
 class Halved(DiT):
     """The half of the channels that learned sigma takes is dropped."""
 
@@ -240,6 +418,16 @@ class Halved(DiT):
 def changed(model, name, attribute, value):
     setattr(model.get_submodule(name), attribute, value)
     return model
+
+
+def compiled_with_eps():
+    model = changed(small(), "blocks.1.norm2", "eps", 1e-3)
+    model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
+    return model
+
+
+def nested():
+    return torch.nested.nested_tensor([torch.ones(144)] * 2)
 
 
 OTHERS = {
@@ -258,6 +446,10 @@ OTHERS = {
     ),
     "eps": (
         lambda: changed(small(), "blocks.1.norm2", "eps", 1e-3),
+        "blocks.1.norm2.eps is 0.001, and only 1e-06",
+    ),
+    "eps of a compiled part": (
+        compiled_with_eps,
         "blocks.1.norm2.eps is 0.001, and only 1e-06",
     ),
     "GELU": (

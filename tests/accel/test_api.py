@@ -12,13 +12,24 @@ import pytest
 import torch
 from conftest import ROOT, fill
 from diffusers import AutoencoderKL, DDIMScheduler, FlowMatchEulerDiscreteScheduler
-from networks import DEVICES, FourChannels, Original, Otherwise, guided, pipeline, small, upstream
+from networks import (
+    DEVICES,
+    FourChannels,
+    Original,
+    Otherwise,
+    guided,
+    pipeline,
+    small,
+    transformer,
+    upstream,
+)
 from PIL import Image
 from torch import nn
 
 from accel import Sampler
 from accel.errors import UsageError
 from accel.families import DEMO
+from accel.families.sit.network import SiT
 from accel.network import KEPT
 from diffusion import create_diffusion
 from models import DiT, DiT_models
@@ -26,6 +37,11 @@ from models import DiT, DiT_models
 
 def demo(device="cpu", **options):
     return Sampler("DiT-Demo/2", device=device, **{"num_sampling_steps": 4, **options})
+
+
+Z = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(7))
+LATENT = dict(device="cpu", output_type="latent")
+NESTED = torch.nested.nested_tensor([torch.ones(1), torch.ones(1)])
 
 
 @DEVICES
@@ -136,13 +152,14 @@ def test_a_class_that_names_no_family_is_taken_for_a_dit_aloud(capsys):
     how = dict(output_type="latent", device="cpu", num_sampling_steps=3)
     for kind, sampler, words in (
         (Original, "ddpm", "Original: names no family, taken for a DiT (noise)"),
-        (type("MySiT", (Original,), {}), "sde", ""),
+        (type("MySiT", (Original,), {}), "sde", "MySiT: does not say which way its time runs"),
+        (type("MySiT", (Original,), {"learn_sigma": False}), "sde", ""),
         (DiT, "ddpm", ""),
     ):
         model = small(learn_sigma=False)
         with Sampler(model if kind is DiT else kind(model), **how) as made:
             assert made.settings.sampler == sampler and words in (out := capsys.readouterr().out)
-            assert bool(words) == ("names no family" in out)
+            assert bool(words) == ("taken for a" in out)
 
 
 def test_a_position_table_that_was_trained_serves_its_own_size():
@@ -201,6 +218,74 @@ def test_close_frees_the_network():
         ),
         (lambda: demo().latents(0, num_sampling_steps=0), "num_sampling_steps=0"),
         (lambda: demo().latents(b"12"), "labels=b'12': must be a class's number or name"),
+        (
+            lambda: demo().latents(torch.tensor([True])),
+            r"labels=tensor\(True\): must be a class's num",
+        ),
+        (
+            lambda: demo().latents(torch.tensor(True)),
+            r"labels=tensor\(True\): must be a class's num",
+        ),
+        (
+            lambda: demo().latents(np.array([True])),
+            "labels=np.True_: must be a class's number or name",
+        ),
+        (lambda: demo().latents(NESTED), "labels: is a nested tensor; give a list"),
+        (lambda: demo().latents([]), "labels: give at least one"),
+        (
+            lambda: demo().latents([1, 2], seed=[1]),
+            "seed: are 1 seeds for 2 labels; give one for each",
+        ),
+        (lambda: demo().latents([1], seed=[None]), "seed=None: must be a whole number"),
+        (
+            lambda: demo().latents([1], seed=[2**70]),
+            "seed=1180591620717411303424: must fit in 64 bits",
+        ),
+        (
+            lambda: demo().latents(1, seed=torch.tensor(True)),
+            r"seed=tensor\(True\): must be a whole",
+        ),
+        (
+            lambda: demo().latents(1, noise=Z),
+            r"noise: is of shape \(2, 4, 16, 16\), must be \(1, 4, 16, 16",
+        ),
+        (
+            lambda: demo().latents([1, 2], noise=Z.long()),
+            "noise: holds torch.int64; give a dense array",
+        ),
+        (
+            lambda: demo().latents([1, 2], noise=Z.long().numpy()),
+            "noise: holds int64; give an array of",
+        ),
+        (lambda: demo().latents([1, 2], noise=Z / 0), "noise: has values that are not finite"),
+        (
+            lambda: demo().decode(NESTED),
+            "latents: holds torch.float32; give a dense array of floats",
+        ),
+        (
+            lambda: demo().decode(Z[0]),
+            r"latents: is of shape \(4, 16, 16\), must be \(n, 4, side, side\)",
+        ),
+        (
+            lambda: demo().decode("x.npy"),
+            "latents=x.npy: No such file or directory; give a .npy file",
+        ),
+        (lambda: demo().decode(__file__), "latents=.*test_api.py: is not a .npy file of numbers"),
+        (lambda: demo(output_type="latent").decode(Z), "output_type=latent: loads no decoder"),
+        (
+            lambda: demo(num_steps=5),
+            "num_steps: is not an option of Sampler; did you mean num_sampling_",
+        ),
+        (lambda: demo(guidance_scale=5), "guidance_scale: is not an .*; did you mean cfg_scale"),
+        (lambda: demo(outputs=5), "outputs: is not an option of Sampler; did you mean output_type"),
+        (lambda: demo(xyzzy=5), "xyzzy: is not an option of Sampler; docs/python.md lists them"),
+        (lambda: demo().refresh([]), "list: is not a DiT; give a torch.nn.Module"),
+        (lambda: demo().refresh({}), "refresh: is not a DiT: no pos_embed"),
+        (
+            lambda: demo().refresh({"pos_embed": 1}),
+            "refresh: pos_embed is of type int; weights are dense",
+        ),
+        (lambda: demo().refresh(small().state_dict()), "refresh: pos_embed is .*, must be .*216"),
         (lambda: demo(output_type="latent").sample(0), "output_type=latent: loads no decoder"),
         (
             lambda: Sampler(DiT(hidden_size=48, depth=1, num_heads=2, in_channels=3)),
@@ -216,16 +301,6 @@ def test_errors_are_value_errors_of_one_line(make, words):
     with pytest.raises(ValueError, match=words) as error:
         make()
     assert isinstance(error.value, UsageError) and "\n" not in str(error.value)
-
-
-def test_a_plan_for_other_steps_is_refused_every_time():
-    """And leaves the sampler as it was."""
-    with Sampler("DiT-Demo/2", device="cpu", forecast="plan") as sampler:
-        for _ in range(2):
-            with pytest.raises(UsageError, match="was made for num_sampling_steps=250, not 5"):
-                sampler.latents(0, num_sampling_steps=5)
-        with pytest.raises(UsageError, match="forecast=plan: was made for other weights"):
-            sampler.refresh(fill(DiT_models["DiT-Demo/2"]()))
 
 
 @pytest.mark.parametrize(
@@ -261,6 +336,130 @@ def test_weights_are_renewed_in_place(precision, device):
             with pytest.raises(ValueError, match=words):
                 sampler.refresh(other)
         assert torch.equal(sampler.latents([1, 2]), new.latents([1, 2]))
+
+
+@DEVICES
+@pytest.mark.parametrize("sampler", ["ddpm", "unipc"])
+def test_a_seed_for_each_picture(device, sampler):
+    """As alone with its seed: to the bit one at a time, all at once but for rounding."""
+    labels, seeds = [1, 2, 1, 3], [5, 6, 5, 0]
+    with demo(device, sampler=sampler, output_type="latent", batch_size=1) as one_at_a_time:
+        alone = [one_at_a_time.latents(*each) for each in zip(labels, seeds)]
+        got = one_at_a_time.latents(labels, seed=torch.tensor(seeds))
+    assert torch.equal(got, torch.cat(alone))
+    with demo(device, sampler=sampler, output_type="latent") as sampler:
+        together = sampler.latents(labels, seed=seeds)
+    assert torch.allclose(together, got, atol=1e-3 if device == "cpu" else 0.3)
+
+
+def test_noise_of_a_flow_is_the_labels_own():
+    """SiT's steps draw noise from the CPU's generator."""
+    how = dict(output_type="latent", device="cpu", num_sampling_steps=4, batch_size=1)
+    with Sampler(small(SiT), **how) as sampler:
+        alone = [sampler.latents(1, seed) for seed in (3, 4)]
+        assert torch.equal(sampler.latents([1, 1], seed=[3, 4]), torch.cat(alone))
+
+
+@DEVICES
+def test_noise_of_the_callers_own(device):
+    """In place of z alone: with the z of a seed the latents are that seed's."""
+    z = torch.randn(2, 4, 16, 16, generator=torch.Generator(device).manual_seed(7), device=device)
+    with demo(device, output_type="latent") as sampler:
+        want = sampler.latents([1, 2], seed=7)
+        before = z.clone()
+        for noise in (z, z.double(), z.cpu().numpy(), z.cpu().numpy().astype(">f4")):
+            assert torch.equal(sampler.latents([1, 2], seed=7, noise=noise), want)
+            assert not torch.equal(sampler.latents([1, 2], seed=8, noise=noise), want)
+        assert torch.equal(z, before)
+        first = sampler.latents([1, 2], seed=8, noise=z.flip(0))
+        assert torch.equal(sampler.latents([1, 2], seed=8, noise=z.flip(0)), first)
+        assert not torch.equal(sampler.latents([1, 2], seed=8), first)
+    with demo(device, sampler="ddim", output_type="latent") as sampler:  # z alone decides
+        pair = [sampler.latents([1, 2], seed, noise=z) for seed in (1, 2)]
+        assert torch.equal(*pair)
+
+
+@DEVICES
+def test_latents_are_decoded_from_arrays_and_files(device, here, tmp_path):
+    with demo(device) as sampler:
+        latents = sampler.latents([1, 5], seed=3)
+        want = [np.asarray(picture) for picture in sampler.sample([1, 5], seed=3)]
+        file = tmp_path / "latents.npy"
+        np.save(file, latents.cpu().numpy())
+        of_command = tmp_path / "command.npy"
+        flags = [
+            "--model",
+            "DiT-Demo/2",
+            "--labels",
+            "1",
+            "5",
+            "--seed",
+            "3",
+            "--num-sampling-steps",
+            "4",
+        ]
+        flags += ["--output-type", "latent", "--device", device, "--output", of_command]
+        forks.succeeds(here("sample.py", *flags))
+        for given in (latents, latents.cpu().numpy(), file, str(file), of_command):
+            pictures = [np.asarray(picture) for picture in sampler.decode(given)]
+            assert all(map(np.array_equal, pictures, want)) and len(pictures) == 2
+        assert sampler.decode(latents[:0]) == []
+
+
+def test_a_state_dict_renews_the_weights():
+    """Of a Sampler of a file, of a module, and of a module of diffusers."""
+    build = DiT_models["DiT-Demo/2"]
+    how = dict(device="cpu", output_type="latent", num_sampling_steps=3)
+    cases = [
+        ("DiT-Demo/2", fill(build(), seed=3)),
+        (fill(build()), fill(build(), seed=3)),
+        (transformer(), transformer(seed=3)),
+    ]
+    for first, ema in cases:
+        with Sampler(first, **how) as sampler, Sampler(ema, **how) as new:
+            before = sampler.latents([1, 2])
+            state = ema.state_dict()
+            sampler.refresh(state)
+            want = new.latents([1, 2])
+            assert torch.equal(sampler.latents([1, 2]), want) and not torch.equal(want, before)
+            state.popitem()
+            with pytest.raises(UsageError):
+                sampler.refresh(state)
+            assert torch.equal(sampler.latents([1, 2]), want)
+
+
+NOWHERE = """
+import io, resource, sys, tempfile
+from diffusers import AutoencoderKL
+from accel import Sampler
+vae = AutoencoderKL.from_pretrained(sys.argv[1])
+soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # no file can be written
+tempfile.tempdir = None
+how = dict(device="cpu", num_sampling_steps=2)
+stderr, sys.stderr = sys.stderr, None  # as in a program without a console
+sampler = Sampler("DiT-Demo/2", output_type="latent", **how)
+sampler.latents(1, progress=True)
+sys.stderr = io.StringIO()
+sys.stderr.close()
+shape = sampler.latents(1, progress=True).shape
+try:
+    Sampler("DiT-Demo/2", vae=vae, **how)
+except ValueError as error:
+    message = str(error)
+resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+sys.stderr = stderr
+print(tuple(shape))
+print(message)
+"""
+
+
+def test_without_a_console_and_a_folder_to_write_to(tiny_vae):
+    """Latents need neither; a decoder that the caller holds needs a folder, and says so."""
+    done = forks.run(["-c", NOWHERE, tiny_vae], ROOT, 120)
+    shape, message = done.stdout.splitlines() or [done.stderr, ""]
+    assert shape == "(1, 4, 16, 16)"
+    assert message.startswith("vae=AutoencoderKL: No usable temporary directory")
 
 
 @DEVICES

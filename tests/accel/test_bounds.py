@@ -71,7 +71,6 @@ VALUES = [  # names, valid values, refused values
     ("grid.sampler", ["ddpm", "ddim", "dpm++", "unipc", "sde", "euler", "heun"], ["plms"]),
     ("grid.precision", ["fp32", "exact", "tf32", "fp16", "bf16"], ["fp64"]),
     ("grid.vae_precision", ["auto", "fp32", "tf32", "fp16"], ["bf16"]),
-    ("grid.forecast", ["off", "plan"], ["on"]),
     ("grid.output_type", ["image", "latent"], ["pixels"]),
     ("grid.eta", [0.0], [0.5]),  # without sampler="ddim"
     ("grid.seed_list", [[-(2**63), 2**64 - 1]], [[7, 7]]),

@@ -17,6 +17,7 @@ from unprivileged import unprivileged
 
 from accel.errors import UsageError
 from accel.families import DEMO
+from accel.families.loaded_module import from_module
 from accel.families.recognise import find_model
 from accel.weights import tensor_files
 from accel.weights.checkpoint import Checkpoint
@@ -330,10 +331,32 @@ def test_one_digest_for_every_layout(tmp_path, state, folder):
     torch.save(state, tmp_path / "a.pt")
     want = Checkpoint(tmp_path / "a.pt").digest()
     assert len(want) == 16 and Checkpoint(folder).digest() == want
-    # the table may be of another size
-    for name, same in (("pos_embed", True), ("blocks.1.attn.qkv.weight", False)):
-        save_file({**state, name: state[name] + 1e-6}, tmp_path / "b.safetensors")
-        assert (Checkpoint(tmp_path / "b.safetensors").digest() == want) == same
+    module = small(num_classes=10)
+    assert from_module(module).digest() == want
+    module.pos_embed.data += 0.1
+    assert from_module(module).digest() != want
+
+
+@pytest.mark.parametrize(
+    "name, change, same",
+    [
+        ("pos_embed", lambda table: table + 1e-6, True),  # an average's rounding
+        ("pos_embed", lambda table: table.bfloat16(), True),
+        ("pos_embed", lambda table: table + 1e-2, False),
+        ("pos_embed", lambda table: table.flip(1), False),
+        ("pos_embed", lambda table: table * float("nan"), False),
+        ("pos_embed", lambda table: table[0], False),
+        ("blocks.1.attn.qkv.weight", lambda weight: weight + 1e-6, False),
+    ],
+)
+def test_a_digest_counts_a_position_table_that_was_trained(name, change, same, tmp_path, state):
+    """A sine-cosine table does not count: diffusers' layout lacks it, and any size has its own."""
+    files = []
+    for number, content in enumerate((state, {**state, name: change(state[name])})):
+        files.append(tmp_path / f"{number}.safetensors")
+        save_file(content, files[-1])
+    first, second = (Checkpoint(file).digest() for file in files)
+    assert (first == second) == same
 
 
 def test_digest_is_kept_until_a_file_changes(tmp_path, state, monkeypatch, settled):

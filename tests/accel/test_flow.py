@@ -15,7 +15,7 @@ from accel import Sampler, accelerate
 from accel.errors import UsageError
 from accel.families.dit.network import DiT
 from accel.families.recognise import recognise, reference_state
-from accel.families.repa import weights as repa
+from accel.families.repa.weights import RECOGNISER as repa
 from accel.families.sit.network import SiT, SiT_models
 from accel.network import Plain
 from accel.sampling import denoise, flow, upstream_noise
@@ -117,7 +117,7 @@ def test_repas_weights_turned_are_a_sits():
     """
     model = small(learn_sigma=False)
     theirs = {**model.state_dict(), "projectors.0.0.weight": torch.randn(3, 3)}
-    assert repa.claim(theirs, {}) and not repa.claim(model.state_dict(), {})
+    assert repa.claims(theirs) and not repa.claims(model.state_dict())
     ours = copy.deepcopy(model)
     ours.load_state_dict(repa.converted(theirs, {}), strict=True)
     t = torch.tensor([0.0, 0.3, 1.0])
@@ -151,13 +151,26 @@ class OfRepa(Original):
         return super().forward(x, t, y), [torch.zeros(len(x), 16, 8)]
 
 
+class OfRepaAlone(OfRepa):
+    """What a class that derives from REPA's may be: no projectors, one output."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        del self.projectors
+        self.path_type = "edm"  # whatever it says: REPA's code keeps it, SiT's does not
+
+    def forward(self, x, t, y):
+        return super().forward(x, t, y)[0]
+
+
+OfRepaAlone.__name__ = "SiT"
 OfSit.__name__ = OfRepa.__name__ = "SiT"
 
 
-@pytest.mark.parametrize("kind", (lambda model: model, OfSit, OfRepa))
+@pytest.mark.parametrize("kind", (lambda model: model, OfSit, OfRepa, OfRepaAlone))
 def test_accelerate_takes_the_original_and_repas_class(kind):
     """And renews their weights."""
-    model = kind(small(learn_sigma=kind is not OfRepa)).eval()
+    model = kind(small(learn_sigma=kind not in (OfRepa, OfRepaAlone))).eval()
     x = torch.randn(4, 4, 8, 8)
     t = torch.tensor([0.1, 0.5, 0.96, 1.0])
     y = torch.tensor([1, 2, 8, 8])
@@ -181,12 +194,13 @@ def test_guidance_of_an_accelerated_repa():
     )
 
 
-def test_a_sampler_of_a_sit_and_of_repas():
+@pytest.mark.parametrize("kind", [OfRepa, OfRepaAlone])
+def test_a_sampler_of_a_sit_and_of_repas(kind):
     """SiT's default is its SDE; REPA's class gives the same latents as the SiT that its
     weights are turned into.
     """
     model = small(learn_sigma=False)
-    theirs = OfRepa(copy.deepcopy(model))
+    theirs = kind(copy.deepcopy(model))
     ours = copy.deepcopy(model)
     ours.load_state_dict(repa.converted(model.state_dict(), {}))
     how = dict(precision="fp32", device="cpu", output_type="latent", num_sampling_steps=4)
@@ -225,6 +239,7 @@ SIT = dict(model="SiT-S/4", path_type="Linear", prediction="velocity")  # of SiT
 REPA = dict(
     num_classes=10, model="SiT-S/4", path_type="linear", prediction="v", enc_type="dinov2-vit-b"
 )
+TURNED = dict(model="SiT-S/4", path_type="linear", prediction="v")  # of REPA's code
 
 
 @pytest.fixture(scope="module")
@@ -246,12 +261,26 @@ def state():
         ("a.pt", True, REPA, None, "REPA-SiT-S/4"),
         ("a.pt", False, REPA, None, "REPA-SiT-S/4"),
         ("a.pt", False, {}, "REPA-SiT-S/4", "REPA-SiT-S/4"),
+        # REPA's code without projectors: its spelling tells, and the user's word counts.
+        ("a.pt", False, TURNED, None, "REPA-SiT-S/4"),
+        ("a.pt", False, TURNED, "REPA-SiT-S/4", "REPA-SiT-S/4"),
+        ("a.pt", False, TURNED, "SiT-S/4", "SiT-S/4"),
+        ("a.pt", False, TURNED, "DiT-S/4", "DiT-S/4"),
+        ("a.pt", False, SIT, "REPA-SiT-S/4", "REPA-SiT-S/4"),
+        ("a.pt", False, {**SIT, "model": "DiT-S/4"}, "DiT-S/4", "DiT-S/4"),
         (
             "a.pt",
             False,
-            SIT,
-            "REPA-SiT-S/4",
-            "as a SiT .path_type Linear., not as REPA-SiT-S/4; drop model",
+            {**SIT, "model": "DiT-S/4"},
+            None,
+            "says path_type Linear, as a SiT does, and model DiT-S/4, as a DiT does; give model",
+        ),
+        (
+            "a.pt",
+            False,
+            {**SIT, "path_type": "linear"},
+            None,
+            "says path_type linear, as a REPA does, and prediction velocity, as a SiT does; give",
         ),
         ("a.pt", True, {}, "DiT-S/4", "as a REPA .projectors., not as DiT-S/4; drop model"),
         (
@@ -271,8 +300,8 @@ def state():
     ],
 )
 def test_which_family_weights_are_of(name, projectors, args, model, found, state, tmp_path, capsys):
-    """Training goes before the user, and the user before the file's name. What is only
-    assumed is printed, with the flag for each other family.
+    """Entries go before the user, the user before arguments of training, and these before
+    the file's name. What is only assumed is printed, with the flag for each other family.
     """
     whole = {**state, "projectors.0.0.weight": torch.ones(2, 2)} if projectors else state
     torch.save({"ema": whole, "args": argparse.Namespace(**args)}, tmp_path / name)
@@ -286,17 +315,17 @@ def test_which_family_weights_are_of(name, projectors, args, model, found, state
             fit()
         return
     assert (fit().model, fit().learn_sigma) == (found, False)
-    line = next(
-        (line for line in capsys.readouterr().out.splitlines() if "names no family" in line), None
-    )
+    printed = capsys.readouterr().out
+    line = next((line for line in printed.splitlines() if "names no family" in line), None)
     assert (line is not None) == (not args and not projectors and model is None)
     if line:
-        others = {"--model DiT-S/4", "--model SiT-S/4", "--model REPA-SiT-S/4"} - {
-            f"--model {found}"
-        }
-        assert all(other in line for other in others) and f"--model {found}" not in line.replace(
-            "REPA-SiT", "REPA"
-        )
+        others = {f"--model {other}" for other in ("DiT-S/4", "SiT-S/4", "REPA-SiT-S/4")}
+        others -= {f"--model {found}"}
+        line = line.replace("REPA-SiT", "REPA")
+        assert all(other.replace("REPA-SiT", "REPA") in line for other in others)
+        assert f"--model {found}" not in line
+    says = {"Linear": "SiT-S/4", "linear": "REPA-SiT-S/4"}.get(args.get("path_type"), model)
+    assert ("as --model says" in printed) == (model not in (None, says))
     turned = torch.equal(
         reference_state(weights, fit())["final_layer.linear.bias"],
         -state["final_layer.linear.bias"],

@@ -53,7 +53,7 @@ def test_winners_of_another_gpu_are_not_taken(seen, monkeypatch):
     """Nor is its file of measurements."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     assert gpu.name(GPU) == f"NVIDIA H200 as {seen[0]}.{seen[1]}"
-    assert not tuner._known((2048, 3456, 1152, False, torch.float16, GPU))
+    assert not tuner._winner(tuner.Problem(2048, 3456, 1152, False, torch.float16, GPU))
 
 
 def test_tiers(seen):

@@ -14,7 +14,6 @@ from accel.sampling.ancestral import Ancestral, Ddim
 from accel.sampling.flow import Euler, Heun, Sde
 from accel.sampling.guidance import Guidance
 from accel.sampling.solvers import Solver, make_scheduler
-from accel.sampling.strides import Strides
 from diffusion import create_diffusion
 
 Z = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -22,7 +21,6 @@ LABELS = torch.tensor([1, 5, 5])
 PROCESSES = {
     "ancestral": Ancestral(create_diffusion("6")),
     "ddim": Ddim(create_diffusion("6"), 0.5),
-    "plan": Strides(create_diffusion("10"), [(1, 1), (2, 1), (4, 2), (2, 1), (1, 1)]),
     "solver": Solver(make_scheduler("unipc"), 6),
     "euler": Euler(6),
     "heun": Heun(6),
@@ -101,8 +99,8 @@ def test_every_network_gives_the_same_latents(name):
 
 
 @pytest.mark.parametrize("name", PROCESSES)
-def test_a_warm_up_makes_each_move_once(name, monkeypatch):
-    """Moves of one kind, guidance and number of pictures are one captured graph: a run
+def test_a_warm_up_makes_each_kind_of_step_once(name, monkeypatch):
+    """Steps of the same guidance and number of pictures are one captured graph: a run
     captures none of its own.
     """
     process = PROCESSES[name]
@@ -116,14 +114,14 @@ def test_a_warm_up_makes_each_move_once(name, monkeypatch):
         torch.device("cpu"),
         8,
     )
-    move = type(process).move
+    step = type(process).step
 
-    def noted(self, kind, state, at, noise, evaluate):
-        # args: network, guidance, …
-        seen.append((kind, evaluate.args[1], state[0].shape, noise.shape))
-        return move(self, kind, state, at, noise, evaluate)
+    def noted(self, state, at, noise, networks):
+        guidances = tuple(evaluate.args[1] for evaluate in networks)  # args: network, guidance, …
+        seen.append((guidances, state[0].shape, noise.shape))
+        return step(self, state, at, noise, networks)
 
-    monkeypatch.setattr(type(process), "move", noted)
+    monkeypatch.setattr(type(process), "step", noted)
     run.warm_up(range(8), batches)
     warm = seen
     seen = []

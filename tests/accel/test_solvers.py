@@ -1,5 +1,7 @@
 """diffusers' schedulers as processes, against the library driven by hand; guidance intervals."""
 
+import inspect
+
 import pytest
 import torch
 from networks import fast_network, guided, sample, small
@@ -14,24 +16,33 @@ from accel.sampling.ancestral import Ancestral
 from accel.sampling.guidance import Guidance, Unguided
 from accel.sampling.solvers import Solver, require_schedule
 from accel.sampling.solvers import make_scheduler as make
-from accel.sampling.strides import Strides
 
 diffusers = pytest.importorskip("diffusers")
 CPU = torch.device("cpu")
 Z = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(0))
 LABELS = torch.tensor([1, 5, 2])
+BETAS = dict(beta_start=1e-4, beta_end=0.02, beta_schedule="linear")
 
 
-def by_hand(scheduler, model, scale, channels):
-    """As the library's pipelines do it."""
-    x = Z * scheduler.init_noise_sigma
-    y = torch.cat([LABELS, torch.full_like(LABELS, 8)])
+def by_hand(scheduler, model, scale=None, channels=3, z=Z):
+    """As the library's pipelines do it. scale: None is no guidance."""
+    x = z * scheduler.init_noise_sigma
+    n = len(z)
+    y = torch.cat([LABELS[:n], torch.full_like(LABELS[:n], 8)])
     with torch.no_grad():
         for t in scheduler.timesteps:
             both = scheduler.scale_model_input(torch.cat([x, x]), t)
-            eps = guided(model(both, t.expand(6), y)[:, :4], scale, channels)[:3]
+            eps = model(both, t.expand(2 * n), y)[:, :4]
+            eps = (eps if scale is None else guided(eps, scale, channels))[:n]
             x = scheduler.step(eps, t, x).prev_sample
     return x
+
+
+def changed_betas():
+    """Return a scheduler whose table was changed by hand; its configuration is DiT's."""
+    scheduler = diffusers.DDIMScheduler(**BETAS)
+    scheduler.alphas_cumprod = scheduler.alphas_cumprod**2
+    return scheduler
 
 
 @pytest.mark.parametrize("channels", (3, 4))
@@ -67,18 +78,142 @@ def test_a_scheduler_that_evaluates_twice_a_step():
     assert (got - want).abs().max() <= 1e-4 * want.abs().max()
 
 
-def test_what_cannot_be_sampled_by_is_a_line():
-    ancestral = diffusers.EulerAncestralDiscreteScheduler()
-    with pytest.raises(UsageError, match="sampler: this scheduler draws noise in its steps"):
-        denoise(Plain(small()), Solver(ancestral, 3), Guidance(2.0, 8), Z, LABELS, None)
-    with pytest.raises(
-        UsageError,
-        match="sampler: its scheduler has prediction_type v_prediction, and only epsilon ",
-    ):
-        # other entries: tests/test_doors.py
-        Solver(make("dpm++", prediction_type="v_prediction"), 5)
+# Entries of configurations. Each alone is tried with each scheduler that has it.
+ENTRIES = [
+    ("use_karras_sigmas", True),
+    ("use_exponential_sigmas", True),
+    ("use_beta_sigmas", True),
+    ("use_lu_lambdas", True),
+    ("use_flow_sigmas", True),
+    ("timestep_spacing", "linspace"),
+    ("timestep_spacing", "leading"),
+    ("timestep_spacing", "trailing"),
+    ("timestep_type", "continuous"),
+    ("interpolation_type", "log_linear"),
+    ("solver_order", 1),
+    ("solver_order", 3),
+    ("solver_type", "bh1"),
+    ("solver_type", "heun"),
+    ("predict_x0", False),
+    ("algorithm_type", "dpmsolver"),
+    ("algorithm_type", "sde-dpmsolver++"),
+    ("variance_type", "learned_range"),
+    ("final_sigmas_type", "sigma_min"),
+    ("lower_order_final", False),
+    ("euler_at_final", True),
+    ("set_alpha_to_one", False),
+    ("skip_prk_steps", True),
+    ("clip_sample", False),
+    ("thresholding", True),
+    ("rescale_betas_zero_snr", True),
+]
+# With these a scheduler samples another process, or reads other outputs.
+NEVER = "use_flow_sigmas", "variance_type", "rescale_betas_zero_snr"
+SAMPLED = [
+    "DDIM",
+    "DDIMParallel",
+    "DEISMultistep",
+    "DPMSolverMultistep",
+    "DPMSolverSinglestep",
+    "EulerDiscrete",
+    "HeunDiscrete",
+    "KDPM2Discrete",
+    "LMSDiscrete",
+    "PNDM",
+    "UniPCMultistep",
+]
+# These draw noise, run from pictures to noise, have other betas or need other arguments.
+REFUSED = [
+    "CogVideoXDDIM",
+    "CogVideoXDPM",
+    "DDIMInverse",
+    "DDPM",
+    "DDPMParallel",
+    "DPMSolverMultistepInverse",
+    "EulerAncestralDiscrete",
+    "IPNDM",
+    "KDPM2AncestralDiscrete",
+    "LCM",
+    "RePaint",
+    "SASolver",
+    "TCD",
+]
+
+
+@pytest.mark.filterwarnings("ignore")  # of the library, of numpy: thousands
+@pytest.mark.parametrize("name", [*SAMPLED, *REFUSED])
+def test_each_scheduler_gives_the_librarys_latents_or_is_refused_by_name(name):
+    make_one = getattr(diffusers, f"{name}Scheduler")
+    parameters = inspect.signature(make_one).parameters
+    betas = BETAS if "beta_start" in parameters else {}
+    model = small(hidden_size=24, depth=1, input_size=4)
+    accepted = set()
+    for entry, value in [("prediction_type", "epsilon"), *ENTRIES]:
+        if entry not in {"prediction_type", *parameters}:
+            continue
+        for steps in (2, 7):
+            given = {entry: value} if entry in parameters else {}
+            try:
+                scheduler = make_one(**betas, **given)
+            except (NotImplementedError, ValueError):  # the library's own refusal
+                continue
+            try:
+                process = Solver(scheduler, steps)
+            except UsageError as error:
+                assert f"{name}Scheduler" in str(error) or entry in str(error)
+                continue
+            accepted.add((entry, value, steps))
+            scheduler.set_timesteps(steps)
+            want = by_hand(scheduler, model, z=Z[:1, :, :4, :4])
+            for one in (process, Solver(scheduler, steps)):  # also of a used scheduler
+                z = Z[:1, :, :4, :4]
+                got = denoise(Plain(model), one, Unguided(), z, LABELS[:1], None)
+                assert (got - want).abs().max() <= 1e-4 * want.abs().max(), (entry, value, steps)
+    assert (("prediction_type", "epsilon", 7) in accepted) == (name in SAMPLED)
+    assert bool(accepted) == (name in SAMPLED)
+    assert not {entry for entry, *_ in accepted} & set(NEVER)
+
+
+@pytest.mark.parametrize(
+    "scheduler, steps, words",
+    [
+        (diffusers.PNDMScheduler(**BETAS), 2, "PNDMScheduler fails in 2 steps .ValueError: "),
+        (diffusers.RePaintScheduler(**BETAS), 9, "RePaintScheduler fails in 9 steps .TypeError"),
+        (
+            make("unipc", solver_type="bh1"),
+            9,
+            "UniPCMultistepScheduler in 9 steps .* another process",
+        ),
+        (
+            make("dpm++", use_flow_sigmas=True),
+            9,
+            "DPMSolverMultistepScheduler in 9 .* another process",
+        ),
+        (make("dpm++", use_flow_sigmas=True), 500, "DPMSolverMultistepScheduler in 500 .* another"),
+        (make("dpm++", variance_type="learned_range"), 9, "DPMSolverMultistepScheduler fails in 9"),
+        (
+            make("dpm++", algorithm_type="sde-dpmsolver++"),
+            9,
+            "DPMSolverMultistepScheduler draws noise",
+        ),
+        (diffusers.DDIMInverseScheduler(**BETAS), 9, "DDIMInverseScheduler in 9 steps .* another"),
+        (
+            make("dpm++", prediction_type="v_prediction"),
+            5,
+            "prediction_type v_prediction, and only ep",
+        ),
+        (changed_betas(), 5, "the alphas_cumprod of DDIMScheduler are not DiT's"),
+    ],
+)
+def test_what_cannot_be_sampled_by_is_a_line(scheduler, steps, words):
+    with pytest.raises(UsageError, match=f"^sampler: .*{words}") as error:
+        Solver(scheduler, steps)
+    assert "\n" not in str(error.value)
+
+
+def test_other_betas_are_a_line():
     with pytest.raises(UsageError, match="x: its scheduler's trained_betas are not"):
-        require_schedule("x", dict(trained_betas=5))
+        require_schedule("x", dict(trained_betas=5))  # other entries: tests/test_doors.py
 
 
 def test_processes_are_values():
@@ -93,30 +228,6 @@ def test_processes_are_values():
         )
         == 3
     )
-    first, second = (
-        Strides(create_diffusion("7"), [(1, 1), *moves])
-        for moves in ([(2, 1), (4, 2)], [(4, 2), (2, 1)])
-    )
-    # an FID folder tells plans apart by it
-    assert first != second and first.setting != second.setting
-
-
-def test_a_stride_starts_where_the_last_ended():
-    model = small()
-    plan = Strides(create_diffusion("10"), [(1, 1), (4, 2), (2, 1), (3, 1)])
-    t = 9
-    noise = torch.randn(10, *Z.shape, generator=torch.Generator().manual_seed(1))
-    got = denoise(Plain(model), plan, Unguided(), Z, LABELS, iter(noise).__next__)
-    x, m, values = Z, *plan.start(Z)
-    with torch.no_grad():
-        for k, evaluations in plan.moves:
-            drawn = noise[9 - t : 9 - t + k]
-            steps = torch.full((3,), t)
-            x, m, values = plan.stride(
-                lambda x, t: model(x, t, LABELS), x, steps, m, values, drawn, evaluations
-            )
-            t -= k
-    assert (got - x).abs().max() <= 1e-5 * x.abs().max()
 
 
 @pytest.mark.parametrize("process", [Ancestral(create_diffusion("10")), Solver(make("dpm++"), 10)])

@@ -137,21 +137,23 @@ def test_random_weights_make_no_zeros():
 def test_a_switch_reaches_its_op(tier):
     """Reference implementations run on a CPU; of a backend that there is not, each op says so."""
     model = harness.random_network(constructor_of("DiT-Demo/2"), CPU, input_size=16, num_classes=8)
-    want = harness.guided(harness.build(model, "fp32", CPU), DEMO, CPU)
+    want = harness.guided(harness.build(DEMO.model, model, "fp32", CPU), DEMO, CPU)
     switches = harness.PLAIN | dict(attention="torch")
-    network = harness.build(model, tier, CPU, **switches)
+    network = harness.build(DEMO.model, model, tier, CPU, **switches)
     assert (harness.guided(network, DEMO, CPU) - want).norm() / want.norm() < (
         1e-3 if tier == "fp16" else 2e-6
     )
     assert (
         not network.hoists
         and not network.captures
-        and harness.build(model, tier, CPU, gemm="torch").hoists
+        and harness.build(DEMO.model, model, tier, CPU, gemm="torch").hoists
     )
     for switch in ("adaln", "attention", "gemm"):
         with pytest.raises(ValueError, match="backend"):
             harness.guided(
-                harness.build(model, tier, CPU, **switches | {switch: "none"}), DEMO, CPU
+                harness.build(DEMO.model, model, tier, CPU, **switches | {switch: "none"}),
+                DEMO,
+                CPU,
             )
 
 
@@ -161,7 +163,10 @@ def test_eager_computes_the_same():
     """
     model = fill(DiT_models["DiT-Demo/2"](num_classes=8))
     found = []
-    for network in (harness.build(model, "fp32", CPU), Rival("eager", model, torch.float32, CPU)):
+    for network in (
+        harness.build(DEMO.model, model, "fp32", CPU),
+        Rival("eager", model, torch.float32, CPU),
+    ):
         torch.manual_seed(1)
         found.append(harness.sampling(network, DEMO, CPU, steps=3)())
     assert torch.allclose(*found, atol=1e-4)

@@ -51,9 +51,9 @@ def test_a_judge_sees_a_worse_tier():
         same["contest"] and same["strict"] and same["pictures"] == 8 and same["worst"]["mae"] == 0
     )
     cpu = torch.device("cpu")
-    other = harness.build(
-        harness.random_network(constructor_of("DiT-Demo/2"), cpu, num_classes=8), "fp32", cpu
-    )
+    name = "DiT-Demo/2"
+    model = harness.random_network(constructor_of(name), cpu, num_classes=8)
+    other = harness.build(name, model, "fp32", cpu)
     worse = judge.judge("fp32", {}, share=lambda network: other)
     assert not worse["contest"] and not worse["strict"] and worse["worst"]["psnr"] < 40
 

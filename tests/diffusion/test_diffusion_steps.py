@@ -1,12 +1,15 @@
 """Steps, losses and the bound against the reference, in float64."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
-from reference import batch, process, slope, wavy
+from reference import batch, linear_betas, process, slope, wavy
 
-from diffusion import create_diffusion, diffusion_utils
+from diffusion import create_diffusion, diffusion_utils, respace
 from diffusion import gaussian_diffusion as gd
+from diffusion.respace import SpacedDiffusion
 from diffusion.timestep_sampler import LossSecondMomentResampler, create_named_schedule_sampler
 
 # Tables are float32: at the noisy end x_0 = 157 x_t - 157 eps magnifies their last bit.
@@ -253,3 +256,86 @@ def test_timesteps_to_train_on():
     assert torch.bincount(t, minlength=4).numpy() / 1e5 == pytest.approx(
         sampler.weights(), abs=0.01
     )
+
+
+class Own(SpacedDiffusion):
+    """A subclass that overrides what upstream's code calls; it takes names as upstream gives
+    them, and counts.
+    """
+
+    def __init__(self, **how):
+        super().__init__(**how)
+        self.calls = Counter()
+
+    def __getattribute__(self, name):
+        if name in HOOKS:
+            super().__getattribute__("calls").update([name])
+        return super().__getattribute__(name)
+
+    def p_mean_variance(self, model, x, t, **named):
+        return super().p_mean_variance(model, x, t, **named)
+
+    def _vb_terms_bpd(self, model, x_start, x_t, t, **named):
+        terms = super()._vb_terms_bpd(model, x_start, x_t, t, **named)
+        assert terms["pred_xstart"].shape == x_start.shape
+        return {**terms, "output": 2 * terms["output"]}
+
+    def _wrap_model(self, model):
+        wrapped = super()._wrap_model(model)
+        assert isinstance(wrapped, respace._WrappedModel) and wrapped.model is not wrapped
+        assert super()._wrap_model(wrapped) is wrapped
+        return wrapped
+
+
+HOOKS = {
+    "_vb_terms_bpd": lambda d, x, t: d.training_losses(wavy, x, t),
+    "_prior_bpd": lambda d, x, t: d.calc_bpd_loop(wavy, x),
+    "_wrap_model": lambda d, x, t: d.p_mean_variance(wavy, x, t),
+    "_scale_timesteps": lambda d, x, t: d.p_sample(wavy, x, t),
+    "_predict_xstart_from_eps": lambda d, x, t: d.p_sample(wavy, x, t),
+    "_predict_eps_from_xstart": lambda d, x, t: d.ddim_sample(wavy, x, t),
+    "q_posterior_mean_variance": lambda d, x, t: d.condition_score(slope, {"pred_xstart": x}, x, t),
+    "condition_mean": lambda d, x, t: d.p_sample(wavy, x, t, cond_fn=slope),
+    "condition_score": lambda d, x, t: d.ddim_sample(wavy, x, t, cond_fn=slope),
+    "p_mean_variance": lambda d, x, t: d.ddim_reverse_sample(wavy, x, t),
+    "p_sample": lambda d, x, t: d.p_sample_loop(wavy, x.shape, device="cpu"),
+    "ddim_sample": lambda d, x, t: d.ddim_sample_loop(wavy, x.shape, device="cpu"),
+}
+
+
+def own_process():
+    d = process("5")[0]
+    kinds = {name: getattr(d, name) for name in ("model_mean_type", "model_var_type", "loss_type")}
+    return Own(use_timesteps=d.use_timesteps, betas=linear_betas(1000).numpy(), **kinds), d
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_subclass_overrides_what_upstream_calls(name):
+    own, usual = own_process()
+    t, x, _, _ = batch(usual)
+    HOOKS[name](own, x, t)
+    assert own.calls[name]
+
+
+def test_a_subclass_changes_the_result_where_it_says_so():
+    own, usual = own_process()
+    t, x, x0, noise = batch(usual)
+    want = usual.training_losses(wavy, x0, t, noise=noise)
+    got = own.training_losses(wavy, x0, t, noise=noise)
+    assert torch.equal(got["vb"], 2 * want["vb"]) and torch.equal(got["mse"], want["mse"])
+    terms = usual._vb_terms_bpd(wavy, x0, x, t, clip_denoised=False)
+    x_start = usual.p_mean_variance(wavy, x, t, clip_denoised=False)["pred_xstart"]
+    assert torch.equal(terms["pred_xstart"], x_start)
+    wrapped = respace._WrappedModel(lambda x, ts: ts, usual.timestep_map, 1000)
+    assert torch.equal(wrapped(x, t), usual.original_timesteps(t))
+    own._scale_timesteps = lambda t: 0 * t  # as the first step's: the model sees its timestep
+    first = usual.p_mean_variance(lambda x, _: wavy(x, 0 * t), x, t)
+    assert torch.equal(own.p_mean_variance(wavy, x, t)["mean"], first["mean"])
+
+
+def test_a_table_is_read_as_upstream_reads_it():
+    d, ref = process()
+    t, x, _, _ = batch(d)
+    got = gd._extract_into_tensor(d.alphas_cumprod, t, x.shape)
+    assert got.shape == x.shape and got.dtype == torch.float32
+    close(got, ref.abar(t), rtol=1e-6, atol=0)

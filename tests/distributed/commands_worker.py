@@ -15,7 +15,7 @@ from accel import door, loading
 from accel.fast.network import FastNetwork
 from accel.latents import files
 from accel.network import Plain
-from accel.parallel import processes
+from accel.ranks import launched
 
 found = {}
 prepare = loading.load
@@ -63,8 +63,8 @@ if __name__ == "__main__":
         kind.forward_blocks = noting(kind.forward_blocks)
         kind.tune = tune_and_note
     results = []
-    with processes.launched_job("commands_worker.py") as job:
-        processes.launched_job = lambda *_: nullcontext(job)
+    with launched.launched_ranks("commands_worker.py") as ranks:
+        launched.launched_ranks = lambda *_: nullcontext(ranks)
         for command in json.loads(sys.argv[1]):
             print("sample_ddp.py", *command, file=sys.stderr)  # the last is the one that fails
             sys.argv = ["sample_ddp.py", *command]
@@ -77,5 +77,5 @@ if __name__ == "__main__":
             }
             with redirect_stdout(StringIO()) as text:
                 sample_ddp.main()
-            results.append({"text": text.getvalue(), "ranks": job.all_gather_object(found)})
+            results.append({"text": text.getvalue(), "ranks": ranks.all_gather_object(found)})
         print(json.dumps(results))

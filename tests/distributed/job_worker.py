@@ -10,124 +10,123 @@ from functools import partial
 import torch
 
 from accel.errors import Stopped, UsageError
-from accel.parallel import processes
-from accel.parallel.layouts import Layout
-from accel.parallel.placement import Placement
+from accel.ranks import distributed, launched
+from accel.ranks.layouts import Layout
 
 
-def exchange(job):
+def exchange(ranks):
     """Prints what the ranks exchanged, on rank 0."""
-    assert job.all_gather_object({"rank": job.rank}) == [
-        {"rank": rank} for rank in range(job.world)
+    assert ranks.all_gather_object({"rank": ranks.rank}) == [
+        {"rank": rank} for rank in range(ranks.world)
     ]
-    assert job.from_rank_0(lambda: f"made on rank {job.rank}") == "made on rank 0"
-    assert job.run_collectively(lambda: job.rank, only=1) == (1 if job.rank == 1 else None)
+    assert ranks.from_rank_0(lambda: f"made on rank {ranks.rank}") == "made on rank 0"
+    assert ranks.run_collectively(lambda: ranks.rank, only=1) == (1 if ranks.rank == 1 else None)
     # each once, rank 0 first
-    rank, turn = job.run_in_turns(lambda: (job.rank, job.store.add("turns", 1)))
+    rank, turn = ranks.run_in_turns(lambda: (ranks.rank, ranks.add("turns", 1)))
     assert (
-        rank == job.rank and (turn == 1) == (rank == 0) and job.store.add("turns", 0) == job.world
+        rank == ranks.rank and (turn == 1) == (rank == 0) and ranks.add("turns", 0) == ranks.world
     )
-    assert job.max_over_ranks([job.rank, -job.rank]) == [job.world - 1, 0]
+    assert ranks.max_over_ranks([ranks.rank, -ranks.rank]) == [ranks.world - 1, 0]
     for n, layout in ((7, Layout()), (2, Layout()), (1, Layout(rows=2))):
-        placement = Placement(layout, job.world, job.rank)
+        placement = ranks.placement(layout)
         numbers = torch.arange(3 * n).view(n, 3)
-        gathered = placement.gather(job, numbers[placement.pictures(n)], n)
-        assert torch.equal(gathered, numbers) if job.rank == 0 else gathered is None
+        gathered = ranks.gather_pictures(numbers[placement.pictures(n)], n, placement)
+        assert torch.equal(gathered, numbers) if ranks.rank == 0 else gathered is None
     print("exchanged")
 
 
-def turns(job):
+def turns(ranks):
     """Two nodes of two: a download is made on rank 0, then by one rank of the other node,
     then by all that are left.
     """
-    first, _, second_node, _ = taken = job.all_gather_object(
-        job.run_in_turns(lambda: job.store.add("turns", 1))
+    first, _, second_node, _ = taken = ranks.all_gather_object(
+        ranks.run_in_turns(lambda: ranks.add("turns", 1))
     )
     assert first == 1 and second_node == 2 and sorted(taken) == [1, 2, 3, 4], taken
 
 
-def different(job):
+def different(ranks):
     """A rank that is left idle has no say; those that computed are compared."""
     latents = torch.ones(2, 4)
-    for ranks, off in ((3, 0), (2, job.rank == 2), (3, job.rank * 1e-6)):
-        Placement(Layout(rows=ranks), 3, job.rank).own(job, latents + off, 2)
+    for busy, off in ((3, 0), (2, ranks.rank == 2), (3, ranks.rank * 1e-6)):
+        ranks.own_pictures(latents + off, 2, ranks.placement(Layout(rows=busy)))
 
 
 def complain(message):
     raise UsageError(message)
 
 
-def on_one(job):
+def on_one(ranks):
     """One rank fails while the others wait for what rank 0 makes."""
-    job.run_collectively(
-        lambda: complain("--ckpt x: no such file") if job.rank == 1 else job.from_rank_0(list)
+    ranks.run_collectively(
+        lambda: complain("--ckpt x: no such file") if ranks.rank == 1 else ranks.from_rank_0(list)
     )
 
 
-def on_all(job):
-    job.run_collectively(lambda: complain("--vae x: no such folder"))
+def on_all(ranks):
+    ranks.run_collectively(lambda: complain("--vae x: no such folder"))
 
 
-def on_two(job):
-    job.run_collectively(lambda: job.rank and complain(f"--ckpt {job.rank}: no such file"))
+def on_two(ranks):
+    ranks.run_collectively(lambda: ranks.rank and complain(f"--ckpt {ranks.rank}: no such file"))
 
 
-def alone(job):
+def alone(ranks):
     """Without the others' knowledge, as where one node's disk is full."""
-    if job.rank == 1:
+    if ranks.rank == 1:
         complain("--sample-dir: No space left on device")
-    job.barrier()
+    ranks.barrier()
 
 
-def crash(job, rank=1):
-    if job.rank == rank:
+def crash(ranks, rank=1):
+    if ranks.rank == rank:
         raise ZeroDivisionError(f"of rank {rank}")
-    job.barrier()
+    ranks.barrier()
 
 
 crash_on_0 = partial(crash, rank=0)
 
 
-def killed(job):
+def killed(ranks):
     """Kill rank 1 while the others compute. They take the launcher's SIGTERM for a
     request to stop after this batch. Ranks that torchrun starts in their place must not
     see that request.
     """
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "1" and not job.stopping:
-        return exchange(job)
-    job.stop_on_signals(signal.SIGTERM)
-    if job.rank == 1:
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "1" and not ranks.stopping:
+        return exchange(ranks)
+    ranks.stop_on_signals(signal.SIGTERM)
+    if ranks.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    while not job.stopping:
+    while not ranks.stopping:
         time.sleep(0.05)
-    job.barrier()
+    ranks.barrier()
 
 
-def killed_in_wait(job):
-    if job.rank == 1:
+def killed_in_wait(ranks):
+    if ranks.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    job.barrier()
+    ranks.barrier()
 
 
-def stopped(job):
+def stopped(ranks):
     """Rank 1 is asked to stop; all look between batches."""
-    job.stop_on_signals(signal.SIGUSR1)
-    if job.rank == 1:
+    ranks.stop_on_signals(signal.SIGUSR1)
+    if ranks.rank == 1:
         os.kill(os.getpid(), signal.SIGUSR1)
-    while not job.stopping:
+    while not ranks.stopping:
         time.sleep(0.05)
     raise Stopped("stopped; start again")
 
 
-def stopped_on_0(job):
+def stopped_on_0(ranks):
     """As in the archive, which rank 0 writes by itself."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if job.rank == 0:
+    if ranks.rank == 0:
         raise Stopped("stopped; start again")
 
 
 if __name__ == "__main__":
     if len(sys.argv) > 2:
-        processes.START = timedelta(seconds=float(sys.argv[2]))
-    with processes.launched_job("job_worker.py") as this_job:
-        globals()[sys.argv[1]](this_job)
+        distributed.START = timedelta(seconds=float(sys.argv[2]))
+    with launched.launched_ranks("job_worker.py") as these:
+        globals()[sys.argv[1]](these)

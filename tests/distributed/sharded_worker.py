@@ -8,7 +8,7 @@ from itertools import product
 
 import torch
 from conftest import fill
-from networks import evaluate, network_of, with_norms
+from networks import evaluate, network_of, pack_of, with_norms
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.families.dit.network import DiT
@@ -19,9 +19,8 @@ from accel.fast import build
 from accel.kernels.split_attention import split_attention
 from accel.kernels.split_linear import split
 from accel.network import Plain
-from accel.parallel.groups import Groups
-from accel.parallel.layouts import Layout
-from accel.parallel.processes import launched_job
+from accel.ranks.launched import launched_ranks
+from accel.ranks.layouts import Layout
 
 SIDE = 12
 D = 96
@@ -53,10 +52,9 @@ def difference(got, want):
     return {"error": float((got - want).norm() / want.norm()), "size": float(want.abs().mean())}
 
 
-def sharded(job, model, generator):
+def sharded(ranks, model, generator):
     """Batch rows and tokens over every mesh of two to all ranks."""
-    world = job.world
-    groups = Groups(job, torch.device("cpu"))
+    world = ranks.world
     for pictures in (1, 3):
         x = torch.randn(2 * pictures, 4, SIDE, SIDE, generator=generator)
         t = torch.randint(0, 1000, (2 * pictures,), generator=generator)
@@ -69,8 +67,8 @@ def sharded(job, model, generator):
                     alone = network(model)
                     if tokens > 1 and exchange not in alone.exchanges:
                         continue
-                    shared = groups.apply(alone, layout)
-                    if job.rank >= layout.ranks:
+                    shared = ranks.share(alone, layout)
+                    if ranks.rank >= layout.ranks:
                         continue
                     row = {"kind": kind, "layout": layout}
                     yield row | difference(
@@ -100,7 +98,7 @@ def held(network):
     return sum(tensor.nbytes for tensor in network.parameters())
 
 
-def accelerated(job, model, generator):
+def accelerated(ranks, model, generator):
     """Accelerated networks of every family and tier, of which ranks read and hold a part."""
     shape = dict(
         input_size=SIDE, dim=96, n_layers=3, n_heads=4, num_classes=CLASSES, multiple_of=32
@@ -114,18 +112,17 @@ def accelerated(job, model, generator):
     x = torch.randn(2, 4, SIDE, SIDE, generator=generator)
     t = torch.tensor([7, 7])
     y = torch.tensor([3, CLASSES])
-    groups = Groups(job, torch.device("cpu"))
-    cases = (2, "fp16"), (job.world, "fp32"), (job.world, "exact")
-    for (ranks, tier), one in product(cases, (model, *flows, *large)):
-        part = groups.part(Layout(weights=ranks))
+    cases = (2, "fp16"), (ranks.world, "fp32"), (ranks.world, "exact")
+    for (count, tier), one in product(cases, (model, *flows, *large)):
+        part = ranks.part(Layout(weights=count))
         state = one.state_dict()
         with BytesRead(state) as whole_read:
-            whole = build(state, one, tier, torch.device("cpu"))
+            whole = build(state, one, pack_of(one), tier, torch.device("cpu"))
         with BytesRead(state) as read:
-            network = build(state, one, tier, torch.device("cpu"), part=part)
-        if job.rank >= ranks:  # idle
+            network = build(state, one, pack_of(one), tier, torch.device("cpu"), part=part)
+        if ranks.rank >= count:  # idle
             continue
-        row = dict(kind="accelerated", tier=tier, family=type(one).__name__, ranks=ranks)
+        row = dict(kind="accelerated", tier=tier, family=type(one).__name__, ranks=count)
         row |= dict(held=held(network) / held(whole), read=read.total / whole_read.total)
         # which fills the table by parts
         scheduled = [one.schedule([7], [3, CLASSES]) for one in (network, whole)]
@@ -145,18 +142,17 @@ LARGE = (
 )
 
 
-def large(job, _, generator):
+def large(ranks, _, generator):
     """A Large-DiT, plain and accelerated, by every kind of mesh."""
     x = torch.randn(4, 4, 8, 8, generator=generator)
     y = torch.tensor([3, 7, CLASSES, CLASSES])
     t = torch.tensor([500, 20, 500, 20])
-    groups = Groups(job, torch.device("cpu"))
     shape = dict(input_size=8, dim=96, n_layers=3, n_heads=4, num_classes=CLASSES, multiple_of=32)
     model = fill(DiT_Llama(**shape, qk_norm=True))
     networks = {"plain": Plain(model), "fast": network_of(model, "fp32")}
     for layout, (kind, network) in product(LARGE, networks.items()):
-        shared = groups.apply(network, layout)
-        if job.rank < layout.ranks:
+        shared = ranks.share(network, layout)
+        if ranks.rank < layout.ranks:
             got = evaluate(shared, x, t, y, 4.0)
             want = evaluate(network, x, t, y, 4.0)
             yield {"kind": f"large, {kind}", "layout": str(layout)} | difference(got, want)
@@ -173,11 +169,12 @@ def main():
             num_classes=CLASSES,
         )
     )
-    with launched_job("sharded_worker.py") as job:
+    with launched_ranks("sharded_worker.py") as ranks:
+        ranks.take_device("cpu")
         results = []
         for part in (sharded, accelerated, large):
-            results += part(job, model, torch.Generator().manual_seed(1))
-        print(json.dumps(job.all_gather_object(results)))
+            results += part(ranks, model, torch.Generator().manual_seed(1))
+        print(json.dumps(ranks.all_gather_object(results)))
 
 
 if __name__ == "__main__":

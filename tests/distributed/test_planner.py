@@ -12,11 +12,11 @@ from accel.errors import UsageError
 from accel.families.dit.network import DiT
 from accel.kernels import FOLDER, version
 from accel.network import Plain
-from accel.parallel import exchanges, layouts, planner
-from accel.parallel.groups import Groups
-from accel.parallel.layouts import OFF, Layout
-from accel.parallel.placement import Placement
-from accel.parallel.planner import (
+from accel.ranks import Ranks, exchanges, layouts, planner
+from accel.ranks.distributed import DistributedRanks
+from accel.ranks.layouts import OFF, Layout
+from accel.ranks.placement import Placement
+from accel.ranks.planner import (
     Work,
     candidates,
     check,
@@ -24,7 +24,6 @@ from accel.parallel.planner import (
     share_evaluations,
     situation,
 )
-from accel.parallel.processes import Job
 from accel.request import GridRequest
 
 ONE_HOST = ["a"] * 4
@@ -35,7 +34,7 @@ def wanted(parallel, **more):
     """The layout of a grid at 512 px that ranks on one host share, as the command takes it."""
     layout = GridRequest("DiT-S/2", parallel=parallel, **more).layout
     if layout:
-        check(layout, *SIX_HEADS, groups_of(4))
+        check(layout, *SIX_HEADS, ranks_of(4))
     return layout
 
 
@@ -44,8 +43,10 @@ def work(pictures=1, tokens=64, at_once=None, copies=None):
     return Work(pictures, at_once, copies or Counter({2: 10}), tokens, "fp32")
 
 
-def groups_of(world):
-    return Groups(Job(0, world), torch.device("cpu"))
+def ranks_of(world):
+    """Rank 0 on a CPU. It is not connected."""
+    cpu = torch.device("cpu")
+    return Ranks(cpu) if world == 1 else DistributedRanks(0, world, device=cpu)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_what_is_wanted():
 
 
 def test_the_flag_knows_what_there_is():
-    """accel/parallel/layouts.py is read before torch, so it has names of its own."""
+    """accel/ranks/layouts.py is read before torch, so it has names of its own."""
     assert set(layouts.EXCHANGES) == set(exchanges.EXCHANGES)
     for name in Layout._fields:
         text = "tokens=2,exchange=push" if name == "exchange" else f"{name}=2"
@@ -112,27 +113,27 @@ def test_a_mesh_of_one_is_no_mesh(text):
     for none.
     """
     network = Plain(fill(DiT(input_size=16, hidden_size=24, depth=1, num_heads=6)))
-    assert wanted(text) == OFF and share_evaluations(network, work(), groups_of(1), OFF) == (
+    assert wanted(text) == OFF and share_evaluations(network, work(), ranks_of(1), OFF) == (
         network,
         Placement(),
     )
 
 
-def test_a_choice_is_of_this_code_and_kept(tmp_path, monkeypatch):
+def test_a_choice_is_of_this_code_and_kept(tmp_path, monkeypatch, capsys):
     """Layouts are kept between runs; faster kernels, another exchange, or GPUs without
     NVLink are another choice.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = fill(DiT(input_size=16, hidden_size=24, depth=3, num_heads=6, num_classes=8))
     network = Plain(model)
-    how = network, work(), (groups := groups_of(1))
+    how = network, work(), (ranks := ranks_of(1))
     where = situation(*how)
     seen = {where}
     assert (
-        f"code {version(FOLDER, ROOT / 'accel/parallel')}, torch" in where
+        f"code {version(FOLDER, ROOT / 'accel/ranks')}, torch" in where
         and network.describe() in where
     )
-    text = situation(network, work(copies=Counter({2: 3, 1: 1})), groups)
+    text = situation(network, work(copies=Counter({2: 3, 1: 1})), ranks)
     assert (
         "1 batch rows each in 25% of evaluations, 2 batch rows each in 75% of evaluations" in text
     )
@@ -146,11 +147,18 @@ def test_a_choice_is_of_this_code_and_kept(tmp_path, monkeypatch):
         file.write_text(damaged)
         assert "measured before" not in choose_once(*how)[1], damaged[:80]
     file.unlink()
+    file.mkdir()  # nothing can be written there
+    capsys.readouterr()
+    chosen, _ = choose_once(*how)
+    printed = capsys.readouterr().out
+    assert f"{file}: cannot be written, so each run chooses anew" in printed
+    assert printed.count("\n") == 1 and "--parallel off" in printed
+    file.rmdir()
     os.mkfifo(file)
     assert "measured before" not in choose_once(*how)[1] and file.is_fifo()
     for hosts, peers in ("aabb", False), ("abab", False), ("aaaa", False), ("aaaa", True):
-        monkeypatch.setattr(groups.job, "all_gather_object", lambda _, hosts=hosts: hosts)
-        monkeypatch.setattr(groups, "peers", lambda peers=peers: peers)
+        monkeypatch.setattr(ranks, "all_gather_object", lambda _, hosts=hosts: hosts)
+        monkeypatch.setattr(ranks, "peers", lambda peers=peers: peers)
         seen.add(situation(*how))
     assert len(seen) == 5
 
@@ -175,7 +183,7 @@ def test_an_estimate_is_of_the_whole_network(monkeypatch):
 
     monkeypatch.setattr(planner, "_milliseconds", counted)
     network = Counted(fill(DiT(input_size=4, hidden_size=24, depth=10, num_heads=6)))
-    assert planner.milliseconds(network, work(tokens=4), groups_of(1), OFF) == 13
+    assert planner.milliseconds(network, work(tokens=4), ranks_of(1), OFF) == 13
 
 
 def test_candidates():

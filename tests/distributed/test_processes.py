@@ -16,8 +16,7 @@ from forks import ROOT
 from jobs import ENVIRONMENT
 
 from accel.errors import STOPPED, USAGE
-from accel.parallel import processes
-from accel.parallel.processes import Job
+from accel.ranks import Ranks, launched
 
 WORKER = Path(__file__).with_name("job_worker.py")
 
@@ -53,6 +52,27 @@ def test_what_ranks_exchange_and_who_downloads_first(world, task, nodes):
     assert output == "exchanged\n" * (task == "exchange")  # rank 0 alone prints, and gloo nothing
 
 
+ALONE = """
+import sys
+import sample, sample_ddp
+for program in sample, sample_ddp:
+    sys.argv = [f"{program.__name__}.py", *WORDS, f"{program.__name__}.npy"]
+    program.main()
+print(*(name for name in sys.modules if name.startswith("accel.ranks.")))
+"""
+
+
+def test_a_process_by_itself_imports_no_exchange(demo, tmp_path):
+    """It is a world of one, by either command: the same sequence makes the same latents."""
+    flags = ["--num-sampling-steps", "1", "--labels", "1", "--output-type", "latent", "--output"]
+    code = ALONE.replace("WORDS", repr([*demo, *flags]))
+    printed = forks.succeeds(forks.run(["-c", code], tmp_path, **ENVIRONMENT))
+    ranks = {"layouts", "placement", "launched"}
+    assert set(printed.splitlines()[-1].split()) == {f"accel.ranks.{name}" for name in ranks}
+    latents = [(tmp_path / f"{name}.npy").read_bytes() for name in ("sample", "sample_ddp")]
+    assert latents[0] == latents[1]
+
+
 def test_steps_of_neighbouring_jobs_have_ports_of_their_own(monkeypatch):
     ports = set()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -61,7 +81,7 @@ def test_steps_of_neighbouring_jobs_have_ports_of_their_own(monkeypatch):
             monkeypatch.delenv("MASTER_PORT", raising=False)
             monkeypatch.setenv("SLURM_JOB_ID", str(job))
             monkeypatch.setenv("SLURM_STEP_ID", str(step))
-            processes._set_address(os.environ)
+            launched._set_address(os.environ)
             ports.add(int(os.environ["MASTER_PORT"]))
     # below those of outgoing connections
     assert len(ports) == 3 * 16 and min(ports) >= 12000 and max(ports) < 32000
@@ -167,7 +187,7 @@ def test_a_signal_inside_the_handler_of_another_does_not_lock():
     """As when a launcher and a queue both ask: the second comes while the first is being
     noted, wherever that is.
     """
-    job = Job()
+    ranks = Ranks()
     met = []
 
     def again(frame, event, _):
@@ -178,12 +198,12 @@ def test_a_signal_inside_the_handler_of_another_does_not_lock():
 
     before = signal.getsignal(signal.SIGUSR1)
     try:
-        job.stop_on_signals(signal.SIGUSR1)
-        assert not job.stopping
+        ranks.stop_on_signals(signal.SIGUSR1)
+        assert not ranks.stopping
         sys.settrace(again)
         signal.raise_signal(signal.SIGUSR1)
         sys.settrace(None)
-        assert met and job.stopping
+        assert met and ranks.stopping
     finally:
         sys.settrace(None)
         signal.signal(signal.SIGUSR1, before)

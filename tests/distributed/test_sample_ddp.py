@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from accel.errors import USAGE
-from accel.parallel.layouts import parse
+from accel.ranks.layouts import parse
 
 CUDA = torch.cuda.is_available()
 THREE = ["--num-sampling-steps", 4, "--labels", 1, 2, 3]

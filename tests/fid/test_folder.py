@@ -86,8 +86,8 @@ def test_another_start_needs_the_same_settings(folder, capsys):
         UsageError, match="--seed 3: .* begun with 2; use that, or another sample_dir"
     ):
         begin(folder, {"--seed": 3, CODE: "b"})
-    with pytest.raises(UsageError, match="--forecast plan of 4: .* begun with off;"):
-        begin(folder, {"--seed": 2, CODE: "b", "--forecast": "plan of 4"})
+    with pytest.raises(UsageError, match="--later 4: .* begun with off;"):
+        begin(folder, {"--seed": 2, CODE: "b", "--later": 4})
     begin(folder, {"--seed": 2, CODE: "a"})
 
 

@@ -7,13 +7,16 @@ import signal
 import socket
 import threading
 import time
+from contextlib import nullcontext
 
 import forks
 import pytest
 
+from accel import fid
 from accel.errors import UsageError
 from accel.fid.lock import PATIENCE, sole_job
 from accel.files import NO_FILE
+from accel.ranks import Ranks
 
 HOLD = """
 import pathlib, sys, time
@@ -79,6 +82,35 @@ def test_a_killed_holder_keeps_nothing(folder, holder):
     start = time.monotonic()
     with sole_job(folder):
         assert time.monotonic() - start > 0.4
+
+
+@pytest.mark.parametrize("lost", [OSError, None])
+def test_a_lock_whose_file_is_gone_is_let_go(folder, lost):
+    """As on a network's file system after ESTALE: here what is open in its place cannot be
+    truncated. An error of the work stays what it was.
+    """
+    with pytest.raises(OSError, match="the work") if lost else nullcontext(), sole_job(folder):
+        [handle] = [
+            int(entry.name)
+            for entry in os.scandir("/proc/self/fd")
+            if os.readlink(entry) == str(folder / ".job" / "lock")
+        ]
+        pipe, _ = os.pipe()
+        os.dup2(pipe, handle)
+        with pytest.raises(OSError):
+            os.ftruncate(handle, 0)
+        if lost:
+            raise lost("the work")
+
+
+@pytest.mark.parametrize("length, fits", [(250, True), (252, False)])
+def test_an_archives_name_that_is_too_long_is_refused_first(length, fits, tmp_path):
+    """The folder itself fits, and so does its work."""
+    folder = tmp_path / (length // 2 * "é")
+    how = pytest.raises(UsageError, match="npz: File name too long; choose another path")
+    with nullcontext() if fits else how, fid.locked(folder, Ranks()):
+        pass
+    assert folder.is_dir()
 
 
 def test_a_file_system_without_locks_is_named(folder, monkeypatch, capsys):

@@ -15,7 +15,6 @@ from accel.sampling.ancestral import Ancestral, Ddim
 from accel.sampling.flow import FLOWS
 from accel.sampling.guidance import Guidance
 from accel.sampling.solvers import Solver, make_scheduler
-from accel.sampling.strides import Strides
 
 CPU = torch.device("cpu")
 DRAWS = 3
@@ -67,7 +66,6 @@ PROCESSES = [
     Ancestral(DIFFUSION),
     Ddim(DIFFUSION, 0.0),
     Solver(make_scheduler("dpm++"), 6),
-    Strides(DIFFUSION, [(1, 1), (2, 1), (3, 2)]),
     *(flow(6) for flow in FLOWS.values()),
 ]
 

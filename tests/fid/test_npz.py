@@ -113,3 +113,24 @@ def test_an_archive_that_is_not_as_it_was_written_is_seen(tmp_path):
     path.unlink()
     os.mkfifo(path)
     assert "\n" not in archive.problem()
+
+
+def test_upstreams_function_makes_the_archive_of_any_folder(tmp_path, monkeypatch):
+    """Its name, arguments, result and errors; scripts import it from sample_ddp."""
+    from sample_ddp import create_npz_from_sample_folder
+
+    folder = tmp_path / "pictures"
+    originals = make(folder, 20, 8)
+    monkeypatch.chdir(tmp_path)
+    assert create_npz_from_sample_folder("pictures", num=17) == "pictures.npz"
+    array = np.load("pictures.npz")["arr_0"]
+    assert array.shape == (17, 8, 8, 3) and array.dtype == np.uint8
+    assert all(np.array_equal(array[number], originals[number % 8]) for number in range(17))
+    for num in (21, 50_000):
+        with pytest.raises(UsageError, match=f"num={num}: pictures has 20 pictures in a row"):
+            create_npz_from_sample_folder("pictures", num)
+    Image.new("RGB", (8, 9)).save(folder / "000003.png")
+    with pytest.raises(UsageError, match="000003.png: is not a whole PNG of 8×8 pixels; make"):
+        create_npz_from_sample_folder("pictures", 20)
+    assert np.array_equal(np.load("pictures.npz")["arr_0"], array)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pictures", "pictures.npz"]

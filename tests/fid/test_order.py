@@ -124,9 +124,7 @@ def test_whatever_decides_a_pictures_bits_is_a_setting(monkeypatch):
         weights = SimpleNamespace(digest=lambda: digest)
         usual = settings(model="DiT-Demo/2", eta=0.25, sampler="ddim", num_sampling_steps=10)
         chosen = replace(usual, weights=weights, **changes)
-        run = SimpleNamespace(
-            device=torch.device("cpu"), tier=precision, process=SimpleNamespace(setting="plan of 3")
-        )
+        run = SimpleNamespace(device=torch.device("cpu"), tier=precision)
         decoder = SimpleNamespace(load=lambda: SimpleNamespace(precision=vae_precision))
         return door.settings_of(chosen, run, decoder, world)
 
@@ -136,7 +134,7 @@ def test_whatever_decides_a_pictures_bits_is_a_setting(monkeypatch):
         and recorded() == before
         and before["--vae (contents)"] == "of the VAE"
     )
-    others = dict(world=2, precision="tf32", vae_precision="fp16", digest="b", forecast="plan")
+    others = dict(world=2, precision="tf32", vae_precision="fp16", digest="b")
     others["space"] = LatentSpace(shift=1.0)
     for name, value in {**CHANGES, **others}.items():
         assert recorded(**{name: value}) != before, name

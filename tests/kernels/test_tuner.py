@@ -134,7 +134,7 @@ def test_the_same_bits_every_time(m, n, k):
 
 @pytest.mark.gpu
 def test_known_algorithms_are_taken_without_measuring(monkeypatch):
-    known = tuner.KNOWN.get(torch.cuda.get_device_name())
+    known = tuner.WINNERS.get(torch.cuda.get_device_name())
     if known is None:
         pytest.skip(f"nothing is recorded for {torch.cuda.get_device_name()}")
     monkeypatch.setattr(tuner, "_fastest", lambda *_: pytest.fail("measured"))

@@ -10,6 +10,7 @@ import torch
 from hub import Hub
 from safetensors.torch import load_file, save_file
 
+from accel import Sampler
 from accel.errors import UsageError
 from accel.latents import files
 
@@ -64,18 +65,40 @@ def test_weights_of_another_config_or_kind(folder):
         assert "decoder.conv_out.bias is" in refused(folder)
 
 
-def test_what_is_loaded_is_the_callers_and_another_file_is_seen(folder):
+def test_what_is_loaded_is_the_callers(folder):
     found = files.find(str(folder))
     want = files.digest(found)
     files.load(found, "cpu").decoder.conv_out.bias.zero_()
     assert files.load(found, "cpu").decoder.conv_out.bias.any() and files.digest(found) == want
-    state = load_file(folder / files.FILES[1])
-    save_file(
-        state | {"decoder.conv_out.bias": torch.zeros(3)},
-        folder / files.FILES[1],
-        metadata={"format": "pt"},
-    )
-    assert not files.load(found, "cpu").decoder.conv_out.bias.any() and files.digest(found) != want
+
+
+@pytest.mark.parametrize("ask", [lambda space: files.load(space, "cpu"), files.digest])
+@pytest.mark.parametrize("name", files.FILES)
+def test_a_decoder_that_was_changed_since_it_was_opened_is_refused(name, ask, folder):
+    """Never half old, half new. Opened again, the new one is taken."""
+    found = files.find(str(folder))
+    before = files.digest(found)
+    if name == "config.json":
+        config = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(config | dict(norm_num_groups=8)))
+    else:
+        other = load_file(folder / name) | {"decoder.conv_out.bias": torch.zeros(3)}
+        save_file(other, folder / name, metadata={"format": "pt"})
+    with pytest.raises(
+        UsageError, match="vae=[^\n]*: was changed since it was opened; start again"
+    ):
+        ask(found)
+    assert files.digest(files.find(str(folder))) != before
+
+
+def test_a_sampler_whose_decoder_is_replaced_before_its_first_use(folder, weights):
+    """The network samples, and no picture is decoded by the other."""
+    how = dict(model="DiT-Demo/2", ckpt=str(weights), device="cpu", num_sampling_steps=1)
+    with Sampler(**how, vae=folder) as sampler:
+        os.utime(folder / files.FILES[1])
+        with pytest.raises(UsageError, match="vae=.*: was changed since it was opened"):
+            sampler.sample(1)
+        assert sampler.latents(1).isfinite().all()
 
 
 def test_digest_is_of_the_decoder_and_of_what_its_config_decides(folder):

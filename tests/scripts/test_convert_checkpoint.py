@@ -198,6 +198,24 @@ def test_weights_that_are_not_finite(tmp_path, here):
     assert find_model(tmp_path / "b.pt")["blocks.1.mlp.fc1.bias"].isnan().sum() == 1
 
 
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_eight_bits_are_kept(kind, tmp_path, here):
+    state = fill(DiT_models["DiT-S/8"](input_size=16, depth=1)).state_dict()
+    state = {name: one.to(kind) if one.ndim == 2 else one for name, one in state.items()}
+    torch.save({"ema": state, "args": argparse.Namespace(num_heads=6)}, tmp_path / "0.pt")
+    for source, target in (("0.pt", "1.safetensors"), ("1.safetensors", "2.pt")):
+        succeeds(here(CONVERT, "--ckpt", tmp_path / source, "--output", tmp_path / target))
+    again = find_model(tmp_path / "2.pt")
+    assert again.keys() == state.keys()
+    assert all(again[name].dtype == one.dtype for name, one in state.items())
+    name = "blocks.0.mlp.fc1.weight"
+    assert torch.equal(again[name].float(), state[name].float())
+    state[name] = torch.full(state[name].shape, float("nan")).to(kind)
+    torch.save({"ema": state, "args": argparse.Namespace(num_heads=6)}, tmp_path / "0.pt")
+    error = refused(here(CONVERT, "--ckpt", tmp_path / "0.pt", "--output", tmp_path / "3.pt"))
+    assert f"{name} holds NaN or infinity" in error
+
+
 @pytest.mark.parametrize("name", ["x.pt", "x.safetensors", "x"])
 def test_a_disk_that_is_full_is_a_line(weights, name, tmp_path, here):
     """Here a limit on the size of files."""
@@ -213,6 +231,9 @@ def test_a_disk_that_is_full_is_a_line(weights, name, tmp_path, here):
         ((".pt",), "must end in"),
         (("/proc/x.pt",), "cannot write"),
         (("x" * 300,), "File name too long"),
+        (("\udcff.pt",), "\\udcff.pt: is not UTF-8"),
+        (("\udcff.safetensors",), "is not UTF-8"),
+        (("\udcff",), "is not UTF-8"),
         (("x.pt", "--pipeline"), "--pipeline: "),
         (("x", "--vae", "ema"), "--pipeline: "),
     ],

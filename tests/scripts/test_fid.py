@@ -172,7 +172,8 @@ def test_the_command_gives_torch_fidelitys_figures_to_the_bit(
     assert "samples.npz: 20 pictures\n" in done.stdout and "tree: 24 pictures\n" in done.stdout
     assert "note: FID of 20 pictures is larger than of 50000" in done.stdout
     assert "note: these are not the published Inception weights" in done.stdout
-    assert done.stderr.count("20/20") == done.stderr.count("24/24") == 1
+    bars = [bar for bar in re.split(r"[\r\n]", done.stderr) if "checking" not in bar]
+    assert "".join(bars).count("20/20") == "".join(bars).count("24/24") == 1
     for program in (["scripts/fid.py"], ["-m", "scripts.fid"]):
         assert "VIRTUAL_imagenet256_labeled.npz" in forks.run([*program, "--help"]).stdout
 
@@ -325,6 +326,12 @@ def changed(content, offset, value, length):
     return bytes(content)
 
 
+def damaged(content):
+    """Return an archive with a changed value amid its pictures."""
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
 ENCRYPTED = (6, 1, 2)
 INFLATES_TO_3_GB = (22, 3 * 2**30, 4)
 SMALL = np.zeros((12, 8, 8, 3), np.uint8)
@@ -341,6 +348,8 @@ SIGMA = np.eye(2048)
         (b"PK\x03\x04 nonsense", "cannot be read"),
         (archive(arr_0=SMALL.astype(np.float32)), "arr_0 is float32"),
         (archive(arr_0=SMALL[..., 0]), "not uint8 (N, H, W, 3)"),
+        (archive(arr_0=np.asfortranarray(SMALL)), "Fortran order, whose values are not picture"),
+        (damaged(archive(arr_0=SMALL)), "Bad CRC-32 for file 'arr_0.npy'"),
         (archive(arr_0=np.zeros((20, 0, 0, 3), np.uint8)), "not uint8 (N, H, W, 3)"),
         (archive(arr_0=np.zeros((2, 9000, 1, 3), np.uint8)), "not uint8 (N, H, W, 3)"),
         (archive(other=np.zeros(3)), "holds 0 pictures"),
@@ -353,7 +362,7 @@ SIGMA = np.eye(2048)
         (changed(archive(arr_0=SMALL), *ENCRYPTED), "encrypted"),
         (changed(archive(mu=MU, sigma=SIGMA), *INFLATES_TO_3_GB), "mu holds 3,221,225,472 bytes"),
     ],
-    ids=range(17),  # an archive names the second in which it was made
+    ids=range(19),  # an archive names the second in which it was made
 )
 def test_bad_samples_are_one_line_at_once(content, words, data, inception, tmp_path, here):
     path = tmp_path / "x.npz"
@@ -369,27 +378,63 @@ def test_bad_samples_are_one_line_at_once(content, words, data, inception, tmp_p
     assert words in error and str(path) in error and time.monotonic() - start < 2
 
 
-def test_bad_folders_are_one_line(tmp_path):
+def encoded(picture, file_format="PNG", **options):
+    content = io.BytesIO()
+    Image.fromarray(picture).save(content, file_format, **options)
+    return content.getvalue()
+
+
+def exif(orientation):
+    tags = Image.Exif()
+    tags[0x0112] = orientation
+    return tags
+
+
+PICTURE = draw(1)[0]
+OTHER_SIZE = "has 16x16 pixels, 000000.png 24x24; crop and resize all to one size, by the recipe in"
+
+
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
+        ("000011.png", b"nothing", "is not a picture"),
+        ("000011.png", encoded(PICTURE)[:100], "truncated"),
+        ("000011.png", encoded(PICTURE)[:-12], "its chunk IEND is missing"),
+        ("000011.png", damaged(encoded(PICTURE)), "IDAT has a wrong checksum"),
+        ("000011.png", None, "a pipe"),
+        ("000011.png", encoded(PICTURE[:16, :16]), OTHER_SIZE),
+        ("000011.png", encoded(PICTURE[..., 0].astype(np.uint16) * 257), "16 bits a channel"),
+        ("000011.png", encoded(np.dstack([PICTURE, PICTURE[..., :1]])), "transparency"),
+        ("photo.jpg", encoded(PICTURE, "JPEG", exif=exif(6)), "EXIF orientation, 6"),
+        ("._000000.png", b"\0\5\x16\7" + bytes(100), "attributes that macOS kept beside a file"),
+    ],
+    ids=range(10),
+)
+@pytest.mark.parametrize("side", ["samples", "reference"])
+def test_a_bad_file_is_named_before_features_are_computed(
+    side, name, content, words, data, inception, tmp_path, here
+):
+    folder = write_folder(tmp_path / "f", draw(12))
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).write_bytes(content) if content else os.mkfifo(folder / name)
+    sides = {"samples": data / "samples.npz", "reference": data / "samples.npz", side: folder}
+    flags = "--inception-weights", inception, "--device", "cpu"
+    done = here("scripts/fid.py", sides["samples"], sides["reference"], *flags)
+    *bars, error = re.split(r"[\r\n]+", done.stderr.strip())
+    assert done.returncode == 2 and done.stdout == ""
+    assert f"fid.py: {folder / name}: " in error and words in error
+    assert all("checking" in bar or not bar.strip() for bar in bars)
+
+
+def test_lossy_pictures_are_noticed(tmp_path):
     folder = write_folder(tmp_path / "f", draw(3))
-    Image.fromarray(draw(1, side=16)[0]).save(folder / "000001.png")
+    for index in range(2):
+        (folder / f"{index}.jpg").write_bytes(encoded(PICTURE, "JPEG"))
     pictures = fid.Pictures(folder)
-    with (
-        pytest.raises(UsageError, match="000001.png is of another size than 000000.png"),
-        pictures.errors(),
-    ):
-        list(pictures)
-    whole = (folder / "000000.png").read_bytes()
-    for content, words in (
-        (b"nothing", "cannot identify image"),
-        (whole[:100], "truncated"),
-        (None, "a pipe"),
-    ):
-        (folder / "000000.png").unlink()
-        (folder / "000000.png").write_bytes(content) if content else os.mkfifo(
-            folder / "000000.png"
-        )
-        with pytest.raises(UsageError, match=words):
-            fid.Pictures(folder)
+    pictures.check()
+    lines = list(fid.caveats(pictures, fid.Pictures(folder), True))
+    [line] = [line for line in lines if "lossy" in line]
+    assert line == f"{folder}: 2 pictures have lossy compression (JPEG, WebP), which changes FID"
 
 
 # ---- Inception's weights ----

@@ -2,10 +2,14 @@
 estimate on the way, without it.
 """
 
+import asyncio
+import http.client
+import json
 import os
 import re
 import shlex
 import signal
+import socket
 import time
 import urllib.request
 from importlib.util import find_spec
@@ -19,10 +23,10 @@ from conftest import ROOT
 from accel import door
 from accel.door.opening import reopen
 from accel.errors import UsageError
-from accel.forecast import write_plan
 from accel.precision import alone
 from accel.request import GridRequest
-from scripts.page import PLAN, Studio, choices, choose
+from scripts.page import Studio, address_of, choices, choose, require_address
+from scripts.page_guard import Guard
 
 in_browser = pytest.mark.skipif(
     not (find() and find_spec("gradio")),
@@ -45,9 +49,137 @@ def test_too_many_pictures_are_refused():
         choose(["1"] * 9, 0, 4.0, 0, 1, "ddpm", 5, "fp32")
 
 
+def served_by(guard, path="/", query="", method="GET", body=b"", port=8000, **headers):
+    """What the guard answers, without a server: status, text, headers."""
+    answers = []
+    headers = [(name.encode(), value.encode()) for name, value in headers.items()]
+    scope = dict(type="http", method=method, path=path, headers=headers)
+    scope |= dict(query_string=query.encode(), server=("127.0.0.1", port))
+
+    async def receive():
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message):
+        answers.append(message)
+
+    asyncio.run(guard(scope, receive, send))
+    return answers[0]["status"], answers[1]["body"].decode(), dict(answers[0]["headers"])
+
+
+def guard_of(token="", error=None):
+    """The guard of a page that answers with the request's body, or fails."""
+
+    async def app(scope, receive, send):
+        if error:
+            raise error
+        body = (await receive())["body"]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+    return Guard(app, lambda: {0: 8, 3: 0}, token)
+
+
+@pytest.mark.parametrize(
+    "headers, port, status",
+    [
+        (dict(host="127.0.0.1:8000"), 8000, 200),
+        (dict(host="localhost:8000", origin="http://localhost:8000"), 8000, 200),
+        (dict(host="localhost"), 80, 200),
+        (dict(host="localhost:8001"), 8000, 403),
+        (dict(host="localhost"), 8000, 403),
+        (dict(host="evil.example:8000"), 8000, 403),
+        (dict(), 8000, 403),
+        (dict(host="localhost:8000", origin="http://evil.example"), 8000, 403),
+        (dict(host="localhost:8000", origin="http://localhost:9000"), 8000, 403),
+        (dict(host="localhost:8000", origin="null"), 8000, 403),
+    ],
+)
+def test_other_websites_are_not_answered(headers, port, status):
+    got, text, _ = served_by(guard_of(), port=port, **headers)
+    assert got == status and (status == 200 or text.count("\n") == 1)
+
+
+def test_another_machine_needs_the_token():
+    guard = guard_of("secret")
+    far = dict(host="machine.example:8000", origin="https://proxy.example")
+    assert served_by(guard, **far)[0] == 401
+    assert served_by(guard, query="token=guess", **far)[0] == 401
+    status, _, headers = served_by(guard, query="token=secret", **far)
+    assert status == 200
+    cookie = headers[b"set-cookie"].decode()
+    assert cookie == "page-8000=secret; HttpOnly; SameSite=Strict"
+    assert served_by(guard, cookie=cookie.partition(";")[0], **far)[0] == 200
+    for wrong in ("page-8000=guess", "page-8001=secret", 'a b;;="', "page-8000"):
+        assert served_by(guard, cookie=wrong, **far)[0] == 401
+
+
+@pytest.mark.parametrize(
+    "body, words",
+    [
+        ({"fn_index": 999, "data": []}, "fn_index 999: this page has no such function"),
+        ({"fn_index": "0", "data": []}, "fn_index '0': this page has no such function"),
+        ({"fn_index": True, "data": []}, "fn_index True"),
+        ({"data": []}, "fn_index None"),
+        ({"fn_index": 0, "data": [1]}, "data: function 0 takes a list of 8 values"),
+        ({"fn_index": 3, "data": "x"}, "data: function 3 takes a list of 0 values"),
+        ([], "a call is a JSON object"),
+        ("x" * 2**20, "a call is a JSON object"),
+    ],
+    ids=range(8),
+)
+def test_a_call_that_the_page_does_not_send_is_a_line(body, words):
+    how = dict(path="/gradio_api/queue/join", method="POST", host="localhost:8000")
+    status, text, _ = served_by(guard_of(), body=json.dumps(body).encode(), **how)
+    assert status == 400 and words in text and text.count("\n") == 1
+    whole = json.dumps({"fn_index": 3, "data": []})
+    assert served_by(guard_of(), body=whole.encode(), **how)[:2] == (200, whole)
+
+
+def test_an_error_of_a_request_is_a_line(capsys):
+    guard = guard_of(error=KeyError("a\nb"))
+    status, text, _ = served_by(guard, path="/x", host="localhost:8000")
+    assert (status, text) == (400, "KeyError: 'a\\nb'\n")
+    assert capsys.readouterr().err == "page.py: GET /x: KeyError: 'a\\nb'\n"
+
+
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        ((5, 0, 4, 0, 1, "ddpm", 5, "fp32"), "labels=5: must be a list"),
+        (([None], 0, 4, 0, 1, "ddpm", 5, "fp32"), "labels=None: must be a class's number or name"),
+        ((["1"], "z", 4, 0, 1, "ddpm", 5, "fp32"), "seed='z': must be a whole number"),
+        ((["1"], 1e25, 4, 0, 1, "ddpm", 5, "fp32"), "must fit in 64 bits"),
+        ((["1"], 0, [4], 0, 1, "ddpm", 5, "fp32"), "cfg_scale=[4]: must be a number"),
+        ((["1"], 0, 4, "0", 1, "ddpm", 5, "fp32"), "guidance_interval='0': must be a number"),
+        ((["1"], 0, 4, 0, 1, {"a": []}, 5, "fp32"), "sampler={'a': []}: must be text"),
+        ((["1"], 0, 4, 0, 1, "sde", 5, "fp32"), "sampler=sde: is not for a DiT"),
+        ((["1"], 0, 4, 0, 1, "ddpm", 5.5, "fp32"), "num_sampling_steps=5.5: must be a whole"),
+        ((["1"], 0, 4, 0, 1, "ddpm", 5, 7), "precision=7: must be text"),
+    ],
+    ids=range(10),
+)
+def test_values_of_wrong_types_are_a_line(studio, values, words):
+    with pytest.raises(UsageError, match=re.escape(words)):
+        reopen(studio.opened[0], **choose(*values))
+    right = choose(["1"], 3.0, 4, 0, 1, "ddpm", 5.0, "fp32")
+    assert (right["seed"], right["num_sampling_steps"]) == (3, 5)
+
+
+@pytest.mark.parametrize("host", ["8.8.8.8", "nosuch.invalid", "", "::1", "a" * 300])
+def test_an_address_that_is_not_this_machines_is_refused(host):
+    with pytest.raises(UsageError, match="^host="):
+        require_address(host)
+
+
+def test_the_address_that_is_printed():
+    assert address_of(None, 7860, "") == "http://127.0.0.1:7860/"
+    assert address_of("127.0.0.1", 7860, "x") == "http://127.0.0.1:7860/?token=x"
+    assert address_of("0.0.0.0", 8000, "x") == f"http://{socket.gethostname()}:8000/?token=x"
+
+
 def test_a_family_offers_what_it_has_and_no_more(studio):
     offered = {opened.model: choices(opened) for opened in studio.opened}
-    assert offered["DiT-Demo/2"] == (["ddpm", PLAN, "ddim", "dpm++", "unipc"], ["fp32"])
+    assert offered["DiT-Demo/2"] == (["ddpm", "ddim", "dpm++", "unipc"], ["fp32"])
     assert offered["Large-DiT-Demo/2"] == offered["DiT-Demo/2"]
     assert offered["SiT-Demo/2"] == (["sde", "euler", "heun"], ["fp32"])
 
@@ -80,20 +212,11 @@ def test_before_the_last_step_the_estimate_is_the_result(studio, number, sampler
     assert nearer.square().mean() < (seen[half] - latents).square().mean()
 
 
-def test_a_plan_that_passes_over_steps_shows_estimates(studio, tmp_path, monkeypatch):
-    """Six previews are due in 12 steps, one after each stride but the last."""
+def test_few_steps_show_an_estimate_each(studio, tmp_path, monkeypatch):
+    """Six previews are due in four steps, one after each step but the last."""
     monkeypatch.setattr("scripts.page.FOLDER", tmp_path)
-    how = dict(
-        num_sampling_steps=12,
-        labels=(1,),
-        forecast="plan",
-        forecast_plan=str(tmp_path / "plan.json"),
-    )
-    options = reopen(studio.opened[0], **how)
+    options = reopen(studio.opened[0], num_sampling_steps=4, labels=(1,))
     seen = []
-    write_plan(
-        tmp_path / "plan.json", door.plan_settings(options), [(1, 1), (3, 1), (4, 1), (4, 1)], {}
-    )
     studio.picture(
         options, "a.png", lambda text, share, *estimate: seen.extend(estimate), previews=6
     )
@@ -270,6 +393,24 @@ def test_stop_stops_between_steps_and_the_next_run_is_whole(visitor, late):
     visitor.press("Sample")
     assert visitor.wait_for("Done|must") == "Done"
     assert time.monotonic() - begun < 15
+
+
+@in_browser
+def test_the_server_has_the_guard(address):
+    """Host, Origin and calls as other programs and websites send them."""
+    port = int(address.rpartition(":")[2].strip("/"))
+    body = json.dumps({"fn_index": 999, "data": [], "session_hash": "a"})
+    cases = [
+        ("GET", "/config", {}, None, 200),
+        ("GET", "/config", {"Host": f"evil.example:{port}"}, None, 403),
+        ("GET", "/config", {"Origin": "http://evil.example"}, None, 403),
+        ("POST", "/gradio_api/queue/join", {"Content-Type": "application/json"}, body, 400),
+    ]
+    for method, path, headers, body, status in cases:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        connection.request(method, path, body, headers)
+        assert connection.getresponse().status == status, (path, headers)
+        connection.close()
 
 
 @in_browser

@@ -7,15 +7,11 @@ import json
 import numpy as np
 import pytest
 import torch
-from forks import refused, succeeds
+from forks import succeeds
 
 import evaluate
-from accel.door import plan_settings
-from accel.door.opening import open_weights
 from accel.errors import UsageError
-from accel.forecast import write_plan
 from accel.latents.pixels import to_grid
-from accel.request import GridRequest
 from scripts import verify
 
 
@@ -67,9 +63,7 @@ def test_a_metric_that_cannot_be_computed_passes_nothing():
 
 def test_tiers_that_the_device_lacks():
     cpu = torch.device("cpu")
-    assert verify.choose_tiers(None, cpu) == [verify.AGAIN] and verify.choose_tiers(
-        None, cpu, "plan"
-    ) == ["fp32"]
+    assert verify.choose_tiers(None, cpu) == [verify.AGAIN]
     with pytest.raises(UsageError, match="--precision bf16"):
         verify.choose_tiers(["bf16"], cpu)
 
@@ -118,10 +112,9 @@ def test_on_a_cpu(tmp_path, here):
 def test_what_is_recommended(capsys):
     """The fastest tier that passes is recommended."""
 
-    def conclude(*tiers, gate="contest", **plan):
-        return verify.conclude(
-            dict(gate=gate, seeds=1, tiers=tiers, **plan)
-        ), capsys.readouterr().out
+    def conclude(*tiers, gate="contest"):
+        status = verify.conclude(dict(gate=gate, seeds=1, tiers=tiers))
+        return status, capsys.readouterr().out
 
     def tier(name, speedup, contest, strict="FAIL"):
         verdicts = dict(contest=contest, strict=strict)
@@ -129,59 +122,16 @@ def test_what_is_recommended(capsys):
 
     tiers = (
         tier("bf16", 5, "FAIL"),
-        tier("fp16, forecast plan", 4, "PASS"),
+        tier("fp16", 4, "PASS"),
         tier("tf32", 2, "PASS", "PASS"),
     )
     tiers += (dict(tier="x", refused="overflows"),)
     status, text = conclude(*tiers)
     assert status == 0
-    assert (
-        "--precision fp16 --forecast plan (4.00 times fp32's speed; all grids and pictures of 1 "
-        "seed " in text
-    )
-    assert (
-        "--forecast plan --forecast-plan 'my plan.json' (4.00"
-        in conclude(*tiers, forecast_plan="my plan.json")[1]
-    )
+    assert "--precision fp16 (4.00 times fp32's speed; all grids and pictures of 1 seed " in text
     assert "--precision tf32 (2.00 times" in conclude(*tiers, gate="strict")[1]
     assert conclude(tiers[0])[0] == conclude(tiers[-1])[0] == 1
     assert conclude(tiers[0], tier("fp16", 4, "NONE"))[0] == 3
-
-
-def test_a_plan_for_another_run_is_refused_before_the_reference_is_sampled(
-    tmp_path, monkeypatch, here
-):
-    monkeypatch.setattr(verify, "sample", lambda *_: pytest.fail("sampled"))
-    done = here(*VERIFY, "--num-sampling-steps", 20, "--forecast", "plan", "--output", tmp_path)
-    assert "was made for --num-sampling-steps 250, not 20" in refused(done)
-
-
-def test_plans_are_compared_with_all_evaluations(tmp_path, monkeypatch, here):
-    """The reference evaluates the network at every step, whatever is verified; fp32 by a
-    plan is another picture.
-    """
-    request = GridRequest(model="DiT-Demo/2", num_sampling_steps=12)
-    settings = plan_settings(open_weights(request, torch.device("cpu")))
-    write_plan(tmp_path / "plan.json", settings, [(1, 1), (3, 1), (4, 1), (4, 1)], {})
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "none"))
-    flags = [
-        "--num-sampling-steps",
-        12,
-        "--labels",
-        0,
-        "--seeds",
-        1,
-        "--forecast",
-        "plan",
-        "--forecast-plan",
-    ]
-    here(*VERIFY, *flags, tmp_path / "plan.json", "--output", tmp_path)
-    [tier] = json.loads((tmp_path / "verify.json").read_text())["tiers"]
-    assert tier["tier"] == "fp32, forecast plan" and tier["worst"]["grid"]["mae"] > 0
-    assert (tmp_path / "seed0-fp32.png").read_bytes() != (
-        tmp_path / "seed0-fp32--forecast-plan.png"
-    ).read_bytes()
-    assert (tmp_path / "heatmap-fp32--forecast-plan.png").is_file()
 
 
 def test_of_several_pictures_that_fail_the_worst_is_shown():

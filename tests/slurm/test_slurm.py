@@ -48,7 +48,7 @@ def checkout(tmp_path):
     )
     for program in binaries.iterdir():
         program.chmod(0o755)
-    (tmp_path / "log").mkdir()
+    (tmp_path / "output").mkdir()
     return tmp_path
 
 
@@ -84,7 +84,7 @@ def test_a_step_of_srun_ends_with_the_status_of_its_ranks(ending, status, words,
 
 
 def log_of(checkout, job):
-    return "\n".join(file.read_text() for file in (checkout / "log").glob(f"*-{job}.out"))
+    return "\n".join(file.read_text() for file in (checkout / "output").glob(f"*-{job}.out"))
 
 
 def finish(cluster, checkout, job, seconds=120):

@@ -18,5 +18,6 @@ FAMILY = Family(
     },
     prediction="noise",
     samplers=("ddpm", "ddim"),
+    keys=("places.weight", "blocks.2.qkv.weight"),
     code=__name__,
 )

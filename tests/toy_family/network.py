@@ -55,9 +55,9 @@ class Toy(nn.Module):
         powers = t[:, None] / 2.0 ** torch.arange(2, 10, device=t.device)  # (N, 8)
         return self.time(powers.cos()) + self.labels(y)
 
-    def transform(self, x, c, attend=attention, tokens=slice(None), depth=None):
-        """The first `depth` layers."""
-        for block in self.blocks[:depth]:
+    def transform(self, x, c, attend=attention, tokens=slice(None), blocks=None):
+        """Some layers, or all."""
+        for block in self.blocks if blocks is None else blocks:
             x = block(x, c, attend)
         return x
 

@@ -3,20 +3,24 @@
 from functools import partial
 
 from accel.families.loaded_module import OfModule
+from accel.families.recognise import Form, Recogniser
 
 from . import FAMILY
 from .network import Toy
 
-MODELS = {"Toy/2": Toy}
-KEYS = "places.weight", "blocks.2.qkv.weight"
-LABELS = "labels.weight"
+
+class ToyRecogniser(Recogniser):
+    family = FAMILY
+    models = {"Toy/2": Toy}
+    labels = "labels.weight"
+
+    def form(self, shapes, metadata):
+        """The model with weights of these shapes."""
+        return Form("Toy/2", partial(Toy, width=shapes[self.labels][1]), Toy.num_heads)
+
+    def of_module(self, module, state):
+        """How a module is read if it is a Toy."""
+        return OfModule(FAMILY, {}, module.input_size) if self.family.keys[0] in state else None
 
 
-def sizes(shapes, metadata):
-    """(name, constructor, heads) of the model with weights of these shapes."""
-    return "Toy/2", partial(Toy, width=shapes[LABELS][1]), Toy.num_heads
-
-
-def of_module(module, state):
-    """How a module is read if it is a Toy."""
-    return OfModule(FAMILY, {}, module.input_size) if KEYS[0] in state else None
+RECOGNISER = ToyRecogniser()

@@ -7,6 +7,7 @@ from accel.families import DEMO, Defaults, Family
 PUBLISHED = {256: "DiT-XL-2-256x256.pt", 512: "DiT-XL-2-512x512.pt"}
 SIZES = tuple(f"{size}/{patch}" for size in ("XL", "L", "B", "S") for patch in (2, 4, 8))
 # the demo's classes
+KEYS = ("x_embedder.proj.weight", "blocks.0.attn.qkv.weight")
 DRAWN = ("planet", "mountains", "flower", "ball", "block", "sea", "balloon", "mushroom")
 
 
@@ -30,5 +31,7 @@ FAMILY = Family(
     },
     prediction="noise",
     samplers=("ddpm", "ddim", "dpm++", "unipc"),
+    keys=KEYS,
     code=__name__,
+    fast=f"{__name__}.fast",
 )

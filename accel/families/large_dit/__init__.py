@@ -10,5 +10,7 @@ FAMILY = Family(
     },
     prediction="noise",
     samplers=dit.FAMILY.samplers,
+    keys=("x_embedder.weight", "layers.0.attention.wq.weight"),
     code=__name__,
+    fast=f"{__name__}.fast",
 )

@@ -1,81 +1,102 @@
-"""Lay out Large-DiT's weights for the accelerated network. In a block
+"""Pack Large-DiT's weights for the accelerated network. In a block
 
 h ← adaLN(x)                               RMSNorm; its weight is folded into scale's projection
-a ← wo(attention(rotated(qkv(h))))         q, k, v by one GEMM; their norm and rotation by one
-                                           kernel
+a ← wo(attention(rotated(qkv(h))))         q, k, v by one GEMM; their norm and rotation by a kernel
 m ← w2(silu(w1·h) ∗ w3·h)                  w1 and w3 by one GEMM, SwiGLU by a kernel
 """
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 
 from accel.families.large_dit.network import rotation_table
-from accel.fast.conditioning import Conditioning
-from accel.fast.network import Layout
-from accel.fast.ops import Block, Half, Rotation, Split
+from accel.fast.conditioning import BLOCK_VECTORS, Conditioning
+from accel.fast.network import Packing
+from accel.fast.ops import Block, Gemms, Half, Rotation, Split, Weights
 from accel.fast.reader import Reader
+from accel.network import Stage
+
+# Places of the scales among a block's vectors.
+ATTENTION_SCALE = 1
+MLP_SCALE = 4
 
 
-def lay_out(read: Reader, model: nn.Module, ops: Half | Split) -> Layout:
-    """Lay out a Large-DiT's state dict. model: gives heads, channels, patch and input
-    size.
+def pack(read: Reader, model: nn.Module, ops: Half | Split) -> Packing:
+    """Pack a Large-DiT's state dict.
 
-    The conditioning's weights are a tenth of the network or more, so they stay in the
-    GEMMs' dtype. Its arithmetic is float32.
+    model: gives heads, channels, patch and input size. The conditioning's weights are a tenth of
+    the network or more, so they stay in the GEMMs' dtype. Its arithmetic is float32.
     """
-    patches = read("x_embedder.weight")
-    tokens = (model.input_size // model.patch_size) ** 2  # (D, C·p·p)
-    blocks = [f"layers.{i}" for i in range(read.depth("attention.wq.weight"))]
-    # (T, d/2, 2)
-    rotation = rotation_table(len(patches) // model.n_heads, tokens, ops.stream, ops.device)
-    projections = [f"{name}.adaLN_modulation.1" for name in (*blocks, "final_layer")]
-    conditioning = Conditioning(read, projections, model.t_embedder.timestep_embedding, ops.dtype)
-    for i, name in enumerate(blocks):
-        conditioning.fold(6 * i + 1, read(f"{name}.attention_norm.weight"))
-        conditioning.fold(6 * i + 4, read(f"{name}.ffn_norm.weight"))
-    return Layout(
+    patches = read("x_embedder.weight")  # (D, C·p·p)
+    width = len(patches)
+    tokens = (model.input_size // model.patch_size) ** 2
+    rotation = rotation_table(width // model.n_heads, tokens, ops.stream, ops.device)
+    names = read.blocks("attention.wq.weight")
+    return Packing(
         patch_size=model.patch_size,
         in_channels=model.in_channels,
-        num_heads=model.n_heads,
         patches=patches,
         position=read("x_embedder.bias").expand(tokens, -1).contiguous(),  # (T, D)
-        blocks=[_block(read, name, model.n_heads, rotation, ops) for name in blocks],
-        final=(read("final_layer.linear.weight"), read("final_layer.linear.bias")),
-        conditioning=conditioning,
+        stages=[
+            Stage(
+                blocks=[_block(read, name, model.n_heads, rotation, ops) for name in names],
+                width=width,
+                num_heads=model.n_heads // ops.part.ranks,
+            )
+        ],
+        last_weight=read("final_layer.linear.weight"),
+        last_bias=read("final_layer.linear.bias"),
+        conditioning=_conditioning(read, names, model, ops),
         rms_eps=model.blocks[0].attention_norm.eps,
     )
 
 
-def _block(read: Reader, name: str, heads: int, rotation: torch.Tensor, ops: Half | Split) -> Block:
+def _conditioning(read: Reader, names: list[str], model: nn.Module, ops: Half | Split):
+    """Return the conditioning, with the norms' weights folded into the scales."""
+    projections = [f"{name}.adaLN_modulation.1" for name in (*names, "final_layer")]
+    sinusoid = model.t_embedder.timestep_embedding
+    conditioning = Conditioning(read, projections, sinusoid, ops.dtype)
+    for index, name in enumerate(names):
+        vectors = BLOCK_VECTORS * index
+        conditioning.fold(vectors + ATTENTION_SCALE, read(f"{name}.attention_norm.weight"))
+        conditioning.fold(vectors + MLP_SCALE, read(f"{name}.ffn_norm.weight"))
+    return conditioning
+
+
+def _block(read: Reader, name: str, heads: int, rotation: Tensor, ops: Half | Split) -> Block:
+    """Pack the block `name`. rotation: the table (T, d/2, 2)."""
     attention = f"{name}.attention"
     mlp = f"{name}.feed_forward"
-    size = 2 * rotation.shape[1]  # of a head
-    q, k, v = (
-        read.heads(f"{attention}.{layer}.weight", heads, size, ops.dtype)
+    head_dim = 2 * rotation.shape[1]
+    qkv = [
+        read.heads(f"{attention}.{layer}.weight", heads, head_dim, ops.dtype)
         for layer in ("wq", "wk", "wv")
-    )
-    w1, w3 = (read.rows(f"{mlp}.{layer}.weight", ops.dtype) for layer in ("w1", "w3"))
-    gemms = {
-        f"{attention}.wq, wk, wv": (torch.cat([q, k, v]), None),  # (3·D, D)
-        f"{attention}.wo": (read.columns(f"{attention}.wo.weight", ops.dtype), None),
-        f"{mlp}.w1, w3": (torch.cat([w1, w3]), None),  # (2·F, D)
-        f"{mlp}.w2": (read.columns(f"{mlp}.w2.weight", ops.dtype), None),
-    }
-    return ops.block(
-        gemms, gated=True, rotation=Rotation(rotation, _norms(read, attention, heads, size))
-    )
-
-
-def _norms(read, attention, heads, size):
-    """Return weight and bias of the norm of queries, then of keys, (2, 2, D); None
-    without qk-norm.
-    """
-    if f"{attention}.q_norm.weight" not in read.state:
-        return None
-    pairs = [
-        torch.stack(
-            [read.heads(f"{attention}.{norm}.{kind}", heads, size) for kind in ("weight", "bias")]
-        )
-        for norm in ("q_norm", "k_norm")
     ]
-    return torch.stack(pairs)
+    w1 = read.rows(f"{mlp}.w1.weight", ops.dtype)
+    w3 = read.rows(f"{mlp}.w3.weight", ops.dtype)
+    wo = read.columns(f"{attention}.wo.weight", ops.dtype)
+    w2 = read.columns(f"{mlp}.w2.weight", ops.dtype)
+    gemms = Gemms(
+        qkv=Weights(f"{attention}.wq, wk, wv", torch.cat(qkv)),  # (3·D, D)
+        proj=Weights(f"{attention}.wo", wo),
+        fc1=Weights(f"{mlp}.w1, w3", torch.cat([w1, w3])),  # (2·F, D)
+        fc2=Weights(f"{mlp}.w2", w2),
+    )
+    norms = _norms(read, attention, heads, head_dim)
+    return ops.block(gemms, gated=True, rotation=Rotation(rotation, norms))
+
+
+def _norms(read, attention, heads, head_dim):
+    """Return the norms of queries and keys, (2, 2, D); None without qk-norm.
+
+    Of each its weight and its bias.
+    """
+    if f"{attention}.q_norm.weight" not in read:
+        return None
+
+    def norm(name):
+        weight = read.heads(f"{attention}.{name}.weight", heads, head_dim)
+        bias = read.heads(f"{attention}.{name}.bias", heads, head_dim)
+        return torch.stack([weight, bias])
+
+    return torch.stack([norm("q_norm"), norm("k_norm")])

@@ -1,19 +1,18 @@
-"""Large-DiT: the diffusion transformer with LLaMA's block (Alpha-VLLM, LLaMA2-Accessory,
-Large-DiT-ImageNet).
+"""Large-DiT: the diffusion transformer with LLaMA's block.
 
-The mathematics of the network alone, as models.py for DiT. Sampler, guidance and latents
-are DiT's. The block differs: RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467), rotary
-position embedding (Su et al. 2021, arXiv:2104.09864), SwiGLU (Shazeer 2020,
-arXiv:2002.05202), and optionally normalised queries and keys. Names, constructor
-arguments and state-dict keys are those of the published checkpoints, which load with
+By Alpha-VLLM (LLaMA2-Accessory, Large-DiT-ImageNet). The mathematics of the network alone, as
+models.py for DiT. Sampler, guidance and latents are DiT's. The block differs: RMSNorm (Zhang &
+Sennrich 2019, arXiv:1910.07467), rotary position embedding (Su et al. 2021, arXiv:2104.09864),
+SwiGLU (Shazeer 2020, arXiv:2002.05202), and optionally normalised queries and keys. Names,
+constructor arguments and state-dict keys are those of the published checkpoints, which load with
 ``strict=True``.
 
-Shapes: N batch, C latent channels, H = W latent side, p patch side, T = (H/p)² tokens, D
-width, h heads, d head dim.
+Shapes: N batch, C latent channels, H = W latent side, p patch side, T = (H/p)² tokens, D width,
+h heads, d head dim.
 """
 
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Iterable
+from functools import lru_cache, partial
 
 import torch
 import torch.nn as nn
@@ -33,22 +32,22 @@ def wide(x: Tensor) -> Tensor:
 def rotation_table(
     head_dim: int, length: int, dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:
-    """Return cosines and sines (length, d/2, 2) of position·10000^(-2i/d), i < d/2, for
-    positions 0 … length-1.
+    """Return cosines and sines (length, d/2, 2) of position·10000^(-2i/d), i < d/2.
+
+    The positions are 0 … length-1.
     """
     with torch.inference_mode(False):
-        # (d/2,)
-        frequencies = 10000.0 ** -(
-            torch.arange(0, head_dim, 2, dtype=dtype, device="cpu") / head_dim
-        )
-        angles = torch.outer(torch.arange(length, dtype=dtype, device="cpu"), frequencies)
+        exponents = torch.arange(0, head_dim, 2, dtype=dtype, device="cpu") / head_dim  # (d/2,)
+        positions = torch.arange(length, dtype=dtype, device="cpu")
+        angles = torch.outer(positions, 10000.0**-exponents)
         return torch.stack([angles.cos(), angles.sin()], dim=-1).to(device)
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Apply the rotary embedding: x (N, T, h, d), rotation (T, d/2, 2) → (N, T, h, d).
-    Each pair (2i, 2i+1), as a complex number, is multiplied by
-    exp(j·position·10000^(-2i/d)), j² = -1.
+
+    Each pair (2i, 2i+1), as a complex number, is multiplied by exp(j·position·10000^(-2i/d)),
+    j² = -1.
     """
     pairs = wide(x).unflatten(-1, (-1, 2))  # (N, T, h, d/2, 2)
     real, imaginary = pairs.unbind(-1)
@@ -76,10 +75,10 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Multi-head self-attention with rotary positions. (N, T, D) → (N, T, D).
 
-    With `n_kv_heads` < `n_heads` several query heads share a head of keys and values
-    (Ainslie et al. 2023, arXiv:2305.13245). With `qk_norm` queries and keys pass a
-    LayerNorm over all heads jointly, before the rotation. Raises ValueError if the heads
-    do not divide the width, or their width is odd.
+    With `n_kv_heads` < `n_heads` several query heads share a head of keys and values (Ainslie et
+    al. 2023, arXiv:2305.13245). With `qk_norm` queries and keys pass a LayerNorm over all heads
+    jointly, before the rotation. Raises ValueError if the heads do not divide the width, or their
+    width is odd.
     """
 
     def __init__(
@@ -90,10 +89,8 @@ class Attention(nn.Module):
         self.n_kv_heads = n_kv_heads or n_heads
         self.head_dim = dim // n_heads
         if dim % n_heads or self.head_dim % 2 or n_heads % self.n_kv_heads:
-            raise ValueError(
-                f"width {dim} does not divide into {n_heads} heads, {self.n_kv_heads} of keys and "
-                "values"
-            )
+            heads = f"{n_heads} heads, {self.n_kv_heads} of keys and values"
+            raise ValueError(f"width {dim} does not divide into {heads}")
         kv_dim = self.n_kv_heads * self.head_dim
         self.wq = nn.Linear(dim, dim, bias=False)
         self.wk = nn.Linear(dim, kv_dim, bias=False)
@@ -103,19 +100,24 @@ class Attention(nn.Module):
         self.k_norm = nn.LayerNorm(kv_dim) if qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, rotation: Tensor, attend: Callable = attention) -> Tensor:
-        q = self.q_norm(self.wq(x))
-        k = self.k_norm(self.wk(x))  # (N, T, D), (N, T, kv heads · d)
+        q = self.q_norm(self.wq(x))  # (N, T, D)
+        k = self.k_norm(self.wk(x))  # (N, T, kv heads · d)
+        v = self.wv(x)
         q = rotate(q.unflatten(-1, (self.n_heads, -1)), rotation)  # (N, T, h, d)
         k = rotate(k.unflatten(-1, (self.n_kv_heads, -1)), rotation)
-        v = self.wv(x).unflatten(-1, (self.n_kv_heads, -1))
-        # (N, T, h, d)
-        k, v = (one.repeat_interleave(self.n_heads // self.n_kv_heads, dim=2) for one in (k, v))
-        return self.wo(attend(torch.cat([q, k, v], dim=2).flatten(2), self.n_heads))
+        v = v.unflatten(-1, (self.n_kv_heads, -1))
+        sharing = self.n_heads // self.n_kv_heads  # query heads that share a head of keys
+        k = k.repeat_interleave(sharing, dim=2)  # (N, T, h, d)
+        v = v.repeat_interleave(sharing, dim=2)
+        qkv = torch.cat([q, k, v], dim=2).flatten(2)  # (N, T, 3·D)
+        return self.wo(attend(qkv, self.n_heads))
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: w2(silu(w1·x) ∗ w3·x), (N, T, D) → (N, T, D). The hidden width is
-    `ffn_dim_multiplier` · 8/3 of `dim`, rounded up to a multiple of `multiple_of`.
+    """SwiGLU: w2(silu(w1·x) ∗ w3·x), (N, T, D) → (N, T, D).
+
+    The hidden width is `ffn_dim_multiplier` · 8/3 of `dim`, rounded up to a multiple of
+    `multiple_of`.
     """
 
     def __init__(self, dim: int, multiple_of: int = 256, ffn_dim_multiplier: float | None = None):
@@ -133,8 +135,9 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """LLaMA's block with adaptive shifts, scales and gates (adaLN-Zero, arXiv:2212.09748,
-    section 3.2).
+    """LLaMA's block with adaptive shifts, scales and gates.
+
+    adaLN-Zero, arXiv:2212.09748, section 3.2.
     """
 
     def __init__(
@@ -157,8 +160,9 @@ class TransformerBlock(nn.Module):
     def forward(
         self, x: Tensor, c: Tensor, rotation: Tensor, attend: Callable = attention
     ) -> Tensor:
-        """Apply attention and MLP: tokens x (N, T, D), conditioning c (N, min(D, 1024)),
-        rotation (T, d/2, 2) → (N, T, D). attend: for `attention`.
+        """Apply attention and MLP: tokens x (N, T, D) → (N, T, D).
+
+        Conditioning c (N, min(D, 1024)), rotation (T, d/2, 2). attend: in place of `attention`.
         """
         vectors = self.adaLN_modulation(c).chunk(6, dim=1)  # each (N, D)
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = vectors
@@ -169,8 +173,9 @@ class TransformerBlock(nn.Module):
 
 
 class FinalLayer(dit.FinalLayer):
-    """DiT's final layer with conditioning of width C = min(D, 1024). (N, T, D), (N, C) →
-    (N, T, p²·out_channels).
+    """DiT's final layer with conditioning of width C = min(D, 1024).
+
+    (N, T, D), (N, C) → (N, T, p²·out_channels).
     """
 
     def __init__(self, dim: int, patch_size: int, out_channels: int):
@@ -179,9 +184,10 @@ class FinalLayer(dit.FinalLayer):
 
 
 class DiT_Llama(dit.DiT):
-    """Large diffusion transformer over latent patches. Arguments are those of the
-    published code; `input_size` is the latent's side. `forward` and `forward_with_cfg`
-    are DiT's.
+    """Large diffusion transformer over latent patches.
+
+    Arguments are those of the published code; `input_size` is the latent's side. `forward` and
+    `forward_with_cfg` are DiT's.
     """
 
     def __init__(
@@ -208,18 +214,24 @@ class DiT_Llama(dit.DiT):
         self.out_channels = in_channels * 2 if learn_sigma else in_channels
         self.patch_size = patch_size
         self.dim = dim
-        self.n_heads = self.num_heads = n_heads  # the latter is DiT's name
+        self.n_heads = n_heads
+        self.num_heads = n_heads  # DiT's name
 
         condition = min(dim, 1024)
         self.x_embedder = nn.Linear(patch_size * patch_size * in_channels, dim)
         self.t_embedder = TimestepEmbedder(condition)
         self.y_embedder = LabelEmbedder(num_classes, condition, class_dropout_prob)
-        self.layers = nn.ModuleList(
-            TransformerBlock(
-                dim, n_heads, n_kv_heads, multiple_of, ffn_dim_multiplier, norm_eps, qk_norm
-            )
-            for _ in range(n_layers)
+        block = partial(
+            TransformerBlock,
+            dim,
+            n_heads,
+            n_kv_heads,
+            multiple_of,
+            ffn_dim_multiplier,
+            norm_eps,
+            qk_norm,
         )
+        self.layers = nn.ModuleList([block() for _ in range(n_layers)])
         self.final_layer = FinalLayer(dim, patch_size, self.out_channels)
         self.initialize_weights()
 
@@ -238,16 +250,16 @@ class DiT_Llama(dit.DiT):
         return self.layers
 
     def embed(self, x: Tensor, tokens: slice = slice(None)) -> Tensor:
-        """Embed latents (N, C, H, W) as tokens (N, T, D); return the slice `tokens` of
-        each row. Raises ValueError for latents of another size.
+        """Embed latents (N, C, H, W) as tokens (N, T, D), in raster order.
+
+        Returns the slice `tokens` of each row. Raises ValueError for latents of another size.
         """
-        if x.shape[-2:] != (self.input_size, self.input_size):
-            raise ValueError(
-                f"input of {tuple(x.shape[-2:])} given to a model built for "
-                f"{(self.input_size,) * 2}"
-            )
-        # (N, T, C·p·p), in raster order
-        patches = F.pixel_unshuffle(x, self.patch_size).flatten(2).transpose(1, 2)
+        size = tuple(x.shape[-2:])
+        wanted = (self.input_size, self.input_size)
+        if size != wanted:
+            raise ValueError(f"input of {size} given to a model built for {wanted}")
+        patches = F.pixel_unshuffle(x, self.patch_size)  # (N, C·p·p, H/p, W/p)
+        patches = patches.flatten(2).transpose(1, 2)  # (N, T, C·p·p)
         return self.x_embedder(patches[:, tokens])
 
     def transform(
@@ -256,13 +268,15 @@ class DiT_Llama(dit.DiT):
         c: Tensor,
         attend: Callable = attention,
         tokens: slice = slice(None),
-        depth: int | None = None,
+        blocks: Iterable[nn.Module] | None = None,
     ) -> Tensor:
-        """Apply all blocks, or the first `depth`: tokens x (N, T, D), conditioning c (N,
-        min(D, 1024)) → (N, T, D). tokens: the slice of each row that x holds.
+        """Apply `blocks`, by default all: tokens x (N, T, D) → (N, T, D).
+
+        Conditioning c (N, min(D, 1024)). attend: in place of `attention`. tokens: the slice of each
+        row that x holds.
         """
         rotation = self.rotation(x)[tokens]  # (T, d/2, 2)
-        for block in list(self.blocks)[:depth]:
+        for block in self.blocks if blocks is None else blocks:
             x = block(x, c, rotation, attend)
         return x
 
@@ -274,14 +288,12 @@ _SIZES = {
     "600M": dict(dim=1536, n_layers=16, n_heads=32),
     "3B": dict(dim=3072, n_layers=32, n_heads=32),
     "7B": dict(dim=4096, n_layers=32, n_heads=32),
-    # A small model, trained on drawn pictures, shipped with its weights. Head dim 96 as
-    # in 3B.
+    # A small model, trained on drawn pictures, shipped with its weights. Head dim 96 as in 3B.
     "Demo": dict(dim=192, n_layers=10, n_heads=2, input_size=16, num_classes=8, qk_norm=True),
 }
-Large_DiT_models = {
-    f"Large-DiT-{size}/2": dit._constructor(
-        f"DiT_Llama_{size}_patch2", DiT_Llama, patch_size=2, **config
-    )
-    for size, config in _SIZES.items()
-}
+Large_DiT_models = {}
+for _size, _config in _SIZES.items():
+    _name = f"DiT_Llama_{_size}_patch2"
+    _build = dit._constructor(_name, DiT_Llama, patch_size=2, **_config)
+    Large_DiT_models[f"Large-DiT-{_size}/2"] = _build
 globals().update({build.__name__: build for build in Large_DiT_models.values()})

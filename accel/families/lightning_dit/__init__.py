@@ -5,7 +5,7 @@ Guidance follows the published files' recipe: at noise levels up to 0.875, on th
 three of 32 channels.
 """
 
-from accel.families import Defaults, Family
+from accel.families import Defaults, Family, dit
 
 RECIPE = Defaults(
     image_size=256,
@@ -23,6 +23,8 @@ FAMILY = Family(
     models={f"LightningDiT-{size}": RECIPE for size in SIZES},
     prediction="velocity",
     samplers=("euler", "heun"),
+    keys=(*dit.FAMILY.keys, "blocks.0.mlp.w12.weight"),
     code=__name__,
+    fast=f"{__name__}.fast",
     fetch="hf download hustvl/lightningdit-xl-imagenet256-800ep --local-dir pretrained_models",
 )

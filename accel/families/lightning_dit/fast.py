@@ -1,5 +1,6 @@
-"""Lay out LightningDiT's weights for the accelerated network: DiT's block with
-Large-DiT's kernels. The norms' weights are folded into the projections of the scales.
+"""Pack LightningDiT's weights for the accelerated network: DiT's block with Large-DiT's kernels.
+
+The norms' weights are folded into the projections of the scales.
 """
 
 from functools import partial
@@ -10,66 +11,86 @@ from torch import Tensor
 
 from accel.families.lightning_dit.network import EPS, rotation_table
 from accel.families.sit import fast as sit
-from accel.fast.network import Layout
-from accel.fast.ops import Block, Half, Rotation, Split
+from accel.fast.network import Packing
+from accel.fast.ops import Block, Gemms, Half, Rotation, Split, Weights
 from accel.fast.reader import Reader
 
-# the hidden width is padded with zeros to a multiple of it, as the GEMM kernels require
-ALIGNED = 64
+ALIGNED = 64  # the GEMM kernels' multiple, to which the hidden width is padded with zeros
 
 
-def lay_out(read: Reader, model: nn.Module, ops: Half | Split) -> Layout:
-    """Lay out a LightningDiT's state dict. model: gives heads, channels, grid and the
-    timestep embedding.
+def pack(read: Reader, model: nn.Module, ops: Half | Split) -> Packing:
+    """Pack a LightningDiT's state dict.
+
+    model: gives heads, channels, grid and the timestep embedding.
     """
-    head = len(read.state["pos_embed"][0, 0]) // model.num_heads
     side = model.x_embedder.grid_size[0]
-    rotation = rotation_table(head, side, ops.stream, ops.device)
-    layout = sit.lay_out(
-        read, model, ops, partial(_block, heads=model.num_heads, rotation=rotation)
-    )
-    norms = [f"blocks.{i}.{norm}" for i in range(len(layout.blocks)) for norm in ("norm1", "norm2")]
-    for i, norm in enumerate((*norms, "final_layer.norm_final")):
-        layout.conditioning.fold(3 * i + 1, read(f"{norm}.weight"))
-    return layout._replace(rms_eps=EPS, last_rms_eps=EPS)
+    head_dim = model.pos_embed.shape[-1] // model.num_heads
+    rotation = rotation_table(head_dim, side, ops.stream, ops.device)
+    block = partial(_block, heads=model.num_heads, rotation=rotation)
+    packing = sit.pack(read, model, ops, block)
+    norms = []
+    for name in read.blocks("attn.qkv.weight"):
+        norms += [f"{name}.norm1", f"{name}.norm2"]
+    norms.append("final_layer.norm_final")
+    for index, norm in enumerate(norms):
+        # Every norm has a scale, the second of the three vectors that belong to it.
+        packing.conditioning.fold(3 * index + 1, read(f"{norm}.weight"))
+    return packing._replace(rms_eps=EPS, last_rms_eps=EPS)
 
 
 def _block(read: Reader, name: str, ops: Half | Split, heads: int, rotation: Tensor) -> Block:
-    qkv, proj, w12, w3 = (
-        f"{name}.{layer}" for layer in ("attn.qkv", "attn.proj", "mlp.w12", "mlp.w3")
-    )
-    both = (
-        read.rows(f"{w12}.{kind}", ops.dtype, matrices=2).unflatten(0, (2, -1))
-        for kind in ("weight", "bias")
-    )
-    gemms = {
-        qkv: tuple(
-            read.rows(f"{qkv}.{kind}", ops.dtype, matrices=3) for kind in ("weight", "bias")
+    """Pack the block `name`. rotation: the table (T, d/2, 2)."""
+    qkv = f"{name}.attn.qkv"
+    proj = f"{name}.attn.proj"
+    w12 = f"{name}.mlp.w12"
+    w3 = f"{name}.mlp.w3"
+    gemms = Gemms(
+        qkv=Weights(
+            qkv,
+            read.rows(f"{qkv}.weight", ops.dtype, matrices=3),
+            read.rows(f"{qkv}.bias", ops.dtype, matrices=3),
         ),
-        proj: (read.columns(f"{proj}.weight", ops.dtype), read.once(f"{proj}.bias", ops.dtype)),
-        w12: tuple(_filled_up(value).flatten(0, 1) for value in both),  # (2·F, D), (2·F,)
-        w3: (
-            _filled_up(read.columns(f"{w3}.weight", ops.dtype)),
+        proj=Weights(
+            proj,
+            read.columns(f"{proj}.weight", ops.dtype),
+            read.once(f"{proj}.bias", ops.dtype),
+        ),
+        fc1=Weights(
+            w12,
+            _padded_halves(read.rows(f"{w12}.weight", ops.dtype, matrices=2)),  # (2·F, D)
+            _padded_halves(read.rows(f"{w12}.bias", ops.dtype, matrices=2)),  # (2·F,)
+        ),
+        fc2=Weights(
+            w3,
+            _padded(read.columns(f"{w3}.weight", ops.dtype)),
             read.once(f"{w3}.bias", ops.dtype),
         ),
-    }
+    )
     norms = _norms(read, f"{name}.attn", heads // ops.part.ranks)
     return ops.block(gemms, gated=True, rotation=Rotation(rotation, norms, EPS))
 
 
-def _filled_up(value: Tensor) -> Tensor:
+def _padded(value: Tensor) -> Tensor:
     """Pad dimension 1 with zeros to a multiple of ALIGNED. They add nothing: silu(0)·0 = 0."""
     n, width, *others = value.shape
     return torch.cat([value, value.new_zeros(n, -width % ALIGNED, *others)], dim=1)
 
 
+def _padded_halves(value: Tensor) -> Tensor:
+    """Pad each of two matrices, one below the other, as `_padded` does."""
+    return _padded(value.unflatten(0, (2, -1))).flatten(0, 1)
+
+
 def _norms(read, attention, heads):
-    """Return weight and zero bias of the norm of queries, then of keys, repeated for all
-    heads, (2, 2, D); None without qk-norm.
+    """Return the norms of queries and keys, (2, 2, D); None without qk-norm.
+
+    Of each its weight, repeated for all heads, and a bias of zeros.
     """
-    if f"{attention}.q_norm.weight" not in read.state:
+    if f"{attention}.q_norm.weight" not in read:
         return None
-    weights = torch.stack(
-        [read(f"{attention}.{norm}.weight").repeat(heads) for norm in ("q_norm", "k_norm")]
-    )
+    weights = [
+        read(f"{attention}.q_norm.weight").repeat(heads),
+        read(f"{attention}.k_norm.weight").repeat(heads),
+    ]
+    weights = torch.stack(weights)  # (2, D)
     return torch.stack([weights, torch.zeros_like(weights)], dim=1)

@@ -1,15 +1,15 @@
 """LightningDiT: Yao et al. 2025, "Reconstruction vs. Generation", arXiv:2501.01423.
 
-SiT's flow with another block: RMSNorm (arXiv:1910.07467), SwiGLU (arXiv:2002.05202), and
-rotary embedding (arXiv:2104.09864) by a token's row and column. Names and state-dict keys
-are those of the published checkpoints. weights.py converts their table of rotations and
-their modulation without shifts.
+SiT's flow with another block: RMSNorm (arXiv:1910.07467), SwiGLU (arXiv:2002.05202), and rotary
+embedding (arXiv:2104.09864) by a token's row and column. Names and state-dict keys are those of the
+published checkpoints. weights.py converts their table of rotations and their modulation without
+shifts.
 
 Shapes: N batch, T tokens, D width, h heads, d head dim, L side of the grid of tokens.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import torch.nn as nn
@@ -30,8 +30,9 @@ EPS = 1e-6
 def rotation_table(
     head_dim: int, side: int, dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:
-    """Return cosines and sines (L², d/2, 2) of row·10000^(-2i/(d/2)), then of
-    column·10000^(-2i/(d/2)), i < d/4.
+    """Return cosines and sines (L², d/2, 2) of a token's row, then of its column.
+
+    Their angles are row·10000^(-2i/(d/2)) and column·10000^(-2i/(d/2)), i < d/4.
     """
     with torch.inference_mode(False):
         axis = axis_table(head_dim // 2, side, dtype, device)  # (L, d/4, 2)
@@ -41,21 +42,24 @@ def rotation_table(
 
 
 class Attention(dit.Attention):
-    """DiT's attention with rotated queries and keys. (N, T, D) → (N, T, D). With
-    `qk_norm` each head of q and k passes an RMSNorm before the rotation.
+    """DiT's attention with rotated queries and keys. (N, T, D) → (N, T, D).
+
+    With `qk_norm` each head of q and k passes an RMSNorm before the rotation.
     """
 
     def __init__(self, dim: int, num_heads: int, qk_norm: bool = False):
         super().__init__(dim, num_heads)
-        self.q_norm, self.k_norm = (
-            RMSNorm(dim // num_heads, EPS) if qk_norm else nn.Identity() for _ in "qk"
-        )
+        head_dim = dim // num_heads
+        self.q_norm = RMSNorm(head_dim, EPS) if qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(head_dim, EPS) if qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, rotation: Tensor, attend: Callable = attention) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)  # each (N, T, h, d)
+        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # (N, T, 3, h, d)
+        q, k, v = qkv.unbind(2)  # each (N, T, h, d)
         q = rotate(self.q_norm(q), rotation)
         k = rotate(self.k_norm(k), rotation)
-        return self.proj(attend(torch.stack([q, k, v], dim=2).flatten(2), self.num_heads))
+        qkv = torch.stack([q, k, v], dim=2).flatten(2)  # (N, T, 3·D)
+        return self.proj(attend(qkv, self.num_heads))
 
 
 class SwiGLU(nn.Module):
@@ -78,7 +82,8 @@ class LightningDiTBlock(nn.Module):
         self, hidden_size: int, num_heads: int, mlp_ratio: float = 4.0, qk_norm: bool = False
     ):
         super().__init__()
-        self.norm1, self.norm2 = (RMSNorm(hidden_size, EPS) for _ in range(2))
+        self.norm1 = RMSNorm(hidden_size, EPS)
+        self.norm2 = RMSNorm(hidden_size, EPS)
         self.attn = Attention(hidden_size, num_heads, qk_norm)
         self.mlp = SwiGLU(hidden_size, int(2 / 3 * int(hidden_size * mlp_ratio)))
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
@@ -86,16 +91,16 @@ class LightningDiTBlock(nn.Module):
     def forward(
         self, x: Tensor, c: Tensor, rotation: Tensor, attend: Callable = attention
     ) -> Tensor:
-        """Apply attention and MLP: tokens x (N, T, D), conditioning c (N, D), rotation
-        (T, d/2, 2) → (N, T, D). attend: for `attention`.
+        """Apply attention and MLP: tokens x (N, T, D), conditioning c (N, D) → (N, T, D).
+
+        rotation (T, d/2, 2). attend: in place of `attention`.
         """
         vectors = self.adaLN_modulation(c).chunk(6, dim=1)  # each (N, D)
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = vectors
         h = modulate(self.norm1(x), shift_msa, scale_msa)
         x = torch.addcmul(x, gate_msa.unsqueeze(1), self.attn(h, rotation, attend))
-        return torch.addcmul(
-            x, gate_mlp.unsqueeze(1), self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp))
-        )
+        h = modulate(self.norm2(x), shift_mlp, scale_mlp)
+        return torch.addcmul(x, gate_mlp.unsqueeze(1), self.mlp(h))
 
 
 class FinalLayer(dit.FinalLayer):
@@ -107,8 +112,9 @@ class FinalLayer(dit.FinalLayer):
 
 
 class LightningDiT(SiT):
-    """Estimate the velocity as SiT does: x (N, C, H, W), t (N,) from 0, noise, to 1,
-    data, y (N,) → (N, C, H, W).
+    """Estimate the velocity as SiT does: x (N, C, H, W), t (N,), y (N,) → (N, C, H, W).
+
+    t runs from 0, noise, to 1, data.
     """
 
     def __init__(
@@ -125,23 +131,28 @@ class LightningDiT(SiT):
         learn_sigma: bool = False,
         qk_norm: bool = False,
     ):
-        shape = input_size, patch_size, in_channels, hidden_size
         super().__init__(
-            *shape, 0, num_heads, mlp_ratio, class_dropout_prob, num_classes, learn_sigma
+            input_size,
+            patch_size,
+            in_channels,
+            hidden_size,
+            depth=0,  # SiT's blocks
+            num_heads=num_heads,
+            mlp_ratio=mlp_ratio,
+            class_dropout_prob=class_dropout_prob,
+            num_classes=num_classes,
+            learn_sigma=learn_sigma,
         )
-        blocks = (
-            LightningDiTBlock(hidden_size, num_heads, mlp_ratio, qk_norm) for _ in range(depth)
-        )
-        self.blocks = nn.ModuleList(blocks)
+        block = partial(LightningDiTBlock, hidden_size, num_heads, mlp_ratio, qk_norm)
+        self.blocks = nn.ModuleList([block() for _ in range(depth)])
         self.final_layer = FinalLayer(hidden_size, patch_size, self.out_channels)
         self.initialize_weights()
 
     def rotation(self, x: Tensor) -> Tensor:
         """Return the rotations of all positions (T, d/2, 2) on x's device, in float32 or wider."""
         dtype = torch.promote_types(x.dtype, torch.float32)
-        return rotation_table(
-            x.shape[-1] // self.num_heads, self.x_embedder.grid_size[0], dtype, x.device
-        )
+        head_dim = x.shape[-1] // self.num_heads
+        return rotation_table(head_dim, self.x_embedder.grid_size[0], dtype, x.device)
 
     transform = DiT_Llama.transform  # its blocks take `rotation` too
 
@@ -153,10 +164,14 @@ _SIZES = {
     "1p0B": dict(depth=24, hidden_size=1536, num_heads=24),
     "1p6B": dict(depth=28, hidden_size=1792, num_heads=28),
 }
-LightningDiT_models = {
-    f"LightningDiT-{size}/{p}": _constructor(
-        f"LightningDiT_{size}_{p}", LightningDiT, **_SIZES[size], patch_size=int(p)
+LightningDiT_models = {}
+for _name in SIZES:  # as "XL/1"
+    _size, _, _patch = _name.partition("/")
+    _build = _constructor(
+        f"LightningDiT_{_size}_{_patch}",
+        LightningDiT,
+        **_SIZES[_size],
+        patch_size=int(_patch),
     )
-    for size, p in (name.split("/") for name in SIZES)
-}
+    LightningDiT_models[f"LightningDiT-{_name}"] = _build
 globals().update({build.__name__: build for build in LightningDiT_models.values()})

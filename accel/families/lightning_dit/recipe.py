@@ -2,6 +2,7 @@
 checkpoint or a YAML file beside it.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ COMPUTED = (
     ("transport", "path_type", "Linear", "Linear"),
     ("transport", "prediction", "velocity", "velocity"),
     ("sample", "mode", "ODE", "ODE"),
-    ("sample", "sampling_method", "euler", "euler"),
     ("sample", "reverse", False, False),
-    ("data", "latent_multiplier", 0.18215, 1.0),
 )
+# What the training code takes where the configuration says nothing.
+USUAL_METHOD = "euler"
+USUAL_MULTIPLIER = 0.18215
 # Published files come without a configuration. This file's values differ from the
 # family's.
 PUBLISHED = {"lightningdit-xl-imagenet256-64ep": dict(cfg_scale=10.0, guidance_interval=(0.0, 0.9))}
@@ -56,18 +58,19 @@ def recipe(model: str, metadata: dict[str, Any], path: Path) -> dict[str, Any]:
                 f"{where} says {name} {_plain(value)}, and only {computed} is computed here; move "
                 "it"
             )
-    found = _values(where, content["sample"])
-    low, high = found["guidance_interval"]
-    words = (
-        f"cfg scale {found['cfg_scale']:g}, " * ("cfg_scale" in found)
-        + f"guidance at levels {low:g} to {high:g}, "
-    )
-    words += (
-        f"timestep shift {found['timestep_shift']:g}, "
-        f"{found.get('num_sampling_steps', 'the usual')} steps"
-    )
-    print(f"{where.partition(': ')[2]} says {words}; flags override it")
-    return found
+    values = _values(where, content["sample"]) | _latents(where, content.get("data"))
+    low, high = values["guidance_interval"]
+    steps = values.get("num_sampling_steps", "the usual")
+    words = [f"guidance at levels {low:g} to {high:g}"]
+    words.append(f"timestep shift {values['timestep_shift']:g}, {steps} steps")
+    if "cfg_scale" in values:
+        words.insert(0, f"cfg scale {values['cfg_scale']:g}")
+    if "sampler" in values:
+        words.append(f"sampler {values['sampler']}")
+    if "latent_scale" in values:
+        words.append(f"latents times {values['latent_scale']:g}")
+    print(f"{where.partition(': ')[2]} says {', '.join(words)}; flags override it")
+    return values
 
 
 def _values(where: str, sample: dict) -> dict[str, Any]:
@@ -75,23 +78,42 @@ def _values(where: str, sample: dict) -> dict[str, Any]:
     1 at data; a noise level is 1 − time.
     """
 
-    def number(name, low, high, usual):
-        value = sample.get(name, usual)
-        if not (type(value) in (int, float) and low <= value <= high):
-            raise UsageError(
-                f"{where} says {name} {_plain(value)}, which must be from {low} to {high}; mend it"
-            )
-        return value
-
+    number = partial(_number, where, sample)
     found = {
         "guidance_interval": (0.0, 1.0 - number("cfg_interval_start", 0, 0.999, 0)),
         "timestep_shift": float(number("timestep_shift", 0, 100, 0)) or 1.0,
     }
     if "cfg_scale" in sample:
-        found["cfg_scale"] = float(number("cfg_scale", 1, 10**6, 1))
+        found["cfg_scale"] = float(number("cfg_scale", 0, 10**6, 1))
+    method = sample.get("sampling_method", USUAL_METHOD)
+    if method != USUAL_METHOD:
+        found["sampler"] = _plain(method)  # refused, unless the user names another
     if "num_sampling_steps" in sample:  # a number of points: one more than steps
         found["num_sampling_steps"] = int(number("num_sampling_steps", 2, 1001, 250)) - 1
     return found
+
+
+def _latents(where: str, data: Any) -> dict[str, Any]:
+    """Return how the section `data` scales latents, {} if as VA-VAE's: normalised by their
+    statistics. Others are multiplied alone.
+    """
+    if not isinstance(data, dict):
+        return {}
+    scale = float(_number(where, data, "latent_multiplier", 1e-6, 1e6, USUAL_MULTIPLIER))
+    normed = data.get("latent_norm", False) is True
+    if normed and scale == 1:
+        return {}
+    return {"latent_scale": scale, "latent_norm": normed}
+
+
+def _number(where, section, name, low, high, usual):
+    """Return a number of a section of the configuration."""
+    value = section.get(name, usual)
+    if not (type(value) in (int, float) and low <= value <= high):
+        raise UsageError(
+            f"{where} says {name} {_plain(value)}, which must be from {low} to {high}; mend it"
+        )
+    return value
 
 
 def _plain(value):

@@ -14,5 +14,7 @@ FAMILY = Family(
     models={f"REPA-SiT-{size}": RECIPE for size in SIZES},
     prediction="velocity",
     samplers=sit.FAMILY.samplers,
+    keys=sit.FAMILY.keys,
     code=__name__,
+    fast=sit.FAMILY.fast,
 )

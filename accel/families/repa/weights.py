@@ -7,59 +7,113 @@ rounding: negate the last layer; cos(f·s) and sin(f·s) are linear in cos(f·t)
 sin(f·t), so the linear layer after the timestep's sinusoid can absorb the change of time.
 """
 
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from accel.families import repa
 from accel.families.dit.network import TimestepEmbedder
-from accel.families.dit.weights import KEYS, LABELS, of_dit, sizes_of
-from accel.families.loaded_module import OfModule
-from accel.families.recognise import STRUCTURE, Sizes
-from accel.families.sit.network import SiT, SiT_models
-from accel.families.sit.weights import is_sit, require_computable
+from accel.families.dit.weights import PATCHES
+from accel.families.loaded_module import STRUCTURE, OfModule
+from accel.families.sit.network import SiT_models
+from accel.families.sit.weights import SiTRecogniser, is_sit
 from accel.weights.shapes import Shapes
 
-__all__ = ["KEYS", "LABELS", "MODELS", "claim", "converted", "of_module", "sampled", "sizes"]
-MODELS = {
-    name.replace("SiT", "REPA-SiT", 1): SiT_models[name]
-    for name in SiT_models
-    if "Demo" not in name
-}
+PREFIX = "REPA-"  # of our names: REPA's code calls its models as SiT's does
 PROJECTORS = "projectors."  # training compares their outputs with an encoder's features
-ARGUMENT = "enc_type"  # only REPA's training has this argument
+FIRST = "t_embedder.mlp.0.weight"  # (D, F), after the timestep's sinusoid
+# What only the classes of REPA's code, and of what derives from it, keep as attributes.
+ATTRIBUTES = "path_type", "z_dims", "encoder_depth"
 
 
-def claim(shapes: Shapes, metadata: dict[str, Any]) -> tuple[int, str] | None:
-    """Return a claim if there are projectors or an argument of REPA's training, else None."""
-    if any(name.startswith(PROJECTORS) for name in shapes):
-        return STRUCTURE, "projectors"
-    return (STRUCTURE, ARGUMENT) if ARGUMENT in metadata else None
-
-
-def sizes(shapes: Shapes, metadata: dict[str, Any]) -> Sizes:
-    """Return (name, constructor, heads) of the model with weights of these shapes, as
-    families/recognise.py asks.
+class RepaRecogniser(SiTRecogniser):
+    """Recognise weights of REPA's code, with or without its projectors. It writes `path_type`
+    and `prediction` in small letters.
     """
-    require_computable(metadata)
-    return sizes_of(shapes, metadata.get("num_heads"), SiT, repa.FAMILY.name, MODELS)
+
+    family = repa.FAMILY
+    models = {PREFIX + name: SiT_models[name] for name in SiT_models if "Demo" not in name}
+
+    def claims(self, shapes: Shapes) -> tuple[str, ...]:
+        """Return the projectors, if there are any."""
+        return ("projectors",) * any(name.startswith(PROJECTORS) for name in shapes)
+
+    def trained_by(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the arguments that REPA's training alone has, or spells so."""
+        spelled = tuple(name for name in ("enc_type",) if name in arguments)
+        path = arguments.get("path_type")
+        if not isinstance(path, str):
+            return spelled
+        spelled += ("path_type",) * path[:1].islower()
+        return spelled + ("prediction",) * (arguments.get("prediction") == "v")
+
+    def names(self, model: str) -> tuple[str, ...]:
+        """Return the name of a model here, and in REPA's code."""
+        return model, model.removeprefix(PREFIX)
+
+    def sampled(self, state: dict[str, Tensor], metadata: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the entries that sampling needs: all but the projectors."""
+        return {name: value for name, value in state.items() if not name.startswith(PROJECTORS)}
+
+    def converted(self, state: dict[str, Tensor], metadata: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the weights of a SiT with the same samples: reverse time and the velocity's
+        sign.
+        """
+        state = self.sampled(state, metadata)
+        for name in ("final_layer.linear.weight", "final_layer.linear.bias"):
+            if name in state:
+                state[name] = -state[name]
+        if FIRST in state:
+            state[FIRST] = _of_time_turned(state[FIRST])
+        return state
+
+    def of_module(self, module: nn.Module, state: dict[str, Tensor]) -> OfModule | None:
+        """Return the rules to read a SiT of REPA's code, recognised by its projectors or
+        attributes, or None for another module.
+        """
+        by_entries = any(name.startswith(PROJECTORS) for name in state)
+        by_class = any(hasattr(module, name) for name in ATTRIBUTES)
+        if (
+            not is_sit(module)
+            or not (by_entries or by_class)
+            or not state.keys() >= {*self.family.keys}
+        ):
+            return None
+        with_features = _returns_features(module, state)
+        return self.of_entries(
+            module,
+            state,
+            strength=STRUCTURE,
+            arguments=lambda x, t, y: ((x, 1 - t, y), {}),
+            output=lambda out: -(out[0] if with_features else out),
+            face=TurnedFace if with_features else TurnedFaceAlone,
+        )
 
 
-def sampled(state: dict[str, Tensor], metadata: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the entries that sampling needs: all but the projectors."""
-    return {name: value for name, value in state.items() if not name.startswith(PROJECTORS)}
+RECOGNISER = RepaRecogniser()
 
 
-def converted(state: dict[str, Tensor], metadata: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the weights of a SiT with the same samples: reverse time and the velocity's sign."""
-    state = sampled(state, metadata)
-    for name in ("final_layer.linear.weight", "final_layer.linear.bias"):
-        if name in state:
-            state[name] = -state[name]
-    if "t_embedder.mlp.0.weight" in state:
-        state["t_embedder.mlp.0.weight"] = _of_time_turned(state["t_embedder.mlp.0.weight"])
-    return state
+def _returns_features(module: nn.Module, state: dict[str, Tensor]) -> bool:
+    """Return whether the module's forward returns a tuple, of velocity and features. A module
+    that cannot be evaluated counts as REPA's own, which does.
+    """
+    _, channels, patch, _ = state[PATCHES].shape
+    side = patch * round(state["pos_embed"].shape[1] ** 0.5)
+    kernel = state[PATCHES]
+    without_values = {name: value.to("meta") for name, value in module.state_dict().items()}
+    # Without values it takes no time; but some modules hold tensors that no state dict names.
+    for device, weights in ((torch.device("meta"), without_values), (kernel.device, {})):
+        x = torch.zeros(1, channels, side, side, device=device, dtype=kernel.dtype)
+        t = torch.zeros(1, device=device)
+        y = torch.zeros(1, dtype=torch.long, device=device)
+        gpus = [device] if device.type == "cuda" else []
+        with suppress(Exception), torch.no_grad(), torch.random.fork_rng(gpus):
+            return isinstance(functional_call(module, weights, (x, t, y)), tuple)
+    return True
 
 
 def _of_time_turned(weight: Tensor) -> Tensor:
@@ -76,24 +130,14 @@ def _of_time_turned(weight: Tensor) -> Tensor:
     return turned.to(torch.promote_types(weight.dtype, torch.float32))
 
 
-def of_module(module: nn.Module, state: dict[str, Tensor]) -> OfModule | None:
-    """Return the rules to read REPA's SiT, recognised by its projectors, or None for
-    another module.
+class TurnedFaceAlone:
+    """The signature of a SiT whose time and velocity are reversed, over
+    `accelerated.Accelerated`.
     """
-    if not is_sit(module) or not any(name.startswith(PROJECTORS) for name in state):
-        return None
-    turned = dict(
-        arguments=lambda x, t, y: ((x, 1 - t, y), {}), output=lambda out: -out[0], face=TurnedFace
-    )
-    return of_dit(repa.FAMILY, module, state, strength=STRUCTURE, **turned)
 
-
-class TurnedFace:
-    """REPA's signature over `accelerated.Accelerated`: time and velocity are reversed."""
-
-    def forward(self, x: Tensor, t: Tensor, y: Tensor) -> tuple[Tensor, tuple]:
-        """Return (velocity (N, C, H, W), ()): REPA's features are for training."""
-        return -super().forward(x, 1 - t, y), ()
+    def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
+        """Return the velocity (N, C, H, W)."""
+        return -super().forward(x, 1 - t, y)
 
     def forward_with_cfg(
         self, x: Tensor, t: Tensor, y: Tensor, cfg_scale: float | Tensor
@@ -102,3 +146,11 @@ class TurnedFace:
         models.DiT.forward_with_cfg.
         """
         return -super().forward_with_cfg(x, 1 - t, y, cfg_scale)
+
+
+class TurnedFace(TurnedFaceAlone):
+    """REPA's signature: features come with the velocity."""
+
+    def forward(self, x: Tensor, t: Tensor, y: Tensor) -> tuple[Tensor, tuple]:
+        """Return (velocity (N, C, H, W), ()): REPA's features are for training."""
+        return super().forward(x, t, y), ()

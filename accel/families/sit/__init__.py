@@ -1,6 +1,6 @@
 """SiT: Ma et al., 2024, arXiv:2401.08740. DiT's network, trained as a flow."""
 
-from accel.families import Defaults, Family
+from accel.families import Defaults, Family, dit
 from accel.families.dit import SIZES, demo
 
 FAMILY = Family(
@@ -11,6 +11,8 @@ FAMILY = Family(
     },
     prediction="velocity",
     samplers=("sde", "euler", "heun"),
+    keys=dit.FAMILY.keys,
     code=__name__,
+    fast=f"{__name__}.fast",
     fetch="hf download nyu-visionx/SiT-collections --local-dir pretrained_models",
 )

@@ -1,27 +1,34 @@
-"""Lay out SiT's weights for the accelerated network, as DiT's. The last layer computes
-the velocity alone.
+"""Pack SiT's weights for the accelerated network, as DiT's.
+
+The last layer computes the velocity alone.
 """
 
 from collections.abc import Callable
 
 import torch.nn as nn
+from torch import Tensor
 
 from accel.families.dit import fast as dit
-from accel.fast.network import Layout
+from accel.fast.network import Packing
 from accel.fast.ops import Block, Half, Split
 from accel.fast.reader import Reader
 
 
-def lay_out(
-    read: Reader, model: nn.Module, ops: Half | Split, block: Callable[..., Block] = dit.block
-) -> Layout:
-    """Lay out a SiT's state dict as a DiT's, without the last layer's rows for the
-    channels that SiT drops.
-    """
-    layout = dit.lay_out(read, model, ops, block)
-    # (p·p·C', …); inside a token the order is (p, p, C').
-    used = (
-        value.unflatten(0, (-1, model.out_channels))[:, : model.in_channels]
-        for value in layout.final
+def pack(
+    read: Reader,
+    model: nn.Module,
+    ops: Half | Split,
+    block: Callable[[Reader, str, Half | Split], Block] = dit.block,
+) -> Packing:
+    """Pack a SiT's state dict, without the last layer's rows for the channels that SiT drops."""
+
+    def used(rows: Tensor) -> Tensor:
+        """Return the rows (p·p·C', …) of the first C channels; the order is (p, p, C')."""
+        channels = rows.unflatten(0, (-1, model.out_channels))
+        return channels[:, : model.in_channels].flatten(0, 1)
+
+    packing = dit.pack(read, model, ops, block)
+    return packing._replace(
+        last_weight=used(packing.last_weight),
+        last_bias=used(packing.last_bias),
     )
-    return layout._replace(final=tuple(value.flatten(0, 1) for value in used))

@@ -1,12 +1,10 @@
-"""Scalable interpolant transformers (SiT): Ma et al., 2024, arXiv:2401.08740. DiT's
-network, trained as a flow.
+"""Scalable interpolant transformers (SiT): DiT's network, trained as a flow.
 
-On the way from noise ε to data x*, x_t = t·x* + (1 − t)·ε with t from 0 to 1, the network
-estimates the velocity x* − ε. Names, constructor arguments and state-dict keys are those
-of the published checkpoints, which load with ``strict=True``; the keys are DiT's.
+Ma et al., 2024, arXiv:2401.08740. On the way from noise ε to data x*, x_t = t·x* + (1 − t)·ε with t
+from 0 to 1, the network estimates the velocity x* − ε. Names, constructor arguments and state-dict
+keys are those of the published checkpoints, which load with ``strict=True``; the keys are DiT's.
 
-Shapes: N batch, C latent channels, H = W latent side, p patch side, T = (H/p)² tokens, D
-width.
+Shapes: N batch, C latent channels, H = W latent side, p patch side, T = (H/p)² tokens, D width.
 """
 
 from torch import Tensor
@@ -15,22 +13,23 @@ from accel.families.dit.network import _DEMO, DiT, _constructor, _constructors
 
 
 class SiT(DiT):
-    """DiT that estimates a velocity: x (N, C, H, W), t (N,) from 0, noise, to 1, data, y
-    (N,) labels → (N, C, H, W).
+    """DiT that estimates a velocity: x (N, C, H, W), t (N,), labels y (N,) → (N, C, H, W).
 
-    t enters DiT's sinusoid unscaled. With `learn_sigma` the last layer has 2C channels;
-    the second half was not trained and is dropped.
+    t runs from 0, noise, to 1, data, and enters DiT's sinusoid unscaled. With `learn_sigma` the
+    last layer has 2C channels; the second half was not trained and is dropped.
     """
 
     def head(self, x: Tensor, c: Tensor) -> Tensor:
-        """Project tokens x (N, T, D), conditioning c (N, D), to patches of velocity (N,
-        T, p·p·C).
+        """Project tokens x (N, T, D), conditioning c (N, D), to patches of velocity.
+
+        Returns (N, T, p·p·C); the order inside a token is (p, p, C).
         """
-        patches = super().head(x, c)  # (N, T, p·p·C'); inside a token the order is (p, p, C')
-        return patches.unflatten(-1, (-1, self.out_channels))[..., : self.in_channels].flatten(-2)
+        patches = super().head(x, c)  # (N, T, p·p·C')
+        channels = patches.unflatten(-1, (-1, self.out_channels))  # (N, T, p·p, C')
+        return channels[..., : self.in_channels].flatten(-2)
 
 
 SiT_models = _constructors(SiT)
-# shipped with its weights
+# Shipped with its weights.
 SiT_models["SiT-Demo/2"] = _constructor("SiT_Demo_2", SiT, learn_sigma=False, **_DEMO)
 globals().update({build.__name__: build for build in SiT_models.values()})

@@ -1,53 +1,53 @@
-"""Recognise the files of a SiT, and derive its sizes. The entries are a DiT's, so
-metadata and names decide.
+"""Recognise the files of a SiT, and derive its sizes. The entries are a DiT's, so metadata
+and names decide.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from accel.families import sit
-from accel.families.dit.weights import KEYS, LABELS, converted, of_dit, sizes_of
-from accel.families.loaded_module import OfModule
-from accel.families.recognise import NAMED, Sizes
+from accel.families.dit.weights import DiTRecogniser
+from accel.families.loaded_module import NAMED, OfModule
 from accel.families.sit.network import SiT, SiT_models
-from accel.weights.shapes import Shapes
 
-__all__ = ["KEYS", "LABELS", "MODELS", "claim", "converted", "of_module", "sizes"]
-MODELS = SiT_models  # name → constructor
-# supported values of arguments
-COMPUTED = {"path_type": ("Linear", "linear"), "prediction": ("velocity", "v")}
-
-
-def claim(shapes: Shapes, metadata: dict[str, Any]) -> tuple[int, str] | None:
-    """Return a claim if the training run's arguments name a path between noise and data,
-    else None.
-    """
-    return (NAMED, f"path_type {metadata['path_type']}") if "path_type" in metadata else None
+FLOW = {"path_type": ("Linear", "linear"), "prediction": ("velocity", "v")}
+DIRECTION = (
+    "does not say which way its time runs, taken for a SiT's, from noise to data; if it runs from "
+    "data to noise: give the module an attribute path_type"
+)
+PREDICTIONS = "velocity", "score", "noise"  # the training code's own words
 
 
-def sizes(shapes: Shapes, metadata: dict[str, Any]) -> Sizes:
-    """Return (name, constructor, heads) of the model with weights of these shapes, as
-    families/recognise.py asks.
-    """
-    require_computable(metadata)
-    return sizes_of(shapes, metadata.get("num_heads"), SiT, sit.FAMILY.name, SiT_models)
+class SiTRecogniser(DiTRecogniser):
+    """Recognise SiT's weights. Its training code writes `path_type` with a capital."""
+
+    family = sit.FAMILY
+    models = SiT_models
+    network = SiT
+    computed = FLOW
+
+    def trained_by(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the arguments of a flow that are spelled as SiT's training spells them."""
+        path = arguments.get("path_type")
+        if not isinstance(path, str):
+            return ()
+        spelled = ("path_type",) if path[:1].isupper() else ()
+        return spelled + ("prediction",) * (arguments.get("prediction") in PREDICTIONS)
+
+    def of_module(self, module: nn.Module, state: dict[str, Tensor]) -> OfModule | None:
+        """Return the rules to read a SiT, recognised by its class: its entries are a DiT's.
+        None for another module.
+        """
+        if not is_sit(module):
+            return None
+        # The original keeps this argument, and classes that reverse time lack it.
+        assumed = "" if hasattr(module, "learn_sigma") else DIRECTION
+        return self.of_entries(module, state, strength=NAMED, assumed=assumed)
 
 
-def require_computable(metadata: dict[str, Any]) -> None:
-    """Raise ValueError for a flow with an unsupported path or prediction."""
-    for name, known in COMPUTED.items():
-        if metadata.get(name, known[0]) not in known:
-            raise ValueError(
-                f"was trained with {name} {metadata[name]}, and only {known[0]} is sampled"
-            )
-
-
-def of_module(module: nn.Module, state: dict[str, Tensor]) -> OfModule | None:
-    """Return the rules to read a SiT, recognised by its class: its entries are a DiT's.
-    None for another module.
-    """
-    return of_dit(sit.FAMILY, module, state, strength=NAMED) if is_sit(module) else None
+RECOGNISER = SiTRecogniser()
 
 
 def is_sit(module: nn.Module) -> bool:

@@ -11,11 +11,12 @@ Branches = tuple[tuple[Tensor, int], ...]  # (branch (N, T, D), index of its gat
 
 
 class Modulation(NamedTuple):
-    """A table of shift, scale and gate vectors, and each sample's entry:
-    ``table[entry[sample], vector]``.
+    """A table of shift, scale and gate vectors, and each sample's entry.
+
+    A sample's vectors are ``table[entry[sample], vector]``.
     """
 
-    table: Tensor  # (E, V, D) contiguous: pairs of timestep and label, vectors, width
+    table: Tensor  # (E, V, D): pairs of timestep and label, vectors, width; an entry is contiguous
     entry: Tensor  # (N,) int64, on the table's device
 
 
@@ -33,9 +34,8 @@ def adaln(
     if len(branches) == 2:
         x.copy_(total)
     width = total.shape[-1:]
-    normed = (
-        F.layer_norm(total, width, eps=EPS)
-        if rms_eps is None
-        else F.rms_norm(total, width, eps=rms_eps)
-    )
+    if rms_eps is None:
+        normed = F.layer_norm(total, width, eps=EPS)
+    else:
+        normed = F.rms_norm(total, width, eps=rms_eps)
     return torch.addcmul(vector(shift), normed, 1 + vector(shift + 1))

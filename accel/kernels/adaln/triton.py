@@ -21,48 +21,64 @@ def launch(
     scales: Tensor | None = None,
     stack: bool = False,
 ) -> None:
-    """Compute accel.kernels.adaln.adaln for a float32 x and table into `out`, shaped like
-    x.
+    """Compute accel.kernels.adaln.adaln for a float32 x and table into `out`, shaped like x.
 
-    With scales (N, T) float32 as adaln_split: into the pair `out`, a `new_stack` with
-    `stack`.
+    With scales (N, T) float32 as adaln_split: into the pair `out`, with `stack` a `new_stack`.
     """
-    table, entry = modulation
     n, tokens, width = x.shape
-    (first, gate1), (second, gate2) = (*branches, (x, 0), (x, 0))[:2]
-    tensors = x, first, second, out, out if scales is None else scales, table, entry
-    numbers = tokens, table.stride(0), n * tokens * width, shift, shift + 1, gate1, gate2
-    norm = dict(EPS=EPS, CENTRE=True) if rms_eps is None else dict(EPS=rms_eps, CENTRE=False)
-    variant = dict(
-        WIDTH=width, BRANCHES=len(branches), HIGH_LOW=scales is not None, STACK=stack, **norm
-    )
+    unused = (x, 0)
+    first, second = (*branches, unused, unused)[:2]
     config = tile_config(width, n * tokens)
-    start_next = cuda.capability(x.device) >= (9, 0)  # programmatic dependent launch
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
-        grid = triton.cdiv(tokens, config["TURNS"]), n
-        _adaln[grid](*tensors, *numbers, **variant, **config, START_NEXT=start_next)
+        _adaln[(triton.cdiv(tokens, config["TURNS"]), n)](
+            x,
+            first[0],
+            second[0],
+            out,
+            out if scales is None else scales,
+            modulation.table,
+            modulation.entry,
+            tokens,
+            modulation.table.stride(0),
+            x.numel(),  # from high to low
+            shift,
+            shift + 1,
+            first[1],
+            second[1],
+            WIDTH=width,
+            BRANCHES=len(branches),
+            HIGH_LOW=scales is not None,
+            STACK=stack,
+            EPS=EPS if rms_eps is None else rms_eps,
+            CENTRE=rms_eps is None,
+            START_NEXT=cuda.capability(x.device) >= (9, 0),  # programmatic dependent launch
+            **config,
+        )
 
 
 def tile_config(width: int, tokens: int = 16384) -> dict[str, int]:
     """Launch constants for `tokens` tokens of all samples.
 
-    Two power-of-two tiles cover a token, 1152 = 1024 + 128: one of 2048 would leave 44 %
-    of the lanes idle. One warp to 1024 columns: sums need no barrier, and many tokens are
-    in flight on a multiprocessor. A program computes two tokens of a sample in turn, with
-    the modulation loaded once, as long as every multiprocessor still gets several
-    programs.
+    Two power-of-two tiles cover a token, 1152 = 1024 + 128: one of 2048 would leave 44 % of the
+    lanes idle. One warp to 1024 columns: sums need no barrier, and many tokens are in flight on a
+    multiprocessor. A program computes two tokens of a sample in turn, with the modulation loaded
+    once, as long as every multiprocessor still gets several programs.
     """
     main = 1 << (width.bit_length() - 1)
     tail = 1 << (width - main - 1).bit_length() if width > main else 0
-    return dict(
-        MAIN=main, TAIL=tail, TURNS=2 if tokens >= 2048 else 1, num_warps=max(1, main // 1024)
-    )
+    return {
+        "MAIN": main,
+        "TAIL": tail,
+        "TURNS": 2 if tokens >= 2048 else 1,
+        "num_warps": max(1, main // 1024),
+    }
 
 
 @triton.jit
 def _sum(x_ptr, first_ptr, second_ptr, offset, inside, gate1, gate2, BRANCHES: tl.constexpr):
-    """Return a tile of x + Σ gate·branch. Loads are cast at once: Triton's interpreter
-    has no bfloat16 arithmetic.
+    """Return a tile of x + Σ gate·branch.
+
+    Loads are cast at once: Triton's interpreter has no bfloat16 arithmetic.
     """
     total = tl.load(x_ptr + offset, inside, 0.0)
     if BRANCHES > 0:
@@ -88,8 +104,8 @@ def _vectors(
     return shift, scale, first, second
 
 
-# Vector indices take 170 values on XL, and half a batch may start at an odd entry:
-# specialised on their divisibility, the kernel would be compiled many times.
+# Vector indices take 170 values on XL, and half a batch may start at an odd entry: specialised on
+# their divisibility, the kernel would be compiled many times.
 @triton.jit(do_not_specialize=["entry_ptr", "tokens", "low", "shift", "scale", "gate1", "gate2"])
 def _adaln(
     x_ptr,

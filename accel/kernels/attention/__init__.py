@@ -1,23 +1,23 @@
-"""Multi-head attention straight from the packed projection: nothing is transposed, padded
-or copied in memory.
+"""Multi-head attention straight from the packed projection.
 
     softmax(q·kᵀ/√d)·v per head        (Vaswani et al. 2017, arXiv:1706.03762, eq. 1)
 
-Every backend but "torch" keeps softmax's statistics in float32 and never stores the (T,
-T) weights.
+Nothing is transposed, padded or copied in memory. Every backend but "torch" keeps softmax's
+statistics in float32 and never stores the (T, T) weights. Our kernels are not differentiable.
 
-    hopper                      our kernel: half precision, head dim 72, capability 9.0; not
-                                differentiable
-    triton                      our kernel for Ampere and Ada: half precision, head dim 72; not
-                                differentiable
+    hopper                      our kernel: half precision, head dim 72, capability 9.0
+    triton                      our kernel for Ampere and Ada: half precision, head dim 72
     cudnn, flash, efficient     torch's kernels; torch refuses what they cannot do
     torch                       the reference, any dtype and device
-    auto                        head dim 72 in half precision: hopper on Hopper, triton on Ampere
-                                and Ada
-                                other head dims in half precision: cudnn on Hopper, flash on Ampere
-                                and Ada
-                                efficient on older GPUs and for float32; flash on Blackwells and
-                                CPUs
+    auto                        by device, dtype and head dim:
+
+    | device              | half, head dim 72 | half, other head dims | float32   |
+    |---------------------|-------------------|-----------------------|-----------|
+    | Hopper              | hopper            | cudnn, else flash     | efficient |
+    | Ampere, Ada         | triton            | flash                 | efficient |
+    | older GPUs          | efficient         | efficient             | efficient |
+    | Blackwell           | flash             | flash                 | efficient |
+    | CPU                 | flash             | flash                 | flash     |
 """
 
 import math
@@ -36,20 +36,23 @@ SDPA = {  # torch's kernels, on views with strides
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 BACKENDS = ("auto", "hopper", "triton", *SDPA, "torch")
-# of the capabilities that our kernels are for; 0: Triton's interpreter
+# Major compute capabilities that our kernels are for; 0: Triton's interpreter.
 MAJOR = {"hopper": (9,), "triton": (8, 0)}
 
 
 def attention(qkv: Tensor, num_heads: int, backend: str = "auto") -> Tensor:
-    """Compute self-attention: qkv (N, T, 3·D), q, k and v side by side, each head-major →
-    (N, T, D), same dtype.
+    """Compute self-attention: qkv (N, T, 3·D) → (N, T, D), same dtype.
+
+    q, k and v lie side by side, each head-major.
     """
     return attention_to(qkv, None, num_heads, backend)
 
 
 def attention_to(qkv: Tensor, kv: Tensor | None, num_heads: int, backend: str = "auto") -> Tensor:
-    """Compute attention of qkv's queries (N, t, 3·D) to keys and values kv (N, T, 2·D),
-    side by side → (N, t, D). None: to qkv's own.
+    """Compute attention of qkv's queries (N, t, 3·D) to the keys and values kv → (N, t, D).
+
+    kv (N, T, 2·D), side by side; None: qkv's own. Raises ValueError for a backend that cannot
+    compute this.
     """
     check_backend("attention", backend, BACKENDS)
     dim = qkv.shape[-1] // (3 * num_heads)
@@ -86,14 +89,19 @@ def choose(device: torch.device, dtype: torch.dtype, dim: int) -> str:
     if dtype not in cuda.HALF or capability < (8, 0):
         return "efficient"
     ours = dim == hopper.HEAD_DIM  # libraries pad it to 96
-    if capability == (9, 0):
-        return "hopper" if ours else "cudnn" if dim <= 128 and dim % 8 == 0 else "flash"
-    return "triton" if ours and capability[0] == 8 and cuda.HAS_TRITON else "flash"
+    if capability == (9, 0) and ours:
+        return "hopper"
+    if capability == (9, 0) and dim <= 128 and dim % 8 == 0:
+        return "cudnn"
+    if capability[0] == 8 and ours and cuda.HAS_TRITON:
+        return "triton"
+    return "flash"
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute the formula in float32 or wider: q (N, h, t, d), k and v (N, h, T, d) → (N,
-    h, t, d) in q's dtype.
+    """Compute the formula in float32 or wider.
+
+    q (N, h, t, d), k and v (N, h, T, d) → (N, h, t, d) in q's dtype.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(wide) @ k.to(wide).mT / math.sqrt(q.shape[-1])  # (N, h, t, T)
@@ -104,5 +112,7 @@ def _heads(qkv, kv, num_heads):
     """Return views of the queries (N, h, t, d), the keys and the values, each (N, h, T, d)."""
     if kv is None:
         return qkv.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-    q = qkv[..., : qkv.shape[-1] // 3].unflatten(-1, (num_heads, -1)).transpose(1, 2)
-    return q, *kv.unflatten(-1, (2, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    width = qkv.shape[-1] // 3
+    q = qkv[..., :width].unflatten(-1, (num_heads, -1)).transpose(1, 2)
+    k, v = kv.unflatten(-1, (2, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    return q, k, v

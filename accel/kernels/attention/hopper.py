@@ -1,5 +1,6 @@
-"""Attention at head dim 72 on Hopper (hopper.cu). d = 72 costs 80 in q·kᵀ and 72 in p·v;
-libraries pad to 96 or 128.
+"""Attention at head dim 72 on Hopper (hopper.cu).
+
+d = 72 costs 80 in q·kᵀ and 72 in p·v; libraries pad to 96 or 128.
 """
 
 import math
@@ -40,10 +41,14 @@ class Config(NamedTuple):
         keys = self.stages * self.keys
         return 1024 + self.parts * (queries * 160 + keys * (160 + 256))
 
+    def items(self, heads: int, queries: int) -> int:
+        """Return the number of tiles of queries of `heads` heads."""
+        return heads * -(-queries // (64 * self.warpgroups))
 
-# Measured on an H200 (log/attention-h200.json, log/products-few-rows-h200.json). Blocks
-# of 256 queries read keys and values half as often as blocks of 128. With few queries
-# they leave warpgroups, or multiprocessors, idle.
+
+# Measured on an H200 (log/attention-h200.json, log/products-few-rows-h200.json). Blocks of 256
+# queries read keys and values half as often as blocks of 128. With few queries they leave
+# warpgroups, or multiprocessors, idle.
 LONG = Config(warpgroups=4, keys=64, stages=4, blocks=1, pipelined=True)
 SHORT = Config(warpgroups=2, keys=64, stages=2, blocks=2)
 SINGLE = Config(warpgroups=1, keys=64, stages=3, blocks=2)
@@ -51,12 +56,13 @@ SHORT_TOKENS = 256
 
 
 def choose(heads: int, queries: int, multiprocessors: int) -> Config:
-    """Return the configuration for `heads` heads (of all samples) of `queries` queries:
-    the one with the largest blocks that still keeps nearly every multiprocessor busy.
+    """Return the configuration for `heads` heads (of all samples) of `queries` queries.
+
+    It has the largest blocks that still keep nearly every multiprocessor busy.
     """
 
     def enough(config):
-        return heads * -(-queries // (64 * config.warpgroups)) >= 0.75 * multiprocessors
+        return config.items(heads, queries) >= 0.75 * multiprocessors
 
     if queries > SHORT_TOKENS and enough(LONG):
         return LONG
@@ -64,37 +70,45 @@ def choose(heads: int, queries: int, multiprocessors: int) -> Config:
 
 
 def source(config: Config, dtype: torch.dtype, file: Path = FILE) -> str:
-    """Return the whole CUDA text for a configuration and dtype. file: of the kernel's
-    arithmetic.
+    """Return the whole CUDA text for a configuration and dtype.
+
+    file: of the kernel's arithmetic.
     """
     half = cuda.HALF[dtype]
-    files = (FILE.with_suffix(".cuh"), file)
-    multiply = cuda.wgmma("multiply_qk", config.keys, half) + cuda.wgmma(
-        "multiply_pv", HEAD_DIM, half, True
+    multiply_qk = cuda.wgmma("multiply_qk", config.keys, half)
+    multiply_pv = cuda.wgmma("multiply_pv", HEAD_DIM, half, a_in_registers=True)
+    return cuda.source(
+        (FILE.with_suffix(".cuh"), file),
+        config,
+        multiply_qk + multiply_pv,
+        half,
+        HEAD=HEAD_DIM,
+        **cuda.registers(config.warpgroups, config.blocks),
     )
-    registers = cuda.registers(config.warpgroups, config.blocks)
-    return cuda.source(files, config, multiply, half, HEAD=HEAD_DIM, **registers)
 
 
 @lru_cache(None)
 def _kernel(config, dtype, device):
-    return cuda.Kernel(
-        source(config, dtype), "attention", config.threads, config.shared_bytes, device
-    )
+    text = source(config, dtype)
+    return cuda.Kernel(text, "attention", config.threads, config.shared_bytes, device)
 
 
 def head_maps(packed: Tensor) -> list:
-    """Return tensor maps of (N, T, parts·H·72). One load takes 32 tokens of a head: by
-    the first map its columns 0 to 63, by the second the rest and 8 columns of zeros.
+    """Return tensor maps of (N, T, parts·H·72).
+
+    One load takes 32 tokens of a head: by the first map its columns 0 to 63, by the second the
+    rest and 8 columns of zeros.
     """
     n, tokens, width = packed.shape
     heads = width // HEAD_DIM
-    line = 2 * HEAD_DIM
+    line = 2 * HEAD_DIM  # bytes of a token's head
     sizes = (HEAD_DIM, heads, tokens, n)
     strides = (line, heads * line, tokens * heads * line)
+    main_box = (64, 1, BOX_TOKENS, 1)
+    rest_box = (16, 1, BOX_TOKENS, 1)
     return [
-        cuda.tensor_map(packed, sizes, strides, (columns, 1, BOX_TOKENS, 1), swizzle)
-        for columns, swizzle in ((64, 128), (16, 32))
+        cuda.tensor_map(packed, sizes, strides, main_box, swizzle=128),
+        cuda.tensor_map(packed, sizes, strides, rest_box, swizzle=32),
     ]
 
 
@@ -103,9 +117,8 @@ def attention(
 ) -> Tensor:
     """Launch the kernel: qkv (N, T, 3·H·72) half, contiguous → (N, T, H·72).
 
-    kv (N, T', 2·H·72): keys and values in place of the packed ones, or None. Softmax is
-    float32, its weights are half. A shape must be run once before it is captured in a
-    graph.
+    kv (N, T', 2·H·72): keys and values in place of the packed ones, or None. Softmax is float32,
+    its weights are half. A shape must be run once before it is captured in a graph.
     """
     n, queries, width = qkv.shape
     keys = qkv if kv is None else kv
@@ -114,13 +127,20 @@ def attention(
     out = torch.empty(n, queries, width // 3, dtype=qkv.dtype, device=qkv.device)
     if out.numel() == 0:
         return out
-    items = n * num_heads * -(-queries // (64 * config.warpgroups))
+    items = config.items(n * num_heads, queries)
     query_maps = head_maps(qkv)
     key_maps = query_maps if kv is None else head_maps(kv)
-    first_key = num_heads if kv is None else 0  # at which head of `keys` the keys begin
-    numbers = queries, keys.shape[1], num_heads, first_key, items, SCORE_SCALE
     kernel = _kernel(config, qkv.dtype, qkv.device)
     kernel.launch(
-        min(items, multiprocessors * config.blocks), *query_maps, *key_maps, out, *numbers
+        min(items, multiprocessors * config.blocks),
+        *query_maps,
+        *key_maps,
+        out,
+        queries,
+        keys.shape[1],
+        num_heads,
+        num_heads if kv is None else 0,  # at which head of `keys` the keys begin
+        items,
+        SCORE_SCALE,
     )
     return out

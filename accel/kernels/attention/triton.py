@@ -1,8 +1,7 @@
-"""Attention by a Triton kernel for Ampere and Ada. Head dim 72 costs 80 in q·kᵀ and in
-p·v; libraries pad it to 96.
+"""Attention by a Triton kernel for Ampere and Ada.
 
-Compiled for Hopper (Triton 3.6) it is wrong by 50 % and more, also without asynchronous
-copies.
+Head dim 72 costs 80 in q·kᵀ and in p·v; libraries pad it to 96. Compiled for Hopper (Triton 3.6)
+the kernel is wrong by 50 % and more, also without asynchronous copies.
 """
 
 import torch
@@ -12,30 +11,47 @@ from torch import Tensor
 
 from accel.kernels.attention.hopper import HEAD_DIM, SCORE_SCALE
 
-# A head goes in two parts, 72 = 64 + 8 (of 16): Triton's tiles are powers of two.
-# log/ampere-h200.json
-TILE = dict(DIM=HEAD_DIM, MAIN=64, REST=16, QUERIES=128, KEYS=64, num_warps=4, num_stages=2)
+# Measured in log/ampere-h200.json. A head goes in two parts, 72 = 64 + 8 (of 16): Triton's tiles
+# are powers of two.
+TILE = {
+    "DIM": HEAD_DIM,
+    "MAIN": 64,
+    "REST": 16,
+    "QUERIES": 128,
+    "KEYS": 64,
+    "num_warps": 4,
+    "num_stages": 2,
+}
 
 
 def attention(qkv: Tensor, kv: Tensor | None, num_heads: int) -> Tensor:
-    """Launch the kernel: qkv (N, t, 3·H·72) half, contiguous → (N, t, H·72). kv (N, T,
-    2·H·72): keys and values in place of the packed ones.
+    """Launch the kernel: qkv (N, t, 3·H·72) half, contiguous → (N, t, H·72).
+
+    kv (N, T, 2·H·72): keys and values in place of the packed ones.
     """
     keys = qkv if kv is None else kv
     assert qkv.is_contiguous() and keys.is_contiguous()
-    (n, queries, packed) = qkv.shape
+    n, queries, packed = qkv.shape
     width = num_heads * HEAD_DIM
     out = qkv.new_empty(n, queries, width)
-    tensors = qkv, qkv[..., width:] if kv is None else kv, out
-    numbers = queries, num_heads, packed, keys.shape[2], SCORE_SCALE
     with torch.cuda.device_of(qkv):  # Triton launches on the current GPU
-        grid = triton.cdiv(queries, TILE["QUERIES"]), num_heads, n
-        _attention[grid](*tensors, *numbers, TOKENS=keys.shape[1], **TILE)
+        _attention[(triton.cdiv(queries, TILE["QUERIES"]), num_heads, n)](
+            qkv,
+            qkv[..., width:] if kv is None else kv,
+            out,
+            queries,
+            num_heads,
+            packed,
+            keys.shape[2],
+            SCORE_SCALE,
+            TOKENS=keys.shape[1],
+            **TILE,
+        )
     return out
 
 
-# The first of the columns that are left over is 1 in every value: there p·v is the sum of
-# the weights.
+# The first of the columns that are left over is 1 in every value: there p·v is the sum of the
+# weights.
 @triton.jit
 def _attention(
     q_ptr,

@@ -14,7 +14,7 @@ class Sum(NamedTuple):
 
     value: Tensor  # (1, C, H, W)
     bias: Tensor | None  # (C,) float32, not yet in `value`
-    # (2, parts, C) float32: each stretch's mean, and sum of squares about it
+    # (2, parts, C) float32: each stretch's mean, and sum of squares about it.
     partial: Tensor | None
 
 
@@ -25,17 +25,19 @@ def add(
     if dtype is None:
         return Sum(x, bias, None)
     total = x.float() + bias[:, None, None]
-    return Sum((total if branch is None else total + branch.float()).to(dtype), None, None)
+    if branch is not None:
+        total = total + branch.float()
+    return Sum(total.to(dtype), None, None)
 
 
 def group_norm(
     total: Sum, weight: Tensor, bias: Tensor, groups: int, silu: bool, dtype: torch.dtype
 ) -> Tensor:
     """Compute accel.kernels.group_norm.group_norm."""
-    x = (
-        total.value.float()
-        if total.bias is None
-        else total.value.float() + total.bias[:, None, None]
-    )
+    x = total.value.float()
+    if total.bias is not None:
+        x = x + total.bias[:, None, None]
     y = F.group_norm(x, groups, weight, bias, EPS)
-    return (F.silu(y) if silu else y).to(dtype).contiguous(memory_format=torch.channels_last)
+    if silu:
+        y = F.silu(y)
+    return y.to(dtype).contiguous(memory_format=torch.channels_last)

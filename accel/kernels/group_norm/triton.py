@@ -1,5 +1,7 @@
 """The decoder's sum and GroupNorm by Triton kernels."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -7,22 +9,30 @@ from torch import Tensor
 
 from accel.kernels.group_norm.reference import EPS, Sum
 
-PIXELS = 32
-CHANNELS = 64  # a program's tile
-TILE = dict(PIXELS=PIXELS, CHANNELS=CHANNELS, num_warps=4)
-# of a pass that takes statistics, about: enough for the largest GPU, few partial
-# statistics to join
+PIXELS = 32  # of a program's tile
+CHANNELS = 64
+TILE = {"PIXELS": PIXELS, "CHANNELS": CHANNELS, "num_warps": 4}
+# About the number of programs of a pass that takes statistics: enough for the largest GPU, few
+# partial statistics to join.
 PROGRAMS = 1024
 
 
-def stretches(pixels: int, channels: int) -> tuple[int, int]:
-    """Return (stretches, tiles a stretch) that cover `pixels` pixels, by the picture's
-    size alone, so that every GPU rounds alike.
+class Stretches(NamedTuple):
+    """How programs cover the pixels of a picture."""
+
+    count: int
+    tiles: int  # of a stretch
+
+
+def stretches(pixels: int, channels: int) -> Stretches:
+    """Return the stretches that cover `pixels` pixels.
+
+    They depend on the picture's size alone, so that every GPU rounds alike.
     """
     tiles = -(-pixels // PIXELS)
     most = max(1, PROGRAMS * CHANNELS // max(channels, CHANNELS))
-    turns = -(-tiles // most)
-    return -(-tiles // turns), turns
+    of_stretch = -(-tiles // most)
+    return Stretches(count=-(-tiles // of_stretch), tiles=of_stretch)
 
 
 def add(
@@ -30,74 +40,132 @@ def add(
 ) -> Sum:
     """Launch the kernel of accel.kernels.group_norm.add."""
     _, channels, height, width = x.shape
-    parts, turns = stretches(height * width, channels)
+    pixels = height * width
+    parts = stretches(pixels, channels)
     out = x if dtype is None else torch.empty_like(x, dtype=dtype)
-    partial = torch.empty(2, parts, channels, device=x.device) if statistics else None
-    tensors = x, x if branch is None else branch, bias, out, bias if partial is None else partial
-    numbers = height * width, channels, turns, parts * channels
-    forms = dict(BRANCH=branch is not None, WRITE=dtype is not None, STATISTICS=statistics)
+    partial = torch.empty(2, parts.count, channels, device=x.device) if statistics else None
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
-        _add[(parts, triton.cdiv(channels, CHANNELS))](*tensors, *numbers, **forms, **TILE)
+        _add[(parts.count, triton.cdiv(channels, CHANNELS))](
+            x,
+            x if branch is None else branch,
+            bias,
+            out,
+            bias if partial is None else partial,
+            pixels,
+            channels,
+            parts.tiles,
+            parts.count * channels,
+            BRANCH=branch is not None,
+            WRITE=dtype is not None,
+            STATISTICS=statistics,
+            **TILE,
+        )
     return Sum(out, bias if dtype is None else None, partial)
 
 
 def group_norm(
     total: Sum, weight: Tensor, bias: Tensor, groups: int, silu: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Launch the kernel of accel.kernels.group_norm.group_norm."""
-    x, pending, partial = total
+    """Launch the kernels of accel.kernels.group_norm.group_norm."""
+    x = total.value
     assert len(x) == 1 and x.is_contiguous(memory_format=torch.channels_last)
     _, channels, height, width = x.shape
-    parts, turns = stretches(height * width, channels)
+    pixels = height * width
+    parts = stretches(pixels, channels)
     out = torch.empty_like(x, dtype=dtype)
     affine = torch.empty(2, channels, device=x.device)
-    # one compiled kernel for all that decoders have
+    # One compiled kernel serves all sizes that decoders have.
     in_group = max(16, triton.next_power_of_2(channels // groups))
-    tensors = partial, weight if pending is None else pending, weight, affine
-    numbers = (
-        height * width,
-        channels,
-        parts,
-        turns * PIXELS,
-        channels // groups,
-        float(pending is not None),
-    )
     with torch.cuda.device_of(x):
         _join[(groups,)](
-            *tensors,
-            *numbers,
+            total.partial,
+            weight if total.bias is None else total.bias,
+            weight,
+            affine,
+            pixels,
+            channels,
+            parts.count,
+            parts.tiles * PIXELS,
+            channels // groups,
+            float(total.bias is not None),
             IN_GROUP=in_group,
             ROWS=max(1, 2048 // in_group),
             EPS=EPS,
             num_warps=4,
         )
-        grid = triton.cdiv(height * width, PIXELS), triton.cdiv(channels, CHANNELS)
-        _normalise[grid](x, affine, bias, out, height * width, channels, int(silu), **TILE)
+        _normalise[(triton.cdiv(pixels, PIXELS), triton.cdiv(channels, CHANNELS))](
+            x,
+            affine,
+            bias,
+            out,
+            pixels,
+            channels,
+            int(silu),
+            **TILE,
+        )
     return out
 
 
 def compile_ahead(device: torch.device) -> None:
     """Compile, or fetch from Triton's disk cache, all kernels of decoding in float16.
 
-    With an empty cache this takes seconds; a thread does it during sampling. Nothing is
-    loaded to the GPU, where loading waits for the queued steps.
+    With an empty cache this takes seconds; a thread does it during sampling. Nothing is loaded to
+    the GPU, where loading waits for the queued steps.
     """
     half = torch.float16
     wide = torch.float32
-    tile = dict(**TILE, grid=(1,))
-    # x, branch, out
-    sums = (half, None, None), (wide, half, wide), (half, half, wide), (wide, half, half)
+    grid = (1,)
+
+    def compile_add(x, branch=None, out=None, statistics=True):
+        return _add.warmup(
+            x,
+            branch or x,
+            wide,
+            out or x,
+            wide,
+            1024,
+            128,
+            1,
+            1024,
+            BRANCH=branch is not None,
+            WRITE=out is not None,
+            STATISTICS=statistics,
+            **TILE,
+            grid=grid,
+        )
+
+    def compile_normalise(x):
+        return _normalise.warmup(x, wide, wide, half, 1024, 128, 1, **TILE, grid=grid)
+
+    def compile_join():
+        return _join.warmup(
+            wide,
+            wide,
+            wide,
+            wide,
+            1024,
+            128,
+            1,
+            1024,
+            4,
+            1.0,
+            IN_GROUP=16,
+            ROWS=128,
+            EPS=EPS,
+            num_warps=4,
+            grid=grid,
+        )
+
     with torch.cuda.device(device):
         kernels = [
-            _normalise.warmup(x, wide, wide, half, 1024, 128, 1, **tile) for x in (half, wide)
+            compile_normalise(half),
+            compile_normalise(wide),
+            compile_add(half),
+            compile_add(wide, branch=half, out=wide),
+            compile_add(half, branch=half, out=wide),
+            compile_add(wide, branch=half, out=half, statistics=False),
+            compile_join(),
         ]
-        for x, branch, out in sums:
-            forms = dict(BRANCH=branch is not None, WRITE=out is not None, STATISTICS=out != half)
-            pointers = x, branch or x, wide, out or x, wide
-            kernels.append(_add.warmup(*pointers, 1024, 128, 1, 1024, **forms, **tile))
-        sizes = (1024, 128, 1, 1024, 4, 1.0)
-        constants = dict(IN_GROUP=16, ROWS=128, EPS=EPS, num_warps=4)
-        kernels.append(_join.warmup(*[wide] * 4, *sizes, **constants, grid=(1,)))
         for kernel in kernels:  # the host's part, which a C compiler makes
             triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
 
@@ -174,9 +242,7 @@ def _join(
     ROWS: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    """Return by channel a group's mean, less the bias that its channels still lack, and
-    weight over deviation.
-    """
+    """Store by channel its group's mean, less the bias still pending, and weight over deviation."""
     lane = tl.arange(0, IN_GROUP)
     inside = lane < in_group
     channel = tl.program_id(0) * in_group + lane

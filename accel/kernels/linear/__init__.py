@@ -1,8 +1,8 @@
-"""y = x·Wᵀ + b, with GELU in the GEMM's epilogue, by the fastest algorithm for its shape
-on this GPU.
+"""y = x·Wᵀ + b, with GELU in the GEMM's epilogue, by the fastest algorithm on this GPU.
 
-GELU is the tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415, section 2), x·(1 +
-tanh(√(2/π)·(x + 0.044715·x³)))/2.
+GELU is the tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415, section 2),
+
+    x·(1 + tanh(√(2/π)·(x + 0.044715·x³)))/2
 
     tuned       the fastest of cuBLASLt's algorithms (tuner.py, cublaslt.py)
     epilogue    torch's fused call, on a GPU
@@ -23,11 +23,11 @@ BACKENDS = ("auto", "tuned", "epilogue", "torch")
 
 
 class Linear:
-    """A layer x (…, K) → (…, N) in its weights' dtype, accumulated in float32 for half
-    inputs.
+    """A layer x (…, K) → (…, N) in its weights' dtype, accumulated in float32 for half inputs.
 
-    weight (N, K), bias (N,) or None, contiguous, on one device. gelu: GELU follows.
-    tuner: chooses algorithms, one for all layers of a network; None makes one.
+    weight (N, K), bias (N,) or None, contiguous, on one device. gelu: GELU follows. tuner: chooses
+    algorithms, one for all layers of a network; None makes one. Raises ValueError for a backend
+    that cannot compute with these weights.
     """
 
     def __init__(
@@ -42,18 +42,18 @@ class Linear:
         self.weight = weight
         self.gelu = gelu
         self.tuner = tuner or Tuner()
-        # the epilogue adds one in any case
+        # The epilogue adds a bias in any case.
         self.bias = weight.new_zeros(len(weight)) if bias is None else bias
         half_on_gpu = weight.is_cuda and weight.dtype in cuda.HALF
-        self.backend = ("tuned" if half_on_gpu else "torch") if backend == "auto" else backend
+        if backend == "auto":
+            backend = "tuned" if half_on_gpu else "torch"
+        self.backend = backend
         # On a CPU torch's fused GELU is the exact one, another function.
-        if not (
-            half_on_gpu or self.backend == "torch" or self.backend == "epilogue" and weight.is_cuda
-        ):
-            given = f"{weight.dtype} on {weight.device}"
+        runs = half_on_gpu or backend == "torch" or (backend == "epilogue" and weight.is_cuda)
+        if not runs:
             raise ValueError(
-                f"linear: backend {backend!r} takes half precision on a GPU, not {given}; take "
-                "'auto'"
+                f"linear: backend {backend!r} takes half precision on a GPU, not {weight.dtype} "
+                f"on {weight.device}; take 'auto'"
             )
 
     def shape(self, m: int) -> tuple[int, int, int, bool]:
@@ -79,10 +79,8 @@ class Linear:
         if self.backend != "tuned":
             y = F.linear(x, self.weight, self.bias)
             return F.gelu(y, approximate="tanh") if self.gelu else y
-        assert all(
-            tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
-            for tensor in (x, self.weight, self.bias)
-        )
+        for tensor in (x, self.weight, self.bias):
+            assert tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
         m = x.numel() // x.shape[-1]
         choice = self.tuner.choose(*self.shape(m), x.dtype, x.device)
         out = torch.empty(*x.shape[:-1], len(self.bias), dtype=x.dtype, device=x.device)

@@ -1,8 +1,7 @@
-"""A GEMM by any of cuBLASLt's algorithms. torch cannot name one, so the library that it
-has loaded is called directly.
+"""A GEMM by any of cuBLASLt's algorithms.
 
-By ctypes: nvmath.bindings, which wraps the library, takes 0.43 to 0.69 s to import and 39
-MB more on disk.
+torch cannot name an algorithm, so the library that it has loaded is called directly. By ctypes:
+nvmath.bindings, which wraps the library, takes 0.43 to 0.69 s to import and 39 MB more on disk.
 """
 
 import ctypes
@@ -35,12 +34,10 @@ _SUGGESTIONS = 16  # asked for; the library gives about 8
 
 
 class Algorithm(NamedTuple):
-    """One algorithm, fully configured: the library's opaque 64 bytes, and the workspace
-    it needs.
-    """
+    """One algorithm, fully configured."""
 
-    words: tuple[int, ...]
-    workspace: int
+    words: tuple[int, ...]  # the library's opaque 64 bytes
+    workspace: int  # bytes that it needs
 
 
 class _Heuristic(ctypes.Structure):
@@ -55,8 +52,9 @@ class _Heuristic(ctypes.Structure):
 
 @lru_cache(None)
 def _library():
-    """Return the cuBLASLt that torch has mapped into this process: any other copy could
-    be another version.
+    """Return the cuBLASLt that torch has mapped into this process.
+
+    Any other copy could be another version.
     """
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
@@ -93,16 +91,22 @@ def _handle(device):
 
 def _matrix(dtype, rows, columns):
     layout = ctypes.c_void_p()
-    sizes = ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(rows)
-    _call("cublasLtMatrixLayoutCreate", ctypes.byref(layout), _CUDA_TYPE[dtype], *sizes)
+    _call(
+        "cublasLtMatrixLayoutCreate",
+        ctypes.byref(layout),
+        _CUDA_TYPE[dtype],
+        ctypes.c_uint64(rows),
+        ctypes.c_uint64(columns),
+        ctypes.c_int64(rows),  # from one column to the next
+    )
     return layout
 
 
 class Gemm:
     """y = x·Wᵀ + b, and GELU if asked for, for one shape on one GPU.
 
-    The library is column-major: it sees yᵀ (N, M) = (Wᵀ)ᵀ · xᵀ. So nothing is transposed
-    in memory, and the bias runs along the rows of yᵀ, where the epilogue wants it.
+    The library is column-major: it sees yᵀ (N, M) = (Wᵀ)ᵀ · xᵀ. So nothing is transposed in
+    memory, and the bias runs along the rows of yᵀ, where the epilogue wants it.
     """
 
     def __init__(
@@ -115,106 +119,148 @@ class Gemm:
         self.description = ctypes.c_void_p()
         _call("cublasLtMatmulDescCreate", ctypes.byref(self.description), _COMPUTE_32F, _CUDA_R_32F)
         self._describe(_DESC_TRANSA, ctypes.c_int32(_TRANSPOSED))
-        self._describe(
-            _DESC_EPILOGUE, ctypes.c_int32(_EPILOGUE_GELU_BIAS if gelu else _EPILOGUE_BIAS)
-        )
+        epilogue = _EPILOGUE_GELU_BIAS if gelu else _EPILOGUE_BIAS
+        self._describe(_DESC_EPILOGUE, ctypes.c_int32(epilogue))
         self._describe(_DESC_BIAS_TYPE, ctypes.c_int32(_CUDA_TYPE[dtype]))
-        sides = (k, n), (k, m), (n, m), (n, m)  # Wᵀ, xᵀ, C, yᵀ
-        self.operands = [_matrix(dtype, *side) for side in sides]
-        self.problem = _handle(device), self.description, *self.operands
+        self.weight_t = _matrix(dtype, k, n)
+        self.x_t = _matrix(dtype, k, m)
+        self.source_t = _matrix(dtype, n, m)  # what beta would multiply
+        self.y_t = _matrix(dtype, n, m)
+        self.problem = (
+            _handle(device),
+            self.description,
+            self.weight_t,
+            self.x_t,
+            self.source_t,
+            self.y_t,
+        )
 
     def _describe(self, attribute, value):
         _set("cublasLtMatmulDescSetAttribute", self.description, attribute, value)
 
     def suggestions(self) -> list[Algorithm]:
-        """Return the algorithms that the library proposes for this shape, best by its own
-        estimate first.
+        """Return the algorithms that the library proposes for this shape.
+
+        The best by its own estimate comes first.
         """
         preference = ctypes.c_void_p()
-        found = (_Heuristic * _SUGGESTIONS)()
-        count = ctypes.c_int()
         _call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
-        # Partial sums of a split K stay float32 and are added in a fixed order: the same
-        # bits on every run.
-        for attribute, value in (
-            (_PREFERENCE_WORKSPACE, ctypes.c_size_t(_WORKSPACE_BYTES)),
-            (_PREFERENCE_REDUCTION, ctypes.c_uint32(_REDUCTION_COMPUTE_TYPE)),
-        ):
+
+        def prefer(attribute, value):
             _set("cublasLtMatmulPreferenceSetAttribute", preference, attribute, value)
-        results = _SUGGESTIONS, found, ctypes.byref(count)
-        _call("cublasLtMatmulAlgoGetHeuristic", *self.problem, preference, *results)
+
+        prefer(_PREFERENCE_WORKSPACE, ctypes.c_size_t(_WORKSPACE_BYTES))
+        # Partial sums of a split K stay float32 and are added in a fixed order: the same bits on
+        # every run.
+        prefer(_PREFERENCE_REDUCTION, ctypes.c_uint32(_REDUCTION_COMPUTE_TYPE))
+        results = (_Heuristic * _SUGGESTIONS)()
+        count = ctypes.c_int()
+        _call(
+            "cublasLtMatmulAlgoGetHeuristic",
+            *self.problem,
+            preference,
+            _SUGGESTIONS,
+            results,
+            ctypes.byref(count),
+        )
         _call("cublasLtMatmulPreferenceDestroy", preference)
         return [
-            Algorithm(tuple(one.words), one.workspace)
-            for one in found[: count.value]
-            if one.status == 0
+            Algorithm(tuple(result.words), result.workspace)
+            for result in results[: count.value]
+            if result.status == 0
         ]
 
     def candidates(self) -> list[Algorithm]:
-        """Return the library's suggestions, then its suggestions for neighbouring shapes
-        that run for this one too: they have other configurations and are often faster.
+        """Return the library's suggestions, then its suggestions for neighbouring shapes.
+
+        The latter run for this shape too, have other configurations and are often faster.
         """
+        algorithms = self.suggestions()
+        seen = [configuration(algorithm) for algorithm in algorithms]
+        for shape in self._neighbours():
+            for algorithm in Gemm(*shape, self.gelu, self.dtype, self.device).suggestions():
+                adapted = self._adapted(algorithm)
+                # Each kernel takes time to load and to measure.
+                if adapted is not None and configuration(algorithm) not in seen:
+                    algorithms.append(adapted)
+                    seen.append(configuration(algorithm))
+        return [algorithm for algorithm in algorithms if algorithm.workspace <= _WORKSPACE_BYTES]
+
+    def _neighbours(self):
+        """Return neighbouring shapes: fewer rows, and N and K exchanged."""
         m, n, k = self.shape
         shapes = [(m, k, n)]
-        shapes += [
-            (max(1, m // divisor), *sides) for divisor in (2, 4, 8) for sides in ((n, k), (k, n))
-        ]
-        found = self.suggestions()
-        seen = [configuration(algorithm) for algorithm in found]
-        for shape in shapes:
-            for algorithm in Gemm(*shape, self.gelu, self.dtype, self.device).suggestions():
-                words = (ctypes.c_uint64 * 8)(*algorithm.words)
-                result = _Heuristic()
-                fails = _library().cublasLtMatmulAlgoCheck(
-                    *self.problem, words, ctypes.byref(result)
-                )
-                # each kernel takes time to load and to measure
-                if not fails and configuration(algorithm) not in seen:
-                    found.append(Algorithm(algorithm.words, result.workspace))
-                    seen.append(configuration(algorithm))
-        return [algorithm for algorithm in found if algorithm.workspace <= _WORKSPACE_BYTES]
+        for divisor in (2, 4, 8):
+            rows = max(1, m // divisor)
+            shapes += [(rows, n, k), (rows, k, n)]
+        return shapes
+
+    def _adapted(self, algorithm):
+        """Return another shape's algorithm with the workspace for this one; None if it fails."""
+        result = _Heuristic()
+        fails = _library().cublasLtMatmulAlgoCheck(
+            *self.problem, _words(algorithm), ctypes.byref(result)
+        )
+        return None if fails else Algorithm(algorithm.words, result.workspace)
 
     def run(
         self, algorithm: Algorithm, x: Tensor, weight: Tensor, bias: Tensor, out: Tensor
     ) -> None:
-        """Launch one of the candidates on the current stream. Operands: contiguous, of
-        this shape, dtype and device.
+        """Launch one of the candidates on the current stream.
+
+        Operands: contiguous, of this shape, dtype and device.
         """
-        one = ctypes.c_float(1)
-        zero = ctypes.c_float(0)
-        weight_at, x_at, out_at = (
-            ctypes.c_void_p(tensor.data_ptr()) for tensor in (weight, x, out)
-        )
         workspace = torch.empty(max(1, algorithm.workspace), dtype=torch.uint8, device=self.device)
-        self._describe(_DESC_BIAS_POINTER, ctypes.c_void_p(bias.data_ptr()))
-        wt, xt, ct, yt = self.operands
-        source = ctypes.byref(one), weight_at, wt, x_at, xt
-        target = ctypes.byref(zero), out_at, ct, out_at, yt
-        how = (ctypes.c_uint64 * 8)(*algorithm.words), ctypes.c_void_p(workspace.data_ptr())
-        stream = ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
-        size = ctypes.c_size_t(algorithm.workspace)
+        self._describe(_DESC_BIAS_POINTER, _address(bias))
+        alpha = ctypes.c_float(1)
+        beta = ctypes.c_float(0)
         _call(
             "cublasLtMatmul",
             _handle(self.device),
             self.description,
-            *source,
-            *target,
-            *how,
-            size,
-            stream,
+            ctypes.byref(alpha),
+            _address(weight),
+            self.weight_t,
+            _address(x),
+            self.x_t,
+            ctypes.byref(beta),
+            _address(out),
+            self.source_t,
+            _address(out),
+            self.y_t,
+            _words(algorithm),
+            _address(workspace),
+            ctypes.c_size_t(algorithm.workspace),
+            ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream),
         )
 
 
 def configuration(algorithm: Algorithm) -> list[int]:
-    """Return tile, stages, custom option and cluster shape, which distinguish algorithms
-    in any library version.
+    """Return tile, stages, custom option and cluster shape.
+
+    They distinguish algorithms in any library version.
     """
-    words = (ctypes.c_uint64 * 8)(*algorithm.words)
-    size = ctypes.c_size_t()
+    written = ctypes.c_size_t()
     values = []
-    for attribute, kind in _CONFIGURATION.items():
-        value = kind()
-        target = ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(kind)), ctypes.byref(size)
-        _call("cublasLtMatmulAlgoConfigGetAttribute", words, attribute, *target)
+    for attribute, number_type in _CONFIGURATION.items():
+        value = number_type()
+        _call(
+            "cublasLtMatmulAlgoConfigGetAttribute",
+            _words(algorithm),
+            attribute,
+            ctypes.byref(value),
+            ctypes.c_size_t(ctypes.sizeof(value)),
+            ctypes.byref(written),
+        )
         values.append(value.value)
     return values
+
+
+def _words(algorithm):
+    """Return an algorithm's words as the library takes them."""
+    return (ctypes.c_uint64 * 8)(*algorithm.words)
+
+
+def _address(tensor):
+    """Return a tensor's address as the library takes it."""
+    return ctypes.c_void_p(tensor.data_ptr())

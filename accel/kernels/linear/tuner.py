@@ -1,8 +1,7 @@
-"""The choice of a GEMM's algorithm: known to win, or measured before, or measured now.
+"""The choice of a GEMM's algorithm: a recorded winner, or measured before, or measured now.
 
-cuBLASLt picks an algorithm from a model of the chip. A DiT needs few GEMMs, all known
-ahead: measuring takes a fraction of a second, once for a GPU and library, and gains 4 to
-18 % on them.
+cuBLASLt picks an algorithm from a model of the chip. A DiT needs few GEMMs, all known ahead:
+measuring takes a fraction of a second, once for a GPU and library, and gains 4 to 18 % on them.
 """
 
 import json
@@ -19,10 +18,40 @@ from accel.files import cache_folder
 from accel.kernels import cuda, keep, kept
 from accel.kernels.linear import cublaslt
 
-# `cublaslt.configuration` of the fastest algorithm by GPU and shape, for XL/2's GEMMs:
-# after seconds of load, when an H200 at 700 W runs at three quarters of its clock and the
-# least energy wins. Measured in log/products*-h200.json and log/h100/winners*.json.
-KNOWN = json.loads(Path(__file__).with_name("known.json").read_text())
+# `cublaslt.configuration` of the fastest algorithm by GPU and shape, for XL/2's GEMMs: after
+# seconds of load, when an H200 at 700 W runs at three quarters of its clock and the least energy
+# wins. Measured in log/products*-h200.json and log/h100/winners*.json.
+WINNERS = json.loads(Path(__file__).with_name("known.json").read_text())
+MARGIN = 0.97  # of the library's own choice's time, which another algorithm must beat
+LAUNCHES = 5  # of an algorithm in a graph
+REPLAYS = 3  # of the graph, of which the median counts
+
+
+class Problem(NamedTuple):
+    """A GEMM (M, K) · (K, N) on one GPU, the key of a choice."""
+
+    m: int
+    n: int
+    k: int
+    gelu: bool
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def shape(self) -> str:
+        """Return the sides and the epilogue, as files name them."""
+        return f"{self.m}x{self.n}x{self.k}"
+
+    @property
+    def name(self) -> str:
+        """Return the name in files of measurements."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.shape} {dtype}{self.epilogue}"
+
+    @property
+    def epilogue(self) -> str:
+        """Return the end of a name."""
+        return " gelu" if self.gelu else ""
 
 
 class Choice(NamedTuple):
@@ -39,10 +68,9 @@ class Choice(NamedTuple):
 class Tuner:
     """Chooses algorithms for the GEMMs of a network and keeps the measurements.
 
-    folders: of the files of measurements, the first has precedence; by default the user's
-    cache folder. A job that must give the same bits when it is started again puts its own
-    first. Without a usable folder every process measures. share(make): returns rank 0's
-    `make()` on every rank.
+    folders: of the files of measurements, the first has precedence; by default the user's cache
+    folder. A job that must give the same bits when it is started again puts its own first. Without
+    a usable folder every process measures. share(make): returns rank 0's `make()` on every rank.
     """
 
     def __init__(
@@ -52,131 +80,138 @@ class Tuner:
     ):
         self.folders = [cache_folder()] if folders is None else [Path(folder) for folder in folders]
         self.share = share
-        self.chosen = {}  # (m, n, k, gelu, dtype, device) → Choice
+        self.chosen = {}  # Problem → Choice
         self.seconds = []  # of each GEMM measured by this process
 
     def choose(
         self, m: int, n: int, k: int, gelu: bool, dtype: torch.dtype, device: torch.device
     ) -> Choice:
         """Return the algorithm of a GEMM."""
-        gemm = m, n, k, gelu, dtype, _indexed(device)
-        if gemm not in self.chosen:
+        problem = Problem(m, n, k, gelu, dtype, _numbered(device))
+        if problem not in self.chosen:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     "linear: first used inside a CUDA graph; run the step once before capturing it"
                 )
-            self.chosen[gemm] = self._choose(gemm)
-        return self.chosen[gemm]
+            self.chosen[problem] = self._choose(problem)
+        return self.chosen[problem]
 
-    def _choose(self, gemm):
-        m, n, k, gelu, dtype, device = gemm
-        name = f"{m}x{n}x{k} {str(dtype).removeprefix('torch.')}{' gelu' * gelu}"
-        kind = gpu.name(device).replace(" ", "-").replace("/", "-")
-        files = [
-            folder / f"products-{kind}-cublaslt-{cublaslt.version()}.json"
-            for folder in self.folders
-        ]
-        choice = _known(gemm) or _kept(files, name, gemm)
+    def _choose(self, problem):
+        device = gpu.name(problem.device).replace(" ", "-").replace("/", "-")
+        name = f"products-{device}-cublaslt-{cublaslt.version()}.json"
+        files = [folder / name for folder in self.folders]
+        choice = _winner(problem) or _measured_before(files, problem)
         if choice is None:
-            begun = time.perf_counter()
-            measured = _fastest(gemm)
-            self.seconds.append(time.perf_counter() - begun)
-            # another process's, if that was done first
-            choice = _kept(files, name, gemm) or measured
+            start = time.perf_counter()
+            fastest = _fastest(problem)
+            self.seconds.append(time.perf_counter() - start)
+            # Another process's choice, if that was done first.
+            choice = _measured_before(files, problem) or fastest
         for file in files:
-            if name not in (found := _read(file)):
-                keep(file, json.dumps({**found, name: choice.algorithm}).encode())
+            algorithms = _read(file)
+            if problem.name not in algorithms:
+                algorithms = {**algorithms, problem.name: choice.algorithm}
+                keep(file, json.dumps(algorithms).encode())
         return choice
 
-    def choose_alike(self, gemms: list[tuple]) -> None:
-        """Take rank 0's choices on all ranks, or two runs of one job could differ. gemms:
-        `choose`'s arguments.
+    def choose_alike(self, problems: list[tuple]) -> None:
+        """Take rank 0's choices on all ranks, or two runs of one job could differ.
+
+        problems: of each GEMM `choose`'s arguments.
         """
-        algorithms = self.share(lambda: [self.choose(*gemm).algorithm for gemm in gemms])
-        for (*gemm, device), algorithm in zip(gemms, algorithms, strict=True):
-            gemm = *gemm, _indexed(device)
-            self.chosen[gemm] = _restored(algorithm, gemm)
+        algorithms = self.share(lambda: [self.choose(*problem).algorithm for problem in problems])
+        for problem, algorithm in zip(problems, algorithms, strict=True):
+            problem = Problem(*problem)
+            problem = problem._replace(device=_numbered(problem.device))
+            self.chosen[problem] = _restored(algorithm, problem)
 
 
-def _indexed(device):
+def _numbered(device):
     """Return a device with its number, as tensors name it."""
     return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
 
-def _known(gemm):
-    """Return the choice that won on this kind of GPU under long load, if measured."""
-    m, n, k, gelu, _, device = gemm
-    wanted = KNOWN.get(gpu.name(device), {}).get(f"{m}x{n}x{k}{' gelu' * gelu}")
+def _winner(problem):
+    """Return the recorded choice that won on this kind of GPU under long load, or None."""
+    of_gpu = WINNERS.get(gpu.name(problem.device), {})
+    wanted = of_gpu.get(f"{problem.shape}{problem.epilogue}")
     if wanted is None:
         return None
-    one = cublaslt.Gemm(*gemm)
-    return next(
-        (Choice(one, each) for each in one.candidates() if cublaslt.configuration(each) == wanted),
-        None,
-    )
+    gemm = cublaslt.Gemm(*problem)
+    for algorithm in gemm.candidates():
+        if cublaslt.configuration(algorithm) == wanted:
+            return Choice(gemm, algorithm)
+    return None
 
 
-def _kept(files, name, gemm):
-    """Return the choice in the first of `files` that has one."""
-    algorithm = next((found[name] for found in map(_read, files) if name in found), None)
-    return None if algorithm is None else _restored(algorithm, gemm)
+def _measured_before(files, problem):
+    """Return the choice in the first of `files` that has one, or None."""
+    for file in files:
+        algorithms = _read(file)
+        if problem.name in algorithms:
+            return _restored(algorithms[problem.name], problem)
+    return None
 
 
-def _fastest(gemm):
-    """Return the choice with the least time on random operands. It must beat the
-    library's own, the first, by 3 %: timings jitter, and a short burst says little about
-    a GPU at its power limit.
+def _fastest(problem):
+    """Return the choice with the least time on random operands.
+
+    It must beat the library's own, the first, by 3 %: timings jitter, and a short burst says little
+    about a GPU at its power limit.
     """
-    device = gemm[-1]
+    device = problem.device
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
-        one = cublaslt.Gemm(*gemm)
-        choices = [Choice(one, algorithm) for algorithm in one.candidates()]
-        times = _milliseconds(choices, *gemm)
+        gemm = cublaslt.Gemm(*problem)
+        choices = [Choice(gemm, algorithm) for algorithm in gemm.candidates()]
+        times = _milliseconds(choices, problem)
     best = int(times.argmin())
-    return choices[best if times[best] < 0.97 * times[0] else 0]
+    return choices[best if times[best] < MARGIN * times[0] else 0]
 
 
-def _milliseconds(choices, m, n, k, gelu, dtype, device):
-    """Return the median time of five launches of each choice, replayed from graphs in turns."""
-    # its own: a run's random stream must not depend on measurements
+def _milliseconds(choices, problem):
+    """Return the median time of LAUNCHES of each choice, replayed from graphs in turns."""
+    device = problem.device
+    # A generator of its own: a run's random stream must not depend on measurements.
     generator = torch.Generator(device).manual_seed(0)
-    shapes = (m, k), (n, k), (n,)
-    x, weight, bias = (
-        torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes
-    )
-    out = torch.empty(m, n, dtype=dtype, device=device)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator, device=device).to(problem.dtype)
+
+    x = draw(problem.m, problem.k)
+    weight = draw(problem.n, problem.k)
+    bias = draw(problem.n)
+    out = torch.empty(problem.m, problem.n, dtype=problem.dtype, device=device)
     graphs = []
-    times = []
     for choice in choices:
         choice.run(x, weight, bias, out)  # loads the kernel
         graph = torch.cuda.CUDAGraph()
         with cuda.recording(graph, torch.cuda.current_stream()):
-            for _ in range(5):
+            for _ in range(LAUNCHES):
                 choice.run(x, weight, bias, out)
         graphs.append(graph)
-    for graph in graphs * 3:
+    spans = []
+    for graph in graphs * REPLAYS:
         start = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()
         end.record()
-        times.append((start, end))
+        spans.append((start, end))
     torch.cuda.synchronize(device)
-    return (
-        torch.tensor([start.elapsed_time(end) for start, end in times]).view(3, -1).median(0).values
-    )
+    times = torch.tensor([start.elapsed_time(end) for start, end in spans])
+    return times.view(REPLAYS, -1).median(0).values
 
 
-def _restored(algorithm, gemm):
+def _restored(algorithm, problem):
     """Return the choice of an algorithm (words, workspace), also as JSON has it: two lists."""
     words, workspace = algorithm
-    return Choice(cublaslt.Gemm(*gemm), cublaslt.Algorithm(tuple(words), workspace))
+    return Choice(cublaslt.Gemm(*problem), cublaslt.Algorithm(tuple(words), workspace))
 
 
 def _read(file: Path) -> dict[str, Any]:
     """Return a file's algorithms by name; none if one is damaged."""
-    found = kept(file)
-    return found if all(map(_is_algorithm, found.values())) else {}
+    algorithms = kept(file)
+    return algorithms if all(map(_is_algorithm, algorithms.values())) else {}
 
 
 def _is_algorithm(value):

@@ -1,5 +1,6 @@
-"""Triton kernels around cuBLAS's two GEMMs of split attention. They use no tensor cores:
-any GPU compiles them. reference.py has their reference implementations.
+"""Triton kernels around cuBLAS's two GEMMs of split attention.
+
+They use no tensor cores: any GPU compiles them. reference.py has their reference implementations.
 """
 
 import math
@@ -13,72 +14,106 @@ from accel.kernels.split_attention.reference import HALF, LIFT
 from accel.kernels.split_linear.triton import store_high_low, store_stack
 
 ROWS = 32  # tokens of a head that a program rearranges
-# tokens that it adds at once: few programs must hide memory's latency
-CENTRE = dict(ROWS=128, num_warps=8)
+CENTRE_ROWS = 128  # tokens that a program adds at once: few programs must hide memory's latency
 
 
 def tile(dim: int) -> dict[str, int]:
     """Launch constants for a head dim."""
-    return dict(DIM=dim, LANES=triton.next_power_of_2(dim), ROWS=ROWS)
+    return {"DIM": dim, "LANES": triton.next_power_of_2(dim), "ROWS": ROWS}
 
 
 def centre(pair: Tensor, num_heads: int) -> Tensor:
-    """Return v's mean over the tokens, from its high half: (N, h, d) float32. Its
-    rounding cancels.
+    """Return v's mean over the tokens, from its high half: (N, h, d) float32.
+
+    Its rounding cancels.
     """
     n, tokens, width = pair.shape[1:]
     out = torch.empty(n, num_heads, width // (3 * num_heads), device=pair.device)
+    config = tile(out.shape[-1])
+    config["ROWS"] = CENTRE_ROWS
     with torch.cuda.device_of(pair):  # Triton launches on the current GPU
-        config = {**tile(out.shape[-1]), **CENTRE}
-        _attention_centre[(n * num_heads,)](pair, out, num_heads, TOKENS=tokens, **config)
+        _attention_centre[(n * num_heads,)](
+            pair,
+            out,
+            num_heads,
+            TOKENS=tokens,
+            num_warps=8,
+            **config,
+        )
     return out
 
 
 def operands(pair: Tensor, centre: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k (G, T, 3·d) and v − mean (G, 2·T, 2·d) float16 of `count` heads of all
-    samples, from `first` on.
+    """Return q, k (G, T, 3·d) and v − mean (G, 2·T, 2·d) float16 of G = `count` heads.
+
+    They are of all samples' heads those from `first` on.
     """
-    (_, heads, dim) = centre.shape
+    _, heads, dim = centre.shape
     tokens = pair.shape[2]
-    q, k, v = (pair.new_empty(count, tokens, size * dim) for size in (3, 3, 4))
-    numbers = tokens, heads, first, pair[0].numel()
+    q = pair.new_empty(count, tokens, 3 * dim)
+    k = pair.new_empty(count, tokens, 3 * dim)
+    v = pair.new_empty(count, tokens, 4 * dim)
     with torch.cuda.device_of(pair):
         _attention_operands[triton.cdiv(tokens, ROWS), count](
-            pair, centre, q, k, v, *numbers, SCALE=HALF, **tile(dim)
+            pair,
+            centre,
+            q,
+            k,
+            v,
+            tokens,
+            heads,
+            first,
+            pair[0].numel(),  # from high to low
+            SCALE=HALF,
+            **tile(dim),
         )
     return q, k, v.view(count, 2 * tokens, 2 * dim)
 
 
 def softmax(scores: Tensor, dim: int) -> Tensor:
-    """Return LIFT · softmax(scores/√d) as low, high (G, T, 2·T) float16 in the memory of
-    scores (G, T, T) float32.
+    """Return LIFT · softmax(scores/√d) as low, high (G, T, 2·T) float16.
+
+    It lies in the memory of scores (G, T, T) float32.
     """
     count, tokens, _ = scores.shape
     weights = scores.view(torch.float16)
     block = triton.next_power_of_2(tokens)
+    scale = 1 / (math.sqrt(dim) * math.log(2))  # of a score in powers of two
     with torch.cuda.device_of(scores):
-        scale = 1 / (math.sqrt(dim) * math.log(2))
         _attention_softmax[tokens, count](
-            scores, weights, tokens, scale, LIFT=LIFT, BLOCK=block, num_warps=warps(block)
+            scores,
+            weights,
+            tokens,
+            scale,
+            LIFT=LIFT,
+            BLOCK=block,
+            num_warps=warps(block),
         )
     return weights
 
 
 def warps(block: int) -> int:
-    """Return the warps of a program. One serves 1024 keys: its sums need no barrier."""
+    """Return the warps of a program. A warp serves 1024 keys: its sums need no barrier."""
     return min(16, max(1, block // 1024))
 
 
 def merge(mixed: Tensor, centre: Tensor, out: Tensor, first: int) -> None:
-    """Add both parts of mixed (G, T, 2·d) float32, unscaled, and the mean; write them to
-    their heads of out (2, N, T, D), a `new_stack`.
+    """Write both parts of mixed (G, T, 2·d) float32, unscaled, plus the mean.
+
+    They go to their heads of out (2, N, T, D), a `new_stack`.
     """
-    (_, heads, dim) = centre.shape
-    (count, tokens, _) = mixed.shape
-    grid = triton.cdiv(tokens, ROWS), count
+    _, heads, dim = centre.shape
+    count, tokens, _ = mixed.shape
     with torch.cuda.device_of(mixed):
-        _attention_merge[grid](
-            mixed, centre, out, tokens, heads, first, SCALE=1 / (LIFT * HALF), **tile(dim)
+        _attention_merge[triton.cdiv(tokens, ROWS), count](
+            mixed,
+            centre,
+            out,
+            tokens,
+            heads,
+            first,
+            SCALE=1 / (LIFT * HALF),
+            **tile(dim),
         )
 
 
@@ -157,8 +192,9 @@ def _attention_operands(
 def _attention_softmax(
     scores_ptr, weights_ptr, tokens, scale, LIFT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Replace a row's scores by its weights. None is stored before all scores are loaded:
-    each needs their sum.
+    """Replace a row's scores by its weights.
+
+    No weight is stored before all scores are loaded: each weight needs their sum.
     """
     row = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
     key = tl.arange(0, BLOCK)

@@ -1,17 +1,18 @@
-"""Split attention by cuBLAS: two batched GEMMs for a group of heads, with Triton kernels
-without tensor cores around them (between.py). Where there is no Triton, their reference
-implementations run.
+"""Split attention by cuBLAS: two batched GEMMs for a group of heads.
+
+Around them run Triton kernels without tensor cores (between.py), or, where there is no Triton,
+their reference implementations.
 
     centre        v's mean over the tokens
-    operands      q: high, low, high    k: low, high, high    v − mean: high, low, for weights' low
-                  and again their high
+    operands      q: high, low, high    k: low, high, high
+                  v − mean: high, low, for weights' low and again for their high
     GEMM          scores, over an inner dimension of 3·d
-    softmax       weights, low and high, in the scores' own memory
+    softmax       weights, low and high, in the scores' memory
     GEMM          (low + high)·v's high and (low + high)·v's low, side by side, over 2·T
     merge         their sum and the mean, split: high, low, high
 
-Weights are positive: in a sum with one sign tensor cores truncate always in one
-direction. So v goes without its mean, which weights that sum to one give back.
+Weights are positive: in a sum with one sign tensor cores truncate always in one direction. So v
+goes without its mean, which weights that sum to one give back.
 """
 
 import torch
@@ -32,18 +33,18 @@ def attention(pair: Tensor, num_heads: int) -> Tensor:
     else:
         between = reference
     n, tokens, width = pair.shape[1:]
-    heads = n * num_heads
-    dim = width // (3 * num_heads)  # of all samples
+    heads = n * num_heads  # of all samples
+    dim = width // (3 * num_heads)
     out = new_stack(n, tokens, width // 3, device=pair.device)
-    size = min(heads, max(1, SCORES // (4 * tokens * tokens)))
-    scores, mixed = (
-        torch.empty(size, tokens, last, device=pair.device) for last in (tokens, 2 * dim)
-    )
+    group = min(heads, max(1, SCORES // (4 * tokens * tokens)))  # heads at a time
+    scores = torch.empty(group, tokens, tokens, device=pair.device)
+    mixed = torch.empty(group, tokens, 2 * dim, device=pair.device)
     centre = between.centre(pair, num_heads)
-    for first in range(0, heads, size):
-        count = min(size, heads - first)
+    for first in range(0, heads, group):
+        count = min(group, heads - first)
         q, k, v = between.operands(pair, centre, first, count)
-        multiply_add(q, k.mT, scores[:count], False)
-        split_multiply(between.softmax(scores[:count], dim), v, mixed[:count], tokens)
+        multiply_add(q, k.mT, scores[:count], add=False)
+        weights = between.softmax(scores[:count], dim)
+        split_multiply(weights, v, mixed[:count], small=tokens)
         between.merge(mixed[:count], centre, out, first)
     return out

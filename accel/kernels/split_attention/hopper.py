@@ -25,15 +25,24 @@ def _kernel(device):
 
 
 def attention(pair: Tensor, num_heads: int) -> Tensor:
-    """Launch the kernel: pair (2, N, T, 3·H·72) float16, contiguous → (2, N, T, H·72). A
-    shape must be run once before it is captured.
+    """Launch the kernel: pair (2, N, T, 3·H·72) float16, contiguous → (2, N, T, H·72).
+
+    A shape must be run once before it is captured.
     """
     _, n, tokens, width = pair.shape
     assert width == 3 * num_heads * HEAD_DIM, "backend 'hopper' takes head dim 72; take 'cublas'"
     out = torch.empty(2, n, tokens, width // 3, dtype=torch.float16, device=pair.device)
-    items = n * num_heads * -(-tokens // (64 * CONFIG.warpgroups))
-    if items:
-        blocks = min(items, cuda.multiprocessors(pair.device))
-        maps = head_maps(pair.flatten(0, 1))
-        _kernel(pair.device).launch(blocks, *maps, out, n, tokens, num_heads, items, SCORE_SCALE)
+    items = CONFIG.items(n * num_heads, tokens)
+    if not items:
+        return out
+    _kernel(pair.device).launch(
+        min(items, cuda.multiprocessors(pair.device)),
+        *head_maps(pair.flatten(0, 1)),
+        out,
+        n,
+        tokens,
+        num_heads,
+        items,
+        SCORE_SCALE,
+    )
     return out

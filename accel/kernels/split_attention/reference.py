@@ -1,5 +1,6 @@
-"""Split attention in plain torch, in float64; and the steps between cuBLAS's two GEMMs,
-in float32.
+"""Split attention in plain torch, in float64.
+
+The steps between cuBLAS's two GEMMs are in float32.
 """
 
 import math
@@ -22,50 +23,55 @@ def attention(pair: Tensor, num_heads: int) -> Tensor:
 
 
 def centre(pair: Tensor, num_heads: int) -> Tensor:
-    """Return v's mean over the tokens, from its high half: (N, h, d) float32. Its
-    rounding cancels.
+    """Return v's mean over the tokens, from its high half: (N, h, d) float32.
+
+    Its rounding cancels.
     """
     return pair[0].float().mean(1).unflatten(-1, (3, num_heads, -1))[:, 2].contiguous()
 
 
 def operands(pair: Tensor, centre: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k (G, T, 3·d) and v − mean (G, 2·T, 2·d) float16 of `count` heads of all
-    samples, from `first` on.
+    """Return q, k (G, T, 3·d) and v − mean (G, 2·T, 2·d) float16 of G = `count` heads.
+
+    They are of all samples' heads those from `first` on.
     """
     here = slice(first, first + count)
     # (3, 2, N, h, T, d)
     qkv = pair.unflatten(-1, (3, centre.shape[1], -1)).permute(3, 0, 1, 4, 2, 5)
     q, k, v = qkv.flatten(2, 3)[:, :, here]  # each (2, G, T, d)
-    v = split(
-        (v[0].float() + v[1].float() - centre.flatten(0, 1)[here, None]) * HALF, per_row=False
-    ).pair
-    both = torch.cat([*v], -1)
+    centred = v[0].float() + v[1].float() - centre.flatten(0, 1)[here, None]
+    v_high, v_low = split(centred * HALF, per_row=False).pair
+    both = torch.cat([v_high, v_low], -1)
+    q_high, q_low = q
+    k_high, k_low = k
     return (
-        torch.cat([q[0], q[1], q[0]], -1),
-        torch.cat([k[1], k[0], k[0]], -1),
+        torch.cat([q_high, q_low, q_high], -1),
+        torch.cat([k_low, k_high, k_high], -1),
         torch.cat([both, both], -2),
     )
 
 
 def softmax(scores: Tensor, dim: int) -> Tensor:
-    """Return LIFT · softmax(scores/√d) as low, high (G, T, 2·T) float16 in the memory of
-    scores (G, T, T) float32.
+    """Return LIFT · softmax(scores/√d) as low, high (G, T, 2·T) float16.
+
+    It lies in the memory of scores (G, T, T) float32.
     """
-    high, low = split(LIFT * torch.softmax(scores / math.sqrt(dim), -1), per_row=False).pair
+    weights = torch.softmax(scores / math.sqrt(dim), -1)
+    high, low = split(LIFT * weights, per_row=False).pair
     return scores.view(torch.float16).copy_(torch.cat([low, high], -1))
 
 
 def merge(mixed: Tensor, centre: Tensor, out: Tensor, first: int) -> None:
-    """Add both parts of mixed (G, T, 2·d) float32, unscaled, and the mean; write them to
-    their heads of out (2, N, T, D), a `new_stack`.
+    """Write both parts of mixed (G, T, 2·d) float32, unscaled, plus the mean.
+
+    They go to their heads of out (2, N, T, D), a `new_stack`.
     """
     heads, dim = centre.shape[1:]
-    y = (mixed[..., :dim] + mixed[..., dim:]) / (LIFT * HALF) + centre.flatten(0, 1)[
-        first : first + len(mixed), None
-    ]
+    mean = centre.flatten(0, 1)[first : first + len(mixed), None]
+    y = (mixed[..., :dim] + mixed[..., dim:]) / (LIFT * HALF) + mean
     high, low = split(y, per_row=False).pair
     whole = stacked(out).unflatten(-1, (3, heads, dim))
     for index in range(len(mixed)):
         sample, head = divmod(first + index, heads)
-        # (T, 3, d)
-        whole[sample, :, :, head] = torch.stack([high[index], low[index], high[index]], 1)
+        stack = torch.stack([high[index], low[index], high[index]], 1)  # (T, 3, d)
+        whole[sample, :, :, head] = stack

@@ -1,17 +1,17 @@
-"""A float32 linear layer on float16 tensor cores: operands split into high and low, three
-GEMMs summed in float32.
+"""A float32 linear layer on float16 tensor cores.
+
+Operands are split into high and low, and three GEMMs are summed in float32:
 
     x = (high + low) · 2^e,    x·w ≈ low·high + high·low + high·high
 
-What is left out, low·low, lies below float32's last bit (Markidis et al. 2018,
-arXiv:1803.04014). A tensor core truncates when it adds to its accumulator, so sums over a
-long inner dimension drift. As in Ootomo & Yokota 2022 (arXiv:2203.03341), parts of the
-sum are therefore added outside, where float32 rounds to nearest. The small GEMMs come
-first in each part.
+low·low is left out: it lies below float32's last bit (Markidis et al. 2018, arXiv:1803.04014). A
+tensor core truncates when it adds to its accumulator, so sums over a long inner dimension drift.
+As in Ootomo & Yokota 2022 (arXiv:2203.03341), parts of the sum are therefore added outside, where
+float32 rounds to nearest. The small GEMMs come first in each part.
 
     hopper      our kernel: capability 9.0, N and K in eights
-    cublas      any other GPU with float16 tensor cores: one GEMM over all three parts, then a
-                Triton kernel
+    cublas      any other GPU with float16 tensor cores: a GEMM over all three parts, then a Triton
+                kernel
     torch       the reference, in float64, any device
     auto        the first of these that runs on the device
 """
@@ -40,13 +40,12 @@ def choose(device: torch.device) -> str:
 class SplitLinear:
     """A layer x (…, K) → (…, N) at float32 accuracy.
 
-    weight (N, K), bias (N,) float32, on the device to run on. overflow: an int32 tensor
-    of one element. With it the result is HighLow without scales, and it is set to 1 where
-    a value is too large for float16; without it the result is float32. after (N,), with
-    overflow: GELU in its tanh form follows, then a multiplication by these powers of two;
-    the next layer has their inverse in its weights (`balance`). scaled: whether inputs
-    have scales, for `prepare`. name: of the layer, for errors. Raises ValueError, naming
-    the layer, for weights that are not finite.
+    weight (N, K), bias (N,) float32, on the device to run on. overflow: an int32 tensor of one
+    element. With it the result is HighLow without scales, and it is set to 1 where a value is too
+    large for float16; without it the result is float32. after (N,), with overflow: GELU in its tanh
+    form follows, then a multiplication by these powers of two; the next layer has their inverse in
+    its weights (`balance`). scaled: whether inputs have scales, for `prepare`. name: of the layer,
+    for errors. Raises ValueError, naming the layer, for weights that are not finite.
     """
 
     def __init__(
@@ -85,9 +84,8 @@ class SplitLinear:
 
     def parameters(self) -> Iterator[Tensor]:
         """Return the layer's tensors."""
-        return iter(
-            one for one in (self.pair, self.scale, self.bias, self.after) if one is not None
-        )
+        tensors = (self.pair, self.scale, self.bias, self.after)
+        return (tensor for tensor in tensors if tensor is not None)
 
     def zeros(self, *shape: int) -> Tensor | HighLow:
         """Return a result (…, N) of zeros."""
@@ -101,12 +99,14 @@ class SplitLinear:
             return reference.linear(self, x)
         if self.backend == "cublas":
             return cublas.linear(self, x)
-        # The kernel finishes its results itself. Only a `new_stack` is copied, which
-        # cuBLAS's attention has made.
+        # The kernel finishes its results itself. Only a `new_stack` is copied, which cuBLAS's
+        # attention has made.
         x = HighLow(x.pair.contiguous(), x.scale)
-        planes, dtype = ((2,), torch.float16) if self.high_low else ((), torch.float32)
-        out = torch.empty(
-            *planes, *x.pair.shape[1:-1], self.columns, dtype=dtype, device=x.pair.device
-        )
+        device = x.pair.device
+        shape = (*x.pair.shape[1:-1], self.columns)
+        if self.high_low:
+            out = torch.empty(2, *shape, dtype=torch.float16, device=device)
+        else:
+            out = torch.empty(shape, dtype=torch.float32, device=device)
         hopper.linear(self, x, out)
         return HighLow(out, None) if self.high_low else out

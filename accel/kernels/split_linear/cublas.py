@@ -1,8 +1,7 @@
 """Split GEMMs by cuBLAS, through torch: float16 operands, float32 sums and results.
 
-The three GEMMs are one over a concatenated inner dimension, [high, low, high]·[low, high,
-high], so that partial sums stay in the accumulators. Whoever writes an operand writes it
-so.
+The three GEMMs are one over a concatenated inner dimension, [high, low, high]·[low, high, high],
+so that partial sums stay in the accumulators. The kernel that writes an operand writes it so.
 """
 
 from typing import Any
@@ -16,32 +15,35 @@ from accel.kernels.split_linear import reference
 from accel.kernels.split_linear.high_low import HighLow, split, stacked
 
 # How much of high·high's inner dimension one GEMM may sum in its accumulators, by compute
-# capability: its error against float64 is then 2e-6 at most on the emulated tensor cores
-# of tests/kernels/tensor_cores.py.
+# capability: its error against float64 is then 2e-6 at most on the emulated tensor cores of
+# tests/kernels/tensor_cores.py.
 PIECE = {(7, 0): 2304, (7, 5): 576}
 OTHER_PIECE = 1152
 
 
 def multiply_add(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
-    """Compute out (…, M, N) float32 = a·b, or out + a·b with `add`: a (…, M, K), b (…, K,
-    N) float16, of two or three dims.
+    """Compute out (…, M, N) float32 = a·b, or out + a·b with `add`.
+
+    a (…, M, K), b (…, K, N): float16, of two or three dims.
     """
     multiply = torch.baddbmm if a.ndim == 3 else torch.addmm
     multiply(out, a, b, beta=int(add), out_dtype=torch.float32, out=out)
 
 
 def arrange(weight: Tensor) -> Tensor:
-    """Return weights (N, K) float32, scaled as `split` scales them, as (N, 3·K) float16:
-    low, high, high.
+    """Return weights (N, K) float32 as (N, 3·K) float16: low, high, high.
+
+    They are scaled as `split` scales them.
     """
     high, low = split(weight).pair
     return torch.cat([low, high, high], -1)
 
 
 def split_multiply(a: Tensor, b: Tensor, out: Tensor, small: int) -> None:
-    """Compute out = a·b as `multiply_add` does, from operands that concatenate parts
-    along K: first `small` with a low half, then high·high in pieces, which are added
-    outside the tensor cores.
+    """Compute out = a·b as `multiply_add` does, from operands that concatenate parts along K.
+
+    The first `small` have a low half. Then high·high follows in pieces, which are added outside
+    the tensor cores.
     """
     depth = a.shape[-1]
     piece = PIECE.get(gpu.capability(a.device), OTHER_PIECE)
@@ -59,7 +61,8 @@ def linear(layer: Any, x: HighLow) -> Tensor | HighLow:
     row_scale = None if x.scale is None else x.scale.flatten()
     if not cuda.HAS_TRITON:
         scale = layer.scale if row_scale is None else layer.scale * row_scale[:, None]
-        return reference.finish(layer, torch.addcmul(layer.bias, y, scale).unflatten(0, shape))
+        y = torch.addcmul(layer.bias, y, scale)
+        return reference.finish(layer, y.unflatten(0, shape))
     from accel.kernels.split_linear.triton import finish
 
     out = finish(layer, y, row_scale)

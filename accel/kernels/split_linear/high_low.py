@@ -1,10 +1,9 @@
-"""A float32 tensor as two of float16, high and low, and powers of two that keep both in
-float16's range.
+"""A float32 tensor as two of float16, high and low, and powers of two.
 
-Two float16 hold 22 of float32's 24 bits. The powers of two keep low parts out of
-float16's subnormals: with a row's largest value between 2¹⁴ and 2¹⁵, elements down to
-2⁻¹⁷ of it keep all their bits, and smaller ones an absolute error of 2⁻³⁹ of it.
-Multiplying back is exact.
+Two float16 hold 22 of float32's 24 bits. The powers of two keep both in float16's range, and low
+parts out of its subnormals: with a row's largest value between 2¹⁴ and 2¹⁵, elements down to 2⁻¹⁷
+of it keep all their bits, and smaller ones an absolute error of 2⁻³⁹ of it. Multiplying back is
+exact.
 """
 
 from typing import NamedTuple
@@ -28,36 +27,36 @@ class HighLow(NamedTuple):
 
 
 def split(x: Tensor, per_row: bool = True) -> HighLow:
-    """Split x (…, K) float32. per_row: with a power of two a row; without one, values
-    beyond 65504 become infinite.
+    """Split x (…, K) float32.
+
+    per_row: with a power of two a row; without, values beyond 65504 become infinite.
     """
     scale = None
     if per_row:
-        # amax = m·2^e with m in [1/2, 1); the clamp keeps the power of two itself a
-        # normal number.
+        # amax = m·2^e with m in [1/2, 1); the clamp keeps the power of two itself a normal number.
         exponent = torch.frexp(x.abs().amax(-1)).exponent.clamp(min=-111, max=128)  # (…,)
-        scale = torch.ldexp(torch.ones_like(x[..., 0]), exponent - 15)
-        x = x * torch.ldexp(torch.ones_like(x[..., 0]), 15 - exponent)[..., None]
+        ones = torch.ones_like(x[..., 0])
+        scale = torch.ldexp(ones, exponent - 15)
+        x = x * torch.ldexp(ones, 15 - exponent)[..., None]
     high = x.half()
-    return HighLow(torch.stack([high, (x - high.float()).half()]), scale)
+    low = (x - high.float()).half()
+    return HighLow(torch.stack([high, low]), scale)
 
 
 def new_stack(*shape: int, device: torch.device) -> Tensor:
-    """Return an empty pair (2, …, K) with memory (…, 3·K) for high, low, high. Whoever
-    fills it writes high twice.
+    """Return an empty pair (2, …, K) with memory (…, 3·K) for high, low, high.
+
+    The kernel that fills it writes high twice.
     """
-    return torch.empty(*shape[:-1], 3, shape[-1], dtype=torch.float16, device=device).movedim(
-        -2, 0
-    )[:2]
+    memory = torch.empty(*shape[:-1], 3, shape[-1], dtype=torch.float16, device=device)
+    return memory.movedim(-2, 0)[:2]
 
 
 def new_pair(*shape: int, device: torch.device, stack: bool = False) -> Tensor:
     """Return an empty pair (2, …, K), contiguous or a `new_stack`."""
-    return (
-        new_stack(*shape, device=device)
-        if stack
-        else torch.empty(2, *shape, dtype=torch.float16, device=device)
-    )
+    if stack:
+        return new_stack(*shape, device=device)
+    return torch.empty(2, *shape, dtype=torch.float16, device=device)
 
 
 def stacked(pair: Tensor) -> Tensor:
@@ -69,14 +68,11 @@ def stacked(pair: Tensor) -> Tensor:
 
 
 def balance(weight: Tensor, bias: Tensor) -> Tensor:
-    """Return powers of two (N,) that bring x·Wᵀ + b near 4 in size for inputs of size
-    one.
+    """Return powers of two (N,) that bring x·Wᵀ + b near 4 in size for inputs of size one.
 
-    float16 then has room for outliers four thousand times as large, at a floor of 2⁻²⁷ of
-    the usual size.
+    float16 then has room for outliers four thousand times as large, at a floor of 2⁻²⁷ of the
+    usual size.
     """
     size = (weight.double().square().sum(1) + bias.double().square()).sqrt()  # (N,)
-    exponent = (
-        torch.where(size > 0, torch.log2(4 / size.clamp(min=1e-300)), 0).round().clamp(-60, 60)
-    )
-    return torch.exp2(exponent).float()
+    exponent = torch.where(size > 0, torch.log2(4 / size.clamp(min=1e-300)), 0)
+    return torch.exp2(exponent.round().clamp(-60, 60)).float()

@@ -34,12 +34,17 @@ TILE = Tile(rows=128, columns=192, depth=64, stages=2)  # measured: log/split-ke
 
 
 def source(result: int) -> str:
-    """Return the whole CUDA text of a variant; result: 0 float32, 1 high and low, 2 GELU,
-    high and low.
+    """Return the whole CUDA text of a variant.
+
+    result: 0 float32, 1 high and low, 2 GELU, high and low.
     """
-    multiply = cuda.wgmma("multiply", TILE.columns, "f16")
     return cuda.source(
-        (FILE,), TILE, multiply, "f16", RESULT=result, **cuda.registers(TILE.rows // 64)
+        (FILE,),
+        TILE,
+        cuda.wgmma("multiply", TILE.columns, "f16"),
+        "f16",
+        RESULT=result,
+        **cuda.registers(TILE.rows // 64),
     )
 
 
@@ -49,11 +54,10 @@ def _kernel(result, device):
 
 
 def arrange(weight: Tensor) -> Tensor:
-    """Arrange the rows of W (N, K) for the kernel; fill N up with zeros to a multiple of
-    32.
+    """Arrange the rows of W (N, K) for the kernel; pad N with zeros to a multiple of 32.
 
-    After a warpgroup MMA a lane has columns 2c, 2c + 1 of each eight. With rows 8c + 2j +
-    i of W at 8j + 2c + i, four eights give it eight neighbouring columns to store.
+    After a warpgroup MMA a lane has columns 2c, 2c + 1 of each eight. With rows 8c + 2j + i of W at
+    8j + 2c + i, four eights give it eight neighbouring columns to store.
     """
     n, k = weight.shape
     weight = torch.cat([weight, weight.new_zeros(-n % 32, k)])
@@ -63,32 +67,39 @@ def arrange(weight: Tensor) -> Tensor:
 def _pair_map(pair, box_rows):
     """Return the tensor map of a pair (2, …, K). One load takes high and low of a tile."""
     depth = pair.shape[-1]
-    rows = pair[0].numel() // pair.shape[-1]
+    rows = pair[0].numel() // depth
     return cuda.tensor_map(
-        pair, (depth, rows, 2), (2 * depth, 2 * rows * depth), (TILE.depth, box_rows, 2), 128
+        pair,
+        sizes=(depth, rows, 2),
+        strides=(2 * depth, 2 * rows * depth),
+        box=(TILE.depth, box_rows, 2),
+        swizzle=128,
     )
 
 
 def linear(layer: Any, x: HighLow, out: Tensor) -> None:
-    """Launch the kernel: x HighLow (…, K) → out (…, N) float32, or (2, …, N) float16. A
-    shape must be run once before it is captured.
+    """Launch the kernel: x HighLow (…, K) → out (…, N) float32, or (2, …, N) float16.
+
+    A shape must be run once before it is captured.
     """
-    a = x.pair
-    b = layer.pair
-    assert layer.depth % 8 == layer.columns % 8 == 0, (
-        "backend 'hopper' takes sides in eights; take 'cublas'"
-    )
-    rows = a[0].numel() // layer.depth
+    fits = layer.depth % 8 == 0 and layer.columns % 8 == 0
+    assert fits, "backend 'hopper' takes sides in eights; take 'cublas'"
+    device = x.pair.device
+    rows = x.pair[0].numel() // layer.depth
     tiles = -(-rows // TILE.rows) * -(-layer.columns // TILE.columns)
     if not tiles:
         return
-    maps = _pair_map(a, TILE.rows), _pair_map(b, TILE.columns)
-    tensors = out, x.scale, layer.scale, layer.bias, layer.after, layer.overflow
-    kernel = _kernel(layer.high_low + layer.gelu, a.device)
+    kernel = _kernel(layer.high_low + layer.gelu, device)
     kernel.launch(
-        min(tiles, cuda.multiprocessors(a.device)),
-        *maps,
-        *tensors,
+        min(tiles, cuda.multiprocessors(device)),
+        _pair_map(x.pair, TILE.rows),
+        _pair_map(layer.pair, TILE.columns),
+        out,
+        x.scale,
+        layer.scale,
+        layer.bias,
+        layer.after,
+        layer.overflow,
         rows,
         layer.columns,
         layer.depth,

@@ -1,6 +1,4 @@
-"""The split linear layer in plain torch, the GEMMs in float64; and how a layer finishes a
-float32 result.
-"""
+"""The split linear layer in plain torch, with GEMMs in float64, and its last operations."""
 
 from typing import Any
 
@@ -12,8 +10,8 @@ from accel.kernels.split_linear.high_low import LARGEST, HighLow, split
 
 def linear(layer: Any, x: HighLow) -> Tensor | HighLow:
     """Apply the layer: x HighLow (…, K) → (…, N), float32 or HighLow."""
-    (x_high, x_low) = x.pair.double().unbind(0)
-    (w_high, w_low) = layer.pair.double().unbind(0)
+    x_high, x_low = x.pair.double().unbind(0)
+    w_high, w_low = layer.pair.double().unbind(0)
     y = x_low @ w_high.t() + x_high @ w_low.t() + x_high @ w_high.t()
     if x.scale is not None:
         y = y * x.scale[..., None]
@@ -21,8 +19,9 @@ def linear(layer: Any, x: HighLow) -> Tensor | HighLow:
 
 
 def finish(layer: Any, y: Tensor) -> Tensor | HighLow:
-    """Turn y (…, N) float32 into the layer's result: GELU, check for overflow and split,
-    for backends without them.
+    """Turn y (…, N) float32 into the layer's result: GELU, check for overflow and split.
+
+    It is for backends whose GEMM does not end so.
     """
     if layer.gelu:
         y = F.gelu(y, approximate="tanh") * layer.after

@@ -1,6 +1,7 @@
-"""The end of a float32 GEMM in one Triton kernel without tensor cores: scales, bias,
-GELU, the check for overflow and the high/low split; for backends without an epilogue. And
-device functions that store a split.
+"""The end of a float32 GEMM in one Triton kernel, for backends without an epilogue.
+
+It applies scales, bias, GELU, the check for overflow and the high/low split, and uses no tensor
+cores. The device functions that store a split serve other kernels too.
 """
 
 from typing import Any
@@ -12,34 +13,46 @@ from torch import Tensor
 
 from accel.kernels.split_linear.high_low import new_stack
 
-TILE = dict(ROWS=16, COLUMNS=128, num_warps=4)
+TILE = {"ROWS": 16, "COLUMNS": 128, "num_warps": 4}
 
 
 def finish(layer: Any, y: Tensor, row_scale: Tensor | None) -> Tensor:
-    """Finish y (M, N) float32, without scales → (M, N) float32, in y's memory, or the
-    pair (2, M, N) for high_low.
+    """Finish y (M, N) float32, without scales → (M, N) float32, in y's memory.
 
-    row_scale: (M,). A pair after GELU is a `new_stack`, since a GEMM follows; another is
-    contiguous, for attention.
+    For high_low the result is the pair (2, M, N). A pair after GELU is a `new_stack`, since a GEMM
+    follows; another is contiguous, for attention. row_scale: (M,).
     """
     m, n = y.shape
+    # From one row to the next, and from high to low.
     if not layer.high_low:
         out = y
-        row = n
-        low = 0
+        row_stride = n
+        low_offset = 0
     elif layer.gelu:
         out = new_stack(m, n, device=y.device)
-        row = 3 * n
-        low = n
+        row_stride = 3 * n
+        low_offset = n
     else:
         out = torch.empty(2, m, n, dtype=torch.float16, device=y.device)
-        row = n
-        low = m * n
-    tensors = row_scale, layer.scale, layer.bias, layer.after, layer.overflow
-    variant = dict(SCALED=row_scale is not None, RESULT=layer.high_low + layer.gelu)
+        row_stride = n
+        low_offset = m * n
     with torch.cuda.device_of(y):  # Triton launches on the current GPU
-        grid = triton.cdiv(n, TILE["COLUMNS"]), triton.cdiv(m, TILE["ROWS"])
-        _finish[grid](y, out, *tensors, m, n, row, low, **variant, **TILE)
+        _finish[(triton.cdiv(n, TILE["COLUMNS"]), triton.cdiv(m, TILE["ROWS"]))](
+            y,
+            out,
+            row_scale,
+            layer.scale,
+            layer.bias,
+            layer.after,
+            layer.overflow,
+            m,
+            n,
+            row_stride,
+            low_offset,
+            SCALED=row_scale is not None,
+            RESULT=layer.high_low + layer.gelu,
+            **TILE,
+        )
     return out
 
 
@@ -60,8 +73,9 @@ def store_stack(high_ptr, depth, y, inside):
 
 @triton.jit
 def row_scale(largest):
-    """Return the power of two that brings a row's largest value between 2¹⁴ and 2¹⁵, by
-    exponent bits; its inverse.
+    """Return the power of two that brings a row's largest value between 2¹⁴ and 2¹⁵, and 1 / it.
+
+    It is computed by exponent bits.
     """
     exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15)
     factor = ((268 - exponent) << 23).to(tl.float32, bitcast=True)

@@ -4,7 +4,7 @@ reference implementations, on a GPU by the kernels.
 
 import pytest
 import torch
-from networks import build, error, evaluate, fast_network, guided, inputs, network_of
+from networks import build, error, evaluate, fast_network, guided, inputs, network_of, pack_of
 from reference_networks import dit, large_dit
 from test_large_dit import FORMS
 from test_large_dit import build as build_large
@@ -137,7 +137,7 @@ def test_loading_holds_no_float32_copy_on_the_gpu():
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    network = load(model.state_dict(), empty, "fp16", torch.device("cuda"), 2)
+    network = load(model.state_dict(), empty, pack_of(model), "fp16", torch.device("cuda"), 2)
     peak = torch.cuda.max_memory_allocated() - before
     block = 2 * 2 * weights / 12  # zeros of one block, and its copy, while kernels compile
     assert peak <= 2 * weights + block + 16 * largest + (64 << 20), (

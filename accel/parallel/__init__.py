@@ -1,1 +1,0 @@
-"""Split one job over processes."""

@@ -1,0 +1,338 @@
+"""The ranks of a job of several processes: their exchanges and their process groups.
+
+They form one process group: objects and CPU tensors travel over gloo, CUDA tensors over
+NCCL. Progress and the request to stop are kept in its key-value store.
+"""
+
+import hashlib
+import os
+import signal
+from collections.abc import Callable, Iterable, Set
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from accel.errors import UsageError, require_equal
+from accel.kernels import cuda
+from accel.network import WHOLE, BlockNetwork, Network, Part
+from accel.ranks import FirstFailure, Ranks, require_device
+from accel.ranks.exchanges import EXCHANGES
+from accel.ranks.layouts import Layout
+from accel.ranks.placement import Placement
+from accel.ranks.sharded import Sharded
+
+START = timedelta(minutes=10)  # limit for all ranks to start and connect
+# Limit for one rank to wait for another, whose share of an FID job may be larger.
+WAIT = timedelta(days=1)
+
+
+class _AgreedError(UsageError):
+    """A UsageError that every rank raises."""
+
+
+def connect(rank: int, world: int, local_rank: int) -> "DistributedRanks":
+    """Form the process group at the environment's MASTER_ADDR and MASTER_PORT. Raises
+    UsageError if the ranks do not connect.
+    """
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    try:
+        store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=START))
+        if os.environ.get("GROUP_WORLD_SIZE") == "1":  # nodes count attempts differently
+            # torchrun --max-restarts may keep its store, with the addresses and the failure
+            # of the ranks that ended.
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+            store = dist.PrefixStore(f"attempt {attempt}", store)
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("group", store),
+            rank=rank,
+            world_size=world,
+            timeout=START,
+        )
+    except RuntimeError as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        reason = str(error).splitlines()[0]
+        raise UsageError(
+            f"rank {rank} of {world}: cannot connect at {address}; start all ranks ({reason})"
+        ) from None
+    store.set_timeout(WAIT)
+    dist.group.WORLD.set_timeout(WAIT)
+    # A connection serves one thread.
+    return DistributedRanks(rank, world, local_rank, dist.PrefixStore("job", store.clone()))
+
+
+class DistributedRanks(Ranks):
+    """This process among the ranks of its job. `connect` makes it."""
+
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        local_rank: int = 0,
+        store: dist.Store | None = None,
+        device: torch.device | None = None,
+    ):
+        super().__init__(device)
+        self.rank = rank
+        self.world = world
+        self.local_rank = local_rank
+        self._store = store
+        self._connecting = None  # the future of the collectives
+        self._groups = {}  # by their ranks
+        self._exchanges = {}  # by their ranks and the exchange's name
+
+    # ---- the exchange of values ----
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def all_gather_object(self, value: Any) -> list:
+        values = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+    def run_collectively(self, work: Callable[[], Any], only: int | None = None) -> Any:
+        result = None
+        message = None
+        try:
+            if only in (None, self.rank):
+                result = work()
+        except _AgreedError:
+            raise
+        except UsageError as error:
+            message = error.marked
+        lines = self._agree(message, only)
+        if lines:
+            raise _AgreedError(*lines)
+        return result
+
+    def _agree(self, message, only):
+        """Return the lines of every rank's error message, each different message once; a
+        message that not every rank has gets the names of its ranks.
+        """
+        reports = self.all_gather_object((message, self.host))
+        messages = dict.fromkeys(text for text, _ in reports if text is not None)
+        lines = []
+        for message in messages:
+            ranks = [rank for rank, (text, _) in enumerate(reports) if text == message]
+            if len(ranks) < self.world and ranks != [only]:
+                numbers = ", ".join(map(str, ranks))
+                hosts = ", ".join(dict.fromkeys(reports[rank][1] for rank in ranks))
+                plural = "s" if len(ranks) > 1 else ""
+                message = f"rank{plural} {numbers} on {hosts}: {message}"
+            lines += message.splitlines()
+        return lines
+
+    def run_in_turns(self, work: Callable[[], Any]) -> Any:
+        result = self.run_collectively(work, only=0)
+        for first_of_node in (True, False):
+            my_turn = self.rank > 0 and (self.local_rank == 0) == first_of_node
+            result = self.run_collectively(lambda: work() if my_turn else result)
+        return result
+
+    def from_rank_0(self, make: Callable[[], Any]) -> Any:
+        return self.all_gather_object(self.run_collectively(make, only=0))[0]
+
+    def require_equal(self, settings: dict, free: Set[str] = frozenset()) -> None:
+        first = self.from_rank_0(lambda: settings)
+        remedy = "start all ranks with the same flags and files"
+        self.run_collectively(lambda: require_equal(settings, first, free, "rank 0 has", remedy))
+
+    def max_over_ranks(self, values: Iterable[float]) -> list[float]:
+        by_rank = self.all_gather_object(list(values))
+        return [max(column) for column in zip(*by_rank)]
+
+    def add(self, counter: str, amount: int) -> int:
+        return self._store.add(counter, amount)
+
+    # ---- devices and collectives ----
+
+    def take_device(self, wanted: str | None) -> str:
+        """Return the name of this rank's device: the CPU, or a GPU that no other rank has.
+        Raises UsageError for a rank without a GPU, for ranks that share one, and for other
+        kinds of devices.
+        """
+        self.device = torch.device(self._choose_device(wanted))
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        return str(self.device)
+
+    def _choose_device(self, wanted):
+        require_device(wanted)
+        device_type, _, number = (wanted or "cuda").partition(":")
+        if device_type == "cpu":
+            return "cpu"
+        if number:
+            raise UsageError(
+                f"`device={wanted}`: every rank takes its own GPU; choose them with "
+                "CUDA_VISIBLE_DEVICES"
+            )
+        visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        # srun may show a task its own GPU only, as number 0.
+        index = self.local_rank % max(visible, 1)
+        uuid = str(torch.cuda.get_device_properties(index).uuid) if visible else None
+        gpus = self.all_gather_object((self.host, uuid))
+        if not wanted and all(uuid is None for _, uuid in gpus):
+            return "cpu"
+        self.run_collectively(lambda: self._require_own_gpu(gpus))
+        return f"cuda:{index}"
+
+    def _require_own_gpu(self, gpus):
+        """Raise UsageError unless this rank has a GPU alone. gpus: (host, UUID) by rank."""
+        _, uuid = gpus[self.rank]
+        if uuid is None:
+            raise UsageError(
+                "no GPU; start as many processes as there are GPUs, or use `device=cpu`"
+            )
+        if gpus.count(gpus[self.rank]) > 1:
+            raise UsageError(
+                "several ranks on one GPU; start one a GPU (--gpus, --nproc_per_node, "
+                "--ntasks-per-node)"
+            )
+
+    def open_collectives(self) -> None:
+        if self.device.type == "cuda":  # NCCL takes a second to connect
+            self._connecting = ThreadPoolExecutor(1).submit(self._connect_gpus)
+
+    def _connect_gpus(self):
+        torch.cuda.set_device(self.device)  # a thread begins on the first GPU
+        self._gather(torch.zeros(1, device=self.device))  # the first collective connects
+
+    def wait_for_collectives(self) -> None:
+        if self._connecting is not None:
+            self._connecting.result()
+
+    def gather(self, part: torch.Tensor) -> list[torch.Tensor] | None:
+        """Return every rank's `part` on rank 0, None elsewhere. All parts have one shape."""
+        self.wait_for_collectives()
+        return self._gather(part)
+
+    def _gather(self, part):
+        parts = None
+        if self.rank == 0:
+            parts = [torch.empty_like(part) for _ in range(self.world)]
+        dist.gather(part.contiguous(), parts)
+        return parts
+
+    def peers(self) -> bool:
+        if self.device.type != "cuda":
+            return False
+        here = self.device.index or 0
+        visible = torch.cuda.device_count()
+        others = [gpu for gpu in range(visible) if gpu != here]
+        writes = visible >= self.world and all(cuda.writes_to_peer(here, gpu) for gpu in others)
+        reports = self.all_gather_object((self.host, writes))
+        hosts = {host for host, _ in reports}
+        return len(hosts) == 1 and all(writes for _, writes in reports)
+
+    # ---- network evaluations that ranks share ----
+
+    def part(self, layout: Layout | None) -> Part:
+        """Return the part of the weights that this rank loads. An idle rank loads one
+        too: it chooses GEMMs with the others.
+        """
+        if layout is None or layout.weights == 1:
+            return WHOLE
+        self.wait_for_collectives()
+        group = self._group(range(layout.ranks))
+        if self.rank >= layout.ranks:
+            return Part(0, layout.ranks, lambda x: None)
+        return Part(self.rank, layout.ranks, partial(dist.all_reduce, group=group))
+
+    def share(self, network: BlockNetwork, layout: Layout) -> Network:
+        """Return the network as this rank evaluates it under `layout`. Return it unchanged
+        if this rank shares no evaluation, or if the ranks divide the weights: then it was
+        loaded in parts. Every rank calls this: all make the process groups, in one order.
+        """
+        if layout.ranks == 1 or layout.weights > 1:
+            return network
+        everyone = self._group(range(layout.ranks))
+        columns = layout.tokens
+        if columns == 1:
+            return Sharded(network, everyone) if self.rank < layout.ranks else network
+        # Ranks that share the tokens of the same batch rows: on one host if they fit.
+        neighbours = [range(first, first + columns) for first in range(0, layout.ranks, columns)]
+        groups = [self._group(ranks) for ranks in neighbours]
+        if self.rank >= layout.ranks:
+            return network
+        row = self.rank // columns
+        key = neighbours[row], layout.exchange
+        if key not in self._exchanges:  # one for all networks: it has buffers in its peers' memory
+            self._exchanges[key] = EXCHANGES[layout.exchange](groups[row])
+        return Sharded(network, everyone, self._exchanges[key])
+
+    def _group(self, ranks):
+        """Return the process group of `ranks`. Each is made once, by every rank."""
+        if len(ranks) == self.world:
+            return dist.group.WORLD
+        if ranks not in self._groups:
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            self._groups[ranks] = dist.new_group(list(ranks), backend=backend)
+        return self._groups[ranks]
+
+    def own_pictures(self, latents: torch.Tensor, n: int, placement: Placement) -> torch.Tensor:
+        if not placement.shared:
+            return latents
+        self._assert_identical(latents, placement.busy)
+        return latents[placement.pictures(n)]
+
+    def _assert_identical(self, tensor, ranks):
+        """Raise RuntimeError unless the first `ranks` ranks hold the same bits in `tensor`."""
+        digest = hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest()[:8]
+        digests = self.all_gather_object(digest)[:ranks]
+        if len(set(digests)) > 1:
+            raise RuntimeError(
+                f"ranks ended with different latents (checksums {', '.join(digests)}): are their "
+                "GPUs of one kind?"
+            )
+
+    def gather_pictures(
+        self, pictures: torch.Tensor, n: int, placement: Placement
+    ) -> torch.Tensor | None:
+        counts = placement.counts(n)
+        # A collective wants equal shapes.
+        padded = pictures.new_zeros(max(counts), *pictures.shape[1:])
+        padded[: len(pictures)] = pictures
+        parts = self.gather(padded)
+        if parts is None:
+            return None
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    # ---- the end of a job ----
+
+    @property
+    def stopping(self) -> bool:
+        if self._stop:
+            self._store.set("stop", "")
+        return self._stop or self._store.check(["stop"])
+
+    def first_failure(self, status: int) -> FirstFailure:
+        try:
+            first = self._store.compare_set("failed", "", f"{self.rank} {status}")
+        except dist.DistError:
+            # Rank 0 or its launcher held the store; this rank's own status is no worse.
+            return FirstFailure(0, status)
+        return FirstFailure(*map(int, first.split()))
+
+    def leave(self) -> None:
+        """Wait for all ranks and close the process group. The process must then end by
+        `os._exit`: gloo's threads may abort one that ends in the interpreter's own way, and
+        NCCL waits for CUDA graphs that hold its kernels.
+        """
+        self.wait_for_collectives()
+        self.barrier()
+        # The launcher sends SIGTERM once the first rank has gone.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        closing = Thread(target=self._close, daemon=True)
+        closing.start()
+        closing.join(5)
+
+    def _close(self):
+        if self._connecting is not None:
+            torch.cuda.set_device(self.device)
+        dist.destroy_process_group()

@@ -1,0 +1,199 @@
+"""The ranks that torchrun, srun or --gpus started: how a process joins its job, and how all
+ranks end.
+
+The launcher starts the ranks, one a GPU, and ends them all when one dies.
+"""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import NamedTuple, NoReturn
+
+from accel import launch, signals, streams
+from accel.errors import (
+    STOPPED,
+    USAGE,
+    Stopped,
+    UsageError,
+    as_usage_error,
+    printable,
+    record,
+    shown,
+)
+from accel.ranks import Ranks
+
+
+class Numbers(NamedTuple):
+    """The numbers that a launcher gives to a process."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0  # on its node
+
+
+def numbers() -> Numbers:
+    """Return the numbers that torchrun or srun set in the environment; without either, those
+    of a process by itself. Raises UsageError for values that no launcher sets.
+    """
+    if "RANK" in os.environ:
+        world = _integer("WORLD_SIZE", 1, 2**31)
+        rank = _integer("RANK", 0, world)
+        local_rank = _integer("LOCAL_RANK", 0, world) if "LOCAL_RANK" in os.environ else 0
+        return Numbers(rank, world, local_rank)
+    # Only srun sets it: a batch script's own environment has no step.
+    if "SLURM_STEP_NUM_TASKS" in os.environ:
+        world = _integer("SLURM_STEP_NUM_TASKS", 1, 2**31)
+        rank = _integer("SLURM_PROCID", 0, world)
+        return Numbers(rank, world, _integer("SLURM_LOCALID", 0, world))
+    return Numbers()
+
+
+def _integer(name, least, end):
+    """Return an integer variable of the environment, least <= value < end."""
+    value = os.environ.get(name)
+    if value is None or not re.fullmatch("[0-9]{1,18}", value) or not least <= int(value) < end:
+        given = "is not set" if value is None else f"is {value[:40]!r}"
+        raise UsageError(
+            f"the environment's {name} {given}, a launcher sets it to {least} … {end - 1}: start "
+            "the ranks with torchrun or srun, or unset RANK for one process"
+        )
+    return int(value)
+
+
+def _set_address(environment: MutableMapping[str, str]) -> None:
+    """Set the address under srun: the step's first host, and a port that no step of a
+    neighbouring job uses. Raises UsageError unless the address can be resolved.
+    """
+    if "SLURM_STEP_ID" in environment and "MASTER_PORT" not in environment:
+        job = _integer("SLURM_JOB_ID", 0, 2**32)
+        step = _integer("SLURM_STEP_ID", 0, 2**32)
+        environment["MASTER_PORT"] = str(12000 + (job * 16 + step % 16) % 20000)
+    port = _integer("MASTER_PORT", 1, 2**16)
+    if "MASTER_ADDR" not in environment:
+        environment["MASTER_ADDR"] = _first_host(environment.get("SLURM_STEP_NODELIST", ""))
+    address = environment["MASTER_ADDR"]
+    try:
+        socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:  # torch would ask again for a minute
+        raise UsageError(
+            f"the environment's MASTER_ADDR {shown(address)} is not the name of a host "
+            f"({error}): start the ranks with torchrun or srun, or export the first host's"
+        ) from None
+
+
+def _first_host(nodes):
+    """Return the first host of Slurm's list of nodes."""
+    command = ["scontrol", "show", "hostnames", nodes]
+    try:
+        hosts = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UsageError(
+            f"srun: scontrol names no hosts ({error}); export MASTER_ADDR, the first of them"
+        ) from None
+    return hosts.split()[0]
+
+
+def _join():
+    """Join the job that this process was started in. Raises UsageError if its ranks do not
+    connect.
+    """
+    mine = numbers()
+    if mine.world == 1:
+        return Ranks()
+    from accel.ranks.distributed import connect  # a process by itself does without
+
+    _set_address(os.environ)
+    launch.end_with_parent()
+    # gloo prints a line a rank and group: hide it, and all output of other ranks than 0.
+    printed = os.dup(1) if mine.rank == 0 else os.open(os.devnull, os.O_WRONLY)
+    sys.stdout = streams.lasting(printed, sys.stdout)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return connect(*mine)
+
+
+@contextmanager
+def launched_ranks(program: str, worded: Callable[[UsageError], str] = str) -> Iterator[Ranks]:
+    """Run the block as one rank of its job. When it ends on one rank, all ranks end, and
+    the cause is printed once. worded: gives the text of a user's error.
+
+    A UsageError is one line and status USAGE, a Stopped one line and STOPPED, anything
+    else a traceback and 1.
+    """
+    try:
+        ranks = _join()
+    except UsageError as error:
+        # Under srun every rank has the same line: print it on rank 0, or where the number
+        # itself is wrong.
+        is_rank_0 = not os.environ.get("SLURM_PROCID", "").lstrip("0").isdecimal()
+        if "SLURM_STEP_ID" not in os.environ or is_rank_0:
+            print(f"{program}: {worded(error)}", file=sys.stderr)
+            record(f"{program}: {worded(error)}")
+        _exit(USAGE)
+    status = 0
+    try:
+        try:
+            yield ranks
+        except Stopped as stopped:
+            status = STOPPED
+            line = printable(f"{program}: {stopped}")
+            record(line)  # on every rank: torchrun may see another end first
+            if ranks.rank == 0:
+                print(line, file=sys.stderr)
+        ranks.leave()
+    except BaseException as error:
+        _fail(ranks, program, error, worded)
+    if status or ranks.world > 1:
+        _exit(status)
+
+
+def _fail(ranks, program, error, worded) -> NoReturn:
+    """End this rank after `error`. The first rank that fails prints the cause and exits
+    first, which makes it the launcher's root cause; the others exit with its status.
+    """
+    if isinstance(error, SystemExit):
+        _exit(error.code)
+    if launch.STARTED_HERE:
+        # If a killed rank is the cause, the parent says so, and ends this one before it
+        # complains.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(0.2)
+        if sys.stderr.isatty():
+            print(end="\r\033[K", file=sys.stderr)  # rank 0's bar
+    else:
+        # The launcher sends SIGTERM once the first rank has gone.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    mistake = as_usage_error(error)
+    first = ranks.first_failure(USAGE if mistake else 1)
+    is_first = first.rank == ranks.rank
+    text = ""
+    if is_first and mistake:
+        text = "\n".join(f"{program}: {line}" for line in worded(mistake).splitlines())
+    elif is_first:
+        text = f"rank {ranks.rank} of {ranks.world} on {ranks.host}:\n{traceback.format_exc()}"
+    elif first.status == 1:
+        cause = printable(f"{type(error).__name__}: {error}".splitlines()[0])
+        text = f"rank {ranks.rank}: {cause} (after rank {first.rank} failed)"
+    print(text, file=sys.stderr, end="\n" if text else "", flush=True)
+    if not is_first:
+        time.sleep(2)
+    elif ranks.world > 1 and (ranks.rank == 0 or first.status == 1):
+        # Rank 0 may hold the store; a rank that was killed has been noticed by then.
+        time.sleep(1)
+    if is_first:
+        # Late: torchrun's summary goes by whole seconds, and a killed rank that is the cause
+        # was earlier.
+        record(text)
+    _exit(first.status)
+
+
+def _exit(status) -> NoReturn:
+    """Exit without waiting for threads: one may be in a collective that never returns."""
+    signals.finish()
+    os._exit(status)

@@ -1,0 +1,112 @@
+"""Layouts: how ranks share a network evaluation, as users write it. Imports no torch."""
+
+from typing import NamedTuple
+
+from accel.errors import UsageError, shown
+
+EXCHANGES = ("kv", "push", "ulysses")  # of accel/ranks/exchanges.py
+TOGETHER = {"rows", "tokens", "exchange"}, {"weights"}  # names that a layout may have at once
+
+
+class Layout(NamedTuple):
+    """The division of a network evaluation among ranks. All ones: each rank has pictures
+    of its own (data parallel).
+    """
+
+    rows: int = 1  # ranks that divide the batch rows
+    tokens: int = 1  # ranks that divide the tokens of each row
+    exchange: str = "kv"  # of tokens
+    # Ranks that divide every layer's weights: neither rows nor tokens are divided then.
+    weights: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of ranks that share a network evaluation."""
+        return self.rows * self.tokens * self.weights
+
+    def __str__(self):
+        if self.ranks == 1:
+            return "a GPU a picture"
+        if self.weights > 1:
+            return f"weights={self.weights}"
+        if self.tokens > 1:
+            return f"rows={self.rows},tokens={self.tokens},exchange={self.exchange}"
+        return f"rows={self.rows}"
+
+
+OFF = Layout()
+
+
+def parse(text: str, exchange: str = "kv") -> Layout:
+    """Return the layout that users write as rows=2,tokens=2,exchange=kv. exchange: the
+    default. Raises UsageError.
+    """
+    items = [item.partition("=")[::2] for item in text.split(",")]
+    values = dict(items)
+    once = len(values) == len(items)
+    combined = any(values.keys() <= names for names in TOGETHER)
+    for name, value in items:
+        valid = value in EXCHANGES if name == "exchange" else _is_count(value)
+        if not (once and combined and valid):
+            wrong = shown("=".join((name or "nothing", value)))
+            allowed = f"auto, off, rows=N,tokens=N,exchange={'|'.join(EXCHANGES)}, or weights=N"
+            raise UsageError(f"`parallel={shown(text)}`: {wrong}: give {allowed}")
+    if "exchange" in values and "tokens" not in values:
+        raise UsageError(f"`parallel={text}`: exchange says how tokens are shared; add tokens=N")
+    exchange = values.pop("exchange", exchange)
+    counts = {name: int(value) for name, value in values.items()}
+    layout = Layout(**counts, exchange=exchange)
+    return layout if layout.ranks > 1 else OFF
+
+
+def _is_count(text):
+    """Return whether `text` is a number of ranks."""
+    return text.isdecimal() and len(text) < 5 and int(text) > 0
+
+
+def check(
+    layout: Layout,
+    tier: str | None,
+    tokens: int | None = None,
+    heads: int | None = None,
+    world: int | None = None,
+) -> None:
+    """Raise UsageError if `layout` cannot run. None is a value that is not known yet.
+
+    tokens: of a batch row; heads: of the network; world: number of ranks.
+    """
+    problem = _problem(layout, tier, tokens, heads, world)
+    if problem:
+        raise UsageError(f"`parallel={problem}")
+
+
+def _problem(layout, tier, tokens, heads, world):
+    """Return what `layout` lacks to run and the remedy, after the parameter's name; None if
+    it can run.
+    """
+    exchange = layout.exchange if layout.tokens > 1 else None
+    if exchange not in (None, "ulysses") and tier == "exact":
+        return (
+            f"exchange={exchange}`: keeps no float32 accuracy; take exchange=ulysses with "
+            "`precision=exact`"
+        )
+    if world and layout.ranks > world:
+        return f"{layout}`: needs {layout.ranks} processes, there are {world}"
+    if heads and heads % layout.weights:
+        remedy = _divisors(heads, world)
+        return f"weights={layout.weights}`: does not divide {heads} heads; {remedy}"
+    if tokens and tokens % layout.tokens:
+        remedy = _divisors(tokens, world)
+        return f"tokens={layout.tokens}`: does not divide the {tokens} tokens of a row; {remedy}"
+    if heads and exchange == "ulysses" and heads % layout.tokens:
+        return (
+            f"tokens={layout.tokens},exchange=ulysses`: does not divide {heads} heads; take "
+            "exchange=kv"
+        )
+    return None
+
+
+def _divisors(number, world):
+    """Return the numbers of ranks that divide `number`, as a remedy."""
+    counts = range(1, (world or 8) + 1)
+    return "try " + " or ".join(str(count) for count in counts if number % count == 0)

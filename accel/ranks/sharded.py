@@ -1,0 +1,88 @@
+"""One network evaluation on many GPUs.
+
+Its batch rows, which guidance doubles, and their tokens are divided over rows × columns of ranks:
+
+    ranks of a column   divide the batch rows: nothing is exchanged until the evaluation ends
+    ranks of a row      divide the tokens, from the patch embedding to the last layer: attention
+                        exchanges
+
+The output is gathered once. Guidance, sampler and noise then run on every rank alike, on the same
+numbers: the random stream and the sampling loop do not depend on this module.
+"""
+
+import copy
+from collections.abc import Callable, Hashable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from accel.network import BlockNetwork, Network
+from accel.ranks.exchanges import Exchange
+
+
+class Sharded(Network):
+    """A network that several ranks evaluate: all call it with the same tensors, and get the same.
+
+    everyone: the group of these ranks; ranks that share the tokens of the same batch rows are
+    neighbours in it. exchange: among such neighbours; None if every rank has whole rows.
+    """
+
+    # shared evaluations are short enough for launches to count, also those of a plain
+    # network
+    captures = True
+
+    def __init__(
+        self, network: BlockNetwork, everyone: dist.ProcessGroup, exchange: Exchange | None = None
+    ):
+        super().__init__()
+        self.network = network
+        self.everyone = everyone
+        self.patch_size = network.patch_size
+        self.in_channels = network.in_channels
+        self.attend = network.attention
+        self.columns = 1  # ranks that divide the tokens of a row
+        if exchange is not None:
+            self.attend = partial(exchange, attention=network.attention)
+            self.columns = exchange.size
+        self.rows = dist.get_world_size(everyone) // self.columns
+        self.row, self.column = divmod(dist.get_rank(everyone), self.columns)
+
+    @torch.no_grad()
+    def tokens(self, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        n = len(y)
+        share = -(-n // self.rows)  # batch rows of a rank
+        first = self.row * share
+        # The last share is filled up with the last row: collectives want equal shapes.
+        mine = torch.arange(first, first + share, device=x.device).clamp(max=n - 1)
+        total = (x.shape[-1] // self.patch_size) ** 2
+        length = total // self.columns  # tokens of a rank
+        part = slice(self.column * length, (self.column + 1) * length)
+        h = self.network.embed(x[mine % len(x)], part)  # (share, t, D)
+        condition = self.network.condition(t[mine], y[mine])
+        out = self.network.forward_blocks(h, condition, self.attend, part)
+        whole = self._gather(out.contiguous())  # (rows · share, T, p·p·C')
+        return whole[:n]
+
+    def _gather(self, out):
+        """Gather the ranks' tokens (share, t, p·p·C') → (rows · share, T, p·p·C')."""
+        ranks = self.rows * self.columns
+        parts = out.new_empty(ranks, *out.shape)  # (ranks, share, t, p·p·C')
+        dist.all_gather_into_tensor(parts.flatten(0, 1), out, group=self.everyone)
+        parts = parts.unflatten(0, (self.rows, self.columns))
+        # (rows, share, columns, t, p·p·C')
+        return parts.transpose(1, 2).flatten(2, 3).flatten(0, 1)
+
+    def schedule(
+        self, times: list[float], labels: list[int], at_once: int = 1
+    ) -> tuple[Network, Callable[..., None]]:
+        scheduled = copy.copy(self)
+        scheduled.network, advance = self.network.schedule(times, labels, at_once)
+        return scheduled, advance
+
+    def replayed(self, key: Hashable, step: Callable) -> Callable:
+        # the network knows when its graphs become void
+        return self.network.replayed((self, key), step)
+
+    def overflowed(self) -> str | None:
+        return self.network.overflowed()

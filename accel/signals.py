@@ -1,0 +1,102 @@
+"""How a command ends: after a signal it prints one line and exits with a status."""
+
+import os
+import signal
+import sys
+from contextlib import suppress
+from types import FrameType
+from typing import NamedTuple
+
+from accel.errors import INTERRUPTED, STOPPED
+from accel.streams import take_failure
+
+
+class Ending(NamedTuple):
+    """The end of a command after a signal."""
+
+    status: int
+    line: str
+
+
+_STOPPED = Ending(STOPPED, "stopped; start again with the same command")
+ENDINGS = {
+    signal.SIGINT: Ending(INTERRUPTED, "interrupted"),
+    signal.SIGTERM: _STOPPED,
+    signal.SIGHUP: _STOPPED,
+    signal.SIGUSR1: _STOPPED,  # from queues, before they take a job's nodes away
+}
+# SIGTERM comes from the ranks' launcher, which prints the cause.
+ENDINGS_OF_RANKS = signal.SIGINT, signal.SIGUSR1
+
+_rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+# Rank 0, the only process, or a process whose rank will be refused: it alone prints.
+IS_FIRST_RANK = not _rank.lstrip("0").isdecimal()
+_ended_by = []  # the signal, until its line is printed
+
+
+def handle_signals() -> None:
+    """End this command by ENDINGS from here on. Leave signals that are ignored, as by nohup."""
+    is_rank = "RANK" in os.environ or "SLURM_STEP_NUM_TASKS" in os.environ
+    for number in ENDINGS_OF_RANKS if is_rank else ENDINGS:
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, on_signal)
+
+
+def on_signal(number: int, frame: FrameType | None) -> None:
+    """End the command by one of ENDINGS: raise SystemExit, so that a partial file is
+    removed; `finish` prints the line. During an import exit at once: C++ would turn the
+    exception into others. After the command's last line do nothing.
+    """
+    ending = ENDINGS[number]
+    importing = False
+    outermost = None
+    while frame is not None:
+        importing |= frame.f_code.co_filename == "<frozen importlib._bootstrap>"
+        outermost = frame.f_globals.get("__name__")
+        frame = frame.f_back
+    if outermost not in ("__main__", "runpy"):
+        return
+    if importing:
+        exit_now(*ending)
+    _ended_by[:] = [number]
+    sys.exit(ending.status)
+
+
+def finish() -> None:
+    """Flush the standard streams. Report the signal that ended the command, and output that
+    a full disk refused.
+    """
+    failure = take_failure()
+    while _ended_by:
+        _print_line(ENDINGS[_ended_by.pop()].line)
+    if failure:
+        print(
+            f"{_program()}: standard output: {failure.strerror}; the work itself is done",
+            file=sys.stderr,
+        )
+    sys.stderr.flush()
+    for number in ENDINGS:
+        # The interpreter restores the default at its end, which kills.
+        if signal.getsignal(number) is on_signal:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def exit_now(status: int, line: str) -> None:
+    """Print `line` and exit without running anything else."""
+    _print_line(line)
+    os._exit(status)
+
+
+def _print_line(line):
+    """Print `line` under the command's name, below a bar. Of a job's ranks only the first
+    prints.
+    """
+    if not IS_FIRST_RANK:
+        return
+    newline = "\n" if os.isatty(2) else ""
+    with suppress(OSError):
+        os.write(2, f"{newline}{_program()}: {line}\n".encode())
+
+
+def _program():
+    return os.path.basename(sys.argv[0])

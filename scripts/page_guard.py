@@ -1,0 +1,158 @@
+"""Who may use the page, and requests that only other programs than the page send.
+
+Guard is middleware of the page's server (ASGI).
+"""
+
+import hmac
+import json
+import sys
+from collections.abc import Callable
+from http.cookies import CookieError, SimpleCookie
+from urllib.parse import parse_qs
+
+from accel.errors import shown
+
+LARGEST = 2**20  # bytes of a request's body: a page sends a few hundred
+# gradio asks its own server for the first, browsers ask for the second without cookies.
+PUBLIC = "/startup-events", "/manifest.json"
+LOOPBACK = "127.0.0.1", "localhost"
+
+
+class Guard:
+    """Answer this machine's own browser alone or, with a token, whoever has it.
+
+    Without a token the Host of a request is a name of this machine's loopback address with
+    the page's port, and its Origin, if it has one, is the same. This refuses other websites
+    that the browser shows, also one whose name was changed to lead here (DNS rebinding).
+
+    With a token the first request has it in its query (`?token=…`), and later ones in a
+    cookie that other sites' requests do not carry.
+
+    inputs_of: returns the number of inputs of each of the page's functions, by index.
+    """
+
+    def __init__(self, app: Callable, inputs_of: Callable[[], dict[int, int]], token: str = ""):
+        self.app = app
+        self.inputs_of = inputs_of
+        self.token = token
+
+    async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
+        if scope["type"] == "lifespan":
+            return await self.app(scope, receive, send)
+        if scope["type"] != "http":
+            return await send({"type": "websocket.close", "code": 1008})
+        status, problem = self._stranger(scope)
+        if not problem and scope["method"] == "POST" and scope["path"].endswith("/queue/join"):
+            body = await _body(receive)
+            receive = _again(body, receive)
+            status = 400
+            problem = self._problem(body)
+        if problem:
+            return await _answer(send, status, problem)
+        await self._run(scope, receive, send)
+
+    def _stranger(self, scope):
+        """Return (status, line) for a request that is not answered, or (200, "")."""
+        headers = dict(map(_text, scope["headers"]))
+        port = scope["server"][1]
+        if self.token and scope["path"].endswith(PUBLIC):
+            return 200, ""
+        if self.token and self._has_token(scope, headers, port):
+            return 200, ""
+        if self.token:
+            return 401, "open the address with ?token=… that page.py has printed"
+        hosts = [f"{name}:{port}" for name in LOOPBACK]
+        hosts += LOOPBACK * (port == 80)
+        host = headers.get("host", "")
+        if host not in hosts:
+            line = f"{shown(host)} is not this page; open http://{hosts[0]}/ on its machine"
+            return 403, f"{line}, or start it with --host"
+        origin = headers.get("origin", f"http://{host}")
+        if origin != f"http://{host}":
+            return 403, f"{shown(origin)} is another site, and may not use this page"
+        return 200, ""
+
+    def _has_token(self, scope, headers, port):
+        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [])
+        try:
+            cookies = SimpleCookie(headers.get("cookie", ""))
+        except CookieError:
+            cookies = {}
+        if (name := _cookie(port)) in cookies:
+            given.append(cookies[name].value)
+        return any(hmac.compare_digest(one.encode(), self.token.encode()) for one in given)
+
+    def _problem(self, body):
+        """Return what is wrong with the body of a call of a function, or ""."""
+        try:
+            call = json.loads(body)
+        except (ValueError, RecursionError):
+            call = None
+        if not isinstance(call, dict):
+            return f"a call is a JSON object of at most {LARGEST} bytes"
+        index = call.get("fn_index")
+        data = call.get("data")
+        wanted = self.inputs_of()
+        if type(index) is not int or index not in wanted:
+            return f"fn_index {shown(repr(index))}: this page has no such function"
+        if not isinstance(data, list) or len(data) != wanted[index]:
+            return f"data: function {index} takes a list of {wanted[index]} values"
+        return ""
+
+    async def _run(self, scope, receive, send):
+        """Answer a request. An error is a line, here and for the client."""
+        begun = False
+
+        async def sends(message):
+            nonlocal begun
+            if message["type"] == "http.response.start" and self.token:
+                cookie = f"{_cookie(scope['server'][1])}={self.token}; HttpOnly; SameSite=Strict"
+                message["headers"] = [*message["headers"], (b"set-cookie", cookie.encode())]
+            begun = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, sends)
+        except Exception as error:
+            line = shown(f"{type(error).__name__}: {error}", 300)
+            print(f"page.py: {scope['method']} {shown(scope['path'])}: {line}", file=sys.stderr)
+            if not begun:
+                await _answer(send, 400, line)
+
+
+def _text(header):
+    name, value = header
+    return name.decode("latin-1"), value.decode("latin-1")
+
+
+def _cookie(port):
+    return f"page-{port}"  # cookies of a host are shared by all its ports
+
+
+async def _body(receive):
+    """Return the body of a request; b"" for one that is too large."""
+    parts = []
+    more = True
+    while more:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+        if sum(map(len, parts)) > LARGEST:
+            return b""
+    return b"".join(parts)
+
+
+def _again(body, receive):
+    """Return a `receive` that has the whole body first."""
+    left = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def again():
+        return left.pop() if left else await receive()
+
+    return again
+
+
+async def _answer(send, status, line):
+    headers = [(b"content-type", b"text/plain; charset=utf-8")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": f"{line}\n".encode()})

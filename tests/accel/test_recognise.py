@@ -1,0 +1,135 @@
+"""What a file says is believed or refused by name; what it does not say is printed, with the flag
+that changes it. Families that share their entries: test_flow.py.
+"""
+
+import argparse
+
+import pytest
+import torch
+from forks import refused, succeeds
+from networks import build
+
+from accel import Sampler
+from accel.door.opening import fit_of
+from accel.errors import UsageError
+from accel.families import constructor_of
+from accel.families.dit.network import DiT
+from accel.families.recognise import recognise
+from accel.request import GridRequest
+from accel.settings import implied
+from accel.weights.checkpoint import Checkpoint
+from accel.weights.shapes import shapes_only
+
+NO_FAMILY = "own.pt: names no family, taken for a DiT (noise)"
+HEADS = "own.pt: says no number of heads, taken for 6, as models of its depth and width have; if"
+OTHER_MODEL = "own.pt: says model DiT-S/4, and its entries are of DiT-S/2"
+CLASSES = "own.pt: 1000 classes and the null class (all 1001 classes? --num-classes 1001)"
+
+
+def state_of(name, **arguments):
+    """Return a state dict without values."""
+    with shapes_only():
+        return constructor_of(name)(**arguments).state_dict()
+
+
+@pytest.mark.parametrize(
+    "metadata, given, lines",
+    [
+        ({}, {}, (NO_FAMILY, HEADS, CLASSES)),
+        ({}, dict(num_classes=1000), (NO_FAMILY, HEADS)),
+        (dict(num_heads=6), {}, (NO_FAMILY, CLASSES)),
+        (dict(num_classes=1000), {}, (NO_FAMILY, HEADS)),
+        (dict(family="DiT"), {}, (HEADS, CLASSES)),
+        (dict(model="DiT-S/2"), {}, ()),
+        (dict(model="some name"), {}, (NO_FAMILY, HEADS, CLASSES)),
+        (dict(model="DiT-S/4"), {}, (OTHER_MODEL, HEADS, CLASSES)),
+        ({}, dict(model="DiT-S/2"), ()),
+        ({}, dict(shipped_as="DiT-S/2"), ()),
+    ],
+)
+def test_every_assumption_is_a_line(metadata, given, lines, capsys):
+    found = recognise("own.pt", state_of("DiT-S/2"), metadata, **given)
+    assert (found.model, found.num_heads, found.num_classes) == ("DiT-S/2", 6, 1000)
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == len(lines)
+    assert all(line.startswith(want) for line, want in zip(printed, lines))
+
+
+def test_an_unusual_patch_has_the_heads_of_its_depth_and_width(capsys):
+    with shapes_only():
+        model = DiT(input_size=4, patch_size=1, hidden_size=384, depth=12, num_heads=6)
+    found = recognise("own.pt", model.state_dict(), {})
+    assert (found.model, found.num_heads, found.patch_size) == ("DiT-12x384/1", 6, 1)
+    assert HEADS in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name, metadata, words",
+    [
+        ("DiT-S/2", dict(predict_xstart=True), "with predict_xstart True, and only False is"),
+        ("DiT-S/2", dict(noise_schedule="cosine"), "with noise_schedule cosine, and only linear"),
+        ("DiT-S/2", dict(diffusion_steps=4000), "with diffusion_steps 4000, and only 1000 is"),
+        ("DiT-S/2", dict(learn_sigma=False), "says learn_sigma False, and its last layer makes 8"),
+        ("SiT-S/2", dict(learn_sigma=False), "says learn_sigma False, and its last layer makes 8"),
+        ("Large-DiT-600M/2", dict(predict_xstart=True), "with predict_xstart True, and only"),
+        ("DiT-S/2", dict(predict_xstart=False, diffusion_steps=1000, learn_sigma=True), ""),
+        ("SiT-S/2", dict(noise_schedule="cosine"), ""),  # a flow has no such schedule
+    ],
+)
+def test_a_training_that_is_not_sampled_is_refused_by_name(name, metadata, words):
+    def fit():
+        return recognise("own.pt", state_of(name), metadata, name)
+
+    if not words:
+        assert fit().model == name
+        return
+    with pytest.raises(UsageError, match=f"ckpt=own.pt: .*{words}"):
+        fit()
+
+
+@pytest.mark.parametrize(
+    "said, decoder",
+    [
+        ("mse", "mse"),
+        ("stabilityai/sd-vae-ft-mse", "mse"),
+        ("sd-vae-ft-ema", "ema"),
+        ("stabilityai/sdxl-vae", "stabilityai/sdxl-vae"),
+        ("sdxl", "sdxl"),
+    ],
+)
+def test_the_decoder_that_a_file_names_is_believed(said, decoder):
+    fit = recognise("own.pt", state_of("DiT-S/2"), dict(vae=said), "DiT-S/2")
+    assert implied(GridRequest(ckpt="own.pt"), fit).vae == decoder
+    assert implied(GridRequest(ckpt="own.pt", vae="ema"), fit).vae == "ema"
+    assert fit.metadata()["vae"] == said  # a converted file says it too
+    there = fit._replace(vae="/somebody/decoder")  # but no path of this machine
+    assert there.metadata()["vae"] == "decoder"
+
+
+def test_a_decoder_that_is_not_here_is_refused_by_name(tmp_path, tiny_vae, here):
+    """In place of a published one that was not meant."""
+    state = build("DiT-Demo/2").state_dict()
+    torch.save({"ema": state, "args": argparse.Namespace(vae="sdxl")}, tmp_path / "x.pt")
+    command = ["sample.py", "--model", "DiT-Demo/2", "--ckpt", tmp_path / "x.pt"]
+    command += ["--device", "cpu", "--num-sampling-steps", 1, "--output"]
+    line = refused(here(*command, tmp_path / "x.png"))
+    assert "--ckpt" in line and "says that its decoder is sdxl; --vae sdxl: neither ema nor" in line
+    succeeds(here(*command, tmp_path / "x.png", "--vae", tiny_vae))
+    succeeds(here(*command, tmp_path / "x.npy", "--output-type", "latent"))
+
+
+def test_the_number_of_heads_is_a_flag(tmp_path):
+    """Of any width, and in place of the assumed number; never against what the file says."""
+    plain = build("DiT-Demo/2")
+    torch.save(plain.state_dict(), tmp_path / "x.pt")
+    torch.save({"ema": plain.state_dict(), "args": dict(num_heads=6)}, tmp_path / "y.pt")
+    how = dict(model="DiT-Demo/2", device="cpu", num_sampling_steps=1, output_type="latent")
+    found = {}
+    for name, heads in (("x", None), ("x", 3), ("x", 6), ("y", None)):
+        with Sampler(ckpt=tmp_path / f"{name}.pt", num_heads=heads, **how) as sampler:
+            found[name, heads] = sampler.latents(1)
+    assert torch.equal(found["x", None], found["x", 3])
+    assert torch.equal(found["x", 6], found["y", None])
+    assert not torch.equal(found["x", 3], found["x", 6])
+    with pytest.raises(UsageError, match="num_heads=3: .*y.pt says 6; drop it"):
+        fit_of(Checkpoint(tmp_path / "y.pt"), "DiT-Demo/2", num_heads=3)

@@ -1,0 +1,139 @@
+"""Files of training scripts: which entry is sampled, and what lies beside the weights."""
+
+import argparse
+import pathlib
+
+import numpy as np
+import pytest
+import torch
+from networks import identify, small
+
+from accel.errors import UsageError
+from accel.weights.checkpoint import Checkpoint, open_checkpoint
+
+RAW = small(num_classes=10).state_dict()
+AVERAGE = {name: value + 1 if value.ndim > 1 else value for name, value in RAW.items()}
+SHADOWS = list(AVERAGE.values())
+TRAINED = [value for name, value in AVERAGE.items() if name != "pos_embed"]
+OPTIMIZER = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 1e-4}]}
+
+
+def same(got, want):
+    return got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize(
+    "content, chosen, others",
+    [
+        (RAW, RAW, ""),
+        ({"model_state_dict": RAW, "optimizer": OPTIMIZER}, RAW, ""),
+        ({"module": RAW, "dp_world_size": 2}, RAW, ""),
+        ({"my_network": RAW, "epoch": 3}, RAW, ""),
+        ({"state": {"model": RAW}, "rng": torch.ones(5, dtype=torch.uint8)}, RAW, ""),
+        ({"ema": AVERAGE, "model": RAW}, AVERAGE, ""),
+        ({"ema": {"module": AVERAGE}, "model": RAW}, AVERAGE, ""),
+        ({"model": RAW, "model_ema": AVERAGE}, RAW, '"model", not of model_ema'),
+        ({"shadow_params": SHADOWS, "model": RAW}, RAW, '"model", not of shadow_params'),
+        ({"ema": {"shadow_params": SHADOWS, "decay": 0.9}, "model": RAW}, AVERAGE, ""),
+        ({"model": RAW, "ema": {}}, RAW, ""),
+        ({**RAW, "num_updates": torch.tensor(7), "step": 3}, RAW, ""),
+        ({"ema": {**RAW, "n_averaged": torch.tensor([7])}}, RAW, ""),
+    ],
+)
+def test_the_entry_that_is_sampled(content, chosen, others, tmp_path, capsys):
+    """Where it is not the only one, and not upstream's `ema`, a line says which."""
+    torch.save(content, tmp_path / "x.pt")
+    assert same(Checkpoint(tmp_path / "x.pt").state, chosen)
+    printed = capsys.readouterr().out
+    assert others in printed and bool(printed) == bool(others) == ("--weights-entry" in printed)
+
+
+@pytest.mark.parametrize(
+    "entry, want",
+    [
+        ("model", RAW),
+        ("ema", AVERAGE),
+        ("ema.shadow_params", AVERAGE),
+        ("opt", "has the entries model, ema.shadow_params"),
+        ("em", "has the entries model, ema.shadow_params"),
+    ],
+)
+@pytest.mark.parametrize("shadows", [SHADOWS, TRAINED])
+def test_the_user_names_the_entry(entry, want, shadows, tmp_path, capsys):
+    """An average without names has those of the weights, with or without the fixed table."""
+    ema = {"shadow_params": shadows, "num_updates": 5}
+    torch.save({"model": RAW, "ema": ema, "opt": OPTIMIZER}, tmp_path / "x.pt")
+    if isinstance(want, str):
+        with pytest.raises(UsageError, match=f"weights_entry={entry}: .*{want}"):
+            open_checkpoint(tmp_path / "x.pt", entry=entry)
+        return
+    weights = open_checkpoint(tmp_path / "x.pt", entry=entry)
+    expected = want if shadows is SHADOWS else {**want, "pos_embed": RAW["pos_embed"]}
+    assert same(weights.state, expected) and capsys.readouterr().out == ""
+    other = Checkpoint(tmp_path / "x.pt", entry="model" if entry != "model" else "ema")
+    assert weights.digest() != other.digest()  # of one file
+
+
+def test_several_entries_of_which_none_is_known(tmp_path):
+    torch.save({"teacher": RAW, "student": AVERAGE}, tmp_path / "x.pt")
+    with pytest.raises(UsageError, match="has the entries teacher, student; give weights_entry"):
+        open_checkpoint(tmp_path / "x.pt")
+    assert same(Checkpoint(tmp_path / "x.pt", entry="student").state, AVERAGE)
+    torch.save({"ema": {"shadow_params": SHADOWS[2:]}, "model": RAW}, tmp_path / "y.pt")
+    with pytest.raises(UsageError, match="is a list without names, and no other entry has such"):
+        identify(tmp_path / "y.pt")
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda name: name.replace("blocks.0.", "blocks.0._orig_mod."),
+        lambda name: "module." + name.replace("attn.", "attn._fsdp_wrapped_module."),
+        lambda name: (
+            "_fsdp_wrapped_module." + name.replace("mlp", "_checkpoint_wrapped_module.mlp")
+        ),
+    ],
+)
+def test_wrappers_inside_names(wrapped, tmp_path, capsys):
+    torch.save({wrapped(name): value for name, value in RAW.items()}, tmp_path / "x.pt")
+    assert same(Checkpoint(tmp_path / "x.pt").state, RAW)
+    assert "as a wrapped model is saved; loading without" in capsys.readouterr().out
+
+
+PLAIN = dict(num_classes=10, num_heads=2)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        dict(num_classes=np.int64(10), num_heads=np.int32(2), lr=np.float64(1e-4)),
+        dict(PLAIN, data=pathlib.Path("/data/imagenet"), out=pathlib.PurePosixPath("x")),
+        dict(PLAIN, flag=np.bool_(True), name=np.str_("x"), half=np.float16(0.5)),
+        dict(PLAIN, image_size=[256, 256], class_names="names.txt", model={"depth": 12}),
+        dict(PLAIN, image_size="256", vae=pathlib.Path("no/such"), family="mine", recipe="x"),
+        dict(PLAIN, guidance_channels="all", in_channels=[4], latent_size="x"),
+    ],
+)
+def test_arguments_of_training_are_plain_data(arguments, tmp_path):
+    """What is not needed is not read: other programs give our names other meanings."""
+    content = {"model": RAW, "args": argparse.Namespace(**arguments), "best": np.float32(0.5)}
+    torch.save(content, tmp_path / "x.pt")
+    found = identify(tmp_path / "x.pt")
+    assert (found.num_classes, found.num_heads, found.family.name) == (10, 2, "DiT")
+    assert (found.latent_size, found.image_size, found.class_names) == (8, None, ())
+    if "vae" in arguments:
+        assert found.vae == "no/such"  # refused by name where a decoder is needed
+
+
+class Code:
+    def __reduce__(self):
+        return pathlib.Path.mkdir, (pathlib.Path("owned"),)
+
+
+@pytest.mark.parametrize("value", [Code(), np.array([1, None], dtype=object), print])
+def test_what_is_no_plain_data_is_refused(value, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": RAW, "args": argparse.Namespace(x=value)}, "x.pt")
+    with pytest.raises(UsageError, match="refused, loading it would run code"):
+        identify("x.pt")
+    assert not (tmp_path / "owned").exists()

@@ -1,0 +1,286 @@
+"""A sample of trials: flags in pairs, ends at any point of writing, and runs that must agree
+or differ. Each is a run of a small network in this process.
+"""
+
+import argparse
+import itertools
+import os
+import random
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from conftest import fill
+from forks import refused, succeeds
+from safetensors.torch import save_file
+
+from accel.fid.folder import write_pictures
+from accel.fid.npz import Archive
+from accel.files import atomic_write, remove_partial_files
+from models import DiT_models
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A network of eight classes for 64 px in one block, in several files, and names."""
+    folder = tmp_path_factory.mktemp("trials")
+    state = fill(DiT_models["DiT-S/2"](input_size=8, num_classes=8, depth=1)).state_dict()
+    arguments = argparse.Namespace(num_classes=8, num_heads=6)
+    other = {name: value + 1 for name, value in state.items()}
+    torch.save({"model": other, "ema": state, "opt": {}, "args": arguments}, folder / "a.pt")
+    wrapped = {f"module.{name}": value for name, value in state.items()}
+    torch.save({"ema": wrapped, "args": arguments}, folder / "wrapped.pt")
+    transposed = {
+        name: value.T.contiguous().T if value.ndim == 2 else value for name, value in state.items()
+    }
+    torch.save({"ema": transposed, "args": arguments}, folder / "strides.pt")
+    save_file(state, folder / "a.safetensors", {"dit.num_heads": "6", "dit.num_classes": "8"})
+    (folder / "link.pt").symlink_to("a.pt")
+    (folder / "names.txt").write_text("\n".join(["one", "two", *"cdefgh"]))
+    return folder
+
+
+@pytest.fixture
+def latents(files, here, tmp_path):
+    """Run sample.py, or sample_ddp.py as one rank → latents."""
+
+    def latents(flags=(), script="sample.py", ckpt="a.pt"):
+        output = tmp_path / f"{len(list(tmp_path.iterdir()))}.npy"
+        usual = ["--ckpt", files / ckpt, "--device", "cpu", "--num-sampling-steps", 3]
+        usual += ["--output-type", "latent", "--output", output]
+        usual += ["--labels", 1, 5] * ("--labels" not in flags)
+        succeeds(here(script, *usual, *flags))
+        written = sorted(tmp_path.glob(f"{output.stem}*"))
+        found = np.stack([np.load(path) for path in written])
+        assert np.isfinite(found).all() and found.std() > 0.1
+        return found[0] if len(found) == 1 else found
+
+    return latents
+
+
+# ---- pairs of flags ----
+
+OPTIONS = {
+    "seed": ["--seed", 3],
+    "seeds": ["--seeds", 1, 2],
+    "unguided": ["--cfg-scale", 1],
+    "guided": ["--guidance-interval", 0.2, 0.8],
+    "channels": ["--guidance-channels", 4],
+    "solver": ["--sampler", "unipc"],
+    "eta": ["--eta", 0.5],
+    "shift": ["--timestep-shift", 0.5],
+    "slices": ["--batch-size", 1],
+    "timed": ["--repeats", 2],
+    "tier": ["--precision", "fp32"],
+    "size": ["--image-size", 96],
+    "odd size": ["--image-size", 90],
+    "classes": ["--num-classes", 8],
+    "other classes": ["--num-classes", 12],
+    "a label that is too large": ["--labels", 8],
+    "names": ["--class-names", "names.txt", "--labels", "two", "h"],
+    "another model": ["--model", "DiT-XL/2"],
+}
+# What is refused with any other flag, and what with one.
+NEVER = {
+    "shift": "--timestep-shift 0.5: is for euler and heun",
+    "eta": "--eta 0.5: must be from 0 to 1, and is for --sampler ddim",
+    "odd size": "--image-size 90: must be a multiple of 16",
+    "other classes": "--num-classes 12: the label table in",
+    "a label that is too large": "--labels 8: the model knows classes 0 to 7",
+    "another model": "not of DiT-XL/2",
+}
+CONFLICTS = {("seed", "seeds"): "--seeds: conflicts with --seed 3"}
+PAIRS = [
+    (first, second)
+    for first, second in itertools.combinations(OPTIONS, 2)
+    if not set(OPTIONS[first])
+    & set(OPTIONS[second])
+    & {"--labels", "--image-size", "--num-classes"}
+]
+SAMPLE = sorted({*random.Random(49).sample(PAIRS, 29), *CONFLICTS})
+
+
+@pytest.mark.parametrize("pair", SAMPLE, ids=" and ".join)
+def test_two_flags(pair, files, here, tmp_path, monkeypatch):
+    """In either order: the same files to the bit, or the same line and no file."""
+    monkeypatch.chdir(files)
+    words = [CONFLICTS[pair]] if pair in CONFLICTS else [NEVER[one] for one in pair if one in NEVER]
+    outcomes = []
+    for order in (pair, pair[::-1]):
+        output = tmp_path / order[0]
+        output.mkdir()
+        usual = ["--ckpt", "a.pt", "--device", "cpu", "--output-type", "latent"]
+        usual += ["--num-sampling-steps", 2, "--output", output / "x.npy"]
+        done = here("sample.py", *usual, *OPTIONS[order[0]], *OPTIONS[order[1]])
+        written = {path.name: path.read_bytes() for path in output.iterdir()}
+        if words:
+            line = refused(done)
+            assert any(one in line for one in words), line
+            assert not written
+            outcomes.append(line)
+        else:
+            succeeds(done)
+            names = ["x-seed-1.npy", "x-seed-2.npy"] if "seeds" in pair else ["x.npy"]
+            assert sorted(written) == names
+            outcomes.append(written)
+    assert outcomes[0] == outcomes[1]
+
+
+# ---- ends at any point ----
+
+
+POINTS = 14
+
+
+def run_traced(work, last=None):
+    """Do `work`; end this process before the last-th line of accel/files.py and accel/fid.
+    Return their number.
+    """
+    lines = itertools.count()
+
+    def trace(frame, event, argument):
+        if "/accel/fi" not in frame.f_code.co_filename:
+            return None
+        if event == "line" and next(lines) == last:
+            os._exit(9)
+        return trace
+
+    threading.settrace(trace)  # of pools
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(None)
+        threading.settrace(None)
+    return next(lines)
+
+
+def end(work, last):
+    """Do `work` in a fork that ends at that line."""
+    child = os.fork()
+    if not child:
+        try:
+            run_traced(work, last)
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+@pytest.mark.parametrize("point", range(POINTS))
+def test_a_job_that_ends_at_any_point_is_made_whole(point, tmp_path):
+    """Pictures, archive and record: each is whole or absent, and the next start makes what an
+    undisturbed one makes.
+    """
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 16, 16, 3), dtype=np.uint8)
+
+    def work(folder):
+        remove_partial_files(folder, r"\d+\.png")
+        remove_partial_files(folder.parent, r"pictures\.npz")
+        remove_partial_files(folder / ".job", ".*")
+        for number in range(3):
+            if not (folder / f"{number:06d}.png").exists():
+                write_pictures(folder, range(number, number + 1), pixels[number : number + 1])
+        Archive(folder, 3, 16).complete(lambda: False)
+
+    def pictures(root):
+        return {path.name: path.read_bytes() for path in root.rglob("*.png")}
+
+    whole, ended = tmp_path / "whole", tmp_path / "ended"
+    for root in (whole, ended):
+        (root / "pictures" / ".job").mkdir(parents=True)
+    total = run_traced(lambda: work(whole / "pictures"))
+    want = pictures(whole)
+    assert len(want) == 3 and total > 100
+    end(lambda: work(ended / "pictures"), total * point // POINTS)
+    npz = ended / "pictures.npz"
+    assert not npz.exists() or np.array_equal(np.load(npz)["arr_0"], pixels)
+    assert pictures(ended).items() <= want.items()
+    work(ended / "pictures")
+    assert pictures(ended) == want
+    assert np.array_equal(np.load(npz)["arr_0"], pixels)
+    assert Archive(ended / "pictures", 3, 16).problem() is None
+    names = sorted(path.name for path in ended.rglob("*") if path.is_file())
+    assert names == sorted([*want, "npz.json", "pictures.npz"])
+
+
+@pytest.mark.parametrize("point", range(POINTS))
+def test_a_file_that_is_replaced_is_the_old_or_the_new(point, tmp_path):
+    path = tmp_path / "x.npy"
+    old, new = 1000 * b"o", 3000 * b"n"
+
+    def work():
+        with atomic_write(path) as file:
+            file.write(new)
+
+    path.write_bytes(old)
+    total = run_traced(work)
+    path.write_bytes(old)
+    end(work, total * point // POINTS)
+    assert path.read_bytes() in (old, new)
+    work()
+    assert path.read_bytes() == new
+
+
+# ---- runs that agree ----
+
+SAME = {
+    "the same again": ({}, {}),
+    "the average beside the weights": ({}, dict(ckpt="a.safetensors")),
+    "a prefix of names": ({}, dict(ckpt="wrapped.pt")),
+    "strides of tensors": ({}, dict(ckpt="strides.pt")),
+    "a link": ({}, dict(ckpt="link.pt")),
+    "one rank": ({}, dict(script="sample_ddp.py")),
+    "the default of a seed": ({}, dict(flags=["--seed", 0])),
+    "the default of guidance": ({}, dict(flags=["--cfg-scale", 4])),
+    "the whole interval": ({}, dict(flags=["--guidance-interval", 0, 1])),
+    "the usual channels": ({}, dict(flags=["--guidance-channels", 3])),
+    "the size of the table": ({}, dict(flags=["--image-size", 64])),
+    "the classes of the table": ({}, dict(flags=["--num-classes", 8])),
+    "the default sampler": ({}, dict(flags=["--sampler", "ddpm"])),
+    "one slice": ({}, dict(flags=["--batch-size", 2])),
+    "no noise": (dict(flags=["--sampler", "ddim"]), dict(flags=["--sampler", "ddim", "--eta", 0])),
+    "a shift of a seed of 32 bits": (
+        dict(flags=["--seed", 7]),
+        dict(flags=["--seed", 2**32 + 7]),
+    ),
+    "ranks' seed": (
+        dict(flags=["--seed", 7]),
+        dict(flags=["--global-seed", 7], script="sample_ddp.py"),
+    ),
+    "an interval of no guidance": (
+        dict(flags=["--cfg-scale", 1]),
+        dict(flags=["--cfg-scale", 1, "--guidance-channels", 4]),
+    ),
+}
+DIFFERENT = {
+    "seed": ["--seed", 1],
+    "scale": ["--cfg-scale", 2],
+    "interval": ["--guidance-interval", 0, 0.5],
+    "channels": ["--guidance-channels", 4],
+    "sampler": ["--sampler", "ddim"],
+    "solver": ["--sampler", "dpm++"],
+    "labels": ["--labels", 2, 5],
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_two_commands_of_one_meaning(name, latents):
+    first, second = (latents(**how) for how in SAME[name])
+    assert np.array_equal(first, second)
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_a_flag_that_means_something_changes_the_picture(name, latents):
+    assert np.abs(latents() - latents(DIFFERENT[name])).max() > 1e-3
+
+
+def test_a_picture_depends_on_its_own_label_alone(latents):
+    """Of pictures that share a batch, and in the order of the labels."""
+    one = latents(["--labels", 1, 5])
+    other = latents(["--labels", 1, 6])
+    np.testing.assert_allclose(one[0], other[0], atol=1e-5)
+    assert np.abs(one[1] - other[1]).max() > 1e-3
+    seeds = latents(["--labels", 1, 5, "--seeds", 0, 9])
+    assert np.array_equal(seeds[0], one) and np.abs(seeds[1] - one).max() > 1e-3
