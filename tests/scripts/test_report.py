@@ -260,6 +260,9 @@ def test_a_browser_shows_and_prints_it(log, tmp_path, lang, here):
             browser.ask("document.documentElement.scrollWidth <= innerWidth")
             and not browser.problems
         )
+        browser.open(tmp_path / "out/report.html", 900)
+        front = "document.querySelectorAll('table')[1]"
+        assert browser.ask(f"{front}.scrollWidth <= {front}.clientWidth")
         browser.call("Emulation.setEmulatedMedia", media="print")
         browser.open(tmp_path / "out/report.html", width)
         wide = (
