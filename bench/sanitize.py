@@ -1,5 +1,5 @@
 """Launch every kernel of one GPU once, to be run under a tool of NVIDIA's
-compute-sanitizer: see docs/trust.md.
+compute-sanitizer: see CONTRIBUTING.md.
 
     python bench/sanitize.py --captured --batch-rows 2 --side 32
 
