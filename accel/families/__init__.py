@@ -50,6 +50,8 @@ class Family(NamedTuple):
     # The module whose `pack` serves its accelerated network: its fast.py, or that of another
     # family; "" where it has fp32 and tf32 alone.
     fast: str = ""
+    # Flags of the family's own sampling scripts → what to use here.
+    script_flags: Mapping[str, str] = MappingProxyType({})
     fetch: str = ""  # the command that fetches published weights, if no plain address serves them
 
     @property
