@@ -223,6 +223,13 @@ class Config(Options):
         if not 0 <= self.eta <= 1 or self.eta and self.sampler != "ddim":
             raise UsageError(f"`eta={self.eta:g}`: must be from 0 to 1, and is for `sampler=ddim`")
 
+    def require_family(self, fit: "Fit") -> None:
+        """Raise UsageError for a sampler, or options of one, that the weights' family does
+        not have.
+        """
+        sampler = self.sampler or fit.recipe.get("sampler")
+        _require_process(self, fit.model, fit.family, sampler)
+
     def filled(self, fit: "Fit", space: LatentSpace) -> "Config":
         """Return the options with every open one filled: by the weights, else by their model
         or family. fit: family and sizes of the weights; space: of their latents. Raises
@@ -236,6 +243,11 @@ class Config(Options):
         trained = fit.trained_size(space.factor)
         if trained is not None:
             implied["image_size"] = trained
+        if self.image_size is None and implied["image_size"] > MOST_PIXELS:
+            raise UsageError(
+                f"`image_size={trained}`: by these weights, and at most {MOST_PIXELS}; give "
+                "another `image_size`"
+            )
         implied |= {name: value for name, value in fit.recipe.items() if value is not None}
         values = {
             item.name: implied.get(item.name)

@@ -148,6 +148,7 @@ def open_model(
         weights = weights_of(config, device)
     space = _fetch(config, weights, decodes)
     fit = _fit_of(weights, config)
+    config.require_family(fit)  # before a decoder is fetched
     config, space = _with_decoder(config, weights, fit, space, decodes)
     return Opened(config.filled(fit, space), weights, fit, space, device, asked)
 
@@ -223,7 +224,7 @@ def _fit_of(weights, config):
         raise UsageError(
             f"`num_classes={config.num_classes}`: {weights.name} has {classes} classes; drop it"
         )
-    _require_schedule(weights.name, weights.fit)
+    require_schedule(weights.name, weights.fit)
     return weights.fit
 
 
@@ -246,17 +247,17 @@ def fit_of_file(
     fit = recognise(weights.name, weights.state, metadata, model, num_classes, shipped)
     if num_heads not in (None, fit.num_heads):
         raise UsageError(f"`num_heads={num_heads}`: these weights have {fit.num_heads}; drop it")
-    _require_schedule(f"`ckpt={weights.name}`", fit)
+    require_schedule(f"`ckpt={weights.name}`", fit)
     recipe = recogniser_of(fit.family).recipe(fit.model, weights.metadata, weights.path)
     return fit._replace(recipe={**fit.recipe, **recipe})
 
 
-def _require_schedule(name, fit):
+def require_schedule(name: str, fit: Fit) -> None:
     """Raise UsageError for a pipeline of another process."""
     if fit.schedule is not None:
-        from accel.sampling.solvers import require_schedule
+        from accel.sampling import solvers
 
-        require_schedule(name, fit.schedule)
+        solvers.require_schedule(name, fit.schedule)
 
 
 def shipped_as(name: str) -> str | None:

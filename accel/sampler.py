@@ -26,6 +26,7 @@ from accel.latents.autoencoder_kl import OF_LATENTS
 from accel.latents.files import FILES
 from accel.latents.pixels import to_grid
 from accel.network import unwrapped
+from accel.opening import require_schedule
 from accel.pipeline import ALONE, Pipeline, free_memory, guidance_of, process_of
 from accel.precision import alone, apply_precision
 from accel.progress import step_bar
@@ -195,6 +196,7 @@ class Sampler:
         its guidance.
         """
         fit = loaded.fit
+        require_schedule(loaded.name, fit)
         mine = self.opened.fit
         embedding = loaded.how.timestep_embedding
         if (fit.family, embedding) != (mine.family, self._embedding):
