@@ -49,16 +49,20 @@ class Opened(NamedTuple):
         return (self.latent_size // self.fit.patch_size) ** 2
 
     def changed(self, **options: Any) -> "Opened":
-        """Return the same files with other options. Raises UsageError as Config does, and
-        for a tier that the device lacks.
+        """Return the same files with other options. The decoder's arithmetic follows
+        another precision unless vae_precision is given too. Raises UsageError as Config
+        does, and for a tier that the device lacks.
         """
+        other_arithmetic = not options.keys().isdisjoint(("precision", "vae_precision"))
+        if other_arithmetic:
+            options = {"vae_precision": "auto", **options}
         config = replace(self.config, **options)
-        asked = self.tier_is_asked_for
-        if "precision" in options:
-            config = with_arithmetic(replace(config, vae_precision="auto"), self.device)
-            asked = True
+        config.check_values()
+        if other_arithmetic:
+            config = with_arithmetic(config, self.device)
         return self._replace(
-            config=config.consistent(self.fit, self.space), tier_is_asked_for=asked
+            config=config.consistent(self.fit, self.space),
+            tier_is_asked_for=self.tier_is_asked_for or "precision" in options,
         )
 
     def digest(self) -> str:

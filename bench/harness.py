@@ -17,23 +17,21 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from accel.door.opening import open_weights
-from accel.request import GridRequest
-from accel.settings import implied
 
 import accel
-from accel import door, fast, gpu, loading, precision
-from accel.diffusion import create_diffusion
+from accel import fast, gpu, precision
+from accel.config import Config, Grid
 from accel.errors import UsageError
 from accel.families import Defaults, constructor_of, families, family_of, model_names
 from accel.files import ROOT, atomic_write
 from accel.flags import check_writable, positive
+from accel.grid import ready
 from accel.kernels.linear import Tuner
 from accel.latents.autoencoder_kl import SD_VAE_FT, KLDecoder
 from accel.network import Network, Plain, unpatchify
+from accel.opening import choose_device, open_model
 from accel.sampling import denoise, upstream_noise
-from accel.sampling.ancestral import Ancestral
-from accel.sampling.flow import FLOWS
+from accel.sampling.by_name import make_process
 from accel.sampling.guidance import Guidance
 from bench import seen_as
 
@@ -96,7 +94,7 @@ def prepare(args: Namespace) -> torch.device:
     """Return the device, and complete `args` for it; the default model on a CPU is the
     demo. Raises UsageError as `complete` does, and for an output that cannot be written.
     """
-    device = loading.choose_device(args.device)
+    device = choose_device(args.device)
     if getattr(args, "seen_as", None):
         seen_as.see_as(args.seen_as)
     args.model = args.model or ("DiT-XL/2" if device.type == "cuda" else "DiT-Demo/2")
@@ -117,15 +115,19 @@ def complete(args: Namespace) -> Namespace:
     image_size imply; return it. Raises UsageError for a size that the network does not
     take.
     """
-    request = GridRequest(
-        args.model, ckpt=args.ckpt, image_size=args.image_size, output_type="latent"
-    )
-    known = implied(request)
-    run = open_weights(request, torch.device("cpu")) if known.ckpt else known
-    args.ckpt = known.ckpt
-    args.image_size = run.image_size
-    args.num_classes = run.num_classes
-    args.latent_size = args.image_size // known.factor
+    config = Config(model=args.model, ckpt=args.ckpt, image_size=args.image_size)
+    config.check()
+    defaults = config.defaults
+    args.ckpt = config.ckpt or defaults.ckpt
+    if args.ckpt:
+        opened = open_model(config, torch.device("cpu"), decodes=False)
+        args.image_size = opened.config.image_size
+        args.num_classes = opened.config.num_classes
+        args.latent_size = opened.latent_size
+        return args
+    args.image_size = args.image_size or defaults.image_size
+    args.num_classes = defaults.num_classes
+    args.latent_size = args.image_size // defaults.factor
     return args
 
 
@@ -284,10 +286,15 @@ def model_of(args: Namespace, device: torch.device) -> torch.nn.Module:
     else random ones.
     """
     if args.ckpt:
-        known = dict(
-            ckpt=args.ckpt, image_size=args.image_size, output_type="latent", device=str(device)
+        grid = Grid.of(
+            args.model,
+            ckpt=args.ckpt,
+            image_size=args.image_size,
+            precision="fp32",
+            output_type="latent",
+            device=str(device),
         )
-        return door.ready(GridRequest(args.model, precision="fp32", **known))[1].network.model
+        return ready(grid).pipeline.network.model
     arguments = dict(input_size=args.latent_size, num_classes=args.num_classes)
     siblings = family_of(args.model).part("weights").RECOGNISER.models.values()
     # as the family's trained weights have it
@@ -359,13 +366,11 @@ def sampling(
     """Return sampling of the batch that `args` names as `loop(on_step)` → latents. rows:
     this process's part of it.
     """
-    name = family_of(args.model).samplers[0]  # of sample.py
-    process = FLOWS[name](steps) if name in FLOWS else Ancestral(create_diffusion(str(steps)))
+    process = make_process(family_of(args.model).samplers[0], steps)  # sample.py's
     guidance = Guidance(SCALE, args.num_classes)
-    (z, labels) = batch(network, args, device)
-    draw = upstream_noise(
-        z, guidance.copies, rows, torch.default_generator if process.noise_from_cpu else None
-    )
+    z, labels = batch(network, args, device)
+    generator = torch.default_generator if process.noise_from_cpu else None
+    draw = upstream_noise(z, guidance.copies, rows, generator)
 
     def loop(on_step=None):
         return denoise(network, process, guidance, z[rows], labels[rows], draw, on_step=on_step)
@@ -376,7 +381,7 @@ def sampling(
 def guided(network: Network, args: Namespace, device: torch.device) -> torch.Tensor:
     """Return a guided evaluation of the batch that `args` names at timestep 500, as float64."""
     guidance = Guidance(SCALE, args.num_classes)
-    (z, labels) = batch(network, args, device)
+    z, labels = batch(network, args, device)
     y = guidance.labels(labels)
     # `forward` would round a float64 network's output
     out = network.tokens(z, torch.full_like(y, 500), y)

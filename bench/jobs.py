@@ -37,12 +37,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from accel.command_line import OneLineParser, user_errors
-from accel.request import FidRequest
 from safetensors.torch import save_file
 from tqdm import tqdm
 
 from accel import precision
+from accel.cli import OneLineParser, user_errors
+from accel.config import FidJob
 from accel.errors import UsageError
 from accel.families import family_of
 from accel.files import ROOT
@@ -320,7 +320,7 @@ def main() -> None:
     )
     text = "runs of each; a contest tier gets no more after a minute (default: %(default)s)"
     parser.add_argument("--repeats", type=positive, default=3 if on_gpu else 1, help=text)
-    usual = FidRequest.per_proc_batch_size if on_gpu else 2
+    usual = FidJob.per_proc_batch_size if on_gpu else 2
     text = "pictures a rank and FID batch (default: %(default)s)"
     parser.add_argument("--batch", type=positive, default=usual, help=text)
     args = parser.parse_args()

@@ -19,10 +19,10 @@ from contextlib import suppress
 from functools import partial
 
 import torch
-from accel.command_line import OneLineParser, user_errors
 from tqdm import tqdm
 
 from accel import precision
+from accel.cli import OneLineParser, user_errors
 from accel.errors import UsageError
 from accel.families import model_names
 from accel.flags import check_writable, positive

@@ -24,7 +24,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from accel.command_line import OneLineParser, user_errors
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -32,6 +31,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils.flop_counter import FlopCounterMode
 
 from accel import precision
+from accel.cli import OneLineParser, user_errors
 from accel.errors import UsageError
 from accel.files import atomic_write
 from accel.flags import positive

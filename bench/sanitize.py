@@ -15,15 +15,15 @@ from argparse import Namespace
 from itertools import product
 
 import torch
-from accel.command_line import OneLineParser, user_errors
 
+from accel.cli import OneLineParser, user_errors
 from accel.errors import UsageError
 from accel.families import Family, constructor_of, families
 from accel.flags import positive
 from accel.graphs import Replayed
 from accel.kernels.attention import attention_to
 from accel.latents.half import HalfDecoder
-from accel.loading import choose_device
+from accel.opening import choose_device
 from bench import harness
 
 DEPTH = "depth", "n_layers"  # names of a constructor's number of blocks

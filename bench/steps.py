@@ -24,13 +24,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from accel.command_line import OneLineParser, user_errors
-from accel.request import GridRequest
 
 import evaluate
-from accel import door, precision
+from accel import precision
+from accel.cli import OneLineParser, user_errors
+from accel.config import Grid
 from accel.errors import UsageError
 from accel.families import family_of
+from accel.grid import ready
 from accel.latents.pixels import to_uint8
 from accel.network import Network
 from bench import harness
@@ -102,13 +103,13 @@ class Judge:
         steps: int = 250,
         model: str = "DiT-Demo/2",
     ):
-        request = GridRequest(model, precision="fp32", num_sampling_steps=steps, device=str(device))
-        settings, self.reference, self.decoder = door.ready(request)
+        grid = Grid.of(model, precision="fp32", num_sampling_steps=steps, device=str(device))
+        _, opened, self.reference = ready(grid)
         self.name = model
         self.model = self.reference.network.model
-        self.tokens = settings.tokens
+        self.tokens = opened.tokens
         self.seeds = range(seeds)
-        self.labels = [index % settings.num_classes for index in range(each)]
+        self.labels = [index % opened.config.num_classes for index in range(each)]
         self.want = self.pictures("fp32", {})
 
     def pictures(
@@ -120,10 +121,10 @@ class Judge:
         network = share(
             harness.build(self.name, self.model, tier, self.reference.device, **switches)
         )
-        run = self.reference._replace(network=network, tier=tier)
-        latents = [run.latents(self.labels, seed) for seed in self.seeds]
-        precision.apply_precision("fp32", run.device)  # the decoder is not under comparison
-        return [to_uint8(self.decoder.decode(one)).numpy() for one in latents]
+        pipeline = self.reference.with_(network=network, tier=tier)
+        latents = [pipeline.latents(self.labels, seed) for seed in self.seeds]
+        precision.apply_precision("fp32", pipeline.device)  # the decoder is not under comparison
+        return [to_uint8(pipeline.decode(of_seed)).numpy() for of_seed in latents]
 
     def judge(self, tier: str, switches: dict, **how) -> dict:
         """Return the worst picture's figures, and whether every picture meets each

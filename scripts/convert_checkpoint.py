@@ -15,11 +15,10 @@ import shutil
 from pathlib import Path
 
 import torch
-from accel.command_line import OneLineParser, user_errors
-from accel.door.opening import fit_of
 from safetensors import SafetensorError
 from safetensors.torch import save
 
+from accel.cli import OneLineParser, user_errors
 from accel.errors import UsageError, path_errors, shown
 from accel.families import family_of, model_names
 from accel.families.recognise import (
@@ -32,6 +31,7 @@ from accel.families.recognise import (
 from accel.files import atomic_write, repeated, require_name
 from accel.flags import positive
 from accel.latents.files import find
+from accel.opening import fit_of_file
 from accel.weights import Weights
 from accel.weights.checkpoint import open_checkpoint
 from accel.weights.diffusers_layout import WEIGHTS, config_of, to_diffusers, weight_files
@@ -133,7 +133,7 @@ def convert(
         )
     vae = find(vae).decoder.path if vae else None
     weights = open_checkpoint(ckpt, entry=weights_entry)
-    fit = fit_of(weights, model, num_heads=num_heads)
+    fit = fit_of_file(weights, model, num_heads=num_heads)
     if target.suffix:
         state = recogniser_of(fit.family).sampled(weights.state, weights.metadata)
         if dropped := weights.state.keys() - state.keys():

@@ -34,10 +34,10 @@ from typing import IO, NamedTuple
 
 import numpy as np
 import torch
-from accel.command_line import OneLineParser, user_errors
-from accel.request import MOST_PIXELS
 from tqdm import tqdm
 
+from accel.cli import OneLineParser, user_errors
+from accel.config import MOST_PIXELS
 from accel.errors import UsageError, path_errors, shown
 from accel.files import open_regular, read_json, sha256_of
 from accel.flags import positive
