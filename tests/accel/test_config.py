@@ -19,6 +19,8 @@ from accel.flags import check_writable
 from accel.grid import ready
 from accel.opening import open_model
 
+pytestmark = pytest.mark.usefixtures("switches")  # of the process: opening sets them
+
 
 def test_what_a_model_implies_unless_a_flag_says_otherwise():
     xl = filled(Grid())
