@@ -49,8 +49,7 @@ def demo_of(model: str) -> str:
     """
     family = family_of(model)
     alike = [other for other in families() if other.prediction == family.prediction]
-    shipped = [name for other in (family, *alike) for name in other.shipped]
-    return shipped[0]
+    return next(other.shipped[0] for other in (family, *alike) if other.shipped)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
