@@ -62,10 +62,12 @@ def write_folder(
             "scheduler": "DDIMScheduler",
             "vae": "AutoencoderKL",
         }
-        index = {part: ["diffusers", name] for part, name in parts.items()} | (
-            {} if vae else {"vae": [None, None]}
-        )
-        files["model_index.json"] = {"_class_name": "DiTPipeline"} | index
+        index = {"_class_name": "DiTPipeline"}
+        for part, name in parts.items():
+            index[part] = ["diffusers", name]
+        if vae is None:
+            index["vae"] = [None, None]
+        files["model_index.json"] = index
         files["scheduler/scheduler_config.json"] = SCHEDULER
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +138,8 @@ def convert(
     fit = fit_of_file(weights, model, num_heads=num_heads)
     if target.suffix:
         state = recogniser_of(fit.family).sampled(weights.state, weights.metadata)
-        if dropped := weights.state.keys() - state.keys():
+        dropped = weights.state.keys() - state.keys()
+        if dropped:
             print(
                 f"{shown(ckpt)}: left out {len(dropped)} entries that only training needs, such "
                 f"as {min(dropped)}"

@@ -511,7 +511,8 @@ def main() -> None:
     warnings.filterwarnings("ignore", module="PIL")  # the reader's error is the line
     with user_errors(parser):
         report(args)
-        if lost := take_failure():
+        lost = take_failure()
+        if lost is not None:
             raise lost
 
 

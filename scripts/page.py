@@ -115,7 +115,7 @@ class Studio:
         config = grid.config
         names = [config.model]
         if config.model is None and config.ckpt is None:
-            names = shipped_models()
+            names = [name for family in families() for name in family.shipped]
         device = choose_device(config.device)
         self.models = []
         for name in names:
@@ -230,12 +230,6 @@ class Studio:
             ) from None
         finally:
             stop.set()
-
-
-def shipped_models() -> list[str]:
-    """Return the models that ship with their weights."""
-    models = [item for family in families() for item in family.models.items()]
-    return [name for name, defaults in models if defaults.ckpt]
 
 
 def choose(labels, seed, scale, low, high, sampler, steps, tier) -> dict:

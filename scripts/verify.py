@@ -77,10 +77,10 @@ def parts(a: np.ndarray, b: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarra
     """Return the parts of grids a and b that must meet the criterion: "grid", and each
     picture as "row,column".
     """
-    tiles = evaluate.find_tiles(a, b)
-    return {"grid": (a, b)} | {
-        name: (a[rows, columns], b[rows, columns]) for name, rows, columns in tiles
-    }
+    pixels = {"grid": (a, b)}
+    for name, rows, columns in evaluate.find_tiles(a, b):
+        pixels[name] = a[rows, columns], b[rows, columns]
+    return pixels
 
 
 def overall(verdicts: list) -> str:
@@ -93,35 +93,42 @@ def judge(want: dict, got: dict, lpips: Callable, name: str = "") -> dict:
     grid}, the worst value of each metric, and the reasons for metrics without a value.
     """
     rows = []
-    reasons = {}
+    reasons = {}  # a dict keeps the order
     for seed in tqdm(want, desc=f"{name}: metrics", unit="grid", leave=False):
         for part, (a, b) in parts(want[seed], got[seed]).items():
             values, failed = evaluate.measure(a, b, lpips)
             reasons |= dict.fromkeys(failed)
-            words = {True: "PASS", False: "FAIL", None: "NONE"}
-            verdict = {
-                gate: overall(
-                    [words[meets] for meets in evaluate.judge(values, thresholds).values()]
-                )
-                for gate, thresholds in evaluate.GATES.items()
-            }
-            rows.append(dict(seed=seed, part=part, **values, verdict=verdict))
+            rows.append(dict(seed=seed, part=part, **values, verdict=verdicts_of(values)))
     grids = [row for row in rows if row["part"] == "grid"]
     tiles = [row for row in rows if row["part"] != "grid"]
-    pick = {"mae": max, "lpips": max, "psnr": min, "ssim": min}
+    verdicts = {}
+    for gate in evaluate.GATES:
+        verdicts[gate] = overall([row["verdict"][gate] for row in rows])
     return dict(
-        verdicts={gate: overall([row["verdict"][gate] for row in rows]) for gate in evaluate.GATES},
+        verdicts=verdicts,
         parts=rows,
         reasons=[*reasons],
-        worst={
-            where: {
-                metric: worst([row[metric] for row in some] or [math.nan])
-                for metric, worst in pick.items()
-            }
-            for where, some in (("grid", grids), ("tile", tiles))
-        },
+        worst=dict(grid=worst_values(grids), tile=worst_values(tiles)),
         worst_seed=min(grids, key=lambda row: row["psnr"])["seed"],
     )
+
+
+def verdicts_of(values: dict[str, float]) -> dict[str, str]:
+    """Return the verdict of each criterion on the values of all metrics."""
+    words = {True: "PASS", False: "FAIL", None: "NONE"}
+    verdicts = {}
+    for gate, thresholds in evaluate.GATES.items():
+        meets = evaluate.judge(values, thresholds).values()
+        verdicts[gate] = overall([words[each] for each in meets])
+    return verdicts
+
+
+def worst_values(rows: list[dict]) -> dict[str, float]:
+    """Return the worst value of each metric; NaN without rows."""
+    worst = {}
+    for metric, pick in (("mae", max), ("lpips", max), ("psnr", min), ("ssim", min)):
+        worst[metric] = pick([row[metric] for row in rows], default=math.nan)
+    return worst
 
 
 def choose_tiers(asked: list[str] | None, device: torch.device) -> list[str]:
@@ -131,7 +138,7 @@ def choose_tiers(asked: list[str] | None, device: torch.device) -> list[str]:
     for tier in asked or ():
         if not precision.supports(tier, device):
             raise UsageError(f"--precision {tier}: {device} cannot run it; leave it out")
-    chosen = list(asked or [tier for tier in precision.TIERS if precision.supports(tier, device)])
+    chosen = asked or [tier for tier in precision.TIERS if precision.supports(tier, device)]
     return [tier for tier in chosen if tier != "fp32"] or [AGAIN]
 
 
@@ -160,15 +167,17 @@ def shown(record: dict, gate: str) -> dict[str, dict]:
     the worst grid, and the picture that fails most if there is one. Figures may be read
     from JSON.
     """
-    rows = {
-        "": next(
-            r for r in record["parts"] if (r["part"], r["seed"]) == ("grid", record["worst_seed"])
-        )
-    }
-    failed = [
-        row for row in record["parts"] if row["part"] != "grid" and row["verdict"][gate] == "FAIL"
-    ]
-    return rows | ({"-picture": min(failed, key=lambda row: float(row["psnr"]))} if failed else {})
+    rows = {}
+    failed = []
+    for row in record["parts"]:
+        if row["part"] != "grid":
+            if row["verdict"][gate] == "FAIL":
+                failed.append(row)
+        elif row["seed"] == record["worst_seed"]:
+            rows[""] = row
+    if failed:
+        rows["-picture"] = min(failed, key=lambda row: float(row["psnr"]))
+    return rows
 
 
 def draw_heatmaps(out: Path, record: dict, want: dict, got: dict, gate: str) -> None:
@@ -276,11 +285,13 @@ def count(number: int, what: str) -> str:
 
 def conclude(record: dict) -> int:
     """Print the recommendation. Return the exit status."""
-    for reason in dict.fromkeys(
-        reason for one in record["tiers"] for reason in one.get("reasons", ())
-    ):
+    reasons = {}  # a dict keeps the order
+    for tier in record["tiers"]:
+        reasons |= dict.fromkeys(tier.get("reasons", ()))
+    for reason in reasons:
         print(f"verify.py: {reason}", file=sys.stderr)
     gate = record["gate"]
+    judged = [tier for tier in record["tiers"] if "verdicts" in tier]
     seeds = count(record["seeds"], "seed")
     best = recommend(record["tiers"], gate)
     if best and best["tier"] == AGAIN:
@@ -293,7 +304,7 @@ def conclude(record: dict) -> int:
             f"--precision {best['tier']} ({speedup}; all grids and pictures of {seeds} meet the "
             f"{gate} criterion)"
         )
-    elif any(one["verdicts"][gate] == "NONE" for one in record["tiers"] if "verdicts" in one):
+    elif any(tier["verdicts"][gate] == "NONE" for tier in judged):
         status = 3
         text = f"nothing yet: a metric of the {gate} criterion could not be computed"
     else:

@@ -60,6 +60,11 @@ class Family(NamedTuple):
         return next(iter(self.models.values()))._replace(ckpt=None)
 
     @property
+    def shipped(self) -> tuple[str, ...]:
+        """Return the names of the models whose weights ship with the code."""
+        return tuple(name for name, defaults in self.models.items() if defaults.ckpt)
+
+    @property
     def some_times(self) -> tuple[float, ...]:
         """Return values of t for checks: timesteps, or times of a flow."""
         return (377, 999, 0) if self.prediction == "noise" else (0.377, 1.0, 0.0)
