@@ -53,13 +53,13 @@ def accelerate(
                 f"`guidance_channels={guidance_channels}`: must be from 1 to "
                 f"{loaded.fit.in_channels}"
             )
-        face = loaded.how.face
-        kind = (
+        face = loaded.rules.face
+        copy_type = (
             type(face.__name__, (face, Accelerated), {"__doc__": face.__doc__})
             if face
             else Accelerated
         )
-        return kind(loaded, tier, device, check, guidance_channels)
+        return copy_type(loaded, tier, device, check, guidance_channels)
 
 
 def _device(device):
@@ -101,11 +101,11 @@ class Accelerated:
             require_finite(network, loaded, tier)
             if check:
                 require_same(network, loaded, tier)
-            own = own_guidance(loaded) if check and guidance_channels is None else None
-        self._guides = own != OTHER
+            its_guidance = own_guidance(loaded) if check and guidance_channels is None else None
+        self._guides = its_guidance != OTHER
         self.guidance_channels = (
             guidance_channels
-            or own
+            or its_guidance
             or min(loaded.fit.family.recipe.guidance_channels, loaded.fit.in_channels)
         )
         self.in_channels = loaded.model.in_channels

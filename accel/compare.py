@@ -103,15 +103,15 @@ def own_guidance(loaded: LoadedModule) -> int | None:
     """
     if (
         not hasattr(loaded.module, "forward_with_cfg")
-        or loaded.how.face
+        or loaded.rules.face
         or not loaded.fit.null_class
     ):
         return None
-    found = set()
+    channels = set()
     weights = None if _evaluate(loaded).any() else _not_zero(loaded)
     for t, scale in zip(loaded.fit.family.some_times, (1.7, 3.1)):
         plain = _evaluate(loaded, weights, t, both=True)
-        own = _evaluate(loaded, weights, t, both=True, scale=scale)
+        its_own = _evaluate(loaded, weights, t, both=True, scale=scale)
         cond, uncond = plain.chunk(2)
         whole = uncond + scale * (cond - uncond)
         # TF32, where the caller allows it, may round differently in each call.
@@ -121,15 +121,15 @@ def own_guidance(loaded: LoadedModule) -> int | None:
 
         def error(channels):
             want = torch.cat([torch.cat([whole[:, :channels]] * 2), plain[:, channels:]], 1)
-            return float((own - want).abs().amax()) if own.shape == want.shape else math.inf
+            return float((its_own - want).abs().amax()) if its_own.shape == want.shape else math.inf
 
         # Where guidance changes nothing, every number fits: take the family's.
         usual = loaded.fit.family.recipe.guidance_channels
         likely = min(
             range(1, loaded.fit.out_channels + 1), key=lambda n: (error(n), abs(n - usual))
         )
-        found.add(likely if error(likely) <= tolerance else OTHER)
-    return found.pop() if len(found) == 1 else OTHER
+        channels.add(likely if error(likely) <= tolerance else OTHER)
+    return channels.pop() if len(channels) == 1 else OTHER
 
 
 def _not_zero(loaded):
@@ -150,7 +150,7 @@ def _evaluate(loaded, weights=None, t=None, both=False, scale=None):
     module, its mode and the random state are left as they were.
     """
     first = next(loaded.module.parameters())
-    training = [one for one in loaded.module.modules() if one.training]
+    training = [part for part in loaded.module.modules() if part.training]
     x, t, y = _inputs(loaded, first.device, t)
     if both:
         x = torch.cat([x, x])
@@ -168,8 +168,8 @@ def _evaluate(loaded, weights=None, t=None, both=False, scale=None):
         torch.autocast(first.device.type, first.dtype if half else None, enabled=half),
     ):
         try:
-            for one in training:
-                one.training = False
+            for part in training:
+                part.training = False
             return loaded.evaluate(x, t, y, weights, *more).detach()
         except Exception as error:  # of code that is not ours
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
@@ -177,8 +177,8 @@ def _evaluate(loaded, weights=None, t=None, both=False, scale=None):
                 f"{loaded.name}: cannot be evaluated as a DiT ({reason}); check=False skips this"
             ) from None
         finally:
-            for one in training:
-                one.training = True
+            for part in training:
+                part.training = True
 
 
 def _not_compiled(module):

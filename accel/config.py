@@ -20,7 +20,7 @@ from accel.families import Defaults, Family, family_of, model_names, sampler_nam
 from accel.flags import checked, flag
 from accel.labels import NULL, find_label, imagenet, read_class_names
 from accel.latents import LatentSpace
-from accel.output import SUFFIX, is_folder, of_seed
+from accel.output import SUFFIX, is_folder, of_seed, require_writable
 from accel.ranks import layouts
 from accel.ranks.layouts import OFF, Layout
 
@@ -315,8 +315,8 @@ class Job(Options):
             options["model"] = model
         shared = {item.name for item in fields(Config)}
         config = Config(**{name: value for name, value in options.items() if name in shared})
-        own = {name: value for name, value in options.items() if name not in shared}
-        return cls(config=config, **own)
+        of_job = {name: value for name, value in options.items() if name not in shared}
+        return cls(config=config, **of_job)
 
     def check(self) -> None:
         """Raise UsageError for options that contradict each other, as far as that is known
@@ -475,6 +475,11 @@ class Grid(Job):
         if self.seed_list is None:
             return (output,)
         return tuple(of_seed(output, self.output_type, seed) for seed in self.seed_list)
+
+    def require_outputs(self) -> None:
+        """Raise UsageError unless every output can be written."""
+        for path in self.outputs:
+            require_writable(path, self.output_type)
 
     @property
     def layout(self) -> Layout | None:

@@ -27,30 +27,31 @@ def remedies() -> dict[str, str]:
     return known
 
 
-def remedy(words: Sequence[str], own: Collection[str]) -> str | None:
+def remedy(words: Sequence[str], command_flags: Collection[str]) -> str | None:
     """Return the line about the first word that is a flag of another script, or None.
 
-    words: of a command line. own: the flags of the command itself.
+    words: of a command line. command_flags: the flags of the command itself.
     """
     known = remedies()
     if words and words[0] in known:  # a script's first argument, without dashes
         return f"{words[0]}: {known[words[0]]}"
     for word in words:
         flag = word.partition("=")[0]
-        if flag in own or not flag.startswith("--"):
+        if flag in command_flags or not flag.startswith("--"):
             continue
         name = flag[2:].replace("_", "-")
-        if f"--{name}" in own:
+        if f"--{name}" in command_flags:
             return f"{flag}: use --{name}"
         if name in known:
             return f"{flag}: {known[name]}"
     return None
 
 
-def nearest(words: Sequence[str], own: Collection[str]) -> str:
+def nearest(words: Sequence[str], command_flags: Collection[str]) -> str:
     """Return "; did you mean --labels?" for words that no flag took, or ""."""
     flags = (word.partition("=")[0] for word in words if word.startswith("-"))
     for flag in flags:
-        if near := difflib.get_close_matches(flag, own, 1):
+        near = difflib.get_close_matches(flag, command_flags, 1)
+        if near:
             return f"; did you mean {near[0]}?"
     return ""

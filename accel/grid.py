@@ -24,8 +24,7 @@ from accel.opening import Opened, open_model, open_on_ranks
 from accel.pipeline import ALONE, Pipeline, free_memory
 from accel.progress import Stopwatch, step_bar
 from accel.ranks import Ranks
-from accel.ranks.layouts import OFF, Layout
-from accel.ranks.placement import Placement
+from accel.ranks.layouts import OFF, Layout, Placement
 from accel.sampling import count_copies
 from accel.weights import Weights
 

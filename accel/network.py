@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accel.errors import UsageError
-from accel.graphs import Latest, Replayed
 from accel.precision import supports
 
 KEPT = 4  # graphs kept, one per (process, guidance)
@@ -32,26 +30,6 @@ def unpatchify(tokens: Tensor, patch_size: int) -> Tensor:
     p = patch_size
     x = tokens.unflatten(-1, (p, p, -1)).unflatten(1, (side, side))  # (N, side, side, p, p, C)
     return x.permute(0, 5, 1, 3, 2, 4).reshape(len(x), -1, side * p, side * p)
-
-
-def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model inside wrappers.
-
-    These are DataParallel, DistributedDataParallel, AveragedModel and torch.compile. Raises
-    UsageError for hooks of a wrapper: the model runs without them.
-    """
-    wrappers = (
-        torch.nn.DataParallel,
-        torch.nn.parallel.DistributedDataParallel,
-        torch.optim.swa_utils.AveragedModel,
-    )
-    while isinstance(model, wrappers) or hasattr(model, "_orig_mod"):
-        if model._forward_hooks or model._forward_pre_hooks:
-            name = type(model).__name__
-            raise UsageError(f"{name}: has forward hooks, which would not run; remove them first")
-        inner: Any = model
-        model = inner.module if isinstance(model, wrappers) else inner._orig_mod
-    return model
 
 
 def leave_alone(x: Tensor) -> None:
@@ -148,7 +126,7 @@ class Network(ABC):
     captures = False  # whether the sampling loop captures a step as a CUDA graph
 
     def __init__(self):
-        self._replayed = Latest(KEPT)
+        self._replayed: dict[Hashable, Any] = {}
 
     @abstractmethod
     def tokens(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
@@ -182,7 +160,9 @@ class Network(ABC):
 
         The first step of a key serves all later ones; the last KEPT keys are kept.
         """
-        return self._replayed.obtain(key, lambda: Replayed(step))
+        from accel.graphs import Replayed, obtain  # a CPU needs none
+
+        return obtain(self._replayed, key, lambda: Replayed(step), KEPT)
 
     def tune(self, row_tokens: Iterable[int]) -> None:
         """Choose the fastest GEMMs for each of `row_tokens`, batch rows × tokens of a row.
@@ -262,7 +242,7 @@ class BlockNetwork(Network):
         """Return the network with `depth` blocks, sharing the weights; for measurements."""
         network = copy.copy(self)
         network.stages = shortened(self.stages, depth)
-        network._replayed = Latest(KEPT)
+        network._replayed = {}
         return network
 
     def describe(self) -> str:
@@ -351,7 +331,8 @@ def overflows(network: Network, batch: Batch, device: torch.device, times: Seque
 
 def remedy(network: Network, tier: str, device: torch.device) -> str:
     """Return the remedy, in words, for a tier whose values are not finite."""
-    if layer := network.overflowed():
+    layer = network.overflowed()
+    if layer:
         return f"{layer} gives values beyond a high/low split; use `precision=fp32`"
     if tier == "fp16" and supports("bf16", device):
         return "use `precision=bf16`"

@@ -116,8 +116,8 @@ def alone() -> Iterator[None]:
         torch.no_grad(),
         ExitStack() as stack,
     ):
-        for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda", "mps")):
-            stack.enter_context(torch.autocast(kind, enabled=False))
+        for device_type in filter(torch.is_autocast_enabled, ("cpu", "cuda", "mps")):
+            stack.enter_context(torch.autocast(device_type, enabled=False))
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
         torch.set_default_dtype(torch.float32)

@@ -16,7 +16,7 @@ from accel import gpu
 PROCESS = ExitStack()  # contexts that last until the process ends
 OURS = r"^(attention|split_linear|split_attention)$"  # our kernels for Hopper
 NEWER = {  # kernels that must not be launched before a capability
-    (8, 0): r"bf16|bfloat16|tf32|flash|^_attention$",
+    (8, 0): r"bf16|bfloat16|tf32|flash",
     (9, 0): r"cudnn.*(sdpa|flash|fmha|attention)",
 }
 

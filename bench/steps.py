@@ -34,8 +34,8 @@ from accel.config import Grid
 from accel.errors import UsageError
 from accel.families import family_of
 from accel.grid import ready
-from accel.latents.pixels import to_uint8
 from accel.network import Network
+from accel.output import to_uint8
 from bench import harness
 from bench.rival import RIVALS, Rival
 

@@ -26,7 +26,6 @@ from accel.families.recognise import (
     recognise,
     recogniser_of,
     reference_state,
-    require_sinusoid,
 )
 from accel.files import atomic_write, repeated, require_name
 from accel.flags import positive
@@ -34,9 +33,11 @@ from accel.latents.files import find
 from accel.opening import fit_of_file
 from accel.weights import Weights
 from accel.weights.checkpoint import open_checkpoint
-from accel.weights.diffusers_layout import WEIGHTS, config_of, to_diffusers, weight_files
+from accel.weights.diffusers_layout import config_of, to_diffusers
+from accel.weights.digests import digest
 from accel.weights.metadata import OWN, to_header
-from accel.weights.tensor_files import digest, mode_of
+from accel.weights.positions import require_sinusoid
+from accel.weights.tensor_files import WEIGHTS, mode_of, weight_files
 
 # DiT's diffusion process.
 SCHEDULER = {

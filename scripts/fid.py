@@ -43,7 +43,7 @@ from accel.files import open_regular, read_json, sha256_of
 from accel.flags import positive
 from accel.picture_files import SUFFIXES, read_picture
 from accel.precision import convolutions
-from accel.streams import take_failure
+from accel.signals import take_failure
 
 URL = "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth"
 SHA256 = "6726825d"  # of the published weights, the first digits, as torch's hub checks them

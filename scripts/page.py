@@ -41,8 +41,8 @@ from accel.errors import UsageError, as_usage_error, path_errors, shown
 from accel.families import families
 from accel.flags import flag_names
 from accel.grid import batches_of, load, save, warm_up
-from accel.latents.pixels import to_grid
 from accel.opening import Opened, choose_device, open_model
+from accel.output import to_grid
 from accel.pipeline import Pipeline, free_memory, guidance_of, process_of
 from accel.precision import TIERS, alone, apply_precision, supports
 from accel.progress import Stopwatch

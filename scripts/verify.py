@@ -39,8 +39,8 @@ from accel.errors import UsageError
 from accel.files import atomic_write
 from accel.flags import check_writable, positive
 from accel.grid import batches_of, hardware, load
-from accel.latents.pixels import to_grid
 from accel.opening import Opened, choose_device, open_model
+from accel.output import to_grid
 from accel.pipeline import free_memory
 from accel.progress import Stopwatch, step_bar
 from bench import harness

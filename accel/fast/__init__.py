@@ -99,7 +99,9 @@ def zeros_of(model: torch.nn.Module, device: torch.device) -> State:
 
     The zeros take no memory.
     """
-    later = {block for stage in stages_of(model) for block in stage.blocks[1:]}
+    later: set[torch.nn.Module] = set()
+    for stage in stages_of(model):
+        later.update(stage.blocks[1:])
     left_out = tuple(f"{name}." for name, module in model.named_modules() if module in later)
     zero = torch.zeros((), device=device)
     return {

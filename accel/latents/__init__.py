@@ -2,7 +2,7 @@
 latents. Imports no torch.
 
 files.py finds and reads a decoder, decoder.py runs it picture by picture,
-autoencoder_kl.py and half.py are its mathematics, pixels.py turns pixels into bytes.
+autoencoder_kl.py and half.py are its mathematics.
 """
 
 from pathlib import Path

@@ -15,7 +15,7 @@ steps at noise are shorter.
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor
@@ -82,13 +82,13 @@ class Heun(Euler):
 
     def times(self) -> list[float]:
         ends = super().times()
-        return [t for pair in zip(ends, ends[1:]) for t in pair] + ends[-1:]
+        return [*chain.from_iterable(pairwise(ends)), ends[-1]]
 
     def levels(self) -> list[float]:
-        return [level for level in super().levels() for _ in range(2)][:-1]
+        return _twice(super().levels())[:-1]
 
     def coefficients(self) -> list:
-        return [length for length in super().coefficients() for _ in range(2)][:-1]
+        return _twice(super().coefficients())[:-1]
 
     def step(self, state, at, noise, networks) -> State:
         if len(networks) == 1:  # the last step
@@ -133,6 +133,11 @@ class Sde(Euler):
         (evaluate,) = networks
         of_x, of_v, of_noise = _upload(self, x.device)[:, at, None, None, None]  # each (n, 1, 1, 1)
         return (of_x * x + of_v * evaluate(x) + of_noise * noise,)
+
+
+def _twice(values: list[float]) -> list[float]:
+    """Return the values, each twice."""
+    return [*chain.from_iterable(zip(values, values))]
 
 
 FLOWS = {"euler": Euler, "heun": Heun, "sde": Sde}

@@ -6,14 +6,13 @@ memory-mapped where the format allows it.
 """
 
 import argparse
-import hashlib
+import os
 import pickle
 import re
-import time
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -21,18 +20,14 @@ import numpy as np
 import torch
 
 from accel.errors import UsageError, as_usage_error, path_errors, shown
-from accel.files import atomic_write, cache_folder, open_regular, read_small
+from accel.files import open_regular
 from accel.files import read_json as read_object
 
-# ns: two changes of a file that come sooner after one another may have the same time
-# stamp
-SETTLED = 2e9
-
-
+# The weights of a folder in diffusers' layout, beside its config.json.
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+PICKLED = "diffusion_pytorch_model.bin"
 # numpy's numbers and texts that a pickle may hold.
 NUMBERS = "?", "b", "B", "h", "H", "i", "I", "l", "L", "q", "Q", "e", "f", "d", "U"
-# In the cache folder; another name for other rules of what a digest is of.
-DIGESTS = "digests-2"
 
 
 def mode_of(path: Path, parameter: str) -> int:
@@ -79,6 +74,37 @@ def read_safetensors(
             ) from None
 
 
+def weight_files(folder: Path, parameter: str) -> list[Path]:
+    """Return the weights beside a config.json: one file, or shards; .safetensors rather
+    than .bin. Raises UsageError.
+    """
+    with path_errors(parameter, folder):
+        names = os.listdir(folder)
+    others = sorted(name for name in names if name.endswith(".safetensors"))
+    for plain in (WEIGHTS, PICKLED):
+        index = f"{plain}.index.json"
+        indices = [name for name in names if name.startswith(f"{plain}.index.")]
+        if plain not in names and len(indices) == 1:
+            index = indices[0]  # also a variant's, such as fp16's
+        if index in names:
+            shards = read_json(folder / index, parameter).get("weight_map")
+            listed = {str(name) for name in shards.values()} if isinstance(shards, dict) else set()
+            missing = ", ".join(sorted(listed - set(names)))  # a name with a slash is never there
+            if missing or not listed:
+                raise UsageError(
+                    f"`{parameter}={folder}`: lacks {missing or 'the files'} that {index} names; "
+                    "copy it again"
+                )
+            return [folder / name for name in sorted(listed)]
+        if plain in names and "config.json" in names:
+            return [folder / plain]
+    if len(others) > 1:
+        raise UsageError(f"`{parameter}={folder}`: {', '.join(others)} conflict; keep one of them")
+    if not others or "config.json" not in names:
+        raise UsageError(f"`{parameter}={folder}`: must hold config.json and {WEIGHTS}")
+    return [folder / others[0]]
+
+
 def read_namespace(path: Path, parameter: str) -> dict:
     """Return the arguments of a training run, an argparse.Namespace of torch.save. Raises
     UsageError about `parameter`.
@@ -103,33 +129,21 @@ def require_floats(state: dict, source: str) -> None:
     """
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
-            kind = f"of type {type(tensor).__name__}"
+            description = f"of type {type(tensor).__name__}"
         elif tensor.is_nested:
-            kind = "a nested tensor"
+            description = "a nested tensor"
         elif tensor.layout is not torch.strided or tensor.is_meta:
-            kind = f"{tensor.layout} on {tensor.device}"
+            description = f"{tensor.layout} on {tensor.device}"
         elif (
             tensor.ndim and tensor.numel() and tensor.is_floating_point() and isinstance(name, str)
         ):
             continue
         else:
-            kind = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+            description = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
         raise UsageError(
-            f"{source}: {shown(name)} is {kind}; weights are dense tensors of floats, save them "
-            "as such"
+            f"{source}: {shown(name)} is {description}; weights are dense tensors of floats, save "
+            "them as such"
         )
-
-
-def digest(state: dict[str, torch.Tensor]) -> str:
-    """Return 16 hex digits over names, shapes and all float32 values, the same for every
-    format and order of entries.
-    """
-    total = hashlib.sha256()
-    for name in sorted(state):
-        tensor = state[name].detach().float().contiguous().flatten()
-        total.update(f"{name} {tuple(state[name].shape)}\n".encode())
-        total.update(tensor.numpy().data)
-    return total.hexdigest()[:16]
 
 
 def file_stamps(files: Iterable[Path], parameter: str) -> list[tuple]:
@@ -139,34 +153,17 @@ def file_stamps(files: Iterable[Path], parameter: str) -> list[tuple]:
     stamps = []
     for file in files:
         with path_errors(parameter, file):
-            one = file.stat()
+            status = file.stat()
         stamps.append(
-            (str(file.absolute()), one.st_size, one.st_mtime_ns, one.st_ino, one.st_ctime_ns)
+            (
+                str(file.absolute()),
+                status.st_size,
+                status.st_mtime_ns,
+                status.st_ino,
+                status.st_ctime_ns,
+            )
         )
     return stamps
-
-
-def cached_digest(
-    stamps: Sequence[tuple], state: Callable[[], dict[str, torch.Tensor]], entry: str = ""
-) -> str:
-    """Return `digest(state())` of an entry of files with these stamps, taken before they were
-    opened; the cache folder keeps it.
-    """
-    of_what = repr((stamps, entry))
-    name = Path(DIGESTS, hashlib.sha256(of_what.encode()).hexdigest()[:32])
-    with suppress(OSError, ValueError):
-        found = read_small(cache_folder() / name).decode()
-        if re.fullmatch("[0-9a-f]{16}", found):
-            return found
-    found = digest(state())
-    newest = max(ctime for *_, ctime in stamps)
-    if time.time_ns() - newest > SETTLED:
-        with suppress(OSError):
-            kept = cache_folder() / name
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(kept, "w", through_link=False) as file:
-                file.write(found)
-    return found
 
 
 @contextmanager
@@ -180,8 +177,10 @@ def _regular_file(path: Path, parameter: str) -> Iterator[None]:
         yield
 
 
-def _read_pickle(path: Path, parameter: str, kind: type, meaning: str, mapped: bool = False) -> Any:
-    """Return the content of a file of torch.save, an object of `kind`; meaning: the kind
+def _read_pickle(
+    path: Path, parameter: str, wanted: type, meaning: str, mapped: bool = False
+) -> Any:
+    """Return the content of a file of torch.save, an object of type `wanted`; meaning: that type
     in words. Raises UsageError about `parameter`.
     """
     damaged = UsageError(f"`{parameter}={path}`: truncated or not a checkpoint; copy it again")
@@ -202,7 +201,7 @@ def _read_pickle(path: Path, parameter: str, kind: type, meaning: str, mapped: b
         ) from None
     except Exception as error:  # an unpickler ends in whatever the bytes happen to mean
         raise (as_usage_error(error) or damaged) from None
-    if not isinstance(content, kind):
+    if not isinstance(content, wanted):
         raise UsageError(f"`{parameter}={path}`: holds a {type(content).__name__}, not {meaning}")
     return content
 
@@ -213,18 +212,13 @@ def _plain_data() -> list:
     """
     scalar = np.float64(0).__reduce__()[0]
     dtypes = {type(np.dtype(name)) for name in NUMBERS}
-    paths = {
-        f"{module}.{name}": PureWindowsPath if "Windows" in name else PurePosixPath
-        for module in ("pathlib", "pathlib._local")
-        for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
-    }
-    return [
-        argparse.Namespace,
-        np.dtype,
-        *dtypes,
-        *((scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
-        *((kind, name) for name, kind in paths.items()),
-    ]
+    paths = []
+    for module in ("pathlib", "pathlib._local"):
+        for pure in (PurePosixPath, PureWindowsPath):
+            paths.append((pure, f"{module}.{pure.__name__}"))
+            paths.append((pure, f"{module}.{pure.__name__.removeprefix('Pure')}"))
+    scalars = [(scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")]
+    return [argparse.Namespace, np.dtype, *dtypes, *scalars, *paths]
 
 
 def _can_be_mapped(path: Path) -> bool:

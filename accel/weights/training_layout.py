@@ -4,8 +4,10 @@ contains one.
 
 import argparse
 import logging
+import os
 import re
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ ENTRIES = (
     "net",
     "weights",
 )
-PREFIXES = ("module.", "_orig_mod.", "model.")  # of wrappers around the trained network
+WRAPPED = r"((module|_orig_mod|model)\.)*"  # begins all names: wrappers around the network
 # Of wrappers around parts of it: anywhere in a name.
 INNER = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)[.]")
 AVERAGE = "shadow_params"  # a list without names, of libraries that average parameters
@@ -159,13 +161,9 @@ def _named(path: Path, name: str, states: Mapping[str, Any]) -> State:
 
 def _without_wrappers(path: Path, state: State) -> State:
     """Return a state dict without the parts of names that wrappers add. Print them."""
-    prefix = ""
-    while common := [
-        each for each in PREFIXES if all(name.startswith(prefix + each) for name in state)
-    ]:
-        prefix += common[0]
+    prefix = re.match(WRAPPED, os.path.commonprefix(list(state)))[0]
     state = {name.removeprefix(prefix): value for name, value in state.items()}
-    inner = sorted({part for name in state for part in INNER.findall(name)})
+    inner = sorted(set(chain.from_iterable(map(INNER.findall, state))))
     parts = [f'"{prefix}"'] * bool(prefix) + [f'"{part}."' for part in inner]
     if parts:
         words = " and ".join(parts)

@@ -4,9 +4,10 @@ features in training, with time reversed.
 Guidance follows REPA's recipe: scale 1.8 on all four channels at noise levels up to 0.7.
 """
 
-from accel.families import Defaults, Family, sit
+from accel.families import Argument, Defaults, Family, sit
 from accel.families.dit import SIZES
 
+PROJECTORS = "projectors."  # training compares their outputs with an encoder's features
 RECIPE = Defaults(image_size=256, cfg_scale=1.8, guidance_channels=4, guidance_interval=(0.0, 0.7))
 
 WEIGHTS_SAY = "the weights say it; drop it"
@@ -41,5 +42,13 @@ FAMILY = Family(
     keys=sit.FAMILY.keys,
     code=__name__,
     fast=sit.FAMILY.fast,
+    marks=(PROJECTORS,),
+    # written in small letters
+    arguments=(
+        Argument("enc_type"),
+        Argument("path_type", "[a-z].*"),
+        Argument("prediction", "v", beside="path_type"),
+    ),
+    names_in_training={f"REPA-SiT-{size}": f"SiT-{size}" for size in SIZES},
     script_flags=SCRIPT_FLAGS,
 )

@@ -1,6 +1,6 @@
 """SiT: Ma et al., 2024, arXiv:2401.08740. DiT's network, trained as a flow."""
 
-from accel.families import Defaults, Family, dit
+from accel.families import Argument, Defaults, Family, dit
 from accel.families.dit import SIZES, demo
 
 WEIGHTS_SAY = "the weights say it; drop it"
@@ -37,6 +37,11 @@ FAMILY = Family(
     keys=dit.FAMILY.keys,
     code=__name__,
     fast=f"{__name__}.fast",
+    # written with a capital
+    arguments=(
+        Argument("path_type", "[A-Z].*"),
+        Argument("prediction", "velocity|score|noise", beside="path_type"),
+    ),
     fetch="hf download nyu-visionx/SiT-collections --local-dir pretrained_models",
     script_flags=SCRIPT_FLAGS,
 )
