@@ -204,10 +204,7 @@ class Config(Options):
             raise UsageError(
                 f"`tf32={self.tf32}`: conflicts with `precision={self.precision}`; give one"
             )
-        require_seed(self.seed)
-        _require_interval(self.guidance_interval)
-        if not 0 <= self.eta <= 1 or self.eta and self.sampler != "ddim":
-            raise UsageError(f"`eta={self.eta:g}`: must be from 0 to 1, and is for `sampler=ddim`")
+        self.check_values()
         model = self.named_model
         if model is None:
             return
@@ -218,6 +215,20 @@ class Config(Options):
         _require_process(self, model, family, sampler)
         if self.image_size is not None and self.vae in (None, self.defaults.vae):
             require_unit(self.image_size, self.defaults.factor, patch_of(model))
+
+    def check_values(self) -> None:
+        """Raise UsageError for values that no model takes."""
+        require_seed(self.seed)
+        _require_interval(self.guidance_interval)
+        if not 0 <= self.eta <= 1 or self.eta and self.sampler != "ddim":
+            raise UsageError(f"`eta={self.eta:g}`: must be from 0 to 1, and is for `sampler=ddim`")
+
+    def require_family(self, fit: "Fit") -> None:
+        """Raise UsageError for a sampler, or options of one, that the weights' family does
+        not have.
+        """
+        sampler = self.sampler or fit.recipe.get("sampler")
+        _require_process(self, fit.model, fit.family, sampler)
 
     def filled(self, fit: "Fit", space: LatentSpace) -> "Config":
         """Return the options with every open one filled: by the weights, else by their model
@@ -232,6 +243,11 @@ class Config(Options):
         trained = fit.trained_size(space.factor)
         if trained is not None:
             implied["image_size"] = trained
+        if self.image_size is None and implied["image_size"] > MOST_PIXELS:
+            raise UsageError(
+                f"`image_size={trained}`: by these weights, and at most {MOST_PIXELS}; give "
+                "another `image_size`"
+            )
         implied |= {name: value for name, value in fit.recipe.items() if value is not None}
         values = {
             item.name: implied.get(item.name)

@@ -32,6 +32,10 @@ def unpatchify(tokens: Tensor, patch_size: int) -> Tensor:
     return x.permute(0, 5, 1, 3, 2, 4).reshape(len(x), -1, side * p, side * p)
 
 
+def leave_alone(x: Tensor) -> None:
+    """No-op: the sum over one rank."""
+
+
 class Part(NamedTuple):
     """A rank's part of every GEMM's weights.
 
@@ -40,7 +44,7 @@ class Part(NamedTuple):
 
     rank: int = 0
     ranks: int = 1
-    all_reduce: Callable[[Tensor], object] | None = None  # sums a tensor over the ranks, in place
+    all_reduce: Callable[[Tensor], object] = leave_alone  # sums a tensor over the ranks, in place
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum x over the ranks, in place, and return it."""
@@ -95,7 +99,7 @@ class Stage(NamedTuple):
     prepended: int = 0  # tokens in front of the picture's; the head drops them
 
 
-def stages_of(model: torch.nn.Module) -> list[Stage]:
+def stages_of(model: Any) -> list[Stage]:
     """Return the stages of a reference network: its `stages`, or one stage of its `blocks`."""
     if hasattr(model, "stages"):
         return list(model.stages)
@@ -183,7 +187,7 @@ class BlockNetwork(Network):
     stages: Sequence[Stage]
     dtype: torch.dtype
     attention: Callable
-    exchanges = ("push", "kv", "ulysses")
+    exchanges: tuple[str, ...] = ("push", "kv", "ulysses")
 
     @property
     def depth(self) -> int:
@@ -255,7 +259,7 @@ class BlockNetwork(Network):
 
     def schedule(
         self, times: list[float], labels: list[int], at_once: int = 1
-    ) -> tuple[Network, Callable[..., None]]:
+    ) -> tuple["BlockNetwork", Callable[..., None]]:
         table = torch.tensor(times, device=next(self.parameters()).device)  # uploaded once
         scheduled = self.conditioned(lambda index, y: self.condition(table[index], y))
         return scheduled, lambda *evaluations: None
@@ -263,7 +267,7 @@ class BlockNetwork(Network):
     def conditioned(self, condition: Callable[[Tensor, Tensor], Any]) -> "BlockNetwork":
         """Return this network with another `condition`."""
         network = copy.copy(self)
-        network.condition = condition
+        vars(network)["condition"] = condition  # hides the method
         return network
 
 
@@ -273,7 +277,7 @@ class Plain(BlockNetwork):
     model: a module with `embed`, `condition`, `blocks` or `stages`, `transform`, `head`, `attend`.
     """
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: Any):
         super().__init__()
         self.model = model
         self.stages = stages_of(model)

@@ -24,6 +24,7 @@ from accel.families.recognise import reference_state
 from accel.grid import ready
 from accel.latents.autoencoder_kl import OF_LATENTS
 from accel.latents.files import FILES
+from accel.opening import require_schedule
 from accel.output import to_grid
 from accel.pipeline import ALONE, Pipeline, free_memory, guidance_of, process_of
 from accel.precision import alone, apply_precision
@@ -194,6 +195,7 @@ class Sampler:
         its guidance.
         """
         fit = loaded.fit
+        require_schedule(loaded.name, fit)
         mine = self.opened.fit
         embedding = loaded.rules.timestep_embedding
         if (fit.family, embedding) != (mine.family, self._embedding):

@@ -34,10 +34,10 @@ from typing import IO, NamedTuple
 
 import numpy as np
 import torch
-from accel.command_line import OneLineParser, user_errors
-from accel.request import MOST_PIXELS
 from tqdm import tqdm
 
+from accel.cli import OneLineParser, user_errors
+from accel.config import MOST_PIXELS
 from accel.errors import UsageError, path_errors, shown
 from accel.files import open_regular, read_json, sha256_of
 from accel.flags import positive
@@ -511,7 +511,8 @@ def main() -> None:
     warnings.filterwarnings("ignore", module="PIL")  # the reader's error is the line
     with user_errors(parser):
         report(args)
-        if lost := take_failure():
+        lost = take_failure()
+        if lost is not None:
             raise lost
 
 

@@ -63,6 +63,8 @@ class Family(NamedTuple):
     # The module whose `pack` serves its accelerated network: its fast.py, or that of another
     # family; "" where it has fp32 and tf32 alone.
     fast: str = ""
+    # Flags of the family's own sampling scripts → what to use here.
+    script_flags: Mapping[str, str] = MappingProxyType({})
     fetch: str = ""  # the command that fetches published weights, if no plain address serves them
     # Beginnings of names of tensors that prove the family, among those with the same keys.
     marks: tuple[str, ...] = ()
@@ -74,6 +76,11 @@ class Family(NamedTuple):
     def recipe(self) -> Defaults:
         """Return the defaults of models without a name: the first model's, without its file."""
         return next(iter(self.models.values()))._replace(ckpt=None)
+
+    @property
+    def shipped(self) -> tuple[str, ...]:
+        """Return the names of the models whose weights ship with the code."""
+        return tuple(name for name, defaults in self.models.items() if defaults.ckpt)
 
     @property
     def some_times(self) -> tuple[float, ...]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from accel.precision import TIERS
 
 State = dict[str, torch.Tensor]
 # A family's function: (reader, reference network, ops) → its weights, packed.
-Pack = Callable[[Reader, torch.nn.Module, Half | Split], Packing]
+Pack = Callable[[Reader, Any, Half | Split], Packing]
 
 
 def assemble(state: State, model: torch.nn.Module, pack: Pack, ops: Half | Split) -> FastNetwork:

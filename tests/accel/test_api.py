@@ -268,6 +268,10 @@ def test_close_frees_the_network():
             "seed=1180591620717411303424: must fit in 64 bits",
         ),
         (
+            lambda: demo().latents([1], seed=2**70),
+            "seed=1180591620717411303424: must fit in 64 bits",
+        ),
+        (
             lambda: demo().latents(1, seed=torch.tensor(True)),
             r"seed=tensor\(True\): must be a whole",
         ),
