@@ -21,10 +21,10 @@ OTHER_COMMAND = {
 
 def remedies() -> dict[str, str]:
     """Return the remedy for every flag, by its name without dashes."""
-    known = dict(OTHER_COMMAND)
+    of_flags = dict(OTHER_COMMAND)
     for family in families():
-        known |= family.script_flags
-    return known
+        of_flags |= family.script_flags
+    return of_flags
 
 
 def remedy(words: Sequence[str], command_flags: Collection[str]) -> str | None:
@@ -32,9 +32,9 @@ def remedy(words: Sequence[str], command_flags: Collection[str]) -> str | None:
 
     words: of a command line. command_flags: the flags of the command itself.
     """
-    known = remedies()
-    if words and words[0] in known:  # a script's first argument, without dashes
-        return f"{words[0]}: {known[words[0]]}"
+    of_flags = remedies()
+    if words and words[0] in of_flags:  # a script's first argument, without dashes
+        return f"{words[0]}: {of_flags[words[0]]}"
     for word in words:
         flag = word.partition("=")[0]
         if flag in command_flags or not flag.startswith("--"):
@@ -42,8 +42,8 @@ def remedy(words: Sequence[str], command_flags: Collection[str]) -> str | None:
         name = flag[2:].replace("_", "-")
         if f"--{name}" in command_flags:
             return f"{flag}: use --{name}"
-        if name in known:
-            return f"{flag}: {known[name]}"
+        if name in of_flags:
+            return f"{flag}: {of_flags[name]}"
     return None
 
 

@@ -260,36 +260,52 @@ class Pipeline:
 
 
 def process_of(opened: Opened, scheduler: Any = None) -> Process:
-    """Return the process of the options; only its sampler's modules are imported.
+    """Return the process of the options.
 
     scheduler: one of diffusers, in place of the config's sampler. Raises UsageError for a
     scheduler and a flow: a flow does not estimate noise.
     """
     config = opened.config
-    steps = config.num_sampling_steps
+    if scheduler is None:
+        return make_process(
+            config.sampler,
+            config.num_sampling_steps,
+            shift=config.timestep_shift,
+            eta=config.eta,
+            learn_sigma=opened.fit.learn_sigma,
+        )
     family = opened.fit.family
-    if scheduler is not None:
-        from accel.sampling.solvers import Solver
+    if family.prediction != "noise":
+        raise UsageError(
+            "`sampler`: a scheduler takes estimates of noise, and this is a flow; give "
+            f"{', '.join(family.samplers)}"
+        )
+    from accel.sampling.solvers import Solver
 
-        if family.prediction != "noise":
-            raise UsageError(
-                "`sampler`: a scheduler takes estimates of noise, and this is a flow; give "
-                f"{', '.join(family.samplers)}"
-            )
-        return Solver(scheduler, steps)
-    if config.sampler in ("euler", "heun", "sde"):
+    return Solver(scheduler, config.num_sampling_steps)
+
+
+def make_process(
+    sampler: str, steps: int, *, shift: float = 1.0, eta: float = 0.0, learn_sigma: bool = True
+) -> Process:
+    """Return the process of a sampler in `steps` steps; only its modules are imported.
+
+    shift: of a flow's times; eta: DDIM's noise; learn_sigma: whether the network estimates
+    the variance too.
+    """
+    if sampler in ("euler", "heun", "sde"):
         from accel.sampling.flow import FLOWS
 
-        return FLOWS[config.sampler](steps, config.timestep_shift)
-    if config.sampler in ("dpm++", "unipc"):
+        return FLOWS[sampler](steps, shift)
+    if sampler in ("dpm++", "unipc"):
         from accel.sampling.solvers import Solver, make_scheduler
 
-        return Solver(make_scheduler(config.sampler), steps)
+        return Solver(make_scheduler(sampler), steps)
     from accel.diffusion import create_diffusion
     from accel.sampling.ancestral import Ancestral, Ddim
 
-    diffusion = create_diffusion(str(steps), learn_sigma=opened.fit.learn_sigma)
-    return Ddim(diffusion, config.eta) if config.sampler == "ddim" else Ancestral(diffusion)
+    diffusion = create_diffusion(str(steps), learn_sigma=learn_sigma)
+    return Ddim(diffusion, eta) if sampler == "ddim" else Ancestral(diffusion)
 
 
 def guidance_of(opened: Opened, guided: bool = True) -> Guidance | Unguided:
