@@ -22,12 +22,13 @@ from accel.families import model_names
 from accel.families.loaded_module import LoadedModule, from_module, unwrapped
 from accel.families.recognise import reference_state
 from accel.grid import ready
+from accel.isolation import alone
 from accel.latents.autoencoder_kl import OF_LATENTS
 from accel.latents.files import FILES
 from accel.opening import require_schedule
 from accel.output import to_grid
 from accel.pipeline import ALONE, Pipeline, free_memory, guidance_of, process_of
-from accel.precision import alone, apply_precision
+from accel.precision import apply_precision
 from accel.progress import step_bar
 from accel.weights.checkpoint import FILE_SUFFIXES, HUB_ID
 from accel.weights.shapes import require_fit

@@ -41,10 +41,11 @@ from accel.errors import UsageError, as_usage_error, path_errors, shown
 from accel.families import families
 from accel.flags import flag_names
 from accel.grid import batches_of, load, save, warm_up
+from accel.isolation import alone
 from accel.opening import Opened, choose_device, open_model
 from accel.output import to_grid
 from accel.pipeline import Pipeline, free_memory, guidance_of, process_of
-from accel.precision import TIERS, alone, apply_precision, supports
+from accel.precision import TIERS, apply_precision, supports
 from accel.progress import Stopwatch
 from accel.signals import ENDINGS
 from scripts.page_guard import LOOPBACK, Guard

@@ -12,7 +12,7 @@ import torch
 from accel.errors import UsageError
 from accel.weights import training_layout
 from accel.weights.metadata import of_training
-from accel.weights.tensor_files import read_namespace
+from accel.weights.pickles import read_namespace
 
 # the first that is there is used
 WEIGHTS = "consolidated_ema.00-of-01.pth", "consolidated.00-of-01.pth"

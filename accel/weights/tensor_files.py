@@ -5,29 +5,19 @@ Nothing in a file is ever executed, a pipe or a device is never opened, and tens
 memory-mapped where the format allows it.
 """
 
-import argparse
 import os
-import pickle
-import re
-import warnings
-import zipfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from collections.abc import Iterable
+from pathlib import Path
 
-import numpy as np
 import torch
 
-from accel.errors import UsageError, as_usage_error, path_errors, shown
+from accel.errors import UsageError, path_errors, shown
 from accel.files import open_regular
 from accel.files import read_json as read_object
 
 # The weights of a folder in diffusers' layout, beside its config.json.
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 PICKLED = "diffusion_pytorch_model.bin"
-# numpy's numbers and texts that a pickle may hold.
-NUMBERS = "?", "b", "B", "h", "H", "i", "I", "l", "L", "q", "Q", "e", "f", "d", "U"
 
 
 def mode_of(path: Path, parameter: str) -> int:
@@ -48,7 +38,9 @@ def read_tensors(path: Path, parameter: str, mapped: bool = True) -> dict:
     """
     if path.suffix == ".safetensors":
         return read_safetensors(path, parameter, mapped)[0]
-    return _read_pickle(path, parameter, dict, "a state dict", mapped)
+    from accel.weights.pickles import read_pickle
+
+    return read_pickle(path, parameter, dict, "a state dict", mapped)
 
 
 def read_safetensors(
@@ -59,7 +51,8 @@ def read_safetensors(
     """
     from safetensors import SafetensorError, safe_open
 
-    with _regular_file(path, parameter):
+    with path_errors(parameter, path):
+        open_regular(path).close()  # safetensors has errors of its own for pipes and permissions
         try:
             with safe_open(path, "pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -103,15 +96,6 @@ def weight_files(folder: Path, parameter: str) -> list[Path]:
     if not others or "config.json" not in names:
         raise UsageError(f"`{parameter}={folder}`: must hold config.json and {WEIGHTS}")
     return [folder / others[0]]
-
-
-def read_namespace(path: Path, parameter: str) -> dict:
-    """Return the arguments of a training run, an argparse.Namespace of torch.save. Raises
-    UsageError about `parameter`.
-    """
-    return vars(
-        _read_pickle(path, parameter, argparse.Namespace, "the arguments of a training run")
-    )
 
 
 def read_json(path: Path, parameter: str) -> dict:
@@ -164,68 +148,3 @@ def file_stamps(files: Iterable[Path], parameter: str) -> list[tuple]:
             )
         )
     return stamps
-
-
-@contextmanager
-def _regular_file(path: Path, parameter: str) -> Iterator[None]:
-    """Raise UsageError about `parameter` unless `path` is a regular file that can be
-    read, inside too.
-    """
-    with path_errors(parameter, path):
-        # torch and safetensors have errors of their own for pipes and permissions
-        open_regular(path).close()
-        yield
-
-
-def _read_pickle(
-    path: Path, parameter: str, wanted: type, meaning: str, mapped: bool = False
-) -> Any:
-    """Return the content of a file of torch.save, an object of type `wanted`; meaning: that type
-    in words. Raises UsageError about `parameter`.
-    """
-    damaged = UsageError(f"`{parameter}={path}`: truncated or not a checkpoint; copy it again")
-    try:
-        safe = torch.serialization.safe_globals(_plain_data())
-        with _regular_file(path, parameter), safe, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the format, of interest to torch's developers
-            content = torch.load(
-                path, map_location="cpu", weights_only=True, mmap=mapped and _can_be_mapped(path)
-            )
-    except pickle.UnpicklingError as error:
-        code = re.search(r"(?:GLOBAL|class) (\S+)", str(error))
-        if code is None:  # another kind of file, or the half of one
-            raise damaged from None
-        raise UsageError(
-            f"`{parameter}={path}`: refused, loading it would run code ({code[1]}); save its "
-            "state dict with torch.save"
-        ) from None
-    except Exception as error:  # an unpickler ends in whatever the bytes happen to mean
-        raise (as_usage_error(error) or damaged) from None
-    if not isinstance(content, wanted):
-        raise UsageError(f"`{parameter}={path}`: holds a {type(content).__name__}, not {meaning}")
-    return content
-
-
-def _plain_data() -> list:
-    """Return the classes, with their names in pickles, that training scripts store beside the
-    weights in their parsed arguments: plain data. A path becomes a pure one, of no file.
-    """
-    scalar = np.float64(0).__reduce__()[0]
-    dtypes = {type(np.dtype(name)) for name in NUMBERS}
-    paths = []
-    for module in ("pathlib", "pathlib._local"):
-        for pure in (PurePosixPath, PureWindowsPath):
-            paths.append((pure, f"{module}.{pure.__name__}"))
-            paths.append((pure, f"{module}.{pure.__name__.removeprefix('Pure')}"))
-    scalars = [(scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")]
-    return [argparse.Namespace, np.dtype, *dtypes, *scalars, *paths]
-
-
-def _can_be_mapped(path: Path) -> bool:
-    """Return whether torch may map the file: a zip archive of uncompressed members,
-    torch.save's format since 1.6.
-    """
-    if not zipfile.is_zipfile(path):
-        return False
-    with zipfile.ZipFile(path) as archive:
-        return all(member.compress_type == zipfile.ZIP_STORED for member in archive.infolist())

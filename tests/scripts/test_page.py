@@ -23,7 +23,7 @@ from conftest import ROOT
 from accel.config import Grid
 from accel.errors import UsageError
 from accel.grid import load
-from accel.precision import alone
+from accel.isolation import alone
 from scripts.page import Studio, address_of, choices, choose, require_address
 from scripts.page_guard import Guard
 
