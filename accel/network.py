@@ -144,15 +144,11 @@ class Network(ABC):
         return unpatchify(self.tokens(x, t, y), self.patch_size).to(x.dtype)
 
     @abstractmethod
-    def schedule(
-        self, times: list[float], labels: list[int], at_once: int = 1
-    ) -> tuple["Network", Callable[..., None]]:
+    def schedule(self, times: list[float], labels: list[int], at_once: int = 1) -> "Scheduled":
         """Prepare a sampling run.
 
-        Returns this network, whose t is then the index of an evaluation, and `advance`:
-        advance(i, …) must precede the evaluations i, … of the run. times: of each evaluation,
-        in order; labels: all of them; at_once: the most evaluations in one call of `advance`.
-        One run at a time.
+        times: of each evaluation, in order; labels: all of them; at_once: the most evaluations
+        in one call of `advance`. One run at a time.
         """
 
     def replayed(self, key: Hashable, step: Callable) -> Callable:
@@ -174,6 +170,17 @@ class Network(ABC):
     def overflowed(self) -> str | None:
         """Return the first layer whose values left the number format's range, or None."""
         return None
+
+
+class Scheduled(NamedTuple):
+    """A network that is prepared for a sampling run.
+
+    network: its t is the index of an evaluation. advance(i, …) must precede the evaluations i, …
+    of the run.
+    """
+
+    network: Network
+    advance: Callable[..., None]
 
 
 class BlockNetwork(Network):
@@ -257,12 +264,10 @@ class BlockNetwork(Network):
         h = self.embed(x, copies=len(y) // len(x))  # (N, T, D)
         return self.forward_blocks(h, self.condition(t, y), self.attention)
 
-    def schedule(
-        self, times: list[float], labels: list[int], at_once: int = 1
-    ) -> tuple["BlockNetwork", Callable[..., None]]:
+    def schedule(self, times: list[float], labels: list[int], at_once: int = 1) -> Scheduled:
         table = torch.tensor(times, device=next(self.parameters()).device)  # uploaded once
         scheduled = self.conditioned(lambda index, y: self.condition(table[index], y))
-        return scheduled, lambda *evaluations: None
+        return Scheduled(scheduled, lambda *evaluations: None)
 
     def conditioned(self, condition: Callable[[Tensor, Tensor], Any]) -> "BlockNetwork":
         """Return this network with another `condition`."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from accel.fast.conditioning import BLOCK_VECTORS, Conditioning, ConditioningTable
 from accel.fast.ops import Block, Half, Split
 from accel.kernels.adaln import Branches, Modulation
-from accel.network import BlockNetwork, Stage
+from accel.network import BlockNetwork, Scheduled, Stage
 from accel.precision import true_float32
 
 log = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class FastNetwork(BlockNetwork):
             hidden = block.activate(hidden)
         return self.part.sum(block.fc2(hidden))
 
-    def schedule(self, times, labels, at_once=1) -> tuple[BlockNetwork, Callable[..., None]]:
+    def schedule(self, times, labels, at_once=1) -> Scheduled:
         if not self.hoists:
             return super().schedule(times, labels, at_once)
         least = len(set(labels)) * at_once
@@ -151,7 +151,7 @@ class FastNetwork(BlockNetwork):
             table = ConditioningTable(self.conditioning, least=least)
             self.table = table
         table.begin(times, labels, at_once)
-        return self.conditioned(table.modulation), table.advance
+        return Scheduled(self.conditioned(table.modulation), table.advance)
 
     def overflowed(self) -> str | None:
         return self.ops.overflowed()

@@ -17,6 +17,7 @@ import torch
 
 from accel.errors import UsageError, path_errors
 from accel.files import weights_folder
+from accel.weights import Contents
 from accel.weights import metadata as schema
 from accel.weights.tensor_files import file_stamps, mode_of
 
@@ -28,8 +29,8 @@ pretrained_models = {"DiT-XL-2-512x512.pt", "DiT-XL-2-256x256.pt"}
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]*[^\W\d][\w.-]*")  # owner/name, unlike DiT-XL/2
 FILE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
-# Modules with holds(path) and read(path, mapped) → (float tensors by name, the facts
-# beside them). The first that holds a path reads it; later ones are not imported.
+# Modules with holds(path) and read(path, mapped, entry) → Contents. The first that holds a path
+# reads it; later ones are not imported.
 LAYOUTS = "training_layout", "diffusers_layout", "consolidated_layout"
 
 
@@ -76,7 +77,7 @@ class Checkpoint:
         return self.path
 
     @cached_property
-    def _opened(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def _opened(self) -> Contents:
         stamps = self._stamp()  # before opening: the content read is of this version or a newer one
         self._stamps = self._stamps or stamps
         with path_errors("ckpt", self.path):
@@ -84,8 +85,8 @@ class Checkpoint:
             layout = next((layout for layout in layouts if layout.holds(self.path)), None)
             if layout is None:
                 raise UsageError(_no_layout(self.path))
-            state, facts = layout.read(self.path, self.mapped, self.entry)
-            return state, schema.checked(self.path, facts)
+            contents = layout.read(self.path, self.mapped, self.entry)
+            return contents._replace(facts=schema.checked(self.path, contents.facts))
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
@@ -94,14 +95,14 @@ class Checkpoint:
         Raises UsageError if the file is damaged, holds no weights, or would execute code
         on load.
         """
-        return self._opened[0]
+        return self._opened.state
 
     @property
     def metadata(self) -> dict[str, Any]:
         """Return the checked facts beside the tensors: a training run's arguments, a
         pipeline's configuration, or the converter's entries.
         """
-        return self._opened[1]
+        return self._opened.facts
 
     @contextmanager
     def reading(self) -> Iterator[dict[str, torch.Tensor]]:

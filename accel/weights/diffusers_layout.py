@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from accel.errors import UsageError, as_usage_error, shown
+from accel.weights import Contents
 from accel.weights.tensor_files import read_json, read_tensors, require_floats, weight_files
 
 _PARAMETERS = ("weight", "bias")
@@ -75,10 +76,8 @@ def holds(folder: Path) -> bool:
     return not {"config.json", "transformer"}.isdisjoint(os.listdir(folder))
 
 
-def read(
-    folder: Path, mapped: bool, entry: str | None = None
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return (state dict of models.DiT, the facts beside it, None if unknown). Raises
+def read(folder: Path, mapped: bool, entry: str | None = None) -> Contents:
+    """Return the state dict of models.DiT and the facts beside it, None if unknown. Raises
     UsageError about --ckpt.
     """
     if entry is not None:
@@ -94,7 +93,9 @@ def read(
         facts = check_config(config, state)
     except ValueError as error:
         raise UsageError(f"`ckpt={folder / 'config.json'}`: {error}") from None
-    return state, facts | (_of_pipeline(folder.parent) if folder.name == "transformer" else {})
+    if folder.name == "transformer":
+        facts |= _of_pipeline(folder.parent)
+    return Contents(state, facts)
 
 
 def check_config(config: dict[str, Any], state: dict[str, torch.Tensor]) -> dict[str, Any]:

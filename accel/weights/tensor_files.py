@@ -8,6 +8,7 @@ memory-mapped where the format allows it.
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +19,13 @@ from accel.files import read_json as read_object
 # The weights of a folder in diffusers' layout, beside its config.json.
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 PICKLED = "diffusion_pytorch_model.bin"
+
+
+class Safetensors(NamedTuple):
+    """The content of a .safetensors file."""
+
+    tensors: dict[str, torch.Tensor]
+    header: dict[str, str]
 
 
 def mode_of(path: Path, parameter: str) -> int:
@@ -37,16 +45,14 @@ def read_tensors(path: Path, parameter: str, mapped: bool = True) -> dict:
     `parameter`.
     """
     if path.suffix == ".safetensors":
-        return read_safetensors(path, parameter, mapped)[0]
+        return read_safetensors(path, parameter, mapped).tensors
     from accel.weights.pickles import read_pickle
 
     return read_pickle(path, parameter, dict, "a state dict", mapped)
 
 
-def read_safetensors(
-    path: Path, parameter: str, mapped: bool = True
-) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return (tensors, metadata) of a .safetensors file; mapped: as for `read_tensors`.
+def read_safetensors(path: Path, parameter: str, mapped: bool = True) -> Safetensors:
+    """Return the content of a .safetensors file; mapped: as for `read_tensors`.
     Raises UsageError about `parameter`.
     """
     from safetensors import SafetensorError, safe_open
@@ -56,10 +62,10 @@ def read_safetensors(
         try:
             with safe_open(path, "pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                metadata = file.metadata() or {}
-            return tensors if mapped else {
-                name: value.clone() for name, value in tensors.items()
-            }, metadata
+                header = file.metadata() or {}
+            if not mapped:
+                tensors = {name: value.clone() for name, value in tensors.items()}
+            return Safetensors(tensors, header)
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             reason = str(error).splitlines()[0][:120]
             raise UsageError(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from accel.errors import UsageError, shown
+from accel.weights import Contents
 from accel.weights import metadata as schema
 from accel.weights.tensor_files import read_safetensors, read_tensors, require_floats
 
@@ -47,8 +48,8 @@ def holds(path: Path) -> bool:
     return not path.is_dir()
 
 
-def read(path: Path, mapped: bool, entry: str | None = None) -> tuple[State, dict[str, Any]]:
-    """Return (state dict, the facts that lie beside it). entry: the name of the entry with
+def read(path: Path, mapped: bool, entry: str | None = None) -> Contents:
+    """Return the state dict and the facts that lie beside it. entry: the name of the entry with
     the weights, with a dot before that of an entry inside it; default: the first of ENTRIES.
     Raises UsageError about --ckpt.
     """
@@ -61,7 +62,7 @@ def read(path: Path, mapped: bool, entry: str | None = None) -> tuple[State, dic
     state = _chosen(path, content, entry)
     state = {name: value for name, value in state.items() if not _is_counter(value)}
     require_floats(state, f"`ckpt={path}`")
-    return _without_wrappers(path, state), facts
+    return Contents(_without_wrappers(path, state), facts)
 
 
 def _chosen(path: Path, content: dict, entry: str | None) -> State:
