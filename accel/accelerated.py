@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from accel.compare import OTHER, build, own_guidance, require_finite, require_same
+from accel.compare import OwnGuidance, build, own_guidance, require_finite, require_same
 from accel.errors import UsageError
 from accel.families.loaded_module import LoadedModule, from_module
 from accel.families.recognise import reference_state
@@ -102,11 +102,13 @@ class Accelerated:
             require_finite(network, loaded, tier)
             if check:
                 require_same(network, loaded, tier)
-            its_guidance = own_guidance(loaded) if check and guidance_channels is None else None
-        self._guides = its_guidance != OTHER
+            guidance = OwnGuidance()
+            if check and guidance_channels is None:
+                guidance = own_guidance(loaded)
+        self._guides = not guidance.is_other
         self.guidance_channels = (
             guidance_channels
-            or its_guidance
+            or guidance.channels
             or min(loaded.fit.family.recipe.guidance_channels, loaded.fit.in_channels)
         )
         self.in_channels = loaded.model.in_channels

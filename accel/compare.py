@@ -5,7 +5,7 @@ function, the same guidance.
 import copy
 import math
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +15,22 @@ from accel.families.loaded_module import LoadedModule
 from accel.network import Batch, BlockNetwork, Plain, overflows, remedy
 from accel.precision import TIERS
 
-OTHER = 0  # guided channels of another kind of guidance
 # Relative error of an evaluation beyond which it is another function's, by tier and by
 # the module's own dtype.
 TOLERANCE = {"fp32": 1e-4, "exact": 1e-4, "tf32": 1e-2, "fp16": 1e-2, "bf16": 5e-2}
 ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+class OwnGuidance(NamedTuple):
+    """The guidance of a module's forward_with_cfg: uncond + scale·(cond − uncond) on some
+    channels, or another.
+
+    channels: that it guides, from the first on; None where it is another or there is no such
+    method.
+    """
+
+    channels: int | None = None
+    is_other: bool = False
 
 
 def build(
@@ -95,19 +106,17 @@ def require_same(network: BlockNetwork, loaded: LoadedModule, tier: str) -> None
             )
 
 
-def own_guidance(loaded: LoadedModule) -> int | None:
-    """Return the number of channels, from the first on, that the module's
-    forward_with_cfg guides by uncond + scale·(cond − uncond); OTHER for other guidance,
-    None without the method. Its output is compared with that of forward, at two times and
-    scales.
+def own_guidance(loaded: LoadedModule) -> OwnGuidance:
+    """Return the guidance of the module's forward_with_cfg. Its output is compared with that of
+    forward, at two times and scales.
     """
     if (
         not hasattr(loaded.module, "forward_with_cfg")
         or loaded.rules.face
         or not loaded.fit.null_class
     ):
-        return None
-    channels = set()
+        return OwnGuidance()
+    counts = set()
     weights = None if _evaluate(loaded).any() else _not_zero(loaded)
     for t, scale in zip(loaded.fit.family.some_times, (1.7, 3.1)):
         plain = _evaluate(loaded, weights, t, both=True)
@@ -128,8 +137,12 @@ def own_guidance(loaded: LoadedModule) -> int | None:
         likely = min(
             range(1, loaded.fit.out_channels + 1), key=lambda n: (error(n), abs(n - usual))
         )
-        channels.add(likely if error(likely) <= tolerance else OTHER)
-    return channels.pop() if len(channels) == 1 else OTHER
+        if not error(likely) <= tolerance:  # NaN too
+            return OwnGuidance(is_other=True)
+        counts.add(likely)
+    if len(counts) > 1:
+        return OwnGuidance(is_other=True)
+    return OwnGuidance(counts.pop())
 
 
 def _not_zero(loaded):

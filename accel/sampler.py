@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from accel.compare import OTHER, build, own_guidance, require_same
+from accel.compare import build, own_guidance, require_same
 from accel.config import Config, Grid, require_seed
 from accel.errors import UsageError, path_errors, shown
 from accel.families import model_names
@@ -469,13 +469,13 @@ def _guided_channels(loaded):
     """Return the number of channels that the module guides, None without
     forward_with_cfg. Raises UsageError for guidance of another kind.
     """
-    channels = own_guidance(loaded)
-    if channels == OTHER:
+    guidance = own_guidance(loaded)
+    if guidance.is_other:
         raise UsageError(
             f"{loaded.name}: its forward_with_cfg guides in a way of its own; call "
             "accelerate(model).forward in your loop, or give `guidance_channels`"
         )
-    return channels
+    return guidance.channels
 
 
 @contextmanager
