@@ -239,7 +239,7 @@ def test_make_installs_tested_versions_that_the_ranges_allow():
 
 
 def lines_of(path):
-    return re.findall(r"^[A-Za-z].*$", path.read_text(), re.M)
+    return re.findall(r"^[A-Za-z][^#\n]*", path.read_text(), re.M)
 
 
 def test_the_version_is_stated_once_and_the_changelog_begins_with_it():
