@@ -25,7 +25,7 @@ HEAD = """# The tested versions: `make` installs them. `make constraints` takes 
 def requirements() -> list[Requirement]:
     """Return the lines of requirements*.txt."""
     texts = [path.read_text() for path in sorted(ROOT.glob("requirements*.txt"))]
-    return [Requirement(line) for line in re.findall(r"^[A-Za-z].*$", "\n".join(texts), re.M)]
+    return [Requirement(line) for line in re.findall(r"^[A-Za-z][^#\n]*", "\n".join(texts), re.M)]
 
 
 def needed() -> dict[str, str]:
