@@ -1,10 +1,12 @@
 # make sample: eight pictures of the demo model, on a GPU if there is one. make page: the page for the browser. make test:
-# the tests. Each builds .venv first.
+# the tests. Each builds .venv first, with the versions of constraints.txt.
+# make constraints: upgrades .venv to the newest versions that requirements*.txt allow, and
+# writes them to constraints.txt. Run make test then.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: sample test page clean
+.PHONY: sample test page constraints clean
 unexport PYTHONDONTWRITEBYTECODE # Python keeps the compiled modules that it imports; pip below compiles none
 
 sample: $(VENV)/ready
@@ -19,14 +21,19 @@ test: $(VENV)/ready
 page: $(VENV)/ready
 	$(BIN)/python -m scripts.page
 
+constraints: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager -r requirements-test.txt
+	$(BIN)/python -m scripts.constraints
+	@touch $(VENV)/ready
+
 # Debian and Ubuntu keep the part of python that makes a venv in a package of its own; root installs it, others are told.
-$(VENV)/ready: requirements.txt requirements-test.txt
+$(VENV)/ready: requirements.txt requirements-test.txt constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "python 3.10 or later is needed: make PYTHON=python3.12")'
 	@$(PYTHON) -m ensurepip --version >/dev/null 2>&1 || { \
 	  [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -q && apt-get install -qy --no-install-recommends python3-venv; } || { \
 	  echo "python cannot make a venv: sudo apt-get install python3-venv, then make again"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements-test.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements-test.txt -c constraints.txt
 	@touch $@
 
 clean:

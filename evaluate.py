@@ -26,6 +26,7 @@ import warnings
 from collections.abc import Iterable
 from contextlib import redirect_stdout, suppress
 from functools import lru_cache
+from itertools import chain
 from operator import ge, gt, le
 from pathlib import Path
 from typing import NamedTuple
@@ -564,7 +565,7 @@ def prepare(args: argparse.Namespace, report: dict) -> None:
     inputs or cannot be written.
     """
     args.pairs = find_pairs(args.baseline, args.candidate)
-    args.inputs = list(dict.fromkeys(path for pair in args.pairs for path in pair))
+    args.inputs = list(dict.fromkeys(chain.from_iterable(args.pairs)))
     if args.vgg_weights:
         args.inputs.append(args.vgg_weights)
     taken = [path.resolve() for path in args.inputs]

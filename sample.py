@@ -10,11 +10,9 @@ from accel import launch
 if __name__ == "__main__":
     launch.begin()
 
-from accel.cli import add_arguments, job_from, user_errors
+from accel.cli import RankParser, add_arguments, job_from, user_errors
 from accel.config import SPEED, Grid
-from accel.driver import import_torch
 from accel.ranks import Ranks
-from sample_ddp import RankParser, require_outputs, sample
 
 EXAMPLES = """examples:
   python sample.py --image-size 512 --labels "golden retriever" 207  one grid, sample.png
@@ -37,17 +35,21 @@ def main() -> None:
     with user_errors(parser):
         grid = job_from(args)
         if launch.STARTED_HERE:
+            from sample_ddp import sample  # a process by itself needs none of it
+
             return sample(grid, parser)
         world = launch.world_size(args.gpus, grid.config.device)
-        require_outputs(grid)
+        grid.require_outputs()
         if world > 1:
-            sys.exit(launch.run_ranks(world, parser.prog))
+            from accel.processes import run_ranks
+
+            sys.exit(run_ranks(world, parser.prog))
         sample_alone(grid)
 
 
 def sample_alone(grid: Grid) -> None:
     """Make the pictures in this process."""
-    import_torch(grid.config.device)  # after the cheap checks: it is slow
+    launch.import_torch(grid.config.device)  # after the cheap checks: it is slow
     from accel.grid import make_grid
 
     make_grid(grid, Ranks())

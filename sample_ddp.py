@@ -5,7 +5,6 @@ An FID job that was stopped or killed resumes when the same command is given aga
 """
 
 import signal
-import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -14,11 +13,15 @@ from accel import launch, signals
 if __name__ == "__main__":
     launch.begin()
 
-from accel.cli import OneLineParser, add_arguments, job_from, refuse_given, user_errors
+from accel.cli import (
+    OneLineParser,
+    RankParser,
+    add_arguments,
+    job_from,
+    refuse_given,
+    user_errors,
+)
 from accel.config import FidJob, Grid, Job
-from accel.driver import import_torch
-from accel.errors import record
-from accel.output import require_writable
 from accel.ranks import Ranks, require_device
 
 STOP_SIGNALS = signal.SIGTERM, signal.SIGUSR1  # of queues, before they take a job's nodes away
@@ -30,22 +33,6 @@ EXAMPLES = """examples:
   torchrun --nproc_per_node=4 sample_ddp.py --labels 207             one picture by all GPUs
   torchrun --nproc_per_node=4 sample_ddp.py --num-fid-samples 50000  a folder and .npz for FID
 """
-
-
-class RankParser(OneLineParser):
-    """Rank 0 alone prints. The others exit later, since a launcher ends all ranks as soon
-    as one exits.
-    """
-
-    samples = True
-
-    def exit(self, status: int = 0, message: str | None = None) -> None:
-        if not signals.IS_FIRST_RANK:
-            time.sleep(2)
-            message = None
-        elif message:
-            record(message.rstrip())
-        super().exit(status, message)
 
 
 def make_parser() -> RankParser:
@@ -91,7 +78,7 @@ def sample(job: Job, parser: OneLineParser) -> None:
         for number in STOP_SIGNALS:
             signal.signal(number, signals.on_signal)  # there is nothing to record yet
     with user_errors(parser):
-        import_torch(job.config.device)  # after the cheap checks: it is slow
+        launch.import_torch(job.config.device)  # after the cheap checks: it is slow
         from accel.ranks.launched import launched_ranks
 
     with launched_ranks(parser.prog, parser.worded) as ranks:
@@ -106,17 +93,11 @@ def sample(job: Job, parser: OneLineParser) -> None:
             sample_grid(job, ranks)
 
 
-def require_outputs(grid: Grid) -> None:
-    """Raise UsageError unless every output of a grid can be written."""
-    for path in grid.outputs:
-        require_writable(path, grid.output_type)
-
-
 def sample_grid(grid: Grid, ranks: Ranks) -> None:
     """Make the picture of sample.py."""
     from accel.grid import make_grid
 
-    ranks.run_collectively(lambda: require_outputs(grid), only=0)
+    ranks.run_collectively(grid.require_outputs, only=0)
     make_grid(grid, ranks)
 
 

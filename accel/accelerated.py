@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from accel.compare import OTHER, build, own_guidance, require_finite, require_same
+from accel.compare import OwnGuidance, build, own_guidance, require_finite, require_same
 from accel.errors import UsageError
 from accel.families.loaded_module import LoadedModule, from_module
 from accel.families.recognise import reference_state
 from accel.graphs import Replayed
+from accel.isolation import alone
 from accel.network import KEPT, unpatchify
-from accel.precision import alone, apply_precision, default_tier
+from accel.precision import apply_precision, default_tier
 from accel.sampling.guidance import guided
 from accel.weights.shapes import require_fit
 
@@ -53,13 +54,13 @@ def accelerate(
                 f"`guidance_channels={guidance_channels}`: must be from 1 to "
                 f"{loaded.fit.in_channels}"
             )
-        face = loaded.how.face
-        kind = (
+        face = loaded.rules.face
+        copy_type = (
             type(face.__name__, (face, Accelerated), {"__doc__": face.__doc__})
             if face
             else Accelerated
         )
-        return kind(loaded, tier, device, check, guidance_channels)
+        return copy_type(loaded, tier, device, check, guidance_channels)
 
 
 def _device(device):
@@ -101,11 +102,13 @@ class Accelerated:
             require_finite(network, loaded, tier)
             if check:
                 require_same(network, loaded, tier)
-            own = own_guidance(loaded) if check and guidance_channels is None else None
-        self._guides = own != OTHER
+            guidance = OwnGuidance()
+            if check and guidance_channels is None:
+                guidance = own_guidance(loaded)
+        self._guides = not guidance.is_other
         self.guidance_channels = (
             guidance_channels
-            or own
+            or guidance.channels
             or min(loaded.fit.family.recipe.guidance_channels, loaded.fit.in_channels)
         )
         self.in_channels = loaded.model.in_channels

@@ -4,15 +4,16 @@ import argparse
 import io
 import logging
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, fields
 from typing import Any, TypeVar
 
+from accel import signals
 from accel.config import Config, Grid, Job
-from accel.errors import USAGE, UsageError, as_usage_error, printable
+from accel.errors import USAGE, UsageError, as_usage_error, printable, record
 from accel.flags import base_type, flag_names
-from accel.foreign_flags import nearest, remedy
 
 AnyJob = TypeVar("AnyJob", bound=Job)
 # keys of a field that argparse does not know
@@ -56,16 +57,31 @@ class OneLineParser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         """As argparse's. An unknown flag is answered by this command's own of that meaning."""
         words = sys.argv[1:] if args is None else list(args)
-        flags = self._option_string_actions
-        if self.samples and (line := remedy(words, flags)):
-            self.error(line)
+        if self.samples:
+            self._refuse_foreign(words)
         parsed, left = self.parse_known_args(words, namespace)
         for action in self._actions:
             if action.nargs is None and getattr(parsed, action.dest, None) == []:  # --gpus=--
                 self.error(f"{action.option_strings[0]}: is empty; give a value")
         if left:
-            self.error(f"unrecognized arguments: {' '.join(left)}{nearest(left, flags)}")
+            from accel.foreign_flags import nearest
+
+            near = nearest(left, self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(left)}{near}")
         return parsed
+
+    def _refuse_foreign(self, words):
+        """End the command at a flag of another script, or a mode before all flags."""
+        flags = self._option_string_actions
+        names = (word.partition("=")[0] for word in words)
+        unknown = any(name.startswith("--") and name not in flags for name in names)
+        has_mode = words and not words[0].startswith("-")
+        if unknown or has_mode:
+            from accel.foreign_flags import remedy  # most command lines have none
+
+            line = remedy(words, flags)
+            if line:
+                self.error(line)
 
     def error(self, message: str) -> None:
         self.exit(USAGE, f"{self.prog}: {printable(message)}\n")
@@ -73,8 +89,28 @@ class OneLineParser(argparse.ArgumentParser):
     def worded(self, error: UsageError) -> str:
         """Return the text of an error with this command's flags for parameters."""
         return error.by_flags(
-            {one.dest: one.option_strings[0] for one in self._actions if one.option_strings}
+            {
+                action.dest: action.option_strings[0]
+                for action in self._actions
+                if action.option_strings
+            }
         )
+
+
+class RankParser(OneLineParser):
+    """Rank 0 alone prints. The others exit later, since a launcher ends all ranks as soon
+    as one exits.
+    """
+
+    samples = True
+
+    def exit(self, status: int = 0, message: str | None = None) -> None:
+        if not signals.IS_FIRST_RANK:
+            time.sleep(2)
+            message = None
+        elif message:
+            record(message.rstrip())
+        super().exit(status, message)
 
 
 class _Once(argparse.Action):
@@ -91,18 +127,18 @@ class _Once(argparse.Action):
 
 def add_arguments(
     parser: argparse.ArgumentParser,
-    *kinds: type,
+    *job_types: type,
     ranks: bool = False,
     leave_out: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Add a flag for every option of Config and of the `kinds` of jobs, by default a grid's,
+    """Add a flag for every option of Config and of the jobs `job_types`, by default a grid's,
     except those in `leave_out`. Return the groups of --help by name. ranks: for a command of
     many ranks.
     """
     groups = {}
     items = {}
-    for kind in (Config, *(kinds or (Grid,))):
-        items |= {item.name: item for item in fields(kind) if "help" in item.metadata}
+    for job_type in (Config, *(job_types or (Grid,))):
+        items |= {item.name: item for item in fields(job_type) if "help" in item.metadata}
     for item in items.values():
         names = flag_names(item, ranks)
         if item.name in leave_out or not names:
@@ -128,22 +164,22 @@ def _argument(item: Field) -> dict[str, Any]:
     return argument
 
 
-def job_from(args: argparse.Namespace, kind: type[AnyJob] = Grid) -> AnyJob:
-    """Return the parsed flags as a job of a kind. Raises UsageError for all that can be
+def job_from(args: argparse.Namespace, job_type: type[AnyJob] = Grid) -> AnyJob:
+    """Return the parsed flags as a job of a type. Raises UsageError for all that can be
     refused without weights.
     """
-    names = {item.name for options in (Config, kind) for item in fields(options)}
-    job = kind.of(**{name: value for name, value in vars(args).items() if name in names})
+    names = {item.name for item in (*fields(Config), *fields(job_type))}
+    job = job_type.of(**{name: value for name, value in vars(args).items() if name in names})
     job.check()
     return job
 
 
-def refuse_given(args: argparse.Namespace, kind: type, other: type, reason: str) -> None:
-    """Raise UsageError about the first given flag of an option that jobs of a `kind` have
+def refuse_given(args: argparse.Namespace, job_type: type, other: type, reason: str) -> None:
+    """Raise UsageError about the first given flag of an option that jobs of `job_type` have
     and jobs of the `other` lack.
     """
     theirs = {item.name for item in fields(other)}
-    for item in fields(kind):
+    for item in fields(job_type):
         if item.name not in theirs and getattr(args, item.name) != item.default:
             raise UsageError(f"`{item.name}`: {reason}")
 

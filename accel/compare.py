@@ -5,7 +5,7 @@ function, the same guidance.
 import copy
 import math
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +15,22 @@ from accel.families.loaded_module import LoadedModule
 from accel.network import Batch, BlockNetwork, Plain, overflows, remedy
 from accel.precision import TIERS
 
-OTHER = 0  # guided channels of another kind of guidance
 # Relative error of an evaluation beyond which it is another function's, by tier and by
 # the module's own dtype.
 TOLERANCE = {"fp32": 1e-4, "exact": 1e-4, "tf32": 1e-2, "fp16": 1e-2, "bf16": 5e-2}
 ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+class OwnGuidance(NamedTuple):
+    """The guidance of a module's forward_with_cfg: uncond + scale·(cond − uncond) on some
+    channels, or another.
+
+    channels: that it guides, from the first on; None where it is another or there is no such
+    method.
+    """
+
+    channels: int | None = None
+    is_other: bool = False
 
 
 def build(
@@ -95,23 +106,21 @@ def require_same(network: BlockNetwork, loaded: LoadedModule, tier: str) -> None
             )
 
 
-def own_guidance(loaded: LoadedModule) -> int | None:
-    """Return the number of channels, from the first on, that the module's
-    forward_with_cfg guides by uncond + scale·(cond − uncond); OTHER for other guidance,
-    None without the method. Its output is compared with that of forward, at two times and
-    scales.
+def own_guidance(loaded: LoadedModule) -> OwnGuidance:
+    """Return the guidance of the module's forward_with_cfg. Its output is compared with that of
+    forward, at two times and scales.
     """
     if (
         not hasattr(loaded.module, "forward_with_cfg")
-        or loaded.how.face
+        or loaded.rules.face
         or not loaded.fit.null_class
     ):
-        return None
-    found = set()
+        return OwnGuidance()
+    counts = set()
     weights = None if _evaluate(loaded).any() else _not_zero(loaded)
     for t, scale in zip(loaded.fit.family.some_times, (1.7, 3.1)):
         plain = _evaluate(loaded, weights, t, both=True)
-        own = _evaluate(loaded, weights, t, both=True, scale=scale)
+        its_own = _evaluate(loaded, weights, t, both=True, scale=scale)
         cond, uncond = plain.chunk(2)
         whole = uncond + scale * (cond - uncond)
         # TF32, where the caller allows it, may round differently in each call.
@@ -121,15 +130,19 @@ def own_guidance(loaded: LoadedModule) -> int | None:
 
         def error(channels):
             want = torch.cat([torch.cat([whole[:, :channels]] * 2), plain[:, channels:]], 1)
-            return float((own - want).abs().amax()) if own.shape == want.shape else math.inf
+            return float((its_own - want).abs().amax()) if its_own.shape == want.shape else math.inf
 
         # Where guidance changes nothing, every number fits: take the family's.
         usual = loaded.fit.family.recipe.guidance_channels
         likely = min(
             range(1, loaded.fit.out_channels + 1), key=lambda n: (error(n), abs(n - usual))
         )
-        found.add(likely if error(likely) <= tolerance else OTHER)
-    return found.pop() if len(found) == 1 else OTHER
+        if not error(likely) <= tolerance:  # NaN too
+            return OwnGuidance(is_other=True)
+        counts.add(likely)
+    if len(counts) > 1:
+        return OwnGuidance(is_other=True)
+    return OwnGuidance(counts.pop())
 
 
 def _not_zero(loaded):
@@ -150,7 +163,7 @@ def _evaluate(loaded, weights=None, t=None, both=False, scale=None):
     module, its mode and the random state are left as they were.
     """
     first = next(loaded.module.parameters())
-    training = [one for one in loaded.module.modules() if one.training]
+    training = [part for part in loaded.module.modules() if part.training]
     x, t, y = _inputs(loaded, first.device, t)
     if both:
         x = torch.cat([x, x])
@@ -168,8 +181,8 @@ def _evaluate(loaded, weights=None, t=None, both=False, scale=None):
         torch.autocast(first.device.type, first.dtype if half else None, enabled=half),
     ):
         try:
-            for one in training:
-                one.training = False
+            for part in training:
+                part.training = False
             return loaded.evaluate(x, t, y, weights, *more).detach()
         except Exception as error:  # of code that is not ours
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
@@ -177,8 +190,8 @@ def _evaluate(loaded, weights=None, t=None, both=False, scale=None):
                 f"{loaded.name}: cannot be evaluated as a DiT ({reason}); check=False skips this"
             ) from None
         finally:
-            for one in training:
-                one.training = True
+            for part in training:
+                part.training = True
 
 
 def _not_compiled(module):

@@ -20,7 +20,7 @@ from accel.families import Defaults, Family, family_of, model_names, sampler_nam
 from accel.flags import checked, flag
 from accel.labels import NULL, find_label, imagenet, read_class_names
 from accel.latents import LatentSpace
-from accel.output import SUFFIX, is_folder, of_seed
+from accel.output import SUFFIX, is_folder, of_seed, require_writable
 from accel.ranks import layouts
 from accel.ranks.layouts import OFF, Layout
 
@@ -215,10 +215,7 @@ class Config(Options):
             raise UsageError(
                 f"`tf32={self.tf32}`: conflicts with `precision={self.precision}`; give one"
             )
-        require_seed(self.seed)
-        _require_interval(self.guidance_interval)
-        if not 0 <= self.eta <= 1 or self.eta and self.sampler != "ddim":
-            raise UsageError(f"`eta={self.eta:g}`: must be from 0 to 1, and is for `sampler=ddim`")
+        self.check_values()
         model = self.named_model
         if model is None:
             return
@@ -229,6 +226,20 @@ class Config(Options):
         _require_process(self, model, family, sampler)
         if self.image_size is not None and self.vae in (None, self.defaults.vae):
             require_unit(self.image_size, self.defaults.factor, patch_of(model))
+
+    def check_values(self) -> None:
+        """Raise UsageError for values that no model takes."""
+        require_seed(self.seed)
+        _require_interval(self.guidance_interval)
+        if not 0 <= self.eta <= 1 or self.eta and self.sampler != "ddim":
+            raise UsageError(f"`eta={self.eta:g}`: must be from 0 to 1, and is for `sampler=ddim`")
+
+    def require_family(self, fit: "Fit") -> None:
+        """Raise UsageError for a sampler, or options of one, that the weights' family does
+        not have.
+        """
+        sampler = self.sampler or fit.recipe.get("sampler")
+        _require_process(self, fit.model, fit.family, sampler)
 
     def filled(self, fit: "Fit", space: LatentSpace) -> "Config":
         """Return the options with every open one filled: by the weights, else by their model
@@ -243,6 +254,11 @@ class Config(Options):
         trained = fit.trained_size(space.factor)
         if trained is not None:
             implied["image_size"] = trained
+        if self.image_size is None and implied["image_size"] > MOST_PIXELS:
+            raise UsageError(
+                f"`image_size={trained}`: by these weights, and at most {MOST_PIXELS}; give "
+                "another `image_size`"
+            )
         implied |= {name: value for name, value in fit.recipe.items() if value is not None}
         values = {
             item.name: implied.get(item.name)
@@ -316,8 +332,8 @@ class Job(Options):
             options["model"] = model
         shared = {item.name for item in fields(Config)}
         config = Config(**{name: value for name, value in options.items() if name in shared})
-        own = {name: value for name, value in options.items() if name not in shared}
-        return cls(config=config, **own)
+        of_job = {name: value for name, value in options.items() if name not in shared}
+        return cls(config=config, **of_job)
 
     def check(self) -> None:
         """Raise UsageError for options that contradict each other, as far as that is known
@@ -476,6 +492,11 @@ class Grid(Job):
         if self.seed_list is None:
             return (output,)
         return tuple(of_seed(output, self.output_type, seed) for seed in self.seed_list)
+
+    def require_outputs(self) -> None:
+        """Raise UsageError unless every output can be written."""
+        for path in self.outputs:
+            require_writable(path, self.output_type)
 
     @property
     def layout(self) -> Layout | None:

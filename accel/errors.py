@@ -22,11 +22,15 @@ def printable(text: str, most: int = 1000) -> str:
     the middle is left out.
     """
     if not text.isprintable():
-        shown = (
-            one if one.isprintable() or one in "\u00a0\u3000" else ascii(one)[1:-1] for one in text
-        )
-        text = "".join(shown)
+        text = "".join(map(_escaped, text))
     return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 4 :]}"
+
+
+def _escaped(character):
+    """Return a character, or its escape if a terminal would not show it as one."""
+    if character.isprintable() or character in "\u00a0\u3000":
+        return character
+    return ascii(character)[1:-1]
 
 
 class UsageError(ValueError):
@@ -43,15 +47,15 @@ class UsageError(ValueError):
         super().__init__(self.marked)
 
     def __str__(self):
-        return PARAMETER.sub(lambda found: found[0][1:-1], self.marked)
+        return PARAMETER.sub(lambda match: match[0][1:-1], self.marked)
 
     def by_flags(self, flags: Mapping[str, str] = MappingProxyType({})) -> str:
         """Return the text with flags for parameters. flags: by parameter, where the names
         differ.
         """
 
-        def flag(found):
-            name, value = found.groups()
+        def flag(match):
+            name, value = match.groups()
             name = flags.get(name, "--" + name.replace("_", "-"))
             return {None: name, "True": name, "False": f"--no-{name[2:]}"}.get(
                 value, f"{name} {value}"
@@ -104,7 +108,8 @@ def require_equal(settings: dict, others: dict, free: Set[str], owner: str, reme
     """
     for name in {**settings, **others}:
         # off: a setting that the version of one side lacks
-        value, other = (one.get(name, "off") for one in (settings, others))
+        value = settings.get(name, "off")
+        other = others.get(name, "off")
         if value != other and name not in free:
             raise UsageError(f"{name} {value}: {owner} {other}; {remedy}")
 
@@ -124,7 +129,8 @@ def record(text: str) -> None:
     """Write `text` to torchrun's file for the cause of a rank's end, which its summary
     shows. Elsewhere a no-op.
     """
-    if place := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    place = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if place:
         cause = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError):
             Path(place).write_text(json.dumps({"message": cause}))

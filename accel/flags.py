@@ -77,16 +77,16 @@ def checked(value: Any, item: Field) -> Any:
     return value
 
 
-def _converted(name, value, kind, number_too=False):
+def _converted(name, value, base, number_too=False):
     """Return one value of a flag, converted. A label may be a number or a name."""
     try:
-        if kind is str and (isinstance(value, str) or not number_too):
+        if base is str and (isinstance(value, str) or not number_too):
             return os.fsdecode(value)
-        if kind is bool and isinstance(value, bool):
+        if base is bool and isinstance(value, bool):
             return value
-        if kind is float and isinstance(value, numbers.Real) and not isinstance(value, bool):
+        if base is float and isinstance(value, numbers.Real) and not isinstance(value, bool):
             return float(value)
-        if kind in (int, str) and not _is_bool(value):
+        if base in (int, str) and not _is_bool(value):
             return operator.index(value)
     except (TypeError, RuntimeError, OverflowError):
         pass
@@ -95,7 +95,7 @@ def _converted(name, value, kind, number_too=False):
         float: "a number",
         str: "a class's number or name" if number_too else "text",
     }
-    raise UsageError(f"`{name}={shown(repr(value))}`: must be {words.get(kind, 'a whole number')}")
+    raise UsageError(f"`{name}={shown(repr(value))}`: must be {words.get(base, 'a whole number')}")
 
 
 def _is_bool(value):

@@ -20,8 +20,8 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 def name(device: torch.device) -> str:
     """Return the kind of GPU, under which measurements are kept."""
-    kind = torch.cuda.get_device_name(device)
-    return kind if _seen_as is None else f"{kind} as {_seen_as[0]}.{_seen_as[1]}"
+    model = torch.cuda.get_device_name(device)
+    return model if _seen_as is None else f"{model} as {_seen_as[0]}.{_seen_as[1]}"
 
 
 @contextmanager
@@ -46,11 +46,11 @@ def missing_code(device: torch.device) -> str | None:
         for target in torch.cuda.get_arch_list()
         if target.startswith(("sm_", "compute_"))
     ]
-    for kind, digits in targets:
+    for code, digits in targets:
         target = int(digits.rstrip("af"))
         # Machine code runs on later GPUs of its generation; PTX, which the driver
         # compiles, on all later ones.
-        if target <= 10 * major + minor and (kind == "compute" or target // 10 == major):
+        if target <= 10 * major + minor and (code == "compute" or target // 10 == major):
             return None
     if not targets:  # not NVIDIA's
         return None

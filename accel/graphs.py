@@ -3,13 +3,10 @@
 So the GPU never waits for the host.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
-
-from accel.kernels import cuda
 
 
 def capture(step: Callable[[], object]) -> Callable[[], None]:
@@ -19,6 +16,8 @@ def capture(step: Callable[[], object]) -> Callable[[], None]:
     works on tensors at fixed addresses and never waits for the device. It is run once before it is
     recorded, to compile kernels and choose algorithms.
     """
+    from accel.kernels import cuda  # a CPU needs none
+
     # torch's capture stream would stay on the GPU of the first capture.
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -35,24 +34,21 @@ def capture(step: Callable[[], object]) -> Callable[[], None]:
     return graph.replay
 
 
-class Latest(OrderedDict):
-    """A cache of the entries used last, at most `most`."""
+def obtain(
+    cache: dict[Hashable, Any], key: Hashable, make: Callable[[], Any], most: int | None = None
+) -> Any:
+    """Return the entry of `key`, made if absent.
 
-    def __init__(self, most: int | None = None):
-        super().__init__()
-        self.most = most
-
-    def obtain(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Return the entry of `key`, made if absent.
-
-        Before another entry is made, the one unused for longest is dropped.
-        """
-        if key not in self:
-            while self.most is not None and len(self) >= self.most:
-                self.popitem(last=False)
-            self[key] = make()
-        self.move_to_end(key)
-        return self[key]
+    Before another entry is made, the one unused for longest is dropped: at most `most` are kept.
+    """
+    if key in cache:
+        entry = cache.pop(key)
+    else:
+        while most is not None and len(cache) >= most:
+            cache.pop(next(iter(cache)))
+        entry = make()
+    cache[key] = entry  # the last is the one used last
+    return entry
 
 
 class Captured(NamedTuple):
@@ -73,7 +69,8 @@ class Replayed:
 
     def __init__(self, function: Callable, kept: int | None = None):
         self.function = function
-        self.graphs = Latest(kept)
+        self.kept = kept
+        self.graphs: dict[Hashable, Captured] = {}
 
     def __call__(self, *arguments):
         tensors = [value for value in arguments if torch.is_tensor(value)]
@@ -81,7 +78,7 @@ class Replayed:
             (value.shape, value.dtype) if torch.is_tensor(value) else value for value in arguments
         )
         with torch.cuda.device(tensors[0].device):
-            graph = self.graphs.obtain(key, lambda: self._capture(arguments))
+            graph = obtain(self.graphs, key, lambda: self._capture(arguments), self.kept)
             for fixed, tensor in zip(graph.inputs, tensors, strict=True):
                 fixed.copy_(tensor)
             graph.replay()

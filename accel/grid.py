@@ -25,8 +25,7 @@ from accel.opening import Opened, open_model, open_on_ranks
 from accel.pipeline import ALONE, Pipeline, free_memory
 from accel.progress import Stopwatch, step_bar
 from accel.ranks import Ranks
-from accel.ranks.layouts import OFF, Layout
-from accel.ranks.placement import Placement
+from accel.ranks.layouts import OFF, Layout, Placement
 from accel.sampling import count_copies
 from accel.weights import Weights
 
@@ -58,9 +57,18 @@ def ready(grid: Grid, weights: Weights | None = None, scheduler: Any = None) -> 
     """
     opened = open_model(grid.config, weights=weights, decodes=grid.output_type == "image")
     grid = grid.filled(opened.config, opened.fit)
+    return Ready(grid, opened, load(grid, opened, scheduler))
+
+
+def load(grid: Grid, opened: Opened, scheduler: Any = None) -> Pipeline:
+    """Load the pipeline of a grid in this process. scheduler: as for `ready`."""
     sizes = ALONE.sizes(len(grid.labels), grid.batch_size)
-    pipeline = Pipeline.load(opened, sizes, scheduler=scheduler, too_large=grid.too_large)
-    return Ready(grid, opened, pipeline)
+    return Pipeline.load(opened, sizes, scheduler=scheduler, too_large=grid.too_large)
+
+
+def batches_of(grid: Grid) -> list[slice]:
+    """Return the slices of the labels that a process by itself denoises at once."""
+    return ALONE.batches(len(grid.labels), grid.batch_size)
 
 
 def make_grid(grid: Grid, ranks: Ranks) -> None:
@@ -124,23 +132,25 @@ def load_and_place(grid: Grid, opened: Opened, ranks: Ranks, watch: Stopwatch) -
 def describe(job: Job, pipeline: Pipeline, ranks: int = 1) -> str:
     """Return the line that announces a job. ranks: their number."""
     config = job.config
-    device = pipeline.device
-    if device.type == "cuda":
-        where = torch.cuda.get_device_name(device)
-    else:
-        where = f"CPU, {torch.get_num_threads()} threads"
     words = [
         config.model,
         f"{config.image_size} px",
         job.pictures,
         config.steps_and_guidance(),
         pipeline.tier,
-        where,
+        hardware(pipeline.device),
         f"torch {torch.__version__}",
     ]
     if ranks > 1:
         words.append(f"{ranks} ranks")
     return " · ".join(words)
+
+
+def hardware(device: torch.device) -> str:
+    """Return the GPU's name, or the CPU's number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads"
 
 
 def choose_layout(grid: Grid, opened: Opened, ranks: Ranks) -> Layout | None:

@@ -1,38 +1,35 @@
-"""The beginning of a command, and the processes of --gpus: one a GPU, which find each
-other as torchrun's ranks do. Jobs over several nodes stay with torchrun and srun.
+"""The beginning of a command: its standard streams and signals, the number of its processes,
+and torch's import, during which the CUDA driver makes a context.
 """
 
 import argparse
 import atexit
 import ctypes
+import gc
 import os
-import random
 import re
 import signal
-import socket
-import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
-from accel import streams
-from accel.driver import count_gpus
 from accel.errors import UsageError
-from accel.signals import ENDINGS, exit_now, finish, handle_signals
+from accel.signals import exit_now, finish, handle_signals, replace_standard_streams
 
 MAX_PROCESSES = 64  # a mistyped number should not fill the machine
 # Set for the processes of --gpus: when their parent began, and its process id.
-_PARENT_VARIABLE = "DIT_BEGAN"
-_PARENT = re.fullmatch(r"(\d{1,12}\.\d{6}) (\d{1,9})", os.environ.get(_PARENT_VARIABLE, ""))
+PARENT_VARIABLE = "DIT_BEGAN"
+_PARENT = re.fullmatch(r"(\d{1,12}\.\d{6}) (\d{1,9})", os.environ.get(PARENT_VARIABLE, ""))
 STARTED_HERE = _PARENT is not None
 # All processes of a machine share this clock.
-_BEGAN = float(_PARENT[1]) if _PARENT is not None else time.perf_counter()
+BEGAN = float(_PARENT[1]) if _PARENT is not None else time.perf_counter()
 
 
 def seconds() -> float:
     """Return the seconds since the command began; in a rank of --gpus, since its parent did."""
-    return time.perf_counter() - _BEGAN
+    return time.perf_counter() - BEGAN
 
 
 def begin() -> None:
@@ -42,7 +39,7 @@ def begin() -> None:
     standard stream that is closed, full or no longer read ends nothing. A rank ends with
     the process that started it.
     """
-    streams.replace_standard_streams()
+    replace_standard_streams()
     atexit.register(finish)
     end_with_parent()
     handle_signals()
@@ -104,77 +101,44 @@ def world_size(wanted: int | None, device: str | None) -> int:
     return wanted
 
 
-def run_ranks(world: int, program: str) -> int:
-    """Run this command as `world` ranks and return the exit status. All end when one fails
-    or a signal comes.
+def count_gpus() -> int:
+    """Return the driver's count of visible GPUs: it takes a tenth of a second, torch's takes
+    seconds.
     """
-    received = []
-    for number in ENDINGS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # by nohup, or by a shell's &
-            signal.signal(number, lambda number, _: received.append(number))
-    processes = _start(world)
-    statuses: list[int | None] = [None] * world
-    while not received and not any(statuses) and None in statuses:
-        time.sleep(0.01)
-        statuses = [process.poll() for process in processes]
-    _end(processes)
+    with suppress(ImportError, RuntimeError):  # a torch without CUDA, a machine without a driver
+        from cuda.bindings import driver
 
-    status = next(filter(None, statuses), 0)
-    line = None
-    if received:
-        status, line = ENDINGS[received[0]]
-    elif status < 0:
-        line = f"rank {statuses.index(status)} of {world}: ended by signal {-status}"
-    if line:
-        print(f"\n{program}: {line}", file=sys.stderr)  # below a bar
-    elif status and sys.stderr.isatty():
-        print(end="\r\033[K", file=sys.stderr)  # a bar that rank 0 drew after the message
-    return max(status, 1) if status else 0
+        if driver.cuInit(0)[0] == 0:
+            return int(driver.cuDeviceGetCount()[1])
+    return 0
 
 
-def _start(world):
-    """Start this command once a rank. Return the processes."""
-    threads = max(1, (os.cpu_count() or 1) // world)
-    common = {
-        "OMP_NUM_THREADS": str(threads),
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-        "WORLD_SIZE": str(world),
-        _PARENT_VARIABLE: f"{_BEGAN:.6f} {os.getpid()}",
-    }
-    processes = []
-    for rank in map(str, range(world)):
-        process = subprocess.Popen(
-            [sys.executable, *sys.argv],
-            env={**common, "RANK": rank, "LOCAL_RANK": rank},
-            # A session of its own: Ctrl-C reaches the parent alone, which ends all ranks
-            # without a traceback of each.
-            start_new_session=True,
-        )
-        processes.append(process)
-    return processes
+def import_torch(device: str | None) -> None:
+    """Import torch while the driver makes the context of this process's GPU.
 
-
-def _free_port():
-    """Return a port below the range of outgoing connections, which could take it before
-    rank 0 does.
+    device: as the user gave it. The garbage collector is off during the import, and the
+    objects are frozen: they live until exit.
     """
-    while True:
-        port = random.randrange(16000, 32000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+    if "torch" in sys.modules:  # in a notebook, whose own garbage must not be frozen
+        return
+    device_type, _, number = (device or "cuda").partition(":")
+    if device_type == "cuda":
+        threading.Thread(target=_make_context, args=(number,), daemon=True).start()
+    gc.disable()
+    import torch  # noqa: F401
+
+    gc.freeze()
+    gc.enable()
 
 
-def _end(processes):
-    """End the processes that still run: a grid has nothing to record."""
-    for process in processes:
-        process.terminate()
-    deadline = time.monotonic() + 2
-    for process in processes:
-        try:
-            process.wait(max(0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+def _make_context(number):
+    """Make the context of GPU `number`, "" for this process's own, before torch asks for it.
+    torch meets the same failures and reports them better.
+    """
+    with suppress(Exception):
+        visible = count_gpus()
+        from cuda.bindings import driver
+
+        number = number or os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
+        device = driver.cuDeviceGet(int(number) % visible)[1]
+        driver.cuDevicePrimaryCtxRetain(device)

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accel.errors import UsageError
-from accel.graphs import Latest, Replayed
 from accel.precision import supports
 
 KEPT = 4  # graphs kept, one per (process, guidance)
@@ -34,23 +32,8 @@ def unpatchify(tokens: Tensor, patch_size: int) -> Tensor:
     return x.permute(0, 5, 1, 3, 2, 4).reshape(len(x), -1, side * p, side * p)
 
 
-def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model inside wrappers.
-
-    These are DataParallel, DistributedDataParallel, AveragedModel and torch.compile. Raises
-    UsageError for hooks of a wrapper: the model runs without them.
-    """
-    wrappers = (
-        torch.nn.DataParallel,
-        torch.nn.parallel.DistributedDataParallel,
-        torch.optim.swa_utils.AveragedModel,
-    )
-    while isinstance(model, wrappers) or hasattr(model, "_orig_mod"):
-        if model._forward_hooks or model._forward_pre_hooks:
-            name = type(model).__name__
-            raise UsageError(f"{name}: has forward hooks, which would not run; remove them first")
-        model = model.module if isinstance(model, wrappers) else model._orig_mod
-    return model
+def leave_alone(x: Tensor) -> None:
+    """No-op: the sum over one rank."""
 
 
 class Part(NamedTuple):
@@ -61,7 +44,7 @@ class Part(NamedTuple):
 
     rank: int = 0
     ranks: int = 1
-    all_reduce: Callable[[Tensor], object] | None = None  # sums a tensor over the ranks, in place
+    all_reduce: Callable[[Tensor], object] = leave_alone  # sums a tensor over the ranks, in place
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum x over the ranks, in place, and return it."""
@@ -116,7 +99,7 @@ class Stage(NamedTuple):
     prepended: int = 0  # tokens in front of the picture's; the head drops them
 
 
-def stages_of(model: torch.nn.Module) -> list[Stage]:
+def stages_of(model: Any) -> list[Stage]:
     """Return the stages of a reference network: its `stages`, or one stage of its `blocks`."""
     if hasattr(model, "stages"):
         return list(model.stages)
@@ -143,7 +126,7 @@ class Network(ABC):
     captures = False  # whether the sampling loop captures a step as a CUDA graph
 
     def __init__(self):
-        self._replayed = Latest(KEPT)
+        self._replayed: dict[Hashable, Any] = {}
 
     @abstractmethod
     def tokens(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
@@ -161,15 +144,11 @@ class Network(ABC):
         return unpatchify(self.tokens(x, t, y), self.patch_size).to(x.dtype)
 
     @abstractmethod
-    def schedule(
-        self, times: list[float], labels: list[int], at_once: int = 1
-    ) -> tuple["Network", Callable[..., None]]:
+    def schedule(self, times: list[float], labels: list[int], at_once: int = 1) -> "Scheduled":
         """Prepare a sampling run.
 
-        Returns this network, whose t is then the index of an evaluation, and `advance`:
-        advance(i, …) must precede the evaluations i, … of the run. times: of each evaluation,
-        in order; labels: all of them; at_once: the most evaluations in one call of `advance`.
-        One run at a time.
+        times: of each evaluation, in order; labels: all of them; at_once: the most evaluations
+        in one call of `advance`. One run at a time.
         """
 
     def replayed(self, key: Hashable, step: Callable) -> Callable:
@@ -177,7 +156,9 @@ class Network(ABC):
 
         The first step of a key serves all later ones; the last KEPT keys are kept.
         """
-        return self._replayed.obtain(key, lambda: Replayed(step))
+        from accel.graphs import Replayed, obtain  # a CPU needs none
+
+        return obtain(self._replayed, key, lambda: Replayed(step), KEPT)
 
     def tune(self, row_tokens: Iterable[int]) -> None:
         """Choose the fastest GEMMs for each of `row_tokens`, batch rows × tokens of a row.
@@ -191,6 +172,17 @@ class Network(ABC):
         return None
 
 
+class Scheduled(NamedTuple):
+    """A network that is prepared for a sampling run.
+
+    network: its t is the index of an evaluation. advance(i, …) must precede the evaluations i, …
+    of the run.
+    """
+
+    network: Network
+    advance: Callable[..., None]
+
+
 class BlockNetwork(Network):
     """A network of stages of transformer blocks, which ranks can share by batch rows or tokens.
 
@@ -202,7 +194,7 @@ class BlockNetwork(Network):
     stages: Sequence[Stage]
     dtype: torch.dtype
     attention: Callable
-    exchanges = ("push", "kv", "ulysses")
+    exchanges: tuple[str, ...] = ("push", "kv", "ulysses")
 
     @property
     def divides_tokens(self) -> bool:
@@ -262,7 +254,7 @@ class BlockNetwork(Network):
         """Return the network with `depth` blocks, sharing the weights; for measurements."""
         network = copy.copy(self)
         network.stages = shortened(self.stages, depth)
-        network._replayed = Latest(KEPT)
+        network._replayed = {}
         return network
 
     def describe(self) -> str:
@@ -277,17 +269,15 @@ class BlockNetwork(Network):
         h = self.embed(x, copies=len(y) // len(x))  # (N, T, D)
         return self.forward_blocks(h, self.condition(t, y), self.attention)
 
-    def schedule(
-        self, times: list[float], labels: list[int], at_once: int = 1
-    ) -> tuple[Network, Callable[..., None]]:
+    def schedule(self, times: list[float], labels: list[int], at_once: int = 1) -> Scheduled:
         table = torch.tensor(times, device=next(self.parameters()).device)  # uploaded once
         scheduled = self.conditioned(lambda index, y: self.condition(table[index], y))
-        return scheduled, lambda *evaluations: None
+        return Scheduled(scheduled, lambda *evaluations: None)
 
     def conditioned(self, condition: Callable[[Tensor, Tensor], Any]) -> "BlockNetwork":
         """Return this network with another `condition`."""
         network = copy.copy(self)
-        network.condition = condition
+        vars(network)["condition"] = condition  # hides the method
         return network
 
 
@@ -297,7 +287,7 @@ class Plain(BlockNetwork):
     model: a module with `embed`, `condition`, `blocks` or `stages`, `transform`, `head`, `attend`.
     """
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: Any):
         super().__init__()
         self.model = model
         self.stages = stages_of(model)
@@ -351,7 +341,8 @@ def overflows(network: Network, batch: Batch, device: torch.device, times: Seque
 
 def remedy(network: Network, tier: str, device: torch.device) -> str:
     """Return the remedy, in words, for a tier whose values are not finite."""
-    if layer := network.overflowed():
+    layer = network.overflowed()
+    if layer:
         return f"{layer} gives values beyond a high/low split; use `precision=fp32`"
     if tier == "fp16" and supports("bf16", device):
         return "use `precision=bf16`"

@@ -49,16 +49,20 @@ class Opened(NamedTuple):
         return (self.latent_size // self.fit.patch_size) ** 2
 
     def changed(self, **options: Any) -> "Opened":
-        """Return the same files with other options. Raises UsageError as Config does, and
-        for a tier that the device lacks.
+        """Return the same files with other options. The decoder's arithmetic follows
+        another precision unless vae_precision is given too. Raises UsageError as Config
+        does, and for a tier that the device lacks.
         """
+        other_arithmetic = not options.keys().isdisjoint(("precision", "vae_precision"))
+        if other_arithmetic:
+            options = {"vae_precision": "auto", **options}
         config = replace(self.config, **options)
-        asked = self.tier_is_asked_for
-        if "precision" in options:
-            config = with_arithmetic(replace(config, vae_precision="auto"), self.device)
-            asked = True
+        config.check_values()
+        if other_arithmetic:
+            config = with_arithmetic(config, self.device)
         return self._replace(
-            config=config.consistent(self.fit, self.space), tier_is_asked_for=asked
+            config=config.consistent(self.fit, self.space),
+            tier_is_asked_for=self.tier_is_asked_for or "precision" in options,
         )
 
     def digest(self) -> str:
@@ -144,6 +148,7 @@ def open_model(
         weights = weights_of(config, device)
     space = _fetch(config, weights, decodes)
     fit = _fit_of(weights, config)
+    config.require_family(fit)  # before a decoder is fetched
     config, space = _with_decoder(config, weights, fit, space, decodes)
     return Opened(config.filled(fit, space), weights, fit, space, device, asked)
 
@@ -219,7 +224,7 @@ def _fit_of(weights, config):
         raise UsageError(
             f"`num_classes={config.num_classes}`: {weights.name} has {classes} classes; drop it"
         )
-    _require_schedule(weights.name, weights.fit)
+    require_schedule(weights.name, weights.fit)
     return weights.fit
 
 
@@ -242,17 +247,17 @@ def fit_of_file(
     fit = recognise(weights.name, weights.state, metadata, model, num_classes, shipped)
     if num_heads not in (None, fit.num_heads):
         raise UsageError(f"`num_heads={num_heads}`: these weights have {fit.num_heads}; drop it")
-    _require_schedule(f"`ckpt={weights.name}`", fit)
+    require_schedule(f"`ckpt={weights.name}`", fit)
     recipe = recogniser_of(fit.family).recipe(fit.model, weights.metadata, weights.path)
     return fit._replace(recipe={**fit.recipe, **recipe})
 
 
-def _require_schedule(name, fit):
+def require_schedule(name: str, fit: Fit) -> None:
     """Raise UsageError for a pipeline of another process."""
     if fit.schedule is not None:
-        from accel.sampling.solvers import require_schedule
+        from accel.sampling import solvers
 
-        require_schedule(name, fit.schedule)
+        solvers.require_schedule(name, fit.schedule)
 
 
 def shipped_as(name: str) -> str | None:

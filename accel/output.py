@@ -14,15 +14,15 @@ from accel.labels import NULL, file_name
 if TYPE_CHECKING:  # torch is slow to import
     from torch import Tensor
 
-SUFFIX = {"image": ".png", "latent": ".npy"}  # of a file, by its kind
+SUFFIX = {"image": ".png", "latent": ".npy"}  # of a file, by the output type
 # characters of a class's name: up to four bytes each, of 255 in the name of a file
 MOST_OF_NAME = 48
 
 
-def is_folder(output: str, kind: str) -> bool:
-    """Return whether `output` is a folder for a file a picture. kind: image or latent."""
+def is_folder(output: str, output_type: str) -> bool:
+    """Return whether `output` is a folder for a file a picture. output_type: image or latent."""
     # False where the name is too long, too
-    return kind == "image" and (output.endswith("/") or os.path.isdir(output))
+    return output_type == "image" and (output.endswith("/") or os.path.isdir(output))
 
 
 def picture_names(labels: tuple[int, ...], class_names: tuple[str, ...]) -> list[str]:
@@ -39,19 +39,55 @@ def picture_names(labels: tuple[int, ...], class_names: tuple[str, ...]) -> list
     ]
 
 
-def of_seed(output: str, kind: str, seed: int) -> str:
+def of_seed(output: str, output_type: str, seed: int) -> str:
     """Return the file or folder of one of several seeds: OUTPUT-seed-0.png or OUTPUT/seed-0/."""
     path = Path(output)
     return (
         f"{path}/seed-{seed}/"
-        if is_folder(output, kind)
+        if is_folder(output, output_type)
         else f"{path.with_suffix('')}-seed-{seed}{path.suffix}"
     )
 
 
-def require_writable(output: str, kind: str) -> None:
+def require_writable(output: str, output_type: str) -> None:
     """Make the output's folder and prove that a file can be written there. Raises UsageError."""
-    check_writable(Path(output, "000.png") if is_folder(output, kind) else output)
+    check_writable(Path(output, "000.png") if is_folder(output, output_type) else output)
+
+
+def to_uint8(pixels: "Tensor") -> "Tensor":
+    """Convert pixels (n, 3, H, W) in (-1, 1) → (n, H, W, 3) uint8 on the CPU, contiguous:
+    127.5·x + 128, truncated, as in FID jobs.
+    """
+    import torch
+
+    levels = (127.5 * pixels + 128.0).clamp(0, 255).permute(0, 2, 3, 1)
+    return levels.to(torch.uint8, memory_format=torch.contiguous_format).cpu()
+
+
+def to_grid(pixels: "Tensor", columns: int = 4, padding: int = 2) -> "Tensor":
+    """Lay out pixels (n, 3, H, W) in (-1, 1) as a picture (H', W', 3) uint8 on the CPU,
+    `columns` a row, black borders.
+
+    The same bits as torchvision.utils.save_image with value_range=(-1, 1); like there, a
+    single picture has no border.
+    """
+    import torch
+
+    tiles = pixels.float().clamp(-1, 1).sub(-1).div(2)
+    if len(tiles) == 1:
+        grid = tiles[0]
+    else:
+        n, channels, height, width = tiles.shape
+        columns = min(columns, n)
+        rows = -(-n // columns)
+        grid = tiles.new_zeros(
+            channels, rows * (height + padding) + padding, columns * (width + padding) + padding
+        )
+        for index, tile in enumerate(tiles):
+            top = index // columns * (height + padding) + padding
+            left = index % columns * (width + padding) + padding
+            grid[:, top : top + height, left : left + width] = tile
+    return grid.mul(255).add(0.5).clamp(0, 255).permute(1, 2, 0).to(torch.uint8).cpu()
 
 
 def save_latents(path: str | Path, latents: "Tensor") -> None:
@@ -68,8 +104,6 @@ def save_pictures(path: str | Path, pixels: "Tensor") -> None:
     at all, as `save_latents`.
     """
     from PIL import Image
-
-    from accel.latents.pixels import to_grid
 
     # Of photographs level 2 takes a quarter of the default's time and 8 % more bytes.
     _write(

@@ -22,14 +22,12 @@ from torch import Tensor
 
 from accel import precision
 from accel.errors import UsageError
-from accel.families.recognise import Fit
+from accel.families.recognise import Fit, reference_state
 from accel.latents.decoder import Decoder, NoDecoder, decoder_of
-from accel.loading import load_network
-from accel.network import WHOLE, Batch, Network, Part, overflows, remedy
+from accel.network import WHOLE, Batch, Network, Part, Plain, overflows, remedy
 from accel.opening import Opened
-from accel.ranks.placement import Placement
+from accel.ranks.layouts import Placement
 from accel.sampling import OnStep, count_copies, denoise, initial_noise, steps_of, upstream_noise
-from accel.sampling.by_name import by_scheduler, make_process
 from accel.sampling.guidance import Guidance, Unguided
 from accel.sampling.process import Process
 from accel.weights import Weights
@@ -262,21 +260,60 @@ class Pipeline:
 
 
 def process_of(opened: Opened, scheduler: Any = None) -> Process:
-    """Return the process of the options. scheduler: one of diffusers, in place of the
-    config's sampler.
+    """Return the process of the options.
+
+    scheduler: one of diffusers, in place of the config's sampler. Raises UsageError for a
+    scheduler and a flow: a flow does not estimate noise.
     """
     config = opened.config
-    if scheduler is not None:
-        return by_scheduler(scheduler, config.num_sampling_steps, opened.fit.family)
-    return make_process(
-        config.sampler,
-        config.num_sampling_steps,
-        shift=config.timestep_shift,
-        eta=config.eta,
-        learn_sigma=opened.fit.learn_sigma,
-        data=_data_prediction(opened),
-        by_start=opened.fit.family.heun_by_start,
-    )
+    if scheduler is None:
+        return make_process(
+            config.sampler,
+            config.num_sampling_steps,
+            shift=config.timestep_shift,
+            eta=config.eta,
+            learn_sigma=opened.fit.learn_sigma,
+            data=_data_prediction(opened),
+            by_start=opened.fit.family.heun_by_start,
+        )
+    family = opened.fit.family
+    if family.prediction != "noise":
+        raise UsageError(
+            "`sampler`: a scheduler takes estimates of noise, and this is a flow; give "
+            f"{', '.join(family.samplers)}"
+        )
+    from accel.sampling.solvers import Solver
+
+    return Solver(scheduler, config.num_sampling_steps)
+
+
+def make_process(
+    sampler: str,
+    steps: int,
+    *,
+    shift: float = 1.0,
+    eta: float = 0.0,
+    learn_sigma: bool = True,
+    **flow: Any,
+) -> Process:
+    """Return the process of a sampler in `steps` steps; only its modules are imported.
+
+    shift: of a flow's times; eta: DDIM's noise; learn_sigma: whether the network estimates
+    the variance too. flow: other fields of a flow's process.
+    """
+    if sampler in ("euler", "heun", "sde"):
+        from accel.sampling.flow import FLOWS
+
+        return FLOWS[sampler](steps, shift, **flow)
+    if sampler in ("dpm++", "unipc"):
+        from accel.sampling.solvers import Solver, make_scheduler
+
+        return Solver(make_scheduler(sampler), steps)
+    from accel.diffusion import create_diffusion
+    from accel.sampling.ancestral import Ancestral, Ddim
+
+    diffusion = create_diffusion(str(steps), learn_sigma=learn_sigma)
+    return Ddim(diffusion, eta) if sampler == "ddim" else Ancestral(diffusion)
 
 
 def _data_prediction(opened):
@@ -309,6 +346,44 @@ def _batch(opened, process, guidance, placement, sizes) -> Batch:
         rows |= {placement.rows(n, copies) for n in sizes}
     most_first = sorted(rows, key=lambda rows: (prod(rows), rows), reverse=True)
     return Batch(most_first, opened.latent_size, opened.config.num_classes)
+
+
+def load_network(
+    weights: Weights,
+    fit: Fit,
+    tier: str,
+    device: torch.device,
+    batch: Batch,
+    tuner: "Tuner | None" = None,
+    part: Part = WHOLE,
+) -> Network:
+    """Return the network of a tier, not tuned and not checked. Each weight goes from the
+    mapped file to the device.
+    """
+    state = reference_state(weights, fit)
+    model = fit.empty(batch.side)
+    table = state.get("pos_embed")
+    # a function of the grid: any size will do
+    if table is not None and table.shape != model.pos_embed.shape:
+        from accel.weights.positions import require_sinusoid  # other sizes need it
+
+        require_sinusoid(weights.name, table, "sample at the size that it was trained at")
+        state = {**state, "pos_embed": model.position_table()}
+    if precision.TIERS[tier].accelerated or part.ranks > 1:  # a reference network is never divided
+        pack = fit.family.pack
+        from accel import fast  # brings Triton; the other tiers need not wait for it
+
+        try:
+            return fast.load(state, model, pack, tier, device, prod(batch.rows[0]), tuner, part)
+        except UsageError:
+            raise
+        except ValueError as error:
+            raise UsageError(f"`ckpt={weights.name}`: {error}") from None
+    # First to the device: of weights in half precision the CPU never holds a float32
+    # copy. Strides decide rounding.
+    state = {name: value.to(device).float().contiguous() for name, value in state.items()}
+    model.load_state_dict(state, strict=True, assign=True)
+    return Plain(model.eval().requires_grad_(False))
 
 
 def _load_checked(opened, tier, batch, part, tuner) -> tuple[Network, str]:

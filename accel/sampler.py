@@ -15,19 +15,20 @@ import numpy as np
 import torch
 from PIL import Image
 
-from accel.compare import OTHER, build, own_guidance, require_same
+from accel.compare import build, own_guidance, require_same
 from accel.config import Config, Grid, require_seed
 from accel.errors import UsageError, path_errors, shown
 from accel.families import model_names
-from accel.families.loaded_module import LoadedModule, from_module
+from accel.families.loaded_module import LoadedModule, from_module, unwrapped
 from accel.families.recognise import reference_state
 from accel.grid import ready
+from accel.isolation import alone
 from accel.latents.autoencoder_kl import OF_LATENTS
 from accel.latents.files import FILES
-from accel.latents.pixels import to_grid
-from accel.network import unwrapped
+from accel.opening import require_schedule
+from accel.output import to_grid
 from accel.pipeline import ALONE, Pipeline, free_memory, guidance_of, process_of
-from accel.precision import alone, apply_precision
+from accel.precision import apply_precision
 from accel.progress import step_bar
 from accel.weights.checkpoint import FILE_SUFFIXES, HUB_ID
 from accel.weights.shapes import require_fit
@@ -155,7 +156,7 @@ class Sampler:
         grid.check()
         with alone():
             self.grid, self.opened, self._pipeline = ready(grid, loaded, self._scheduler)
-            self._embedding = loaded.how.timestep_embedding if loaded else None
+            self._embedding = loaded.rules.timestep_embedding if loaded else None
             self._check = check
             self._checked = type(loaded.module) if loaded else None
             self._guidance_is_given = grid.config.guidance_channels is not None
@@ -197,8 +198,9 @@ class Sampler:
         its guidance.
         """
         fit = loaded.fit
+        require_schedule(loaded.name, fit)
         mine = self.opened.fit
-        embedding = loaded.how.timestep_embedding
+        embedding = loaded.rules.timestep_embedding
         if (fit.family, embedding) != (mine.family, self._embedding):
             raise UsageError(
                 f"{loaded.name}: is of another class than the model of this Sampler; make another "
@@ -364,11 +366,11 @@ class _State:
 def _refuse(unknown):
     """Raise UsageError for an option that Sampler does not have, naming the nearest."""
     for name in sorted(unknown):
-        names = {item.name for options in (Config, Grid) for item in fields(options)}
-        known = Sampler.__init__.__kwdefaults__
+        names = {item.name for item in (*fields(Config), *fields(Grid))}
+        options = Sampler.__init__.__kwdefaults__
         if name in names:
             raise UsageError(f"`{name}`: is for commands; drop it")
-        close = difflib.get_close_matches(name, known, 1)
+        close = difflib.get_close_matches(name, options, 1)
         near = ALSO_CALLED.get(name) or next(iter(close), None)
         meant = f"did you mean {near}?" if near else "docs/python.md lists them"
         raise UsageError(f"`{name}`: is not an option of Sampler; {meant}")
@@ -470,13 +472,13 @@ def _guided_channels(loaded):
     """Return the number of channels that the module guides, None without
     forward_with_cfg. Raises UsageError for guidance of another kind.
     """
-    channels = own_guidance(loaded)
-    if channels == OTHER:
+    guidance = own_guidance(loaded)
+    if guidance.is_other:
         raise UsageError(
             f"{loaded.name}: its forward_with_cfg guides in a way of its own; call "
             "accelerate(model).forward in your loop, or give `guidance_channels`"
         )
-    return channels
+    return guidance.channels
 
 
 @contextmanager

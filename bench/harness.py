@@ -14,26 +14,26 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import date
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from accel.door.opening import open_weights
-from accel.request import GridRequest
-from accel.settings import implied
 
 import accel
-from accel import door, fast, gpu, loading, precision
-from accel.diffusion import create_diffusion
+from accel import fast, gpu, precision
+from accel.config import Config, Grid
 from accel.errors import UsageError
 from accel.families import Defaults, constructor_of, families, family_of, model_names
 from accel.files import ROOT, atomic_write
 from accel.flags import check_writable, positive
+from accel.grid import ready
 from accel.kernels.linear import Tuner
 from accel.latents.autoencoder_kl import SD_VAE_FT, KLDecoder
 from accel.network import Network, Plain, unpatchify
+from accel.opening import choose_device, open_model
+from accel.pipeline import make_process
 from accel.sampling import denoise, upstream_noise
-from accel.sampling.ancestral import Ancestral
-from accel.sampling.flow import FLOWS
 from accel.sampling.guidance import Guidance
 from bench import seen_as
 
@@ -47,9 +47,9 @@ def demo_of(model: str) -> str:
     """Return a model that ships with its weights: of the same family if there is one,
     else of the same prediction.
     """
-    own = family_of(model)
-    alike = [own, *(family for family in families() if family.prediction == own.prediction)]
-    return next(name for family in alike for name, implied in family.models.items() if implied.ckpt)
+    family = family_of(model)
+    alike = [other for other in families() if other.prediction == family.prediction]
+    return next(other.shipped[0] for other in (family, *alike) if other.shipped)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -74,11 +74,20 @@ def add_output(parser: ArgumentParser) -> None:
 
 def add_seconds(parser: ArgumentParser, load: float = 5.0, window: float = 3.0) -> None:
     """Add --load and --window; without a GPU their defaults are short."""
-    load, window = (load, window) if torch.cuda.is_available() else (0.1 * load, 0.3 * window)
-    what = "seconds of steps before timing (default: %(default)g)"
-    parser.add_argument("--load", type=float, default=load, help=what)
+    if not torch.cuda.is_available():
+        load *= 0.1
+        window *= 0.3
     parser.add_argument(
-        "--window", type=float, default=window, help="seconds of timed steps (default: %(default)g)"
+        "--load",
+        type=float,
+        default=load,
+        help="seconds of steps before timing (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--window",
+        type=float,
+        default=window,
+        help="seconds of timed steps (default: %(default)g)",
     )
 
 
@@ -88,15 +97,19 @@ def add_batch(parser: ArgumentParser) -> None:
         "--pictures", type=positive, default=8, help="pictures in a batch, two batch rows each"
     )
     add_seconds(parser)
-    what = "take the GPU for one of this compute capability: docs/gpus.md#rehearsals"
-    parser.add_argument("--seen-as", type=seen_as.version, metavar="X.Y", help=what)
+    parser.add_argument(
+        "--seen-as",
+        type=seen_as.version,
+        metavar="X.Y",
+        help="take the GPU for one of this compute capability: docs/gpus.md#rehearsals",
+    )
 
 
 def prepare(args: Namespace) -> torch.device:
     """Return the device, and complete `args` for it; the default model on a CPU is the
     demo. Raises UsageError as `complete` does, and for an output that cannot be written.
     """
-    device = loading.choose_device(args.device)
+    device = choose_device(args.device)
     if getattr(args, "seen_as", None):
         seen_as.see_as(args.seen_as)
     args.model = args.model or ("DiT-XL/2" if device.type == "cuda" else "DiT-Demo/2")
@@ -117,24 +130,27 @@ def complete(args: Namespace) -> Namespace:
     image_size imply; return it. Raises UsageError for a size that the network does not
     take.
     """
-    request = GridRequest(
-        args.model, ckpt=args.ckpt, image_size=args.image_size, output_type="latent"
-    )
-    known = implied(request)
-    run = open_weights(request, torch.device("cpu")) if known.ckpt else known
-    args.ckpt = known.ckpt
-    args.image_size = run.image_size
-    args.num_classes = run.num_classes
-    args.latent_size = args.image_size // known.factor
+    config = Config(model=args.model, ckpt=args.ckpt, image_size=args.image_size)
+    config.check()
+    defaults = config.defaults
+    args.ckpt = config.ckpt or defaults.ckpt
+    if args.ckpt:
+        opened = open_model(config, torch.device("cpu"), decodes=False)
+        args.image_size = opened.config.image_size
+        args.num_classes = opened.config.num_classes
+        args.latent_size = opened.latent_size
+        return args
+    args.image_size = args.image_size or defaults.image_size
+    args.num_classes = defaults.num_classes
+    args.latent_size = args.image_size // defaults.factor
     return args
 
 
 def first_line(*command: str) -> str:
     """Return the first line that a program prints; "" if it prints none or is not installed."""
     with suppress(OSError):
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.partition(
-            "\n"
-        )[0]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        return done.stdout.partition("\n")[0]
     return ""
 
 
@@ -143,11 +159,10 @@ def provenance(device: torch.device, commit: str | None) -> dict:
     torch, version, commit, date, command.
     """
     cuda = device.type == "cuda"
-    launcher = (
-        f"torchrun --nproc_per_node={os.environ['WORLD_SIZE']}"
-        if "WORLD_SIZE" in os.environ
-        else "python"
-    )
+    launcher = "python"
+    if "WORLD_SIZE" in os.environ:
+        launcher = f"torchrun --nproc_per_node={os.environ['WORLD_SIZE']}"
+    words = [os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]
     return dict(
         gpu=gpu.name(device) if cuda else None,
         driver=first_line(*DRIVER) if cuda else None,
@@ -157,7 +172,7 @@ def provenance(device: torch.device, commit: str | None) -> dict:
         version=accel.__version__,
         commit=commit or first_line("git", "describe", "--always", "--dirty"),
         date=str(date.today()),
-        command=f"{launcher} {shlex.join([os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]])}",
+        command=f"{launcher} {shlex.join(words)}",
     )
 
 
@@ -165,9 +180,14 @@ def about(kind: str, args: Namespace, device: torch.device) -> dict:
     """Return the beginning of a record: its kind, the origin of its figures, the network
     and the pictures.
     """
-    weights = Path(args.ckpt).name if args.ckpt else "random, seed 0"
-    sizes = dict(model=args.model, image_size=args.image_size, pictures=args.pictures)
-    return dict(kind=kind, **provenance(device, args.commit), **sizes, weights=weights)
+    return dict(
+        kind=kind,
+        **provenance(device, args.commit),
+        model=args.model,
+        image_size=args.image_size,
+        pictures=args.pictures,
+        weights=Path(args.ckpt).name if args.ckpt else "random, seed 0",
+    )
 
 
 def require_alike(records: list[dict], names: Iterable[str]) -> None:
@@ -223,21 +243,20 @@ def step_times(loop: Callable | None, steps: int, device: torch.device) -> list[
     """
     if loop is None:
         return [0.0] * steps
-    marks = []
-    cuda = device.type == "cuda"
+    if device.type != "cuda":
+        seconds = []
+        run_steps(loop, steps + 1, lambda: seconds.append(time.perf_counter()))
+        return [1e3 * (after - before) for before, after in pairwise(seconds)]
+    events = []
 
-    def mark():
-        marks.append(torch.cuda.Event(enable_timing=True) if cuda else time.perf_counter())
-        if cuda:
-            marks[-1].record()
+    def record():
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        events.append(event)
 
-    run_steps(loop, steps + 1, mark)
-    if cuda:
-        torch.cuda.synchronize(device)
-    return [
-        before.elapsed_time(after) if cuda else 1e3 * (after - before)
-        for before, after in zip(marks, marks[1:])
-    ]
+    run_steps(loop, steps + 1, record)
+    torch.cuda.synchronize(device)
+    return [before.elapsed_time(after) for before, after in pairwise(events)]
 
 
 def time_steps(
@@ -254,12 +273,14 @@ def time_steps(
     slowest: replaces a rank's times by those of the slowest rank, where ranks share the
     steps.
     """
-    # the first steps compile and tune
-    [one] = slowest([statistics.median(step_times(loop, 5, device)[2:])])
-    timed = max(3, round(1e3 * window / one))
-    times = sorted(step_times(loop, round(1e3 * load / one) + timed, device)[-timed:])
-    found = statistics.median(times), times[len(times) // 10], times[-1 - len(times) // 10]
-    return dict(zip(("ms", "p10", "p90"), slowest(found)), steps=timed)
+    first_steps = step_times(loop, 5, device)[2:]  # the two before compile and tune
+    [expected] = slowest([statistics.median(first_steps)])
+    timed = max(3, round(1e3 * window / expected))
+    warm = round(1e3 * load / expected)
+    times = sorted(step_times(loop, warm + timed, device)[-timed:])
+    tenth = timed // 10
+    median, p10, p90 = slowest([statistics.median(times), times[tenth], times[-1 - tenth]])
+    return dict(ms=median, p10=p10, p90=p90, steps=timed)
 
 
 def random_network(build: Callable, device: torch.device, **arguments) -> torch.nn.Module:
@@ -271,10 +292,11 @@ def random_network(build: Callable, device: torch.device, **arguments) -> torch.
     state = model.state_dict()
     generator = torch.Generator(device).manual_seed(0)
     for name, value in state.items():
-        if name != "pos_embed":
-            scale = value[0].numel() ** -0.5 if value.ndim > 1 else 0.1
-            value = torch.randn(value.shape, generator=generator, device=value.device) * scale
-            state[name] = value + ("norm.weight" in name)  # norms scale by about one
+        if name == "pos_embed":
+            continue
+        scale = value[0].numel() ** -0.5 if value.ndim > 1 else 0.1
+        noise = torch.randn(value.shape, generator=generator, device=value.device)
+        state[name] = scale * noise + ("norm.weight" in name)  # norms scale by about one
     model.load_state_dict(state)
     return model.eval().requires_grad_(False)
 
@@ -284,14 +306,19 @@ def model_of(args: Namespace, device: torch.device) -> torch.nn.Module:
     else random ones.
     """
     if args.ckpt:
-        known = dict(
-            ckpt=args.ckpt, image_size=args.image_size, output_type="latent", device=str(device)
+        grid = Grid.of(
+            args.model,
+            ckpt=args.ckpt,
+            image_size=args.image_size,
+            precision="fp32",
+            output_type="latent",
+            device=str(device),
         )
-        return door.ready(GridRequest(args.model, precision="fp32", **known))[1].network.model
+        return ready(grid).pipeline.network.model
     arguments = dict(input_size=args.latent_size, num_classes=args.num_classes)
-    siblings = family_of(args.model).part("weights").RECOGNISER.models.values()
+    constructors = family_of(args.model).part("weights").RECOGNISER.models.values()
     # as the family's trained weights have it
-    if any(build.config.get("qk_norm") for build in siblings):
+    if any(constructor.config.get("qk_norm") for constructor in constructors):
         arguments["qk_norm"] = True
     return random_network(constructor_of(args.model), device, **arguments)
 
@@ -333,20 +360,25 @@ def build(
     network = fast.build(model.state_dict(), model, pack, tier, device, tuner, gemm)
     network.hoists = hoist
     network.captures = graph
-    for op, backend in dict(adaln=adaln, last_adaln=adaln, attention=attention).items():
-        setattr(network, op, partial(getattr(network, op), backend=backend))
+    network.adaln = partial(network.adaln, backend=adaln)
+    network.last_adaln = partial(network.last_adaln, backend=adaln)
+    network.attention = partial(network.attention, backend=attention)
     return network
 
 
-def batch(
-    network: Network, args: Namespace, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the noise (n, C, L, L) and the labels (n,) of the batch that `args` names,
-    the same on every call.
-    """
+class Pictures(NamedTuple):
+    """The beginning of a batch of pictures."""
+
+    noise: torch.Tensor  # (n, C, L, L)
+    labels: torch.Tensor  # (n,)
+
+
+def batch(network: Network, args: Namespace, device: torch.device) -> Pictures:
+    """Return the batch that `args` names, the same on every call."""
     shape = args.pictures, network.in_channels, args.latent_size, args.latent_size
-    z = torch.randn(shape, generator=torch.Generator(device).manual_seed(1), device=device)
-    return z, torch.arange(args.pictures, device=device) % args.num_classes
+    generator = torch.Generator(device).manual_seed(1)
+    noise = torch.randn(shape, generator=generator, device=device)
+    return Pictures(noise, torch.arange(args.pictures, device=device) % args.num_classes)
 
 
 def sampling(
@@ -359,13 +391,11 @@ def sampling(
     """Return sampling of the batch that `args` names as `loop(on_step)` → latents. rows:
     this process's part of it.
     """
-    name = family_of(args.model).samplers[0]  # of sample.py
-    process = FLOWS[name](steps) if name in FLOWS else Ancestral(create_diffusion(str(steps)))
+    process = make_process(family_of(args.model).samplers[0], steps)  # sample.py's
     guidance = Guidance(SCALE, args.num_classes)
-    (z, labels) = batch(network, args, device)
-    draw = upstream_noise(
-        z, guidance.copies, rows, torch.default_generator if process.noise_from_cpu else None
-    )
+    z, labels = batch(network, args, device)
+    generator = torch.default_generator if process.noise_from_cpu else None
+    draw = upstream_noise(z, guidance.copies, rows, generator)
 
     def loop(on_step=None):
         return denoise(network, process, guidance, z[rows], labels[rows], draw, on_step=on_step)
@@ -376,7 +406,7 @@ def sampling(
 def guided(network: Network, args: Namespace, device: torch.device) -> torch.Tensor:
     """Return a guided evaluation of the batch that `args` names at timestep 500, as float64."""
     guidance = Guidance(SCALE, args.num_classes)
-    (z, labels) = batch(network, args, device)
+    z, labels = batch(network, args, device)
     y = guidance.labels(labels)
     # `forward` would round a float64 network's output
     out = network.tokens(z, torch.full_like(y, 500), y)

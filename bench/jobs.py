@@ -35,14 +35,15 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from accel.command_line import OneLineParser, user_errors
-from accel.request import FidRequest
 from safetensors.torch import save_file
 from tqdm import tqdm
 
 from accel import precision
+from accel.cli import OneLineParser, user_errors
+from accel.config import FidJob
 from accel.errors import UsageError
 from accel.families import family_of
 from accel.files import ROOT
@@ -57,31 +58,35 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 CONTEST = dict(model="DiT-XL/2", image_size=512, steps=250, pictures=8)  # the only job with points
 
 
-def run(command: list, **environment) -> tuple[list[str], float]:
-    """Run a command of the repository → printed lines, seconds. Raises UsageError with
-    its complaint if it fails.
-    """
+class Done(NamedTuple):
+    """A command that has succeeded: the lines that it printed, and its seconds."""
+
+    lines: list[str]
+    seconds: float
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Return seconds by phase, from the last line that sample.py and sample_ddp.py print,
+        and those of the whole process.
+        """
+        phases = re.findall(r"([\w-]+) ([\d.]+) s", self.lines[-1])
+        return {name: float(value) for name, value in phases} | {"process": self.seconds}
+
+
+def run(command: list, **environment) -> Done:
+    """Run a command of the repository. Raises UsageError with its complaint if it fails."""
     started = time.perf_counter()
     command = [sys.executable, *map(str, command)]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, env=os.environ | environment
     )
-    taken = time.perf_counter() - started
-    if done.returncode:
-        complaint = [
-            line
-            for line in done.stderr.splitlines()
-            if line.startswith(("sample.py: ", "sample_ddp.py: "))
-        ]
-        raise UsageError(
-            *(complaint[:1] or [f"{' '.join(command)} failed:", *done.stderr[-4000:].splitlines()])
-        )
-    return done.stdout.splitlines(), taken
-
-
-def phases(lines: list[str]) -> dict[str, float]:
-    """Return seconds by phase, from the last line that sample.py and sample_ddp.py print."""
-    return {name: float(value) for name, value in re.findall(r"([\w-]+) ([\d.]+) s", lines[-1])}
+    seconds = time.perf_counter() - started
+    if done.returncode == 0:
+        return Done(done.stdout.splitlines(), seconds)
+    for line in done.stderr.splitlines():
+        if line.startswith(("sample.py: ", "sample_ddp.py: ")):
+            raise UsageError(line)
+    raise UsageError(f"{' '.join(command)} failed:", *done.stderr[-4000:].splitlines())
 
 
 def pictures_per_second(folder: Path, batch: int) -> float:
@@ -128,16 +133,16 @@ def contest(args: Namespace, flags: list, folder: Path, record: Callable) -> Non
         command = [*program_of(args), *flags, "--precision", tier, "--num-sampling-steps"]
         run([*command, min(3, args.steps), "--output", picture], **environment)
         runs = []
-        while len(runs) < args.repeats and sum(done["total"] for done in runs) < ENOUGH:
-            lines, taken = run([*command, args.steps, "--output", picture], **environment)
-            runs.append(dict(phases(lines), process=taken))
-        seconds = [done["total"] for done in runs]
+        while len(runs) < args.repeats and sum(phases["total"] for phases in runs) < ENOUGH:
+            done = run([*command, args.steps, "--output", picture], **environment)
+            runs.append(done.phases)
+        seconds = [phases["total"] for phases in runs]
         row = dict(
             tier=tier,
             seconds=statistics.median(seconds),
             runs=runs,
             picture=hashlib.sha256(picture.read_bytes()).hexdigest(),
-            settings=next(line for line in lines if " · " in line),
+            settings=next(line for line in done.lines if " · " in line),
             command=shown(["python", *command, args.steps]),
         )
         points = "a rehearsal, no points"
@@ -152,7 +157,7 @@ def contest(args: Namespace, flags: list, folder: Path, record: Callable) -> Non
         record(dict(contest=results))
         tqdm.write(
             f"{tier:6} T = {row['seconds']:.2f} s, {min(seconds):.2f} to {max(seconds):.2f}; "
-            f"process {taken:.2f}: {points}"
+            f"process {done.seconds:.2f}: {points}"
         )
 
 
@@ -173,28 +178,29 @@ def against_one(args: Namespace, flags: list, folder: Path, record: Callable) ->
 
     def grid(ranks, steps):
         output = ["--gpus", ranks, "--output", folder / "grid.png"]
-        lines, taken = run(["sample.py", *flags, steps, *output], **threads(ranks))
-        return phases(lines), taken
+        return run(["sample.py", *flags, steps, *output], **threads(ranks)).phases
 
     if torch.cuda.is_available():
         grid(args.gpus, 3)  # file and kernel caches
-    grids = {ranks: [] for ranks in (1, args.gpus)}
-    for ranks, found in tqdm([*grids.items()] * args.repeats, desc="grids", leave=False):
-        found.append(grid(ranks, args.steps))
-    sampling = {
-        ranks: [seconds["sample"] for seconds, _ in found] for ranks, found in grids.items()
-    }
+    numbers = sorted({1, args.gpus})
+    phases = {ranks: [] for ranks in numbers}
+    sampling = {ranks: [] for ranks in numbers}
+    whole = {ranks: [] for ranks in numbers}
+    for ranks in tqdm(numbers * args.repeats, desc="grids", leave=False):
+        seconds = grid(ranks, args.steps)
+        whole[ranks].append(seconds.pop("process"))
+        sampling[ranks].append(seconds["sample"])
+        phases[ranks].append(seconds)
+    ratio = min(sampling[args.gpus]) / min(sampling[1])
     results = dict(
-        grid_sampling_s=sampling | dict(ratio=min(sampling[args.gpus]) / min(sampling[1])),
-        grid_start_to_picture_s={
-            ranks: [taken for _, taken in found] for ranks, found in grids.items()
-        },
-        grid_phases_s={ranks: [seconds for seconds, _ in found] for ranks, found in grids.items()},
+        grid_sampling_s={**sampling, "ratio": ratio},
+        grid_start_to_picture_s=whole,
+        grid_phases_s=phases,
     )
     record(results)
     steps = min(args.steps, 25 if torch.cuda.is_available() else 5)
     rates = {}
-    for ranks in tqdm(grids, desc="FID jobs", leave=False):
+    for ranks in tqdm(numbers, desc="FID jobs", leave=False):
         torchrun = [*TORCHRUN, f"--nproc_per_node={ranks}"]
         size = ["--num-fid-samples", 3 * args.batch * ranks, "--per-proc-batch-size", args.batch]
         place = folder / f"fid{ranks}"
@@ -219,13 +225,14 @@ def fid(args: Namespace, flags: list, folder: Path, record: Callable) -> None:
     for index in tqdm(range(1 + args.repeats), desc="jobs", unit="job", leave=False):
         count = args.fid if index else 1
         place = folder / f"fid{index}"  # the first fills the caches
-        lines, taken = run([*command, "--num-fid-samples", count, "--sample-dir", place])
+        done = run([*command, "--num-fid-samples", count, "--sample-dir", place])
         if index:
-            rates = dict(whole=args.fid / taken, steady=pictures_per_second(place, args.batch))
-            runs.append(dict(phases(lines), process=taken, pictures_per_s=rates))
+            steady = pictures_per_second(place, args.batch)
+            rates = dict(whole=args.fid / done.seconds, steady=steady)
+            runs.append(dict(**done.phases, pictures_per_s=rates))
             record(dict(batch=args.batch, sampler="dpm++", fid=runs))
     for name in ("whole", "steady"):
-        rates = sorted(one["pictures_per_s"][name] for one in runs)
+        rates = sorted(phases["pictures_per_s"][name] for phases in runs)
         print(
             f"{name:6} {statistics.median(rates):.2f} pictures/s, {rates[0]:.2f} to {rates[-1]:.2f}"
         )
@@ -236,8 +243,11 @@ def flags_of(args: Namespace, device: torch.device, folder: Path) -> list:
     weights to `folder` for a network or decoder without a file.
     """
     ckpt = args.ckpt
-    implied = family_of(args.model).models[args.model].vae
-    vae = args.vae or (None if implied in files.PUBLISHED else implied)
+    vae = args.vae
+    if vae is None:
+        vae = family_of(args.model).models[args.model].vae
+        if vae in files.PUBLISHED:
+            vae = None
     if not ckpt:
         ckpt = folder / "random.pt"
         torch.save(harness.model_of(args, device).state_dict(), ckpt)
@@ -291,10 +301,15 @@ def main() -> None:
     parser = OneLineParser(description=__doc__.splitlines()[0])
     tiers = tuple(precision.TIERS)
     on_gpu = torch.cuda.is_available()
-    what = parser.add_mutually_exclusive_group()
-    text = "the contest's T and points in these tiers (default: sample.py's)"
-    what.add_argument("--contest", nargs="*", choices=tiers, metavar="TIER", help=text)
-    what.add_argument(
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument(
+        "--contest",
+        nargs="*",
+        choices=tiers,
+        metavar="TIER",
+        help="the contest's T and points in these tiers (default: sample.py's)",
+    )
+    kinds.add_argument(
         "--fid", type=positive, metavar="N", help="an FID job of N pictures by dpm++ on one GPU"
     )
     parser.add_argument(
@@ -318,22 +333,36 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=positive, help="steps (default: 250; --fid: 10; --gpus without GPUs: 25)"
     )
-    text = "runs of each; a contest tier gets no more after a minute (default: %(default)s)"
-    parser.add_argument("--repeats", type=positive, default=3 if on_gpu else 1, help=text)
-    usual = FidRequest.per_proc_batch_size if on_gpu else 2
-    text = "pictures a rank and FID batch (default: %(default)s)"
-    parser.add_argument("--batch", type=positive, default=usual, help=text)
+    parser.add_argument(
+        "--repeats",
+        type=positive,
+        default=3 if on_gpu else 1,
+        help="runs of each; a contest tier gets no more after a minute (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--batch",
+        type=positive,
+        default=FidJob.per_proc_batch_size if on_gpu else 2,
+        help="pictures a rank and FID batch (default: %(default)s)",
+    )
     args = parser.parse_args()
     with user_errors(parser), tempfile.TemporaryDirectory() as folder:
         device = prepare(args)
         folder = Path(folder)
-        work = {"contest": contest, "fid": fid, "ddp": against_one}
-        kind = "fid" if args.fid else "ddp" if args.contest is None else "contest"
-        about = harness.about(kind, args, device) | dict(steps=args.steps, gpus=args.gpus)
+        kind = "ddp"
+        work = against_one
+        if args.fid:
+            kind = "fid"
+            work = fid
+        elif args.contest is not None:
+            kind = "contest"
+            work = contest
+        about = harness.about(kind, args, device)
+        about |= dict(steps=args.steps, gpus=args.gpus)
         if kind != "contest":
-            about |= dict(precision=args.precision)
+            about["precision"] = args.precision
         flags = flags_of(args, device, folder)
-        work[kind](args, flags, folder, lambda results: harness.write(args.output, about | results))
+        work(args, flags, folder, lambda results: harness.write(args.output, about | results))
 
 
 if __name__ == "__main__":

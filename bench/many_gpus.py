@@ -17,12 +17,14 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import product
+from typing import NamedTuple
 
 import torch
-from accel.command_line import OneLineParser, user_errors
 from tqdm import tqdm
 
 from accel import precision
+from accel.cli import OneLineParser, user_errors
 from accel.errors import UsageError
 from accel.families import model_names
 from accel.flags import check_writable, positive
@@ -30,12 +32,11 @@ from accel.kernels.linear import Tuner
 from accel.network import BlockNetwork, Network
 from accel.ranks import Ranks, planner
 from accel.ranks.launched import launched_ranks, numbers
-from accel.ranks.layouts import EXCHANGES, OFF, Layout
-from accel.ranks.placement import Placement
+from accel.ranks.layouts import EXCHANGES, OFF, Layout, Placement
 from accel.ranks.planner import Work
 from accel.sampling.guidance import Guidance
 from bench import harness
-from bench.steps import Judge
+from bench.steps import Judge, verdicts
 
 LAYOUTS = [
     Layout(rows, tokens, name) for rows, tokens in ((1, 2), (2, 2), (1, 4)) for name in EXCHANGES
@@ -59,72 +60,94 @@ def laid_out(network: BlockNetwork, work: Work, ranks: Ranks, layout: Layout) ->
     return ranks.share(network, layout)
 
 
-def settings(network: BlockNetwork, work: Work, ranks: Ranks) -> Iterator[tuple[Layout, int]]:
-    """Yield (layout, ranks) to time: one GPU, pictures for each number of ranks, then
-    useful layouts.
-    """
+class Case(NamedTuple):
+    """A layout to time, and the number of ranks that work."""
+
+    layout: Layout
+    ranks: int
+
+    @property
+    def name(self) -> str:
+        """Return the name in records."""
+        if self.layout != OFF:
+            return str(self.layout)
+        return "one GPU" if self.ranks == 1 else "pictures"
+
+
+def cases(network: BlockNetwork, work: Work, ranks: Ranks) -> Iterator[Case]:
+    """Yield what to time: one GPU, pictures for each number of ranks, then useful layouts."""
     world = ranks.world
     pictures = work.pictures
     for used in (1, 2, 4, 8):
         if used <= world and (pictures >= used or used == world and pictures > 1):
-            yield OFF, used
+            yield Case(OFF, used)
     for layout in runnable(network, work, ranks):
-        # Leave out layouts that give a rank only padding, or divide tokens where each GPU
-        # could have a picture.
-        if layout.rows <= Guidance.copies * pictures and (
-            pictures < layout.ranks or layout.tokens == 1
-        ):
-            yield layout, layout.ranks
+        only_padding = layout.rows > Guidance.copies * pictures
+        # each GPU could have a picture
+        divides_in_vain = layout.tokens > 1 and pictures >= layout.ranks
+        if not (only_padding or divides_in_vain):
+            yield Case(layout, layout.ranks)
 
 
 def time_layouts(args: Namespace, ranks: Ranks, network: BlockNetwork, work: Work) -> list[dict]:
     """Return a row for each layout of the batch that `args` names, the first of one GPU."""
     device = ranks.device
     rows = []
-    alone = None
-    for layout, gpus in tqdm(
-        [*settings(network, work, ranks)], desc="layouts", leave=False, disable=ranks.rank > 0
-    ):
+    alone = None  # the output of one GPU, the first case
+    to_time = list(cases(network, work, ranks))
+    for case in tqdm(to_time, desc="layouts", leave=False, disable=ranks.rank > 0):
         # A copy, which shares the weights: the graphs of this layout go when it goes.
-        shared = laid_out(network.shallow(network.depth), work, ranks, layout)
-        plan = str(layout)
+        shared = laid_out(network.shallow(network.depth), work, ranks, case.layout)
+        works = ranks.rank < case.ranks
+        loop = None
         pictures = slice(None)
-        if layout == OFF:
-            plan = "one GPU" if gpus == 1 else "pictures"
-            pictures = Placement(OFF, gpus, ranks.rank).pictures(args.pictures)
-        active = ranks.rank < gpus and len(range(args.pictures)[pictures]) > 0
-        loop = harness.sampling(shared, args, device, rows=pictures) if active else None
-        row = dict(tier=work.tier, size=args.image_size, labels=args.pictures, gpus=gpus, plan=plan)
-        row |= harness.time_steps(loop, device, args.load, args.window, ranks.max_over_ranks)
-        row["speedup"] = (rows or [row])[0]["ms"] / row["ms"]
-        if gpus == 1 or ranks.rank < gpus and layout != OFF:
-            out = harness.guided(shared, args, device)
-            alone = out if gpus == 1 else alone
-            row["error"] = float((out - alone).norm() / alone.norm())
-        rows.append(row)
-        text = (
-            f"{work.tier} {args.image_size} px {args.pictures} labels  {gpus} GPUs {plan:34} "
-            f"{row['ms']:8.3f} ms"
+        if case.layout == OFF:
+            pictures = Placement(OFF, case.ranks, ranks.rank).pictures(args.pictures)
+        if works and len(range(args.pictures)[pictures]) > 0:
+            loop = harness.sampling(shared, args, device, rows=pictures)
+        row = dict(
+            tier=work.tier,
+            size=args.image_size,
+            labels=args.pictures,
+            gpus=case.ranks,
+            plan=case.name,
+            **harness.time_steps(loop, device, args.load, args.window, ranks.max_over_ranks),
         )
-        error = f"  error {row['error']:.1e}" if "error" in row else ""
-        tqdm.write(f"{text} [{row['p10']:.3f}, {row['p90']:.3f}]  {row['speedup']:.2f}×{error}")
+        rows.append(row)
+        row["speedup"] = rows[0]["ms"] / row["ms"]
+        if case.ranks == 1 or works and case.layout != OFF:
+            out = harness.guided(shared, args, device)
+            if case.ranks == 1:
+                alone = out
+            row["error"] = float((out - alone).norm() / alone.norm())
+        tqdm.write(line(row))
         del loop, shared
         gc.collect()
     return rows
 
 
+def line(row: dict) -> str:
+    """Return a row as text."""
+    error = f"  error {row['error']:.1e}" if "error" in row else ""
+    return (
+        f"{row['tier']} {row['size']} px {row['labels']} labels  {row['gpus']} GPUs "
+        f"{row['plan']:34} {row['ms']:8.3f} ms [{row['p10']:.3f}, {row['p90']:.3f}]  "
+        f"{row['speedup']:.2f}×{error}"
+    )
+
+
 def share_pictures(args: Namespace, ranks: Ranks, record: dict) -> None:
     """Fill `record` with the layouts of every tier, size and number of labels."""
-    for tier, size in ((tier, size) for tier in args.precision for size in args.image_size):
-        case = harness.complete(Namespace(**vars(args) | dict(ckpt=None, image_size=size)))
-        model = harness.model_of(case, ranks.device)
+    for tier, size in product(args.precision, args.image_size):
+        sized = harness.complete(Namespace(**vars(args) | dict(ckpt=None, image_size=size)))
+        model = harness.model_of(sized, ranks.device)
         tuner = Tuner(share=ranks.from_rank_0)
-        network = harness.build(case.model, model, tier, ranks.device, tuner)
-        tokens = (case.latent_size // network.patch_size) ** 2
+        network = harness.build(sized.model, model, tier, ranks.device, tuner)
+        tokens = (sized.latent_size // network.patch_size) ** 2
         for pictures in args.labels:
-            case.pictures = pictures
+            sized.pictures = pictures
             work = Work(pictures, None, Counter([Guidance.copies]), tokens, tier)
-            record["plans"] += time_layouts(case, ranks, network, work)
+            record["plans"] += time_layouts(sized, ranks, network, work)
             harness.write(args.output, record)
         del model, network
 
@@ -140,15 +163,12 @@ def judge_layouts(args: Namespace, ranks: Ranks, record: dict) -> None:
             if ranks.rank >= layout.ranks:  # idle
                 shared(harness.build(judge.name, judge.model, tier, ranks.device, **alike))
                 continue
-            result = judge.judge(tier, alike, share=shared)
-            record["judged"].append(
-                dict(tier=tier, plan="one GPU" if layout == OFF else str(layout), **result)
-            )
-            verdict = ", ".join(
-                f"{name} {'PASS' if result[name] else 'FAIL'}" for name in ("contest", "strict")
-            )
+            judged = judge.judge(tier, alike, share=shared)
+            plan = Case(layout, layout.ranks).name
+            record["judged"].append(dict(tier=tier, plan=plan, **judged))
             print(
-                f"{tier} {layout}: worst picture {result['worst']['psnr']:.1f} dB, {verdict}",
+                f"{tier} {layout}: worst picture {judged['worst']['psnr']:.1f} dB, "
+                f"{verdicts(judged)}",
                 flush=True,
             )
             gc.collect()
@@ -175,8 +195,10 @@ def measure(args: Namespace, ranks: Ranks) -> None:
         **harness.provenance(device, args.commit),
         gpus=ranks.world,
         model=args.model,
+        load_seconds=args.load,
+        plans=[],
+        judged=[],
     )
-    record |= dict(load_seconds=args.load, plans=[], judged=[])
     if args.gate:
         judge_layouts(args, ranks, record)
     share_pictures(args, ranks, record)

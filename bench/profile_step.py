@@ -24,14 +24,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from accel.command_line import OneLineParser, user_errors
 from torch.autograd import DeviceType
-from torch.autograd.profiler_util import EventList
+from torch.autograd.profiler_util import EventList, FunctionEventAvg
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils.flop_counter import FlopCounterMode
 
 from accel import precision
+from accel.cli import OneLineParser, user_errors
 from accel.errors import UsageError
 from accel.files import atomic_write
 from accel.flags import positive
@@ -90,43 +90,48 @@ def analyse(events: EventList, steps: int) -> dict:
     waits, in ms a step.
     """
     averages = events.key_averages()
-    times = defaultdict(float)
     kernels = [row for row in averages if on_device(row)]
+    times = defaultdict(float)  # by kind of work, in µs
     for row in kernels:
-        kind = next((kind for kind, pattern in KINDS if re.search(pattern, row.key, re.I)), OTHER)
-        times[kind] += row.self_device_time_total
+        times[kind_of(row.key)] += row.self_device_time_total
     spans = sorted(
         (event.time_range.start, event.time_range.end) for event in events if on_device(event)
     )
-    first = reach = spans[0][0]
+    first, _ = spans[0]
+    reach = first
     for start, end in spans:
         times["idle"] += max(0.0, start - reach)
         reach = max(reach, end)
-    waits = [
-        row for row in averages if row.device_type == DeviceType.CPU and re.search(WAITS, row.key)
-    ]
-    waits = [
-        row
-        for row in waits
-        if "Async" not in row.key or row.self_cpu_time_total > STAGED * row.count
-    ]
-    by_time = sorted(times.items(), key=lambda item: -item[1])
+    window = reach - first
+    kinds = {}
+    for kind, time in sorted(times.items(), key=lambda item: -item[1]):
+        kinds[kind] = dict(ms=time / steps / 1e3, share=time / window)
+    waits = []
+    for row in sorted(averages, key=lambda row: -row.self_cpu_time_total):
+        if is_wait(row):
+            milliseconds = row.self_cpu_time_total / steps / 1e3
+            waits.append(dict(where=row.key, per_step=row.count / steps, ms_per_step=milliseconds))
     return dict(
-        window_ms=(reach - first) / steps / 1e3,
+        window_ms=window / steps / 1e3,
         launches_per_step=sum(row.count for row in kernels) / steps,
-        kinds={
-            kind: dict(ms=time / steps / 1e3, share=time / (reach - first))
-            for kind, time in by_time
-        },
-        waits=[
-            dict(
-                where=row.key,
-                per_step=row.count / steps,
-                ms_per_step=row.self_cpu_time_total / steps / 1e3,
-            )
-            for row in sorted(waits, key=lambda row: -row.self_cpu_time_total)
-        ],
+        kinds=kinds,
+        waits=waits,
     )
+
+
+def kind_of(kernel: str) -> str:
+    """Return the kind of work of a kernel by its name."""
+    for kind, pattern in KINDS:
+        if re.search(pattern, kernel, re.I):
+            return kind
+    return OTHER
+
+
+def is_wait(row: FunctionEventAvg) -> bool:
+    """Return whether an average is of calls in which the host waits for the GPU."""
+    if row.device_type != DeviceType.CPU or not re.search(WAITS, row.key):
+        return False
+    return "Async" not in row.key or row.self_cpu_time_total > STAGED * row.count
 
 
 def ceilings(tier: str, device: torch.device) -> dict:
@@ -141,8 +146,15 @@ def ceilings(tier: str, device: torch.device) -> dict:
 
         return harness.time_steps(loop, device, load, window)["ms"]
 
-    cuda = device.type == "cuda"
-    side = 8192 if cuda else 1024
+    side = 1024
+    size = 1 << 26
+    load = 0.1
+    window = 0.1
+    if device.type == "cuda":
+        side = 8192
+        size = 1 << 30
+        load = 1.5
+        window = 1.0
     dtype = precision.TIERS[tier].dtype
     parts = 1
     if tier == "exact":
@@ -150,8 +162,7 @@ def ceilings(tier: str, device: torch.device) -> dict:
         parts = 3  # high·high, high·low and low·high
     a, b = torch.randn(2, side, side, device=device).to(dtype)
     out = torch.empty_like(a)
-    gemm = milliseconds(lambda: torch.mm(a, b, out=out), *((1.5, 1.0) if cuda else (0.1, 0.1)))
-    size = 1 << 30 if cuda else 1 << 26
+    gemm = milliseconds(lambda: torch.mm(a, b, out=out), load, window)
     source, target = torch.ones(2, size, dtype=torch.uint8, device=device)
     copy = milliseconds(lambda: target.copy_(source), 0.0, 0.05)
     tflops = 2 * side**3 / parts / gemm / 1e9
@@ -199,6 +210,7 @@ def run(args: Namespace, device: torch.device) -> dict:
     """
     model = harness.model_of(args, device)
     cuda = device.type == "cuda"
+    tier = precision.TIERS[args.precision]
     network = harness.build(args.model, model, args.precision, device)
     loop = harness.sampling(network, args, device)
     timed = harness.time_steps(loop, device, args.load, args.window)
@@ -211,8 +223,9 @@ def run(args: Namespace, device: torch.device) -> dict:
     order = "self_device_time_total" if cuda else "self_cpu_time_total"
     print(averages.table(sort_by=order, row_limit=10, max_name_column_width=72))
     row_tokens = 2 * args.pictures * (args.latent_size // network.patch_size) ** 2
-    moved = adaln_bytes(network, row_tokens, precision.TIERS[args.precision].dtype.itemsize)
-    about = harness.about("profile", args, device) | dict(
+    moved = adaln_bytes(network, row_tokens, tier.dtype.itemsize)
+    about = dict(
+        **harness.about("profile", args, device),
         baseline=args.baseline,
         batch_rows=2 * args.pictures,
         tier=args.precision,
@@ -225,10 +238,10 @@ def run(args: Namespace, device: torch.device) -> dict:
         floor_ms=(sum(work.values()) / ceiling["gemm_tflops"] + moved / ceiling["copy_tb_s"]) / 1e9,
     )
     if not cuda:
-        [whole] = (row for row in averages if row.key == "ProfilerStep*")
-        return about | dict(window_ms=whole.cpu_time_total / args.steps / 1e3, waits=[])
+        [whole] = [row for row in averages if row.key == "ProfilerStep*"]
+        return {**about, "window_ms": whole.cpu_time_total / args.steps / 1e3, "waits": []}
     events = profiler.events()
-    result = about | analyse(events, args.steps)
+    result = {**about, **analyse(events, args.steps)}
     for kind, row in result["kinds"].items():
         if kind in work:
             row["tflops"] = work[kind] / row["ms"] / 1e9
@@ -237,9 +250,8 @@ def run(args: Namespace, device: torch.device) -> dict:
             row["gb_s"] = moved / row["ms"] / 1e6
             row["of_ceiling"] = row["gb_s"] / 1e3 / ceiling["copy_tb_s"]
     if args.seen_as:
-        result["newer"] = seen_as.newer(
-            sorted({event.name for event in events if on_device(event)}), args.seen_as
-        )
+        kernels = {event.name for event in events if on_device(event)}
+        result["newer"] = seen_as.newer(sorted(kernels), args.seen_as)
     return result
 
 
@@ -260,10 +272,10 @@ def describe(record: dict) -> list[str]:
         lines.append(f"  {kind:24}{row['ms']:12.3f} ms{row['share']:8.1%}{rate}")
     if record["gpu"] and not record["waits"]:
         lines.append("The host never waits for the GPU in these steps.")
-    for one in record["waits"]:
+    for wait in record["waits"]:
         lines.append(
-            f"  the host waits {one['per_step']:.1f} × a step, {one['ms_per_step']:.3f} ms, in "
-            f"{one['where']}"
+            f"  the host waits {wait['per_step']:.1f} × a step, {wait['ms_per_step']:.3f} ms, in "
+            f"{wait['where']}"
         )
     return lines + [f"a kernel of a newer generation: {name}" for name in record.get("newer", [])]
 
@@ -272,8 +284,11 @@ def main() -> None:
     parser = OneLineParser(description=__doc__.splitlines()[0])
     harness.add_arguments(parser)
     harness.add_batch(parser)
-    text = "tier (default: sample.py's; --baseline: tf32 where the device has it, else fp32)"
-    parser.add_argument("--precision", choices=tuple(precision.TIERS), help=text)
+    parser.add_argument(
+        "--precision",
+        choices=tuple(precision.TIERS),
+        help="tier (default: sample.py's; --baseline: tf32 where the device has it, else fp32)",
+    )
     parser.add_argument(
         "--baseline", action="store_true", help="upstream's arithmetic: models.py, step by step"
     )
@@ -285,10 +300,9 @@ def main() -> None:
         if args.output and Path(args.output).suffix != ".json":
             raise UsageError(f"--output {args.output}: must end in .json")
         device = harness.prepare(args)
-        upstream = "tf32" if precision.supports("tf32", device) else "fp32"
-        args.precision = args.precision or (
-            upstream if args.baseline else precision.default_tier(device)
-        )
+        if args.precision is None and args.baseline:
+            args.precision = "tf32" if precision.supports("tf32", device) else "fp32"
+        args.precision = args.precision or precision.default_tier(device)
         if args.baseline and precision.TIERS[args.precision].accelerated:
             raise UsageError(
                 f"--precision {args.precision}: upstream samples in fp32 or tf32; choose one of "

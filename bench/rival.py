@@ -28,19 +28,17 @@ class Rival(Plain):
 
     def __init__(self, what: str, model: torch.nn.Module, dtype: torch.dtype, device: torch.device):
         super().__init__(model.to(dtype))
-        self.evaluate = super().tokens
+        evaluate = super().tokens
         if what == "eager":
-            self.evaluate = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)(
-                self.evaluate
-            )
+            autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+            self.evaluate = autocast(evaluate)
         elif sum(value.numel() for value in model.parameters()) > LARGE:
             for block in model.blocks:
                 block.compile(mode="max-autotune-no-cudagraphs", dynamic=False)
-            self.evaluate = Replayed(self.evaluate)
+            self.evaluate = Replayed(evaluate)
         else:
-            self.evaluate = torch.compile(
-                self.evaluate, mode=what.replace("compile", "default"), dynamic=False
-            )
+            mode = "default" if what == "compile" else what
+            self.evaluate = torch.compile(evaluate, mode=mode, dynamic=False)
 
     def tokens(self, x, t, y) -> torch.Tensor:
         # the compiler's graph will overwrite it

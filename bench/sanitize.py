@@ -1,5 +1,5 @@
 """Launch every kernel of one GPU once, to be run under a tool of NVIDIA's
-compute-sanitizer: see docs/trust.md.
+compute-sanitizer: see CONTRIBUTING.md.
 
     python bench/sanitize.py --captured --batch-rows 2 --side 32
 
@@ -15,15 +15,15 @@ from argparse import Namespace
 from itertools import product
 
 import torch
-from accel.command_line import OneLineParser, user_errors
 
+from accel.cli import OneLineParser, user_errors
 from accel.errors import UsageError
 from accel.families import Family, constructor_of, families
 from accel.flags import positive
 from accel.graphs import Replayed
 from accel.kernels.attention import attention_to
 from accel.latents.half import HalfDecoder
-from accel.loading import choose_device
+from accel.opening import choose_device
 from bench import harness
 
 DEPTH = "depth", "n_layers"  # names of a constructor's number of blocks
@@ -33,14 +33,11 @@ def one_block(family: Family, side: int, device: torch.device) -> tuple[str, tor
     """Return the name and one block of a family's demo or, without one, of its first
     model, with random weights.
     """
-    name = next(
-        (name for name, implied in family.models.items() if implied.ckpt), next(iter(family.models))
-    )
+    name, *_ = family.shipped or family.models
     build = constructor_of(name)
-    arguments = {argument: 1 for argument in DEPTH if argument in build.config}
-    return name, harness.random_network(
-        build, device, input_size=side, num_classes=1000, **arguments
-    )
+    depth = {argument: 1 for argument in DEPTH if argument in build.config}
+    model = harness.random_network(build, device, input_size=side, num_classes=1000, **depth)
+    return name, model
 
 
 @torch.inference_mode()
@@ -56,8 +53,9 @@ def work(args: Namespace, device: torch.device) -> None:
         return torch.randn(shape, generator=generator, device=device)
 
     def run(what, function, *inputs):
-        output = (Replayed(function) if captured else function)(*inputs)
-        if not output.isfinite().all():
+        if captured:
+            function = Replayed(function)
+        if not function(*inputs).isfinite().all():
             raise RuntimeError(f"{what}: not finite")
 
     for rows in args.batch_rows:

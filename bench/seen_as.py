@@ -16,16 +16,17 @@ from accel import gpu
 PROCESS = ExitStack()  # contexts that last until the process ends
 OURS = r"^(attention|split_linear|split_attention)$"  # our kernels for Hopper
 NEWER = {  # kernels that must not be launched before a capability
-    (8, 0): r"bf16|bfloat16|tf32|flash|^_attention$",
+    (8, 0): r"bf16|bfloat16|tf32|flash",
     (9, 0): r"cudnn.*(sdpa|flash|fmha|attention)",
 }
 
 
 def version(text: str) -> tuple[int, int]:
     """Convert a compute capability such as 8.0, for argparse."""
-    if not (found := re.fullmatch(r"(\d+)\.(\d)", text)):
+    match = re.fullmatch(r"(\d+)\.(\d)", text)
+    if match is None:
         raise ArgumentTypeError(f"{text}: must be a compute capability, as 8.0")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def compile_for(capability: tuple[int, int]) -> None:
@@ -47,15 +48,17 @@ def compile_for(capability: tuple[int, int]) -> None:
 
 def see_as(capability: tuple[int, int]) -> None:
     """Make this process take its GPU for one of `capability`."""
-    own = torch.cuda.get_device_capability()
-    if capability < min((9, 0), own):
+    real = torch.cuda.get_device_capability()
+    if capability < min((9, 0), real):
         compile_for(capability)
-    if capability != own:
+    if capability != real:
         PROCESS.enter_context(gpu.seen_as(capability))
 
 
 def newer(names: list[str], capability: tuple[int, int]) -> list[str]:
     """Return the kernels that a GPU of `capability` cannot have launched by our choice."""
     patterns = [pattern for since, pattern in NEWER.items() if capability < since]
-    patterns += [OURS] if capability != (9, 0) else []
-    return [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
+    if capability != (9, 0):
+        patterns.append(OURS)
+    any_of = re.compile("|".join(patterns) or "(?!)")  # the last matches nothing
+    return [name for name in names if any_of.search(name)]

@@ -22,17 +22,20 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import NamedTuple
 
+import numpy as np
 import torch
-from accel.command_line import OneLineParser, user_errors
-from accel.request import GridRequest
 
 import evaluate
-from accel import door, precision
+from accel import precision
+from accel.cli import OneLineParser, user_errors
+from accel.config import Grid
 from accel.errors import UsageError
 from accel.families import family_of
-from accel.latents.pixels import to_uint8
+from accel.grid import ready
 from accel.network import Network
+from accel.output import to_uint8
 from bench import harness
 from bench.rival import RIVALS, Rival
 
@@ -46,7 +49,14 @@ STEPS = (  # rung → switches of harness.build; each adds one to the rung befor
     ("CUDA graph", dict(graph=True)),
 )
 HALF = [name for name, tier in precision.TIERS.items() if tier.dtype != torch.float32]
-Rung = tuple[str, str, dict]  # name, tier, switches
+
+
+class Rung(NamedTuple):
+    """A tier, with switches of harness.build."""
+
+    name: str
+    tier: str
+    switches: dict
 
 
 def ladder(device: torch.device, tiers: list[str]) -> Iterator[Rung]:
@@ -55,14 +65,16 @@ def ladder(device: torch.device, tiers: list[str]) -> Iterator[Rung]:
     """
     for tier in ("fp32", "tf32", "exact"):
         if precision.supports(tier, device):
-            yield tier, tier, {}
+            yield Rung(tier, tier, {})
     # Plain half precision gets torch's flash attention where there is one.
-    flash = precision.supports("bf16", device)
-    for tier in (tier for tier in tiers if precision.supports(tier, device)):
-        switches = harness.PLAIN | dict(attention="flash" if flash else "efficient")
+    attention = "flash" if precision.supports("bf16", device) else "efficient"
+    for tier in tiers:
+        if not precision.supports(tier, device):
+            continue
+        switches = {**harness.PLAIN, "attention": attention}
         for name, change in STEPS:
-            switches = switches | change
-            yield f"{tier} + {name}", tier, switches
+            switches = {**switches, **change}
+            yield Rung(f"{tier} + {name}", tier, switches)
 
 
 class Reference:
@@ -75,9 +87,8 @@ class Reference:
         side = args.latent_size
         self.x = torch.randn(2, model.in_channels, side, side, generator=generator).to(device)
         self.y = torch.tensor([1, args.num_classes], device=device)
-        times = (
-            (0.02, 0.5, 0.98) if family_of(args.model).prediction == "velocity" else (980, 500, 20)
-        )
+        is_flow = family_of(args.model).prediction == "velocity"
+        times = (0.02, 0.5, 0.98) if is_flow else (980, 500, 20)
         self.t = [torch.full((2,), t, device=device) for t in times]
         wide = harness.build(args.model, copy.deepcopy(model).double(), "fp32", device)
         self.out = [wide.forward(self.x.double(), t, self.y) for t in self.t]
@@ -85,8 +96,11 @@ class Reference:
     @torch.no_grad()
     def error(self, network: Network) -> float:
         """Return the largest relative error of a network's output."""
-        outs = [network.forward(self.x, t, self.y).double() for t in self.t]
-        return max(float((out - want).norm() / want.norm()) for out, want in zip(outs, self.out))
+        errors = []
+        for t, want in zip(self.t, self.out):
+            out = network.forward(self.x, t, self.y).double()
+            errors.append(float((out - want).norm() / want.norm()))
+        return max(errors)
 
 
 class Judge:
@@ -102,13 +116,13 @@ class Judge:
         steps: int = 250,
         model: str = "DiT-Demo/2",
     ):
-        request = GridRequest(model, precision="fp32", num_sampling_steps=steps, device=str(device))
-        settings, self.reference, self.decoder = door.ready(request)
+        grid = Grid.of(model, precision="fp32", num_sampling_steps=steps, device=str(device))
+        _, opened, self.reference = ready(grid)
         self.name = model
         self.model = self.reference.network.model
-        self.tokens = settings.tokens
+        self.tokens = opened.tokens
         self.seeds = range(seeds)
-        self.labels = [index % settings.num_classes for index in range(each)]
+        self.labels = [index % opened.config.num_classes for index in range(each)]
         self.want = self.pictures("fp32", {})
 
     def pictures(
@@ -120,36 +134,37 @@ class Judge:
         network = share(
             harness.build(self.name, self.model, tier, self.reference.device, **switches)
         )
-        run = self.reference._replace(network=network, tier=tier)
-        latents = [run.latents(self.labels, seed) for seed in self.seeds]
-        precision.apply_precision("fp32", run.device)  # the decoder is not under comparison
-        return [to_uint8(self.decoder.decode(one)).numpy() for one in latents]
+        pipeline = self.reference.with_(network=network, tier=tier)
+        latents = [pipeline.latents(self.labels, seed) for seed in self.seeds]
+        precision.apply_precision("fp32", pipeline.device)  # the decoder is not under comparison
+        return [to_uint8(pipeline.decode(of_seed)).numpy() for of_seed in latents]
 
-    def judge(self, tier: str, switches: dict, **how) -> dict:
+    def judge(self, tier: str, switches: dict, share: Callable = lambda network: network) -> dict:
         """Return the worst picture's figures, and whether every picture meets each
-        criterion, without LPIPS. MAE is of 0–1.
+        criterion, without LPIPS. MAE is of 0–1. share: as for `pictures`.
         """
-        pairs = [
-            pair
-            for sets in zip(self.want, self.pictures(tier, switches, **how))
-            for pair in zip(*sets)
-        ]
-        mae, psnr, ssim = zip(
-            *((evaluate.mae(a, b), evaluate.psnr(a, b), evaluate.ssim(a, b)) for a, b in pairs)
+        want = np.concatenate(self.want)
+        got = np.concatenate(self.pictures(tier, switches, share))
+        worst = dict(
+            mae=max(map(evaluate.mae, want, got)),
+            psnr=min(map(evaluate.psnr, want, got)),
+            ssim=min(map(evaluate.ssim, want, got)),
         )
-        worst = dict(mae=max(mae), psnr=min(psnr), ssim=min(ssim))
-        meets = {
-            name: all(evaluate.judge(worst, bars).values()) for name, bars in evaluate.GATES.items()
-        }
-        return dict(pictures=len(pairs), worst=worst | dict(mae=max(mae) / 255), **meets)
+        meets = {}
+        for name, thresholds in evaluate.GATES.items():
+            meets[name] = all(evaluate.judge(worst, thresholds).values())
+        worst["mae"] /= 255
+        return dict(pictures=len(want), worst=worst, **meets)
 
 
 def climb(args: Namespace, device: torch.device, rungs: list[Rung]) -> Iterator[dict]:
     """Yield the rungs, timed and judged, then the rivals."""
     model = harness.model_of(args, device)
     reference = Reference(model, args, device)
-    judged = args.gate and any(name != "fp32" for name, *_ in rungs)  # on a CPU there is fp32 alone
-    judge = Judge(args.gate, device, model=harness.demo_of(args.model)) if judged else None
+    judge = None
+    # on a CPU there is fp32 alone
+    if args.gate and any(rung.name != "fp32" for rung in rungs):
+        judge = Judge(args.gate, device, model=harness.demo_of(args.model))
 
     def measure(name, make):
         gc.collect()  # the memory of the rung before
@@ -157,9 +172,8 @@ def climb(args: Namespace, device: torch.device, rungs: list[Rung]) -> Iterator[
         started = time.perf_counter()
         try:
             network = make()
-            row |= harness.time_steps(
-                harness.sampling(network, args, device), device, args.load, args.window
-            )
+            loop = harness.sampling(network, args, device)
+            row |= harness.time_steps(loop, device, args.load, args.window)
             row["seconds"] = time.perf_counter() - started
             # the compiler would search again for the reference's two batch rows
             if "max-autotune" not in name:
@@ -168,16 +182,17 @@ def climb(args: Namespace, device: torch.device, rungs: list[Rung]) -> Iterator[
             row["failed"] = "out of memory"
         return row
 
-    for name, tier, switches in rungs:
-        row = measure(name, partial(harness.build, args.model, model, tier, device, **switches))
-        if judge and name != "fp32" and "ms" in row:
-            row["judged"] = judge.judge(tier, switches)
+    for rung in rungs:
+        make = partial(harness.build, args.model, model, rung.tier, device, **rung.switches)
+        row = measure(rung.name, make)
+        if judge and rung.name != "fp32" and "ms" in row:
+            row["judged"] = judge.judge(rung.tier, rung.switches)
         yield row
-    for what in args.vs:
-        make = partial(Rival, what, harness.model_of(args, device), torch.float16, device)
+    for rival in args.vs:
+        make = partial(Rival, rival, harness.model_of(args, device), torch.float16, device)
         precision.apply_precision("fp16", device)  # after model_of, which sets fp32's switches
         torch._dynamo.reset()
-        yield measure(f"fp16 + {RIVALS[what]}", make)
+        yield measure(f"fp16 + {RIVALS[rival]}", make)
 
 
 def rungs_of(args: Namespace, device: torch.device) -> list[Rung]:
@@ -185,9 +200,11 @@ def rungs_of(args: Namespace, device: torch.device) -> list[Rung]:
     nothing to time.
     """
     every = list(ladder(device, args.precision))
-    rungs = [rung for rung in every if not args.only or any(word in rung[0] for word in args.only)]
+    if not args.only:
+        return every
+    rungs = [rung for rung in every if any(word in rung.name for word in args.only)]
     if not (rungs or args.vs):
-        names = ", ".join(name for name, *_ in every)
+        names = ", ".join(rung.name for rung in every)
         raise UsageError(
             f"--only {' '.join(args.only)}: no rung on {device} has that in its name; there are "
             f"{names}"
@@ -204,13 +221,17 @@ def line(row: dict) -> str:
         text += f"   error {row['error']:.1e}"
     if "judged" in row:
         judged = row["judged"]
-        worst = row["judged"]["worst"]
+        worst = judged["worst"]
         text += (
             f"   worst PSNR {worst['psnr']:.1f}, MAE {255 * worst['mae']:.4f} of 0-255, without "
-            "LPIPS: "
+            f"LPIPS: {verdicts(judged)}"
         )
-        text += ", ".join(f"{name} {'PASS' if judged[name] else 'FAIL'}" for name in evaluate.GATES)
     return text
+
+
+def verdicts(judged: dict) -> str:
+    """Return the verdict of each criterion as text. judged: by Judge.judge."""
+    return ", ".join(f"{name} {'PASS' if judged[name] else 'FAIL'}" for name in evaluate.GATES)
 
 
 def main() -> None:
@@ -221,11 +242,14 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="WORD", help="rungs with such a word in their name"
     )
-    what = (
-        "the same weights in float16 as others run them; compile, max-autotune: modes of "
-        "torch.compile"
+    parser.add_argument(
+        "--vs",
+        nargs="+",
+        choices=RIVALS,
+        default=[],
+        help="the same weights in float16 as others run them; compile, max-autotune: modes of "
+        "torch.compile",
     )
-    parser.add_argument("--vs", nargs="+", choices=RIVALS, default=[], help=what)
     parser.add_argument(
         "--gate", type=int, default=0, metavar="SEEDS", help="judge a demo's pictures, 64 a seed"
     )
@@ -235,10 +259,14 @@ def main() -> None:
         if args.vs and device.type != "cuda":
             raise UsageError("--vs: compares float16 on a GPU, and this is none; leave it out")
         rungs = rungs_of(args, device)
-        record = harness.about("steps", args, device)
-        record |= dict(batch_rows=2 * args.pictures, load_seconds=args.load, rungs=[])
+        record = dict(
+            **harness.about("steps", args, device),
+            batch_rows=2 * args.pictures,
+            load_seconds=args.load,
+            rungs=[],
+        )
         print(
-            ", ".join(f"{name} {record[name]}" for name in ("gpu", "torch", "commit")), flush=True
+            f"gpu {record['gpu']}, torch {record['torch']}, commit {record['commit']}", flush=True
         )
         for row in climb(args, device, rungs):
             record["rungs"].append(row)

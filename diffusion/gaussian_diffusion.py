@@ -23,8 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .diffusion_utils import discretized_gaussian_log_likelihood, normal_kl
-
 
 class ModelMeanType(enum.Enum):
     """The model's prediction."""
@@ -210,8 +208,10 @@ class GaussianDiffusion:
 
     def _upload(self, device):
         """Return the tables by name, float32 (T,) on `device`, by one copy."""
-        own = {name: table for name, table in vars(self).items() if isinstance(table, np.ndarray)}
-        tables = {name: table for name, table in own.items() if len(table) == self.num_timesteps}
+        arrays = {
+            name: table for name, table in vars(self).items() if isinstance(table, np.ndarray)
+        }
+        tables = {name: table for name, table in arrays.items() if len(table) == self.num_timesteps}
         large = self.betas.copy()
         large[0] = self._first_variance
         tables["log_betas"] = np.log(self.betas)
@@ -725,6 +725,9 @@ class GaussianDiffusion:
         The term is Ho's eq. 5: L_{t-1} = KL(q(x_{t-1} | x_t, x_0) || p) or, at t = 0,
         L_0 = -log p(x_0 | x_1) over 8-bit levels. Arguments: as p_mean_variance's.
         """
+        # sampling needs neither
+        from .diffusion_utils import discretized_gaussian_log_likelihood, normal_kl
+
         q_mean, _, q_log_variance = self.q_posterior_mean_variance(x_start=x_start, x_t=x_t, t=t)
         p = self.p_mean_variance(
             model,
@@ -742,6 +745,8 @@ class GaussianDiffusion:
 
     def _prior_bpd(self, x_start):
         """Return L_T = KL(q(x_T | x_0) || N(0, I)), Ho eq. 5, (N,) in bits per dimension."""
+        from .diffusion_utils import normal_kl
+
         t = torch.full(
             (x_start.shape[0],), self.num_timesteps - 1, dtype=torch.int64, device=x_start.device
         )

@@ -65,8 +65,11 @@ class LossAwareSampler(ScheduleSampler):
         if dist.is_available() and dist.is_initialized():
             batches = batches * dist.get_world_size()
             dist.all_gather_object(batches, batches[0])
-        ts = [t for of_rank, _ in batches for t in of_rank]
-        losses = [loss for _, of_rank in batches for loss in of_rank]
+        ts: list[int] = []
+        losses: list[float] = []
+        for ts_of_rank, losses_of_rank in batches:
+            ts += ts_of_rank
+            losses += losses_of_rank
         self.update_with_all_losses(ts, losses)
 
     @abstractmethod

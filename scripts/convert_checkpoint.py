@@ -15,11 +15,10 @@ import shutil
 from pathlib import Path
 
 import torch
-from accel.command_line import OneLineParser, user_errors
-from accel.door.opening import fit_of
 from safetensors import SafetensorError
 from safetensors.torch import save
 
+from accel.cli import OneLineParser, user_errors
 from accel.errors import UsageError, path_errors, shown
 from accel.families import family_of, model_names
 from accel.families.recognise import (
@@ -27,16 +26,18 @@ from accel.families.recognise import (
     recognise,
     recogniser_of,
     reference_state,
-    require_sinusoid,
 )
 from accel.files import atomic_write, repeated, require_name
 from accel.flags import positive
 from accel.latents.files import find
+from accel.opening import fit_of_file
 from accel.weights import Weights
 from accel.weights.checkpoint import open_checkpoint
-from accel.weights.diffusers_layout import WEIGHTS, config_of, to_diffusers, weight_files
+from accel.weights.diffusers_layout import config_of, to_diffusers
+from accel.weights.digests import digest
 from accel.weights.metadata import OWN, to_header
-from accel.weights.tensor_files import digest, mode_of
+from accel.weights.positions import require_sinusoid
+from accel.weights.tensor_files import WEIGHTS, mode_of, weight_files
 
 # DiT's diffusion process.
 SCHEDULER = {
@@ -62,10 +63,12 @@ def write_folder(
             "scheduler": "DDIMScheduler",
             "vae": "AutoencoderKL",
         }
-        index = {part: ["diffusers", name] for part, name in parts.items()} | (
-            {} if vae else {"vae": [None, None]}
-        )
-        files["model_index.json"] = {"_class_name": "DiTPipeline"} | index
+        index = {"_class_name": "DiTPipeline"}
+        for part, name in parts.items():
+            index[part] = ["diffusers", name]
+        if vae is None:
+            index["vae"] = [None, None]
+        files["model_index.json"] = index
         files["scheduler/scheduler_config.json"] = SCHEDULER
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -133,10 +136,11 @@ def convert(
         )
     vae = find(vae).decoder.path if vae else None
     weights = open_checkpoint(ckpt, entry=weights_entry)
-    fit = fit_of(weights, model, num_heads=num_heads)
+    fit = fit_of_file(weights, model, num_heads=num_heads)
     if target.suffix:
         state = recogniser_of(fit.family).sampled(weights.state, weights.metadata)
-        if dropped := weights.state.keys() - state.keys():
+        dropped = weights.state.keys() - state.keys()
+        if dropped:
             print(
                 f"{shown(ckpt)}: left out {len(dropped)} entries that only training needs, such "
                 f"as {min(dropped)}"

@@ -34,16 +34,16 @@ from typing import IO, NamedTuple
 
 import numpy as np
 import torch
-from accel.command_line import OneLineParser, user_errors
-from accel.request import MOST_PIXELS
 from tqdm import tqdm
 
+from accel.cli import OneLineParser, user_errors
+from accel.config import MOST_PIXELS
 from accel.errors import UsageError, path_errors, shown
 from accel.files import open_regular, read_json, sha256_of
 from accel.flags import positive
 from accel.picture_files import SUFFIXES, read_picture
 from accel.precision import convolutions
-from accel.streams import take_failure
+from accel.signals import take_failure
 
 URL = "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth"
 SHA256 = "6726825d"  # of the published weights, the first digits, as torch's hub checks them
@@ -511,7 +511,8 @@ def main() -> None:
     warnings.filterwarnings("ignore", module="PIL")  # the reader's error is the line
     with user_errors(parser):
         report(args)
-        if lost := take_failure():
+        lost = take_failure()
+        if lost is not None:
             raise lost
 
 

@@ -76,6 +76,9 @@ sections="1 2 3"
 if ((ranks > 1)); then
   torchrun=(torchrun --standalone --nproc_per_node="$ranks")
   measure parallel.json "${torchrun[@]}" bench/many_gpus.py "${shared[@]}" --output "$log/parallel.json"
+  # shellcheck disable=SC2086
+  measure contest-gpus.json "${jobs[@]}" --contest $tiers --gpus "$ranks" \
+    --output "$log/contest-gpus.json"
   measure ddp.json "${jobs[@]}" --gpus "$ranks" --output "$log/ddp.json"
   sections="1 2 3 4"
 fi

@@ -68,7 +68,7 @@ deleted=$(git ls-files --deleted -- "${code[@]}")
 [[ -z $deleted ]] || fail "git tracks files that are gone: ${deleted//$'\n'/ }; bring them back \
 (git checkout -- FILE) or tell git (git rm FILE)"
 others=$(git ls-files --others --exclude-standard -- "${code[@]}" "${weights[@]/#/:!}" \
-  "${@/#/:!}")
+  ':!output' "${@/#/:!}")
 [[ -z $others || $untracked ]] || fail "git does not track these files: ${others//$'\n'/ }; give \
 --with to pack them too, or --without to leave them out"
 [[ $untracked == --with ]] || others=

@@ -29,21 +29,23 @@ from contextlib import redirect_stdout
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from accel.command_line import OneLineParser, add_arguments, user_errors
-from accel.door import opening
-from accel.request import GridRequest
-from accel.settings import GridSettings
 from PIL import Image
 
 import evaluate
-from accel import door, loading
+from accel.cli import OneLineParser, add_arguments, user_errors
+from accel.config import Grid
 from accel.errors import UsageError, as_usage_error, path_errors, shown
 from accel.families import families
 from accel.flags import flag_names
-from accel.latents.pixels import to_grid
-from accel.precision import TIERS, alone, apply_precision, supports
+from accel.grid import batches_of, load, save, warm_up
+from accel.isolation import alone
+from accel.opening import Opened, choose_device, open_model
+from accel.output import to_grid
+from accel.pipeline import Pipeline, free_memory, guidance_of, process_of
+from accel.precision import TIERS, apply_precision, supports
 from accel.progress import Stopwatch
 from accel.signals import ENDINGS
 from scripts.page_guard import LOOPBACK, Guard
@@ -75,71 +77,97 @@ CSS = """.pixels :is(.image-frame, img) {
 .pixels img {image-rendering: pixelated}"""
 
 
-class Studio:
-    """The models of a page, one thread that samples, and the network that was used last."""
+class Model(NamedTuple):
+    """A model of the page: its options as they were asked for, and its files."""
 
-    def __init__(self, request: GridRequest):
-        shipped = [
-            name for family in families() for name, implied in family.models.items() if implied.ckpt
-        ]
-        names = [request.model] if request.model or request.ckpt else shipped
-        device = loading.choose_device(request.device)
-        self.opened = [opening.open_weights(replace(request, model=name), device) for name in names]
-        self.loaded = {}
+    asked: Grid
+    opened: Opened
+
+    @property
+    def grid(self) -> Grid:
+        """Return the options with every open one filled."""
+        return self.asked.filled(self.opened.config, self.opened.fit)
+
+    def changed(self, labels: tuple | None, **options: object) -> "Model":
+        """Return the same files with other options. Raises UsageError."""
+        before = self.asked.config
+        asked = replace(self.asked, labels=labels, config=replace(before, **options))
+        asked.check()
+        opened = self.opened.changed(vae_precision=before.vae_precision, **options)
+        return Model(asked, opened)
+
+    def command(self) -> str:
+        """Return the command that makes the same picture."""
+        words = ["python", "sample.py"]
+        for options in (self.asked.config, self.asked):
+            for item in fields(options):
+                value = getattr(options, item.name)
+                if value == item.default or item.name in ("config", "class_names"):
+                    continue  # the labels are numbers
+                values = value if isinstance(value, tuple) else (value,)
+                words += [flag_names(item)[0], *map(str, values)]
+        return shlex.join(words)
+
+
+class Studio:
+    """The models of a page, one thread that samples, and the pipeline that was used last."""
+
+    def __init__(self, grid: Grid):
+        config = grid.config
+        names = [config.model]
+        if config.model is None and config.ckpt is None:
+            names = [name for family in families() for name in family.shipped]
+        device = choose_device(config.device)
+        self.models = []
+        for name in names:
+            asked = replace(grid, config=replace(config, model=name))
+            asked.check()
+            self.models.append(Model(asked, open_model(asked.config, device)))
+        self.loaded = {}  # (model, tier) → pipeline
         self.thread = ThreadPoolExecutor(1)
         self.stop = threading.Event()
 
-    def sample(self, options: GridSettings, say: Callable, *values: object) -> tuple[str, str]:
+    def sample(self, model: Model, say: Callable, *values: object) -> tuple[str, str]:
         """Return the picture's file and the command that makes the same."""
-        wanted = opening.reopen(options, **choose(*values))
-        words = ["python", "sample.py"]
-        for item in fields(GridRequest):
-            value = getattr(wanted.request, item.name)
-            if value != item.default and item.name != "class_names":  # the labels are numbers
-                words += [
-                    flag_names(item)[0],
-                    *map(str, value if isinstance(value, tuple) else (value,)),
-                ]
-        return self.picture(wanted, "sample.png", say, PREVIEWS)[0], shlex.join(words)
+        wanted = model.changed(**choose(*values))
+        file, _ = self.picture(wanted, "sample.png", say, PREVIEWS)
+        return file, wanted.command()
 
     def compare(
-        self, options: GridSettings, say: Callable, *values: object
+        self, model: Model, say: Callable, *values: object
     ) -> tuple[tuple[str, str], str, str]:
         """Return the files of two pictures, that of their difference, and evaluate.py's
         report in Markdown.
         """
-        both = [
-            opening.reopen(options, **choose(*values[:5], *last))
-            for last in (values[5:8], values[8:])
-        ]
-        files, seconds = zip(
-            *[self.picture(one, f"{number}.png", say) for number, one in enumerate(both)]
-        )
+        first = model.changed(**choose(*values[:8]))
+        second = model.changed(**choose(*values[:5], *values[8:]))
+        first_file, first_seconds = self.picture(first, "0.png", say)
+        second_file, second_seconds = self.picture(second, "1.png", say)
+        files = first_file, second_file
         vgg = Path(torch.hub.get_dir(), "checkpoints", Path(evaluate.VGG16_URL).name)
         metrics = ["--vgg-weights", vgg] if vgg.exists() else ["--metrics", "mae", "psnr", "ssim"]
         heatmap = str(FOLDER / "difference.png")
         with redirect_stdout(io.StringIO()) as printed:
             evaluate.main([str(word) for word in (*files, *metrics, "--heatmap", heatmap)])
-        report, _, verdict = printed.getvalue().strip().replace(files[1], "second").rpartition("\n")
-        took = "Sampling took {:.2f} s and {:.2f} s.".format(*seconds)
+        text = printed.getvalue().strip().replace(second_file, "second")
+        report, _, verdict = text.rpartition("\n")
+        took = f"Sampling took {first_seconds:.2f} s and {second_seconds:.2f} s."
         return files, heatmap, f"### {verdict}\n{took}\n```\n{report}\n```"
 
     @alone()
     def picture(
-        self, options: GridSettings, name: str, say: Callable, previews: int = 0
+        self, model: Model, name: str, say: Callable, previews: int = 0
     ) -> tuple[str, float]:
-        """Write the picture of settings; return its file and the seconds of sampling."""
-        say(f"Loading {options.model} in {options.tier} …", 0)
-        if (key := (options.model, options.tier)) not in self.loaded:
-            self.loaded.clear()
-            loading.free_memory(options.device)
-            self.loaded[key] = door.load(options), door.decoder_of(options)
-        (run, decoder) = self.loaded[key]
-        watch = Stopwatch(options.device)
-        run = run._replace(process=door.process_of(options), guidance=door.guidance_of(options))
-        apply_precision(run.tier, run.device)
-        door.warm_up(options, run, watch)
-        total = run.process.steps
+        """Write the picture of a model; return its file and the seconds of sampling."""
+        grid = model.grid
+        config = grid.config
+        say(f"Loading {config.model} in {config.tier} …", 0)
+        pipeline = self.pipeline_of(grid, model.opened)
+        apply_precision(pipeline.tier, pipeline.device)
+        batches = batches_of(grid)
+        watch = Stopwatch(pipeline.device)
+        warm_up(grid, pipeline, batches, watch)
+        total = pipeline.process.steps
         start = time.perf_counter()
         due = [total * number // (previews + 1) for number in range(previews, 0, -1)]
 
@@ -150,18 +178,27 @@ class Studio:
             preview = []
             if due and due[-1] <= done < total:  # <=: of few steps some have several
                 due.pop()
-                preview = [
-                    Image.fromarray(
-                        to_grid(decoder.decode(run.estimate(x, done, options.labels))).numpy()
-                    )
-                ]
+                pixels = pipeline.decode(pipeline.estimate(x, done, grid.labels))
+                preview = [Image.fromarray(to_grid(pixels).numpy())]
             left = (time.perf_counter() - start) * (total - done) / done
             say(f"Step {done} of {total} · {left:.0f} s left", done / total, *preview)
 
         with watch.phase("sample"):
-            latents = door.latents(options, run, on_step=on_step)
-        door.save(options, path := str(FOLDER / name), latents, watch, decoder)
+            latents = pipeline.latents(grid.labels, config.seed, batches, on_step)
+        path = str(FOLDER / name)
+        save(grid, path, latents, watch, pipeline.decoder)
         return path, watch.seconds["sample"]
+
+    def pipeline_of(self, grid: Grid, opened: Opened) -> Pipeline:
+        """Return the pipeline of a grid. Its network is loaded unless it was used last."""
+        key = opened.config.model, opened.config.tier
+        if key not in self.loaded:
+            self.loaded.clear()
+            free_memory(opened.device)
+            self.loaded[key] = load(grid, opened)
+        return self.loaded[key].with_(
+            process=process_of(opened), guidance=guidance_of(opened, opened.fit.null_class)
+        )
 
     def serve(self, work: Callable, outputs: list, *values: object) -> Iterator[dict]:
         """Run work(say, *values) in the thread. Yield values of `outputs`: its status
@@ -186,7 +223,8 @@ class Studio:
                 yield {status: news[status], picture: news.pop(picture, gr.skip())}
             yield dict(zip(outputs, ("Done.", *job.result())))
         except Exception as error:
-            if (mistake := as_usage_error(error)) is None:
+            mistake = as_usage_error(error)
+            if mistake is None:
                 raise
             raise gr.Error(
                 html.escape(mistake.by_flags(NAMES)), duration=None, print_exception=False
@@ -196,8 +234,9 @@ class Studio:
 
 
 def choose(labels, seed, scale, low, high, sampler, steps, tier) -> dict:
-    """Return fields of GridRequest from the fields of the page. Raises UsageError for too
-    many pictures.
+    """Return labels, None for the default, and options of a Config from the fields of the
+    page; a field that is empty leaves its option as it is. Raises UsageError for too many
+    pictures.
     """
     # The browser sends lists of strings, and numbers; other clients may send anything.
     if not isinstance(labels, list):
@@ -206,8 +245,7 @@ def choose(labels, seed, scale, low, high, sampler, steps, tier) -> dict:
         raise UsageError(
             f"`labels`: {len(labels)} pictures are too many for this page; choose up to {MOST}"
         )
-    return dict(
-        labels=tuple(labels) or None,
+    options = dict(
         seed=whole(seed) or 0,
         cfg_scale=scale,
         guidance_interval=(low, high),
@@ -215,6 +253,8 @@ def choose(labels, seed, scale, low, high, sampler, steps, tier) -> dict:
         num_sampling_steps=whole(steps),
         precision=tier,
     )
+    filled_in = {name: value for name, value in options.items() if value is not None}
+    return {"labels": tuple(labels) or None, **filled_in}
 
 
 def whole(value: object) -> object:
@@ -222,22 +262,24 @@ def whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def choices(options: GridSettings) -> tuple[list[str], list[str]]:
+def choices(opened: Opened) -> tuple[list[str], list[str]]:
     """Return the samplers of the model's family, its default first, and the tiers of this
     device.
     """
-    tiers = [tier for tier in TIERS if supports(tier, options.device)]
-    return [*options.fit.family.samplers], tiers
+    tiers = [tier for tier in TIERS if supports(tier, opened.device)]
+    return [*opened.fit.family.samplers], tiers
 
 
-def model_tab(studio: Studio, options: GridSettings) -> None:
+def model_tab(studio: Studio, model: Model) -> None:
     """Lay out the fields, buttons and outputs of a model."""
-    samplers, tiers = choices(options)
+    grid = model.grid
+    config = grid.config
+    samplers, tiers = choices(model.opened)
 
     def chooser(sampler, tier):
         with gr.Row():
             name = gr.Dropdown(samplers, value=sampler, label="Sampler", min_width=200)
-            steps = gr.Number(options.num_sampling_steps, label="Steps", precision=0, min_width=80)
+            steps = gr.Number(config.num_sampling_steps, label="Steps", precision=0, min_width=80)
             return [name, steps, gr.Dropdown(tiers, value=tier, label="Arithmetic", min_width=100)]
 
     def runner(name, work, inputs, *outputs):
@@ -247,24 +289,26 @@ def model_tab(studio: Studio, options: GridSettings) -> None:
         status = gr.HTML(elem_classes="status")
         for output in outputs:
             output.render()
-        run = partial(studio.serve, partial(work, options), shown := [status, *outputs])
-        how = dict(
+        changing = [status, *outputs]
+        begun = start.click(
+            partial(studio.serve, partial(work, model), changing),
+            inputs,
+            changing,
+            trigger_mode="multiple",  # also after a stop
             show_progress="minimal",
             show_progress_on=status,
             concurrency_id="one",
             concurrency_limit=1,
-            preprocess=False,  # its errors are tracebacks; GridRequest checks all values
+            preprocess=False,  # its errors are tracebacks; Config checks all values
         )
-        begun = start.click(run, inputs, shown, trigger_mode="multiple", **how)  # also after a stop
         # Not by a function of the button: the run's last message may reach the browser
         # after its result.
         begun.failure(lambda: "Stopped.", None, status, queue=False)
         stop.click(None, cancels=begun)
 
-    names = options.class_names or [f"class {number}" for number in range(options.num_classes)]
+    names = grid.class_names or [f"class {number}" for number in range(config.num_classes)]
     classes = [(f"{name} · {number}", str(number)) for number, name in enumerate(names)]
-    many = dict(value=[*map(str, options.labels[:2])], multiselect=True, max_choices=MOST)
-    low, high = options.guidance_interval
+    low, high = config.guidance_interval
     look = dict(format="png", interactive=False, elem_classes="pixels", render=False)
     with gr.Row():
         with gr.Column(scale=2, min_width=340):
@@ -273,19 +317,21 @@ def model_tab(studio: Studio, options: GridSettings) -> None:
                     classes,
                     label="Classes",
                     info=f"Up to {MOST}; type to search, by name or number.",
-                    **many,
+                    value=[str(label) for label in grid.labels[:2]],
+                    multiselect=True,
+                    max_choices=MOST,
                 ),
-                gr.Number(options.seed, label="Seed", precision=0),
+                gr.Number(config.seed, label="Seed", precision=0),
                 gr.Slider(
                     1,
-                    max(10, options.cfg_scale),
-                    options.cfg_scale,
+                    max(10, config.cfg_scale),
+                    config.cfg_scale,
                     label="Guidance; 1 is none",
                     step=0.1,
                 ),
                 gr.Slider(0, 1, low, label="Guidance from noise level", step=0.05),
                 gr.Slider(0, 1, high, label="to noise level; 1 is noise", step=0.05),
-                *chooser(options.sampler, options.tier),
+                *chooser(config.sampler, config.tier),
             ]
         with gr.Column(scale=5):
             with gr.Tab("Sample"):
@@ -298,7 +344,7 @@ def model_tab(studio: Studio, options: GridSettings) -> None:
                 runner("Sample", studio.sample, shared, picture, line)
             with gr.Tab("Compare"):
                 gr.Markdown("The settings on the left, and on the same noise:")
-                other = chooser(options.sampler if len(tiers) > 1 else samplers[1], tiers[0])
+                other = chooser(config.sampler if len(tiers) > 1 else samplers[1], tiers[0])
                 look["buttons"] = ["fullscreen"]
                 both = gr.ImageSlider(label="First on the left, second on the right", **look)
                 difference = gr.Image(label="Difference", **look)
@@ -347,13 +393,13 @@ def main() -> None:
         help="serve an address of this machine, or 0.0.0.0 for all, to whoever has the token "
         "that is then printed; default: this machine's own browser alone",
     )
-    given = vars(parser.parse_args())
-    port = given.pop("port")
-    host = given.pop("host")
+    options = vars(parser.parse_args())
+    port = options.pop("port")
+    host = options.pop("host")
     with user_errors(parser):
         if host is not None:
             require_address(host)
-        studio = Studio(GridRequest(**given))
+        studio = Studio(Grid.of(**options))
         if gr is None:
             raise UsageError("gradio is missing; install it with pip install -e .[page]")
         # one during an import would leave the folder
@@ -364,18 +410,27 @@ def main() -> None:
                 title="DiT, sampled faster", analytics_enabled=False, delete_cache=(600, 3600)
             ) as page:
                 gr.Markdown("# DiT, sampled faster")
-                for opened in studio.opened:
-                    with gr.Tab(opened.model):
-                        model_tab(studio, opened)
+                for model in studio.models:
+                    with gr.Tab(model.opened.config.model):
+                        model_tab(studio, model)
             theme = gr.themes.Default(
                 font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]
             )
-            how = dict(share=False, run_history=False, footer_links=[], quiet=True, max_file_size=1)
-            how |= dict(server_name=host or LOOPBACK[0], server_port=port, theme=theme, css=CSS)
             token = secrets.token_urlsafe(16) if host else ""
-            how["app_kwargs"] = dict(middleware=[_guard(page, token)])
             with path_errors("port", port, "choose another"):
-                page.queue(max_size=16).launch(prevent_thread_lock=True, **how)
+                page.queue(max_size=16).launch(
+                    prevent_thread_lock=True,
+                    share=False,
+                    run_history=False,
+                    footer_links=[],
+                    quiet=True,
+                    max_file_size=1,
+                    server_name=host or LOOPBACK[0],
+                    server_port=port,
+                    theme=theme,
+                    css=CSS,
+                    app_kwargs=dict(middleware=[_guard(page, token)]),
+                )
             address = address_of(host, page.server_port, token)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
             print(f"{address} (Ctrl-C ends it)", flush=True)

@@ -78,9 +78,10 @@ class Guard:
             cookies = SimpleCookie(headers.get("cookie", ""))
         except CookieError:
             cookies = {}
-        if (name := _cookie(port)) in cookies:
-            given.append(cookies[name].value)
-        return any(hmac.compare_digest(one.encode(), self.token.encode()) for one in given)
+        cookie = cookies.get(_cookie(port))
+        if cookie is not None:
+            given.append(cookie.value)
+        return any(hmac.compare_digest(text.encode(), self.token.encode()) for text in given)
 
     def _problem(self, body):
         """Return what is wrong with the body of a call of a function, or ""."""

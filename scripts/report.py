@@ -19,9 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jinja2
-from accel.command_line import OneLineParser, user_errors
 from markdown_it import MarkdownIt
 
+from accel.cli import OneLineParser, user_errors
 from accel.errors import UsageError
 from accel.files import ROOT, atomic_write
 from accel.flags import check_writable

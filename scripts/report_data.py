@@ -88,10 +88,11 @@ def roles(record: dict) -> list[str]:
 
 
 def contest(log: dict) -> list[dict]:
-    """Return the contest's rows, each with the phases of its median run. Only the
-    contest's job has points. Raises UsageError for records of different jobs.
+    """Return the contest's rows, fewest GPUs first, each with the phases of its median
+    run. Only the contest's job has points. Raises UsageError for records of different
+    jobs.
     """
-    records = log["contest"]
+    records = sorted(log["contest"], key=gpus_of)
     keys = (*CONTEST, "weights")
     require_alike(records, keys)
     job = {key: records[0][key] for key in keys}
@@ -103,8 +104,13 @@ def contest(log: dict) -> list[dict]:
             run = min(row["runs"], key=lambda run: abs(run["total"] - seconds))
             points = None if job["rehearsal"] else score(seconds)
             phases = _phases(run, "total", "process")
-            rows.append(row | dict(phases=phases, points=points, job=job))
+            rows.append(row | dict(gpus=gpus_of(record), phases=phases, points=points, job=job))
     return rows
+
+
+def gpus_of(record: dict) -> int:
+    """Return the number of GPUs of a record; on a CPU, of processes."""
+    return record.get("gpus", 1)
 
 
 def _phases(run, *others):
@@ -227,33 +233,38 @@ def job_on(gpus: int, runs: list[dict]) -> dict:
 def front_page(data: dict) -> dict:
     """Return before and after, from the sections' data.
 
-    before, after: the contest's rows of upstream's arithmetic and of the recommended
-    tier. upstream: as it ships. here: this project's tiers. judged: tier → its likeness.
-    shown: the heatmap of `after`. missing: keys of text about gaps. Raises UsageError if
-    the heatmap or upstream's arithmetic is missing.
+    before, after: the contest's rows of upstream's arithmetic on the fewest GPUs, and the
+    fastest of the recommended tier. upstream: as it ships. here: all other rows; a CPU's
+    only with one process, since ranks share its cores. judged: tier → its likeness.
+    shown: the heatmap of `after`. jobs: T on other numbers of GPUs. missing: keys of text
+    about gaps. Raises UsageError if the heatmap or upstream's arithmetic is missing.
     """
-    rows = {row["tier"]: row for row in data["single"]["contest"]}
+    rows = data["single"]["contest"]
+    if data["device"] == "CPU":
+        rows = [row for row in rows if row["gpus"] == rows[0]["gpus"]]
     verified = data["single"]["verified"]
     job = data["single"]["contest"][0]["job"]
     tiers = verified["tiers"]
     judged = {plain(tier["tier"]): tier for tier in tiers}
-    before = rows.get("fp32") or rows.get("tf32")
-    if not before:
+    upstreams = {tier: first(rows, tier) for tier in ("fp32", "tf32")}
+    before = upstreams["fp32"] or upstreams["tf32"]
+    if before is None:
         raise UsageError(
             "--log: no contest measurement of fp32; bench/jobs.py --contest fp32 --output "
             "LOG/fp32.json"
         )
-    after = rows.get(plain(verified["best"]["tier"]))
-    if not after:
-        after = min(rows.values(), key=lambda row: row["seconds"])
+    recommended = [row for row in rows if row["tier"] == plain(verified["best"]["tier"])]
+    after = min(recommended or rows, key=lambda row: row["seconds"])
+    upstream = upstreams["tf32"] if before is not upstreams["tf32"] else None
     best = judged.get(after["tier"], verified["best"])
     shown = verified["path"].parent / f"heatmap-{safe(best['tier'])}.png"
     if not shown.is_file():
         raise UsageError(f"{shown}: missing beside {verified['path']}; run scripts/verify.py again")
-    jobs = []  # of many GPUs, and the same as this one
+    timed = {1, *(row["gpus"] for row in rows)}
+    jobs = []
     for record in data.get("many", {}).get("ddp", []):
         if all(record[key] == job[key] for key in CONTEST):
-            jobs.append(record)
+            jobs += [run for run in record["runs"] if run["gpus"] not in timed]
     weights = verified["vgg_weights"]
     missing = dict(
         weights=job["weights"].startswith("random"),
@@ -267,8 +278,8 @@ def front_page(data: dict) -> dict:
         contest=CONTEST,
         before=before,
         after=after,
-        upstream=rows.get("tf32") if before is not rows.get("tf32") else None,
-        here=[row for tier, row in rows.items() if tier not in ("fp32", "tf32")],
+        upstream=upstream,
+        here=[row for row in rows if row is not before and row is not upstream],
         judged=judged,
         verified=verified,
         shown=shown,
@@ -276,6 +287,11 @@ def front_page(data: dict) -> dict:
         jobs=jobs,
         missing=[key for key, value in missing.items() if value],
     )
+
+
+def first(rows: list[dict], tier: str) -> dict | None:
+    """Return the first of the contest's rows of a tier."""
+    return next((row for row in rows if row["tier"] == tier), None)
 
 
 def plain(tier: str) -> str:
@@ -301,6 +317,7 @@ def collect(folder: Path, sections: Collection[int] = (1, 2, 3, 4)) -> dict:
             )
     parts = {1: baseline, 2: profile, 3: single, 4: many}
     data = {parts[section].__name__: parts[section](log) for section in sections}
+    data["device"] = device
     used = {}  # path → record
     for need in needs:
         for role in need.split("|"):
@@ -313,8 +330,7 @@ def collect(folder: Path, sections: Collection[int] = (1, 2, 3, 4)) -> dict:
         about[key] = "; ".join(dict.fromkeys(values))
     return data | dict(
         about=about,
-        device=device,
-        gpus=max(record.get("gpus", 1) for record in sources),
+        gpus=max(gpus_of(record) for record in sources),
         sources=sources,
         front=front_page(data) if "single" in data else None,
     )

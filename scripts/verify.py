@@ -17,7 +17,6 @@ computed (LPIPS without its weights)
 if not __package__:
     __import__("_as_module")
 
-import gc
 import math
 import statistics
 import sys
@@ -25,52 +24,63 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from accel.command_line import OneLineParser, add_arguments, request_from, user_errors
-from accel.door.opening import open_weights, reopen
-from accel.settings import GridSettings
 from PIL import Image
 from tqdm import tqdm
 
 import evaluate
-from accel import door, loading, precision
+from accel import precision
+from accel.cli import OneLineParser, add_arguments, job_from, user_errors
+from accel.config import Grid
 from accel.errors import UsageError
 from accel.files import atomic_write
 from accel.flags import check_writable, positive
-from accel.latents.pixels import to_grid
+from accel.grid import batches_of, hardware, load
+from accel.opening import Opened, choose_device, open_model
+from accel.output import to_grid
+from accel.pipeline import free_memory
 from accel.progress import Stopwatch, step_bar
 from bench import harness
 
 AGAIN = "fp32 again"  # a device without other tiers is compared with itself
 
 
-def sample(options: GridSettings, seeds: range, name: str) -> tuple[dict, list[float]]:
-    """Return grids (H, W, 3) uint8 by seed, and the seconds of each sampling, after a warm-up."""
-    gc.collect()  # captured graphs keep an earlier network's memory until then
-    run = door.load(options)
-    decoder = door.decoder_of(options)
+class Sampled(NamedTuple):
+    """The grids of a tier by their seeds, each (H, W, 3) uint8, and the seconds of each."""
+
+    grids: dict[int, np.ndarray]
+    seconds: list[float]
+
+
+def sample(grid: Grid, opened: Opened, seeds: range, name: str) -> Sampled:
+    """Return a grid for each seed, timed after a warm-up. name: of the tier, for the bar."""
+    device = opened.device
+    free_memory(device)  # captured graphs keep an earlier network's memory until then
+    pipeline = load(grid, opened)
+    batches = batches_of(grid)
+    pipeline.warm_up(grid.labels, batches)
+    steps = pipeline.process.steps * len(batches)
+    watch = Stopwatch(device)
     grids = {}
-    watch = Stopwatch(options.device)
-    with watch.phase("warm-up"):
-        run.warm_up(options.labels, door.ALONE.batches(len(options.labels), options.batch_size))
     for seed in seeds:
-        bar = step_bar(run.process.steps, options.device, desc=f"{name}, seed {seed}", leave=False)
+        bar = step_bar(steps, device, desc=f"{name}, seed {seed}", leave=False)
         with watch.phase(str(seed)), bar as on_step:
-            latents = door.latents(replace(options, seed=seed), run, on_step)
-        grids[seed] = to_grid(decoder.decode(latents)).numpy()
-    return grids, [watch.seconds[str(seed)] for seed in seeds]
+            latents = pipeline.latents(grid.labels, seed, batches, on_step)
+        grids[seed] = to_grid(pipeline.decode(latents)).numpy()
+    return Sampled(grids, [watch.seconds[str(seed)] for seed in seeds])
 
 
 def parts(a: np.ndarray, b: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Return the parts of grids a and b that must meet the criterion: "grid", and each
     picture as "row,column".
     """
-    tiles = evaluate.find_tiles(a, b)
-    return {"grid": (a, b)} | {
-        name: (a[rows, columns], b[rows, columns]) for name, rows, columns in tiles
-    }
+    pixels = {"grid": (a, b)}
+    for name, rows, columns in evaluate.find_tiles(a, b):
+        pixels[name] = a[rows, columns], b[rows, columns]
+    return pixels
 
 
 def overall(verdicts: list) -> str:
@@ -83,35 +93,42 @@ def judge(want: dict, got: dict, lpips: Callable, name: str = "") -> dict:
     grid}, the worst value of each metric, and the reasons for metrics without a value.
     """
     rows = []
-    reasons = {}
+    reasons = {}  # a dict keeps the order
     for seed in tqdm(want, desc=f"{name}: metrics", unit="grid", leave=False):
         for part, (a, b) in parts(want[seed], got[seed]).items():
             values, failed = evaluate.measure(a, b, lpips)
             reasons |= dict.fromkeys(failed)
-            words = {True: "PASS", False: "FAIL", None: "NONE"}
-            verdict = {
-                gate: overall(
-                    [words[meets] for meets in evaluate.judge(values, thresholds).values()]
-                )
-                for gate, thresholds in evaluate.GATES.items()
-            }
-            rows.append(dict(seed=seed, part=part, **values, verdict=verdict))
+            rows.append(dict(seed=seed, part=part, **values, verdict=verdicts_of(values)))
     grids = [row for row in rows if row["part"] == "grid"]
     tiles = [row for row in rows if row["part"] != "grid"]
-    pick = {"mae": max, "lpips": max, "psnr": min, "ssim": min}
+    verdicts = {}
+    for gate in evaluate.GATES:
+        verdicts[gate] = overall([row["verdict"][gate] for row in rows])
     return dict(
-        verdicts={gate: overall([row["verdict"][gate] for row in rows]) for gate in evaluate.GATES},
+        verdicts=verdicts,
         parts=rows,
         reasons=[*reasons],
-        worst={
-            where: {
-                metric: worst([row[metric] for row in some] or [math.nan])
-                for metric, worst in pick.items()
-            }
-            for where, some in (("grid", grids), ("tile", tiles))
-        },
+        worst=dict(grid=worst_values(grids), tile=worst_values(tiles)),
         worst_seed=min(grids, key=lambda row: row["psnr"])["seed"],
     )
+
+
+def verdicts_of(values: dict[str, float]) -> dict[str, str]:
+    """Return the verdict of each criterion on the values of all metrics."""
+    words = {True: "PASS", False: "FAIL", None: "NONE"}
+    verdicts = {}
+    for gate, thresholds in evaluate.GATES.items():
+        meets = evaluate.judge(values, thresholds).values()
+        verdicts[gate] = overall([words[each] for each in meets])
+    return verdicts
+
+
+def worst_values(rows: list[dict]) -> dict[str, float]:
+    """Return the worst value of each metric; NaN without rows."""
+    worst = {}
+    for metric, pick in (("mae", max), ("lpips", max), ("psnr", min), ("ssim", min)):
+        worst[metric] = pick([row[metric] for row in rows], default=math.nan)
+    return worst
 
 
 def choose_tiers(asked: list[str] | None, device: torch.device) -> list[str]:
@@ -121,7 +138,7 @@ def choose_tiers(asked: list[str] | None, device: torch.device) -> list[str]:
     for tier in asked or ():
         if not precision.supports(tier, device):
             raise UsageError(f"--precision {tier}: {device} cannot run it; leave it out")
-    chosen = list(asked or [tier for tier in precision.TIERS if precision.supports(tier, device)])
+    chosen = asked or [tier for tier in precision.TIERS if precision.supports(tier, device)]
     return [tier for tier in chosen if tier != "fp32"] or [AGAIN]
 
 
@@ -150,15 +167,17 @@ def shown(record: dict, gate: str) -> dict[str, dict]:
     the worst grid, and the picture that fails most if there is one. Figures may be read
     from JSON.
     """
-    rows = {
-        "": next(
-            r for r in record["parts"] if (r["part"], r["seed"]) == ("grid", record["worst_seed"])
-        )
-    }
-    failed = [
-        row for row in record["parts"] if row["part"] != "grid" and row["verdict"][gate] == "FAIL"
-    ]
-    return rows | ({"-picture": min(failed, key=lambda row: float(row["psnr"]))} if failed else {})
+    rows = {}
+    failed = []
+    for row in record["parts"]:
+        if row["part"] != "grid":
+            if row["verdict"][gate] == "FAIL":
+                failed.append(row)
+        elif row["seed"] == record["worst_seed"]:
+            rows[""] = row
+    if failed:
+        rows["-picture"] = min(failed, key=lambda row: float(row["psnr"]))
+    return rows
 
 
 def draw_heatmaps(out: Path, record: dict, want: dict, got: dict, gate: str) -> None:
@@ -171,62 +190,60 @@ def draw_heatmaps(out: Path, record: dict, want: dict, got: dict, gate: str) -> 
         evaluate.heatmap(path, a, b, row, names, row["verdict"][gate])
 
 
-def verify(args: Namespace, options: GridSettings, tiers: list[str], out: Path) -> dict:
-    """Sample, judge and recommend. Return the record, which is in verify.json too."""
-    device = options.device
-    seeds = range(args.seeds)
+def verify(args: Namespace, grid: Grid, opened: Opened, tiers: list[str], out: Path) -> dict:
+    """Sample, judge and recommend. Return the record, which is in verify.json too. grid,
+    opened: in fp32.
+    """
     lpips = evaluate.Lpips(args.vgg_weights)
-    where = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"CPU, {torch.get_num_threads()} threads"
-    )
-    print(
-        f"{options.model} · {options.image_size} px · {count(len(options.labels), 'label')} · "
-        f"{door.steps_and_guidance(options)} · {count(args.seeds, 'seed')} · "
-        f"{where} · torch {torch.__version__}"
-    )
+    print(heading(grid, opened, args.seeds))
     if tiers == [AGAIN]:
-        print(f"{device} runs fp32 only: it is compared with a second run of itself.")
+        print(f"{opened.device} runs fp32 only: it is compared with a second run of itself.")
     # First all the sampling: its times are the GPU's alone, and the pictures are on disk
     # before they are judged.
-    want, times = sample(reopen(options, precision="fp32"), seeds, "fp32")
-    reference = median_and_range(times)
+    want, seconds = sample(grid, opened, range(args.seeds), "fp32")
+    reference = median_and_range(seconds)
     print(f"  {'fp32':22}{reference['median']:9.2f} s   the reference", flush=True)
-    names = "model", "image_size", "num_sampling_steps", "sampler"
-    record = dict(
-        kind="verify", **harness.provenance(device, args.commit), seeds=args.seeds, gate=args.gate
-    )
-    record |= {name: getattr(options, name) for name in names} | dict(
-        pictures=len(options.labels), tiers=[]
-    )
-    record |= dict(
-        weights=Path(options.weights.name).name, reference=dict(tier="fp32", seconds=reference)
-    )
     save_grids(out, want, "fp32")
+    records = []
     grids = {}
     for tier in tiers:
         try:
-            grids[tier], times = sample(
-                reopen(options, precision=tier.partition(" ")[0]), seeds, tier
+            # The decoder's arithmetic follows the tier, unless the user has chosen it.
+            in_tier = opened.changed(
+                precision=tier.partition(" ")[0], vae_precision=args.vae_precision
             )
+            grids[tier], seconds = sample(grid, in_tier, range(args.seeds), tier)
         except UsageError as error:  # such as weights that overflow float16
-            record["tiers"].append(dict(tier=tier, refused=error.by_flags()))
-        else:
-            speedup = reference["median"] / statistics.median(times)
-            record["tiers"].append(
-                dict(tier=tier, seconds=median_and_range(times), speedup=speedup)
-            )
-            save_grids(out, grids[tier], tier)
-    for one in record["tiers"]:
-        if "refused" not in one:
-            one |= judge(want, grids[one["tier"]], lpips, one["tier"])
-            draw_heatmaps(out, one, want, grids[one["tier"]], args.gate)
-        print(line(one), flush=True)
+            records.append(dict(tier=tier, refused=error.by_flags()))
+            continue
+        speedup = reference["median"] / statistics.median(seconds)
+        records.append(dict(tier=tier, seconds=median_and_range(seconds), speedup=speedup))
+        save_grids(out, grids[tier], tier)
+    for record in records:
+        if "refused" not in record:
+            got = grids[record["tier"]]
+            record |= judge(want, got, lpips, record["tier"])
+            draw_heatmaps(out, record, want, got, args.gate)
+        print(line(record), flush=True)
+    best = recommend(records, args.gate)
     vgg = lpips.source
-    best = recommend(record["tiers"], args.gate)
-    record["vgg_weights"] = vgg and dict(sha256=vgg["sha256"][:8], published=vgg["published"])
-    record["recommended"] = best and best["tier"]
+    config = grid.config
+    record = dict(
+        kind="verify",
+        **harness.provenance(opened.device, args.commit),
+        seeds=args.seeds,
+        gate=args.gate,
+        model=config.model,
+        image_size=config.image_size,
+        num_sampling_steps=config.num_sampling_steps,
+        sampler=config.sampler,
+        pictures=len(grid.labels),
+        tiers=records,
+        weights=Path(opened.weights.name).name,
+        reference=dict(tier="fp32", seconds=reference),
+        vgg_weights=vgg and dict(sha256=vgg["sha256"][:8], published=vgg["published"]),
+        recommended=best and best["tier"],
+    )
     harness.write(out / "verify.json", evaluate.json_ready(record))
     if vgg and not vgg["published"]:
         print(
@@ -234,6 +251,21 @@ def verify(args: Namespace, options: GridSettings, tiers: list[str], out: Path) 
             "figure"
         )
     return record
+
+
+def heading(grid: Grid, opened: Opened, seeds: int) -> str:
+    """Return the line that announces what is sampled."""
+    config = grid.config
+    words = [
+        config.model,
+        f"{config.image_size} px",
+        grid.pictures,
+        config.steps_and_guidance(),
+        count(seeds, "seed"),
+        hardware(opened.device),
+        f"torch {torch.__version__}",
+    ]
+    return " · ".join(words)
 
 
 def save_grids(out: Path, grids: dict, tier: str) -> None:
@@ -253,11 +285,13 @@ def count(number: int, what: str) -> str:
 
 def conclude(record: dict) -> int:
     """Print the recommendation. Return the exit status."""
-    for reason in dict.fromkeys(
-        reason for one in record["tiers"] for reason in one.get("reasons", ())
-    ):
+    reasons = {}  # a dict keeps the order
+    for tier in record["tiers"]:
+        reasons |= dict.fromkeys(tier.get("reasons", ()))
+    for reason in reasons:
         print(f"verify.py: {reason}", file=sys.stderr)
     gate = record["gate"]
+    judged = [tier for tier in record["tiers"] if "verdicts" in tier]
     seeds = count(record["seeds"], "seed")
     best = recommend(record["tiers"], gate)
     if best and best["tier"] == AGAIN:
@@ -270,7 +304,7 @@ def conclude(record: dict) -> int:
             f"--precision {best['tier']} ({speedup}; all grids and pictures of {seeds} meet the "
             f"{gate} criterion)"
         )
-    elif any(one["verdicts"][gate] == "NONE" for one in record["tiers"] if "verdicts" in one):
+    elif any(tier["verdicts"][gate] == "NONE" for tier in judged):
         status = 3
         text = f"nothing yet: a metric of the {gate} criterion could not be computed"
     else:
@@ -288,34 +322,44 @@ def main() -> None:
         parser, leave_out=("precision", "output", "output_type", "repeats", "seed", "seed_list")
     )
     add = parser.add_argument
-    several = dict(nargs="+", choices=tuple(precision.TIERS))
-    gates = tuple(evaluate.GATES)
-    add("--precision", **several, help="tiers to verify (default: all that the device has)")
+    add(
+        "--precision",
+        dest="tiers",
+        nargs="+",
+        choices=tuple(precision.TIERS),
+        help="tiers to verify (default: all that the device has)",
+    )
     add("--seeds", type=positive, help="grids to make, from seeds 0, 1, … (default: 3; CPU: 1)")
     add(
         "--gate",
-        choices=gates,
+        choices=tuple(evaluate.GATES),
         default="contest",
         help="criterion of a recommended tier (default: contest)",
     )
     add("--vgg-weights", type=Path, help="LPIPS' VGG16, as in evaluate.py")
-    add("--output", default="output/verify", metavar="DIR", help="default: output/verify")
+    add(
+        "--output",
+        dest="folder",
+        default="output/verify",
+        metavar="DIR",
+        help="default: output/verify",
+    )
     add("--commit", help="commit to record (default: git's)")
     args = parser.parse_args()
     with user_errors(parser):
-        device = loading.choose_device(args.device)
-        out = Path(args.output)
-        tiers = choose_tiers(args.precision, device)
-        args.precision = args.output = None
+        device = choose_device(args.device)
+        out = Path(args.folder)
+        tiers = choose_tiers(args.tiers, device)
         args.seeds = args.seeds or (3 if device.type == "cuda" else 1)
-        request = replace(request_from(args), precision="fp32")
+        grid = job_from(args)
         check_writable(out / "verify.json")
         if args.vgg_weights is not None and not args.vgg_weights.is_file():
             raise UsageError(
                 f"--vgg-weights {args.vgg_weights}: no such file; it should be {evaluate.VGG16_URL}"
             )
-        options = open_weights(request, device)
-        sys.exit(conclude(verify(args, options, tiers, out)))
+        opened = open_model(replace(grid.config, precision="fp32"), device)
+        grid = grid.filled(opened.config, opened.fit)
+        sys.exit(conclude(verify(args, grid, opened, tiers, out)))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ from accel.pipeline import ALONE
 from accel.sampling import denoise, upstream_noise
 from accel.sampling.guidance import Guidance, Unguided
 from accel.weights.checkpoint import Checkpoint
-from accel.weights.diffusers_layout import WEIGHTS, to_diffusers
+from accel.weights.diffusers_layout import to_diffusers
+from accel.weights.tensor_files import WEIGHTS
 
 # heads of 72 as in XL; 64 px
 SMALL = dict(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=8)

@@ -168,7 +168,7 @@ def half_digit(number: str) -> tuple[float, float]:
 def agrees(number: str, unit: str, values: list[float], block: str) -> bool:
     """Whether a figure is a recorded value, rounded, or the ratio of two figures in its block."""
     value, tolerance = half_digit(number)
-    scales = {"%": (100,), "GiB": (1 / 1024,), "MiB": (1, 2**-20)}.get(
+    scales = {"%": (100,), "GiB": (1, 1 / 1024), "MiB": (1, 2**-20)}.get(
         unit, (1, 255) if "0–255" in block else (1,)
     )
     if any(abs(value - scale * one) <= tolerance for one in values for scale in scales):

@@ -184,7 +184,7 @@ def test_mistakes_are_one_line(script, flags, words, here, tmp_path, monkeypatch
 def test_flags_of_other_scripts_name_ours_that_there_are():
     parsers = [sample.make_parser(), sample_ddp.make_parser()]
     ours = set().union(*(parser._option_string_actions for parser in parsers))
-    for flag, words in {**foreign_flags.FLAGS, **foreign_flags.MODES}.items():
+    for flag, words in foreign_flags.remedies().items():
         named = set(re.findall(r"--[a-z][\w-]*", words)) - {"--nproc_per_node"}
         assert named <= ours, flag
     for parser in parsers:

@@ -25,7 +25,8 @@ from accel.config import Grid
 from accel.errors import UsageError
 from accel.families import constructor_of
 from accel.grid import ready
-from accel.weights.diffusers_layout import WEIGHTS, config_of, to_diffusers
+from accel.weights.diffusers_layout import config_of, to_diffusers
+from accel.weights.tensor_files import WEIGHTS
 from models import DiT, DiT_models
 
 STEPS = 3

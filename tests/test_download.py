@@ -16,7 +16,7 @@ import pretrained_models.download
 from accel.errors import UsageError
 from accel.families import DEMO
 from accel.families.recognise import published_name
-from accel.weights import checkpoint
+from accel.weights import checkpoint, fetch
 from models import DiT
 
 NAME = "DiT-XL-2-512x512.pt"
@@ -164,7 +164,7 @@ def published(tmp_path, monkeypatch):
 def test_published_weights_are_fetched_once(published, monkeypatch):
     body, folder = published
     with Published(body) as server:
-        monkeypatch.setattr(checkpoint, "BASE_URL", f"{server.url}/")
+        monkeypatch.setattr(fetch, "BASE_URL", f"{server.url}/")
         weights = checkpoint.Checkpoint(NAME)
         assert weights.path == folder / NAME and not weights.path.exists()
         want = download.download_model(NAME)
@@ -180,11 +180,11 @@ def test_published_weights_are_fetched_once(published, monkeypatch):
 def test_a_download_is_whole_or_absent(published, monkeypatch):
     body, folder = published
     with Published(body) as server:
-        monkeypatch.setattr(checkpoint, "BASE_URL", f"{server.url}/")
+        monkeypatch.setattr(fetch, "BASE_URL", f"{server.url}/")
         with pytest.raises(UsageError, match="404"):
             download.find_model("DiT-XL-2-256x256.pt")
     with Published(body[:-100], promised=len(body)) as server:
-        monkeypatch.setattr(checkpoint, "BASE_URL", f"{server.url}/")
+        monkeypatch.setattr(fetch, "BASE_URL", f"{server.url}/")
         with pytest.raises(
             UsageError, match=f"{len(body) - 100} of {len(body)}.*put it at {folder / NAME}"
         ):
@@ -199,7 +199,7 @@ def test_commands_fetch_what_is_missing(published, monkeypatch, capsys):
     folder.mkdir(parents=True)
     (folder / "DiT-XL-2-256x256.pt").write_bytes(body)
     with Published(body) as server:
-        monkeypatch.setattr(checkpoint, "BASE_URL", f"{server.url}/")
+        monkeypatch.setattr(fetch, "BASE_URL", f"{server.url}/")
         checkpoint.fetch_published()
     assert capsys.readouterr().out.split() == [
         str(folder / "DiT-XL-2-256x256.pt"),

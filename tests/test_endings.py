@@ -144,6 +144,7 @@ def test_a_full_disk_is_a_line_and_leaves_no_file(code, tmp_path):
     code = f"""
 import resource
 from pathlib import Path
+from accel.cli import OneLineParser, user_errors
 from accel.files import atomic_write
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 with user_errors(OneLineParser(prog="command")):

@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import accel
+from scripts import constraints
 
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 OFFLINE = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
@@ -222,6 +223,23 @@ def test_the_core_dependencies_suffice_to_sample(checkout, tmp_path):
     assert refused.startswith(f"ckpt={demo / 'dit.safetensors'}: ships with the repository")
     assert f"copy its pretrained_models/demo to {demo}" in refused
     assert sorted(packages.iterdir()) == before
+
+
+def test_make_installs_tested_versions_that_the_ranges_allow():
+    """Each requirement has an exact version; the list can be written again from here."""
+    pinned = [Requirement(line) for line in lines_of(ROOT / "constraints.txt")]
+    versions = {pin.name: str(pin.specifier).removeprefix("==") for pin in pinned}
+    here = constraints.needed()
+    for name in ("requirements.txt", "requirements-test.txt"):
+        for requirement in map(Requirement, lines_of(ROOT / name)):
+            version = versions[canonicalize_name(requirement.name)]
+            assert requirement.specifier.contains(version), (name, str(requirement))
+            assert canonicalize_name(requirement.name) in here
+    assert "-r requirements-test.txt -c constraints.txt" in (ROOT / "Makefile").read_text()
+
+
+def lines_of(path):
+    return re.findall(r"^[A-Za-z][^#\n]*", path.read_text(), re.M)
 
 
 def test_the_version_is_stated_once_and_the_changelog_begins_with_it():

@@ -19,9 +19,9 @@ from accel.families.lightning_dit.recipe import recipe
 from accel.latents.files import find, load
 from accel.latents.half import HalfDecoder
 from accel.latents.ldm_layout import STATISTICS
-from accel.latents.pixels import to_grid
 from accel.network import Plain
 from accel.opening import open_model
+from accel.output import to_grid
 from accel.sampling import denoise
 from accel.sampling.flow import Euler
 from accel.sampling.guidance import Guidance

@@ -36,6 +36,7 @@ from accel.cli import job_from
 from accel.errors import UsageError
 
 SETTINGS = "sample.py", "sample_ddp.py"
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
 # Programs whose commands are run here where no GPU is needed; the others have tests of
 # their own.
 QUICK = (*SETTINGS, "evaluate.py", "scripts/convert_checkpoint.py")
@@ -195,23 +196,39 @@ def test_the_index_of_log_names_every_file():
         assert f"`{entry}`" in text, f"log/README.md does not name log/{entry}"
 
 
-def test_code_md_names_every_file_and_what_pages_name_is_there():
-    named = re.findall(
-        r"`([\w./*-]+)`", "".join(re.findall(r"^\| [^|]+ \|", CODE.read_text(), re.M))
-    )
-    files = tracked("*.py", "*.cu", "*.cuh", "*.ipynb", "*.sbatch", "scripts/*.sh")
-    for path in files:
-        if not path.startswith(("tests/", "log/", ".ci/")):
-            assert any(fnmatch(path, pattern) for pattern in named), f"code.md does not name {path}"
-    for page in (CODE, ROOT / "docs" / "architecture.md"):
+UPSTREAMS = "models.py", "diffusion/*.py", "sample.py", "sample_ddp.py", "download.py", "*.ipynb"
+
+
+def test_code_md_names_upstreams_files_and_architecture_md_every_module():
+    named = re.findall(r"`([\w./*-]+)`", CODE.read_text())
+    for path in tracked(*UPSTREAMS, "evaluate.py", "pretrained_models/download.py"):
+        assert any(fnmatch(path, pattern) for pattern in named), f"code.md does not name {path}"
+    tree = re.search(r"## The tree\n(.*?)\n## ", ARCHITECTURE.read_text(), re.S)[1]
+    words = set(re.findall(r"[\w.]+/?", tree))
+    for path in tracked("accel", "*.py"):
+        parts = path.split("/")
+        if parts[0] == "accel":
+            parts = parts[1:]
+        elif len(parts) > 1:
+            continue  # of tests and programs
+        entry = parts[0] + "/" * (len(parts) > 1)
+        if entry.endswith((".py", "/")) and entry != "__init__.py":
+            assert entry in words, f"docs/architecture.md does not name {path}"
+
+
+def test_files_and_members_that_pages_name_are_there():
+    for page in (CODE, ARCHITECTURE):
         named = r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|cuh?|sh|sbatch))`(?:, `(\w+)`)?"
         for path, member in re.findall(named, page.read_text()):
-            file = ROOT / path if (ROOT / path).exists() else ROOT / "accel" / path
+            file = ROOT / path
             assert re.search(rf"(def|class) {member}" if member else "", file.read_text()), (
                 page.name,
                 path,
                 member,
             )
+        places = r"`(?:\w+\.)*(\w+)` (?:of|in)\s+`(accel/[\w./]+\.py)`"
+        for member, path in re.findall(places, page.read_text()):
+            assert re.search(rf"\b{member}\b", (ROOT / path).read_text()), (page.name, member, path)
 
 
 def test_no_file_names_a_path_of_a_machine():

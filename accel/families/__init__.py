@@ -1,14 +1,17 @@
 """Families of networks: one folder each, found by listing this folder. Imports no torch.
 
-<family>/__init__.py   FAMILY, the record: names of models and their defaults, prediction, samplers
+<family>/__init__.py   FAMILY, the record: names of models and their defaults, prediction, samplers,
+                       and what in a file says that it is the family's
 <family>/network.py    the reference network
 <family>/weights.py    how files and modules of the family are recognised and read
 <family>/fast.py       how its weights are packed for the accelerated network
 """
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal, NamedTuple
@@ -38,8 +41,18 @@ class Defaults(NamedTuple):
     published: Mapping[int, str] = MappingProxyType({})  # image size → name of a published file
 
 
+class Argument(NamedTuple):
+    """An argument of training that only one family's code has, or spells so."""
+
+    name: str
+    values: str = ".*"  # a regular expression of the family's values
+    beside: str = ""  # another argument of the run, without which this one says nothing
+
+
 class Family(NamedTuple):
-    """The record of a family."""
+    """The record of a family. All that files are asked about every family is here: a file
+    imports the modules of its own family alone.
+    """
 
     name: str
     models: Mapping[str, Defaults]
@@ -52,7 +65,14 @@ class Family(NamedTuple):
     # The module whose `pack` serves its accelerated network: its fast.py, or that of another
     # family; "" where it has fp32 and tf32 alone.
     fast: str = ""
+    # Flags of the family's own sampling scripts → what to use here.
+    script_flags: Mapping[str, str] = MappingProxyType({})
     fetch: str = ""  # the command that fetches published weights, if no plain address serves them
+    # Beginnings of names of tensors that prove the family, among those with the same keys.
+    marks: tuple[str, ...] = ()
+    arguments: tuple[Argument, ...] = ()
+    # model → what training code calls it, where that is another name
+    names_in_training: Mapping[str, str] = MappingProxyType({})
     # What its original does otherwise than the others':
     interval_ends: bool = True  # whether guidance acts at the ends of its interval too
     heun_by_start: bool = True  # whether both evaluations of a step have its start's guidance
@@ -63,6 +83,11 @@ class Family(NamedTuple):
     def recipe(self) -> Defaults:
         """Return the defaults of models without a name: the first model's, without its file."""
         return next(iter(self.models.values()))._replace(ckpt=None)
+
+    @property
+    def shipped(self) -> tuple[str, ...]:
+        """Return the names of the models whose weights ship with the code."""
+        return tuple(name for name, defaults in self.models.items() if defaults.ckpt)
 
     @property
     def some_times(self) -> tuple[float, ...]:
@@ -82,6 +107,29 @@ class Family(NamedTuple):
             )
         return import_module(self.fast).pack
 
+    def claims(self, names: Iterable[str]) -> list[str]:
+        """Return the marks that begin some of the `names` of tensors."""
+        claims = []
+        for mark in self.marks:
+            if any(name.startswith(mark) for name in names):
+                claims.append(mark.rstrip("."))
+        return claims
+
+    def trained_by(self, arguments: Mapping[str, Any]) -> list[str]:
+        """Return the names of the arguments of a training run that are spelled as the family's
+        code spells them.
+        """
+        texts = {name: value for name, value in arguments.items() if isinstance(value, str)}
+        return [
+            name
+            for name, values, beside in self.arguments
+            if name in texts and beside in ("", *texts) and re.fullmatch(values, texts[name])
+        ]
+
+    def has_model(self, name: str | None) -> bool:
+        """Return whether a model of the family is called so, here or by its training code."""
+        return name in self.models or name in self.names_in_training.values()
+
     def part(self, name: str) -> ModuleType:
         """Import the family's module `name`: network or weights."""
         return import_module(f"{self.code}.{name}")
@@ -96,7 +144,7 @@ def families() -> tuple[Family, ...]:
 
 def model_names() -> tuple[str, ...]:
     """Return every name that --model takes."""
-    return tuple(name for family in families() for name in family.models)
+    return tuple(chain.from_iterable(family.models for family in families()))
 
 
 def family_of(model: str) -> Family | None:
@@ -106,7 +154,7 @@ def family_of(model: str) -> Family | None:
 
 def sampler_names() -> tuple[str, ...]:
     """Return the names of all families' samplers, each once."""
-    return tuple(dict.fromkeys(name for family in families() for name in family.samplers))
+    return tuple(dict.fromkeys(chain.from_iterable(family.samplers for family in families())))
 
 
 def constructor_of(model: str) -> Callable[..., Any]:

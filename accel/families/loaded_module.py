@@ -6,45 +6,41 @@ its own modules by `of_module`.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from accel.errors import UsageError
-from accel.families import Family, families
-from accel.families.recognise import families_with, recognise, recogniser_of
-from accel.network import unwrapped
+from accel.families import families
+from accel.families.recognise import OfModule, families_with, recognise, recogniser_of
+from accel.weights.digests import digest
 from accel.weights.positions import trained
 from accel.weights.shapes import shapes_of
-from accel.weights.tensor_files import digest, require_floats
+from accel.weights.tensor_files import require_floats
 
 # attributes that change a submodule's function and are in no state dict
 COMPARED = "eps", "approximate"
 
 
-# Strength of a claim to a module: entries or attributes count more than the class's name.
-STRUCTURE = 2
-NAMED = 1
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model inside wrappers.
 
-
-class OfModule(NamedTuple):
-    """The rules to read, call and replace a module of a family. The defaults are for models.DiT."""
-
-    family: Family
-    metadata: dict[str, Any]  # facts that no tensor holds, such as num_heads
-    latent_size: int | None = None  # side of the latent; None: that of its position table
-    strength: int = 0  # if several families recognise a module, the strongest claim wins
-    assumed: str = ""  # what neither the class nor the entries say, and how to say it
-    # renames the entries of its state dict as in the family's files
-    read: Callable[[dict], dict] = dict
-    # x, t, y of the reference network → its own
-    arguments: Callable[..., tuple] = lambda x, t, y: ((x, t, y), {})
-    output: Callable[[Any], Tensor] = lambda out: out  # its own output → the reference network's
-    # replaces the reference network's
-    timestep_embedding: Callable[[Tensor, int], Tensor] | None = None
-    # a mixin over accelerated.Accelerated: the signature of the accelerated copy
-    face: type | None = None
+    These are DataParallel, DistributedDataParallel, AveragedModel and torch.compile. Raises
+    UsageError for hooks of a wrapper: the model runs without them.
+    """
+    wrappers = (
+        torch.nn.DataParallel,
+        torch.nn.parallel.DistributedDataParallel,
+        torch.optim.swa_utils.AveragedModel,
+    )
+    while isinstance(model, wrappers) or hasattr(model, "_orig_mod"):
+        if model._forward_hooks or model._forward_pre_hooks:
+            name = type(model).__name__
+            raise UsageError(f"{name}: has forward hooks, which would not run; remove them first")
+        model = model.module if isinstance(model, wrappers) else model._orig_mod
+    return model
 
 
 class LoadedModule:
@@ -79,29 +75,31 @@ class LoadedModule:
                 )
             if value.is_meta:
                 raise UsageError(f"{self.name}: {name} holds no values; load the weights first")
-        self.how = how = self._known_by(state)
+        self.rules = rules = self._recognised(state)
         raw = self.renamed(state)
-        rows = raw[recogniser_of(how.family).labels].shape[0]
+        rows = raw[recogniser_of(rules.family).labels].shape[0]
         classes = getattr(getattr(self.module, "y_embedder", None), "num_classes", rows - 1)
         if classes not in (rows, rows - 1):
             classes = rows - 1
         # Of no classes the one label, the null class, is sampled without guidance.
-        facts = dict(family=how.family.name, num_classes=max(classes, 1))
+        facts = dict(family=rules.family.name, num_classes=max(classes, 1))
         self.metadata = {
             **facts,
             "class_names": names,
             "schedule": schedule and dict(schedule),
-            **how.metadata,
+            **rules.metadata,
         }
         try:
             fit = recognise(self.name, raw, self.metadata)
-            self.fit = fit._replace(model=self.name, latent_size=how.latent_size or fit.latent_size)
+            self.fit = fit._replace(
+                model=self.name, latent_size=rules.latent_size or fit.latent_size
+            )
         except UsageError as error:
             raise UsageError(error.marked.replace(f"`ckpt={self.name}`", self.name)) from None
         require_floats(raw, self.name)
-        if how.timestep_embedding:
+        if rules.timestep_embedding:
             self.fit = self.fit._replace(
-                build=partial(_with_embedding, self.fit.build, how.timestep_embedding)
+                build=partial(_with_embedding, self.fit.build, rules.timestep_embedding)
             )
         self.state = {name: value.clone() for name, value in raw.items()} if copy else raw
         self.model = self.fit.empty(self.fit.latent_size)
@@ -112,13 +110,13 @@ class LoadedModule:
         """Return what is assumed of the module, in words. "" if its class or its entries name
         its family, or no other family has these entries.
         """
-        if self.how.assumed:
-            return self.how.assumed
-        names = [kind.__name__ for kind in type(self.module).__mro__]
-        named = self.how.strength or any(self.how.family.name in name for name in names)
+        if self.rules.assumed:
+            return self.rules.assumed
+        names = [base.__name__ for base in type(self.module).__mro__]
+        named = self.rules.strength or any(self.rules.family.name in name for name in names)
         if named or len(families_with(shapes_of(self.state))) == 1:
             return ""
-        family = self.how.family
+        family = self.rules.family
         return f"names no family, taken for a {family.name} ({family.prediction})"
 
     @property
@@ -131,29 +129,27 @@ class LoadedModule:
             for part in self.module.modules()
         )
 
-    def _known_by(self, state):
+    def _recognised(self, state) -> OfModule:
         try:
-            found = [
-                how
-                for family in families()
-                if (how := recogniser_of(family).of_module(self.module, state))
-            ]
+            recognisers = map(recogniser_of, families())
+            answers = [each.of_module(self.module, state) for each in recognisers]
         except ValueError as error:
             raise UsageError(f"{self.name}: {error}") from None
         except (KeyError, AttributeError) as error:
             raise UsageError(
                 f"{self.name}: is not a DiT: no {getattr(error, 'name', None) or error.args[0]}"
             ) from None
-        if not found:
+        claims = [rules for rules in answers if rules is not None]
+        if not claims:
             keys = " and no ".join(family.keys[1] for family in families()[:2])
             raise UsageError(f"{self.name}: is not a DiT: no {keys}")
-        return max(found, key=lambda how: how.strength)
+        return max(claims, key=lambda rules: rules.strength)
 
     def renamed(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a state dict of the module under the names of its family's files."""
         try:
             state = {name: value.detach() for name, value in _not_wrapped(state).items()}
-            return self.how.read(state)
+            return self.rules.read(state)
         except ValueError as error:
             raise UsageError(f"{self.name}: {error}") from None
 
@@ -167,7 +163,7 @@ class LoadedModule:
                 f"{type(state).__name__}"
             )
         require_floats(state, self.name)
-        return recogniser_of(self.how.family).converted(self.renamed(state), self.metadata)
+        return recogniser_of(self.rules.family).converted(self.renamed(state), self.metadata)
 
     def _require_attributes(self):
         theirs = _not_wrapped(dict(self.module.named_modules()))
@@ -206,10 +202,10 @@ class LoadedModule:
         W), t (N,), y (N,) → (N, C', H, W). state: replaces the module's weights. method: what
         is called, by default the module with its hooks; more: arguments after x, t, y.
         """
-        arguments, named = self.how.arguments(x, t, y)
+        arguments, named = self.rules.arguments(x, t, y)
         weights = {f"module.{name}": value for name, value in (state or {}).items()}
         called = _Method(self.module, method)
-        return self.how.output(functional_call(called, weights, (*arguments, *more), named))
+        return self.rules.output(functional_call(called, weights, (*arguments, *more), named))
 
 
 def from_module(module: nn.Module, copy: bool = False) -> LoadedModule:

@@ -8,9 +8,8 @@ printed with the flag that changes it. `--model` decides wherever the entries al
 import logging
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
-from itertools import combinations
+from itertools import chain, combinations
 from math import isqrt
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +19,7 @@ import torch
 
 from accel.errors import UsageError, shown
 from accel.families import Family, families, family_of
-from accel.weights import Weights, positions
+from accel.weights import Weights
 from accel.weights.checkpoint import open_checkpoint, pretrained_models
 from accel.weights.shapes import Shapes, require_fit, shapes_of, shapes_only
 
@@ -48,6 +47,32 @@ class Form(NamedTuple):
     facts: Mapping[str, Any] = MappingProxyType({})  # that no tensor says, for files of ours
 
 
+# Strength of a claim to a module: entries or attributes count more than the class's name.
+STRUCTURE = 2
+NAMED = 1
+
+
+class OfModule(NamedTuple):
+    """The rules to read, call and replace a module of a family. The defaults are for models.DiT."""
+
+    family: Family
+    metadata: dict[str, Any]  # facts that no tensor holds, such as num_heads
+    latent_size: int | None = None  # side of the latent; None: that of its position table
+    strength: int = 0  # if several families recognise a module, the strongest claim wins
+    assumed: str = ""  # what neither the class nor the entries say, and how to say it
+    # renames the entries of its state dict as in the family's files
+    read: Callable[[dict], dict] = dict
+    # x, t, y of the reference network → its own
+    arguments: Callable[..., tuple] = lambda x, t, y: ((x, t, y), {})
+    output: Callable[[Any], torch.Tensor] = lambda out: (
+        out
+    )  # its own output → the reference network's
+    # replaces the reference network's
+    timestep_embedding: Callable[[torch.Tensor, int], torch.Tensor] | None = None
+    # a mixin over accelerated.Accelerated: the signature of the accelerated copy
+    face: type | None = None
+
+
 class Recogniser:
     """What files and modules of a family look like. The instance of a family's own class is
     RECOGNISER in its weights.py.
@@ -68,23 +93,9 @@ class Recogniser:
         """
         raise NotImplementedError
 
-    def of_module(self, module: torch.nn.Module, state: dict[str, torch.Tensor]) -> Any:
-        """Return OfModule, the rules to read a module of the family, or None for another."""
+    def of_module(self, module: torch.nn.Module, state: dict[str, torch.Tensor]) -> OfModule | None:
+        """Return the rules to read a module of the family, or None for another."""
         raise NotImplementedError
-
-    def claims(self, shapes: Shapes) -> tuple[str, ...]:
-        """Return names of entries that prove the family, among those with the same keys."""
-        return ()
-
-    def trained_by(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the names of arguments that only the family's training code has, or spells
-        so.
-        """
-        return ()
-
-    def names(self, model: str) -> tuple[str, ...]:
-        """Return the names that training code gives one of `models`."""
-        return (model,)
 
     def converted(
         self, state: dict[str, torch.Tensor], metadata: Mapping[str, Any]
@@ -240,10 +251,11 @@ def recognise(
             f"`model={form.model}`"
         )
     if assumed:
-        _say_what_is_assumed(source, family, have, metadata)
+        _say_what_is_assumed(source, family, have, form.model)
     of_file = metadata.get("model")
-    named = form.model in (model, shipped_as) or of_file in recogniser.names(form.model)
-    if not named and _has_model(family, of_file):
+    in_training = family.names_in_training.get(form.model, form.model)
+    named = form.model in (model, shipped_as) or of_file in (form.model, in_training)
+    if not named and family.has_model(of_file):
         log.warning(
             f"{shown(source, 300)}: says model {of_file}, and its entries are of {form.model}"
         )
@@ -284,10 +296,10 @@ def recognise(
 
 def _recipe(metadata):
     """Return the values of settings that the metadata of a file name."""
-    found = {**metadata.get("recipe", {}), "guidance_channels": metadata.get("guidance_channels")}
-    if "guidance_interval" in found:
-        found["guidance_interval"] = tuple(found["guidance_interval"])
-    return {name: value for name, value in found.items() if value is not None}
+    recipe = {**metadata.get("recipe", {}), "guidance_channels": metadata.get("guidance_channels")}
+    if "guidance_interval" in recipe:
+        recipe["guidance_interval"] = tuple(recipe["guidance_interval"])
+    return {name: value for name, value in recipe.items() if value is not None}
 
 
 def reference_state(weights: Weights, fit: Fit) -> dict[str, torch.Tensor]:
@@ -319,7 +331,9 @@ def choose_family(
     if wanted:
         _require_allowed(source, wanted, model, alike, claims)
         return wanted, False
-    possible = [family for family in alike if all(family in claim.families for claim in claims)]
+    possible = alike
+    for claim in claims:
+        possible = [family for family in possible if family in claim.families]
     if not possible:
         first, other = next(pair for pair in combinations(claims, 2) if _disagree(*pair))
         raise UsageError(
@@ -342,7 +356,8 @@ def _claims(source, alike, have, metadata, shipped_as):
     """Return the claims of weights whose entries the families `alike` have, those of the
     entries first.
     """
-    if family_name := metadata.get("family"):  # this program wrote it
+    family_name = metadata.get("family")
+    if family_name:  # this program wrote it
         owners = tuple(family for family in alike if family.name == family_name)
         if not owners:
             raise UsageError(
@@ -352,21 +367,16 @@ def _claims(source, alike, have, metadata, shipped_as):
         return [Claim(f"family {family_name}", owners)]
     claims = []
     for family in alike:
-        names = recogniser_of(family).claims(have)
+        names = family.claims(have)
         claims += [Claim(name, (family,), certain=True) for name in names]
     for family in alike:
-        arguments = recogniser_of(family).trained_by(metadata)
+        arguments = family.trained_by(metadata)
         claims += [Claim(f"{name} {shown(metadata[name])}", (family,)) for name in arguments]
     for name in (metadata.get("model"), shipped_as):
-        if owners := tuple(family for family in alike if _has_model(family, name)):
+        owners = tuple(family for family in alike if family.has_model(name))
+        if owners:
             claims.append(Claim(f"model {name}", owners))
     return claims
-
-
-def _has_model(family, name):
-    """Return whether the training code of a family calls one of its models so."""
-    recogniser = recogniser_of(family)
-    return any(name in recogniser.names(model) for model in family.models)
 
 
 def _require_allowed(source, wanted, model, alike, claims):
@@ -407,14 +417,15 @@ def _by_file_name(source, alike):
     )
 
 
-def _say_what_is_assumed(source, family, have, metadata):
-    """Print the assumed family of weights, and the flag for each other candidate."""
-    others = []
-    for other in families_with(have):
-        with suppress(ValueError):
-            name = recogniser_of(other).form(have, metadata).model
-            others += [f"--model {name}"] if name in other.models and other != family else []
-    remedy = f"; if it is not: {' or '.join(others)}" if others else ""
+def _say_what_is_assumed(source, family, have, model):
+    """Print the assumed family of weights, and the flag for the model of the same size of each
+    other candidate.
+    """
+    size = model.removeprefix(family.name)
+    others = [other for other in families_with(have) if other != family]
+    models = chain.from_iterable(other.models for other in others)
+    flags = " or ".join(f"--model {name}" for name in models if name.endswith(size))
+    remedy = f"; if it is not: {flags}" if flags else ""
     log.warning(
         f"{shown(source, 300)}: names no family, taken for a {family.name} "
         f"({family.prediction}){remedy}"
@@ -444,21 +455,6 @@ def _classes(source, rows, metadata, wanted):
         f"`num_classes={wanted}`: the label table in {source} has {rows} rows, one for each class "
         f"and one for no class; use `num_classes={max(rows - 1, 1)}`"
     )
-
-
-def require_sinusoid(source: str, table: torch.Tensor, remedy: str) -> float:
-    """Return how far a position table (1, T, D) is from the sine-cosine table of its
-    grid. Raises UsageError, with `remedy`, for more than the rounding of a moving
-    average: a table that was trained is no function of the grid.
-    """
-    off = positions.distance(table)
-    rounding = positions.rounding(table)
-    if off > rounding:
-        raise UsageError(
-            f"`ckpt={source}`: its position table is up to {off:.2g} off the sine-cosine table of "
-            f"its grid, more than the rounding of an average ({rounding:.1g}); {remedy}"
-        )
-    return off
 
 
 def find_model(name_or_path: str | Path) -> dict[str, torch.Tensor]:
@@ -498,11 +494,15 @@ def published_name(model: str, image_size: int, num_classes: int) -> str:
         raise UsageError(
             f"`ckpt`: {model} needs a file; the family's are fetched by: {family.fetch}"
         )
-    there = [(name, sorted(one.published)) for name, one in family.models.items() if one.published]
-    known = "".join(
+    there = [
+        (name, sorted(defaults.published))
+        for name, defaults in family.models.items()
+        if defaults.published
+    ]
+    listed = "".join(
         f" (there are {name} at {' and '.join(map(str, sizes))})" for name, sizes in there
     )
     raise UsageError(
         f"`ckpt`: no published weights for {model} at {image_size} px with {num_classes} "
-        f"classes{known}; give a file or a folder"
+        f"classes{listed}; give a file or a folder"
     )

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from accel.precision import TIERS
 
 State = dict[str, torch.Tensor]
 # A family's function: (reader, reference network, ops) → its weights, packed.
-Pack = Callable[[Reader, torch.nn.Module, Half | Split], Packing]
+Pack = Callable[[Reader, Any, Half | Split], Packing]
 
 
 def assemble(state: State, model: torch.nn.Module, pack: Pack, ops: Half | Split) -> FastNetwork:
@@ -98,7 +99,9 @@ def zeros_of(model: torch.nn.Module, device: torch.device) -> State:
 
     The zeros take no memory.
     """
-    later = {block for stage in stages_of(model) for block in stage.blocks[1:]}
+    later: set[torch.nn.Module] = set()
+    for stage in stages_of(model):
+        later.update(stage.blocks[1:])
     left_out = tuple(f"{name}." for name, module in model.named_modules() if module in later)
     zero = torch.zeros((), device=device)
     return {

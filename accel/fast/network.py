@@ -24,7 +24,7 @@ from torch import Tensor
 from accel.fast.conditioning import BLOCK_VECTORS, Conditioning, ConditioningTable
 from accel.fast.ops import Block, Half, Split
 from accel.kernels.adaln import Branches, Modulation
-from accel.network import BlockNetwork, Stage
+from accel.network import BlockNetwork, Scheduled, Stage
 from accel.precision import true_float32
 
 log = logging.getLogger(__name__)
@@ -70,16 +70,16 @@ class FastNetwork(BlockNetwork):
         self.last_weight = packing.last_weight
         self.last_bias = packing.last_bias
         self.conditioning = packing.conditioning
+        self.ops = ops
         self.part = ops.part
         self.dtype = ops.dtype
         self.device = ops.device
         self.adaln = partial(ops.adaln, rms_eps=packing.rms_eps)
         self.last_adaln = partial(ops.last_adaln, rms_eps=packing.last_rms_eps)
         self.attention = ops.attention
-        self.overflowed = ops.overflowed
         self.tuner = ops.tuner
         self.exchanges = ops.exchanges
-        self.table = None  # of sampling runs
+        self.table: ConditioningTable | None = None  # of sampling runs
 
     def embed(self, x: Tensor, tokens: slice = slice(None), copies: int = 1) -> Tensor:
         patches = F.pixel_unshuffle(x.to(self.position.dtype), self.patch_size)
@@ -94,7 +94,7 @@ class FastNetwork(BlockNetwork):
     def forward_blocks(self, h, condition, attend, tokens=slice(None)) -> Tensor:
         x = h
         modulation = condition
-        branches = ()  # of the last block so far; the next adaLN adds them to x
+        branches: Branches = ()  # of the last block so far; the next adaLN adds them to x
         for stage in self.stages:
             if branches:
                 self.adaln(x, modulation, 0, branches)  # for the sum alone, which it leaves in x
@@ -114,7 +114,7 @@ class FastNetwork(BlockNetwork):
         first: position of the first token. Returns the last block's branches, which are not yet
         added to x.
         """
-        branches = ()
+        branches: Branches = ()
         for index, block in enumerate(stage.blocks):
             vectors = BLOCK_VECTORS * index  # of the block: its first
             h = self.adaln(x, modulation, vectors, branches)  # (N, t, D)
@@ -139,16 +139,22 @@ class FastNetwork(BlockNetwork):
             hidden = block.activate(hidden)
         return self.part.sum(block.fc2(hidden))
 
-    def schedule(self, times, labels, at_once=1) -> tuple[BlockNetwork, Callable[..., None]]:
+    def schedule(self, times, labels, at_once=1) -> Scheduled:
         if not self.hoists:
             return super().schedule(times, labels, at_once)
         least = len(set(labels)) * at_once
-        if self.table is None or self.table.capacity < least:
-            self.table = None  # free its memory first
+        table = self.table
+        if table is None or table.capacity < least:
+            table = None  # free its memory first
+            self.table = None
             self._replayed.clear()  # its graphs look vectors up in the old table
-            self.table = ConditioningTable(self.conditioning, least=least)
-        self.table.begin(times, labels, at_once)
-        return self.conditioned(self.table.modulation), self.table.advance
+            table = ConditioningTable(self.conditioning, least=least)
+            self.table = table
+        table.begin(times, labels, at_once)
+        return Scheduled(self.conditioned(table.modulation), table.advance)
+
+    def overflowed(self) -> str | None:
+        return self.ops.overflowed()
 
     def parameters(self) -> Iterator[Tensor]:
         yield self.patches
@@ -168,7 +174,7 @@ class FastNetwork(BlockNetwork):
                 tuned = [layer for layer in stage.blocks[0].gemms if layer.backend == "tuned"]
                 shapes = [layer.shape(m + rows * stage.prepended) for layer in tuned]
                 gemms += [(*shape, self.dtype, self.device) for shape in shapes]
-        if not gemms:
+        if self.tuner is None or not gemms:
             return
         before = len(self.tuner.seconds)
         self.tuner.choose_alike(gemms)

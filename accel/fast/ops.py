@@ -147,7 +147,7 @@ class Split:
         self.device = device
         self.part = part
         self.gemm = choose(device) if gemm == "auto" else gemm
-        self.watched = {}  # name of a layer → a flag on the device
+        self.watched: dict[str, Tensor] = {}  # name of a layer → a flag on the device
         self.stack = self.gemm == "cublas"  # its GEMMs take high, low, high
         self.adaln = partial(adaln_split, stack=self.stack)
         self.last_adaln = partial(adaln, dtype=torch.float32)

@@ -27,7 +27,7 @@ from accel.fid.lock import sole_job
 from accel.fid.noise import PictureNoise, UpstreamNoise
 from accel.fid.npz import Archive
 from accel.files import cache_folder, require_name, require_writable
-from accel.latents.pixels import to_uint8
+from accel.output import to_uint8
 from accel.pipeline import Pipeline
 from accel.progress import Stopwatch
 from accel.ranks import Ranks

@@ -2,8 +2,8 @@
 latents. Imports no torch.
 
 files.py finds and reads a decoder, decoder.py runs it picture by picture,
-autoencoder_kl.py and half.py are its mathematics, pixels.py turns pixels into bytes. PIXELS
-is the space of networks that sample pixels: it has no decoder.
+autoencoder_kl.py and half.py are its mathematics. PIXELS is the space of networks that sample
+pixels: it has no decoder.
 """
 
 from pathlib import Path

@@ -8,7 +8,7 @@ numbers of levels and latent channels. Other kinds of blocks are refused.
 # Our own, because `import diffusers` takes 2.6 to 8 s: longer than four GPUs need to
 # sample.
 
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -172,12 +172,8 @@ class Block(nn.Module):
     @property
     def layers(self) -> list[nn.Module]:
         """Return residual layers and attentions in their order."""
-        return [
-            layer
-            for pair in zip_longest(self.resnets, self.attentions)
-            for layer in pair
-            if layer is not None
-        ]
+        layers = chain.from_iterable(zip_longest(self.resnets, self.attentions))
+        return [layer for layer in layers if layer is not None]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in (*self.layers, *self.upsamplers):
@@ -200,10 +196,10 @@ class Layers(nn.Module):
                 width,
                 layers,
                 groups,
-                layers * UP_BLOCKS[kind],
+                layers * UP_BLOCKS[block_type],
                 upsample=i + 1 < len(widths),
             )
-            for i, (width, kind) in enumerate(zip(widths, config["up_block_types"]))
+            for i, (width, block_type) in enumerate(zip(widths, config["up_block_types"]))
         )
         self.conv_norm_out = nn.GroupNorm(groups, widths[-1], EPS)
         self.conv_out = nn.Conv2d(widths[-1], 3, 3, padding=1)
@@ -245,16 +241,16 @@ class KLDecoder(nn.Module):
         its names, in its shapes.
         """
         want = self.state_dict()
-        found = {}
+        needed = {}
         for name, tensor in state.items():
             parts = name.split(".")
             if "attentions" in parts and parts[-2] in _OLD_NAMES:
                 parts[-2] = _OLD_NAMES[parts[-2]]
             name = ".".join(parts)
             if name in want:
-                found[name] = (
+                needed[name] = (
                     tensor.reshape(want[name].shape)
                     if tensor.numel() == want[name].numel()
                     else tensor
                 )
-        return found
+        return needed

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from accel.errors import UsageError
-from accel.graphs import Replayed
 from accel.latents import PIXELS, LatentSpace, files
 from accel.precision import convolutions
 
@@ -115,11 +114,16 @@ class Decoder:
             from accel.latents.half import HalfDecoder
 
             half = HalfDecoder(self.network)
-            if problem := self._problem(half):
+            problem = self._problem(half)
+            if problem:
                 self.precision = self.otherwise
                 log.warning(f"this decoder {problem}: decoding in {NAMES[self.otherwise]}")
             else:
-                self.half = Replayed(half) if self.captured and self.device.type == "cuda" else half
+                self.half = half
+                if self.captured and self.device.type == "cuda":
+                    from accel.graphs import Replayed
+
+                    self.half = Replayed(half)
         return self
 
     @torch.inference_mode()
@@ -170,7 +174,8 @@ class Decoder:
 
     def _in_half(self, latents):
         pixels = self._each(self.half, latents)
-        if failed := _not_finite(pixels):
+        failed = _not_finite(pixels)
+        if failed:
             if not self._warned:
                 log.warning(
                     "a picture overflows the float16 decoder; such pictures are decoded in "

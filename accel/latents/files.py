@@ -11,18 +11,18 @@ from pathlib import Path
 import torch
 
 from accel.errors import UsageError
-from accel.latents import PIXELS, DecoderFiles, LatentSpace, ldm_layout
+from accel.latents import PIXELS, DecoderFiles, LatentSpace
 from accel.latents.autoencoder_kl import KLDecoder, space_of
-from accel.weights.checkpoint import FILE_SUFFIXES, FOLDER, HUB_ID, fetch_from_hub
-from accel.weights.diffusers_layout import WEIGHTS, weight_files
+from accel.weights.checkpoint import FILE_SUFFIXES, FOLDER, HUB_ID
 from accel.weights.shapes import shapes_only
 from accel.weights.tensor_files import (
-    cached_digest,
+    WEIGHTS,
     file_stamps,
     mode_of,
     read_json,
     read_tensors,
     require_floats,
+    weight_files,
 )
 
 PUBLISHED = ("ema", "mse")
@@ -59,14 +59,20 @@ def find(name: str, statistics: str | None = None) -> LatentSpace:
             raise UsageError(
                 f"`vae={name}`: neither ema nor mse nor a folder; give a folder with {both}"
             )
-        folder = fetch_from_hub(repository, "", "vae", remedy)
+        from accel.weights import fetch
+
+        folder = fetch.from_hub(repository, "", "vae", remedy)
     if not mode_of(folder / FILES[0], "vae") and stat.S_ISDIR(mode_of(folder / "vae", "vae")):
         folder = folder / "vae"
     files = DecoderFiles(folder, _stamps(folder))
     space = space_of(_open(files)[0], files)
+    if not statistics and not folder.is_file():
+        return space
+    from accel.latents import ldm_layout  # a folder in diffusers' layout says all itself
+
     if statistics:
         return ldm_layout.with_statistics(space, statistics)
-    return ldm_layout.scaled(space, folder) if folder.is_file() else space
+    return ldm_layout.scaled(space, folder)
 
 
 def load(space: LatentSpace, device: torch.device | str) -> KLDecoder:
@@ -77,8 +83,8 @@ def load(space: LatentSpace, device: torch.device | str) -> KLDecoder:
     with shapes_only():
         decoder = KLDecoder(entries)
     # strides decide rounding
-    how = dict(dtype=torch.float32, copy=True, memory_format=torch.contiguous_format)
-    state = {name: tensor.to(device, **how) for name, tensor in state.items()}
+    as_computed = dict(dtype=torch.float32, copy=True, memory_format=torch.contiguous_format)
+    state = {name: tensor.to(device, **as_computed) for name, tensor in state.items()}
     require_unchanged(space.decoder)  # the state is mapped
     decoder.load_state_dict(state, assign=True)
     return decoder.eval().requires_grad_(False)
@@ -91,6 +97,8 @@ def digest(space: LatentSpace) -> str:
     """
     if space == PIXELS:
         return str(space.decoder)
+    from accel.weights.digests import cached_digest  # a grid needs none
+
     entries, state = _open(space.decoder)
     of_weights = cached_digest(space.decoder.stamps, lambda: state)
     numbers = space._replace(decoder=None)._asdict()
@@ -126,9 +134,13 @@ def _open(decoder: DecoderFiles) -> tuple[dict, dict[str, torch.Tensor]]:
 
 @lru_cache(maxsize=1)
 def _read(files: tuple[Path, ...], stamps: tuple) -> tuple[dict, dict[str, torch.Tensor]]:
-    config, state = (
-        ldm_layout.read(files[0]) if len(files) == 1 else (read_json(files[0], "vae"), {})
-    )
+    if len(files) == 1:
+        from accel.latents import ldm_layout
+
+        config, state = ldm_layout.read(files[0])
+    else:
+        config = read_json(files[0], "vae")
+        state = {}
     if config.get("_class_name") != "AutoencoderKL":
         raise UsageError(
             f"`vae={files[0]}`: describes {config.get('_class_name')}, not AutoencoderKL"

@@ -41,9 +41,8 @@ def read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if re.match(r"decoder\.|post_quant_conv\.", str(name))
     }
     require_floats(state, f"`vae={file}`")
-    levels = sorted(
-        {int(found[1]) for name in state if (found := re.match(r"decoder\.up\.(\d+)\.", name))}
-    )
+    of_levels = [name.split(".")[2] for name in state if name.startswith("decoder.up.")]
+    levels = sorted({int(level) for level in of_levels if level.isdecimal()})
     blocks = sum(
         bool(re.fullmatch(r"decoder\.up\.0\.block\.\d+\.conv1\.weight", name)) for name in state
     )
@@ -59,7 +58,9 @@ def read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         block_out_channels=widths,
         layers_per_block=blocks - 1,
         latent_channels=channels,
-        up_block_types=["AttnUpDecoderBlock2D" if one else "UpDecoderBlock2D" for one in attends],
+        up_block_types=[
+            "AttnUpDecoderBlock2D" if attended else "UpDecoderBlock2D" for attended in attends
+        ],
         use_post_quant_conv="post_quant_conv.weight" in state,
         mid_block_add_attention="decoder.mid.attn_1.q.weight" in state,
         scaling_factor=1.0,
@@ -71,13 +72,13 @@ def _renamed(name, last):
     """Return diffusers' name of an entry. diffusers counts levels from the latent on, LDM
     from the picture.
     """
-    *path, layer, kind = name.split(".")
+    *path, layer, parameter = name.split(".")
     match path:
         case ["decoder", "mid", where]:
             path = "decoder", "mid_block", _MIDDLE.get(where, where)
         case ["decoder", "up", level, where, *number] if level.isdecimal():
             path = "decoder", "up_blocks", str(last - int(level)), _LEVEL.get(where, where), *number
-    return ".".join((*path, _LAYER.get(layer, layer), kind))
+    return ".".join((*path, _LAYER.get(layer, layer), parameter))
 
 
 def scaled(space: LatentSpace, file: Path) -> LatentSpace:
@@ -106,7 +107,7 @@ def with_statistics(space: LatentSpace, file: str | Path) -> LatentSpace:
     Raises UsageError.
     """
     content = read_tensors(Path(file), "latent_stats")
-    found: dict[str, tuple[float, ...]] = {}
+    statistics: dict[str, tuple[float, ...]] = {}
     for name, least in (("mean", -LARGEST), ("std", 1 / LARGEST)):
         value = content.get(name)
         if (
@@ -118,10 +119,10 @@ def with_statistics(space: LatentSpace, file: str | Path) -> LatentSpace:
                 f"`latent_stats={file}`: must hold mean and std of {space.channels} channels; has "
                 f"no such {name}"
             )
-        found[name] = tuple(value.flatten().tolist())
-        if not all(least <= one <= LARGEST for one in found[name]):
+        statistics[name] = tuple(value.flatten().tolist())
+        if not all(least <= number <= LARGEST for number in statistics[name]):
             raise UsageError(
                 f"`latent_stats={file}`: holds values that are no mean or deviation; compute it "
                 "again"
             )
-    return space._replace(mean=found["mean"], std=found["std"], scale=1.0, shift=0.0)
+    return space._replace(mean=statistics["mean"], std=statistics["std"], scale=1.0, shift=0.0)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import NamedTuple, NoReturn
 
-from accel import launch, signals, streams
+from accel import launch, signals
 from accel.errors import (
     STOPPED,
     USAGE,
@@ -113,7 +113,7 @@ def _join():
     launch.end_with_parent()
     # gloo prints a line a rank and group: hide it, and all output of other ranks than 0.
     printed = os.dup(1) if mine.rank == 0 else os.open(os.devnull, os.O_WRONLY)
-    sys.stdout = streams.lasting(printed, sys.stdout)
+    sys.stdout = signals.lasting(printed, sys.stdout)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return connect(*mine)
 

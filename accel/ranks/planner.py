@@ -28,8 +28,7 @@ from accel.files import cache_folder
 from accel.graphs import capture
 from accel.network import BlockNetwork, Network
 from accel.ranks import Ranks, layouts
-from accel.ranks.layouts import OFF, Layout
-from accel.ranks.placement import Placement
+from accel.ranks.layouts import OFF, Layout, Placement
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from accel.network import BlockNetwork, Network
+from accel.network import BlockNetwork, Network, Scheduled
 from accel.ranks.exchanges import Exchange
 
 
@@ -73,12 +73,10 @@ class Sharded(Network):
         # (rows, share, columns, t, p·p·C')
         return parts.transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
-    def schedule(
-        self, times: list[float], labels: list[int], at_once: int = 1
-    ) -> tuple[Network, Callable[..., None]]:
+    def schedule(self, times: list[float], labels: list[int], at_once: int = 1) -> Scheduled:
         scheduled = copy.copy(self)
         scheduled.network, advance = self.network.schedule(times, labels, at_once)
-        return scheduled, advance
+        return Scheduled(scheduled, advance)
 
     def replayed(self, key: Hashable, step: Callable) -> Callable:
         # the network knows when its graphs become void

@@ -18,7 +18,7 @@ then v = (x̂ − x) / max(1 − t, ε). Guidance is linear, so it may come befo
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -119,11 +119,11 @@ class Heun(Euler):
 
     def levels(self) -> list[float]:
         if self.by_start:
-            return [level for level in super().levels() for _ in range(2)][:-1]
+            return _twice(super().levels())[:-1]
         return _at_both_ends(super().levels())
 
     def lengths(self) -> list[float]:
-        return [length for length in super().lengths() for _ in range(2)][:-1]
+        return _twice(super().lengths())[:-1]
 
     def step(self, state, at, noise, networks) -> State:
         if len(networks) == 1:  # the last step
@@ -138,7 +138,7 @@ class Heun(Euler):
 
 def _at_both_ends(starts):
     """Return the values at both ends of every step but the last, and at that one's start."""
-    return [value for pair in pairwise(starts) for value in pair] + starts[-1:]
+    return [*chain.from_iterable(pairwise(starts)), starts[-1]]
 
 
 class Sde(Euler):
@@ -174,6 +174,11 @@ class Sde(Euler):
         (evaluate,) = networks
         of_x, of_v, of_noise = _upload(self, x.device)[:, at, None, None, None]  # each (n, 1, 1, 1)
         return (of_x * x + of_v * evaluate(x) + of_noise * noise,)
+
+
+def _twice(values: list[float]) -> list[float]:
+    """Return the values, each twice."""
+    return [*chain.from_iterable(zip(values, values))]
 
 
 FLOWS = {"euler": Euler, "heun": Heun, "sde": Sde}

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.diffusion import create_diffusion
-
 # the latents x (n, C, H, W), then anything else that a process carries between steps
 State = tuple[Any, ...]
 Evaluate = Callable[[Tensor], Tensor]  # the guided network: x (n, C, H, W) → (n, C', H, W)
@@ -72,6 +70,8 @@ class Process(ABC):
         """Return the finished latents x* that the network's estimate `out` at time t
         implies for x, (n, C, L, L) each: of noise ε, x* = (x − √(1 − ᾱ)·ε)/√ᾱ.
         """
+        from accel.diffusion import create_diffusion  # a flow has its own
+
         kept = create_diffusion("").alphas_cumprod[round(t)]
         latents = (x - (1 - kept) ** 0.5 * out) / kept**0.5
         # from much noise they overshoot, and a decoder in float16 overflows

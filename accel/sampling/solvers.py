@@ -39,8 +39,10 @@ def make_scheduler(name: str, **config: Any) -> Any:
     """Make the scheduler of a name in SOLVERS with DiT's betas. config: further
     arguments, such as solver_order.
     """
-    module, kind = SOLVERS[name]
-    return getattr(_import(f"diffusers.schedulers.{module}"), kind)(trained_betas=LINEAR, **config)
+    module, class_name = SOLVERS[name]
+    return getattr(_import(f"diffusers.schedulers.{module}"), class_name)(
+        trained_betas=LINEAR, **config
+    )
 
 
 # DiT's values of the entries that define the trained process in a scheduler's

@@ -3,10 +3,17 @@ Imports no torch.
 """
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class Contents(NamedTuple):
+    """The contents of a file or folder: float tensors by name, and the facts beside them."""
+
+    state: "dict[str, Tensor]"
+    facts: dict[str, Any]
 
 
 class Weights(Protocol):

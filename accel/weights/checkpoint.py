@@ -6,34 +6,32 @@ import logging
 import re
 import stat
 import sys
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cached_property
-from http.client import HTTPException
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from accel.errors import UsageError, path_errors
-from accel.files import atomic_write, weights_folder
-from accel.weights import consolidated_layout, diffusers_layout, positions, training_layout
+from accel.files import weights_folder
+from accel.weights import Contents
 from accel.weights import metadata as schema
-from accel.weights.tensor_files import cached_digest, file_stamps, mode_of
+from accel.weights.tensor_files import file_stamps, mode_of
 
 log = logging.getLogger(__name__)
 
 FOLDER = weights_folder()
-BASE_URL = "https://dl.fbaipublicfiles.com/DiT/models/"
 # published names; the variable's name is upstream's
 pretrained_models = {"DiT-XL-2-512x512.pt", "DiT-XL-2-256x256.pt"}
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]*[^\W\d][\w.-]*")  # owner/name, unlike DiT-XL/2
 FILE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
-# Modules with holds(path) and read(path, mapped) → (float tensors by name, the facts
-# beside them). The first that holds a path reads it.
-LAYOUTS = training_layout, diffusers_layout, consolidated_layout
+# Modules with holds(path) and read(path, mapped, entry) → Contents. The first that holds a path
+# reads it; later ones are not imported.
+LAYOUTS = "training_layout", "diffusers_layout", "consolidated_layout"
 
 
 class Checkpoint:
@@ -61,9 +59,11 @@ class Checkpoint:
         """
         if self._path is None:
             remedy = f"fetch https://huggingface.co/{self.name} by other means and give its folder"
-            self._path = fetch_from_hub(self.name, "transformer/", "ckpt", remedy)
+            from accel.weights import diffusers_layout, fetch  # local weights need neither
+
+            self._path = fetch.from_hub(self.name, "transformer/", "ckpt", remedy)
             if diffusers_layout.has_vae(self._path):
-                fetch_from_hub(self.name, "vae/", "vae", "give another decoder by `vae`")
+                fetch.from_hub(self.name, "vae/", "vae", "give another decoder by `vae`")
         return self._path
 
     def fetch(self) -> Path:
@@ -71,19 +71,22 @@ class Checkpoint:
         UsageError.
         """
         if self.path.parent == FOLDER and not self.path.exists():
-            _download(self.path)
+            from accel.weights import fetch
+
+            fetch.download(self.path)
         return self.path
 
     @cached_property
-    def _opened(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def _opened(self) -> Contents:
         stamps = self._stamp()  # before opening: the content read is of this version or a newer one
         self._stamps = self._stamps or stamps
         with path_errors("ckpt", self.path):
-            layout = next((one for one in LAYOUTS if one.holds(self.path)), None)
+            layouts = (import_module(f"accel.weights.{name}") for name in LAYOUTS)
+            layout = next((layout for layout in layouts if layout.holds(self.path)), None)
             if layout is None:
                 raise UsageError(_no_layout(self.path))
-            state, found = layout.read(self.path, self.mapped, self.entry)
-            return state, schema.checked(self.path, found)
+            contents = layout.read(self.path, self.mapped, self.entry)
+            return contents._replace(facts=schema.checked(self.path, contents.facts))
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
@@ -92,14 +95,14 @@ class Checkpoint:
         Raises UsageError if the file is damaged, holds no weights, or would execute code
         on load.
         """
-        return self._opened[0]
+        return self._opened.state
 
     @property
     def metadata(self) -> dict[str, Any]:
         """Return the checked facts beside the tensors: a training run's arguments, a
         pipeline's configuration, or the converter's entries.
         """
-        return self._opened[1]
+        return self._opened.facts
 
     @contextmanager
     def reading(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -126,10 +129,11 @@ class Checkpoint:
         if self._digest is None:
             if "_opened" not in self.__dict__:
                 self._require_unchanged()
+            from accel.weights.digests import cached_digest  # a grid needs none
+            from accel.weights.positions import trained
+
             stamps = self._stamps or self._stamp()
-            self._digest = cached_digest(
-                stamps, lambda: positions.trained(self.state), self.entry or ""
-            )
+            self._digest = cached_digest(stamps, lambda: trained(self.state), self.entry or "")
         return self._digest
 
     def _stamp(self):
@@ -204,68 +208,3 @@ def _locate(name: str) -> Path | None:
     raise UsageError(
         f"`ckpt={name}`: no such file; published names are {names}, a hub id is owner/name"
     )
-
-
-def _download(target: Path) -> None:
-    """Fetch published weights to `target`, with a progress bar. The file is whole or absent."""
-    from tqdm import tqdm
-
-    url = BASE_URL + target.name
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            urllib.request.urlopen(url, timeout=30) as response,
-            atomic_write(target, durable=True) as file,
-        ):
-            total = int(response.headers.get("Content-Length", 0)) or None
-            with tqdm(total=total, unit="B", unit_scale=True, desc=target.name) as bar:
-                while block := response.read(1 << 20):
-                    file.write(block)
-                    bar.update(len(block))
-            if total is not None and file.tell() != total:
-                raise OSError(f"the connection ended after {file.tell()} of {total} bytes")
-    except (OSError, HTTPException) as error:  # URLError, time-outs and a full disk are OSErrors
-        raise UsageError(
-            f"`ckpt={target.name}`: download failed ({error}); try the hub's copy, "
-            f"`ckpt=facebook/{target.stem.rpartition('x')[0]}`, or fetch {url} by other means and "
-            f"put it at {target}"
-        ) from None
-
-
-def fetch_from_hub(repository: str, subfolder: str, parameter: str, remedy: str) -> Path:
-    """Return the local copy of a hub repository: config and weights of `subfolder` ("" or
-    a name with a slash) only. Of a repository with a .pt file of its own name, return
-    that file, with the YAML and statistics beside it.
-
-    A cached copy is not asked for again. Raises UsageError about `parameter`.
-    """
-    from huggingface_hub import snapshot_download
-
-    def snapshot(suffix, **how):
-        own = repository.rpartition("/")[2] + ".pt"
-        small = [f"{subfolder}config.json", "*.yaml", "latents_stats.pt"]
-        small += ["model_index.json", diffusers_layout.SCHEDULE] if subfolder else []
-        weights = [
-            own,
-            *(f"{subfolder}diffusion_pytorch_model{end}" for end in (f"{suffix}*", f"-*{suffix}")),
-        ]
-        # weights last: an interrupted download is known by their absence
-        for wanted in (small, weights):
-            root = Path(snapshot_download(repository, allow_patterns=wanted, **how))
-        if (root / own).is_file():
-            return root / own
-        diffusers_layout.weight_files(root / subfolder, parameter)
-        return root
-
-    with suppress(Exception):  # not cached, or not whole
-        return snapshot(".safetensors", local_files_only=True)
-    try:
-        with suppress(UsageError):  # the repository has pickles only
-            return snapshot(".safetensors")
-        return snapshot(".bin")
-    except Exception as error:  # a network fails in many ways; the remedy is the same
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
-        raise UsageError(
-            f"`{parameter}={repository}`: not here, and fetching it from the hub failed "
-            f"({reason}); {remedy}"
-        ) from None

@@ -5,14 +5,11 @@ consolidated.00-of-01.pth (weights), and model_args.pth (arguments of the run).
 import os
 import re
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from accel.errors import UsageError
-from accel.weights import training_layout
+from accel.weights import Contents, training_layout
 from accel.weights.metadata import of_training
-from accel.weights.tensor_files import read_namespace
+from accel.weights.pickles import read_namespace
 
 # the first that is there is used
 WEIGHTS = "consolidated_ema.00-of-01.pth", "consolidated.00-of-01.pth"
@@ -25,10 +22,8 @@ def holds(folder: Path) -> bool:
     return any(name == ARGUMENTS or name.startswith("consolidated") for name in os.listdir(folder))
 
 
-def read(
-    folder: Path, mapped: bool, entry: str | None = None
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return (state dict, the arguments of the run: nothing if their file is not there).
+def read(folder: Path, mapped: bool, entry: str | None = None) -> Contents:
+    """Return the state dict and the arguments of the run, nothing if their file is not there.
     Raises UsageError about --ckpt.
     """
     whole = [folder / name for name in WEIGHTS if (folder / name).exists()]
@@ -45,5 +40,5 @@ def read(
         )
     state, _ = training_layout.read(whole[0], mapped, entry)
     if not (folder / ARGUMENTS).exists():
-        return state, {}
-    return state, of_training(read_namespace(folder / ARGUMENTS, "ckpt"))
+        return Contents(state, {})
+    return Contents(state, of_training(read_namespace(folder / ARGUMENTS, "ckpt")))

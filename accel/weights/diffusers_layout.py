@@ -5,35 +5,49 @@ No position table is stored there: the class computes it for its `sample_size`.
 """
 
 import os
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from accel.errors import UsageError, as_usage_error, path_errors, shown
-from accel.weights.tensor_files import read_json, read_tensors, require_floats
+from accel.errors import UsageError, as_usage_error, shown
+from accel.weights import Contents
+from accel.weights.tensor_files import read_json, read_tensors, require_floats, weight_files
+
+_PARAMETERS = ("weight", "bias")
+
+
+def _parameters_of(layers: dict[str, str]) -> dict[str, str]:
+    """Return the names of layers' parameters, ours → diffusers', from those of the layers."""
+    pairs = product(layers.items(), _PARAMETERS)
+    return {f"{ours}.{parameter}": f"{theirs}.{parameter}" for (ours, theirs), parameter in pairs}
+
 
 # Ours → diffusers'. It keeps a copy of both embedders in every block, and q, k, v apart.
-_OUTER = {
-    "x_embedder.proj": "pos_embed.proj",
-    "final_layer.adaLN_modulation.1": "proj_out_1",
-    "final_layer.linear": "proj_out_2",
-}
-_KINDS = ("weight", "bias")
-_EMBEDDERS = {
-    **{f"t_embedder.mlp.0.{kind}": f"emb.timestep_embedder.linear_1.{kind}" for kind in _KINDS},
-    **{f"t_embedder.mlp.2.{kind}": f"emb.timestep_embedder.linear_2.{kind}" for kind in _KINDS},
-    "y_embedder.embedding_table.weight": "emb.class_embedder.embedding_table.weight",
-}
-_BLOCK = {
-    "attn.proj": "attn1.to_out.0",
-    "mlp.fc1": "ff.net.0.proj",
-    "mlp.fc2": "ff.net.2",
-    "adaLN_modulation.1": "norm1.linear",
-}
+_OUTER = _parameters_of(
+    {
+        "x_embedder.proj": "pos_embed.proj",
+        "final_layer.adaLN_modulation.1": "proj_out_1",
+        "final_layer.linear": "proj_out_2",
+    }
+)
+_EMBEDDERS = _parameters_of(
+    {
+        "t_embedder.mlp.0": "emb.timestep_embedder.linear_1",
+        "t_embedder.mlp.2": "emb.timestep_embedder.linear_2",
+    }
+)
+_EMBEDDERS["y_embedder.embedding_table.weight"] = "emb.class_embedder.embedding_table.weight"
+_BLOCK = _parameters_of(
+    {
+        "attn.proj": "attn1.to_out.0",
+        "mlp.fc1": "ff.net.0.proj",
+        "mlp.fc2": "ff.net.2",
+        "adaLN_modulation.1": "norm1.linear",
+    }
+)
 SCHEDULE = "scheduler/scheduler_config.json"  # of a pipeline
-WEIGHTS = "diffusion_pytorch_model.safetensors"
-PICKLED = "diffusion_pytorch_model.bin"
 
 # Entries of config.json that must have one of these values, since nothing else is
 # computed; others must be idle: None or False. norm_eps: DiT's own is 1e-6, and diffusers
@@ -62,10 +76,8 @@ def holds(folder: Path) -> bool:
     return not {"config.json", "transformer"}.isdisjoint(os.listdir(folder))
 
 
-def read(
-    folder: Path, mapped: bool, entry: str | None = None
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return (state dict of models.DiT, the facts beside it, None if unknown). Raises
+def read(folder: Path, mapped: bool, entry: str | None = None) -> Contents:
+    """Return the state dict of models.DiT and the facts beside it, None if unknown. Raises
     UsageError about --ckpt.
     """
     if entry is not None:
@@ -78,10 +90,12 @@ def read(
     config = read_json(folder / "config.json", "ckpt")
     try:
         state = from_diffusers(state)
-        found = check_config(config, state)
+        facts = check_config(config, state)
     except ValueError as error:
         raise UsageError(f"`ckpt={folder / 'config.json'}`: {error}") from None
-    return state, found | (_of_pipeline(folder.parent) if folder.name == "transformer" else {})
+    if folder.name == "transformer":
+        facts |= _of_pipeline(folder.parent)
+    return Contents(state, facts)
 
 
 def check_config(config: dict[str, Any], state: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -94,7 +108,8 @@ def check_config(config: dict[str, Any], state: dict[str, torch.Tensor]) -> dict
     )
     if type(side) is not int or not 0 < side <= 4096:
         raise ValueError(f"sample_size is {shown(side)}, must be from 1 to 4096; copy it again")
-    has = _sizes(state) | {CLASSES: len(state["y_embedder.embedding_table.weight"]) - 1}
+    has = _sizes(state)
+    has[CLASSES] = len(state["y_embedder.embedding_table.weight"]) - 1
     width = len(state["x_embedder.proj.weight"])
     patch = has["patch_size"]
     if heads is not None:
@@ -114,8 +129,10 @@ def check_config(config: dict[str, Any], state: dict[str, torch.Tensor]) -> dict
                 f"{name} is {shown(value)}, and a DiT has {wanted}; such a network cannot be "
                 "computed"
             )
-        known = name in has or name in COMPUTED or name in WITHOUT_EFFECT or name.startswith("_")
-        if not known and value not in (None, False):
+        understood = (
+            name in has or name in COMPUTED or name in WITHOUT_EFFECT or name.startswith("_")
+        )
+        if not understood and value not in (None, False):
             raise ValueError(
                 f"{shown(name)} {shown(value)} is unknown, so it cannot be computed; remove it if "
                 "idle"
@@ -137,53 +154,22 @@ def _of_pipeline(folder):
     """Return the decoder, the schedule and the names of the classes that a DiTPipeline's
     folder holds.
     """
-    found = {"vae": str(folder / "vae")} if (folder / "vae" / "config.json").is_file() else {}
+    facts = {"vae": str(folder / "vae")} if (folder / "vae" / "config.json").is_file() else {}
     if (folder / SCHEDULE).is_file():
-        found["schedule"] = read_json(folder / SCHEDULE, "ckpt")
+        facts["schedule"] = read_json(folder / SCHEDULE, "ckpt")
     index = folder / "model_index.json"
     names = read_json(index, "ckpt").get("id2label") if index.exists() else None
     if not isinstance(names, dict):
-        return found
+        return facts
     numbers = range(len(names))
     if {str(number) for number in numbers} != names.keys() or not all(
-        isinstance(one, str) for one in names.values()
+        isinstance(name, str) for name in names.values()
     ):
         raise UsageError(
             f"`ckpt={index}`: id2label must name classes 0 to {len(names) - 1}; mend it, or "
             "remove it"
         )
-    return found | {"class_names": [names[str(number)] for number in numbers]}
-
-
-def weight_files(folder: Path, parameter: str) -> list[Path]:
-    """Return the weights beside a config.json: one file, or shards; .safetensors rather
-    than .bin. Raises UsageError.
-    """
-    with path_errors(parameter, folder):
-        names = os.listdir(folder)
-    others = sorted(name for name in names if name.endswith(".safetensors"))
-    for plain in (WEIGHTS, PICKLED):
-        index = f"{plain}.index.json"
-        indices = [name for name in names if name.startswith(f"{plain}.index.")]
-        if plain not in names and len(indices) == 1:
-            index = indices[0]  # also a variant's, such as fp16's
-        if index in names:
-            shards = read_json(folder / index, parameter).get("weight_map")
-            found = {str(name) for name in shards.values()} if isinstance(shards, dict) else set()
-            missing = ", ".join(sorted(found - set(names)))  # a name with a slash is never there
-            if missing or not found:
-                raise UsageError(
-                    f"`{parameter}={folder}`: lacks {missing or 'the files'} that {index} names; "
-                    "copy it again"
-                )
-            return [folder / name for name in sorted(found)]
-        if plain in names and "config.json" in names:
-            return [folder / plain]
-    if len(others) > 1:
-        raise UsageError(f"`{parameter}={folder}`: {', '.join(others)} conflict; keep one of them")
-    if not others or "config.json" not in names:
-        raise UsageError(f"`{parameter}={folder}`: must hold config.json and {WEIGHTS}")
-    return [folder / others[0]]
+    return facts | {"class_names": [names[str(number)] for number in numbers]}
 
 
 def to_diffusers(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -191,25 +177,15 @@ def to_diffusers(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     which diffusers computes.
     """
     depth = 1 + max(int(key.split(".")[1]) for key in state if key.startswith("blocks."))
-    out = {
-        f"{theirs}.{kind}": state[f"{ours}.{kind}"]
-        for ours, theirs in _OUTER.items()
-        for kind in _KINDS
-    }
+    out = {theirs: state[ours] for ours, theirs in _OUTER.items()}
     for n in range(depth):
         ours = f"blocks.{n}"
         theirs = f"transformer_blocks.{n}"
-        out.update({f"{theirs}.norm1.{key}": state[name] for name, key in _EMBEDDERS.items()})
-        out.update(
-            {
-                f"{theirs}.{b}.{kind}": state[f"{ours}.{a}.{kind}"]
-                for a, b in _BLOCK.items()
-                for kind in _KINDS
-            }
-        )
-        for kind in _KINDS:
-            for name, part in zip("qkv", state[f"{ours}.attn.qkv.{kind}"].chunk(3)):
-                out[f"{theirs}.attn1.to_{name}.{kind}"] = part
+        out |= {f"{theirs}.norm1.{key}": state[name] for name, key in _EMBEDDERS.items()}
+        out |= {f"{theirs}.{key}": state[f"{ours}.{name}"] for name, key in _BLOCK.items()}
+        for parameter in _PARAMETERS:
+            for name, part in zip("qkv", state[f"{ours}.attn.qkv.{parameter}"].chunk(3)):
+                out[f"{theirs}.attn1.to_{name}.{parameter}"] = part
     return out
 
 
@@ -220,11 +196,7 @@ def from_diffusers(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     try:
         numbers = (int(key.split(".")[1]) for key in state if key.startswith("transformer_blocks."))
         depth = 1 + max(numbers, default=0)
-        out = {
-            f"{ours}.{kind}": state[f"{theirs}.{kind}"]
-            for ours, theirs in _OUTER.items()
-            for kind in _KINDS
-        }
+        out = {ours: state[theirs] for ours, theirs in _OUTER.items()}
         for name, key in _EMBEDDERS.items():
             copies = [state[f"transformer_blocks.{n}.norm1.{key}"] for n in range(depth)]
             if not all(torch.equal(copies[0], copy) for copy in copies[1:]):
@@ -236,16 +208,16 @@ def from_diffusers(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         for n in range(depth):
             ours = f"blocks.{n}"
             theirs = f"transformer_blocks.{n}"
-            for a, b in _BLOCK.items():
-                out |= {f"{ours}.{a}.{kind}": state[f"{theirs}.{b}.{kind}"] for kind in _KINDS}
-            for kind in _KINDS:
-                qkv = [state[f"{theirs}.attn1.to_{name}.{kind}"] for name in "qkv"]
-                out[f"{ours}.attn.qkv.{kind}"] = torch.cat(qkv)
+            out |= {f"{ours}.{name}": state[f"{theirs}.{key}"] for name, key in _BLOCK.items()}
+            for parameter in _PARAMETERS:
+                qkv = [state[f"{theirs}.attn1.to_{name}.{parameter}"] for name in "qkv"]
+                out[f"{ours}.attn.qkv.{parameter}"] = torch.cat(qkv)
     except (KeyError, RuntimeError) as error:
         raise as_usage_error(error) or ValueError(
             f"not a DiT in diffusers' layout ({error})"
         ) from None
-    if unknown := sorted(state.keys() - to_diffusers(out).keys() - {"pos_embed.pos_embed"}):
+    unknown = sorted(state.keys() - to_diffusers(out).keys() - {"pos_embed.pos_embed"})
+    if unknown:
         raise ValueError(
             f"{unknown[0]} is not of a DiT in diffusers' layout ({len(unknown)} such entries)"
         )

@@ -32,7 +32,7 @@ def _whole(low, high):
 
 def _is_names(value):
     return isinstance(value, (list, tuple)) and all(
-        isinstance(one, str) and one.isprintable() for one in value
+        isinstance(name, str) and name.isprintable() for name in value
     )
 
 
@@ -114,12 +114,12 @@ def _plain(value):
     return value
 
 
-def checked(source: object, found: dict[str, Any]) -> dict[str, Any]:
+def checked(source: object, facts: dict[str, Any]) -> dict[str, Any]:
     """Return the entries of `found` that are not None, known ones checked. Raises
     UsageError, naming the file `source` and the entry.
     """
     kept = {}
-    for name, value in found.items():
+    for name, value in facts.items():
         if value is None or not isinstance(name, str):
             continue
         if name in SCHEMA:
@@ -143,11 +143,11 @@ def from_header(header: dict[str, str]) -> dict[str, Any]:
     """Return the metadata in the header of a safetensors file; other programs' entries
     are left out.
     """
-    found = {}
+    facts = {}
     for name, text in header.items():
         if name.startswith(PREFIX):
             try:
-                found[name.removeprefix(PREFIX)] = json.loads(text)
+                facts[name.removeprefix(PREFIX)] = json.loads(text)
             except (ValueError, RecursionError):
-                found[name.removeprefix(PREFIX)] = text
-    return found
+                facts[name.removeprefix(PREFIX)] = text
+    return facts

@@ -5,6 +5,8 @@ import math
 import numpy as np
 import torch
 
+from accel.errors import UsageError
+
 TABLE = "pos_embed"  # its name in a state dict
 # A moving average of a fixed table rounds at each step: with a decay of 0.9999 the errors
 # of 10,000 float32 roundings add up to at most 6e-4 of a value near one.
@@ -44,6 +46,21 @@ def distance(table: torch.Tensor) -> float:
 def rounding(table: torch.Tensor) -> float:
     """Return the distance that rounding alone explains, of an average or of a dtype."""
     return max(AVERAGED, torch.finfo(table.dtype).eps)
+
+
+def require_sinusoid(source: str, table: torch.Tensor, remedy: str) -> float:
+    """Return how far a position table (1, T, D) is from the sine-cosine table of its
+    grid. Raises UsageError, with `remedy`, for more than the rounding of a moving
+    average: a table that was trained is no function of the grid.
+    """
+    off = distance(table)
+    allowed = rounding(table)
+    if off > allowed:
+        raise UsageError(
+            f"`ckpt={source}`: its position table is up to {off:.2g} off the sine-cosine table of "
+            f"its grid, more than the rounding of an average ({allowed:.1g}); {remedy}"
+        )
+    return off
 
 
 def trained(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

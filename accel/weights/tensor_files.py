@@ -5,34 +5,27 @@ Nothing in a file is ever executed, a pipe or a device is never opened, and tens
 memory-mapped where the format allows it.
 """
 
-import argparse
-import hashlib
-import pickle
-import re
-import time
-import warnings
-import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from accel.errors import UsageError, as_usage_error, path_errors, shown
-from accel.files import atomic_write, cache_folder, open_regular, read_small
+from accel.errors import UsageError, path_errors, shown
+from accel.files import open_regular
 from accel.files import read_json as read_object
 
-# ns: two changes of a file that come sooner after one another may have the same time
-# stamp
-SETTLED = 2e9
+# The weights of a folder in diffusers' layout, beside its config.json.
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+PICKLED = "diffusion_pytorch_model.bin"
 
 
-# numpy's numbers and texts that a pickle may hold.
-NUMBERS = "?", "b", "B", "h", "H", "i", "I", "l", "L", "q", "Q", "e", "f", "d", "U"
-# In the cache folder; another name for other rules of what a digest is of.
-DIGESTS = "digests-2"
+class Safetensors(NamedTuple):
+    """The content of a .safetensors file."""
+
+    tensors: dict[str, torch.Tensor]
+    header: dict[str, str]
 
 
 def mode_of(path: Path, parameter: str) -> int:
@@ -52,26 +45,27 @@ def read_tensors(path: Path, parameter: str, mapped: bool = True) -> dict:
     `parameter`.
     """
     if path.suffix == ".safetensors":
-        return read_safetensors(path, parameter, mapped)[0]
-    return _read_pickle(path, parameter, dict, "a state dict", mapped)
+        return read_safetensors(path, parameter, mapped).tensors
+    from accel.weights.pickles import read_pickle
+
+    return read_pickle(path, parameter, dict, "a state dict", mapped)
 
 
-def read_safetensors(
-    path: Path, parameter: str, mapped: bool = True
-) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return (tensors, metadata) of a .safetensors file; mapped: as for `read_tensors`.
+def read_safetensors(path: Path, parameter: str, mapped: bool = True) -> Safetensors:
+    """Return the content of a .safetensors file; mapped: as for `read_tensors`.
     Raises UsageError about `parameter`.
     """
     from safetensors import SafetensorError, safe_open
 
-    with _regular_file(path, parameter):
+    with path_errors(parameter, path):
+        open_regular(path).close()  # safetensors has errors of its own for pipes and permissions
         try:
             with safe_open(path, "pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                metadata = file.metadata() or {}
-            return tensors if mapped else {
-                name: value.clone() for name, value in tensors.items()
-            }, metadata
+                header = file.metadata() or {}
+            if not mapped:
+                tensors = {name: value.clone() for name, value in tensors.items()}
+            return Safetensors(tensors, header)
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             reason = str(error).splitlines()[0][:120]
             raise UsageError(
@@ -79,13 +73,35 @@ def read_safetensors(
             ) from None
 
 
-def read_namespace(path: Path, parameter: str) -> dict:
-    """Return the arguments of a training run, an argparse.Namespace of torch.save. Raises
-    UsageError about `parameter`.
+def weight_files(folder: Path, parameter: str) -> list[Path]:
+    """Return the weights beside a config.json: one file, or shards; .safetensors rather
+    than .bin. Raises UsageError.
     """
-    return vars(
-        _read_pickle(path, parameter, argparse.Namespace, "the arguments of a training run")
-    )
+    with path_errors(parameter, folder):
+        names = os.listdir(folder)
+    others = sorted(name for name in names if name.endswith(".safetensors"))
+    for plain in (WEIGHTS, PICKLED):
+        index = f"{plain}.index.json"
+        indices = [name for name in names if name.startswith(f"{plain}.index.")]
+        if plain not in names and len(indices) == 1:
+            index = indices[0]  # also a variant's, such as fp16's
+        if index in names:
+            shards = read_json(folder / index, parameter).get("weight_map")
+            listed = {str(name) for name in shards.values()} if isinstance(shards, dict) else set()
+            missing = ", ".join(sorted(listed - set(names)))  # a name with a slash is never there
+            if missing or not listed:
+                raise UsageError(
+                    f"`{parameter}={folder}`: lacks {missing or 'the files'} that {index} names; "
+                    "copy it again"
+                )
+            return [folder / name for name in sorted(listed)]
+        if plain in names and "config.json" in names:
+            return [folder / plain]
+    if len(others) > 1:
+        raise UsageError(f"`{parameter}={folder}`: {', '.join(others)} conflict; keep one of them")
+    if not others or "config.json" not in names:
+        raise UsageError(f"`{parameter}={folder}`: must hold config.json and {WEIGHTS}")
+    return [folder / others[0]]
 
 
 def read_json(path: Path, parameter: str) -> dict:
@@ -103,33 +119,21 @@ def require_floats(state: dict, source: str) -> None:
     """
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
-            kind = f"of type {type(tensor).__name__}"
+            description = f"of type {type(tensor).__name__}"
         elif tensor.is_nested:
-            kind = "a nested tensor"
+            description = "a nested tensor"
         elif tensor.layout is not torch.strided or tensor.is_meta:
-            kind = f"{tensor.layout} on {tensor.device}"
+            description = f"{tensor.layout} on {tensor.device}"
         elif (
             tensor.ndim and tensor.numel() and tensor.is_floating_point() and isinstance(name, str)
         ):
             continue
         else:
-            kind = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+            description = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
         raise UsageError(
-            f"{source}: {shown(name)} is {kind}; weights are dense tensors of floats, save them "
-            "as such"
+            f"{source}: {shown(name)} is {description}; weights are dense tensors of floats, save "
+            "them as such"
         )
-
-
-def digest(state: dict[str, torch.Tensor]) -> str:
-    """Return 16 hex digits over names, shapes and all float32 values, the same for every
-    format and order of entries.
-    """
-    total = hashlib.sha256()
-    for name in sorted(state):
-        tensor = state[name].detach().float().contiguous().flatten()
-        total.update(f"{name} {tuple(state[name].shape)}\n".encode())
-        total.update(tensor.numpy().data)
-    return total.hexdigest()[:16]
 
 
 def file_stamps(files: Iterable[Path], parameter: str) -> list[tuple]:
@@ -139,99 +143,14 @@ def file_stamps(files: Iterable[Path], parameter: str) -> list[tuple]:
     stamps = []
     for file in files:
         with path_errors(parameter, file):
-            one = file.stat()
+            status = file.stat()
         stamps.append(
-            (str(file.absolute()), one.st_size, one.st_mtime_ns, one.st_ino, one.st_ctime_ns)
+            (
+                str(file.absolute()),
+                status.st_size,
+                status.st_mtime_ns,
+                status.st_ino,
+                status.st_ctime_ns,
+            )
         )
     return stamps
-
-
-def cached_digest(
-    stamps: Sequence[tuple], state: Callable[[], dict[str, torch.Tensor]], entry: str = ""
-) -> str:
-    """Return `digest(state())` of an entry of files with these stamps, taken before they were
-    opened; the cache folder keeps it.
-    """
-    of_what = repr((stamps, entry))
-    name = Path(DIGESTS, hashlib.sha256(of_what.encode()).hexdigest()[:32])
-    with suppress(OSError, ValueError):
-        found = read_small(cache_folder() / name).decode()
-        if re.fullmatch("[0-9a-f]{16}", found):
-            return found
-    found = digest(state())
-    newest = max(ctime for *_, ctime in stamps)
-    if time.time_ns() - newest > SETTLED:
-        with suppress(OSError):
-            kept = cache_folder() / name
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(kept, "w", through_link=False) as file:
-                file.write(found)
-    return found
-
-
-@contextmanager
-def _regular_file(path: Path, parameter: str) -> Iterator[None]:
-    """Raise UsageError about `parameter` unless `path` is a regular file that can be
-    read, inside too.
-    """
-    with path_errors(parameter, path):
-        # torch and safetensors have errors of their own for pipes and permissions
-        open_regular(path).close()
-        yield
-
-
-def _read_pickle(path: Path, parameter: str, kind: type, meaning: str, mapped: bool = False) -> Any:
-    """Return the content of a file of torch.save, an object of `kind`; meaning: the kind
-    in words. Raises UsageError about `parameter`.
-    """
-    damaged = UsageError(f"`{parameter}={path}`: truncated or not a checkpoint; copy it again")
-    try:
-        safe = torch.serialization.safe_globals(_plain_data())
-        with _regular_file(path, parameter), safe, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the format, of interest to torch's developers
-            content = torch.load(
-                path, map_location="cpu", weights_only=True, mmap=mapped and _can_be_mapped(path)
-            )
-    except pickle.UnpicklingError as error:
-        code = re.search(r"(?:GLOBAL|class) (\S+)", str(error))
-        if code is None:  # another kind of file, or the half of one
-            raise damaged from None
-        raise UsageError(
-            f"`{parameter}={path}`: refused, loading it would run code ({code[1]}); save its "
-            "state dict with torch.save"
-        ) from None
-    except Exception as error:  # an unpickler ends in whatever the bytes happen to mean
-        raise (as_usage_error(error) or damaged) from None
-    if not isinstance(content, kind):
-        raise UsageError(f"`{parameter}={path}`: holds a {type(content).__name__}, not {meaning}")
-    return content
-
-
-def _plain_data() -> list:
-    """Return the classes, with their names in pickles, that training scripts store beside the
-    weights in their parsed arguments: plain data. A path becomes a pure one, of no file.
-    """
-    scalar = np.float64(0).__reduce__()[0]
-    dtypes = {type(np.dtype(name)) for name in NUMBERS}
-    paths = {
-        f"{module}.{name}": PureWindowsPath if "Windows" in name else PurePosixPath
-        for module in ("pathlib", "pathlib._local")
-        for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
-    }
-    return [
-        argparse.Namespace,
-        np.dtype,
-        *dtypes,
-        *((scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
-        *((kind, name) for name, kind in paths.items()),
-    ]
-
-
-def _can_be_mapped(path: Path) -> bool:
-    """Return whether torch may map the file: a zip archive of uncompressed members,
-    torch.save's format since 1.6.
-    """
-    if not zipfile.is_zipfile(path):
-        return False
-    with zipfile.ZipFile(path) as archive:
-        return all(member.compress_type == zipfile.ZIP_STORED for member in archive.infolist())

@@ -4,14 +4,17 @@ contains one.
 
 import argparse
 import logging
+import os
 import re
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from accel.errors import UsageError, shown
+from accel.weights import Contents
 from accel.weights import metadata as schema
 from accel.weights.tensor_files import read_safetensors, read_tensors, require_floats
 
@@ -32,7 +35,7 @@ ENTRIES = (
     "net",
     "weights",
 )
-PREFIXES = ("module.", "_orig_mod.", "model.", "net.")  # of wrappers around the trained network
+WRAPPED = r"((module|_orig_mod|model|net)\.)*"  # begins all names: wrappers around the network
 HOLDER = "net."  # of a wrapper that may have heads of its own beside the network, for training
 # Of wrappers around parts of it: anywhere in a name.
 INNER = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)[.]")
@@ -47,8 +50,8 @@ def holds(path: Path) -> bool:
     return not path.is_dir()
 
 
-def read(path: Path, mapped: bool, entry: str | None = None) -> tuple[State, dict[str, Any]]:
-    """Return (state dict, the facts that lie beside it). entry: the name of the entry with
+def read(path: Path, mapped: bool, entry: str | None = None) -> Contents:
+    """Return the state dict and the facts that lie beside it. entry: the name of the entry with
     the weights, with a dot before that of an entry inside it; default: the first of ENTRIES.
     Raises UsageError about --ckpt.
     """
@@ -61,7 +64,7 @@ def read(path: Path, mapped: bool, entry: str | None = None) -> tuple[State, dic
     state = _chosen(path, content, entry)
     state = {name: value for name, value in state.items() if not _is_counter(value)}
     require_floats(state, f"`ckpt={path}`")
-    return _without_wrappers(path, state), facts
+    return Contents(_without_wrappers(path, state), facts)
 
 
 def _chosen(path: Path, content: dict, entry: str | None) -> State:
@@ -161,11 +164,7 @@ def _named(path: Path, name: str, states: Mapping[str, Any]) -> State:
 
 def _without_wrappers(path: Path, state: State) -> State:
     """Return a state dict without the parts of names that wrappers add. Print them."""
-    prefix = ""
-    while common := [
-        each for each in PREFIXES if all(name.startswith(prefix + each) for name in state)
-    ]:
-        prefix += common[0]
+    prefix = re.match(WRAPPED, os.path.commonprefix(list(state)))[0]
     state = {name.removeprefix(prefix): value for name, value in state.items()}
     held = {name: value for name, value in state.items() if name.startswith(HOLDER)}
     beside = dict.fromkeys(name.partition(".")[0] for name in state if name not in held)
@@ -174,7 +173,7 @@ def _without_wrappers(path: Path, state: State) -> State:
             f'{path}: the network is under "{HOLDER}"; not sampled: {shown(", ".join(beside))}'
         )
         state = {name.removeprefix(HOLDER): value for name, value in held.items()}
-    inner = sorted({part for name in state for part in INNER.findall(name)})
+    inner = sorted(set(chain.from_iterable(map(INNER.findall, state))))
     parts = [f'"{prefix}"'] * bool(prefix) + [f'"{part}."' for part in inner]
     if parts:
         words = " and ".join(parts)

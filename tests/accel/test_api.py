@@ -32,6 +32,7 @@ from accel.errors import UsageError
 from accel.families import DEMO
 from accel.families.sit.network import SiT
 from accel.network import KEPT
+from accel.precision import SWITCHES
 from diffusion import create_diffusion
 from models import DiT, DiT_models
 
@@ -265,6 +266,10 @@ def test_close_frees_the_network():
         (lambda: demo().latents([1], seed=[None]), "seed=None: must be a whole number"),
         (
             lambda: demo().latents([1], seed=[2**70]),
+            "seed=1180591620717411303424: must fit in 64 bits",
+        ),
+        (
+            lambda: demo().latents([1], seed=2**70),
             "seed=1180591620717411303424: must fit in 64 bits",
         ),
         (
@@ -516,7 +521,7 @@ def test_the_callers_modes_change_nothing_and_are_left_alone(device):
     """Default dtype and device, autocast, inference mode; generators and backend switches."""
 
     def trace():
-        switches = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+        switches = [switch.fp32_precision for switch in SWITCHES]
         gpu = torch.cuda.get_rng_state().tolist() if device == "cuda" else None
         return switches, gpu, torch.get_rng_state().tolist()
 

@@ -19,7 +19,7 @@ from accel.errors import UsageError
 from accel.families import DEMO
 from accel.families.loaded_module import from_module
 from accel.families.recognise import find_model
-from accel.weights import tensor_files
+from accel.weights import digests, tensor_files
 from accel.weights.checkpoint import Checkpoint
 from accel.weights.diffusers_layout import to_diffusers
 from models import DiT_models
@@ -324,7 +324,7 @@ def test_which_model_the_weights_fit(tmp_path):
 @pytest.fixture
 def settled(monkeypatch):
     """As if every file had been written long ago."""
-    monkeypatch.setattr(tensor_files, "SETTLED", -1)
+    monkeypatch.setattr(digests, "SETTLED", -1)
 
 
 def test_one_digest_for_every_layout(tmp_path, state, folder):

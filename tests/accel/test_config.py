@@ -19,6 +19,8 @@ from accel.flags import check_writable
 from accel.grid import ready
 from accel.opening import open_model
 
+pytestmark = pytest.mark.usefixtures("switches")  # of the process: opening sets them
+
 
 def test_what_a_model_implies_unless_a_flag_says_otherwise():
     xl = filled(Grid())
@@ -68,6 +70,13 @@ def test_weights_come_before_their_model_and_options_before_both(tmp_path):
     assert (again.latent_size, again.config.seed) == (16, 7)
     assert grid.filled(config, opened.fit).labels == tuple(range(8))
     assert again.weights is opened.weights
+    for wrong, words in (
+        (dict(seed=2**64), "seed=18446744073709551616: must fit in 64 bits"),
+        (dict(guidance_interval=(1, 0)), "guidance_interval=1 0: must be two numbers"),
+        (dict(precision="fp32", vae_precision="fp16"), "vae_precision=fp16: cpu has no float16"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            opened.changed(**wrong)
 
 
 def test_what_is_written_where(tmp_path):

@@ -117,7 +117,7 @@ def test_repas_weights_turned_are_a_sits():
     """
     model = small(learn_sigma=False)
     theirs = {**model.state_dict(), "projectors.0.0.weight": torch.randn(3, 3)}
-    assert repa.claims(theirs) and not repa.claims(model.state_dict())
+    assert repa.family.claims(theirs) and not repa.family.claims(model.state_dict())
     ours = copy.deepcopy(model)
     ours.load_state_dict(repa.converted(theirs, {}), strict=True)
     t = torch.tensor([0.0, 0.3, 1.0])

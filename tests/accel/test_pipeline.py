@@ -21,6 +21,7 @@ from accel.network import Batch, overflows
 from accel.opening import open_model
 from accel.pipeline import Pipeline
 from accel.progress import Stopwatch
+from accel.weights import fetch
 
 CPU = torch.device("cpu")
 
@@ -48,12 +49,8 @@ def job_of(weights, kind=Grid, **options):
 def test_what_flags_decide_comes_before_weights_that_are_fetched(
     wrong, words, weights, monkeypatch
 ):
-    for fetch in (
-        "latents.files.fetch_from_hub",
-        "weights.checkpoint.fetch_from_hub",
-        "weights.checkpoint._download",
-    ):
-        monkeypatch.setattr(f"accel.{fetch}", lambda *_: pytest.fail("fetched"))
+    for function in ("from_hub", "download"):
+        monkeypatch.setattr(fetch, function, lambda *_: pytest.fail("fetched"))
     monkeypatch.setattr("accel.latents.files.FOLDER", weights.parent)  # where no decoder lies
     with pytest.raises(UsageError, match=words):
         job = job_of(weights, **{"vae": "ema", **wrong})

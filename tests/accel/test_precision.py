@@ -12,7 +12,8 @@ from conftest import ROOT
 from networks import inputs, small
 
 from accel import accelerate
-from accel.precision import SWITCHES, alone, apply_precision
+from accel.isolation import alone
+from accel.precision import SWITCHES, apply_precision
 
 CPU = torch.device("cpu")
 BACKENDS = torch.backends
@@ -135,7 +136,8 @@ def test_a_thread_that_waits_restores_the_callers_dtype():
 
 FORK = """
 import os, threading, torch
-from accel.precision import alone, apply_precision
+from accel.isolation import alone
+from accel.precision import apply_precision
 torch.set_default_dtype(torch.float64)
 torch.backends.cuda.matmul.fp32_precision = "tf32"
 entered, leave = threading.Event(), threading.Event()

@@ -17,7 +17,7 @@ from PIL import Image
 
 from accel.config import Grid
 from accel.grid import ready
-from accel.latents.pixels import to_grid
+from accel.output import to_grid
 
 DEMO = ROOT / "pretrained_models" / "demo"
 

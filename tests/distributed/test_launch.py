@@ -23,7 +23,7 @@ from networks import build
 from PIL import Image
 from safetensors.torch import save_file
 
-from accel import launch
+from accel import launch, processes
 from accel.errors import INTERRUPTED, STOPPED, USAGE
 
 
@@ -195,7 +195,7 @@ def test_a_rank_that_ignores_sigterm_is_killed():
     )
     rank.stdout.readline()
     begun = time.monotonic()
-    launch._end([rank])
+    processes._end([rank])
     assert rank.returncode == -signal.SIGKILL and time.monotonic() - begun < 10
 
 
@@ -209,7 +209,7 @@ def test_ranks_divide_the_cores(given, expected, tmp_path, monkeypatch):
         "'w').write(os.environ['OMP_NUM_THREADS'])"
     )
     monkeypatch.setattr(sys, "argv", ["-c", code])
-    assert [rank.wait(60) for rank in launch._start(2)] == [0, 0]
+    assert [rank.wait(60) for rank in processes._start(2)] == [0, 0]
     assert {file.name: int(file.read_text()) for file in tmp_path.iterdir()} == {
         "0": expected,
         "1": expected,
@@ -234,7 +234,7 @@ def test_a_rank_whose_parent_has_ended_does_not_begin():
 def test_the_context_is_made_while_torch_is_imported(device):
     code = f"""
 import time
-from accel.driver import import_torch
+from accel.launch import import_torch
 import_torch({device!r})
 import torch
 from cuda.bindings import driver

@@ -15,8 +15,7 @@ from accel.kernels import FOLDER, version
 from accel.network import Plain
 from accel.ranks import Ranks, exchanges, layouts, planner
 from accel.ranks.distributed import DistributedRanks
-from accel.ranks.layouts import OFF, Layout
-from accel.ranks.placement import Placement
+from accel.ranks.layouts import OFF, Layout, Placement
 from accel.ranks.planner import (
     Work,
     candidates,

@@ -15,7 +15,6 @@ from triton.backends.compiler import GPUTarget
 
 from accel.kernels import cuda, push
 from accel.kernels.adaln import Modulation, adaln, adaln_split
-from accel.kernels.attention import attention
 from accel.kernels.group_norm import add, group_norm
 from accel.kernels.qk_norm_rotary import qk_norm_rotary, qk_norm_rotary_split
 from accel.kernels.split_attention import cublas as split_attention_gemms
@@ -73,7 +72,6 @@ CALLS = {
     "swiglu": lambda: swiglu(zeros(1, 16, 2 * 11008, dtype=float16), "triton"),
     "swiglu_split": lambda: swiglu_split(zeros(1, 16, 2 * 11008), "triton", stack=True),
     "group_norm": decode,
-    "attention": lambda: attention(zeros(1, 1024, 3 * 1152, dtype=float16), 16, "triton"),
     "split_linear": split_layers,
     "split_attention": lambda: split_attention(
         split(zeros(1, 1024, 3 * 1152), per_row=False), 16, "cublas"

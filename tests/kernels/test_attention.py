@@ -1,13 +1,12 @@
 """Attention's backends against float64, from the packed projection, over shapes, dtypes
-and unusual inputs; Triton's kernel through its interpreter on a CPU; the machine code of
-Hopper's.
+and unusual inputs; the machine code of our kernel.
 """
 
 import re
 
 import pytest
 import torch
-from kernel_testing import disassemble, draw, error, formula, interpreted, needs_hopper
+from kernel_testing import disassemble, draw, error, formula, needs_hopper
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accel import gpu
@@ -72,37 +71,6 @@ def check(n, tokens, heads, device, dtype, run):
         assert torch.equal(got, run(qkv, heads))
 
 
-def check_triton(n, tokens, heads, device="cuda", dtype=torch.float16):
-    """With its own keys and others."""
-    tolerance = 4e-4 if dtype == torch.float16 else 3e-3
-    check(n, tokens, heads, device, dtype, lambda qkv, heads: attention(qkv, heads, "triton"))
-    qkv, kv, want = cross(n, tokens, 2 * tokens + 3, heads, 72, dtype, device)
-    assert error(attention_to(qkv, kv, heads, "triton"), want) <= tolerance
-
-
-def check_on_a_gpu():
-    for shape in (
-        (2, 64, 3),
-        (1, 1, 1),
-        (3, 17, 2),
-        (2, 130, 2),
-        (2, 191, 5),
-        (4, 1024, 16),
-        (1, 4096, 3),
-    ):
-        for dtype in (torch.float16, torch.bfloat16):
-            check_triton(*shape, dtype=dtype)
-
-
-def interpret():
-    for shape in ((1, 1, 1), (1, 64, 1), (2, 130, 2)):
-        check_triton(*shape, device="cpu")
-
-
-def test_interpreted_kernel():
-    interpreted("test_attention.interpret()")
-
-
 @pytest.mark.parametrize("queries, keys", ((5, 17), (17, 5), (64, 128)))
 def test_other_keys_and_values(queries, keys):
     for dtype, tolerance in TOLERANCES:
@@ -113,14 +81,12 @@ def test_other_keys_and_values(queries, keys):
 
 def test_our_kernels_refuse_other_heads_and_dtypes():
     for dtype, heads in ((torch.float16, 2), (torch.float32, 1)):
-        for backend in ("hopper", "triton"):
-            with pytest.raises(
-                ValueError, match=f"'{backend}' takes half precision, head dim 72, .*; take 'auto'$"
-            ):
-                attention(packed(1, 4, 1, 72, dtype), heads, backend)
-    with gpu.seen_as((9, 0)), FakeTensorMode(), pytest.raises(ValueError, match="'triton' takes"):
-        # it is wrong on Hopper
-        attention(torch.empty(1, 4, 216, dtype=torch.float16, device="cuda"), 1, "triton")
+        with pytest.raises(
+            ValueError, match="'hopper' takes half precision, head dim 72, .*; take 'auto'$"
+        ):
+            attention(packed(1, 4, 1, 72, dtype), heads, "hopper")
+    with gpu.seen_as((8, 0)), FakeTensorMode(), pytest.raises(ValueError, match="'hopper' takes"):
+        attention(torch.empty(1, 4, 216, dtype=torch.float16, device="cuda"), 1, "hopper")
     with pytest.raises(ValueError, match="backend 'nonsense': one of auto, hopper"):
         attention(packed(1, 4, 1, 72, torch.float16), 1, "nonsense")
 
@@ -152,20 +118,11 @@ def test_machine_code(config):
 @pytest.mark.parametrize("queries, keys", ((5, 17), (512, 1024), (256, 4096), (300, 77)))
 def test_other_keys_and_values_on_a_gpu(queries, keys):
     capability = torch.cuda.get_device_capability()
-    ours = {8: ("triton",), 9: ("hopper",)}.get(capability[0], ())
+    ours = ("hopper",) if capability[0] == 9 else ()
     backends = ("torch", "efficient") + ("flash", "cudnn") * (capability >= (8, 0)) + ours
     qkv, kv, want = cross(2, queries, keys, 16, 72, torch.float16, "cuda")
     for backend in backends:
         assert error(attention_to(qkv, kv, 16, backend), want) <= 1e-3, backend
-
-
-@pytest.mark.gpu
-def test_triton_on_ampere_and_ada():
-    if torch.cuda.get_device_capability()[0] != 8:
-        pytest.skip(
-            "for GPUs of capability 8.0 to 8.9; newer ones run its PTX in test_other_gpus.py"
-        )
-    check_on_a_gpu()
 
 
 @pytest.mark.gpu

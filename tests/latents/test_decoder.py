@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from accel.latents.decoder import Decoder
 from accel.latents.files import FILES, find
-from accel.latents.pixels import to_grid, to_uint8
+from accel.output import to_grid, to_uint8
 
 CPU = torch.device("cpu")
 

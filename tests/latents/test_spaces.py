@@ -15,7 +15,7 @@ from PIL import Image
 from accel import Sampler
 from accel.errors import USAGE, UsageError
 from accel.latents.files import find
-from accel.latents.pixels import to_grid
+from accel.output import to_grid
 from models import DiT_models
 
 SHORT = dict(device="cpu", num_sampling_steps=2)

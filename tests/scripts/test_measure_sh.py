@@ -14,6 +14,7 @@ FILES = [
     "contest",
     "verify/verify",
     "parallel",
+    "contest-gpus",
     "ddp",
 ]
 

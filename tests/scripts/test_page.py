@@ -17,14 +17,13 @@ from importlib.util import find_spec
 import forks
 import pytest
 import torch
-from accel.door.opening import reopen
-from accel.request import GridRequest
 from browser import Browser, find
 from conftest import ROOT
 
-from accel import door
+from accel.config import Grid
 from accel.errors import UsageError
-from accel.precision import alone
+from accel.grid import load
+from accel.isolation import alone
 from scripts.page import Studio, address_of, choices, choose, require_address
 from scripts.page_guard import Guard
 
@@ -39,7 +38,7 @@ in_browser = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def studio():
-    return Studio(GridRequest(device="cpu"))
+    return Studio(Grid.of(device="cpu"))
 
 
 def test_too_many_pictures_are_refused():
@@ -160,7 +159,7 @@ def test_an_error_of_a_request_is_a_line(capsys):
 )
 def test_values_of_wrong_types_are_a_line(studio, values, words):
     with pytest.raises(UsageError, match=re.escape(words)):
-        reopen(studio.opened[0], **choose(*values))
+        studio.models[0].changed(**choose(*values))
     right = choose(["1"], 3.0, 4, 0, 1, "ddpm", 5.0, "fp32")
     assert (right["seed"], right["num_sampling_steps"]) == (3, 5)
 
@@ -178,7 +177,7 @@ def test_the_address_that_is_printed():
 
 
 def test_a_family_offers_what_it_has_and_no_more(studio):
-    offered = {opened.model: choices(opened) for opened in studio.opened}
+    offered = {model.grid.config.model: choices(model.opened) for model in studio.models}
     assert offered["DiT-Demo/2"] == (["ddpm", "ddim", "dpm++", "unipc"], ["fp32"])
     assert offered["Large-DiT-Demo/2"] == offered["DiT-Demo/2"]
     assert offered["SiT-Demo/2"] == (["sde", "euler", "heun"], ["fp32"])
@@ -190,36 +189,33 @@ def test_a_family_offers_what_it_has_and_no_more(studio):
 )
 def test_before_the_last_step_the_estimate_is_the_result(studio, number, sampler, steps):
     """The last step of these samplers goes to x* itself."""
-    how = dict(
+    labels = (1, 5)
+    model = studio.models[number].changed(
+        labels=labels,
         sampler=sampler,
         num_sampling_steps=steps,
-        labels=(1, 5),
         precision="fp32",
         guidance_interval=(0.05, 1),
     )
-    options = reopen(studio.opened[number], **how)
     seen = {}
     with alone():
-        run = door.load(options)
-        latents = door.latents(
-            options, run, on_step=lambda index, x: seen.update({index + 1: x.clone()})
+        pipeline = load(model.grid, model.opened)
+        latents = pipeline.latents(
+            labels, 0, on_step=lambda index, x: seen.update({index + 1: x.clone()})
         )
-    torch.testing.assert_close(
-        run.estimate(seen[steps - 1], steps - 1, (1, 5)), latents, atol=1e-4, rtol=1e-3
-    )
+    before = pipeline.estimate(seen[steps - 1], steps - 1, labels)
+    torch.testing.assert_close(before, latents, atol=1e-4, rtol=1e-3)
     half = steps // 2
-    nearer = run.estimate(seen[half], half, (1, 5)) - latents
+    nearer = pipeline.estimate(seen[half], half, labels) - latents
     assert nearer.square().mean() < (seen[half] - latents).square().mean()
 
 
 def test_few_steps_show_an_estimate_each(studio, tmp_path, monkeypatch):
     """Six previews are due in four steps, one after each step but the last."""
     monkeypatch.setattr("scripts.page.FOLDER", tmp_path)
-    options = reopen(studio.opened[0], num_sampling_steps=4, labels=(1,))
+    model = studio.models[0].changed(labels=(1,), num_sampling_steps=4)
     seen = []
-    studio.picture(
-        options, "a.png", lambda text, share, *estimate: seen.extend(estimate), previews=6
-    )
+    studio.picture(model, "a.png", lambda text, share, *estimate: seen.extend(estimate), previews=6)
     assert len(seen) == 3 and (tmp_path / "a.png").is_file()
 
 

@@ -130,7 +130,7 @@ def test_every_figure_is_traced_to_its_log():
     data = report_data.collect(ROOT / "log")
     text = re.sub(RULE, "", report.markdown(data, "en"), flags=re.S | re.M)
     assert untraced(data, text) == []
-    wrong = text.replace("| fp16 | 11.35 |", "| fp16 | 9.87 |", 1)
+    wrong = text.replace("| fp16 | 1 | 11.35 |", "| fp16 | 1 | 9.87 |", 1)
     assert [one[0] for one in untraced(data, wrong)][:1] == ["9.87"]
 
 
@@ -188,7 +188,28 @@ def test_a_rehearsal_has_no_points_and_a_report_has_upstreams_arithmetic(log, ot
         report_data.collect(log)
 
 
+def on_two(log):
+    """Add a measurement of the contest's job in fp16 on two GPUs."""
+    shutil.copy(log / "contest.json", log / "contest-gpus.json")
+    row = next(row for row in change(log / "contest.json")["contest"] if row["tier"] == "fp16")
+    runs = [dict(load=1.5, sample=4.2, gather=0.1, save=0.4, total=6.25)]
+    change(log / "contest-gpus.json", gpus=2, contest=[row | dict(seconds=6.25, runs=runs)])
+
+
+def test_the_contests_job_on_several_gpus_is_in_the_tables_and_the_conclusion(log):
+    on_two(log)
+    text = text_of(log)
+    assert "### T by tier and GPUs" in text
+    assert (
+        "| fp16 | 2 | 6.25 | 6.25 | load 1.50, sample 4.20, gather 0.10, save 0.40 | 50.0 |" in text
+    )
+    assert "| here | fp16 | 2 | 6.25 | 16.69× | " in text
+    assert "`--precision fp16` makes the grid in 6.25 s on 2 × NVIDIA H200." in text
+    assert "GPUs T is" not in text  # the same by another program
+
+
 def test_ranks_that_share_a_cpu_prove_no_scaling(log):
+    on_two(log)
     for path in log.rglob("*.json"):
         change(path, gpu=None)
     for name in ("profile-baseline", "profile-fast"):  # on a CPU there are no kinds of kernels
@@ -201,6 +222,8 @@ def test_ranks_that_share_a_cpu_prove_no_scaling(log):
         *report.draw(data)
     }
     assert "bottleneck is" not in text and "GPUs T is" not in text
+    assert "| fp16 | 2 | 6.25 |" in text and "### T by tier and processes" in text
+    assert "| here | fp16 | 1 |" in text and "| here | fp16 | 2 |" not in text
 
 
 def test_the_front_page_shows_both_pictures_and_names_gaps(log):
@@ -237,6 +260,9 @@ def test_a_browser_shows_and_prints_it(log, tmp_path, lang, here):
             browser.ask("document.documentElement.scrollWidth <= innerWidth")
             and not browser.problems
         )
+        browser.open(tmp_path / "out/report.html", 900)
+        front = "document.querySelectorAll('table')[1]"
+        assert browser.ask(f"{front}.scrollWidth <= {front}.clientWidth")
         browser.call("Emulation.setEmulatedMedia", media="print")
         browser.open(tmp_path / "out/report.html", width)
         wide = (

@@ -11,7 +11,7 @@ from forks import succeeds
 
 import evaluate
 from accel.errors import UsageError
-from accel.latents.pixels import to_grid
+from accel.output import to_grid
 from scripts import verify
 
 

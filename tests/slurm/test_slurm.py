@@ -182,7 +182,7 @@ def test_without_an_environment_or_gpus(cluster, checkout):
 def test_a_folder_that_is_not_the_repository_is_named(cluster, checkout, tmp_path_factory):
     """Nothing runs there."""
     elsewhere = tmp_path_factory.mktemp("elsewhere")
-    (elsewhere / "log").mkdir()
+    (elsewhere / "output").mkdir()
     jobs = {name: cluster.submit(checkout / "slurm" / name, cwd=elsewhere) for name in FILES}
     for name, job in jobs.items():
         lines = failed(cluster, elsewhere, job)

@@ -2,8 +2,7 @@
 
 from functools import partial
 
-from accel.families.loaded_module import OfModule
-from accel.families.recognise import Form, Recogniser
+from accel.families.recognise import Form, OfModule, Recogniser
 
 from . import FAMILY
 from .network import Toy

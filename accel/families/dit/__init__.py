@@ -2,10 +2,12 @@
 no other folder can shadow.
 """
 
+from itertools import product
+
 from accel.families import DEMO, Defaults, Family
 
 PUBLISHED = {256: "DiT-XL-2-256x256.pt", 512: "DiT-XL-2-512x512.pt"}
-SIZES = tuple(f"{size}/{patch}" for size in ("XL", "L", "B", "S") for patch in (2, 4, 8))
+SIZES = tuple(map("/".join, product(("XL", "L", "B", "S"), "248")))
 # the demo's classes
 KEYS = ("x_embedder.proj.weight", "blocks.0.attn.qkv.weight")
 DRAWN = ("planet", "mountains", "flower", "ball", "block", "sea", "balloon", "mushroom")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.families import dit
-from accel.families.loaded_module import OfModule
+from accel.families.recognise import OfModule
 from accel.weights.diffusers_layout import check_config, from_diffusers
 
 
@@ -54,12 +54,12 @@ class TransformerFace:
     parts.
     """
 
-    def __init__(self, loaded: Any, *how: Any):
+    def __init__(self, loaded: Any, *arguments: Any):
         self.config = loaded.module.config
         self.dtype = loaded.module.dtype
         self._kind = type(loaded.module)
         self.__module__ = self._kind.__module__  # pipelines read the library's name from it
-        super().__init__(loaded, *how)
+        super().__init__(loaded, *arguments)
 
     @property
     def __class__(self) -> type:
@@ -86,9 +86,9 @@ class TransformerFace:
         """Return no submodules: pipelines search them for hooks."""
         return iter(())
 
-    def save_pretrained(self, folder: str, **how: Any) -> None:
+    def save_pretrained(self, folder: str, **options: Any) -> None:
         """Save the original model, weights and config, by its own method. Raises
         ValueError, before anything is written, if that model was deleted or other weights
         were loaded since.
         """
-        self.source("save_pretrained()").save_pretrained(folder, **how)
+        self.source("save_pretrained()").save_pretrained(folder, **options)

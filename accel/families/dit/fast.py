@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 
-import torch.nn as nn
-
+from accel.families.dit.network import DiT
 from accel.fast.conditioning import Conditioning
 from accel.fast.network import Packing
 from accel.fast.ops import Block, Gemms, Half, Split, Weights
@@ -38,7 +37,7 @@ def block(read: Reader, name: str, ops: Half | Split) -> Block:
 
 def pack(
     read: Reader,
-    model: nn.Module,
+    model: DiT,
     ops: Half | Split,
     block: Callable[[Reader, str, Half | Split], Block] = block,
 ) -> Packing:

@@ -8,10 +8,8 @@ import torch
 from torch import nn
 
 from accel.families import dit
-from accel.families.dit import diffusers_module
 from accel.families.dit.network import DiT, DiT_models, get_2d_sincos_pos_embed
-from accel.families.loaded_module import OfModule
-from accel.families.recognise import Form, Recogniser
+from accel.families.recognise import Form, OfModule, Recogniser
 from accel.weights.shapes import Shapes
 
 PATCHES = "x_embedder.proj.weight"  # a convolution (D, C, p, p)
@@ -117,6 +115,8 @@ class DiTRecogniser(Recogniser):
         None for another module.
         """
         if hasattr(module, "transformer_blocks"):
+            from accel.families.dit import diffusers_module  # files do not need it
+
             return diffusers_module.of_module(module)
         return self.of_entries(module, state)
 

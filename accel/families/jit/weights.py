@@ -14,8 +14,7 @@ from accel.families import jit
 from accel.families.dit.weights import PATCHES, DiTRecogniser
 from accel.families.jit.network import JiT, JiT_models
 from accel.families.lightning_dit.weights import LightningDiTRecogniser
-from accel.families.loaded_module import STRUCTURE, OfModule
-from accel.families.recognise import Form
+from accel.families.recognise import STRUCTURE, Form, OfModule
 from accel.weights.shapes import Shapes
 
 log = logging.getLogger(__name__)

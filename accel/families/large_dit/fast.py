@@ -6,10 +6,9 @@ m ← w2(silu(w1·h) ∗ w3·h)                  w1 and w3 by one GEMM, SwiGLU b
 """
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 
-from accel.families.large_dit.network import rotation_table
+from accel.families.large_dit.network import DiT_Llama, rotation_table
 from accel.fast.conditioning import BLOCK_VECTORS, Conditioning
 from accel.fast.network import Packing
 from accel.fast.ops import Block, Gemms, Half, Rotation, Split, Weights
@@ -21,7 +20,7 @@ ATTENTION_SCALE = 1
 MLP_SCALE = 4
 
 
-def pack(read: Reader, model: nn.Module, ops: Half | Split) -> Packing:
+def pack(read: Reader, model: DiT_Llama, ops: Half | Split) -> Packing:
     """Pack a Large-DiT's state dict.
 
     model: gives heads, channels, patch and input size. The conditioning's weights are a tenth of
@@ -47,11 +46,13 @@ def pack(read: Reader, model: nn.Module, ops: Half | Split) -> Packing:
         last_weight=read("final_layer.linear.weight"),
         last_bias=read("final_layer.linear.bias"),
         conditioning=_conditioning(read, names, model, ops),
-        rms_eps=model.blocks[0].attention_norm.eps,
+        rms_eps=model.norm_eps,
     )
 
 
-def _conditioning(read: Reader, names: list[str], model: nn.Module, ops: Half | Split):
+def _conditioning(
+    read: Reader, names: list[str], model: DiT_Llama, ops: Half | Split
+) -> Conditioning:
     """Return the conditioning, with the norms' weights folded into the scales."""
     projections = [f"{name}.adaLN_modulation.1" for name in (*names, "final_layer")]
     sinusoid = model.t_embedder.timestep_embedding

@@ -214,6 +214,7 @@ class DiT_Llama(dit.DiT):
         self.out_channels = in_channels * 2 if learn_sigma else in_channels
         self.patch_size = patch_size
         self.dim = dim
+        self.norm_eps = norm_eps
         self.n_heads = n_heads
         self.num_heads = n_heads  # DiT's name
 

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from accel.families import large_dit
 from accel.families.dit.weights import GAUSSIAN, LAST, require_heads
 from accel.families.large_dit.network import DiT_Llama, Large_DiT_models
-from accel.families.loaded_module import OfModule
-from accel.families.recognise import Form, Recogniser
+from accel.families.recognise import Form, OfModule, Recogniser
 from accel.weights.shapes import Shapes
 
 PATCHES = "x_embedder.weight"  # (D, C·p·p)
@@ -68,11 +67,6 @@ class LargeDiTRecogniser(Recogniser):
             qk_norm=qk_norm,
         )
         return Form(name, build, heads, assumes_heads=of_file is None, usual=heads == usual)
-
-    def names(self, model: str) -> tuple[str, ...]:
-        """Return the name of a model here, and in the training code."""
-        build = self.models.get(model)
-        return (model, build.__name__) if build else (model,)
 
     def of_module(self, module: nn.Module, state: dict[str, Tensor]) -> OfModule | None:
         """Return the rules to read a module with a Large-DiT's entries, or None for another

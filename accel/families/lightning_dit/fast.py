@@ -6,10 +6,9 @@ The norms' weights are folded into the projections of the scales.
 from functools import partial
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 
-from accel.families.lightning_dit.network import EPS, rotation_table
+from accel.families.lightning_dit.network import EPS, LightningDiT, rotation_table
 from accel.families.sit import fast as sit
 from accel.fast.conditioning import Conditioning
 from accel.fast.network import Packing
@@ -19,7 +18,7 @@ from accel.fast.reader import Reader
 ALIGNED = 64  # the GEMM kernels' multiple, to which the hidden width is padded with zeros
 
 
-def pack(read: Reader, model: nn.Module, ops: Half | Split) -> Packing:
+def pack(read: Reader, model: LightningDiT, ops: Half | Split) -> Packing:
     """Pack a LightningDiT's state dict.
 
     model: gives heads, channels, grid and the timestep embedding.

@@ -46,17 +46,17 @@ def recipe(model: str, metadata: dict[str, Any], path: Path) -> dict[str, Any]:
         where = f"`ckpt={path}`: {file.name} beside it"
         content = _read(file, path)
     if not isinstance(content, dict) or not all(
-        isinstance(content.get(one), dict) for one in ("model", "sample")
+        isinstance(content.get(name), dict) for name in ("model", "sample")
     ):
         return {}  # another program's configuration
     named = content["model"].get("model_type")
     if isinstance(named, str) and {named, model} <= FAMILY.models.keys() and named != model:
         raise UsageError(f"{where} describes {named}, and the weights are {model}; move it")
     for section, name, usual, computed in COMPUTED:
-        if (
-            isinstance(content.get(section), dict)
-            and (value := content[section].get(name, usual)) != computed
-        ):
+        if not isinstance(content.get(section), dict):
+            continue
+        value = content[section].get(name, usual)
+        if value != computed:
             raise UsageError(
                 f"{where} says {name} {_plain(value)}, and only {computed} is computed here; move "
                 "it"
@@ -82,18 +82,18 @@ def _values(where: str, sample: dict) -> dict[str, Any]:
     """
 
     number = partial(_number, where, sample)
-    found = {
+    options = {
         "guidance_interval": (0.0, 1.0 - number("cfg_interval_start", 0, 0.999, 0)),
         "timestep_shift": float(number("timestep_shift", 0, 100, 0)) or 1.0,
     }
     if "cfg_scale" in sample:
-        found["cfg_scale"] = float(number("cfg_scale", 0, 10**6, 1))
+        options["cfg_scale"] = float(number("cfg_scale", 0, 10**6, 1))
     method = sample.get("sampling_method", USUAL_METHOD)
     if method != USUAL_METHOD:
-        found["sampler"] = _plain(method)  # refused, unless the user names another
+        options["sampler"] = _plain(method)  # refused, unless the user names another
     if "num_sampling_steps" in sample:  # a number of points: one more than steps
-        found["num_sampling_steps"] = int(number("num_sampling_steps", 2, 1001, 250)) - 1
-    return found
+        options["num_sampling_steps"] = int(number("num_sampling_steps", 2, 1001, 250)) - 1
+    return options
 
 
 def _latents(where: str, data: Any) -> dict[str, Any]:
@@ -132,14 +132,14 @@ def _beside(path: Path) -> Path | None:
     """Return the YAML file of a checkpoint: the file with its name, else the only one in
     its folder, else None.
     """
-    own = path.with_suffix(".yaml")
-    if own.is_file():
-        return own
+    same_name = path.with_suffix(".yaml")
+    if same_name.is_file():
+        return same_name
     others = sorted(path.parent.glob("*.yaml"))
     if len(others) > 1:
         log.warning(
-            f"{path.parent} has {len(others)} YAML files and none is called {own.name}: they are "
-            "not read"
+            f"{path.parent} has {len(others)} YAML files and none is called {same_name.name}: they "
+            "are not read"
         )
     return others[0] if len(others) == 1 else None
 

@@ -11,8 +11,7 @@ from accel.families import lightning_dit
 from accel.families.dit.weights import PATCHES, DiTRecogniser
 from accel.families.lightning_dit.network import LightningDiT, LightningDiT_models, rotation_table
 from accel.families.lightning_dit.recipe import recipe
-from accel.families.loaded_module import STRUCTURE, OfModule
-from accel.families.recognise import Form
+from accel.families.recognise import STRUCTURE, Form, OfModule
 from accel.weights.shapes import Shapes
 
 COS = "feat_rope.freqs_cos"
@@ -86,7 +85,7 @@ class LightningDiTRecogniser(DiTRecogniser):
         another module.
         """
         if not state.keys() >= set(self.family.keys):
-            if any(self.family.name in kind.__name__ for kind in type(module).__mro__):
+            if any(self.family.name in base.__name__ for base in type(module).__mro__):
                 raise ValueError("is a LightningDiT without SwiGLU, which is not computed here")
             return None
         rules = self.of_entries(module, state, strength=STRUCTURE, face=IntervalFace)

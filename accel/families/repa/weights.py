@@ -18,42 +18,22 @@ from torch.func import functional_call
 from accel.families import repa
 from accel.families.dit.network import TimestepEmbedder
 from accel.families.dit.weights import PATCHES
-from accel.families.loaded_module import STRUCTURE, OfModule
+from accel.families.recognise import STRUCTURE, OfModule
+from accel.families.repa import PROJECTORS
 from accel.families.sit.network import SiT_models
 from accel.families.sit.weights import SiTRecogniser, is_sit
-from accel.weights.shapes import Shapes
 
 PREFIX = "REPA-"  # of our names: REPA's code calls its models as SiT's does
-PROJECTORS = "projectors."  # training compares their outputs with an encoder's features
 FIRST = "t_embedder.mlp.0.weight"  # (D, F), after the timestep's sinusoid
 # What only the classes of REPA's code, and of what derives from it, keep as attributes.
 ATTRIBUTES = "path_type", "z_dims", "encoder_depth"
 
 
 class RepaRecogniser(SiTRecogniser):
-    """Recognise weights of REPA's code, with or without its projectors. It writes `path_type`
-    and `prediction` in small letters.
-    """
+    """Recognise weights of REPA's code, with or without its projectors."""
 
     family = repa.FAMILY
     models = {PREFIX + name: SiT_models[name] for name in SiT_models if "Demo" not in name}
-
-    def claims(self, shapes: Shapes) -> tuple[str, ...]:
-        """Return the projectors, if there are any."""
-        return ("projectors",) * any(name.startswith(PROJECTORS) for name in shapes)
-
-    def trained_by(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the arguments that REPA's training alone has, or spells so."""
-        spelled = tuple(name for name in ("enc_type",) if name in arguments)
-        path = arguments.get("path_type")
-        if not isinstance(path, str):
-            return spelled
-        spelled += ("path_type",) * path[:1].islower()
-        return spelled + ("prediction",) * (arguments.get("prediction") == "v")
-
-    def names(self, model: str) -> tuple[str, ...]:
-        """Return the name of a model here, and in REPA's code."""
-        return model, model.removeprefix(PREFIX)
 
     def sampled(self, state: dict[str, Tensor], metadata: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the entries that sampling needs: all but the projectors."""

@@ -5,10 +5,10 @@ The last layer computes the velocity alone.
 
 from collections.abc import Callable
 
-import torch.nn as nn
 from torch import Tensor
 
 from accel.families.dit import fast as dit
+from accel.families.sit.network import SiT
 from accel.fast.network import Packing
 from accel.fast.ops import Block, Half, Split
 from accel.fast.reader import Reader
@@ -16,7 +16,7 @@ from accel.fast.reader import Reader
 
 def pack(
     read: Reader,
-    model: nn.Module,
+    model: SiT,
     ops: Half | Split,
     block: Callable[[Reader, str, Half | Split], Block] = dit.block,
 ) -> Packing:

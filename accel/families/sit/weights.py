@@ -2,14 +2,11 @@
 and names decide.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from torch import Tensor, nn
 
 from accel.families import sit
 from accel.families.dit.weights import DiTRecogniser
-from accel.families.loaded_module import NAMED, OfModule
+from accel.families.recognise import NAMED, OfModule
 from accel.families.sit.network import SiT, SiT_models
 
 FLOW = {"path_type": ("Linear", "linear"), "prediction": ("velocity", "v")}
@@ -17,24 +14,15 @@ DIRECTION = (
     "does not say which way its time runs, taken for a SiT's, from noise to data; if it runs from "
     "data to noise: give the module an attribute path_type"
 )
-PREDICTIONS = "velocity", "score", "noise"  # the training code's own words
 
 
 class SiTRecogniser(DiTRecogniser):
-    """Recognise SiT's weights. Its training code writes `path_type` with a capital."""
+    """Recognise SiT's weights."""
 
     family = sit.FAMILY
     models = SiT_models
     network = SiT
     computed = FLOW
-
-    def trained_by(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the arguments of a flow that are spelled as SiT's training spells them."""
-        path = arguments.get("path_type")
-        if not isinstance(path, str):
-            return ()
-        spelled = ("path_type",) if path[:1].isupper() else ()
-        return spelled + ("prediction",) * (arguments.get("prediction") in PREDICTIONS)
 
     def of_module(self, module: nn.Module, state: dict[str, Tensor]) -> OfModule | None:
         """Return the rules to read a SiT, recognised by its class: its entries are a DiT's.
@@ -52,4 +40,4 @@ RECOGNISER = SiTRecogniser()
 
 def is_sit(module: nn.Module) -> bool:
     """Return whether the name of the module's class or of a base class has SiT in it."""
-    return any("SiT" in kind.__name__ for kind in type(module).__mro__)
+    return any("SiT" in base.__name__ for base in type(module).__mro__)

@@ -6,7 +6,6 @@ Nothing is transposed, padded or copied in memory. Every backend but "torch" kee
 statistics in float32 and never stores the (T, T) weights. Our kernels are not differentiable.
 
     hopper                      our kernel: half precision, head dim 72, capability 9.0
-    triton                      our kernel for Ampere and Ada: half precision, head dim 72
     cudnn, flash, efficient     torch's kernels; torch refuses what they cannot do
     torch                       the reference, any dtype and device
     auto                        by device, dtype and head dim:
@@ -14,7 +13,7 @@ statistics in float32 and never stores the (T, T) weights. Our kernels are not d
     | device              | half, head dim 72 | half, other head dims | float32   |
     |---------------------|-------------------|-----------------------|-----------|
     | Hopper              | hopper            | cudnn, else flash     | efficient |
-    | Ampere, Ada         | triton            | flash                 | efficient |
+    | Ampere, Ada         | flash             | flash                 | efficient |
     | older GPUs          | efficient         | efficient             | efficient |
     | Blackwell           | flash             | flash                 | efficient |
     | CPU                 | flash             | flash                 | flash     |
@@ -35,9 +34,7 @@ SDPA = {  # torch's kernels, on views with strides
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-BACKENDS = ("auto", "hopper", "triton", *SDPA, "torch")
-# Major compute capabilities that our kernels are for; 0: Triton's interpreter.
-MAJOR = {"hopper": (9,), "triton": (8, 0)}
+BACKENDS = ("auto", "hopper", *SDPA, "torch")
 
 
 def attention(qkv: Tensor, num_heads: int, backend: str = "auto") -> Tensor:
@@ -58,18 +55,14 @@ def attention_to(qkv: Tensor, kv: Tensor | None, num_heads: int, backend: str = 
     dim = qkv.shape[-1] // (3 * num_heads)
     if backend == "auto":
         backend = choose(qkv.device, qkv.dtype, dim)
-    if backend in MAJOR:
+    if backend == "hopper":
         fits = dim == hopper.HEAD_DIM and qkv.dtype in cuda.HALF
-        if not fits or cuda.capability(qkv.device)[0] not in MAJOR[backend]:
+        if not fits or cuda.capability(qkv.device)[0] != 9:
             raise ValueError(
-                f"attention: backend {backend!r} takes half precision, head dim 72, its GPU; take "
+                "attention: backend 'hopper' takes half precision, head dim 72, its GPU; take "
                 "'auto'"
             )
-        if backend == "hopper":
-            return hopper.attention(qkv, kv, num_heads)
-        from accel.kernels.attention import triton
-
-        return triton.attention(qkv, kv, num_heads)
+        return hopper.attention(qkv, kv, num_heads)
     q, k, v = _heads(qkv, kv, num_heads)
     if backend == "torch":
         out = reference(q, k, v)
@@ -88,13 +81,10 @@ def choose(device: torch.device, dtype: torch.dtype, dim: int) -> str:
         return "torch"
     if dtype not in cuda.HALF or capability < (8, 0):
         return "efficient"
-    ours = dim == hopper.HEAD_DIM  # libraries pad it to 96
-    if capability == (9, 0) and ours:
+    if capability == (9, 0) and dim == hopper.HEAD_DIM:  # libraries pad it to 96
         return "hopper"
     if capability == (9, 0) and dim <= 128 and dim % 8 == 0:
         return "cudnn"
-    if capability[0] == 8 and ours and cuda.HAS_TRITON:
-        return "triton"
     return "flash"
 
 

@@ -1,0 +1,91 @@
+"""The processes of --gpus: one a GPU, which find each other as torchrun's ranks do. Jobs over
+several nodes stay with torchrun and srun.
+"""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+from accel import launch
+from accel.signals import ENDINGS
+
+
+def run_ranks(world: int, program: str) -> int:
+    """Run this command as `world` ranks and return the exit status. All end when one fails
+    or a signal comes.
+    """
+    received = []
+    for number in ENDINGS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # by nohup, or by a shell's &
+            signal.signal(number, lambda number, _: received.append(number))
+    processes = _start(world)
+    statuses: list[int | None] = [None] * world
+    while not received and not any(statuses) and None in statuses:
+        time.sleep(0.01)
+        statuses = [process.poll() for process in processes]
+    _end(processes)
+
+    status = next(filter(None, statuses), 0)
+    line = None
+    if received:
+        status, line = ENDINGS[received[0]]
+    elif status < 0:
+        line = f"rank {statuses.index(status)} of {world}: ended by signal {-status}"
+    if line:
+        print(f"\n{program}: {line}", file=sys.stderr)  # below a bar
+    elif status and sys.stderr.isatty():
+        print(end="\r\033[K", file=sys.stderr)  # a bar that rank 0 drew after the message
+    return max(status, 1) if status else 0
+
+
+def _start(world):
+    """Start this command once a rank. Return the processes."""
+    threads = max(1, (os.cpu_count() or 1) // world)
+    common = {
+        "OMP_NUM_THREADS": str(threads),
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "WORLD_SIZE": str(world),
+        launch.PARENT_VARIABLE: f"{launch.BEGAN:.6f} {os.getpid()}",
+    }
+    processes = []
+    for rank in map(str, range(world)):
+        process = subprocess.Popen(
+            [sys.executable, *sys.argv],
+            env={**common, "RANK": rank, "LOCAL_RANK": rank},
+            # A session of its own: Ctrl-C reaches the parent alone, which ends all ranks
+            # without a traceback of each.
+            start_new_session=True,
+        )
+        processes.append(process)
+    return processes
+
+
+def _free_port():
+    """Return a port below the range of outgoing connections, which could take it before
+    rank 0 does.
+    """
+    while True:
+        port = random.randrange(16000, 32000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def _end(processes):
+    """End the processes that still run: a grid has nothing to record."""
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + 2
+    for process in processes:
+        try:
+            process.wait(max(0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,80 @@
+"""Pickles of torch.save: tensors and plain data, read without running anything in them."""
+
+import argparse
+import pickle
+import re
+import warnings
+import zipfile
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import numpy as np
+import torch
+
+from accel.errors import UsageError, as_usage_error, path_errors
+from accel.files import open_regular
+
+# numpy's numbers and texts that a pickle may hold.
+NUMBERS = "?", "b", "B", "h", "H", "i", "I", "l", "L", "q", "Q", "e", "f", "d", "U"
+
+
+def read_namespace(path: Path, parameter: str) -> dict:
+    """Return the arguments of a training run, an argparse.Namespace of torch.save. Raises
+    UsageError about `parameter`.
+    """
+    return vars(read_pickle(path, parameter, argparse.Namespace, "the arguments of a training run"))
+
+
+def read_pickle(
+    path: Path, parameter: str, wanted: type, meaning: str, mapped: bool = False
+) -> Any:
+    """Return the content of a file of torch.save, an object of type `wanted`; meaning: that type
+    in words. Raises UsageError about `parameter`.
+    """
+    damaged = UsageError(f"`{parameter}={path}`: truncated or not a checkpoint; copy it again")
+    try:
+        safe = torch.serialization.safe_globals(_plain_data())
+        with path_errors(parameter, path), safe, warnings.catch_warnings():
+            open_regular(path).close()  # torch has errors of its own for pipes and permissions
+            warnings.simplefilter("ignore")  # about the format, of interest to torch's developers
+            content = torch.load(
+                path, map_location="cpu", weights_only=True, mmap=mapped and _can_be_mapped(path)
+            )
+    except pickle.UnpicklingError as error:
+        code = re.search(r"(?:GLOBAL|class) (\S+)", str(error))
+        if code is None:  # another kind of file, or the half of one
+            raise damaged from None
+        raise UsageError(
+            f"`{parameter}={path}`: refused, loading it would run code ({code[1]}); save its "
+            "state dict with torch.save"
+        ) from None
+    except Exception as error:  # an unpickler ends in whatever the bytes happen to mean
+        raise (as_usage_error(error) or damaged) from None
+    if not isinstance(content, wanted):
+        raise UsageError(f"`{parameter}={path}`: holds a {type(content).__name__}, not {meaning}")
+    return content
+
+
+def _plain_data() -> list:
+    """Return the classes, with their names in pickles, that training scripts store beside the
+    weights in their parsed arguments: plain data. A path becomes a pure one, of no file.
+    """
+    scalar = np.float64(0).__reduce__()[0]
+    dtypes = {type(np.dtype(name)) for name in NUMBERS}
+    paths = []
+    for module in ("pathlib", "pathlib._local"):
+        for pure in (PurePosixPath, PureWindowsPath):
+            paths.append((pure, f"{module}.{pure.__name__}"))
+            paths.append((pure, f"{module}.{pure.__name__.removeprefix('Pure')}"))
+    scalars = [(scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")]
+    return [argparse.Namespace, np.dtype, *dtypes, *scalars, *paths]
+
+
+def _can_be_mapped(path: Path) -> bool:
+    """Return whether torch may map the file: a zip archive of uncompressed members,
+    torch.save's format since 1.6.
+    """
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return all(member.compress_type == zipfile.ZIP_STORED for member in archive.infolist())
