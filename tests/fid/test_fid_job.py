@@ -25,7 +25,6 @@ from networks import side_of, upstreams_loop, write_transformer
 from safetensors.torch import load_file, save_file
 from unprivileged import NOBODY, limited, unprivileged
 
-from accel import pipeline
 from accel.errors import STOPPED, USAGE
 from accel.families.dit.network import DiT_models
 from accel.families.sit.network import SiT_models
@@ -349,7 +348,7 @@ def test_a_job_replays_its_decoder(one, tmp_path, monkeypatch, switches):
         decoders.append(Decoder(space, device, arithmetic, otherwise, captured))
         return decoders[-1]
 
-    monkeypatch.setattr(pipeline, "Decoder", kept)
+    monkeypatch.setattr("accel.latents.decoder.Decoder", kept)
     for name in ("replayed", "launched"):
         one("--model", "DiT-Demo/2", "--precision", "fp16", *SHORT, "--sample-dir", tmp_path / name)
     replayed, launched = (decoder.load().half for decoder in decoders)

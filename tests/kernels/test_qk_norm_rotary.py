@@ -12,7 +12,7 @@ from accel.kernels.qk_norm_rotary import qk_norm_rotary, qk_norm_rotary_split
 # N, t, heads, head dim; an interpreter's time is a token's
 CASES = ((1, 3, 2, 96), (2, 2, 4, 48), (1, 2, 3, 128), (1, 2, 2, 80))
 LARGE = ((2, 256, 32, 96), (2, 256, 32, 128), (16, 64, 32, 48), (2, 288, 16, 80))
-TOTAL = 300  # positions
+TOTAL = 400  # positions
 
 
 def case(n, tokens, heads, dim, device="cpu"):
