@@ -117,7 +117,7 @@ class Accelerated:
         self.input_size = loaded.fit.latent_size
         self._forward = network.forward
         self._guided = self._forward_guided
-        if network.captures and device.type == "cuda":  # a graph a shape
+        if network.captures and device.type == "cuda":  # one graph per shape
             self._forward = Replayed(self._forward, KEPT)
             self._guided = Replayed(self._guided, KEPT)
         self._source = weakref.ref(loaded.module)

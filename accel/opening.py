@@ -18,7 +18,7 @@ from accel.errors import UsageError, shown
 from accel.families import families
 from accel.families.recognise import Fit, published_name, recognise, recogniser_of
 from accel.gpu import missing_code
-from accel.latents import LatentSpace
+from accel.latents import PIXELS, LatentSpace
 from accel.latents.files import PUBLISHED, find
 from accel.progress import Stopwatch
 from accel.ranks import Ranks
@@ -277,6 +277,8 @@ def _with_decoder(config, weights, fit, space, decodes):
     """
     defaults = fit.family.models.get(fit.model, fit.family.recipe)
     name = config.vae or _short_name(fit.vae) or defaults.vae
+    if defaults.vae == str(PIXELS.decoder) != name:
+        raise UsageError(f"`vae={name}`: {fit.model} samples pixels, without a decoder; drop it")
     if decodes and name != config.named_decoder:
         if name in PUBLISHED:  # refused before it is fetched
             _require_channels(name, LatentSpace(), fit)

@@ -252,7 +252,7 @@ class Pipeline:
 
     def _drawn(self, n, seed, part=slice(None)):
         """Return z and the function that draws a step's noise, for a slice of n pictures."""
-        generator = torch.Generator(self.device).manual_seed(seed)  # a run's own
+        generator = torch.Generator(self.device).manual_seed(seed)  # for this run only
         z = initial_noise(n, self.network.in_channels, self.side, generator)
         if self.process.noise_from_cpu and self.device.type != "cpu":
             generator = torch.Generator().manual_seed(seed)

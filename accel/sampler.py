@@ -248,7 +248,7 @@ class Sampler:
         noise: Array | None = None,
         progress: bool = False,
     ) -> list[Image.Image]:
-        """Return one picture a label, (image_size, image_size) RGB. Arguments as for `latents`."""
+        """Return one picture per label, (image_size, image_size) RGB. Arguments: of `latents`."""
         self._require_decoder()
         return self.decode(
             self.latents(

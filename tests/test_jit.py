@@ -237,7 +237,7 @@ def test_what_is_not_sampled_is_refused_in_a_line(tmp_path, here):
     for more, words in (
         ((*ckpt, "--image-size", 64), "--image-size 64: a JiT samples the size"),
         ((*ckpt, "--noise-scale", 0), "--noise-scale 0"),
-        ((*ckpt, "--vae", DEMO / "vae"), "decodes latents of 4 channels, and"),
+        ((*ckpt, "--vae", DEMO / "vae"), "samples pixels, without a decoder"),
         (("--model", "JiT-L/16"), "no published weights"),
         (("--model", "DiT-Demo/2", "--noise-scale", 2), "--noise-scale 2: is for networks that"),
     ):

@@ -100,9 +100,11 @@ def test_the_folder_is_upstreams(world, cfg_scale, demo, weights, tiny_vae, tmp_
         expected |= by_hand(model, tiny_vae, rank, world, n, rounds, cfg_scale, seed, steps)
     made = pictures(tmp_path)
     assert sorted(made) == sorted(expected) == [f"{i:06d}.png" for i in range(rounds * n * world)]
-    # The null half's update is left out, which leaves the stream as it is, and changes
-    # nothing else on the CPU.
-    assert all(np.array_equal(made[name], expected[name]) for name in made)
+    # The null half's update is left out, which leaves the stream as it is. Some CPUs' GEMMs
+    # round a batch of another size otherwise: a level in single values.
+    for file, picture in made.items():
+        levels = np.abs(picture.astype(int) - expected[file])
+        assert levels.max() <= 1 and (levels > 0).mean() < 1e-3, file
     assert len({picture.tobytes() for picture in made.values()}) == len(made)
     array = np.load(tmp_path / f"{name}.npz")["arr_0"]
     assert array.dtype == np.uint8
