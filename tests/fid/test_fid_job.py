@@ -51,6 +51,16 @@ def one(here):
     return one
 
 
+@pytest.fixture
+def one_thread(monkeypatch):
+    """One thread in the job and here: how GEMMs are divided among threads decides rounding."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @torch.no_grad()
 def by_hand(model, vae_folder, rank, world, n, rounds, cfg_scale, seed, steps):
     """Upstream's job for one rank, as its users know it: {file name: picture}."""
@@ -72,7 +82,7 @@ def by_hand(model, vae_folder, rank, world, n, rounds, cfg_scale, seed, steps):
 
 
 @pytest.mark.parametrize("world, cfg_scale", [(2, 1.5), (1, 1.0)])
-def test_the_folder_is_upstreams(world, cfg_scale, demo, weights, tiny_vae, tmp_path):
+def test_the_folder_is_upstreams(world, cfg_scale, demo, weights, tiny_vae, tmp_path, one_thread):
     n = 3
     wanted = 7
     seed = 5
@@ -100,15 +110,13 @@ def test_the_folder_is_upstreams(world, cfg_scale, demo, weights, tiny_vae, tmp_
         expected |= by_hand(model, tiny_vae, rank, world, n, rounds, cfg_scale, seed, steps)
     made = pictures(tmp_path)
     assert sorted(made) == sorted(expected) == [f"{i:06d}.png" for i in range(rounds * n * world)]
-    # The null half's update is left out, which leaves the stream as it is. Some CPUs' GEMMs
-    # round a batch of another size otherwise: a level in single values.
-    for file, picture in made.items():
-        levels = np.abs(picture.astype(int) - expected[file])
-        assert levels.max() <= 1 and (levels > 0).mean() < 1e-3, file
+    # The null half's update is left out, which leaves the stream as it is, and changes
+    # nothing else on the CPU.
+    assert all(np.array_equal(made[name], expected[name]) for name in made)
     assert len({picture.tobytes() for picture in made.values()}) == len(made)
     array = np.load(tmp_path / f"{name}.npz")["arr_0"]
     assert array.dtype == np.uint8
-    assert np.array_equal(array, np.stack([made[f"{i:06d}.png"] for i in range(wanted)]))
+    assert np.array_equal(array, np.stack([expected[f"{i:06d}.png"] for i in range(wanted)]))
 
 
 def test_the_folder_of_a_sit_is_sits(one, tiny_vae, tmp_path):
