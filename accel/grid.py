@@ -20,7 +20,7 @@ from accel import launch, output
 from accel.config import Grid, Job
 from accel.errors import STOPPED, UsageError
 from accel.latents.decoder import Decoder
-from accel.network import stages_of
+from accel.network import divides_tokens, stages_of
 from accel.opening import Opened, open_model, open_on_ranks
 from accel.pipeline import ALONE, Pipeline, free_memory
 from accel.progress import Stopwatch, step_bar
@@ -164,7 +164,7 @@ def choose_layout(grid: Grid, opened: Opened, ranks: Ranks) -> Layout | None:
 
         planner.check(layout, opened.tokens, opened.fit.num_heads, ranks)
         stages = stages_of(opened.fit.empty(opened.latent_size))
-        if layout.tokens > 1 and any(stage.prepended for stage in stages):
+        if layout.tokens > 1 and not divides_tokens(stages):
             raise UsageError(
                 f"`parallel={layout}`: tokens are not divided where label tokens stand before "
                 "them; take rows=N or weights=N"

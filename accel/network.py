@@ -107,6 +107,13 @@ def stages_of(model: Any) -> list[Stage]:
     return [Stage(list(model.blocks), weight.shape[-1], model.num_heads)]
 
 
+def divides_tokens(stages: Sequence[Stage]) -> bool:
+    """Return whether ranks can share the stages' tokens: not where some stand in front of
+    the picture's.
+    """
+    return not any(stage.prepended for stage in stages)
+
+
 def shortened(stages: Sequence[Stage], depth: int) -> list[Stage]:
     """Return the stages with `depth` blocks in all. The longest stage loses blocks first."""
     counts = [len(stage.blocks) for stage in stages]
@@ -198,8 +205,8 @@ class BlockNetwork(Network):
 
     @property
     def divides_tokens(self) -> bool:
-        """Return whether ranks can share tokens: not where some stand before the picture's."""
-        return not any(stage.prepended for stage in self.stages)
+        """Return whether ranks can share the network's tokens."""
+        return divides_tokens(self.stages)
 
     @property
     def depth(self) -> int:
