@@ -132,6 +132,12 @@ def environment(named: list[Path]) -> list[str]:
         lines += [", ".join(filter(None, facts)), f"    {record['command']}"]
     python = f"Python {platform.python_version()}, {platform.platform()}"
     packages = {f"{one.metadata['Name']}=={one.version}" for one in distributions()}
+    if not any(package.startswith("torch==") for package in packages):
+        print(
+            f"pack.sh: {sys.executable} has no torch, so environment.txt does not list the "
+            "packages of your measurements; activate their environment and pack again",
+            file=sys.stderr,
+        )
     return [*lines, "", f"Packages, {python}:", "", *sorted(packages, key=str.lower)]
 
 

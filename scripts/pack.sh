@@ -73,7 +73,8 @@ others=$(git ls-files --others --exclude-standard -- "${code[@]}" "${weights[@]/
 --with to pack them too, or --without to leave them out"
 [[ $untracked == --with ]] || others=
 
-export PATH="$PWD/.venv/bin:$PATH"
+# environment.txt lists the packages of the active environment, else of .venv.
+[[ ${VIRTUAL_ENV:-}${CONDA_PREFIX:-} ]] || export PATH="$PWD/.venv/bin:$PATH"
 result=$(python3 scripts/handin.py result "$picture" "$@") || exit 2
 
 name=${team}_DiT

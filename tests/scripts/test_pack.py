@@ -8,8 +8,11 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tarfile
+import venv
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -70,10 +73,13 @@ def measure(path, picture, **fields):
     path.write_text(json.dumps(RECORD | dict(contest=rows) | fields))
 
 
-def pack(checkout, *args):
-    return subprocess.run(
-        ["bash", "scripts/pack.sh", *args], cwd=checkout, text=True, capture_output=True
-    )
+def pack(checkout, *args, binaries=Path(sys.executable).parent):
+    """Run pack.sh where the programs in `binaries` come first and no environment is active."""
+    env = dict(os.environ, PATH=f"{binaries}:{os.environ['PATH']}")
+    env.pop("VIRTUAL_ENV", None)
+    env.pop("CONDA_PREFIX", None)
+    command = ["bash", "scripts/pack.sh", *args]
+    return subprocess.run(command, cwd=checkout, env=env, text=True, capture_output=True)
 
 
 def contents(checkout, name="Us_DiT"):
@@ -110,6 +116,16 @@ def test_what_is_packed(checkout):
     assert f"\ntorch=={version('torch')}\n" in text and "Python 3." in text
     measured = "log/mine/contest.json: 4 × NVIDIA V100, driver 550.54, torch 2.10.0, commit abc1234"
     assert measured in text and f"\n    {RECORD['command']}\n" in text
+
+
+def test_an_environment_without_torch_is_a_line(checkout, tmp_path):
+    """The checkout's own .venv comes first where no environment is active."""
+    shutil.rmtree(checkout / ".venv")
+    venv.create(checkout / ".venv")
+    done = pack(checkout, "Us")
+    assert "Precision tier: fp16" in succeeds(done)
+    assert f"{checkout}/.venv/bin/python3 has no torch" in done.stderr
+    assert b"torch==" not in contents(checkout)["environment.txt"]
 
 
 def test_the_picture_of_the_batch_files_is_the_default(checkout):
