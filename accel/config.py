@@ -368,8 +368,8 @@ class Grid(Job):
         metavar="SEED",
     )
     batch_size: int | None = speed(
-        "pictures to sample at a time, for a GPU whose memory does not hold all; the pictures "
-        "stay the same but for rounding; default: all of --labels",
+        "pictures to sample at a time, for a GPU with too little memory for all; the pictures "
+        "stay the same except for rounding; default: all of --labels",
         bounds=(1, 10**9),
     )
     repeats: int = speed(
