@@ -39,8 +39,8 @@ def accelerate(
     and its function. device: default: the weights' own. precision: "fp16", "bf16",
     "exact", "tf32" or "fp32"; default: fp16 on a GPU with tensor cores, else fp32.
     guidance_channels: the channels that forward_with_cfg guides, from the first on;
-    default: as the model's own does, else its family's number. check: evaluate both on a
-    batch row of noise, and guided, and compare.
+    default: as the model's own does, else its family's number. check: evaluate both on noise,
+    with a class and the null class, and guided, and compare.
 
     Raises ValueError of one line for a tier that the device lacks or that the weights
     overflow, and for a network that computes another function.

@@ -32,7 +32,7 @@ from accel.precision import apply_precision
 from accel.progress import step_bar
 from accel.weights.checkpoint import FILE_SUFFIXES, HUB_ID
 from accel.weights.shapes import require_fit
-from accel.weights.tensor_files import require_floats
+from accel.weights.tensor_files import require_finite_floats, require_floats
 
 log = logging.getLogger(__name__)
 
@@ -63,12 +63,12 @@ class Sampler:
         with Sampler("DiT-XL/2", image_size=512, precision="fp16") as sampler:
             dog, other = sampler.sample(["golden retriever", 207], seed=0)
 
-    model, also the first argument: a name as --model has it; weights as --ckpt has them, such
-    as a file or the folder or hub id of a DiTPipeline; or a network that the caller has:
-    models.DiT, another family's, the original classes, wrapped or compiled, or diffusers'
-    DiTTransformer2DModel or DiTPipeline. Its weights are copied. vae: ema, mse, a folder or
+    model, or the first argument, is one of these. A name, as --model has it. Weights, as --ckpt
+    has them, such as a file, or the folder or hub id of a DiTPipeline. A network that the caller
+    has, whose weights are copied: models.DiT, another family's, the original classes, wrapped or
+    compiled, or diffusers' DiTTransformer2DModel or DiTPipeline. vae: ema, mse, a folder or
     an AutoencoderKL; a pipeline brings its own. check: compare a network that the caller has
-    with its copy on a batch row of noise, as `accelerate` does. sampler: a name, or a
+    with its copy on noise, as `accelerate` does. sampler: a name, or a
     scheduler of diffusers that draws no noise. The other options are those of sample.py's
     flags; None leaves one open. Arguments of `sample` have the constructor's values as
     defaults. With output_type="latent" no decoder is needed.
@@ -175,7 +175,8 @@ class Sampler:
         """Load the weights of `model`, of the same shape, in place: pictures equal a new
         Sampler's to the bit, and captured steps stay valid. model: a network, or the state
         dict of one like that of this Sampler, such as an average of its weights. Raises
-        ValueError, and keeps the old weights, if they do not fit or overflow.
+        ValueError, and keeps the old weights, if they do not fit, overflow or are not finite.
+        A network is compared with its copy, at one time where its class is as before.
         """
         with self._running() as pipeline:
             classes = self.opened.config.num_classes
@@ -184,12 +185,15 @@ class Sampler:
                 pipeline.refresh(pipeline.like(weights, self.opened.fit, classes))
                 return
             loaded = from_module(model, copy=True)
+            require_finite_floats(loaded.state, loaded.name)
             changed = loaded.patched or type(loaded.module) is not self._checked
-            check = self._check and changed
-            self._require_alike(loaded, check)
+            self._require_alike(loaded, self._check and changed)
             network = pipeline.like(loaded, loaded.fit, classes)
-            if check:
-                _require_same(network, loaded, pipeline)
+            if self._check:
+                # Of a known class this sees replaced parts. All times would take as long as ten
+                # steps do.
+                times = loaded.fit.family.some_times
+                _require_same(network, loaded, pipeline, times if changed else times[:1])
             pipeline.refresh(network)
             self._checked = type(loaded.module)
 
@@ -228,6 +232,7 @@ class Sampler:
         """
         name = "refresh"
         require_floats(state, name)
+        require_finite_floats(state, name)
         first = self.opened.weights
         state = first.renamed(state) if isinstance(first, LoadedModule) else dict(state)
         weights = _State(name, state, first.metadata)
@@ -376,14 +381,15 @@ def _refuse(unknown):
         raise UsageError(f"`{name}`: is not an option of Sampler; {meant}")
 
 
-def _require_same(network, loaded, pipeline):
-    """Raise UsageError unless a network for the pipeline computes the module's function. For
-    latents of another size than the module's, one of the module's own size is compared.
+def _require_same(network, loaded, pipeline, times=None):
+    """Raise UsageError unless a network for the pipeline computes the module's function; times:
+    as for require_same. For latents of another size than the module's, one of the module's own
+    size is compared.
     """
     if loaded.fit.latent_size != pipeline.side:
         state = reference_state(loaded, loaded.fit)
         network = build(state, loaded, pipeline.tier, pipeline.device)
-    require_same(network, loaded, pipeline.tier)
+    require_same(network, loaded, pipeline.tier, times)
 
 
 def _listed(name, values):

@@ -136,6 +136,15 @@ def require_floats(state: dict, source: str) -> None:
         )
 
 
+def require_finite_floats(state: dict[str, torch.Tensor], source: str) -> None:
+    """Raise UsageError about `source` for a tensor with an infinity or NaN. It reads them all."""
+    for name, tensor in state.items():
+        if not tensor.isfinite().all():
+            raise UsageError(
+                f"{source}: {shown(name)} has values that are not finite; check the weights"
+            )
+
+
 def file_stamps(files: Iterable[Path], parameter: str) -> list[tuple]:
     """Return (path, size, mtime, inode, ctime) of each file: another version of it has
     another stamp.

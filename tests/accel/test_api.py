@@ -6,6 +6,7 @@ import pickle
 import re
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from math import nan
 
 import forks
 import numpy as np
@@ -334,6 +335,11 @@ def test_errors_are_value_errors_of_one_line(make, words):
     assert isinstance(error.value, UsageError) and "\n" not in str(error.value)
 
 
+def with_nan(model):
+    fill(model).blocks[0].mlp.fc1.bias.data[3] = nan
+    return model
+
+
 @pytest.mark.parametrize(
     "precision, device", [("fp32", "cpu"), pytest.param("fp16", "cuda", marks=pytest.mark.gpu)]
 )
@@ -362,6 +368,7 @@ def test_weights_are_renewed_in_place(precision, device):
             (fill(FourChannels(**build.config)), "has guidance_channels 4, unlike"),
             (fill(Otherwise(**build.config)), "Otherwise: computes another function"),
             (build().to("meta"), "DiT: pos_embed holds no values"),
+            (with_nan(build()), "DiT: blocks.0.mlp.fc1.bias has values that are not finite"),
             (nn.Linear(2, 2), "Linear: is not a DiT"),
         ):
             with pytest.raises(ValueError, match=words):
@@ -453,9 +460,9 @@ def test_a_state_dict_renews_the_weights():
             sampler.refresh(state)
             want = new.latents([1, 2])
             assert torch.equal(sampler.latents([1, 2]), want) and not torch.equal(want, before)
-            state.popitem()
-            with pytest.raises(UsageError):
-                sampler.refresh(state)
+            for wrong in (dict(list(state.items())[:-1]), {k: v * nan for k, v in state.items()}):
+                with pytest.raises(UsageError):
+                    sampler.refresh(wrong)
             assert torch.equal(sampler.latents([1, 2]), want)
 
 
