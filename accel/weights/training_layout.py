@@ -42,6 +42,9 @@ INNER = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrappe
 AVERAGE = "shadow_params"  # a list without names, of libraries that average parameters
 TABLE = "pos_embed"  # fixed, so that an average of what is trained may leave it out
 
+# Entries with the arguments of a training run. Of two that say the same the first is believed.
+ARGUMENTS = "args", "hyper_parameters", "hparams", "config", "cfg", "opt", "options"
+
 State = dict[str, torch.Tensor]
 
 
@@ -188,9 +191,12 @@ def _facts(content: dict) -> dict[str, Any]:
     facts = content.get(schema.OWN)
     if isinstance(facts, dict) and "family" in facts:
         return facts
-    arguments = content.get("args")
-    if isinstance(arguments, argparse.Namespace):
-        arguments = vars(arguments)
-    if not isinstance(arguments, dict):
-        arguments = {}
-    return schema.of_training({"config": content.get("config"), **arguments})
+    merged = {}
+    for name in ARGUMENTS:
+        arguments = content.get(name)
+        if isinstance(arguments, argparse.Namespace):
+            arguments = vars(arguments)
+        # An optimiser's state, as `opt` often is, says nothing of the network.
+        if isinstance(arguments, dict) and "param_groups" not in arguments:
+            merged = {**arguments, **merged}
+    return schema.of_training({"config": content.get("config"), **merged})

@@ -125,6 +125,28 @@ def test_arguments_of_training_are_plain_data(arguments, tmp_path):
         assert found.vae == "no/such"  # refused by name where a decoder is needed
 
 
+@pytest.mark.parametrize(
+    "entry", ["args", "hyper_parameters", "config", "hparams", "cfg", "opt", "options"]
+)
+@pytest.mark.parametrize("kind", [dict, argparse.Namespace])
+def test_every_entry_with_arguments_of_training_is_read(entry, kind, tmp_path):
+    for arguments, words in (
+        (dict(predict_xstart=True), "predict_xstart True"),
+        (dict(predict_xstart=torch.tensor(True)), "predict_xstart True"),
+        (dict(diffusion_steps=[500]), "diffusion_steps 500"),
+        (dict(noise_schedule=["cosine"]), "noise_schedule cosine"),
+        (dict(noise_schedule=["cosine", "linear"]), "noise_schedule .*cosine.*"),
+        (dict(predict_xstart="False", diffusion_steps=torch.tensor([1000]), num_heads=2), None),
+        (dict(learn_sigma="true", num_heads=[2]), None),
+    ):
+        torch.save({"model": RAW, entry: kind(**arguments)}, tmp_path / "x.pt")
+        if words is None:
+            assert identify(tmp_path / "x.pt").num_heads == 2
+            continue
+        with pytest.raises(UsageError, match=f"was trained with {words}, and only"):
+            identify(tmp_path / "x.pt")
+
+
 class Code:
     def __reduce__(self):
         return pathlib.Path.mkdir, (pathlib.Path("owned"),)
