@@ -535,6 +535,11 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
             parser.error(
                 f"{FLAGS[metric]} {threshold}: give a finite number, and {metric} among --metrics"
             )
+        if metric == "mae" and threshold > 1:
+            parser.error(
+                f"{FLAGS[metric]} {threshold:g}: is {FRACTION}, and no picture exceeds 1; "
+                f"{threshold:g} {LEVELS} is {threshold / 255:.4g} {FRACTION}"
+            )
         args.thresholds[metric] = threshold
         changed.append(metric.upper())
     for metric in METRICS:
@@ -615,13 +620,16 @@ def print_table(mean: dict[str, float], args: argparse.Namespace) -> None:
     words = {True: "PASS", False: "FAIL", None: "NOT COMPUTED"}
     for metric, meets in judge(mean, args.thresholds).items():
         name = metric.upper()
-        value = mean[metric]
-        if metric == "mae":
-            name += f" {FRACTION}"
-            value /= 255
         sign, _ = CRITERIA[metric]
-        threshold = args.thresholds[metric]
-        print(f"  {name:12}{value:<12.6g}{sign:3}{threshold:<12.6g}{words[meets]}")
+        rows = [(name, mean[metric], args.thresholds[metric])]
+        if metric == "mae":
+            threshold = args.thresholds[metric]
+            rows = [
+                (f"{name} {FRACTION}", mean[metric] / 255, threshold),
+                (f"{name} {LEVELS}", mean[metric], threshold * 255),
+            ]
+        for label, value, threshold in rows:
+            print(f"  {label:14}{value:<12.6g}{sign:3}{threshold:<12.6g}{words[meets]}")
 
 
 def print_records(records: list[dict], every_tile: bool) -> None:

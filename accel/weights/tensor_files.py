@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from accel.errors import UsageError, path_errors, shown
-from accel.files import open_regular
+from accel.files import is_utf8, open_regular
 from accel.files import read_json as read_object
 
 # The weights of a folder in diffusers' layout, beside its config.json.
@@ -57,6 +57,11 @@ def read_safetensors(path: Path, parameter: str, mapped: bool = True) -> Safeten
     """
     from safetensors import SafetensorError, safe_open
 
+    if not is_utf8(path):
+        raise UsageError(
+            f"`{parameter}={path}`: has a name that is not UTF-8, which safetensors does not open; "
+            "rename it"
+        )
     with path_errors(parameter, path):
         open_regular(path).close()  # safetensors has errors of its own for pipes and permissions
         try:
