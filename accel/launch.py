@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from accel.errors import UsageError
+from accel.errors import USAGE, UsageError, as_usage_error
 from accel.signals import exit_now, finish, handle_signals, replace_standard_streams
 
 MAX_PROCESSES = 64  # a mistyped number should not fill the machine
@@ -43,6 +43,18 @@ def begin() -> None:
     atexit.register(finish)
     end_with_parent()
     handle_signals()
+    sys.excepthook = _in_a_line
+
+
+def _in_a_line(kind, error, traceback):
+    """End the command by one line if the user can mend the error. It may come from an import,
+    before the command has a parser.
+    """
+    mistake = as_usage_error(error)
+    if mistake is None:
+        return sys.__excepthook__(kind, error, traceback)
+    finish()
+    exit_now(USAGE, mistake.by_flags())
 
 
 def end_with_parent() -> None:
