@@ -1,6 +1,7 @@
 """`from accel import Sampler`: pictures from Python, from a pipeline that is loaded once."""
 
 import difflib
+import inspect
 import json
 import logging
 import os
@@ -22,7 +23,7 @@ from accel.families import model_names
 from accel.families.loaded_module import LoadedModule, from_module, unwrapped
 from accel.families.recognise import reference_state
 from accel.grid import ready
-from accel.isolation import alone
+from accel.isolation import alone, require_no_gradients
 from accel.latents.autoencoder_kl import OF_LATENTS
 from accel.latents.files import FILES
 from accel.opening import require_schedule
@@ -52,6 +53,7 @@ ALSO_CALLED = {
 # Facts that decide the network's function or its labels, and that shapes do not give in
 # every family.
 BESIDE_SHAPES = "num_heads", "num_classes", "null_class", "patch_size", "in_channels"
+OF_SAMPLING = "sampling has none for noise; call the model itself in your own loop for gradients"
 Labels = int | str | Iterable[int | str]
 Array = torch.Tensor | np.ndarray
 
@@ -140,9 +142,12 @@ class Sampler:
         if device is not None:
             given["device"] = str(device)
         self._scheduler = None if isinstance(sampler, (str, type(None))) else given.pop("sampler")
-        if not isinstance(vae, torch.nn.Module):
-            if vae is not None:
-                given["vae"] = str(vae)
+        is_module = isinstance(vae, torch.nn.Module)
+        if is_module:
+            vae = _autoencoder(vae)
+        elif vae is not None:
+            given["vae"] = str(vae)
+        if not is_module or output_type == "latent":  # latents need no decoder
             self._open(given, loaded, check)
             return
         with _written(vae) as given["vae"]:
@@ -252,8 +257,10 @@ class Sampler:
         *,
         noise: Array | None = None,
         progress: bool = False,
+        **unknown: Any,
     ) -> list[Image.Image]:
         """Return one picture per label, (image_size, image_size) RGB. Arguments: of `latents`."""
+        _refuse_arguments(unknown)
         self._require_decoder()
         return self.decode(
             self.latents(
@@ -287,6 +294,7 @@ class Sampler:
         *,
         noise: Array | None = None,
         progress: bool = False,
+        **unknown: Any,
     ) -> torch.Tensor:
         """Return latents (n, channels, side, side) float32, side image_size/8 for
         sd-vae-ft-*, on the sampler's device.
@@ -296,12 +304,14 @@ class Sampler:
         from, in place of those that the seed gives; the noise of later steps is the seed's.
         Arguments that are None are the constructor's. progress: show a bar of the steps.
         """
+        _refuse_arguments(unknown)
         several = _listed("labels", labels)
         seeds = _listed("seed", seed)
         options = dict(num_sampling_steps=num_sampling_steps, cfg_scale=cfg_scale)
         if seeds is None:
             options["seed"] = seed
         changes = {name: value for name, value in options.items() if value is not None}
+        require_no_gradients(OF_SAMPLING, noise)
         with self._running() as pipeline:
             opened = self.opened.changed(**changes)
             grid = replace(self.grid, labels=(labels,) if several is None else several)
@@ -375,10 +385,26 @@ def _refuse(unknown):
         options = Sampler.__init__.__kwdefaults__
         if name in names:
             raise UsageError(f"`{name}`: is for commands; drop it")
-        close = difflib.get_close_matches(name, options, 1)
-        near = ALSO_CALLED.get(name) or next(iter(close), None)
-        meant = f"did you mean {near}?" if near else "docs/python.md lists them"
-        raise UsageError(f"`{name}`: is not an option of Sampler; {meant}")
+        raise UsageError(f"`{name}`: is not an option of Sampler; {_meant(name, options)}")
+
+
+def _refuse_arguments(unknown):
+    """Raise UsageError for an argument that `sample` and `latents` do not have, naming the
+    nearest, or the constructor if it is an option.
+    """
+    arguments = list(inspect.signature(Sampler.latents).parameters)[1:-1]
+    for name in sorted(unknown):
+        meant = _meant(name, arguments)
+        if ALSO_CALLED.get(name, name) in Sampler.__init__.__kwdefaults__.keys() - {*arguments}:
+            meant = f"give {ALSO_CALLED.get(name, name)} to Sampler(…)"
+        raise UsageError(f"`{name}`: is not an argument of sample and latents; {meant}")
+
+
+def _meant(name, options):
+    """Return which of some options a name may stand for, in words."""
+    close = difflib.get_close_matches(name, options, 1)
+    near = ALSO_CALLED.get(name) or next(iter(close), None)
+    return f"did you mean {near}?" if near else "docs/python.md lists them"
 
 
 def _require_same(network, loaded, pipeline, times=None):
@@ -435,6 +461,8 @@ def _floats(name, values, shape, device):
         if values.dtype.kind != "f":
             raise UsageError(f"{owner}: has dtype {values.dtype}; give an array of floats")
         values = torch.from_numpy(np.array(values, np.float32, order="C"))
+    if values.is_meta or not values.is_nested and values.layout is not torch.strided:
+        raise UsageError(f"{owner}: is sparse or holds no values; give a dense array of floats")
     if values.is_nested or not values.is_floating_point():
         raise UsageError(f"{owner}: has dtype {values.dtype}; give a dense array of floats")
     fits = len(shape) == values.ndim and all(
@@ -487,10 +515,9 @@ def _guided_channels(loaded):
     return guidance.channels
 
 
-@contextmanager
-def _written(vae: torch.nn.Module) -> Iterator[str]:
-    """Write a decoder that the caller holds as a folder in diffusers' layout. Yield the
-    folder, which is removed after the block.
+def _autoencoder(vae):
+    """Return a decoder that the caller holds, without wrappers. Raises UsageError for a module of
+    another class.
     """
     vae = unwrapped(vae)
     vae_class = type(vae)
@@ -500,9 +527,17 @@ def _written(vae: torch.nn.Module) -> Iterator[str]:
         )
     if any(value.is_meta for value in vae.parameters()):
         raise UsageError(f"`vae={vae_class.__name__}`: holds no values; load the weights first")
+    return vae
+
+
+@contextmanager
+def _written(vae: torch.nn.Module) -> Iterator[str]:
+    """Write a decoder that the caller holds as a folder in diffusers' layout. Yield the
+    folder, which is removed after the block.
+    """
     with ExitStack() as stack:
         with path_errors(
-            "vae", vae_class.__name__, "set TMPDIR to a folder with space, or give a folder"
+            "vae", type(vae).__name__, "set TMPDIR to a folder with space, or give a folder"
         ):
             folder = stack.enter_context(TemporaryDirectory())
             vae.save_pretrained(folder)

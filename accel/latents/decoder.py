@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from accel.errors import UsageError
+from accel.isolation import require_no_gradients
 from accel.latents import PIXELS, LatentSpace, files
 from accel.precision import convolutions
 
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 # is a hundredth. Decoders that float16 suits reach 70 to 80.
 REQUIRED_PSNR = 60.0
 CHECKED_PIXELS = 256  # of a side
+OF_DECODER = "this decoder has none; call diffusers' own for gradients"
 NAMES = {"fp32": "float32", "tf32": "float32 with TF32 convolutions"}
 
 
@@ -151,8 +153,10 @@ class Decoder:
     def decode(self, latents: Tensor) -> Tensor:
         """Return pixels (n, 3, H, W) float32, about (-1, 1), of finite latents (n, C, L,
         L); n may be 0. Raises UsageError if one picture does not fit in memory, or if the decoder
-        makes pixels that are not finite: they would become black.
+        makes pixels that are not finite: they would become black. It has no gradients: raises
+        UsageError where they are asked for.
         """
+        require_no_gradients(OF_DECODER, latents)
         if not len(latents):
             side = self.space.factor * latents.shape[-1]
             return latents.new_zeros(0, 3, side, side)

@@ -37,6 +37,8 @@ from accel.precision import SWITCHES
 from diffusion import create_diffusion
 from models import DiT, DiT_models
 
+Z = torch.zeros(1, 4, 16, 16)
+
 
 def demo(device="cpu", **options):
     return Sampler("DiT-Demo/2", device=device, **{"num_sampling_steps": 4, **options})
@@ -311,6 +313,19 @@ def test_close_frees_the_network():
         (lambda: demo(guidance_scale=5), "guidance_scale: is not an .*; did you mean cfg_scale"),
         (lambda: demo(outputs=5), "outputs: is not an option of Sampler; did you mean output_type"),
         (lambda: demo(xyzzy=5), "xyzzy: is not an option of Sampler; docs/python.md lists them"),
+        (
+            lambda: demo().sample(1, guidance_scale=3),
+            "guidance_scale: is not an argument of sample and latents; did you mean cfg_scale",
+        ),
+        (lambda: demo().latents(1, steps=3), "steps: is not .* did you mean num_sampling_steps"),
+        (lambda: demo().latents(1, sampler="ddim"), "sampler: .* give sampler to Sampler"),
+        (lambda: demo().latents(1, x=3), "x: is not an argument .* docs/python.md lists them"),
+        (lambda: demo().latents(1, noise=Z.to_sparse()), "noise: is sparse or holds no values"),
+        (lambda: demo().latents(1, noise=Z.to("meta")), "noise: is sparse or holds no values"),
+        (
+            lambda: demo().latents(1, noise=Z.clone().requires_grad_()),
+            "gradients: sampling has none for noise; call the model itself in your own loop",
+        ),
         (lambda: demo().refresh([]), "list: is not a DiT; give a torch.nn.Module"),
         (lambda: demo().refresh({}), "refresh: is not a DiT: no pos_embed"),
         (
@@ -481,6 +496,8 @@ sampler.latents(1, progress=True)
 sys.stderr = io.StringIO()
 sys.stderr.close()
 shape = sampler.latents(1, progress=True).shape
+again = Sampler("DiT-Demo/2", vae=vae, output_type="latent", **how).latents(1)
+assert again.equal(sampler.latents(1))
 try:
     Sampler("DiT-Demo/2", vae=vae, **how)
 except ValueError as error:
