@@ -13,8 +13,8 @@ from accel.errors import UsageError
 from accel.families.loaded_module import LoadedModule, from_module
 from accel.families.recognise import reference_state
 from accel.graphs import Replayed
-from accel.isolation import alone, require_no_gradients
-from accel.network import KEPT, unpatchify
+from accel.isolation import alone
+from accel.network import KEPT, require_no_gradients, unpatchify
 from accel.precision import apply_precision, default_tier
 from accel.sampling.guidance import guided
 from accel.weights.shapes import require_fit

@@ -6,12 +6,9 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
-from accel.errors import UsageError
 from accel.precision import switches_kept
 
 # Backend switches, default dtype and the capture of a CUDA graph belong to the process.
@@ -51,16 +48,6 @@ def _process_kept():
             yield
         finally:
             _changes.pop()
-
-
-def require_no_gradients(reason: str, *inputs: Any) -> None:
-    """Raise UsageError, with a reason and a remedy, if an input is differentiated, in reverse or
-    forward mode.
-    """
-    for value in filter(torch.is_tensor, inputs):
-        reverse = value.requires_grad and torch.is_grad_enabled()
-        if reverse or forward_ad.unpack_dual(value).tangent is not None:
-            raise UsageError(f"gradients: {reason}, or use torch.no_grad() or .detach()")
 
 
 def _after_fork():

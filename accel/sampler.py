@@ -23,9 +23,10 @@ from accel.families import model_names
 from accel.families.loaded_module import LoadedModule, from_module, unwrapped
 from accel.families.recognise import reference_state
 from accel.grid import ready
-from accel.isolation import alone, require_no_gradients
+from accel.isolation import alone
 from accel.latents.autoencoder_kl import OF_LATENTS
 from accel.latents.files import FILES
+from accel.network import require_no_gradients
 from accel.opening import require_schedule
 from accel.output import to_grid
 from accel.pipeline import ALONE, Pipeline, free_memory, guidance_of, process_of

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from accel.errors import UsageError
-from accel.isolation import require_no_gradients
 from accel.latents import PIXELS, LatentSpace, files
+from accel.network import require_no_gradients
 from accel.precision import convolutions
 
 log = logging.getLogger(__name__)
