@@ -11,12 +11,14 @@ from torch import nn
 
 from accel import Sampler, accelerate, fast
 from accel.errors import UsageError
+from accel.families.rae import FAMILY
 from accel.families.rae.network import DiTDH_models, DiTwDDTHead
 from accel.families.recognise import recognise
 from accel.network import Plain
 from accel.sampling import denoise
 from accel.sampling.flow import Euler
 from accel.sampling.guidance import Guidance
+from accel.weights import metadata
 from accel.weights.shapes import shapes_only
 
 # heads of 72 and 128 as in XL; the head's hidden width is 1365, which is odd as the published one
@@ -100,6 +102,8 @@ def test_published_sizes_are_recognised():
             fit = recognise("x.pt", state, {})
             assert (fit.family.name, fit.model, fit.latent_size) == ("RAE", name, side)
             assert fit.recipe["timestep_shift"] == pytest.approx(1 / (6.928203 * side / 16))
+            written = metadata.checked("y", fit.metadata())
+            assert recognise("y", state, written).metadata() == fit.metadata()
         counts[name] = len(state)
         assert fit.empty(32).heads == make.config["num_heads"]
     assert [*counts.values()] == [382, 334, 190, 190]
@@ -189,11 +193,10 @@ def test_two_widths_are_warmed_up_tuned_and_measured():
     model = build()
     zeros = fast.zeros_of(model, torch.device("cpu"))
     assert {name.split(".")[1] for name in zeros if name.startswith("blocks")} == {"0", str(TRUNK)}
-    pack = network_of(model, "fp16").conditioning
-    shallow = fast.build(zeros, model, *packed("fp16"))
-    assert [layer.weight.shape for layer in shallow.conditioning.gemms] == [
-        layer.weight.shape for layer in pack.gemms
-    ]
+    network = network_of(model, "fp16")
+    shallow = fast.build(zeros, model, FAMILY.pack, "fp16", torch.device("cpu"))
+    for few, all_blocks in zip(shallow.conditioning.gemms, network.conditioning.gemms):
+        assert few.weight.shape == all_blocks.weight.shape
     for call in fast.kernel_calls(shallow, 2):
         call()
     for layer in shallow.conditioning.gemms:
@@ -202,18 +205,11 @@ def test_two_widths_are_warmed_up_tuned_and_measured():
     shallow.tuner.choose_alike = tuned.extend
     shallow.tune([2 * 16])
     assert [shape[:3] for shape in tuned] == [(32, 512, 144), (32, 14 * 512, 512)]
-    network = network_of(model, "fp16")
     assert network.describe() == "FastNetwork of 3 blocks of 144 and 2 blocks of 512, torch.float16"
     x, t, y = inputs()
     for measured in (network.shallow(2), Plain(model).shallow(2)):
         assert [len(stage.blocks) for stage in measured.stages] == [1, 1]
         assert measured.forward(x, t, y).isfinite().all()
-
-
-def packed(tier):
-    from accel.families.rae import FAMILY
-
-    return FAMILY.pack, tier, torch.device("cpu")
 
 
 def test_ranks_share_a_picture(tmp_path, here):

@@ -50,12 +50,19 @@ def check(width, n, tokens, branches, dtype, device, tolerance, rms_eps=None, by
 
 def check_split(backend, device="cpu", tokens=20):
     """High and low with a scale a token, also where tokens differ by 1e+8 in size."""
-    for width, rms_eps in ((1152, None), (216, RMS_EPS), (100, None), (100, RMS_EPS)):
+    by_row = torch.tensor([2, 0, 1], device=device)
+    by_token = torch.arange(3 * tokens, device=device).view(3, tokens) % 3
+    for width, rms_eps, entry in (
+        (1152, None, by_row),
+        (216, RMS_EPS, by_token),
+        (100, None, by_token),
+        (100, RMS_EPS, by_row),
+    ):
         x, branch = (draw(3, tokens, width, seed=seed, device=device) for seed in (width, 2))
         table = draw(4, 6, width, seed=1, device=device)
         table[2] *= 1e-4
         table[0, 3:5] *= 1e4
-        modulation = Modulation(table, torch.tensor([2, 0, 1], device=device))
+        modulation = Modulation(table, entry)
         want = adaln(
             x.double(), wide(modulation), 3, ((branch.double(), 2),), rms_eps, backend="torch"
         )

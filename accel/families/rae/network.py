@@ -24,7 +24,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel.families.dit.network import DiT, PatchEmbed, _constructor, attention
+from accel.families.dit.network import DiT, PatchEmbed, TimestepEmbedder, _constructor, attention
 from accel.families.lightning_dit.network import FinalLayer, LightningDiTBlock, rotation_table
 from accel.network import Plain, Stage
 
@@ -42,17 +42,12 @@ def fourier(t: Tensor, frequencies: Tensor) -> Tensor:
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
-class FourierEmbedder(nn.Module):
-    """Embed times by random frequencies and a two-layer MLP. (N,) → (N, D)."""
+class FourierEmbedder(TimestepEmbedder):
+    """Embed times by stored random frequencies and DiT's MLP. (N,) → (N, D)."""
 
     def __init__(self, hidden_size: int, count: int = 256):
-        super().__init__()
+        super().__init__(hidden_size, 2 * count)
         self.W = nn.Parameter(torch.randn(count), requires_grad=False)
-        self.mlp = nn.Sequential(
-            nn.Linear(2 * count, hidden_size),
-            nn.SiLU(),
-            nn.Linear(hidden_size, hidden_size),
-        )
 
     def forward(self, t: Tensor) -> Tensor:
         return self.mlp(fourier(t, self.W).to(self.W.dtype))
@@ -111,7 +106,7 @@ class DiTwDDTHead(DiT):
         self.s_embedder = self.x_embedder
         self.x_embedder = PatchEmbed(input_size, 1, in_channels, head)
         self.s_projector = nn.Linear(trunk, head)
-        self.add_module("t_embedder", FourierEmbedder(trunk))
+        self.t_embedder = FourierEmbedder(trunk)
         self.enc_feat_rope = Rotations(trunk // num_heads[0], input_size)
         self.dec_feat_rope = Rotations(head // num_heads[1], input_size)
         self.blocks = nn.ModuleList(
@@ -168,17 +163,17 @@ class DiTwDDTHead(DiT):
         c: Tensor,
         attend: Callable = attention,
         tokens: slice = slice(None),
-        blocks: Iterable[nn.Module] | None = (),
+        blocks: Iterable[nn.Module] | None = None,
     ) -> Tensor:
         """Apply `blocks` of the trunk, c (N, D), or of the head, c (N, T, W), to tokens x.
 
         x (N, T, D) or (N, T, W). attend: in place of `attention`. tokens: the slice of each row
         that x and c hold.
         """
-        rotations = self.enc_feat_rope if c.ndim == 2 else self.dec_feat_rope
-        table = rotations()[tokens]
+        rope = self.enc_feat_rope if c.ndim == 2 else self.dec_feat_rope
+        rotation = rope()[tokens]  # (T, d/2, 2)
         for block in blocks or ():
-            x = block(x, c, table, attend)
+            x = block(x, c, rotation, attend)
         return x
 
     def head(self, x: Tensor, c: Tensor) -> Tensor:
