@@ -12,10 +12,14 @@ from accel.families import rae
 from accel.families.dit.weights import DiTRecogniser
 from accel.families.rae.network import DiTDH_models, DiTwDDTHead
 from accel.families.recognise import STRUCTURE, Form, OfModule
+from accel.families.repa.weights import TurnedFaceAlone
 from accel.weights.shapes import Shapes
 
-# The embeddings, (width, C, 1, 1), and the tables of rotations of trunk and head.
-PARTS = (("s_embedder.proj.weight", "enc_feat_rope"), ("x_embedder.proj.weight", "dec_feat_rope"))
+# Of trunk and head: the embedding (width, C, 1, 1), and a table of rotations (T, d).
+PARTS = (
+    ("s_embedder.proj.weight", "enc_feat_rope.freqs_cos"),
+    ("x_embedder.proj.weight", "dec_feat_rope.freqs_cos"),
+)
 # An entry that every supported file has → the argument of the original that leaves it out.
 NEEDED = {
     "pos_embed": "use_pos_embed",
@@ -38,20 +42,20 @@ class RAERecogniser(DiTRecogniser):
         for name, argument in NEEDED.items():
             if name not in shapes:
                 raise ValueError(f"is a DiTDH with {argument} False, which is not computed here")
-        widths = []
-        heads = []
-        for embedder, rope in PARTS:
+        widths: tuple[int, ...] = ()  # of trunk and head
+        heads: tuple[int, ...] = ()
+        for embedder, table in PARTS:
             width, channels, patch, _ = shapes[embedder]
-            tokens, head_dim = shapes[f"{rope}.freqs_cos"]
+            tokens, head_dim = shapes[table]
             if patch > 1:
                 raise ValueError(f"is a DiTDH with patches of {patch}, and only 1 is computed here")
             if head_dim % 4 or width % head_dim:
                 raise ValueError(
-                    f"{rope}.freqs_cos is for heads of {head_dim}, into which a width of {width} "
-                    "does not divide; save it again"
+                    f"{table} is for heads of {head_dim}, into which a width of {width} does not "
+                    "divide; save it again"
                 )
-            widths.append(width)
-            heads.append(width // head_dim)
+            widths += (width,)
+            heads += (width // head_dim,)
         if widths[0] == widths[1]:
             raise ValueError(
                 "is a DiTDH whose trunk is as wide as its head, which is not computed here: no "
@@ -61,9 +65,7 @@ class RAERecogniser(DiTRecogniser):
             raise ValueError("is a DiTDH with wo_shift True, which is not computed here")
         of_blocks = [shape[1] for name, shape in shapes.items() if name.endswith("attn.qkv.weight")]
         depth = tuple(map(of_blocks.count, widths))
-        config: dict[str, Any] = dict(
-            hidden_size=tuple(widths), depth=depth, num_heads=tuple(heads)
-        )
+        config: dict[str, Any] = dict(hidden_size=widths, depth=depth, num_heads=heads)
         sizes = "+".join(f"{count}x{width}" for count, width in zip(depth, widths))
         named = [name for name, build in self.models.items() if build.config == config]
         hidden = [shapes[f"blocks.{block}.mlp.w3.weight"][1] for block in (0, depth[0])]
@@ -97,14 +99,10 @@ class RAERecogniser(DiTRecogniser):
 RECOGNISER = RAERecogniser()
 
 
-class OriginalFace:
-    """The original's signature over `accelerated.Accelerated`: times run from data to noise, and
-    the velocity is noise − data. Guidance acts inside an interval of times, its ends included.
+class OriginalFace(TurnedFaceAlone):
+    """The original's signature over `accelerated.Accelerated`, whose time and velocity are reversed
+    as REPA's. Guidance acts inside an interval of times, its ends included.
     """
-
-    def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
-        """Return the velocity (N, C, H, W)."""
-        return -super().forward(x, 1 - t, y)  # type: ignore[misc]
 
     def forward_with_cfg(
         self,
@@ -118,7 +116,7 @@ class OriginalFace:
         models.DiT.forward_with_cfg, and an interval.
         """
         scale = _scale_at(t[: len(t) // 2], cfg_scale, cfg_interval)
-        return -super().forward_with_cfg(x, 1 - t, y, scale)  # type: ignore[misc]
+        return super().forward_with_cfg(x, t, y, scale)
 
     def forward_with_autoguidance(
         self,
