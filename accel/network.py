@@ -88,7 +88,8 @@ class Stage(NamedTuple):
     tokens of the stage before, in the first stage the embedded ones; embedded: those of
     `BlockNetwork.embed`; condition: of `BlockNetwork.condition`. A stage that others follow may
     overwrite x, so a function that reads `embedded` later has the first stage copy it.
-    modulate(x, condition): returns what modulates the blocks and, after the last stage, the head.
+    modulate(x, condition): returns what modulates the blocks and, after the last stage, the head;
+    x as for `enter`.
     """
 
     blocks: Sequence[Any]  # modules of a reference network, or blocks of accel/fast
@@ -240,7 +241,8 @@ class BlockNetwork(Network):
     def embed(self, x: Tensor, tokens: slice = slice(None), copies: int = 1) -> Tensor:
         """Embed latents (n, C, H, W) → tokens (copies·n, t, D), the batch `copies` times.
 
-        tokens: the slice of each row to embed.
+        tokens: the slice of each row to embed. A network whose stages have embeddings of their own
+        returns them side by side.
         """
 
     @abstractmethod

@@ -45,6 +45,7 @@ class Form(NamedTuple):
     assumes_heads: bool = False
     usual: bool = True  # whether the model of this size has this number of heads
     facts: Mapping[str, Any] = MappingProxyType({})  # that no tensor says, for files of ours
+    recipe: Mapping[str, Any] = MappingProxyType({})  # values of settings that the shapes imply
 
 
 # Strength of a claim to a module: entries or attributes count more than the class's name.
@@ -284,7 +285,7 @@ def recognise(
         learn_sigma=learn_sigma,
         latent_size=isqrt(table.shape[1]) * network.patch_size if table is not None else None,
         class_names=tuple(metadata.get("class_names", ())),
-        recipe=_recipe(metadata),
+        recipe={**form.recipe, **_recipe(metadata)},
         usual=form.usual,
         facts=form.facts,
         image_size=metadata.get("image_size"),
