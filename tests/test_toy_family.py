@@ -107,6 +107,57 @@ def test_an_fid_job_that_is_killed_is_resumed_to_the_bit(tree):
     assert np.load(archives[0])["arr_0"].shape == (40, 24, 24, 3)
 
 
+PERMUTED = """
+import sys
+
+import numpy as np
+import torch
+from accel import Sampler
+from accel.output import to_uint8
+
+n, world, rounds, seed = 3, 2, 3, 4
+generator = torch.Generator().manual_seed(seed)
+labels = torch.arange(5).repeat_interleave(3)[torch.randperm(15, generator=generator)]
+labels = torch.cat([labels, torch.randint(0, 5, (3,), generator=generator)])
+pictures = np.empty((18, 24, 24, 3), np.uint8)
+with Sampler("Toy/2", sampler="ddim", num_sampling_steps=8, precision="fp32") as sampler:
+    for rank in range(world):
+        torch.manual_seed(seed * world + rank)
+        of_rank = labels[rank * rounds * n :][: rounds * n].view(rounds, n)
+        for round_number, y in enumerate(of_rank):
+            z = torch.randn(n, 3, 6, 6)
+            for _ in range(8):
+                torch.randn(2 * n, 3, 6, 6)
+            latents = sampler.latents(y.tolist(), noise=z)
+            pixels = to_uint8(sampler._pipeline.decode(latents)).numpy()
+            pictures[[i * world + rank + round_number * n * world for i in range(n)]] = pixels
+made = np.load(sys.argv[1])["arr_0"]
+assert made.shape == (15, 24, 24, 3)
+difference = np.abs(made.astype(int) - pictures[:15])
+assert difference.max() <= 1, difference.max()
+assert np.abs(made.astype(int) - np.roll(pictures, 1, 0)[:15]).mean() > 2
+"""
+
+
+def test_permuted_labels_under_torchrun(tree):
+    """The family's balanced order: rank r has part r of one permuted list. The pictures are
+    those that Python makes of the labels and z that the rule's equations give.
+    """
+    job = [*TOY, "--sampler", "ddim", "--balanced-labels", "--global-seed", 4]
+    job += ["--num-fid-samples", 15, "--per-proc-batch-size", 3, "--precision", "fp32"]
+    job += ["--sample-dir", "permuted"]
+    succeeds(tree, *forks.torchrun(2), "sample_ddp.py", *job)
+    (archive,) = (tree / "permuted").glob("*.npz")
+    succeeds(tree, "-c", PERMUTED, archive)
+    calm = archive.read_bytes()
+    folder = archive.with_suffix("")
+    for number in (1, 6, 7, 17):  # of three batches, by both ranks
+        (folder / f"{number:06d}.png").unlink()
+    archive.unlink()
+    succeeds(tree, *forks.torchrun(2), "sample_ddp.py", *job)
+    assert archive.read_bytes() == calm
+
+
 def test_the_converter_there_and_back(tree):
     for source, target in (("toy.pt", "there.safetensors"), ("there.safetensors", "back.pt")):
         text = succeeds(tree, "scripts/convert_checkpoint.py", "--ckpt", source, "--output", target)

@@ -21,6 +21,13 @@ from accel.files import weights_folder
 
 DEMO = weights_folder() / "demo"
 
+# The labels of an FID job with n pictures of K classes:
+#     random          drawn after each batch's z
+#     by_number       i mod K for picture i
+#     class_by_class  i·K // n for picture i; a rank makes a contiguous run of each round
+#     permuted        n/K of each class in random order, a contiguous part a rank
+LabelOrder = Literal["random", "by_number", "class_by_class", "permuted"]
+
 
 class Defaults(NamedTuple):
     """Values that a model implies for the settings that a user leaves open."""
@@ -76,7 +83,9 @@ class Family(NamedTuple):
     # What its original does otherwise than the others':
     interval_ends: bool = True  # whether guidance acts at the ends of its interval too
     heun_by_start: bool = True  # whether both evaluations of a step have its start's guidance
-    class_by_class: bool = False  # FID jobs: labels by number, a contiguous run a rank
+    last_time: float = 1.0  # end of an ODE's even times
+    # Labels of FID jobs, usually and with --balanced-labels.
+    label_orders: tuple[LabelOrder, LabelOrder] = ("random", "by_number")
     any_size: bool = True  # whether it samples sizes that it was not trained for
 
     @property

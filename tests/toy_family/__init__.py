@@ -20,4 +20,5 @@ FAMILY = Family(
     samplers=("ddpm", "ddim"),
     keys=("places.weight", "blocks.2.qkv.weight"),
     code=__name__,
+    label_orders=("random", "permuted"),
 )
