@@ -169,6 +169,63 @@ def test_the_converter_there_and_back(tree):
     )
 
 
+CONFIG = """
+toy:
+  weights: toy.pt
+  steps: 5
+  scale: 2.5
+  method: {method}
+"""
+SAYS = "says ckpt toy.pt, num sampling steps 5, cfg scale {}, sampler ddim; flags override it"
+FROM_FILE = """
+import sys
+import numpy as np
+from accel import Sampler
+
+with Sampler(config="euler.yaml", sampler="ddim", output_type="latent", precision="fp32") as sampler:
+    assert (sampler.config.cfg_scale, sampler.config.num_sampling_steps) == (2.5, 5)
+    assert np.array_equal(sampler.latents([1, 3], seed=2).numpy(), np.load("flags.npy"))
+"""
+
+
+def test_a_configuration_file(tree):
+    """Its values are those of flags, which override it. It is printed once, by many processes
+    too, and refused before torch is imported.
+    """
+    for method in ("ddim", "euler"):
+        (tree / f"{method}.yaml").write_text(CONFIG.format(method=method))
+    latents = ["--labels", 1, 3, "--seed", 2, "--output-type", "latent", "--output"]
+    flags = ["--ckpt", "toy.pt", "--num-sampling-steps", 5, "--sampler", "ddim"]
+    succeeds(tree, "sample.py", *flags, "--cfg-scale", 2.5, *latents, "flags.npy")
+    for name, more in (("file.npy", []), ("by_two.npy", ["--gpus", 2])):
+        text = succeeds(tree, "sample.py", "--config", "ddim.yaml", *more, *latents, name)
+        assert text.count(f"ddim.yaml {SAYS.format(2.5)}") == 1
+    want = np.load(tree / "flags.npy")
+    assert np.array_equal(np.load(tree / "file.npy"), want)
+    assert np.abs(np.load(tree / "by_two.npy") - want).max() < 1e-5 * want.std()
+    scale = ["--cfg-scale", 4]
+    succeeds(tree, "sample.py", *flags, *scale, *latents, "flags4.npy")
+    text = succeeds(tree, "sample.py", "--config", "ddim.yaml", *scale, *latents, "file4.npy")
+    assert SAYS.format(2.5)[:40] in text and "cfg scale" not in text.split("override")[0]
+    assert np.array_equal(np.load(tree / "file4.npy"), np.load(tree / "flags4.npy"))
+    assert not np.array_equal(np.load(tree / "file4.npy"), want)
+    succeeds(tree, "-c", FROM_FILE)
+    refused = forks.refused(forks.run(["sample.py", "--config", "euler.yaml"], tree, **ALONE))
+    assert "--config euler.yaml: says method euler; give --sampler ddim" in refused
+    (tree / "gone.yaml").write_text(CONFIG.format(method="ddim").replace("toy.pt", "gone.pt"))
+    refused = forks.refused(forks.run(["sample.py", "--config", "gone.yaml"], tree, **ALONE))
+    assert "--config gone.yaml: names gone.pt, which is missing; fetch 1" in refused
+    job = ["--num-fid-samples", 4, "--per-proc-batch-size", 2, "--sample-dir"]
+    by_flags = [*flags, "--cfg-scale", 2.5, *job, "by_flags"]
+    by_file = ["--config", "ddim.yaml", *job, "by_file"]
+    archives = []
+    for words in (by_flags, by_file):
+        succeeds(tree, "sample_ddp.py", *words)
+        archives += (tree / words[-1]).glob("*.npz")
+    assert archives[0].name == archives[1].name
+    assert archives[0].read_bytes() == archives[1].read_bytes()
+
+
 PYTHON = """
 import torch
 from accel import Sampler, accelerate

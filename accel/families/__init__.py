@@ -74,6 +74,7 @@ class Family(NamedTuple):
     fast: str = ""
     # Flags of the family's own sampling scripts → what to use here.
     script_flags: Mapping[str, str] = MappingProxyType({})
+    config_reader: str = ""  # the module that reads the family's files for --config
     fetch: str = ""  # the command that fetches published weights, if no plain address serves them
     # Beginnings of names of tensors that prove the family, among those with the same keys.
     marks: tuple[str, ...] = ()
