@@ -5,6 +5,8 @@
 <family>/network.py    the reference network
 <family>/weights.py    how files and modules of the family are recognised and read
 <family>/fast.py       how its weights are packed for the accelerated network
+
+config_file.py reads configuration files of the families' own repositories.
 """
 
 import re
