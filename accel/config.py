@@ -38,16 +38,8 @@ STEPS = {"sde": (2, 1000), "dpm++": (1, 999), "unipc": (1, 999)}
 
 CHANNELS = 3  # guided of four, as for the published pictures
 # options that name files: a value that is open stays open, since the weights are open
-FILES = {
-    "ckpt",
-    "config",
-    "weights_entry",
-    "latent_stats",
-    "num_heads",
-    "device",
-    "precision",
-    "tf32",
-}
+FILES = {"ckpt", "config", "weights_entry", "latent_stats", "num_heads"}
+FILES |= {"device", "precision", "tf32"}
 
 SPEED = "speed"  # a group of --help
 sampled = partial(flag, group="what to sample")
