@@ -38,7 +38,8 @@ STEPS = {"sde": (2, 1000), "dpm++": (1, 999), "unipc": (1, 999)}
 
 CHANNELS = 3  # guided of four, as for the published pictures
 # options that name files: a value that is open stays open, since the weights are open
-FILES = {"ckpt", "weights_entry", "latent_stats", "num_heads", "device", "precision", "tf32"}
+FILES = {"ckpt", "config", "weights_entry", "latent_stats", "num_heads"}
+FILES |= {"device", "precision", "tf32"}
 
 SPEED = "speed"  # a group of --help
 sampled = partial(flag, group="what to sample")
@@ -158,6 +159,11 @@ class Config(Options):
         "in diffusers' layout or with consolidated weights, or a hub id; default: the published "
         "weights for the image size",
     )
+    config: str | None = files(
+        "a configuration file of the model's own repository, such as RAE's YAML: its weights, "
+        "decoder, guidance and steps, where no flag says otherwise",
+        metavar="FILE",
+    )
     weights_entry: str | None = files(
         "the entry of a training file to sample, such as ema or model; default: ema, else model or "
         "the first other that is known",
@@ -201,6 +207,17 @@ class Config(Options):
         """Return the values that the named model implies, before any weights are open."""
         name = self.named_model
         return family_of(name).models[name] if name else Defaults()
+
+    def with_file(self, decodes: bool = True) -> "Config":
+        """Return these options, open ones filled by the configuration file. decodes: whether a
+        decoder is needed. Raises UsageError for a file with values that are not computed here,
+        and for missing files.
+        """
+        if self.config is None:
+            return self
+        from accel.families import config_file  # few runs have one
+
+        return replace(self, **config_file.taken(self.config, vars(self), decodes))
 
     def check(self) -> None:
         """Raise UsageError for options that contradict each other, as far as that is known
@@ -331,6 +348,7 @@ class Job(Options):
             options["model"] = model
         shared = {item.name for item in fields(Config)}
         config = Config(**{name: value for name, value in options.items() if name in shared})
+        config = config.with_file(options.get("output_type") != "latent")
         of_job = {name: value for name, value in options.items() if name not in shared}
         return cls(config=config, **of_job)
 

@@ -142,6 +142,11 @@ def open_model(
     for a tier that the device lacks, before anything is fetched.
     """
     device = device or choose_device(config.device)
+    config = config.with_file(decodes)
+    if config.config is not None:
+        from accel.families import config_file
+
+        log.warning(config_file.notice(config.config, vars(config)))
     asked = config.tier is not None
     config = with_arithmetic(config, device)
     if weights is None:

@@ -277,6 +277,7 @@ def process_of(opened: Opened, scheduler: Any = None) -> Process:
             learn_sigma=opened.fit.learn_sigma,
             data=_data_prediction(opened),
             by_start=opened.fit.family.heun_by_start,
+            last_time=opened.fit.family.last_time,
         )
     family = opened.fit.family
     if family.prediction != "noise":

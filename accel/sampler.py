@@ -67,7 +67,8 @@ class Sampler:
     as a file or the folder or hub id of a DiTPipeline; or a network that the caller has:
     models.DiT, another family's, the original classes, wrapped or compiled, or diffusers'
     DiTTransformer2DModel or DiTPipeline. Its weights are copied. vae: ema, mse, a folder or
-    an AutoencoderKL; a pipeline brings its own. check: compare a network that the caller has
+    an AutoencoderKL; a pipeline brings its own. config: a configuration file of the model's own
+    repository, for options that are open. check: compare a network that the caller has
     with its copy on a batch row of noise, as `accelerate` does. sampler: a name, or a
     scheduler of diffusers that draws no noise. The other options are those of sample.py's
     flags; None leaves one open. Arguments of `sample` have the constructor's values as
@@ -102,6 +103,7 @@ class Sampler:
         precision: str | None = None,
         vae_precision: str | None = None,
         ckpt: str | Path | None = None,
+        config: str | Path | None = None,
         weights_entry: str | None = None,
         num_heads: int | None = None,
         vae: str | Path | torch.nn.Module | None = None,

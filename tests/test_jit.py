@@ -329,7 +329,7 @@ def test_two_ranks_share_a_picture(tmp_path, here):
 
 def test_labels_of_an_fid_job_are_class_by_class(tmp_path):
     """A rank makes a contiguous run of each round; its seed is the job's plus its number."""
-    order = Order(tmp_path, 16, 2, 5, 4, 32, (3, 32, 32), class_by_class=True)
+    order = Order(tmp_path, 16, 2, 5, 4, 32, (3, 32, 32), labels="class_by_class")
     made = {}
     for rank in range(2):
         batches = Batches(order, rank, 2)

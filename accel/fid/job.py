@@ -51,8 +51,7 @@ def order_of(job: FidJob, opened: Opened) -> Order:
         image_size=config.image_size,
         latent=(opened.space.channels, side, side),
         copies=2 if guided(config) else 1,
-        balanced=job.balanced_labels,
-        class_by_class=opened.fit.family.class_by_class,
+        labels=opened.fit.family.label_orders[job.balanced_labels],
         independent=job.world_independent_noise,
     )
 

@@ -52,6 +52,6 @@ FAMILY = Family(
     script_flags=SCRIPT_FLAGS,
     interval_ends=False,
     heun_by_start=False,
-    class_by_class=True,
+    label_orders=("class_by_class", "class_by_class"),
     any_size=False,
 )

@@ -29,5 +29,9 @@ FAMILY = Family(
     fast=f"{__name__}.fast",
     fetch="hf download nyu-visionx/RAE-collections --local-dir pretrained_models",
     names_in_training={f"DiTDH-{size}/1": f"DiTDH-{size}" for size in SIZES},
+    script_flags={"label-sampling": "use --balanced-labels for equal; the default is random"},
     any_size=False,
+    last_time=0.999,
+    label_orders=("random", "permuted"),
+    config_reader=f"{__name__}.config_file",
 )
