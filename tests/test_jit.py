@@ -17,6 +17,7 @@ from reference_networks import jit
 from torch import nn
 
 from accel import Sampler, accelerate
+from accel.config import Config
 from accel.errors import UsageError
 from accel.families import DEMO
 from accel.families.jit.network import JiT, JiT_models
@@ -26,7 +27,7 @@ from accel.fid.noise import PictureNoise, UpstreamNoise
 from accel.latents import PIXELS
 from accel.latents.files import find
 from accel.network import Plain
-from accel.opening import fit_of_file
+from accel.opening import fit_of_file, open_model
 from accel.sampling import denoise
 from accel.sampling.flow import DataPrediction, Euler, Heun
 from accel.sampling.guidance import Guidance, Unguided
@@ -231,6 +232,18 @@ def test_a_file_written_here_keeps_the_facts(tmp_path):
     assert again.empty(32).in_context_start == START and again.metadata() == fit.metadata()
 
 
+def test_the_digest_covers_where_label_tokens_enter(tmp_path):
+    def digest(start):
+        file = checkpoint(tmp_path, build(), in_context_start=start)
+        return open_model(Config(ckpt=str(file), device="cpu")).digest()
+
+    assert digest(1) != digest(START)
+    with shapes_only():
+        published = JiT_models["JiT-B/16"]().state_dict()
+    for says, facts in (({}, {}), ({"in_context_start": 4}, {}), ({"in_context_start": 5},) * 2):
+        assert recognise("x.pth", published, {"model": "JiT-B/16", **says}).facts == facts
+
+
 def test_what_is_not_sampled_is_refused_in_a_line(tmp_path, here):
     flags = "--device", "cpu", "--labels", 1, "--output", tmp_path / "x.png"
     ckpt = "--ckpt", checkpoint(tmp_path, build())
@@ -238,6 +251,8 @@ def test_what_is_not_sampled_is_refused_in_a_line(tmp_path, here):
         ((*ckpt, "--image-size", 64), "--image-size 64: a JiT samples the size"),
         ((*ckpt, "--noise-scale", 0), "--noise-scale 0"),
         ((*ckpt, "--vae", DEMO / "vae"), "samples pixels, without a decoder"),
+        ((*ckpt, "--vae", "no-such-owner/decoder"), "samples pixels"),  # nothing is fetched
+        (("--model", "JiT-L/16", "--vae", "ema"), "JiT-L/16 samples pixels"),
         (("--model", "JiT-L/16"), "no published weights"),
         (("--model", "DiT-Demo/2", "--noise-scale", 2), "--noise-scale 2: is for networks that"),
     ):
@@ -298,6 +313,20 @@ def test_modules_are_accelerated_sampled_and_refreshed():
         new = network_of(changed, tier)
         network.copy_weights(new)
         assert torch.equal(network.forward(x, t, y), new.forward(x, t, y))
+
+
+class Training(nn.Module):
+    """A module of training, as the original's, which holds the network."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+
+@pytest.mark.parametrize("door", (accelerate, Sampler))
+def test_a_module_that_holds_the_network_is_refused_by_its_name(door):
+    with pytest.raises(UsageError, match=r"^Training: is not a DiT, and holds one; give its .net$"):
+        door(Training(Original(build())))
 
 
 def test_pixels_are_a_latent_space():

@@ -57,8 +57,8 @@ class JiTRecogniser(DiTRecogniser):
                 f"is a JiT of {depth} blocks of width {width}, and no tensor says at which block "
                 "its label tokens enter; load it into its class and use accel.Sampler(module)"
             )
-        build = partial(form.build, in_context_start=start)
-        return form._replace(build=build, facts={START: start})
+        facts = {} if start in starts else {START: start}
+        return form._replace(build=partial(form.build, in_context_start=start), facts=facts)
 
     def heads(self, shapes: Shapes, metadata: Mapping[str, Any]) -> int:
         """Return the number of heads, from the norm of a head."""
