@@ -257,10 +257,15 @@ def test_what_is_not_sampled_is_refused_in_a_line(tmp_path, here):
         (("--model", "DiT-Demo/2", "--noise-scale", 2), "--noise-scale 2: is for networks that"),
     ):
         assert words in refused(here("sample.py", *flags, *more))
-    for name, value in (("noise_scale", 0.0), ("interval_min", 2), ("cfg", "x")):
+    for name, value, says in (
+        ("noise_scale", 0.0, "noise_scale 0.0"),
+        ("interval_min", "x", "guidance_interval ('x', 1.0)"),
+        ("interval_max", 0.25, "guidance_interval (0.25, 0.25)"),
+        ("cfg", "x", "cfg_scale x"),
+    ):
         ckpt = checkpoint(tmp_path, build(), **{name: value})
         line = refused(here("sample.py", *flags, "--ckpt", ckpt))
-        assert f"its training arguments say {name} {value}, which must be" in line
+        assert f"its training arguments say {says}, which cannot be; mend it" in line
 
 
 def test_heads_of_training_beside_the_network_are_left_out(tmp_path):
@@ -372,6 +377,15 @@ def test_labels_of_an_fid_job_are_class_by_class(tmp_path):
         assert list(Batches(order, rank, 2).pictures(2 + rank)) == [4 + 2 * rank, 5 + 2 * rank]
     assert [made[number] for number in range(16)] == [i // 4 for i in range(16)]
     assert by_picture.batch(3).labels.tolist() == [1, 1]
+
+
+def test_classes_of_unequal_number_are_said(tmp_path, here):
+    job = "--device", "cpu", "--ckpt", checkpoint(tmp_path, build()), "--sample-dir", tmp_path
+    for count, said in ((16, False), (10, True)):
+        text = succeeds(
+            here("sample_ddp.py", *job, "--num-fid-samples", count, "--global-seed", count)
+        )
+        assert (f"{count} pictures are not a multiple of 8 classes" in text) == said
 
 
 def test_an_fid_job_is_resumed_to_the_bit(tmp_path):
