@@ -188,8 +188,6 @@ def test_published_sizes_are_recognised():
     "facts, words",
     (
         ({"use_nonlinear": True}, "was trained with use_nonlinear True, and only False is sampled"),
-        ({"img_size": 64}, "says img_size 64, and its entries are for 32; save it again"),
-        ({"num_classes": 9}, "says num_classes 9, and its entries are for 8; save it again"),
         ({"in_context_start": 4}, "no tensor says at which block its label tokens enter"),
     ),
 )
@@ -262,10 +260,17 @@ def test_what_is_not_sampled_is_refused_in_a_line(tmp_path, here):
         ("interval_min", "x", "guidance_interval ('x', 1.0)"),
         ("interval_max", 0.25, "guidance_interval (0.25, 0.25)"),
         ("cfg", "x", "cfg_scale x"),
+        ("img_size", "x", "image_size x"),
     ):
         ckpt = checkpoint(tmp_path, build(), **{name: value})
         line = refused(here("sample.py", *flags, "--ckpt", ckpt))
         assert f"its training arguments say {says}, which cannot be; mend it" in line
+    for name, value, words in (
+        ("img_size", 64, "--image-size 64: a JiT samples the size that it was trained for alone"),
+        ("class_num", 9, "weights were trained without (label table of 9 rows)"),
+    ):
+        ckpt = checkpoint(tmp_path, build(), **{name: value})
+        assert words in refused(here("sample.py", *flags, "--ckpt", ckpt))
 
 
 def test_heads_of_training_beside_the_network_are_left_out(tmp_path):

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Mapping
 from functools import partial
-from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ log = logging.getLogger(__name__)
 FIRST, SECOND, FRONT = jit.FAMILY.keys[:3]  # the two projections of patches, and label positions
 START = "in_context_start"  # the first block that sees the label's tokens: no tensor says it
 OPTIONS = {  # arguments of training → options; interval_min and interval_max make another
+    "img_size": "image_size",
     "cfg": "cfg_scale",
     "noise_scale": "noise_scale",
     "t_eps": "t_eps",
@@ -66,20 +66,6 @@ class JiTRecogniser(DiTRecogniser):
     def options(self, shapes: Shapes) -> dict[str, Any]:
         """Return the widths that are a JiT's own."""
         return dict(bottleneck_dim=shapes[FIRST][0], in_context_len=shapes[FRONT][1])
-
-    def converted(self, state: dict[str, Tensor], metadata: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return `state`. Raises ValueError for arguments of training that contradict it."""
-        of_state = {
-            "img_size": isqrt(state["pos_embed"].shape[1]) * state[FIRST].shape[-1],
-            "num_classes": len(state[self.labels]) - 1,
-        }
-        for name, value in of_state.items():
-            if metadata.get(name, value) != value:
-                raise ValueError(
-                    f"says {name} {shown(metadata[name])}, and its entries are for {value}; save "
-                    "it again"
-                )
-        return state
 
     def recipe(self, model: str, metadata: Mapping[str, Any], path: Path) -> dict[str, Any]:
         """Return the options that the arguments of the training run imply, and print them."""
