@@ -303,8 +303,8 @@ def judge(values: dict[str, float], thresholds: dict[str, float]) -> dict[str, b
 def find_tiles(a: np.ndarray, b: np.ndarray, asked: tuple[int, int] | None = None) -> list[Tile]:
     """Return the pictures of a grid; none if it is not a grid.
 
-    asked: (rows, columns). None looks for sample.png's layout: square pictures, four a
-    row (fewer if there is one row only), with black lines of 2 px between and around
+    asked: (rows, columns). None looks for sample.png's layout: square pictures, four per
+    row (fewer if there is only one row), with black lines of 2 px between and around
     them.
     """
     line = 2
@@ -726,8 +726,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_steps(args: argparse.Namespace) -> int:
-    """Judge, draw and write what the arguments ask for. Return the exit status; a step
-    that fails is reported by those that follow.
+    """Compare the pictures; draw the heatmap and write the JSON report if asked for. Return
+    the exit status. The report includes the error of an earlier step that failed.
     """
     report = {"verdict": "NONE", "exit_status": 0}
     for step, output in ((prepare, None), (run, args.heatmap), (write_json, args.json)):

@@ -1,5 +1,5 @@
-"""Sample pictures from a DiT with many processes, one a GPU: under torchrun, or under
-srun with one task a GPU.
+"""Sample pictures from a DiT with many processes, one per GPU: under torchrun, or under
+srun with one task per GPU.
 
 An FID job that was stopped or killed resumes when the same command is given again.
 """

@@ -55,7 +55,9 @@ class OneLineParser(argparse.ArgumentParser):
     def parse_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """As argparse's. An unknown flag is answered by this command's own of that meaning."""
+        """Parse the arguments as argparse does. For an unknown flag of another script the error
+        names the flag to use here.
+        """
         words = sys.argv[1:] if args is None else list(args)
         if self.samples:
             self._refuse_foreign(words)

@@ -71,9 +71,8 @@ class Config(Options):
         metavar="NAME",
     )
     image_size: int | None = sampled(
-        "side of a picture in pixels, a multiple of 16 (of 32 for patch 4, of 64 for patch 8): "
-        "what the weights were trained for, other sizes look worse; default: that of --ckpt, "
-        "else 512",
+        "side of a picture in pixels, a multiple of 16 (patch 4: of 32, patch 8: of 64); pictures "
+        "look worse at sizes other than the trained one; default: that of --ckpt, else 512",
         bounds=(1, MOST_PIXELS),
     )
     cfg_scale: float | None = sampled(
@@ -123,8 +122,8 @@ class Config(Options):
         "ddim: noise of a step, from 0, none, to 1, as much as ddpm draws", default=0.0
     )
     seed: int = sampled(
-        "seed of the noise: same seed, device and number of GPUs, same pictures; a CPU takes its "
-        "lower 32 bits",
+        "seed of the noise; the same seed, device and number of GPUs give the same pictures; a CPU "
+        "uses only the lower 32 bits",
         default=0,
         ranks=("--global-seed", "--seed"),
     )
@@ -174,8 +173,8 @@ class Config(Options):
         bounds=(1, 1024),
     )
     latent_stats: str | None = files(
-        "mean and std of the latents' channels, a .pt file: the decoder takes latents × std + "
-        "mean; default: the latents_stats.pt beside --vae, if that is a file",
+        ".pt file with mean and std of each latent channel: latents × std + mean are decoded; "
+        "default: latents_stats.pt in the folder of --vae, if --vae is a file",
     )
     device: str | None = advanced(
         "where to sample, such as cuda, cuda:1 or cpu; default: a GPU if there is one"
@@ -228,7 +227,7 @@ class Config(Options):
             require_unit(self.image_size, self.defaults.factor, patch_of(model))
 
     def check_values(self) -> None:
-        """Raise UsageError for values that no model takes."""
+        """Raise UsageError for a seed, guidance interval or eta that no model accepts."""
         require_seed(self.seed)
         _require_interval(self.guidance_interval)
         if not 0 <= self.eta <= 1 or self.eta and self.sampler != "ddim":
@@ -321,7 +320,7 @@ class Config(Options):
 
 
 class Job(Options):
-    """What is sampled: a Config, and options of its own."""
+    """Base class of Grid and FidJob: a Config and the options of a job."""
 
     config: Config
 
@@ -354,8 +353,8 @@ class Grid(Job):
         metavar="LABEL",
     )
     class_names: tuple | None = files(
-        "names of the classes, for --labels and file names: a file with one name a line in their "
-        "order, or JSON; default: those that --ckpt brings, or ImageNet's",
+        "file with the names of all classes, for --labels and file names: one name per line in "
+        "class order, or JSON; default: the names in --ckpt, else ImageNet's",
         metavar="FILE",
         action="store",
         convert=read_class_names,
@@ -369,8 +368,8 @@ class Grid(Job):
         metavar="SEED",
     )
     batch_size: int | None = speed(
-        "pictures to sample at a time, for a GPU whose memory does not hold all; the pictures "
-        "stay the same but for rounding; default: all of --labels",
+        "pictures to sample at a time, for a GPU with too little memory for all; the pictures "
+        "stay the same except for rounding; default: all of --labels",
         bounds=(1, 10**9),
     )
     repeats: int = speed(
@@ -380,7 +379,7 @@ class Grid(Job):
     )
     parallel: str = speed(
         "how GPUs share a picture if there are fewer pictures than GPUs. auto: the fastest "
-        "layout, measured once a machine; off: a GPU a picture; or a layout, "
+        "layout, measured once per machine; off: one GPU per picture; or a layout, "
         "rows=2,tokens=2,exchange=kv: the batch rows of guidance, their tokens, and how tokens "
         f"attend ({', '.join(layouts.EXCHANGES)}). weights=4 divides every layer, for a network "
         "that does not fit in one GPU",
@@ -389,11 +388,12 @@ class Grid(Job):
         ranks_only=True,
     )
     output: str | None = files(
-        "file to write, its folders are made; a folder (FOLDER/) gets one PNG a picture, such as "
+        "file to write, its folders are made; a folder (FOLDER/) gets one PNG per picture, such as "
         "000-207-golden-retriever.png; default: sample.png, or sample.npy for latents",
     )
     output_type: str = files(
-        "image: one PNG, four pictures a row; latent: float32 .npy (n, C, L, L), no decoder needed",
+        "image: one PNG, four pictures per row; latent: float32 .npy (n, C, L, L), no decoder "
+        "needed",
         default="image",
         choices=("image", "latent"),
     )
@@ -548,7 +548,7 @@ class FidJob(Job):
     )
     world_independent_noise: bool = sampled(
         "FID: key noise and labels by picture, so that any number of ranks makes the same "
-        "pictures; default: the usual stream, a seed a rank",
+        "pictures; default: the usual stream, one seed per rank",
         default=False,
         action="store_true",
     )

@@ -22,8 +22,8 @@ def imagenet() -> tuple[str, ...]:
 
 
 def read_class_names(given: str | Path | Iterable[str] | Mapping) -> tuple[str, ...]:
-    """Return class names in the classes' order. given: a file with one name a line or
-    JSON, or the names.
+    """Return class names in the classes' order. given: a file with one name per line
+    or JSON, or the names.
 
     JSON, and a caller in Python, may number the names: {"0": "cat", "1": "dog"}. Raises
     UsageError.
@@ -52,7 +52,7 @@ def read_class_names(given: str | Path | Iterable[str] | Mapping) -> tuple[str, 
 
 def _read_names(path):
     """Return the names in a file, or the JSON value in it."""
-    with path_errors("class_names", shown(str(path)), "give a text file with one name a line"):
+    with path_errors("class_names", shown(str(path)), "give a text file with one name per line"):
         content = read_small(path)
     try:
         text = content.decode("utf-8-sig")
@@ -60,7 +60,8 @@ def _read_names(path):
             return json.loads(text)
     except (ValueError, RecursionError):
         raise UsageError(
-            f"`class_names={shown(str(path))}`: is neither UTF-8 text with one name a line nor JSON"
+            f"`class_names={shown(str(path))}`: is neither UTF-8 text with one name per line "
+            "nor JSON"
         ) from None
     return text.rstrip().splitlines()
 

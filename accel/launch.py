@@ -73,7 +73,7 @@ GPUS = dict(
     type=parse_gpus,
     default=1,
     metavar="N|all",
-    help="make the same picture with N processes, one a GPU (of CUDA_VISIBLE_DEVICES); with "
+    help="make the same picture with N processes, one per GPU (of CUDA_VISIBLE_DEVICES); with "
     "--device cpu, N on the CPU (default: 1)",
 )
 

@@ -168,15 +168,15 @@ class OpenedOnRanks(NamedTuple):
 def open_on_ranks(
     config: Config, ranks: Ranks, decodes: bool = True, divided: bool = False
 ) -> OpenedOnRanks:
-    """Open the files on every rank, on the device that each takes. Raises UsageError on all
-    ranks if one lacks a file.
+    """Choose each rank's device and open the files on every rank. Raises UsageError on all
+    ranks if one rank lacks a file.
     """
     name = ranks.take_device(config.device)
     device = ranks.run_collectively(lambda: choose_device(name))
     watch = Stopwatch(device)
     with watch.phase("load"):
         weights = ranks.run_collectively(lambda: weights_of(config, device, divided))
-        # One download where the file system is shared, one a node where it is not.
+        # One download if the file system is shared, else one per node.
         opened = ranks.run_in_turns(lambda: open_model(config, device, weights, decodes))
     return OpenedOnRanks(opened, watch)
 
@@ -220,7 +220,9 @@ def _fetch(config, weights, decodes):
 
 
 def _fit_of(weights, config):
-    """Return the family and sizes of weights, by the user's options where they say more."""
+    """Return the family and sizes of weights. The user's options add what a file does not
+    say. Raises UsageError for options that contradict the weights.
+    """
     if isinstance(weights, Checkpoint):
         return fit_of_file(weights, config.model, config.num_classes, config.num_heads)
     classes = weights.fit.num_classes

@@ -100,7 +100,7 @@ def save_latents(path: str | Path, latents: "Tensor") -> None:
 
 
 def save_pictures(path: str | Path, pixels: "Tensor") -> None:
-    """Write pixels (n, 3, H, W) in (-1, 1) as one PNG, four pictures a row. Whole or not
+    """Write pixels (n, 3, H, W) in (-1, 1) as one PNG, four pictures per row. Whole or not
     at all, as `save_latents`.
     """
     from PIL import Image

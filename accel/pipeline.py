@@ -5,8 +5,8 @@
     latents = pipeline.latents([207, 360], seed=0)
     pixels = pipeline.decode(latents)
 
-Everybody who samples calls it: the commands, FID jobs, Sampler, scripts and benchmarks.
-Below `Pipeline.load` nobody sees a Config.
+The commands, FID jobs, Sampler, scripts and benchmarks all sample with it. No code below
+`Pipeline.load` uses a Config.
 """
 
 import gc
@@ -62,10 +62,11 @@ def free_memory(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """All values but labels and seed that decide pictures, and the device.
+    """Network, process, guidance and decoder in a tier on a device. Together with labels and
+    a seed they determine the pictures.
 
-    decoder: None for latents only. side: of a latent. too_large: the error for a batch that
-    does not fit in memory.
+    decoder: None if only latents are sampled. side: of a latent. too_large: the error for a
+    batch that does not fit in memory.
     """
 
     network: Network
@@ -91,15 +92,16 @@ class Pipeline:
         many_pictures: bool = False,
         too_large: str = TOO_LARGE,
     ) -> "Pipeline":
-        """Load the network and make process, guidance and decoder; the decoder's weights are
-        loaded at its first use.
+        """Load the network and make process, guidance and decoder. The decoder loads its
+        weights at its first use.
 
         sizes: numbers of pictures that a rank denoises at once; the network is tuned and
-        checked for them. guided: whether guidance is computed; default: where there is a
-        null class. scheduler: one of diffusers, in place of the config's sampler. placement:
-        of this rank; part: of the weights, that it holds. tuner: chooses the GEMMs'
-        algorithms. many_pictures: the decoder may spend seconds on a faster start of each.
-        Raises UsageError for weights that are missing or that the tier cannot hold.
+        checked for them. guided: whether to compute guidance; default: if the weights have a
+        null class. scheduler: a scheduler of diffusers, in place of the config's sampler.
+        placement: of this rank among those that share an evaluation. part: the part of the
+        weights that this rank loads. tuner: chooses the GEMMs' algorithms. many_pictures: the
+        decoder may spend seconds at the start to decode each picture faster. Raises UsageError
+        for weights that are missing or overflow the tier.
         """
         config = opened.config
         fit = opened.fit
@@ -317,7 +319,7 @@ def make_process(
 
 
 def _data_prediction(opened):
-    """Return what a flow needs of a network that estimates the data, None for others."""
+    """Return the constants of a flow whose network estimates the data, None for others."""
     if opened.fit.family.prediction != "data":
         return None
     from accel.sampling.flow import DataPrediction

@@ -1,5 +1,5 @@
-"""The processes of --gpus: one a GPU, which find each other as torchrun's ranks do. Jobs over
-several nodes stay with torchrun and srun.
+"""The processes of --gpus: one per GPU. They find each other as torchrun's ranks do. Jobs on
+several nodes need torchrun or srun.
 """
 
 import os
@@ -44,7 +44,7 @@ def run_ranks(world: int, program: str) -> int:
 
 
 def _start(world):
-    """Start this command once a rank. Return the processes."""
+    """Start this command once per rank. Return the processes."""
     threads = max(1, (os.cpu_count() or 1) // world)
     common = {
         "OMP_NUM_THREADS": str(threads),

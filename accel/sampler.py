@@ -427,10 +427,10 @@ def _floats(name, values, shape, device):
     if not torch.is_tensor(values):
         values = np.asarray(values)
         if values.dtype.kind != "f":
-            raise UsageError(f"{owner}: holds {values.dtype}; give an array of floats")
+            raise UsageError(f"{owner}: has dtype {values.dtype}; give an array of floats")
         values = torch.from_numpy(np.array(values, np.float32, order="C"))
     if values.is_nested or not values.is_floating_point():
-        raise UsageError(f"{owner}: holds {values.dtype}; give a dense array of floats")
+        raise UsageError(f"{owner}: has dtype {values.dtype}; give a dense array of floats")
     fits = len(shape) == values.ndim and all(
         isinstance(wanted, str) or wanted == size for wanted, size in zip(shape, values.shape)
     )

@@ -343,7 +343,7 @@ def main() -> None:
         "--batch",
         type=positive,
         default=FidJob.per_proc_batch_size if on_gpu else 2,
-        help="pictures a rank and FID batch (default: %(default)s)",
+        help="pictures per rank and FID batch (default: %(default)s)",
     )
     args = parser.parse_args()
     with user_errors(parser), tempfile.TemporaryDirectory() as folder:

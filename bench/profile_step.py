@@ -87,7 +87,7 @@ def on_device(event) -> bool:
 
 def analyse(events: EventList, steps: int) -> dict:
     """Return the time of `steps` profiled steps on a GPU by kind of work, and the host's
-    waits, in ms a step.
+    waits, in ms per step.
     """
     averages = events.key_averages()
     kernels = [row for row in averages if on_device(row)]
@@ -262,7 +262,7 @@ def describe(record: dict) -> list[str]:
     lines = [
         f"{record['model']}, {record['image_size']} px, {record['batch_rows']} batch rows, "
         f"{record['tier']}, {record['gpu'] or 'CPU'}",
-        f"{timed['ms']:.2f} ms a step [{timed['p10']:.2f}, {timed['p90']:.2f}]; profiled "
+        f"{timed['ms']:.2f} ms per step [{timed['p10']:.2f}, {timed['p90']:.2f}]; profiled "
         f"{record['window_ms']:.2f}; floor {record['floor_ms']:.2f} ({ceiling['gemm']} GEMM "
         f"{ceiling['gemm_tflops']:.3g} TFLOP/s, copy {ceiling['copy_tb_s']:.3g} TB/s, both "
         "measured here)",

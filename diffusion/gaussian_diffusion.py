@@ -579,7 +579,7 @@ class GaussianDiffusion:
         """Make all p_sample steps from x_T = noise, drawn if None; yield p_sample's dict
         after each step.
 
-        Draws x_T (shape), then one normal batch a step, the last included. device: by
+        Draws x_T (shape), then one normal batch per step, the last included. device: by
         default that of noise, else of the model's parameters. progress: show a bar. Other
         arguments: see p_sample.
         """
@@ -760,7 +760,7 @@ class GaussianDiffusion:
         clip_denoised: bool = True,
         model_kwargs: dict | None = None,
     ) -> dict[str, Tensor]:
-        """Return the whole variational bound, Ho eq. 5, with one draw of noise a step, as
+        """Return the whole variational bound, Ho eq. 5, with one draw of noise per step, as
         a dict: total_bpd (N,), the sum of vb and prior_bpd; prior_bpd (N,); vb,
         xstart_mse and mse (of the noise), each (N, T) from t = T-1 to 0.
         """

@@ -60,7 +60,7 @@ def rung_name(rung: str, say: Callable[[str], str]) -> str:
 
 
 def ladder(rungs: list[dict], floor_ms: float, floor_tier: str, say: Callable[[str], str]) -> bytes:
-    """Draw a bar of ms a step for each rung (rung, ms, p10, p90), and the floor as a line."""
+    """Draw a bar of ms per step for each rung (rung, ms, p10, p90), and the floor as a line."""
     figure, axis = canvas(8, 0.36 * len(rungs) + 1.4)
     ms = np.array([rung["ms"] for rung in rungs])
     p10 = np.array([rung["p10"] for rung in rungs])

@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 
 
 class Claim(NamedTuple):
-    """What weights say that only some families' weights say."""
+    """Evidence that weights belong to one of some families."""
 
     text: str
     families: tuple[Family, ...]
-    certain: bool = False  # whether entries say it, which no other family has
+    certain: bool = False  # whether the weights have entries that no other family has
 
 
 class Form(NamedTuple):
@@ -75,8 +75,8 @@ class OfModule(NamedTuple):
 
 
 class Recogniser:
-    """What files and modules of a family look like. The instance of a family's own class is
-    RECOGNISER in its weights.py.
+    """Recognise and read the files and modules of a family. Each family's weights.py has a
+    subclass and its instance, RECOGNISER.
 
     family: its record; models: name → constructor of the reference network; labels: name of
     the label table; computed: arguments of training → their supported values.

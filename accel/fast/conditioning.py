@@ -3,7 +3,7 @@
 Every shift, scale and gate depends on (timestep, label) alone (DiT, arXiv:2212.09748,
 section 3.2), and a third of XL/2's weights compute nothing else. A run knows its timesteps and
 labels ahead. So a few large float32 GEMMs compute the vectors for many steps at once, and the
-loop looks them up by an index on the device. The null label is computed once, not once a picture.
+loop looks them up by an index on the device. The null label is computed once, not once per picture.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from accel.kernels.adaln import Modulation
 from accel.precision import true_float32
 
 BLOCK_VECTORS = 6  # of a block: shift, scale, gate of attention, then of the MLP
-MOST_EVALUATIONS = 4096  # of a run: two a step, of 1000 at most
+MOST_EVALUATIONS = 4096  # of a run: two per step, of at most 1000 steps
 TABLE_BYTES = 256 << 20  # on XL/2: 38 steps for eight labels and the null label
 
 

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 CODE = "this code's kernels"  # the setting that may change while a job is interrupted
 # Settings that nodes of one job may differ in.
 OF_MACHINE = {"device", "torch", "number of threads", CODE}
-# Threads that compress PNGs: 16 ms a picture of 256 px, 60 ms of 512 px. Four keep up
+# Threads that compress PNGs: 16 ms per picture of 256 px, 60 ms of 512 px. Four keep up
 # with twice what an H200 makes.
 WRITERS = 4
 ANEW = "delete it and start again: it is made anew"
@@ -53,7 +53,7 @@ class Order(NamedTuple):
     # Normals that a step of upstream's stream draws for a picture: 2 with guidance, else 1.
     copies: int = 2
     balanced: bool = False  # as many pictures of each class; else random classes
-    # Noise and labels are keyed by picture; else upstream's stream, a seed a rank.
+    # Noise and labels are keyed by picture; else upstream's stream, one seed per rank.
     independent: bool = False
     # Pictures are sorted by class, and a rank makes a contiguous run of each round.
     class_by_class: bool = False

@@ -36,7 +36,7 @@ def labels_of(order: Order, pictures: range, drawn: torch.Tensor) -> torch.Tenso
 
 
 class UpstreamNoise:
-    """Upstream's stream on the device's own generator: seeded once a rank, then one batch
+    """Upstream's stream on the device's own generator: seeded once per rank, then one batch
     after the other.
 
     A batch draws z, labels and the noise of its steps: 2n rows with guidance, n without.

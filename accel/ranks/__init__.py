@@ -75,7 +75,7 @@ class Ranks:
 
     def run_in_turns(self, work: Callable[[], Any]) -> Any:
         """Call `work` on rank 0, then on one rank of each other node, then on the others:
-        a download happens once where the file system is shared, else once a node.
+        a download happens once if the file system is shared, else once per node.
         Otherwise as `run_collectively`.
         """
         return work()

@@ -190,7 +190,7 @@ class DistributedRanks(Ranks):
             )
         if gpus.count(gpus[self.rank]) > 1:
             raise UsageError(
-                "several ranks on one GPU; start one a GPU (--gpus, --nproc_per_node, "
+                "several ranks on one GPU; start one per GPU (--gpus, --nproc_per_node, "
                 "--ntasks-per-node)"
             )
 

@@ -1,7 +1,7 @@
 """The ranks that torchrun, srun or --gpus started: how a process joins its job, and how all
 ranks end.
 
-The launcher starts the ranks, one a GPU, and ends them all when one dies.
+The launcher starts the ranks, one per GPU, and ends them all when one dies.
 """
 
 import os
@@ -111,7 +111,7 @@ def _join():
 
     _set_address(os.environ)
     launch.end_with_parent()
-    # gloo prints a line a rank and group: hide it, and all output of other ranks than 0.
+    # gloo prints a line per rank and group: hide it, and all output of other ranks than 0.
     printed = os.dup(1) if mine.rank == 0 else os.open(os.devnull, os.O_WRONLY)
     sys.stdout = signals.lasting(printed, sys.stdout)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

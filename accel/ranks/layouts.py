@@ -29,7 +29,7 @@ class Layout(NamedTuple):
 
     def __str__(self):
         if self.ranks == 1:
-            return "a GPU a picture"
+            return "one GPU per picture"
         if self.weights > 1:
             return f"weights={self.weights}"
         if self.tokens > 1:

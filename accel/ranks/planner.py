@@ -180,7 +180,7 @@ def choose(network: BlockNetwork, work: Work, ranks: Ranks) -> Choice:
     times = ranks.max_over_ranks(map(min, first, second))
     best = times.index(min(times))
     texts = [f"{layout} {ms:.2f}" for layout, ms in zip(tried, times, strict=True)]
-    texts[best] = f"{times[best]:.2f} ms a step estimated"
+    texts[best] = f"{times[best]:.2f} ms per step estimated"
     reason = [texts.pop(best)]
     if texts:
         reason.append(", ".join(texts))

@@ -1,4 +1,4 @@
-"""One network evaluation on many GPUs.
+"""Divide each network evaluation among many GPUs.
 
 Its batch rows, which guidance doubles, and their tokens are divided over rows × columns of ranks:
 

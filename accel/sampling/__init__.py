@@ -43,7 +43,7 @@ def steps_of(process: Process, guidance: Guidance | Unguided) -> list[Step]:
 
 
 def count_copies(process: Process, guidance: Guidance | Unguided) -> Counter[int]:
-    """Count the evaluations of a run by their batch rows a latent."""
+    """Count the evaluations of a run by their batch rows per latent."""
     return Counter(guidance.at(level).copies for level in process.levels())
 
 

@@ -1,4 +1,4 @@
-"""Samplers with one network evaluation a step; accel.diffusion has their equations:
+"""Samplers with one network evaluation per step; accel.diffusion has their equations:
 
 x_{t-1} = mean(x_t, network(x_t, t, y)) + [t ≠ 0] · sigma · noise,    t = T-1 … 0
 """

@@ -30,7 +30,7 @@ LAST = 0.04  # of the SDE: the length of its last step, as SiT has it
 
 
 class DataPrediction(NamedTuple):
-    """What a flow needs of a network that estimates the data."""
+    """Constants of a flow whose network estimates the data."""
 
     t_eps: float = 0.05  # the least 1 − t that an estimate is divided by
     noise_scale: float = 1.0  # of the first noise

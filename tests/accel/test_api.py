@@ -282,16 +282,16 @@ def test_close_frees_the_network():
         ),
         (
             lambda: demo().latents([1, 2], noise=Z.long()),
-            "noise: holds torch.int64; give a dense array",
+            "noise: has dtype torch.int64; give a dense array",
         ),
         (
             lambda: demo().latents([1, 2], noise=Z.long().numpy()),
-            "noise: holds int64; give an array of",
+            "noise: has dtype int64; give an array of",
         ),
         (lambda: demo().latents([1, 2], noise=Z / 0), "noise: has values that are not finite"),
         (
             lambda: demo().decode(NESTED),
-            "latents: holds torch.float32; give a dense array of floats",
+            "latents: has dtype torch.float32; give a dense array of floats",
         ),
         (
             lambda: demo().decode(Z[0]),

@@ -139,7 +139,7 @@ def test_a_choice_is_of_this_code_and_kept(tmp_path, monkeypatch, capsys):
         "1 batch rows each in 25% of evaluations, 2 batch rows each in 75% of evaluations" in text
     )
     chosen, reason = choose_once(*how)
-    assert chosen == OFF and "ms a step estimated" in reason
+    assert chosen == OFF and "ms per step estimated" in reason
     file = tmp_path / "dit" / "plans.json"
     assert json.loads(file.read_text()) == {where: ["off", reason]}
     assert choose_once(*how) == (OFF, f"{reason}; measured before on this machine ({file})")

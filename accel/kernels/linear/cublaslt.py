@@ -34,7 +34,7 @@ _SUGGESTIONS = 16  # asked for; the library gives about 8
 
 
 class Algorithm(NamedTuple):
-    """One algorithm, fully configured."""
+    """A GEMM algorithm of cuBLASLt with all its settings."""
 
     words: tuple[int, ...]  # the library's opaque 64 bytes
     workspace: int  # bytes that it needs

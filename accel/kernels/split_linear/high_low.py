@@ -18,7 +18,7 @@ class HighLow(NamedTuple):
     """A float32 tensor (…, K): (high + low) · scale."""
 
     pair: Tensor  # (2, …, K) float16, contiguous or a `new_stack`: high, low
-    scale: Tensor | None  # (…,) float32, a power of two a row; None is 1
+    scale: Tensor | None  # (…,) float32, a power of two per row; None is 1
 
     def value(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the tensor (…, K) in `dtype`."""
@@ -29,7 +29,7 @@ class HighLow(NamedTuple):
 def split(x: Tensor, per_row: bool = True) -> HighLow:
     """Split x (…, K) float32.
 
-    per_row: with a power of two a row; without, values beyond 65504 become infinite.
+    per_row: with a power of two per row; without, values beyond 65504 become infinite.
     """
     scale = None
     if per_row:
