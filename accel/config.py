@@ -19,7 +19,7 @@ from accel.errors import UsageError, shown
 from accel.families import Defaults, Family, family_of, model_names, sampler_names
 from accel.flags import checked, flag
 from accel.labels import NULL, find_label, imagenet, read_class_names
-from accel.latents import LatentSpace
+from accel.latents import PIXELS, LatentSpace
 from accel.output import SUFFIX, is_folder, of_seed, require_writable
 from accel.ranks import layouts
 from accel.ranks.layouts import OFF, Layout
@@ -239,7 +239,7 @@ class Config(Options):
         sampler = self.sampler
         if sampler is None and self.ckpt is None:
             sampler = family.samplers[0]
-        _require_process(self, model, family, sampler)
+        _require_family(self, model, family, sampler)
         if self.image_size is not None and self.vae in (None, self.defaults.vae):
             require_unit(self.image_size, self.defaults.factor, patch_of(model))
 
@@ -251,11 +251,11 @@ class Config(Options):
             raise UsageError(f"`eta={self.eta:g}`: must be from 0 to 1, and is for `sampler=ddim`")
 
     def require_family(self, fit: "Fit") -> None:
-        """Raise UsageError for a sampler, or options of one, that the weights' family does
-        not have.
+        """Raise UsageError for a sampler, options of one, or a decoder that the weights'
+        family does not have.
         """
         sampler = self.sampler or fit.recipe.get("sampler")
-        _require_process(self, fit.model, fit.family, sampler)
+        _require_family(self, fit.model, fit.family, sampler)
 
     def filled(self, fit: "Fit", space: LatentSpace) -> "Config":
         """Return the options with every open one filled: by the weights, else by their model
@@ -296,7 +296,7 @@ class Config(Options):
                 f"`image_size={self.image_size}`: a {fit.family.name} samples the size that it was "
                 f"trained for alone; use {trained}"
             )
-        _require_process(self, self.model, fit.family, self.sampler)
+        _require_family(self, self.model, fit.family, self.sampler)
         if not fit.null_class and self.cfg_scale != 1:
             rows = self.num_classes
             remedy = "use `cfg_scale=1`"
@@ -631,10 +631,13 @@ def _require_interval(levels):
     )
 
 
-def _require_process(config, model: str, family: Family, sampler: str | None):
-    """Raise UsageError for a sampler, a shift or a number of steps that the model's family
-    does not have.
+def _require_family(config, model: str, family: Family, sampler: str | None):
+    """Raise UsageError for a sampler, a shift, a number of steps or a decoder that the model's
+    family does not have.
     """
+    pixels = str(PIXELS.decoder)
+    if family.models.get(model, family.recipe).vae == pixels and config.vae not in (None, pixels):
+        raise UsageError(f"`vae={config.vae}`: {model} samples pixels, without a decoder; drop it")
     if sampler not in (None, *family.samplers):
         raise UsageError(
             f"`sampler={sampler}`: is not for a {family.name}, which {model} is; use "

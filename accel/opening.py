@@ -18,7 +18,7 @@ from accel.errors import UsageError, shown
 from accel.families import families
 from accel.families.recognise import Fit, published_name, recognise, recogniser_of
 from accel.gpu import missing_code
-from accel.latents import PIXELS, LatentSpace
+from accel.latents import LatentSpace
 from accel.latents.files import PUBLISHED, find
 from accel.progress import Stopwatch
 from accel.ranks import Ranks
@@ -66,14 +66,16 @@ class Opened(NamedTuple):
         )
 
     def digest(self) -> str:
-        """Return 16 hex digits of all that decides the network's function: its tensors, and
-        the number of heads where it is not that of the model of this size.
+        """Return 16 hex digits of all that decides the network's function: its tensors, the
+        number of heads where it is not that of the model of this size, and its family's facts.
         """
         digest = self.weights.digest()
-        if self.fit.usual:
-            return digest
-        text = f"{digest} {self.fit.num_heads} heads"
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        text = digest
+        if not self.fit.usual:
+            text += f" {self.fit.num_heads} heads"
+        for name, value in sorted(self.fit.facts.items()):
+            text += f" {name} {value}"
+        return digest if text == digest else hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -139,7 +141,8 @@ def open_model(
 
     weights: in place of those that the config names. decodes: whether pictures are decoded;
     latents need no decoder. Raises UsageError; for options that contradict each other, and
-    for a tier that the device lacks, before anything is fetched.
+    for a tier that the device lacks, before anything is fetched. Weights that are here are
+    recognised before a decoder is fetched.
     """
     device = device or choose_device(config.device)
     config = config.with_file(decodes)
@@ -151,7 +154,9 @@ def open_model(
     config = with_arithmetic(config, device)
     if weights is None:
         weights = weights_of(config, device)
-    space = _fetch(config, weights, decodes)
+    space = None
+    if isinstance(weights, Checkpoint) and not weights.is_here:
+        space = _fetch(config, weights, decodes)
     fit = _fit_of(weights, config)
     config.require_family(fit)  # before a decoder is fetched
     config, space = _with_decoder(config, weights, fit, space, decodes)
@@ -211,8 +216,7 @@ def _fetch(config, weights, decodes):
     space = None
     if decodes and name is not None:
         space = attempt(lambda: find(name, config.latent_stats))
-    if isinstance(weights, Checkpoint):
-        attempt(weights.fetch)
+    attempt(weights.fetch)
     if len(missing) > 1:
         missing.append("or use `model=DiT-Demo/2`, which ships with both")
     if missing:
@@ -284,12 +288,13 @@ def _with_decoder(config, weights, fit, space, decodes):
     """
     defaults = fit.family.models.get(fit.model, fit.family.recipe)
     name = config.vae or _short_name(fit.vae) or defaults.vae
-    if defaults.vae == str(PIXELS.decoder) != name:
-        raise UsageError(f"`vae={name}`: {fit.model} samples pixels, without a decoder; drop it")
-    if decodes and name != config.named_decoder:
+    if decodes and (space is None or name != config.named_decoder):
         if name in PUBLISHED:  # refused before it is fetched
             _require_channels(name, LatentSpace(), fit)
-        space = _find_for(weights, name, config.latent_stats)
+        if name == config.named_decoder:
+            space = find(name, config.latent_stats)
+        else:
+            space = _find_for(weights, name, config.latent_stats)
     if space is None:
         space = LatentSpace(fit.in_channels, defaults.factor)  # latents need no decoder
     space = _as_trained(name, fit, space, decodes)

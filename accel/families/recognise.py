@@ -44,7 +44,8 @@ class Form(NamedTuple):
     # whether no file says the number of heads: it is that of the model of this size
     assumes_heads: bool = False
     usual: bool = True  # whether the model of this size has this number of heads
-    facts: Mapping[str, Any] = MappingProxyType({})  # that no tensor says, for files of ours
+    # that decide its function and follow neither from tensors nor from the model's name
+    facts: Mapping[str, Any] = MappingProxyType({})
     recipe: Mapping[str, Any] = MappingProxyType({})  # values of settings that the shapes imply
 
 
@@ -150,7 +151,7 @@ class Fit(NamedTuple):
     recipe: Mapping[str, Any] = MappingProxyType({})
     schedule: dict | None = None  # a pipeline's scheduler configuration
     usual: bool = True  # whether shapes and family imply the number of heads
-    facts: Mapping[str, Any] = MappingProxyType({})  # of the family, that no tensor says
+    facts: Mapping[str, Any] = MappingProxyType({})  # of the family: see Form
 
     @property
     def out_channels(self) -> int:

@@ -66,6 +66,11 @@ class Checkpoint:
                 fetch.from_hub(self.name, "vae/", "vae", "give another decoder by `vae`")
         return self._path
 
+    @property
+    def is_here(self) -> bool:
+        """Return whether the weights are on this machine, so that `fetch` downloads nothing."""
+        return self._path is not None and self._path.exists()
+
     def fetch(self) -> Path:
         """Download the weights if they are not here yet. Returns where they are. Raises
         UsageError.

@@ -14,6 +14,7 @@ SCRIPT_FLAGS = {
     "interval-min": "use --guidance-interval LOW HIGH, of noise levels: 1 − time",
     "interval-max": "use --guidance-interval LOW HIGH, of noise levels: 1 − time",
     "num-images": "use --num-fid-samples",
+    "evaluate-gen": "use sample_ddp.py --num-fid-samples N",
     "gen-bsz": "use --per-proc-batch-size",
     "resume": "use --ckpt FILE",
 }
