@@ -49,7 +49,6 @@ REFUSED = [
     ("jobs", ["--fid", "4", "--gpus", "2"], "--fid: is measured on one GPU"),
     ("jobs", ["--torchrun", "--gpus", "2"], "--torchrun: is for --contest"),
     ("many_gpus", [], "torchrun"),
-    ("sanitize", [], "--device cpu: a GPU's kernels are checked"),
 ]
 
 
