@@ -45,9 +45,8 @@ REFUSED = [
     ),
     ("jobs", ["--contest", "fp32", "bf16", *NO_GPU], "bf16: cpu cannot run this tier"),
     ("jobs", ["--fid", "4", "--batch", "4", *NO_GPU], "--fid 4: needs a second batch"),
-    ("jobs", [], "name what to measure: --contest, --gpus N or --fid N"),
-    ("jobs", ["--fid", "4", "--gpus", "2"], "--fid: is measured on one GPU"),
-    ("jobs", ["--torchrun", "--gpus", "2"], "--torchrun: is for --contest"),
+    ("jobs", ["--fid", "4", "--batch", "2", "--gpus", "2", *NO_GPU], "give more than 4"),
+    ("jobs", [], "one of the arguments --contest --fid is required"),
     ("many_gpus", [], "torchrun"),
 ]
 
