@@ -79,7 +79,6 @@ GATES = {  # mae of the 0..1 range; strict allows 0.01 of a 0..255 level
 CRITERIA = {"mae": ("<=", le), "lpips": ("<=", le), "psnr": (">", gt), "ssim": (">=", ge)}
 LEVELS = "of 0-255"  # the unit of MAE where people read it
 FRACTION = "of 0-1"  # the unit of MAE in thresholds
-FLAGS = {"mae": "--max-mae", "lpips": "--max-lpips", "psnr": "--min-psnr", "ssim": "--min-ssim"}
 BAD_INPUT = 2
 EXIT_STATUS = {"PASS": 0, "FAIL": 1, "NONE": 3}
 VGG16_URL = "https://download.pytorch.org/models/vgg16-397923af.pth"
@@ -473,15 +472,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         default="contest",
         help=f"thresholds; strict: MAE <= 0.01 {LEVELS} (default: contest)",
     )
-    for metric, flag in FLAGS.items():
-        unit = f" {FRACTION}" if metric == "mae" else ""
-        add(
-            flag,
-            dest=metric,
-            type=float,
-            metavar="X",
-            help=f"own threshold for {metric.upper()}{unit}",
-        )
     add(
         "--metrics",
         type=metric_names,
@@ -525,23 +515,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     if args.tiles and not re.fullmatch("[1-9][0-9]{0,3}x[1-9][0-9]{0,3}", args.tiles):
         parser.error("--tiles: give rows x columns, as 2x4")
     args.tiles = args.tiles and tuple(map(int, args.tiles.split("x")))
-    args.thresholds = {metric: GATES[args.gate][metric] for metric in METRICS}
-    changed = []
-    for metric in METRICS:
-        threshold = getattr(args, metric)
-        if threshold is None:
-            continue
-        if metric not in args.metrics or not math.isfinite(threshold):
-            parser.error(
-                f"{FLAGS[metric]} {threshold}: give a finite number, and {metric} among --metrics"
-            )
-        args.thresholds[metric] = threshold
-        changed.append(metric.upper())
-    for metric in METRICS:
-        if metric not in args.metrics:
-            del args.thresholds[metric]
-    if changed:
-        args.gate += f" with own thresholds for {', '.join(changed)}"
+    gate = GATES[args.gate]
+    args.thresholds = {metric: gate[metric] for metric in METRICS if metric in args.metrics}
     return args
 
 
