@@ -299,27 +299,24 @@ def judge(values: dict[str, float], thresholds: dict[str, float]) -> dict[str, b
     return results
 
 
-def find_tiles(a: np.ndarray, b: np.ndarray, asked: tuple[int, int] | None = None) -> list[Tile]:
-    """Return the pictures of a grid; none if it is not a grid.
-
-    asked: (rows, columns). None looks for sample.png's layout: square pictures, four a
-    row (fewer if there is one row only), with black lines of 2 px between and around
-    them.
+def find_tiles(a: np.ndarray, b: np.ndarray) -> list[Tile]:
+    """Return the pictures of a grid; none if it is not a grid in sample.png's layout: square
+    pictures, four a row (fewer if there is one row only), with black lines of 2 px between
+    and around them.
     """
     line = 2
     height = a.shape[0] - line
     width = a.shape[1] - line
-    layouts = [asked] if asked else [(height * 4 // max(width, 1), 4), (1, 3), (1, 2)]
-    for rows, columns in layouts:
+    for rows, columns in [(height * 4 // max(width, 1), 4), (1, 3), (1, 2)]:
         if min(rows, columns) < 1 or height % rows or width % columns:
             continue
         tall = height // rows  # a picture and the line before it
         wide = width // columns
-        if min(tall, wide) <= line:
+        if tall != wide or tall < 16 + line:
             continue
         y, x = np.ogrid[: a.shape[0], : a.shape[1]]
         lines = (y % tall < line) | (x % wide < line)
-        if not asked and (tall != wide or tall < 16 + line or a[lines].any()):
+        if a[lines].any():
             continue
         tiles = []
         for row, column in np.ndindex(rows, columns):
@@ -362,11 +359,11 @@ def judge_pair(
     --every-tile.
     """
     a, b = pixels
-    tiles = find_tiles(a, b, args.tiles)
-    if (args.tiles or args.every_tile) and not tiles:
+    tiles = find_tiles(a, b)
+    if args.every_tile and not tiles:
         raise UsageError(
-            f"{pair.candidate}: {a.shape[1]}x{a.shape[0]} px is no such grid with lines of 2 px; "
-            "give --tiles RxC"
+            f"{pair.candidate}: {a.shape[1]}x{a.shape[0]} px is not a grid in sample.png's layout; "
+            "drop --every-tile"
         )
     records = []
     for tile in tiles:
@@ -480,11 +477,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         help=f"judge by these only, of {' '.join(METRICS)} (default: all)",
     )
     add(
-        "--tiles",
-        metavar="RxC",
-        help="rows x columns of the grid; sample.png's layout is found without it",
-    )
-    add(
         "--every-tile",
         action="store_true",
         help="each tile must pass as well, LPIPS included (takes twice as long)",
@@ -512,9 +504,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
             f"unrecognized arguments: {printable(' '.join(others))}; give a baseline, a candidate "
             f"and flags; metrics are {', '.join(METRICS)}"
         )
-    if args.tiles and not re.fullmatch("[1-9][0-9]{0,3}x[1-9][0-9]{0,3}", args.tiles):
-        parser.error("--tiles: give rows x columns, as 2x4")
-    args.tiles = args.tiles and tuple(map(int, args.tiles.split("x")))
     gate = GATES[args.gate]
     args.thresholds = {metric: gate[metric] for metric in METRICS if metric in args.metrics}
     return args

@@ -619,22 +619,7 @@ def test_tiles(command, loosened):
     status, out, _ = command("a.png", "b.png", "--every-tile")
     failed = [line.split()[0] for line in out.splitlines() if "FAIL" in line]
     assert status == 1 and failed == ["2,3", "VERDICT:"]
-    assert command("a.png", "a.png", "--every-tile", "--tiles", "2x4")[0] == 0
-    for layout in (
-        "3x4",
-        "0x4",
-        "2",
-        "2x4x1",
-        "axb",
-        "²x²",
-        "x",
-        "-1x4",
-        f"{'9' * 5000}x4",
-        "1_0x4",
-        " 2x4",
-    ):
-        status, _, err = command("a.png", "b.png", "--tiles", layout)
-        assert status == 2 and "--tiles" in err
+    assert command("a.png", "a.png", "--every-tile")[0] == 0
 
 
 def test_grids_are_not_imagined(command):
