@@ -274,10 +274,5 @@ def _lossy(file_format, content):
     """Return the name of the file's lossy compression; empty if it has none."""
     if file_format == "JPEG":
         return "JPEG"
-    place = 12  # of a WebP's first chunk, after RIFF, a length and WEBP
-    while file_format == "WEBP" and place + 8 <= len(content):
-        name, length = struct.unpack("<4sI", content[place : place + 8])
-        if name == b"VP8 ":  # lossless pictures have VP8L
-            return "WebP"
-        place += 8 + length + length % 2
-    return ""
+    # A lossless WebP has a chunk VP8L in place of this one.
+    return "WebP" if file_format == "WEBP" and b"VP8 " in content else ""

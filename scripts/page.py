@@ -48,7 +48,6 @@ from accel.pipeline import Pipeline, free_memory, guidance_of, process_of
 from accel.precision import TIERS, apply_precision, supports
 from accel.progress import Stopwatch
 from accel.signals import ENDINGS
-from scripts.page_guard import LOOPBACK, Guard
 
 FOLDER = Path(tempfile.gettempdir(), f"dit-page-{secrets.token_hex(8)}")
 if __name__ == "__main__":  # gradio and matplotlib look for their folders when they are imported
@@ -60,6 +59,7 @@ try:
 except ImportError:  # main says so
     gr = None
 
+LOOPBACK = "127.0.0.1"
 MOST = 8  # pictures
 PREVIEWS = 6  # estimates during a run, an evaluation each
 LEFT_OUT = "output", "output_type", "seed_list", "repeats", "batch_size", "eta"
@@ -366,12 +366,14 @@ def require_address(host: str) -> None:
 
 def address_of(host: str | None, port: int, token: str) -> str:
     """Return the page's address for a browser, on this machine unless `host` is given."""
-    name = socket.gethostname() if host == "0.0.0.0" else host or LOOPBACK[0]
+    name = socket.gethostname() if host == "0.0.0.0" else host or LOOPBACK
     return f"http://{name}:{port}/" + (f"?token={token}" if token else "")
 
 
 def _guard(page, token):
     from starlette.middleware import Middleware  # gradio brings it
+
+    from scripts.page_guard import Guard
 
     def inputs_of():
         return {index: len(function.inputs) for index, function in page.fns.items()}
@@ -425,7 +427,7 @@ def main() -> None:
                     footer_links=[],
                     quiet=True,
                     max_file_size=1,
-                    server_name=host or LOOPBACK[0],
+                    server_name=host or LOOPBACK,
                     server_port=port,
                     theme=theme,
                     css=CSS,

@@ -176,10 +176,6 @@ def begin(folder: Path, settings: dict) -> None:
     home = folder / ".job"
     record = home / "settings.json"
     npz = npz_of(folder)
-    if any(home.glob("rank-*.jsonl")):
-        raise UsageError(
-            f"`sample_dir`: {folder} was begun by version 3; resume it with 3.0.0, or use another"
-        )
     pictures = (
         entry for entry in os.scandir(folder) if entry.name.endswith(".png") and entry.is_file()
     )

@@ -153,11 +153,11 @@ class Checkpoint:
         return file_stamps(files, "ckpt")
 
 
-def open_checkpoint(name: str | Path, mapped: bool = True, entry: str | None = None) -> Checkpoint:
-    """Return the weights that a name stands for, fetched and opened. Arguments, and errors:
-    those of Checkpoint.
+def open_checkpoint(name: str | Path, entry: str | None = None) -> Checkpoint:
+    """Return the weights that a name stands for, fetched and opened. entry, and errors: those
+    of Checkpoint.
     """
-    weights = Checkpoint(name, mapped, entry)
+    weights = Checkpoint(name, entry=entry)
     weights.fetch()
     _ = weights.state
     return weights
