@@ -5,7 +5,8 @@ Config, once.
 import hashlib
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,14 @@ from accel import precision
 from accel.config import Config
 from accel.errors import UsageError, shown
 from accel.families import families
-from accel.families.recognise import Fit, published_name, recognise, recogniser_of
+from accel.families.recognise import (
+    Fit,
+    choose_family,
+    families_with,
+    published_name,
+    recognise,
+    recogniser_of,
+)
 from accel.gpu import missing_code
 from accel.latents import PIXELS, LatentSpace
 from accel.latents.files import PUBLISHED, find
@@ -24,8 +32,21 @@ from accel.progress import Stopwatch
 from accel.ranks import Ranks
 from accel.weights import Weights
 from accel.weights.checkpoint import Checkpoint
+from accel.weights.shapes import shapes_of
 
 log = logging.getLogger(__name__)
+
+
+class Guide(NamedTuple):
+    """The second network of autoguidance."""
+
+    weights: Weights
+    fit: Fit  # family and sizes of the weights
+
+    def digest(self) -> str:
+        """Return 16 hex digits, as Opened does."""
+        with about_guide():
+            return _digest(*self)
 
 
 class Opened(NamedTuple):
@@ -37,6 +58,7 @@ class Opened(NamedTuple):
     space: LatentSpace  # its decoder is None where no picture is decoded
     device: torch.device
     tier_is_asked_for: bool  # else bf16 may replace a float16 that overflows
+    guide: Guide | None = None
 
     @property
     def latent_size(self) -> int:
@@ -69,11 +91,20 @@ class Opened(NamedTuple):
         """Return 16 hex digits of all that decides the network's function: its tensors, and
         the number of heads where it is not that of the model of this size.
         """
-        digest = self.weights.digest()
-        if self.fit.usual:
-            return digest
-        text = f"{digest} {self.fit.num_heads} heads"
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return _digest(self.weights, self.fit)
+
+    @property
+    def has_null_label(self) -> bool:
+        """Return whether the null label can be sampled: by the guide too."""
+        return self.fit.null_class and (self.guide is None or self.guide.fit.null_class)
+
+
+def _digest(weights, fit):
+    digest = weights.digest()
+    if fit.usual:
+        return digest
+    text = f"{digest} {fit.num_heads} heads"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -134,23 +165,29 @@ def open_model(
     device: torch.device | None = None,
     weights: Weights | None = None,
     decodes: bool = True,
+    guide: Weights | None = None,
 ) -> Opened:
-    """Open weights and decoder, and fill the config.
+    """Open weights, guide and decoder, and fill the config.
 
-    weights: in place of those that the config names. decodes: whether pictures are decoded;
-    latents need no decoder. Raises UsageError; for options that contradict each other, and
-    for a tier that the device lacks, before anything is fetched.
+    weights, guide: in place of those that the config names. decodes: whether pictures are
+    decoded; latents need no decoder. Raises UsageError; for options that contradict each other,
+    and for a tier that the device lacks, before anything is fetched.
     """
     device = device or choose_device(config.device)
     asked = config.tier is not None
     config = with_arithmetic(config, device)
     if weights is None:
         weights = weights_of(config, device)
-    space = _fetch(config, weights, decodes)
+    if guide is None and config.guide is not None:
+        with about_guide():
+            guide = Checkpoint(config.guide, device.type != "cpu")
+    space = _fetch(config, weights, decodes, guide)
     fit = _fit_of(weights, config)
     config.require_family(fit)  # before a decoder is fetched
+    opened_guide = None if guide is None else open_guide(guide, weights.name, fit)
     config, space = _with_decoder(config, weights, fit, space, decodes)
-    return Opened(config.filled(fit, space), weights, fit, space, device, asked)
+    config = config.filled(fit, space)
+    return Opened(config, weights, fit, space, device, asked, opened_guide)
 
 
 class OpenedOnRanks(NamedTuple):
@@ -189,7 +226,74 @@ def with_arithmetic(config: Config, device: torch.device) -> Config:
     return replace(config, precision=tier, tf32=None, vae_precision=decoder)
 
 
-def _fetch(config, weights, decodes):
+@contextmanager
+def about_guide() -> Iterator[None]:
+    """Let errors about a file of weights name the parameter `guide`."""
+    try:
+        yield
+    except UsageError as error:
+        text = error.marked.replace("`ckpt", "`guide")
+        # that option is of the guided network
+        converter = "give --num-heads to scripts/convert_checkpoint.py"
+        raise UsageError(text.replace("give `num_heads`", converter)) from None
+
+
+def open_guide(weights: Weights, guided: str, fit: Fit) -> Guide:
+    """Open the guide of a network. guided, fit: name, and family and sizes, of the network's
+    weights. Raises UsageError for a guide of another family, or of other classes or latents.
+    """
+    name = weights.name
+    with about_guide():
+        its_fit = _fit_of_guide(weights, fit)
+        require_schedule(f"`ckpt={name}`", its_fit)
+    compared = {
+        "a family": (its_fit.family.name, fit.family.name),
+        "num_classes": (its_fit.num_classes, fit.num_classes),
+        "channels of latents": (its_fit.in_channels, fit.in_channels),
+        "channels of its output": (its_fit.out_channels, fit.out_channels),
+        "a side of trained latents": (its_fit.latent_size, fit.latent_size),
+    }
+    for what, (its, wanted) in compared.items():
+        if None not in (its, wanted) and its != wanted:
+            raise UsageError(
+                f"`guide={name}`: has {what} {its}, and {guided} {wanted}; a guide has the "
+                "family, classes and latents of the network that it guides"
+            )
+    return Guide(weights, its_fit)
+
+
+def _fit_of_guide(weights, fit):
+    """Return family and sizes of a guide: where a file's entries are of several families and
+    nothing says which, of the guided network's family.
+    """
+    if not isinstance(weights, Checkpoint):
+        return weights.fit
+    name = weights.name
+    metadata = weights.metadata
+    shapes = shapes_of(weights.state)
+    shipped = shipped_as(name)
+    family, assumed = choose_family(name, shapes, metadata, None, shipped)
+    if assumed and fit.family in families_with(shapes):
+        family = fit.family
+        log.warning(
+            f"{shown(name, 300)}: names no family, taken for a {family.name}, as the network that "
+            "it guides"
+        )
+    # What the file does not say about classes follows from the guided network too.
+    classes = None
+    rows = shapes[recogniser_of(family).labels][0]
+    if "num_classes" not in metadata and rows in (fit.num_classes, fit.num_classes + 1):
+        classes = fit.num_classes
+    if classes == rows:
+        log.warning(
+            f"{shown(name, 300)}: has a label table of {rows} rows, taken for {rows} classes and "
+            "no null class, as the network that it guides has so many classes"
+        )
+    metadata = {**metadata, "family": family.name}
+    return recognise(name, weights.state, metadata, None, classes, shipped)
+
+
+def _fetch(config, weights, decodes, guide):
     """Fetch the weights, and the decoder that is known without them. Return its space or
     None. Raises one UsageError for all that is missing.
     """
@@ -208,6 +312,8 @@ def _fetch(config, weights, decodes):
         space = attempt(lambda: find(name, config.latent_stats))
     if isinstance(weights, Checkpoint):
         attempt(weights.fetch)
+    if isinstance(guide, Checkpoint):
+        attempt(about_guide()(guide.fetch))
     if len(missing) > 1:
         missing.append("or use `model=DiT-Demo/2`, which ships with both")
     if missing:
