@@ -17,14 +17,7 @@ from accel import precision
 from accel.config import Config
 from accel.errors import UsageError, shown
 from accel.families import families
-from accel.families.recognise import (
-    Fit,
-    choose_family,
-    families_with,
-    published_name,
-    recognise,
-    recogniser_of,
-)
+from accel.families.recognise import Fit, published_name, recognise, recogniser_of
 from accel.gpu import missing_code
 from accel.latents import PIXELS, LatentSpace
 from accel.latents.files import PUBLISHED, find
@@ -32,7 +25,6 @@ from accel.progress import Stopwatch
 from accel.ranks import Ranks
 from accel.weights import Weights
 from accel.weights.checkpoint import Checkpoint
-from accel.weights.shapes import shapes_of
 
 log = logging.getLogger(__name__)
 
@@ -184,7 +176,7 @@ def open_model(
     space = _fetch(config, weights, decodes, guide)
     fit = _fit_of(weights, config)
     config.require_family(fit)  # before a decoder is fetched
-    opened_guide = None if guide is None else open_guide(guide, weights.name, fit)
+    opened_guide = _open_guide(guide, weights.name, fit)
     config, space = _with_decoder(config, weights, fit, space, decodes)
     config = config.filled(fit, space)
     return Opened(config, weights, fit, space, device, asked, opened_guide)
@@ -238,59 +230,18 @@ def about_guide() -> Iterator[None]:
         raise UsageError(text.replace("give `num_heads`", converter)) from None
 
 
-def open_guide(weights: Weights, guided: str, fit: Fit) -> Guide:
-    """Open the guide of a network. guided, fit: name, and family and sizes, of the network's
-    weights. Raises UsageError for a guide of another family, or of other classes or latents.
+def _open_guide(weights, guided, fit):
+    """Return the guide of a network. guided, fit: name, and family and sizes, of the network's
+    weights.
     """
-    name = weights.name
+    if weights is None:
+        return None
+    from accel.families.guide import fit_of_guide  # a network by itself needs none
+
     with about_guide():
-        its_fit = _fit_of_guide(weights, fit)
-        require_schedule(f"`ckpt={name}`", its_fit)
-    compared = {
-        "a family": (its_fit.family.name, fit.family.name),
-        "num_classes": (its_fit.num_classes, fit.num_classes),
-        "channels of latents": (its_fit.in_channels, fit.in_channels),
-        "channels of its output": (its_fit.out_channels, fit.out_channels),
-        "a side of trained latents": (its_fit.latent_size, fit.latent_size),
-    }
-    for what, (its, wanted) in compared.items():
-        if None not in (its, wanted) and its != wanted:
-            raise UsageError(
-                f"`guide={name}`: has {what} {its}, and {guided} {wanted}; a guide has the "
-                "family, classes and latents of the network that it guides"
-            )
+        its_fit = fit_of_guide(weights, guided, fit, shipped_as(weights.name))
+        require_schedule(f"`ckpt={weights.name}`", its_fit)
     return Guide(weights, its_fit)
-
-
-def _fit_of_guide(weights, fit):
-    """Return family and sizes of a guide: where a file's entries are of several families and
-    nothing says which, of the guided network's family.
-    """
-    if not isinstance(weights, Checkpoint):
-        return weights.fit
-    name = weights.name
-    metadata = weights.metadata
-    shapes = shapes_of(weights.state)
-    shipped = shipped_as(name)
-    family, assumed = choose_family(name, shapes, metadata, None, shipped)
-    if assumed and fit.family in families_with(shapes):
-        family = fit.family
-        log.warning(
-            f"{shown(name, 300)}: names no family, taken for a {family.name}, as the network that "
-            "it guides"
-        )
-    # What the file does not say about classes follows from the guided network too.
-    classes = None
-    rows = shapes[recogniser_of(family).labels][0]
-    if "num_classes" not in metadata and rows in (fit.num_classes, fit.num_classes + 1):
-        classes = fit.num_classes
-    if classes == rows:
-        log.warning(
-            f"{shown(name, 300)}: has a label table of {rows} rows, taken for {rows} classes and "
-            "no null class, as the network that it guides has so many classes"
-        )
-    metadata = {**metadata, "family": family.name}
-    return recognise(name, weights.state, metadata, None, classes, shipped)
 
 
 def _fetch(config, weights, decodes, guide):

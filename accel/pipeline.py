@@ -28,9 +28,8 @@ from accel.network import WHOLE, Batch, BlockNetwork, Network, Part, Plain, over
 from accel.opening import Opened, about_guide
 from accel.ranks.layouts import Placement
 from accel.sampling import OnStep, count_copies, denoise, initial_noise, steps_of, upstream_noise
-from accel.sampling.guidance import AnyGuidance, Autoguidance, Guidance, Unguided
+from accel.sampling.guidance import Guidance, Unguided
 from accel.sampling.process import Process
-from accel.sampling.with_guide import WithGuide
 from accel.weights import Weights
 
 if TYPE_CHECKING:  # chooses GEMMs: other tiers need not wait for it
@@ -71,7 +70,7 @@ class Pipeline:
 
     network: Network
     process: Process
-    guidance: AnyGuidance
+    guidance: Guidance | Unguided
     decoder: Decoder | NoDecoder | None
     tier: str
     device: torch.device
@@ -330,7 +329,7 @@ def _data_prediction(opened):
     return DataPrediction(opened.config.t_eps, opened.config.noise_scale)
 
 
-def guidance_of(opened: Opened, guided: bool | None = None) -> AnyGuidance:
+def guidance_of(opened: Opened, guided: bool | None = None) -> Guidance | Unguided:
     """Return the guidance of the options. guided: whether it is computed; default: where
     there is a guide or a null class.
     """
@@ -341,6 +340,8 @@ def guidance_of(opened: Opened, guided: bool | None = None) -> AnyGuidance:
     config = opened.config
     where = (config.guidance_channels, config.guidance_interval, opened.fit.family.interval_ends)
     if opened.guide is not None:
+        from accel.sampling.autoguidance import Autoguidance  # a network by itself needs none
+
         return Autoguidance(config.cfg_scale, *where)
     return Guidance(config.cfg_scale, config.num_classes, *where)
 
@@ -411,7 +412,11 @@ def _load_checked(opened, tier, batch, part, tuner) -> tuple[Network, str]:
     networks = _load_networks(opened, tier, batch, part, tuner)
     for each in networks:
         each.tune({prod(rows) * (batch.side // each.patch_size) ** 2 for rows in batch.rows})
-    network = networks[0] if opened.guide is None else WithGuide(*networks)
+    network: Network = networks[0]
+    if opened.guide is not None:
+        from accel.sampling.autoguidance import WithGuide
+
+        network = WithGuide(*networks)
     if not precision.TIERS[tier].accelerated or tier == "bf16":
         return network, tier
     from_rank_0 = tuner.share if part.ranks > 1 else lambda make: make()

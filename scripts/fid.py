@@ -50,6 +50,7 @@ SHA256 = "6726825d"  # of the published weights, the first digits, as torch's hu
 LARGEST = 2**29  # bytes of Inception's weights, which are 95 MB
 # DiT-XL/2's FID, Table 2 of the paper
 PUBLISHED = {"--cfg-scale": 1.5, "--num-sampling-steps": 250, "--vae": "ema"}
+PUBLISHED["--guide (contents)"] = "none"
 FULL = 50_000  # pictures of a published figure
 LEAST = 10  # pictures: one for each part of the Inception Score
 READERS = 8  # threads that read files

@@ -25,9 +25,9 @@ from accel.grid import ready
 from accel.network import Plain
 from accel.sampling import count_copies, denoise, upstream_noise
 from accel.sampling.ancestral import Ancestral
+from accel.sampling.autoguidance import Autoguidance, WithGuide
 from accel.sampling.flow import Euler, Heun, Sde
-from accel.sampling.guidance import Autoguidance, Unguided
-from accel.sampling.with_guide import WithGuide
+from accel.sampling.guidance import Unguided
 from accel.weights.metadata import OWN
 
 SCALE = 1.7

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from accel.network import Network
-from accel.sampling.guidance import AnyGuidance
+from accel.sampling.guidance import Guidance, Unguided
 from accel.sampling.process import Process
 
 OnStep = Callable[[int, torch.Tensor], None]
@@ -27,10 +27,10 @@ class Step(NamedTuple):
 
     number: int  # of the run's steps, from 0
     evaluation: int  # index of its first evaluation
-    guidances: tuple[AnyGuidance, ...]  # one per evaluation
+    guidances: tuple[Guidance | Unguided, ...]  # one per evaluation
 
 
-def steps_of(process: Process, guidance: AnyGuidance) -> list[Step]:
+def steps_of(process: Process, guidance: Guidance | Unguided) -> list[Step]:
     """Return the steps of a run, in order."""
     guidances = [guidance.at(level) for level in process.levels()]
     steps = []
@@ -42,7 +42,7 @@ def steps_of(process: Process, guidance: AnyGuidance) -> list[Step]:
     return steps
 
 
-def count_copies(process: Process, guidance: AnyGuidance) -> Counter[int]:
+def count_copies(process: Process, guidance: Guidance | Unguided) -> Counter[int]:
     """Count the evaluations of a run by a network's batch rows a latent."""
     return Counter(guidance.at(level).rows for level in process.levels())
 
@@ -85,7 +85,7 @@ def upstream_noise(
 def denoise(
     network: Network,
     process: Process,
-    guidance: AnyGuidance,
+    guidance: Guidance | Unguided,
     z: torch.Tensor,
     labels: torch.Tensor,
     draw: Callable[[], torch.Tensor],

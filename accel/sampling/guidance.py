@@ -22,21 +22,6 @@ def guided(out: Tensor, scale: float | Tensor, channels: int = CHANNELS) -> Tens
     return uncond + scale * (cond - uncond)
 
 
-def combined(out: Tensor, scale: float, channels: int) -> Tensor:
-    """Return the guided estimates (n, C', H, W): `guided`, and the other channels of the
-    conditional rows. out: as for `guided`.
-    """
-    rest = out[: len(out) // 2, channels:]
-    return torch.cat([guided(out, scale, channels), rest], dim=1)
-
-
-def acts(level: float, interval: tuple[float, float], ends: bool) -> bool:
-    """Return whether guidance acts at a noise level. interval, ends: as for Guidance."""
-    low, high = interval
-    margin = 1e-9 if ends else -1e-9  # levels are rounded
-    return low - margin <= level and (level <= high + margin or high == 1)
-
-
 @dataclass(frozen=True)
 class Unguided:
     """The class-conditional estimate alone: one batch row a latent."""
@@ -81,40 +66,15 @@ class Guidance:
     ends: bool = True
 
     def at(self, level: float) -> "Guidance | Unguided":
-        return self if acts(level, self.interval, self.ends) else Unguided()
+        low, high = self.interval
+        margin = 1e-9 if self.ends else -1e-9  # levels are rounded
+        above = low - margin <= level
+        below = level <= high + margin or high == 1
+        return self if above and below else Unguided()
 
     def labels(self, y: Tensor) -> Tensor:
         return torch.cat([y, torch.full_like(y, self.null_label)])
 
     def combine(self, out: Tensor) -> Tensor:
-        return combined(out, self.scale, self.channels)
-
-
-@dataclass(frozen=True)
-class Autoguidance:
-    """Guidance by a second network g, usually smaller or less trained (Karras et al. 2024,
-    arXiv:2406.02507): g + scale · (f − g) on the first `channels` channels; the others are f's.
-
-    Both networks get the same label (accel/sampling/with_guide.py). interval, ends: as for
-    Guidance. At other levels, and at a scale of one or less, f alone is evaluated.
-    """
-
-    copies: ClassVar[int] = 2
-    rows: ClassVar[int] = 1
-    scale: float
-    channels: int = CHANNELS
-    interval: tuple[float, float] = (0.0, 1.0)
-    ends: bool = True
-
-    def at(self, level: float) -> "Autoguidance | Unguided":
-        guides = self.scale > 1 and acts(level, self.interval, self.ends)
-        return self if guides else Unguided()
-
-    def labels(self, y: Tensor) -> Tensor:
-        return torch.cat([y, y])
-
-    def combine(self, out: Tensor) -> Tensor:
-        return combined(out, self.scale, self.channels)
-
-
-AnyGuidance = Unguided | Guidance | Autoguidance
+        rest = out[: len(out) // 2, self.channels :]
+        return torch.cat([guided(out, self.scale, self.channels), rest], dim=1)

@@ -1,11 +1,34 @@
-"""Two networks as one, for autoguidance (accel/sampling/guidance.py)."""
+"""Autoguidance (Karras et al. 2024, arXiv:2406.02507): a second network's estimate in place of
+the null label's.
+"""
 
 import copy
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from accel.network import BlockNetwork, Network, Scheduled
+from accel.sampling.guidance import Guidance, Unguided
+
+
+@dataclass(frozen=True)
+class Autoguidance(Guidance):
+    """Guidance of a network f by a second g, usually smaller or less trained: g + scale · (f − g)
+    on the first `channels` channels, both of the same label; the others are f's.
+
+    At levels outside the interval, and at a scale of one or less, f alone is evaluated.
+    """
+
+    rows: ClassVar[int] = 1
+    null_label: int = field(default=-1, init=False)  # there is none
+
+    def at(self, level: float) -> Guidance | Unguided:
+        return super().at(level) if self.scale > 1 else Unguided()
+
+    def labels(self, y: Tensor) -> Tensor:
+        return torch.cat([y, y])
 
 
 class WithGuide(Network):
