@@ -179,6 +179,35 @@ def test_graphs_are_dropped_with_either_networks_table():
         assert not pair._replayed and not pair.network._replayed and not pair.guide._replayed
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("tier, tolerance", [("fp16", 3e-3), ("exact", 3e-6), ("fp32", 3e-6)])
+def test_captured_steps_hold_both_networks(tier, tolerance, guides, weights):
+    """Also after a run with more labels, for which the tables are made anew."""
+    how = dict(ckpt=weights, guide=guides["guide"], model="DiT-Demo/2", num_sampling_steps=8)
+    how |= dict(cfg_scale=SCALE, guidance_interval=INTERVAL, output_type="latent")
+    f, g = demo_networks(weights, guides["guide"], hidden_size=72, num_heads=1)
+    noise = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(1))
+    with Sampler(**how, precision=tier, sampler="ddim", device="cuda") as sampler:
+        with torch.no_grad():
+            want = ddim(f, g, noise, torch.tensor([1, 6]), 8)
+        for _ in range(2):
+            close(sampler.latents([1, 6], noise=noise).cpu(), want, tolerance)
+            sampler.latents(range(8))
+            for network in (sampler._pipeline.network.network, sampler._pipeline.network.guide):
+                network.table = None  # the next run makes it anew
+            close(sampler.latents([1, 6], noise=noise).cpu(), want, tolerance)
+
+
+def ddim(f, g, z, y, steps):
+    """Latents by upstream's deterministic loop."""
+
+    def evaluate(x, t, y):
+        return by_hand(f, g, SCALE, INTERVAL, x, t, y, float(t[0]) / 1000)
+
+    loop = create_diffusion(str(steps)).ddim_sample_loop
+    return loop(evaluate, z.shape, z, clip_denoised=False, model_kwargs=dict(y=y))
+
+
 # ---- doors ----
 
 
@@ -284,6 +313,20 @@ def test_a_guide_that_overflows_takes_both_to_bfloat16(guides, weights, monkeypa
     asked = Grid.of("DiT-Demo/2", guide=str(guides["large"]), precision="fp16", **how)
     with pytest.raises(UsageError, match="precision=fp16: overflows on the guide's weights; use"):
         ready(asked)
+
+
+def test_a_guide_whose_family_no_file_says_is_of_the_first_networks(tmp_path, capsys):
+    """A SiT's entries are a DiT's."""
+    for name, depth in (("sit-f", 2), ("g", 1)):
+        model = fill(SiT(**{**DEMO_SIZE, "depth": depth}))
+        torch.save({"ema": model.state_dict(), "args": dict(num_heads=3)}, tmp_path / f"{name}.pt")
+    how = dict(device="cpu", output_type="latent", sampler="euler", num_sampling_steps=3)
+    grid = Grid.of(ckpt=str(tmp_path / "sit-f.pt"), guide=str(tmp_path / "g.pt"), **how)
+    opened = ready(grid).opened
+    assert opened.guide.fit.family.name == opened.fit.family.name == "SiT"
+    assert "g.pt: names no family, taken for a SiT, as the network that it guides" in (
+        capsys.readouterr().out
+    )
 
 
 SAME = "; a guide has the family, classes and latents of the network that it guides"
