@@ -38,7 +38,7 @@ STEPS = {"sde": (2, 1000), "dpm++": (1, 999), "unipc": (1, 999)}
 
 CHANNELS = 3  # guided of four, as for the published pictures
 # options that name files: a value that is open stays open, since the weights are open
-FILES = {"ckpt", "config", "weights_entry", "latent_stats", "num_heads"}
+FILES = {"ckpt", "config", "weights_entry", "guide", "latent_stats", "num_heads"}
 FILES |= {"device", "precision", "tf32"}
 
 SPEED = "speed"  # a group of --help
@@ -169,6 +169,12 @@ class Config(Options):
         "the first other that is known",
         metavar="NAME",
     )
+    guide: str | None = files(
+        "autoguidance: weights of a second, smaller or less trained network of the same family, "
+        "classes and latents, as --ckpt takes them, in place of the null label; --cfg-scale is its "
+        "strength, at 1 or less it is not used",
+        metavar="WEIGHTS",
+    )
     vae: str | None = files(
         "decoder: ema, mse (sd-vae-ft-*), a folder, VA-VAE's .pt or a hub id; pixels: none; "
         "default: the model's"
@@ -297,14 +303,14 @@ class Config(Options):
                 f"trained for alone; use {trained}"
             )
         _require_family(self, self.model, fit.family, self.sampler)
-        if not fit.null_class and self.cfg_scale != 1:
+        if not fit.null_class and self.guide is None and self.cfg_scale != 1:
             rows = self.num_classes
             remedy = "use `cfg_scale=1`"
             if rows > 1:
                 remedy += f", or `num_classes={rows - 1}` if the last row is the null class"
             raise UsageError(
                 f"`cfg_scale={self.cfg_scale:g}`: guidance needs a null class, and these weights "
-                f"were trained without (label table of {rows} rows); {remedy}"
+                f"were trained without (label table of {rows} rows); {remedy}, or give a `guide`"
             )
         # A module's own guidance may reach the learned sigma.
         most = max(fit.in_channels, fit.recipe.get("guidance_channels") or 0)
@@ -330,10 +336,10 @@ class Config(Options):
         channels = ""
         if self.guidance_channels != CHANNELS and self.cfg_scale != 1:
             channels = f" on {self.guidance_channels} channels"
-        return (
-            f"{self.num_sampling_steps} {sampler}{shift}steps · cfg {self.cfg_scale:g}"
-            f"{interval}{channels}"
-        )
+        guidance = f"cfg {self.cfg_scale:g}"
+        if self.guide is not None:
+            guidance = f"autoguidance {self.cfg_scale:g} by {Path(self.guide).name}"
+        return f"{self.num_sampling_steps} {sampler}{shift}steps · {guidance}{interval}{channels}"
 
 
 class Job(Options):
@@ -430,6 +436,7 @@ class Grid(Job):
         self._require_suffix()
         if self.config.ckpt is None:
             self._require_labels()
+        self._require_layout(self.config)
         if self.layout is None:
             return
         layouts.check(self.layout, self.config.tier)
@@ -437,6 +444,20 @@ class Grid(Job):
             size = self.config.image_size or self.config.defaults.image_size
             side = size // self.config.defaults.factor // patch_of(self.config.named_model)
             layouts.check(self.layout, self.config.tier, side**2)
+
+    def _require_layout(self, config, null_class=True):
+        """Raise UsageError for a layout by which ranks cannot share these evaluations."""
+        if self.layout in (None, OFF):
+            return
+        if config.guide is not None:
+            raise UsageError(
+                f"`parallel={self.parallel}`: two networks are not divided, and there is a "
+                "`guide`; use off"
+            )
+        if not null_class:
+            raise UsageError(
+                f"`parallel={self.parallel}`: shares evaluations with guidance only; use off"
+            )
 
     def _require_suffix(self):
         suffix = SUFFIX[self.output_type]
@@ -473,9 +494,10 @@ class Grid(Job):
                 return names
         return ()
 
-    def filled(self, config: Config, fit: "Fit") -> "Grid":
+    def filled(self, config: Config, fit: "Fit", has_null_label: bool | None = None) -> "Grid":
         """Return the grid with `config`, which is filled: its labels are numbers, and
-        class_names are of every class, or () where they are unknown.
+        class_names are of every class, or () where they are unknown. has_null_label: whether
+        the null label can be sampled; default: where the weights have a null class.
         """
         classes = fit.num_classes
         defaults = fit.family.models.get(fit.model, fit.family.recipe)
@@ -484,18 +506,14 @@ class Grid(Job):
         if labels is None:
             labels = LABELS if classes == 1000 else range(min(classes, 8))
         numbers = tuple(find_label(label, names, classes) for label in labels)
-        parallel = self.parallel
-        if not fit.null_class:
-            if classes in numbers:
-                raise UsageError(
-                    f"`labels={NULL}`: these weights were trained without a null label; give "
-                    "classes"
-                )
-            if self.layout not in (None, OFF):
-                raise UsageError(
-                    f"`parallel={parallel}`: shares evaluations with guidance only; use off"
-                )
-            parallel = "off"
+        if has_null_label is None:
+            has_null_label = fit.null_class
+        if not has_null_label and classes in numbers:
+            whose = "these weights were" if not fit.null_class else "the guide was"
+            raise UsageError(f"`labels={NULL}`: {whose} trained without a null label; give classes")
+        self._require_layout(config, fit.null_class)
+        shares = config.guide is None and fit.null_class
+        parallel = self.parallel if shares else "off"
         return replace(self, config=config, labels=numbers, class_names=names, parallel=parallel)
 
     @property

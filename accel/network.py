@@ -127,7 +127,9 @@ def shortened(stages: Sequence[Stage], depth: int) -> list[Stage]:
 
 
 class Network(ABC):
-    """A network that is ready to sample. Subclasses define `tokens` and `schedule`."""
+    """A network that is ready to sample. Subclasses define `schedule`, and `tokens` or
+    `forward`.
+    """
 
     patch_size: int
     in_channels: int
@@ -136,12 +138,12 @@ class Network(ABC):
     def __init__(self):
         self._replayed: dict[Hashable, Any] = {}
 
-    @abstractmethod
     def tokens(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
         """Evaluate x (n, C, H, W), repeated to N batch rows, at t (N,), y (N,).
 
         Returns the last tokens (N, T, p·p·C').
         """
+        raise NotImplementedError
 
     @torch.no_grad()
     def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:

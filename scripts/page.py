@@ -86,7 +86,8 @@ class Model(NamedTuple):
     @property
     def grid(self) -> Grid:
         """Return the options with every open one filled."""
-        return self.asked.filled(self.opened.config, self.opened.fit)
+        opened = self.opened
+        return self.asked.filled(opened.config, opened.fit, opened.has_null_label)
 
     def changed(self, labels: tuple | None, **options: object) -> "Model":
         """Return the same files with other options. Raises UsageError."""
@@ -196,9 +197,7 @@ class Studio:
             self.loaded.clear()
             free_memory(opened.device)
             self.loaded[key] = load(grid, opened)
-        return self.loaded[key].with_(
-            process=process_of(opened), guidance=guidance_of(opened, opened.fit.null_class)
-        )
+        return self.loaded[key].with_(process=process_of(opened), guidance=guidance_of(opened))
 
     def serve(self, work: Callable, outputs: list, *values: object) -> Iterator[dict]:
         """Run work(say, *values) in the thread. Yield values of `outputs`: its status

@@ -87,6 +87,26 @@ def test_one_picture_whose_evaluations_two_ranks_share(tree):
         assert np.abs(found[-1] - found[0]).max() < 1e-5 * found[0].std()
 
 
+def test_a_second_network_guides_it(tree):
+    """Itself changes nothing, another does; two ranks make the latents of one."""
+    save = "import torch; from accel.families.toy.network import Toy; torch.manual_seed(1); "
+    succeeds(tree, "-c", save + "torch.save(Toy(width=16).state_dict(), 'small.pt')")
+    command = ["sample.py", *TOY, "--output-type", "latent", "--output"]
+    found = {}
+    for name, more in {
+        "alone": ["--guide", "small.pt", "--cfg-scale", 1],
+        "itself": ["--guide", "toy.pt", "--cfg-scale", 3],
+        "small": ["--guide", "small.pt", "--cfg-scale", 3],
+        "two": ["--guide", "small.pt", "--cfg-scale", 3, "--gpus", 2],
+    }.items():
+        succeeds(tree, *command, f"{name}.npy", *more)
+        found[name] = np.load(tree / f"{name}.npy")
+    scale = found["alone"].std()
+    assert np.abs(found["itself"] - found["alone"]).max() < 1e-5 * scale
+    assert np.abs(found["small"] - found["alone"]).max() > 0.1 * scale
+    assert np.abs(found["small"] - found["two"]).max() < 1e-5 * found["small"].std()
+
+
 def test_what_its_folder_lacks_is_refused_in_a_line(tree):
     error = by_two(tree, "--parallel", "weights=2", "--labels", 3, status=USAGE)
     lacks = "use fp32 or tf32, without --parallel weights=N: the family Toy has no fast.py\n"
