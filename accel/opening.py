@@ -18,8 +18,8 @@ from accel.errors import UsageError, shown
 from accel.families import families
 from accel.families.recognise import Fit, published_name, recognise, recogniser_of
 from accel.gpu import missing_code
-from accel.latents import PIXELS, LatentSpace
-from accel.latents.files import PUBLISHED, find
+from accel.latents import LatentSpace
+from accel.latents.files import PUBLISHED, find, without_files
 from accel.progress import Stopwatch
 from accel.ranks import Ranks
 from accel.weights import Weights
@@ -60,10 +60,12 @@ class Opened(NamedTuple):
         config.check_values()
         if other_arithmetic:
             config = with_arithmetic(config, self.device)
-        return self._replace(
+        changed = self._replace(
             config=config.consistent(self.fit, self.space),
             tier_is_asked_for=self.tier_is_asked_for or "precision" in options,
         )
+        self.space.require_side(changed.latent_size)
+        return changed
 
     def digest(self) -> str:
         """Return 16 hex digits of all that decides the network's function: its tensors, and
@@ -150,7 +152,9 @@ def open_model(
     fit = _fit_of(weights, config)
     config.require_family(fit)  # before a decoder is fetched
     config, space = _with_decoder(config, weights, fit, space, decodes)
-    return Opened(config.filled(fit, space), weights, fit, space, device, asked)
+    opened = Opened(config.filled(fit, space), weights, fit, space, device, asked)
+    space.require_side(opened.latent_size)
+    return opened
 
 
 class OpenedOnRanks(NamedTuple):
@@ -277,8 +281,10 @@ def _with_decoder(config, weights, fit, space, decodes):
     """
     defaults = fit.family.models.get(fit.model, fit.family.recipe)
     name = config.vae or _short_name(fit.vae) or defaults.vae
-    if defaults.vae == str(PIXELS.decoder) != name:
-        raise UsageError(f"`vae={name}`: {fit.model} samples pixels, without a decoder; drop it")
+    if name != defaults.vae and without_files(defaults.vae):
+        raise UsageError(
+            f"`vae={name}`: {fit.model} samples {defaults.vae}, without a decoder; drop it"
+        )
     if decodes and name != config.named_decoder:
         if name in PUBLISHED:  # refused before it is fetched
             _require_channels(name, LatentSpace(), fit)

@@ -22,7 +22,7 @@ from accel.families import Family, constructor_of, families
 from accel.flags import positive
 from accel.graphs import Replayed
 from accel.kernels.attention import attention_to
-from accel.latents.half import HalfDecoder
+from accel.latents.autoencoder_kl.half import HalfDecoder
 from accel.opening import choose_device
 from bench import harness
 
