@@ -165,8 +165,8 @@ class Config(Options):
         metavar="NAME",
     )
     vae: str | None = files(
-        "decoder: ema, mse (sd-vae-ft-*), a folder, VA-VAE's .pt or a hub id; pixels: none; "
-        "default: the model's"
+        "decoder: ema, mse (sd-vae-ft-*), a folder, the .pt of VA-VAE or of a ViT decoder, or a "
+        "hub id; pixels: none; default: the model's"
     )
     num_heads: int | None = files(
         "attention heads of weights whose file does not say their number; default: those of the "
@@ -174,8 +174,8 @@ class Config(Options):
         bounds=(1, 1024),
     )
     latent_stats: str | None = files(
-        "mean and std of the latents' channels, a .pt file: the decoder takes latents × std + "
-        "mean; default: the latents_stats.pt beside --vae, if that is a file",
+        "mean and std of the latents, of a ViT decoder mean and var, a .pt file: the decoder takes "
+        "latents × std + mean; default: the latents_stats.pt or stat.pt beside --vae",
     )
     device: str | None = advanced(
         "where to sample, such as cuda, cuda:1 or cpu; default: a GPU if there is one"

@@ -170,8 +170,8 @@ def test_refusals(file, tmp_path):
     )
     torch.save(state, file)
     for fact, words in (
-        (dict(decoder_hidden_size=96), "says decoder_hidden_size 96, and must say 48"),
-        (dict(hidden_act="relu"), "says hidden_act relu, and must say gelu"),
+        (dict(decoder_hidden_size=96), "says decoder_hidden_size 96, must say 48"),
+        (dict(hidden_act="relu"), "says hidden_act relu, must say gelu"),
         (dict(decoder_num_attention_heads=5), "unknown number of heads (5)"),
         (dict(image_std=[0.2, 0.2, 0]), "says image_std"),
     ):

@@ -88,12 +88,12 @@ class ViT(DecoderKind):
         entries = _entries(content if files.path.is_file() else read_tensors(weights, "vae"))
         state = {key: value for key, value in entries.items() if not IGNORED.match(key)}
         require_floats(state, name)
-        said: dict[str, Any] = {}
+        metadata: dict[str, Any] = {}
         for file in facts:
-            said |= read_json(file, "vae")
-        sizes = _sizes(name, state, said)
-        colours = {key: said.get(key, value) for key, value in IMAGENET.items()}
-        _log_assumptions(weights, said, sizes)
+            metadata |= read_json(file, "vae")
+        sizes = _sizes(name, state, metadata)
+        colours = {key: metadata.get(key, value) for key, value in IMAGENET.items()}
+        _log_assumptions(weights, metadata, sizes)
         of_latents = _statistics(statistics, read_tensors(statistics, "latent_stats"), sizes)
         state |= of_latents | _colours(weights.parent / COLOURS, colours)
         with shapes_only():
@@ -127,7 +127,7 @@ class ViT(DecoderKind):
 KIND = ViT()
 
 
-def _sizes(name: str, state: "Mapping[str, Tensor]", said: Mapping[str, Any]) -> dict[str, Any]:
+def _sizes(name: str, state: "Mapping[str, Tensor]", metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sizes of a decoder by its tensors; the heads as config.json says, else by the
     width. Raises UsageError about `name` where they contradict each other.
     """
@@ -155,12 +155,12 @@ def _sizes(name: str, state: "Mapping[str, Tensor]", said: Mapping[str, Any]) ->
         "qkv_bias": True,
     }
     for key, value in must.items():
-        if said.get(key, value) != value:
+        if metadata.get(key, value) != value:
             raise UsageError(
-                f"{name}: {CONFIG} beside it says {key} {shown(said[key])}, and must say {value}"
+                f"{name}: {CONFIG} beside it says {key} {shown(metadata[key])}, must say {value}"
             )
-    heads = said.get(HEADS, USUAL_HEADS.get(width))
-    eps = said.get("layer_norm_eps", EPS)
+    heads = metadata.get(HEADS, USUAL_HEADS.get(width))
+    eps = metadata.get("layer_norm_eps", EPS)
     if type(heads) is not int or heads < 1 or width % heads:
         raise UsageError(
             f"{name}: has an unknown number of heads ({shown(heads)}) of a width of {width}; put a "
@@ -172,19 +172,19 @@ def _sizes(name: str, state: "Mapping[str, Tensor]", said: Mapping[str, Any]) ->
     return {**sizes, "heads": heads, "mlp": mlp, "eps": eps}
 
 
-def _log_assumptions(weights, said, sizes):
+def _log_assumptions(weights, metadata, sizes):
     """Print what no file says, and the remedy."""
     assumed = []
     remedies = []
-    if HEADS not in said:
+    if HEADS not in metadata:
         assumed.append(f"{sizes['heads']} heads, as a width of {sizes['width']} usually has")
         remedies.append(f"{CONFIG} with {HEADS}")
-    if not IMAGENET.keys() <= said.keys():
+    if not IMAGENET.keys() <= metadata.keys():
         assumed.append("ImageNet's mean and deviation of pixels")
         remedies.append(f"{COLOURS} with {' and '.join(IMAGENET)}")
     if assumed:
         log.warning(
-            f"{shown(str(weights), 300)}: taken with {' and '.join(assumed)}; if it has others: "
+            f"{shown(str(weights), 300)}: taken with {', and '.join(assumed)}; if it has others: "
             f"put {' and '.join(remedies)} beside it"
         )
 
