@@ -19,7 +19,7 @@ from accel.errors import UsageError, shown
 from accel.families import Defaults, Family, family_of, model_names, sampler_names
 from accel.flags import checked, flag
 from accel.labels import NULL, find_label, imagenet, read_class_names
-from accel.latents import PIXELS, LatentSpace
+from accel.latents import LatentSpace
 from accel.output import SUFFIX, is_folder, of_seed, require_writable
 from accel.ranks import layouts
 from accel.ranks.layouts import OFF, Layout
@@ -160,7 +160,7 @@ class Config(Options):
         "weights for the image size",
     )
     config: str | None = files(
-        "a configuration file of the model's own repository, such as RAE's YAML: its weights, "
+        "a configuration file of the model's own repository, such as a YAML: its weights, "
         "decoder, guidance and steps, where no flag says otherwise",
         metavar="FILE",
     )
@@ -176,8 +176,8 @@ class Config(Options):
         metavar="WEIGHTS",
     )
     vae: str | None = files(
-        "decoder: ema, mse (sd-vae-ft-*), a folder, VA-VAE's .pt or a hub id; pixels: none; "
-        "default: the model's"
+        "decoder: ema, mse (sd-vae-ft-*), a folder, the .pt of VA-VAE or of a ViT decoder, or a "
+        "hub id; pixels: none; default: the model's"
     )
     num_heads: int | None = files(
         "attention heads of weights whose file does not say their number; default: those of the "
@@ -185,8 +185,9 @@ class Config(Options):
         bounds=(1, 1024),
     )
     latent_stats: str | None = files(
-        ".pt file with mean and std of each latent channel: latents × std + mean are decoded; "
-        "default: latents_stats.pt in the folder of --vae, if --vae is a file",
+        ".pt file with mean and std of each latent channel, or a ViT decoder's mean and var: "
+        "latents × std + mean are decoded; default: the latents_stats.pt or stat.pt in the folder "
+        "of --vae",
     )
     device: str | None = advanced(
         "where to sample, such as cuda, cuda:1 or cpu; default: a GPU if there is one"
@@ -589,8 +590,8 @@ class FidJob(Job):
         action="store_true",
     )
     balanced_labels: bool = sampled(
-        "FID: as many pictures of each class, picture i of class i mod --num-classes; default: "
-        "random classes",
+        "FID: as many pictures of each class, in the family's order: usually picture i of class "
+        "i mod --num-classes; default: random classes",
         default=False,
         action="store_true",
     )
@@ -653,8 +654,8 @@ def _require_family(config, model: str, family: Family, sampler: str | None):
     """Raise UsageError for a sampler, a shift, a number of steps or a decoder that the model's
     family does not have.
     """
-    pixels = str(PIXELS.decoder)
-    if family.models.get(model, family.recipe).vae == pixels and config.vae not in (None, pixels):
+    defaults = family.models.get(model, family.recipe)
+    if defaults.factor == 1 and config.vae not in (None, defaults.vae):
         raise UsageError(f"`vae={config.vae}`: {model} samples pixels, without a decoder; drop it")
     if sampler not in (None, *family.samplers):
         raise UsageError(

@@ -74,10 +74,12 @@ class Opened(NamedTuple):
         config.check_values()
         if other_arithmetic:
             config = with_arithmetic(config, self.device)
-        return self._replace(
+        changed = self._replace(
             config=config.consistent(self.fit, self.space),
             tier_is_asked_for=self.tier_is_asked_for or "precision" in options,
         )
+        self.space.require_side(changed.latent_size)
+        return changed
 
     def digest(self) -> str:
         """Return 16 hex digits of all that decides the network's function: its tensors, the
@@ -190,7 +192,9 @@ def open_model(
     opened_guide = _open_guide(guide, weights.name, fit)
     config, space = _with_decoder(config, weights, fit, space, decodes)
     config = config.filled(fit, space)
-    return Opened(config, weights, fit, space, device, asked, opened_guide)
+    opened = Opened(config, weights, fit, space, device, asked, opened_guide)
+    space.require_side(opened.latent_size)
+    return opened
 
 
 class OpenedOnRanks(NamedTuple):

@@ -29,6 +29,7 @@ from accel.families.recognise import (
 )
 from accel.files import atomic_write, repeated, require_name
 from accel.flags import positive
+from accel.latents.autoencoder_kl import KIND as AUTOENCODER_KL
 from accel.latents.files import find
 from accel.opening import fit_of_file
 from accel.weights import Weights
@@ -133,7 +134,13 @@ def convert(
         raise UsageError(
             "`pipeline`: writes a folder, so `output` must name one; `vae` needs `pipeline`"
         )
-    vae = find(vae).decoder.path if vae else None
+    if vae:
+        decoder = find(vae).decoder
+        if decoder.kind is not AUTOENCODER_KL or decoder.path.is_file():
+            raise UsageError(
+                f"`vae={vae}`: a pipeline needs the folder of an AutoencoderKL; give one"
+            )
+        vae = decoder.path
     weights = open_checkpoint(ckpt, entry=weights_entry)
     fit = fit_of_file(weights, model, num_heads=num_heads)
     if target.suffix:

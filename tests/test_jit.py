@@ -24,8 +24,8 @@ from accel.families.jit.network import JiT, JiT_models
 from accel.families.recognise import recognise, recogniser_of
 from accel.fid.folder import Batches, Order
 from accel.fid.noise import PictureNoise, UpstreamNoise
-from accel.latents import PIXELS
 from accel.latents.files import find
+from accel.latents.pixels import PIXELS
 from accel.network import Plain
 from accel.opening import fit_of_file, open_model
 from accel.sampling import denoise

@@ -149,7 +149,7 @@ def _make_pictures(pipeline, watch, order, ranks, batches, finished):
             with watch.phase("sample"):
                 latents = pipeline.denoise(z, labels, draw)
             with watch.phase("decode"):
-                pixels = to_uint8(pipeline.decode(latents)).numpy()
+                pixels = to_uint8(pipeline.decode(latents), pipeline.decoder.levels).numpy()
             written.result()  # at most one batch waits in memory
             numbers = batches.pictures(batch)
             written = background.submit(write_pictures, order.folder, numbers, pixels)
