@@ -1,7 +1,7 @@
 # make sample: eight pictures of the demo model, on a GPU if there is one. make page: the page for the browser. make test:
 # the tests. Each builds .venv first, with the versions of constraints.txt.
-# make constraints: upgrades .venv to the newest versions that requirements*.txt allow, and
-# writes them to constraints.txt. Run make test then.
+# make constraints: writes the newest versions that requirements*.txt allow, for every Python from 3.10 on, to
+# constraints.txt, and installs them. Run make test then.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -22,9 +22,10 @@ page: $(VENV)/ready
 	$(BIN)/python -m scripts.page
 
 constraints: $(VENV)/ready
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager -r requirements-test.txt
-	$(BIN)/python -m scripts.constraints
-	@touch $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	$(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.10 --no-annotate \
+	  --custom-compile-command "make constraints" requirements-test.txt --output-file constraints.txt
+	$(MAKE) $(VENV)/ready
 
 # Debian and Ubuntu keep the part of python that makes a venv in a package of its own; root installs it, others are told.
 $(VENV)/ready: requirements.txt requirements-test.txt constraints.txt

@@ -79,7 +79,6 @@ GATES = {  # mae of the 0..1 range; strict allows 0.01 of a 0..255 level
 CRITERIA = {"mae": ("<=", le), "lpips": ("<=", le), "psnr": (">", gt), "ssim": (">=", ge)}
 LEVELS = "of 0-255"  # the unit of MAE where people read it
 FRACTION = "of 0-1"  # the unit of MAE in thresholds
-FLAGS = {"mae": "--max-mae", "lpips": "--max-lpips", "psnr": "--min-psnr", "ssim": "--min-ssim"}
 BAD_INPUT = 2
 EXIT_STATUS = {"PASS": 0, "FAIL": 1, "NONE": 3}
 VGG16_URL = "https://download.pytorch.org/models/vgg16-397923af.pth"
@@ -300,27 +299,24 @@ def judge(values: dict[str, float], thresholds: dict[str, float]) -> dict[str, b
     return results
 
 
-def find_tiles(a: np.ndarray, b: np.ndarray, asked: tuple[int, int] | None = None) -> list[Tile]:
-    """Return the pictures of a grid; none if it is not a grid.
-
-    asked: (rows, columns). None looks for sample.png's layout: square pictures, four per
-    row (fewer if there is only one row), with black lines of 2 px between and around
-    them.
+def find_tiles(a: np.ndarray, b: np.ndarray) -> list[Tile]:
+    """Return the pictures of a grid; none if it is not a grid in sample.png's layout: square
+    pictures, four per row (fewer if there is only one row), with black lines of 2 px between
+    and around them.
     """
     line = 2
     height = a.shape[0] - line
     width = a.shape[1] - line
-    layouts = [asked] if asked else [(height * 4 // max(width, 1), 4), (1, 3), (1, 2)]
-    for rows, columns in layouts:
+    for rows, columns in [(height * 4 // max(width, 1), 4), (1, 3), (1, 2)]:
         if min(rows, columns) < 1 or height % rows or width % columns:
             continue
         tall = height // rows  # a picture and the line before it
         wide = width // columns
-        if min(tall, wide) <= line:
+        if tall != wide or tall < 16 + line:
             continue
         y, x = np.ogrid[: a.shape[0], : a.shape[1]]
         lines = (y % tall < line) | (x % wide < line)
-        if not asked and (tall != wide or tall < 16 + line or a[lines].any()):
+        if a[lines].any():
             continue
         tiles = []
         for row, column in np.ndindex(rows, columns):
@@ -363,11 +359,11 @@ def judge_pair(
     --every-tile.
     """
     a, b = pixels
-    tiles = find_tiles(a, b, args.tiles)
-    if (args.tiles or args.every_tile) and not tiles:
+    tiles = find_tiles(a, b)
+    if args.every_tile and not tiles:
         raise UsageError(
-            f"{pair.candidate}: {a.shape[1]}x{a.shape[0]} px is no such grid with lines of 2 px; "
-            "give --tiles RxC"
+            f"{pair.candidate}: {a.shape[1]}x{a.shape[0]} px is not a grid in sample.png's layout; "
+            "drop --every-tile"
         )
     records = []
     for tile in tiles:
@@ -473,26 +469,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         default="contest",
         help=f"thresholds; strict: MAE <= 0.01 {LEVELS} (default: contest)",
     )
-    for metric, flag in FLAGS.items():
-        unit = f" {FRACTION}" if metric == "mae" else ""
-        add(
-            flag,
-            dest=metric,
-            type=float,
-            metavar="X",
-            help=f"own threshold for {metric.upper()}{unit}",
-        )
     add(
         "--metrics",
         type=metric_names,
         default=[*METRICS],
         metavar="NAME",
         help=f"judge by these only, of {' '.join(METRICS)} (default: all)",
-    )
-    add(
-        "--tiles",
-        metavar="RxC",
-        help="rows x columns of the grid; sample.png's layout is found without it",
     )
     add(
         "--every-tile",
@@ -522,31 +504,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
             f"unrecognized arguments: {printable(' '.join(others))}; give a baseline, a candidate "
             f"and flags; metrics are {', '.join(METRICS)}"
         )
-    if args.tiles and not re.fullmatch("[1-9][0-9]{0,3}x[1-9][0-9]{0,3}", args.tiles):
-        parser.error("--tiles: give rows x columns, as 2x4")
-    args.tiles = args.tiles and tuple(map(int, args.tiles.split("x")))
-    args.thresholds = {metric: GATES[args.gate][metric] for metric in METRICS}
-    changed = []
-    for metric in METRICS:
-        threshold = getattr(args, metric)
-        if threshold is None:
-            continue
-        if metric not in args.metrics or not math.isfinite(threshold):
-            parser.error(
-                f"{FLAGS[metric]} {threshold}: give a finite number, and {metric} among --metrics"
-            )
-        if metric == "mae" and threshold > 1:
-            parser.error(
-                f"{FLAGS[metric]} {threshold:g}: is {FRACTION}, and no picture exceeds 1; "
-                f"{threshold:g} {LEVELS} is {threshold / 255:.4g} {FRACTION}"
-            )
-        args.thresholds[metric] = threshold
-        changed.append(metric.upper())
-    for metric in METRICS:
-        if metric not in args.metrics:
-            del args.thresholds[metric]
-    if changed:
-        args.gate += f" with own thresholds for {', '.join(changed)}"
+    gate = GATES[args.gate]
+    args.thresholds = {metric: gate[metric] for metric in METRICS if metric in args.metrics}
     return args
 
 

@@ -26,7 +26,7 @@ from accel.ranks import Ranks, require_device
 
 STOP_SIGNALS = signal.SIGTERM, signal.SIGUSR1  # of queues, before they take a job's nodes away
 # Parameters that may differ between the nodes of a job: paths and devices.
-OF_NODE = {"ckpt", "vae", "latent_stats", "output", "sample_dir", "device"}
+OF_NODE = {"ckpt", "guide", "vae", "latent_stats", "output", "sample_dir", "device"}
 
 EXAMPLES = """examples:
   torchrun --nproc_per_node=4 sample_ddp.py                          the grid of sample.py

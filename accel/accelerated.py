@@ -228,7 +228,8 @@ class Accelerated:
         captured steps cannot move.
         """
         if isinstance(device, torch.dtype):
-            device, dtype = None, device
+            dtype = device
+            device = None
         if dtype not in (None, getattr(self, "dtype", None)):
             raise UsageError(
                 f"to({dtype}): the precision is {self.precision}; use accelerate(model, "

@@ -38,7 +38,8 @@ STEPS = {"sde": (2, 1000), "dpm++": (1, 999), "unipc": (1, 999)}
 
 CHANNELS = 3  # guided of four, as for the published pictures
 # options that name files: a value that is open stays open, since the weights are open
-FILES = {"ckpt", "weights_entry", "latent_stats", "num_heads", "device", "precision", "tf32"}
+FILES = {"ckpt", "config", "weights_entry", "guide", "latent_stats", "num_heads"}
+FILES |= {"device", "precision", "tf32"}
 
 SPEED = "speed"  # a group of --help
 sampled = partial(flag, group="what to sample")
@@ -158,14 +159,25 @@ class Config(Options):
         "in diffusers' layout or with consolidated weights, or a hub id; default: the published "
         "weights for the image size",
     )
+    config: str | None = files(
+        "a configuration file of the model's own repository, such as a YAML: its weights, "
+        "decoder, guidance and steps, where no flag says otherwise",
+        metavar="FILE",
+    )
     weights_entry: str | None = files(
         "the entry of a training file to sample, such as ema or model; default: ema, else model or "
         "the first other that is known",
         metavar="NAME",
     )
+    guide: str | None = files(
+        "autoguidance: weights of a second, smaller or less trained network of the same family, "
+        "classes and latents, as --ckpt takes them, in place of the null label; --cfg-scale is its "
+        "strength, at 1 or less it is not used",
+        metavar="WEIGHTS",
+    )
     vae: str | None = files(
-        "decoder: ema, mse (sd-vae-ft-*), a folder, VA-VAE's .pt or a hub id; pixels: none; "
-        "default: the model's"
+        "decoder: ema, mse (sd-vae-ft-*), a folder, the .pt of VA-VAE or of a ViT decoder, or a "
+        "hub id; pixels: none; default: the model's"
     )
     num_heads: int | None = files(
         "attention heads of weights whose file does not say their number; default: those of the "
@@ -173,8 +185,9 @@ class Config(Options):
         bounds=(1, 1024),
     )
     latent_stats: str | None = files(
-        ".pt file with mean and std of each latent channel: latents × std + mean are decoded; "
-        "default: latents_stats.pt in the folder of --vae, if --vae is a file",
+        ".pt file with mean and std of each latent channel, or a ViT decoder's mean and var: "
+        "latents × std + mean are decoded; default: the latents_stats.pt or stat.pt in the folder "
+        "of --vae",
     )
     device: str | None = advanced(
         "where to sample, such as cuda, cuda:1 or cpu; default: a GPU if there is one"
@@ -202,6 +215,17 @@ class Config(Options):
         name = self.named_model
         return family_of(name).models[name] if name else Defaults()
 
+    def with_file(self, decodes: bool = True) -> "Config":
+        """Return these options, open ones filled by the configuration file. decodes: whether a
+        decoder is needed. Raises UsageError for a file with values that are not computed here,
+        and for missing files.
+        """
+        if self.config is None:
+            return self
+        from accel.families import config_file  # few runs have one
+
+        return replace(self, **config_file.taken(self.config, vars(self), decodes))
+
     def check(self) -> None:
         """Raise UsageError for options that contradict each other, as far as that is known
         without weights.
@@ -222,7 +246,7 @@ class Config(Options):
         sampler = self.sampler
         if sampler is None and self.ckpt is None:
             sampler = family.samplers[0]
-        _require_process(self, model, family, sampler)
+        _require_family(self, model, family, sampler)
         if self.image_size is not None and self.vae in (None, self.defaults.vae):
             require_unit(self.image_size, self.defaults.factor, patch_of(model))
 
@@ -234,11 +258,11 @@ class Config(Options):
             raise UsageError(f"`eta={self.eta:g}`: must be from 0 to 1, and is for `sampler=ddim`")
 
     def require_family(self, fit: "Fit") -> None:
-        """Raise UsageError for a sampler, or options of one, that the weights' family does
-        not have.
+        """Raise UsageError for a sampler, options of one, or a decoder that the weights'
+        family does not have.
         """
         sampler = self.sampler or fit.recipe.get("sampler")
-        _require_process(self, fit.model, fit.family, sampler)
+        _require_family(self, fit.model, fit.family, sampler)
 
     def filled(self, fit: "Fit", space: LatentSpace) -> "Config":
         """Return the options with every open one filled: by the weights, else by their model
@@ -279,15 +303,15 @@ class Config(Options):
                 f"`image_size={self.image_size}`: a {fit.family.name} samples the size that it was "
                 f"trained for alone; use {trained}"
             )
-        _require_process(self, self.model, fit.family, self.sampler)
-        if not fit.null_class and self.cfg_scale != 1:
+        _require_family(self, self.model, fit.family, self.sampler)
+        if not fit.null_class and self.guide is None and self.cfg_scale != 1:
             rows = self.num_classes
             remedy = "use `cfg_scale=1`"
             if rows > 1:
                 remedy += f", or `num_classes={rows - 1}` if the last row is the null class"
             raise UsageError(
                 f"`cfg_scale={self.cfg_scale:g}`: guidance needs a null class, and these weights "
-                f"were trained without (label table of {rows} rows); {remedy}"
+                f"were trained without (label table of {rows} rows); {remedy}, or give a `guide`"
             )
         # A module's own guidance may reach the learned sigma.
         most = max(fit.in_channels, fit.recipe.get("guidance_channels") or 0)
@@ -313,10 +337,10 @@ class Config(Options):
         channels = ""
         if self.guidance_channels != CHANNELS and self.cfg_scale != 1:
             channels = f" on {self.guidance_channels} channels"
-        return (
-            f"{self.num_sampling_steps} {sampler}{shift}steps · cfg {self.cfg_scale:g}"
-            f"{interval}{channels}"
-        )
+        guidance = f"cfg {self.cfg_scale:g}"
+        if self.guide is not None:
+            guidance = f"autoguidance {self.cfg_scale:g} by {Path(self.guide).name}"
+        return f"{self.num_sampling_steps} {sampler}{shift}steps · {guidance}{interval}{channels}"
 
 
 class Job(Options):
@@ -331,6 +355,7 @@ class Job(Options):
             options["model"] = model
         shared = {item.name for item in fields(Config)}
         config = Config(**{name: value for name, value in options.items() if name in shared})
+        config = config.with_file(options.get("output_type") != "latent")
         of_job = {name: value for name, value in options.items() if name not in shared}
         return cls(config=config, **of_job)
 
@@ -412,6 +437,7 @@ class Grid(Job):
         self._require_suffix()
         if self.config.ckpt is None:
             self._require_labels()
+        self._require_layout(self.config)
         if self.layout is None:
             return
         layouts.check(self.layout, self.config.tier)
@@ -419,6 +445,20 @@ class Grid(Job):
             size = self.config.image_size or self.config.defaults.image_size
             side = size // self.config.defaults.factor // patch_of(self.config.named_model)
             layouts.check(self.layout, self.config.tier, side**2)
+
+    def _require_layout(self, config, null_class=True):
+        """Raise UsageError for a layout by which ranks cannot share these evaluations."""
+        if self.layout in (None, OFF):
+            return
+        if config.guide is not None:
+            raise UsageError(
+                f"`parallel={self.parallel}`: two networks are not divided, and there is a "
+                "`guide`; use off"
+            )
+        if not null_class:
+            raise UsageError(
+                f"`parallel={self.parallel}`: shares evaluations with guidance only; use off"
+            )
 
     def _require_suffix(self):
         suffix = SUFFIX[self.output_type]
@@ -455,9 +495,10 @@ class Grid(Job):
                 return names
         return ()
 
-    def filled(self, config: Config, fit: "Fit") -> "Grid":
+    def filled(self, config: Config, fit: "Fit", has_null_label: bool | None = None) -> "Grid":
         """Return the grid with `config`, which is filled: its labels are numbers, and
-        class_names are of every class, or () where they are unknown.
+        class_names are of every class, or () where they are unknown. has_null_label: whether
+        the null label can be sampled; default: where the weights have a null class.
         """
         classes = fit.num_classes
         defaults = fit.family.models.get(fit.model, fit.family.recipe)
@@ -466,18 +507,14 @@ class Grid(Job):
         if labels is None:
             labels = LABELS if classes == 1000 else range(min(classes, 8))
         numbers = tuple(find_label(label, names, classes) for label in labels)
-        parallel = self.parallel
-        if not fit.null_class:
-            if classes in numbers:
-                raise UsageError(
-                    f"`labels={NULL}`: these weights were trained without a null label; give "
-                    "classes"
-                )
-            if self.layout not in (None, OFF):
-                raise UsageError(
-                    f"`parallel={parallel}`: shares evaluations with guidance only; use off"
-                )
-            parallel = "off"
+        if has_null_label is None:
+            has_null_label = fit.null_class
+        if not has_null_label and classes in numbers:
+            whose = "these weights were" if not fit.null_class else "the guide was"
+            raise UsageError(f"`labels={NULL}`: {whose} trained without a null label; give classes")
+        self._require_layout(config, fit.null_class)
+        shares = config.guide is None and fit.null_class
+        parallel = self.parallel if shares else "off"
         return replace(self, config=config, labels=numbers, class_names=names, parallel=parallel)
 
     @property
@@ -553,8 +590,8 @@ class FidJob(Job):
         action="store_true",
     )
     balanced_labels: bool = sampled(
-        "FID: as many pictures of each class, picture i of class i mod --num-classes; default: "
-        "random classes",
+        "FID: as many pictures of each class, in the family's order: usually picture i of class "
+        "i mod --num-classes; default: random classes",
         default=False,
         action="store_true",
     )
@@ -613,10 +650,13 @@ def _require_interval(levels):
     )
 
 
-def _require_process(config, model: str, family: Family, sampler: str | None):
-    """Raise UsageError for a sampler, a shift or a number of steps that the model's family
-    does not have.
+def _require_family(config, model: str, family: Family, sampler: str | None):
+    """Raise UsageError for a sampler, a shift, a number of steps or a decoder that the model's
+    family does not have.
     """
+    defaults = family.models.get(model, family.recipe)
+    if defaults.factor == 1 and config.vae not in (None, defaults.vae):
+        raise UsageError(f"`vae={config.vae}`: {model} samples pixels, without a decoder; drop it")
     if sampler not in (None, *family.samplers):
         raise UsageError(
             f"`sampler={sampler}`: is not for a {family.name}, which {model} is; use "

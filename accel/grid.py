@@ -49,14 +49,20 @@ class Ready(NamedTuple):
     pipeline: Pipeline
 
 
-def ready(grid: Grid, weights: Weights | None = None, scheduler: Any = None) -> Ready:
+def ready(
+    grid: Grid,
+    weights: Weights | None = None,
+    scheduler: Any = None,
+    guide: Weights | None = None,
+) -> Ready:
     """Open and load a grid in this process.
 
-    weights: in place of those that it names. scheduler: one of diffusers, in place of its
-    sampler.
+    weights, guide: in place of those that it names. scheduler: one of diffusers, in place of
+    its sampler.
     """
-    opened = open_model(grid.config, weights=weights, decodes=grid.output_type == "image")
-    grid = grid.filled(opened.config, opened.fit)
+    decodes = grid.output_type == "image"
+    opened = open_model(grid.config, weights=weights, decodes=decodes, guide=guide)
+    grid = grid.filled(opened.config, opened.fit, opened.has_null_label)
     return Ready(grid, opened, load(grid, opened, scheduler))
 
 
@@ -78,7 +84,7 @@ def make_grid(grid: Grid, ranks: Ranks) -> None:
     decodes = grid.output_type == "image"
     divided = grid.layout is not None and grid.layout.weights > 1
     opened, watch = open_on_ranks(grid.config, ranks, decodes, divided)
-    grid = grid.filled(opened.config, opened.fit)
+    grid = grid.filled(opened.config, opened.fit, opened.has_null_label)
     pipeline, placement = load_and_place(grid, opened, ranks, watch)
 
     batches = placement.batches(len(grid.labels), grid.batch_size)

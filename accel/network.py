@@ -90,7 +90,8 @@ class Stage(NamedTuple):
     tokens of the stage before, in the first stage the embedded ones; embedded: those of
     `BlockNetwork.embed`; condition: of `BlockNetwork.condition`. A stage that others follow may
     overwrite x, so a function that reads `embedded` later has the first stage copy it.
-    modulate(x, condition): returns what modulates the blocks and, after the last stage, the head.
+    modulate(x, condition): returns what modulates the blocks and, after the last stage, the head;
+    x as for `enter`.
     """
 
     blocks: Sequence[Any]  # modules of a reference network, or blocks of accel/fast
@@ -128,7 +129,9 @@ def shortened(stages: Sequence[Stage], depth: int) -> list[Stage]:
 
 
 class Network(ABC):
-    """A network that is ready to sample. Subclasses define `tokens` and `schedule`."""
+    """A network that is ready to sample. Subclasses define `schedule`, and `tokens` or
+    `forward`.
+    """
 
     patch_size: int
     in_channels: int
@@ -137,12 +140,12 @@ class Network(ABC):
     def __init__(self):
         self._replayed: dict[Hashable, Any] = {}
 
-    @abstractmethod
     def tokens(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
         """Evaluate x (n, C, H, W), repeated to N batch rows, at t (N,), y (N,).
 
         Returns the last tokens (N, T, p·p·C').
         """
+        raise NotImplementedError
 
     @torch.no_grad()
     def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
@@ -242,7 +245,8 @@ class BlockNetwork(Network):
     def embed(self, x: Tensor, tokens: slice = slice(None), copies: int = 1) -> Tensor:
         """Embed latents (n, C, H, W) → tokens (copies·n, t, D), the batch `copies` times.
 
-        tokens: the slice of each row to embed.
+        tokens: the slice of each row to embed. A network whose stages have embeddings of their own
+        returns them side by side.
         """
 
     @abstractmethod

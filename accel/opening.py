@@ -5,7 +5,8 @@ Config, once.
 import hashlib
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from accel.errors import UsageError, shown
 from accel.families import families
 from accel.families.recognise import Fit, published_name, recognise, recogniser_of
 from accel.gpu import missing_code
-from accel.latents import PIXELS, LatentSpace
+from accel.latents import LatentSpace
 from accel.latents.files import PUBLISHED, find
 from accel.progress import Stopwatch
 from accel.ranks import Ranks
@@ -26,6 +27,18 @@ from accel.weights import Weights
 from accel.weights.checkpoint import Checkpoint
 
 log = logging.getLogger(__name__)
+
+
+class Guide(NamedTuple):
+    """The second network of autoguidance."""
+
+    weights: Weights
+    fit: Fit  # family and sizes of the weights
+
+    def digest(self) -> str:
+        """Return 16 hex digits, as Opened does."""
+        with about_guide():
+            return _digest(*self)
 
 
 class Opened(NamedTuple):
@@ -37,6 +50,7 @@ class Opened(NamedTuple):
     space: LatentSpace  # its decoder is None where no picture is decoded
     device: torch.device
     tier_is_asked_for: bool  # else bf16 may replace a float16 that overflows
+    guide: Guide | None = None
 
     @property
     def latent_size(self) -> int:
@@ -60,20 +74,33 @@ class Opened(NamedTuple):
         config.check_values()
         if other_arithmetic:
             config = with_arithmetic(config, self.device)
-        return self._replace(
+        changed = self._replace(
             config=config.consistent(self.fit, self.space),
             tier_is_asked_for=self.tier_is_asked_for or "precision" in options,
         )
+        self.space.require_side(changed.latent_size)
+        return changed
 
     def digest(self) -> str:
-        """Return 16 hex digits of all that decides the network's function: its tensors, and
-        the number of heads where it is not that of the model of this size.
+        """Return 16 hex digits of all that decides the network's function: its tensors, the
+        number of heads where it is not that of the model of this size, and its family's facts.
         """
-        digest = self.weights.digest()
-        if self.fit.usual:
-            return digest
-        text = f"{digest} {self.fit.num_heads} heads"
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return _digest(self.weights, self.fit)
+
+    @property
+    def has_null_label(self) -> bool:
+        """Return whether the null label can be sampled: by the guide too."""
+        return self.fit.null_class and (self.guide is None or self.guide.fit.null_class)
+
+
+def _digest(weights, fit):
+    digest = weights.digest()
+    text = digest
+    if not fit.usual:
+        text += f" {fit.num_heads} heads"
+    for name, value in sorted(fit.facts.items()):
+        text += f" {name} {value}"
+    return digest if text == digest else hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -134,23 +161,40 @@ def open_model(
     device: torch.device | None = None,
     weights: Weights | None = None,
     decodes: bool = True,
+    guide: Weights | None = None,
 ) -> Opened:
-    """Open weights and decoder, and fill the config.
+    """Open weights, guide and decoder, and fill the config.
 
-    weights: in place of those that the config names. decodes: whether pictures are decoded;
-    latents need no decoder. Raises UsageError; for options that contradict each other, and
-    for a tier that the device lacks, before anything is fetched.
+    weights, guide: in place of those that the config names. decodes: whether pictures are
+    decoded; latents need no decoder. Raises UsageError; for options that contradict each other,
+    and for a tier that the device lacks, before anything is fetched. Weights that are here are
+    recognised before a decoder is fetched.
     """
     device = device or choose_device(config.device)
+    config = config.with_file(decodes)
+    if config.config is not None:
+        from accel.families import config_file
+
+        log.warning(config_file.notice(config.config, vars(config)))
     asked = config.tier is not None
     config = with_arithmetic(config, device)
     if weights is None:
         weights = weights_of(config, device)
-    space = _fetch(config, weights, decodes)
+    if guide is None and config.guide is not None:
+        with about_guide():
+            guide = Checkpoint(config.guide, device.type != "cpu")
+    space = None
+    checkpoints = [each for each in (weights, guide) if isinstance(each, Checkpoint)]
+    if not all(each.is_here for each in checkpoints):
+        space = _fetch(config, weights, guide, decodes)
     fit = _fit_of(weights, config)
     config.require_family(fit)  # before a decoder is fetched
+    opened_guide = _open_guide(guide, weights.name, fit)
     config, space = _with_decoder(config, weights, fit, space, decodes)
-    return Opened(config.filled(fit, space), weights, fit, space, device, asked)
+    config = config.filled(fit, space)
+    opened = Opened(config, weights, fit, space, device, asked, opened_guide)
+    space.require_side(opened.latent_size)
+    return opened
 
 
 class OpenedOnRanks(NamedTuple):
@@ -189,8 +233,34 @@ def with_arithmetic(config: Config, device: torch.device) -> Config:
     return replace(config, precision=tier, tf32=None, vae_precision=decoder)
 
 
-def _fetch(config, weights, decodes):
-    """Fetch the weights, and the decoder that is known without them. Return its space or
+@contextmanager
+def about_guide() -> Iterator[None]:
+    """Let errors about a file of weights name the parameter `guide`."""
+    try:
+        yield
+    except UsageError as error:
+        text = error.marked.replace("`ckpt", "`guide")
+        # that option is of the guided network
+        converter = "give --num-heads to scripts/convert_checkpoint.py"
+        raise UsageError(text.replace("give `num_heads`", converter)) from None
+
+
+def _open_guide(weights, guided, fit):
+    """Return the guide of a network. guided, fit: name, and family and sizes, of the network's
+    weights.
+    """
+    if weights is None:
+        return None
+    from accel.families.guide import fit_of_guide  # a network by itself needs none
+
+    with about_guide():
+        its_fit = fit_of_guide(weights, guided, fit, shipped_as(weights.name))
+        require_schedule(f"`ckpt={weights.name}`", its_fit)
+    return Guide(weights, its_fit)
+
+
+def _fetch(config, weights, guide, decodes):
+    """Fetch weights and guide, and the decoder that is known without them. Return its space or
     None. Raises one UsageError for all that is missing.
     """
     missing = []
@@ -208,6 +278,8 @@ def _fetch(config, weights, decodes):
         space = attempt(lambda: find(name, config.latent_stats))
     if isinstance(weights, Checkpoint):
         attempt(weights.fetch)
+    if isinstance(guide, Checkpoint):
+        attempt(about_guide()(guide.fetch))
     if len(missing) > 1:
         missing.append("or use `model=DiT-Demo/2`, which ships with both")
     if missing:
@@ -279,12 +351,13 @@ def _with_decoder(config, weights, fit, space, decodes):
     """
     defaults = fit.family.models.get(fit.model, fit.family.recipe)
     name = config.vae or _short_name(fit.vae) or defaults.vae
-    if defaults.vae == str(PIXELS.decoder) != name:
-        raise UsageError(f"`vae={name}`: {fit.model} samples pixels, without a decoder; drop it")
-    if decodes and name != config.named_decoder:
+    if decodes and (space is None or name != config.named_decoder):
         if name in PUBLISHED:  # refused before it is fetched
             _require_channels(name, LatentSpace(), fit)
-        space = _find_for(weights, name, config.latent_stats)
+        if name == config.named_decoder:
+            space = find(name, config.latent_stats)
+        else:
+            space = _find_for(weights, name, config.latent_stats)
     if space is None:
         space = LatentSpace(fit.in_channels, defaults.factor)  # latents need no decoder
     space = _as_trained(name, fit, space, decodes)

@@ -3,6 +3,7 @@ Imports no torch.
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,14 +55,14 @@ def require_writable(output: str, output_type: str) -> None:
     check_writable(Path(output, "000.png") if is_folder(output, output_type) else output)
 
 
-def to_uint8(pixels: "Tensor") -> "Tensor":
+def to_uint8(pixels: "Tensor", levels: "Callable[[Tensor], Tensor]") -> "Tensor":
     """Convert pixels (n, 3, H, W) in (-1, 1) → (n, H, W, 3) uint8 on the CPU, contiguous:
-    127.5·x + 128, truncated, as in FID jobs.
+    truncated, as in FID jobs. levels: the decoder's.
     """
     import torch
 
-    levels = (127.5 * pixels + 128.0).clamp(0, 255).permute(0, 2, 3, 1)
-    return levels.to(torch.uint8, memory_format=torch.contiguous_format).cpu()
+    pictures = levels(pixels).clamp(0, 255).permute(0, 2, 3, 1)
+    return pictures.to(torch.uint8, memory_format=torch.contiguous_format).cpu()
 
 
 def to_grid(pixels: "Tensor", columns: int = 4, padding: int = 2) -> "Tensor":

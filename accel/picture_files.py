@@ -281,12 +281,7 @@ def _lossy(image, content):
     file_format = image.format
     if file_format == "JPEG" or "jpeg" in str(image.info.get("compression")):  # of a TIFF
         return "JPEG"
-    if image.info.get("compression") == "webp":
+    if image.info.get("compression") == "webp":  # of a TIFF
         return "WebP"
-    place = 12  # of a WebP's first chunk, after RIFF, a length and WEBP
-    while file_format == "WEBP" and place + 8 <= len(content):
-        name, length = struct.unpack("<4sI", content[place : place + 8])
-        if name == b"VP8 ":  # lossless pictures have VP8L
-            return "WebP"
-        place += 8 + length + length % 2
-    return ""
+    # A lossless WebP has a chunk VP8L in place of this one.
+    return "WebP" if file_format == "WEBP" and b"VP8 " in content else ""

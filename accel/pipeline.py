@@ -24,8 +24,8 @@ from accel import precision
 from accel.errors import UsageError
 from accel.families.recognise import Fit, reference_state
 from accel.latents.decoder import Decoder, NoDecoder, decoder_of
-from accel.network import WHOLE, Batch, Network, Part, Plain, overflows, remedy
-from accel.opening import Opened
+from accel.network import WHOLE, Batch, BlockNetwork, Network, Part, Plain, overflows, remedy
+from accel.opening import Opened, about_guide
 from accel.ranks.layouts import Placement
 from accel.sampling import OnStep, count_copies, denoise, initial_noise, steps_of, upstream_noise
 from accel.sampling.guidance import Guidance, Unguided
@@ -96,7 +96,7 @@ class Pipeline:
         weights at its first use.
 
         sizes: numbers of pictures that a rank denoises at once; the network is tuned and
-        checked for them. guided: whether to compute guidance; default: if the weights have a
+        checked for them. guided: whether to compute guidance; default: if there is a guide or a
         null class. scheduler: a scheduler of diffusers, in place of the config's sampler.
         placement: of this rank among those that share an evaluation. part: the part of the
         weights that this rank loads. tuner: chooses the GEMMs' algorithms. many_pictures: the
@@ -113,7 +113,9 @@ class Pipeline:
                 f"{config.image_size} px"
             )
         process = process_of(opened, scheduler)
-        guidance = guidance_of(opened, fit.null_class if guided is None else guided)
+        guidance = guidance_of(opened, guided)
+        if isinstance(guidance, Unguided):
+            opened = opened._replace(guide=None)  # it would not be evaluated
         batch = _batch(opened, process, guidance, placement, sizes)
         with enough_memory(too_large):
             network, tier = _load_checked(opened, config.precision, batch, part, tuner)
@@ -221,8 +223,8 @@ class Pipeline:
                 denoise(self.network, self.process, self.guidance, *noise, steps=[*first.values()])
 
     def like(self, weights: Weights, fit: Fit, num_classes: int) -> Network:
-        """Return a network of the same tier and shape with other weights, for `refresh`.
-        Raises UsageError if they overflow the tier.
+        """Return a network of the same tier and shape with other weights, for `refresh`; a
+        guide is not among them. Raises UsageError if they overflow the tier.
         """
         copies = count_copies(self.process, self.guidance)
         rows = sorted(((1, rows) for rows in copies), reverse=True)
@@ -237,7 +239,9 @@ class Pipeline:
         return network
 
     def refresh(self, network: Network) -> None:
-        """Copy the weights of a network from `like` in place: captured steps stay valid."""
+        """Copy the weights of a network from `like` in place: captured steps stay valid, and
+        a guide keeps its weights.
+        """
         self.network.copy_weights(network)
 
     def _noise(self, labels, seed, part):
@@ -277,6 +281,7 @@ def process_of(opened: Opened, scheduler: Any = None) -> Process:
             learn_sigma=opened.fit.learn_sigma,
             data=_data_prediction(opened),
             by_start=opened.fit.family.heun_by_start,
+            last_time=opened.fit.family.last_time,
         )
     family = opened.fit.family
     if family.prediction != "noise":
@@ -327,18 +332,21 @@ def _data_prediction(opened):
     return DataPrediction(opened.config.t_eps, opened.config.noise_scale)
 
 
-def guidance_of(opened: Opened, guided: bool = True) -> Guidance | Unguided:
-    """Return the guidance of the options."""
+def guidance_of(opened: Opened, guided: bool | None = None) -> Guidance | Unguided:
+    """Return the guidance of the options. guided: whether it is computed; default: where
+    there is a guide or a null class.
+    """
+    if guided is None:
+        guided = opened.guide is not None or opened.fit.null_class
     if not guided:
         return Unguided()
     config = opened.config
-    return Guidance(
-        config.cfg_scale,
-        config.num_classes,
-        config.guidance_channels,
-        config.guidance_interval,
-        ends=opened.fit.family.interval_ends,
-    )
+    where = (config.guidance_channels, config.guidance_interval, opened.fit.family.interval_ends)
+    if opened.guide is not None:
+        from accel.sampling.autoguidance import Autoguidance  # a network by itself needs none
+
+        return Autoguidance(config.cfg_scale, *where)
+    return Guidance(config.cfg_scale, config.num_classes, *where)
 
 
 def _batch(opened, process, guidance, placement, sizes) -> Batch:
@@ -358,7 +366,7 @@ def load_network(
     batch: Batch,
     tuner: "Tuner | None" = None,
     part: Part = WHOLE,
-) -> Network:
+) -> BlockNetwork:
     """Return the network of a tier, not tuned and not checked. Each weight goes from the
     mapped file to the device.
     """
@@ -388,26 +396,49 @@ def load_network(
     return Plain(model.eval().requires_grad_(False))
 
 
-def _load_checked(opened, tier, batch, part, tuner) -> tuple[Network, str]:
-    """Return a network that is tuned and does not overflow, and its tier: bf16 in place of
-    a float16 that overflows, unless the user asked for it.
-    """
+def _load_networks(opened, tier, batch, part, tuner) -> list[BlockNetwork]:
+    """Return the network, and its guide if there is one."""
     device = opened.device
     with opened.weights.reading():
-        network = load_network(opened.weights, opened.fit, tier, device, batch, tuner, part)
-    network.tune({prod(rows) * (batch.side // network.patch_size) ** 2 for rows in batch.rows})
+        networks = [load_network(opened.weights, opened.fit, tier, device, batch, tuner, part)]
+    if opened.guide is not None:
+        with about_guide(), opened.guide.weights.reading():
+            networks.append(load_network(*opened.guide, tier, device, batch, tuner, part))
+    return networks
+
+
+def _load_checked(opened, tier, batch, part, tuner) -> tuple[Network, str]:
+    """Return a network that is tuned and does not overflow, with its guide if there is one, and
+    their tier: bf16 in place of a float16 that either overflows, unless the user asked for it.
+    """
+    device = opened.device
+    networks = _load_networks(opened, tier, batch, part, tuner)
+    for each in networks:
+        each.tune({prod(rows) * (batch.side // each.patch_size) ** 2 for rows in batch.rows})
+    network: Network = networks[0]
+    if opened.guide is not None:
+        from accel.sampling.autoguidance import WithGuide
+
+        network = WithGuide(*networks)
     if not precision.TIERS[tier].accelerated or tier == "bf16":
         return network, tier
     from_rank_0 = tuner.share if part.ranks > 1 else lambda make: make()
     from_rank_0(lambda: None)  # a rank that failed raises here: none waits for it below
-    too_large = overflows(network, batch, device, opened.fit.family.some_times)
-    if not from_rank_0(lambda: too_large):
+    times = opened.fit.family.some_times
+    too_large = [
+        whose
+        for whose, each in zip(("these", "the guide's"), networks)
+        if overflows(each, batch, device, times)
+    ]
+    whose = " and ".join(from_rank_0(lambda: too_large))
+    if not whose:
         return network, tier
     if opened.tier_is_asked_for or tier == "exact" or not precision.supports("bf16", device):
         raise UsageError(
-            f"`precision={tier}`: overflows on these weights; {remedy(network, tier, device)}"
+            f"`precision={tier}`: overflows on {whose} weights; {remedy(network, tier, device)}"
         )
-    log.warning("these weights overflow float16: sampling in bfloat16")
+    both = "" if opened.guide is None else "by both networks "
+    log.warning(f"{whose} weights overflow float16: sampling {both}in bfloat16")
     precision.apply_precision("bf16", device)
-    del network  # free its memory first
+    del network, networks, each  # free their memory first
     return _load_checked(opened, "bf16", batch, part, tuner)

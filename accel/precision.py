@@ -1,5 +1,5 @@
 """Precision tiers: a run's arithmetic, and torch's backend switches for it. Their help is
-in accel/request.py.
+in accel/config.py.
 """
 
 from collections.abc import Iterator

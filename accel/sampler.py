@@ -70,11 +70,13 @@ class Sampler:
     has them, such as a file, or the folder or hub id of a DiTPipeline. A network that the caller
     has, whose weights are copied: models.DiT, another family's, the original classes, wrapped or
     compiled, or diffusers' DiTTransformer2DModel or DiTPipeline. vae: ema, mse, a folder or
-    an AutoencoderKL; a pipeline brings its own. check: compare a network that the caller has
-    with its copy on noise, as `accelerate` does. sampler: a name, or a
-    scheduler of diffusers that draws no noise. The other options are those of sample.py's
-    flags; None leaves one open. Arguments of `sample` have the constructor's values as
-    defaults. With output_type="latent" no decoder is needed.
+    an AutoencoderKL; a pipeline brings its own. config: a configuration file of the model's own
+    repository, for options that are open. guide: autoguidance by a second network of the same
+    family, weights as --guide has them or a network that the caller has. check: compare networks
+    that the caller has with their copies on noise, as `accelerate` does. sampler: a name, or a
+    scheduler of diffusers that draws no noise. The other options are those of sample.py's flags;
+    None leaves one open. Arguments of `sample` have the constructor's values as defaults. With
+    output_type="latent" no decoder is needed.
 
     Pictures equal those of sample.py with the same flags, to the bit. On a GPU a step is
     captured at its first use with a number of pictures, steps and guidance, then replayed.
@@ -105,8 +107,10 @@ class Sampler:
         precision: str | None = None,
         vae_precision: str | None = None,
         ckpt: str | Path | None = None,
+        config: str | Path | None = None,
         weights_entry: str | None = None,
         num_heads: int | None = None,
+        guide: str | Path | torch.nn.Module | None = None,
         vae: str | Path | torch.nn.Module | None = None,
         latent_stats: str | Path | None = None,
         device: str | torch.device | None = None,
@@ -140,6 +144,10 @@ class Sampler:
             given["ckpt"] = str(model)
         elif model is not None:
             given["model"] = model
+        loaded_guide = None
+        if not isinstance(guide, (str, Path, type(None))):
+            loaded_guide = _copied(guide)
+            given["guide"] = loaded_guide.name
         if device is not None:
             given["device"] = str(device)
         self._scheduler = None if isinstance(sampler, (str, type(None))) else given.pop("sampler")
@@ -149,27 +157,31 @@ class Sampler:
         elif vae is not None:
             given["vae"] = str(vae)
         if not is_module or output_type == "latent":  # latents need no decoder
-            self._open(given, loaded, check)
+            self._open(given, loaded, loaded_guide, check)
             return
         with _written(vae) as given["vae"]:
-            self._open(given, loaded, check)
+            self._open(given, loaded, loaded_guide, check)
             if self._pipeline.decoder is not None:
                 with alone():
                     self._pipeline.decoder.load()  # while the folder is there
 
-    def _open(self, options, loaded, check):
+    def _open(self, options, loaded, guide, check):
         grid = Grid.of(**options)
         grid.check()
         with alone():
-            self.grid, self.opened, self._pipeline = ready(grid, loaded, self._scheduler)
+            self.grid, self.opened, self._pipeline = ready(grid, loaded, self._scheduler, guide)
             self._embedding = loaded.rules.timestep_embedding if loaded else None
             self._check = check
             self._checked = type(loaded.module) if loaded else None
             self._guidance_is_given = grid.config.guidance_channels is not None
-            if loaded:  # the network has a copy of its weights by now
+            network = self._pipeline.network
+            networks = (network.network, network.guide) if self.opened.guide else (network,)
+            for part, module in zip(networks, (loaded, guide)):
+                if module is None:
+                    continue
                 if check:
-                    _require_same(self._pipeline.network, loaded, self._pipeline)
-                loaded.release()
+                    _require_same(part, module, self._pipeline)
+                module.release()  # the network has a copy of its weights by now
             self._sampled = self.opened
 
     @property
@@ -179,10 +191,10 @@ class Sampler:
 
     def refresh(self, model: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
         """Load the weights of `model`, of the same shape, in place: pictures equal a new
-        Sampler's to the bit, and captured steps stay valid. model: a network, or the state
-        dict of one like that of this Sampler, such as an average of its weights. Raises
-        ValueError, and keeps the old weights, if they do not fit, overflow or are not finite.
-        A network is compared with its copy, at one time where its class is as before.
+        Sampler's to the bit, and captured steps stay valid. A guide stays as it is. model: a
+        network, or the state dict of one like that of this Sampler, such as an average of its
+        weights. Raises ValueError, and keeps the old weights, if they do not fit, overflow or are
+        not finite. A network is compared with its copy, at one time where its class is as before.
         """
         with self._running() as pipeline:
             classes = self.opened.config.num_classes
@@ -316,7 +328,7 @@ class Sampler:
         with self._running() as pipeline:
             opened = self.opened.changed(**changes)
             grid = replace(self.grid, labels=(labels,) if several is None else several)
-            grid = grid.filled(opened.config, opened.fit)
+            grid = grid.filled(opened.config, opened.fit, opened.has_null_label)
             if seeds is not None:
                 seeds = _seeds(seeds, grid)
             if noise is not None:
@@ -340,7 +352,7 @@ class Sampler:
         ):
             self._pipeline = self._pipeline.with_(
                 process=process_of(opened, self._scheduler),
-                guidance=guidance_of(opened, opened.fit.null_class),
+                guidance=guidance_of(opened),
             )
             self._sampled = opened
         return self._pipeline
@@ -493,13 +505,20 @@ def _load_module(model, options, check):
     wrong = [name for name in FOR_FILES if name in options]
     if wrong:
         raise UsageError(f"`{wrong[0]}`: is for weights on disk, and the model was given; drop it")
+    loaded = _copied(model)
+    with alone():
+        if check and "guidance_channels" not in options:
+            channels = {"guidance_channels": _guided_channels(loaded)}
+            loaded.fit = loaded.fit._replace(recipe={**loaded.fit.recipe, **channels})
+    return loaded
+
+
+def _copied(model):
+    """Copy the weights of a network that the caller holds. Print what is assumed of it."""
     with alone():
         loaded = from_module(model, copy=True)
         if loaded.assumed:
             log.warning(f"{loaded.name}: {loaded.assumed}")
-        if check and "guidance_channels" not in options:
-            channels = {"guidance_channels": _guided_channels(loaded)}
-            loaded.fit = loaded.fit._replace(recipe={**loaded.fit.recipe, **channels})
     return loaded
 
 

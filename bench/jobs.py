@@ -1,20 +1,18 @@
-"""Time whole processes as users run them: the contest's job, a cold start, and one GPU
-against many.
+"""Time whole processes as users run them: the contest's job and an FID job, on one GPU or
+many.
 
     python bench/jobs.py --contest fp32 fp16 --output output/contest.json
     python bench/jobs.py --contest exact --gpus 4 --output output/final.json
-    python bench/jobs.py --gpus 4 --output output/ddp.json
     python bench/jobs.py --fid 640 --image-size 256 --output output/fid.json
 
 --contest: T from loading the model to the picture on disk, after a run that fills the
 caches; its points, if the job is the contest's; the time of the whole process. --gpus N
 makes the picture with N ranks, which sample.py starts, or torchrun with --torchrun. Each
 tier's picture is kept beside the record, as final-exact.png; scripts/pack.sh finds the
-record by the picture's SHA-256. --gpus alone: N GPUs of this node against one: a grid of
-8 labels by sample.py, an FID job's pictures/s by sample_ddp.py. --fid: an FID job on one
-GPU by few evaluations, so that decoding and writing count: pictures/s from the start of
-the process, and from the first written batch on. Without --ckpt network and decoder have
-random weights from a seed.
+record by the picture's SHA-256. --fid: an FID job by few evaluations, so that decoding and
+writing count: pictures/s from the start of the process, and from the first written batch
+on; with --gpus N by N ranks under torchrun. Without --ckpt network and decoder have random
+weights from a seed.
 """
 
 if not __package__:
@@ -54,7 +52,6 @@ from bench import harness
 
 # seconds of runs after which a tier is not run again: long runs differ by less than 1 %
 ENOUGH = 60.0
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 CONTEST = dict(model="DiT-XL/2", image_size=512, steps=250, pictures=8)  # the only job with points
 
 
@@ -110,14 +107,23 @@ def score(seconds: float) -> float:
 
 
 def threads(ranks: int) -> dict[str, str]:
-    """Return the variable that divides the CPU's cores among `ranks` ranks."""
+    """Return the variable that divides the CPU's cores among several ranks, unless the user
+    has set it.
+    """
+    if ranks == 1 or "OMP_NUM_THREADS" in os.environ:
+        return {}
     return dict(OMP_NUM_THREADS=str(max(1, min(4, os.cpu_count() // ranks))))
+
+
+def torchrun(ranks: int) -> list[str]:
+    """Return the words that start `ranks` ranks of this node."""
+    return ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
 
 
 def program_of(args: Namespace) -> list:
     """Return the words of a command that makes a grid with --gpus ranks."""
     if args.torchrun:
-        return [*TORCHRUN, f"--nproc_per_node={args.gpus}", "sample_ddp.py"]
+        return [*torchrun(args.gpus), "sample_ddp.py"]
     if args.gpus > 1:
         return ["sample.py", "--gpus", args.gpus]
     return ["sample.py"]
@@ -127,8 +133,7 @@ def contest(args: Namespace, flags: list, folder: Path, record: Callable) -> Non
     """Time a grid in each tier, score it, and record and keep its picture."""
     results = []
     picture = folder / "sample.png"
-    shared = args.gpus > 1 and "OMP_NUM_THREADS" not in os.environ
-    environment = threads(args.gpus) if shared else {}
+    environment = threads(args.gpus)
     for tier in tqdm(args.contest or [args.precision], desc="tiers", leave=False):
         command = [*program_of(args), *flags, "--precision", tier, "--num-sampling-steps"]
         run([*command, min(3, args.steps), "--output", picture], **environment)
@@ -172,62 +177,20 @@ def kept_at(output: str, tier: str) -> Path:
     return record.with_name(f"{record.stem}-{tier}.png")
 
 
-def against_one(args: Namespace, flags: list, folder: Path, record: Callable) -> None:
-    """Time a grid and an FID job on --gpus GPUs and on one."""
-    flags = [*flags, "--precision", args.precision, "--num-sampling-steps"]
-
-    def grid(ranks, steps):
-        output = ["--gpus", ranks, "--output", folder / "grid.png"]
-        return run(["sample.py", *flags, steps, *output], **threads(ranks)).phases
-
-    if torch.cuda.is_available():
-        grid(args.gpus, 3)  # file and kernel caches
-    numbers = sorted({1, args.gpus})
-    phases = {ranks: [] for ranks in numbers}
-    sampling = {ranks: [] for ranks in numbers}
-    whole = {ranks: [] for ranks in numbers}
-    for ranks in tqdm(numbers * args.repeats, desc="grids", leave=False):
-        seconds = grid(ranks, args.steps)
-        whole[ranks].append(seconds.pop("process"))
-        sampling[ranks].append(seconds["sample"])
-        phases[ranks].append(seconds)
-    ratio = min(sampling[args.gpus]) / min(sampling[1])
-    results = dict(
-        grid_sampling_s={**sampling, "ratio": ratio},
-        grid_start_to_picture_s=whole,
-        grid_phases_s=phases,
-    )
-    record(results)
-    steps = min(args.steps, 25 if torch.cuda.is_available() else 5)
-    rates = {}
-    for ranks in tqdm(numbers, desc="FID jobs", leave=False):
-        torchrun = [*TORCHRUN, f"--nproc_per_node={ranks}"]
-        size = ["--num-fid-samples", 3 * args.batch * ranks, "--per-proc-batch-size", args.batch]
-        place = folder / f"fid{ranks}"
-        run(
-            [*torchrun, "sample_ddp.py", *flags, steps, *size, "--sample-dir", place],
-            **threads(ranks),
-        )
-        rates[ranks] = pictures_per_second(place, args.batch * ranks)
-    efficiency = rates[args.gpus] / (args.gpus * rates[1])
-    results["fid_pictures_per_s"] = rates | dict(
-        steps=steps, batch=args.batch, efficiency=efficiency
-    )
-    record(results)
-    print(json.dumps(results, indent=1))
-
-
 def fid(args: Namespace, flags: list, folder: Path, record: Callable) -> None:
     """Time an FID job of --fid pictures."""
-    command = ["sample_ddp.py", *flags, "--precision", args.precision, "--sampler", "dpm++"]
+    launcher = torchrun(args.gpus) if args.gpus > 1 else []
+    command = [*launcher, "sample_ddp.py", *flags]
+    command += ["--precision", args.precision, "--sampler", "dpm++"]
     command += ["--num-sampling-steps", args.steps, "--per-proc-batch-size", args.batch]
     runs = []
     for index in tqdm(range(1 + args.repeats), desc="jobs", unit="job", leave=False):
         count = args.fid if index else 1
         place = folder / f"fid{index}"  # the first fills the caches
-        done = run([*command, "--num-fid-samples", count, "--sample-dir", place])
+        size = ["--num-fid-samples", count, "--sample-dir", place]
+        done = run([*command, *size], **threads(args.gpus))
         if index:
-            steady = pictures_per_second(place, args.batch)
+            steady = pictures_per_second(place, args.batch * args.gpus)
             rates = dict(whole=args.fid / done.seconds, steady=steady)
             runs.append(dict(**done.phases, pictures_per_s=rates))
             record(dict(batch=args.batch, sampler="dpm++", fid=runs))
@@ -274,26 +237,16 @@ def prepare(args: Namespace) -> torch.device:
     """Return the device, and complete `args` for it. Raises UsageError before anything is
     measured.
     """
-    versus_one = args.contest is None and not args.fid
-    if versus_one and not args.gpus:
-        raise UsageError("name what to measure: --contest, --gpus N or --fid N")
-    if args.fid and args.gpus:
-        raise UsageError("--fid: is measured on one GPU; leave out --gpus")
-    if args.torchrun and args.contest is None:
-        raise UsageError("--torchrun: is for --contest; leave it out")
     device = harness.prepare(args)
     args.precision = args.precision or precision.default_tier(device)
     for tier in args.contest or [args.precision]:
         if not precision.supports(tier, device):
             raise UsageError(f"{tier}: {device} cannot run this tier; leave it out")
-    if args.fid and args.fid <= args.batch:
-        raise UsageError(
-            f"--fid {args.fid}: needs a second batch; give more than --batch {args.batch}"
-        )
-    few = 25 if versus_one and device.type != "cuda" else harness.STEPS
-    args.steps = args.steps or (10 if args.fid else few)
+    batch = args.batch * args.gpus
+    if args.fid and args.fid <= batch:
+        raise UsageError(f"--fid {args.fid}: needs a second batch; give more than {batch}")
+    args.steps = args.steps or (10 if args.fid else harness.STEPS)
     args.pictures = args.fid or 8
-    args.gpus = args.gpus or 1
     return device
 
 
@@ -301,7 +254,7 @@ def main() -> None:
     parser = OneLineParser(description=__doc__.splitlines()[0])
     tiers = tuple(precision.TIERS)
     on_gpu = torch.cuda.is_available()
-    kinds = parser.add_mutually_exclusive_group()
+    kinds = parser.add_mutually_exclusive_group(required=True)
     kinds.add_argument(
         "--contest",
         nargs="*",
@@ -310,13 +263,10 @@ def main() -> None:
         help="the contest's T and points in these tiers (default: sample.py's)",
     )
     kinds.add_argument(
-        "--fid", type=positive, metavar="N", help="an FID job of N pictures by dpm++ on one GPU"
+        "--fid", type=positive, metavar="N", help="an FID job of N pictures by dpm++"
     )
     parser.add_argument(
-        "--gpus",
-        type=positive,
-        metavar="N",
-        help="N GPUs of this node against one; with --contest, T on N GPUs",
+        "--gpus", type=positive, default=1, metavar="N", help="GPUs of this node (default: 1)"
     )
     parser.add_argument(
         "--torchrun",
@@ -327,12 +277,8 @@ def main() -> None:
     parser.add_argument(
         "--vae", help="decoder, as in sample.py (default: a random one; the demo's own)"
     )
-    parser.add_argument(
-        "--precision", choices=tiers, help="tier of --gpus and --fid (default: sample.py's)"
-    )
-    parser.add_argument(
-        "--steps", type=positive, help="steps (default: 250; --fid: 10; --gpus without GPUs: 25)"
-    )
+    parser.add_argument("--precision", choices=tiers, help="tier of --fid (default: sample.py's)")
+    parser.add_argument("--steps", type=positive, help="steps (default: 250; --fid: 10)")
     parser.add_argument(
         "--repeats",
         type=positive,
@@ -349,17 +295,10 @@ def main() -> None:
     with user_errors(parser), tempfile.TemporaryDirectory() as folder:
         device = prepare(args)
         folder = Path(folder)
-        kind = "ddp"
-        work = against_one
-        if args.fid:
-            kind = "fid"
-            work = fid
-        elif args.contest is not None:
-            kind = "contest"
-            work = contest
-        about = harness.about(kind, args, device)
+        work = fid if args.fid else contest
+        about = harness.about(work.__name__, args, device)
         about |= dict(steps=args.steps, gpus=args.gpus)
-        if kind != "contest":
+        if args.fid:
             about["precision"] = args.precision
         flags = flags_of(args, device, folder)
         work(args, flags, folder, lambda results: harness.write(args.output, about | results))

@@ -14,11 +14,6 @@ import torch
 from accel import gpu
 
 PROCESS = ExitStack()  # contexts that last until the process ends
-OURS = r"^(attention|split_linear|split_attention)$"  # our kernels for Hopper
-NEWER = {  # kernels that must not be launched before a capability
-    (8, 0): r"bf16|bfloat16|tf32|flash",
-    (9, 0): r"cudnn.*(sdpa|flash|fmha|attention)",
-}
 
 
 def version(text: str) -> tuple[int, int]:
@@ -53,12 +48,3 @@ def see_as(capability: tuple[int, int]) -> None:
         compile_for(capability)
     if capability != real:
         PROCESS.enter_context(gpu.seen_as(capability))
-
-
-def newer(names: list[str], capability: tuple[int, int]) -> list[str]:
-    """Return the kernels that a GPU of `capability` cannot have launched by our choice."""
-    patterns = [pattern for since, pattern in NEWER.items() if capability < since]
-    if capability != (9, 0):
-        patterns.append(OURS)
-    any_of = re.compile("|".join(patterns) or "(?!)")  # the last matches nothing
-    return [name for name in names if any_of.search(name)]

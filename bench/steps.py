@@ -137,7 +137,8 @@ class Judge:
         pipeline = self.reference.with_(network=network, tier=tier)
         latents = [pipeline.latents(self.labels, seed) for seed in self.seeds]
         precision.apply_precision("fp32", pipeline.device)  # the decoder is not under comparison
-        return [to_uint8(pipeline.decode(of_seed)).numpy() for of_seed in latents]
+        levels = pipeline.decoder.levels
+        return [to_uint8(pipeline.decode(of_seed), levels).numpy() for of_seed in latents]
 
     def judge(self, tier: str, switches: dict, share: Callable = lambda network: network) -> dict:
         """Return the worst picture's figures, and whether every picture meets each

@@ -29,6 +29,7 @@ from accel.families.recognise import (
 )
 from accel.files import atomic_write, is_utf8, repeated, require_name
 from accel.flags import positive
+from accel.latents.autoencoder_kl import KIND as AUTOENCODER_KL
 from accel.latents.files import find
 from accel.opening import fit_of_file
 from accel.weights import Weights
@@ -111,7 +112,6 @@ def convert(
     model: str | None,
     pipeline: bool,
     vae: str | None,
-    allow_nonfinite: bool,
     weights_entry: str | None,
     num_heads: int | None,
 ) -> None:
@@ -132,7 +132,13 @@ def convert(
         raise UsageError(
             "`pipeline`: writes a folder, so `output` must name one; `vae` needs `pipeline`"
         )
-    vae = find(vae).decoder.path if vae else None
+    if vae:
+        decoder = find(vae).decoder
+        if decoder.kind is not AUTOENCODER_KL or decoder.path.is_file():
+            raise UsageError(
+                f"`vae={vae}`: a pipeline needs the folder of an AutoencoderKL; give one"
+            )
+        vae = decoder.path
     weights = open_checkpoint(ckpt, entry=weights_entry)
     fit = fit_of_file(weights, model, num_heads=num_heads)
     if target.suffix:
@@ -146,7 +152,7 @@ def convert(
     else:
         state = diffusers_state(ckpt, weights, fit)
     state = {name: tensor.contiguous() for name, tensor in state.items()}
-    require_finite(ckpt, state, allow_nonfinite)
+    require_finite(ckpt, state)
     try:
         write(state, fit, target, pipeline, vae)
     # torch and safetensors have their own for a full disk
@@ -195,14 +201,14 @@ def diffusers_state(ckpt: str, weights: Weights, fit: Fit) -> dict[str, torch.Te
     return state
 
 
-def require_finite(ckpt: str, state: dict[str, torch.Tensor], allowed: bool) -> None:
-    """Raise UsageError for weights with NaN or infinities, unless they are allowed."""
+def require_finite(ckpt: str, state: dict[str, torch.Tensor]) -> None:
+    """Raise UsageError for weights with NaN or infinities."""
     # In float32: float8 has no isfinite.
     nonfinite = [name for name, tensor in state.items() if not tensor.float().isfinite().all()]
-    if nonfinite and not allowed:
+    if nonfinite:
         raise UsageError(
             f"`ckpt={ckpt}`: {nonfinite[0]} holds NaN or infinity ({len(nonfinite)} of "
-            f"{len(state)} tensors do); take another checkpoint, or add `allow_nonfinite`"
+            f"{len(state)} tensors do); take another checkpoint"
         )
 
 
@@ -257,9 +263,6 @@ def main() -> None:
     )
     add("--weights-entry", metavar="NAME", help="entry of a training file, such as ema or model")
     add("--num-heads", type=positive, metavar="N", help="attention heads, if the file does not say")
-    add(
-        "--allow-nonfinite", action="store_true", help="convert weights with NaN or infinities, too"
-    )
     args = parser.parse_args()
     with user_errors(parser):
         convert(**vars(args))

@@ -79,7 +79,6 @@ if ((ranks > 1)); then
   # shellcheck disable=SC2086
   measure contest-gpus.json "${jobs[@]}" --contest $tiers --gpus "$ranks" \
     --output "$log/contest-gpus.json"
-  measure ddp.json "${jobs[@]}" --gpus "$ranks" --output "$log/ddp.json"
   sections="1 2 3 4"
 fi
 echo "Now: python scripts/report.py output/report --team TEAM --log $log --sections $sections"

@@ -49,7 +49,6 @@ from accel.pipeline import Pipeline, free_memory, guidance_of, process_of
 from accel.precision import TIERS, apply_precision, supports
 from accel.progress import Stopwatch
 from accel.signals import ENDINGS
-from scripts.page_guard import LOOPBACK, Guard
 
 FOLDER = Path(tempfile.gettempdir(), f"dit-page-{secrets.token_hex(8)}")
 if __name__ == "__main__":  # gradio and matplotlib look for their folders when they are imported
@@ -61,6 +60,7 @@ try:
 except ImportError:  # main says so
     gr = None
 
+LOOPBACK = "127.0.0.1"
 MOST = 8  # pictures
 PREVIEWS = 6  # estimates during a run, an evaluation each
 LEFT_OUT = "output", "output_type", "seed_list", "repeats", "batch_size", "eta"
@@ -87,7 +87,8 @@ class Model(NamedTuple):
     @property
     def grid(self) -> Grid:
         """Return the options with every open one filled."""
-        return self.asked.filled(self.opened.config, self.opened.fit)
+        opened = self.opened
+        return self.asked.filled(opened.config, opened.fit, opened.has_null_label)
 
     def changed(self, labels: tuple | None, **options: object) -> "Model":
         """Return the same files with other options. Raises UsageError."""
@@ -197,9 +198,7 @@ class Studio:
             self.loaded.clear()
             free_memory(opened.device)
             self.loaded[key] = load(grid, opened)
-        return self.loaded[key].with_(
-            process=process_of(opened), guidance=guidance_of(opened, opened.fit.null_class)
-        )
+        return self.loaded[key].with_(process=process_of(opened), guidance=guidance_of(opened))
 
     def serve(self, work: Callable, outputs: list, *values: object) -> Iterator[dict]:
         """Run work(say, *values) in the thread. Yield values of `outputs`: its status
@@ -367,12 +366,14 @@ def require_address(host: str) -> None:
 
 def address_of(host: str | None, port: int, token: str) -> str:
     """Return the page's address for a browser, on this machine unless `host` is given."""
-    name = socket.gethostname() if host == "0.0.0.0" else host or LOOPBACK[0]
+    name = socket.gethostname() if host == "0.0.0.0" else host or LOOPBACK
     return f"http://{name}:{port}/" + (f"?token={token}" if token else "")
 
 
 def _guard(page, token):
     from starlette.middleware import Middleware  # gradio brings it
+
+    from scripts.page_guard import Guard
 
     def inputs_of():
         return {index: len(function.inputs) for index, function in page.fns.items()}
@@ -433,7 +434,7 @@ def main() -> None:
                     footer_links=[],
                     quiet=True,
                     max_file_size=1,
-                    server_name=host or LOOPBACK[0],
+                    server_name=host or LOOPBACK,
                     server_port=port,
                     theme=theme,
                     css=CSS,

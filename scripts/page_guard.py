@@ -1,14 +1,16 @@
 """Who may use the page, and requests that only other programs than the page send.
 
-Guard is middleware of the page's server (ASGI).
+Guard is middleware of the page's server, which is starlette's: gradio brings it.
 """
 
 import hmac
 import json
 import sys
 from collections.abc import Callable
-from http.cookies import CookieError, SimpleCookie
-from urllib.parse import parse_qs
+
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
 
 from accel.errors import shown
 
@@ -41,46 +43,39 @@ class Guard:
             return await self.app(scope, receive, send)
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1008})
-        status, problem = self._stranger(scope)
-        if not problem and scope["method"] == "POST" and scope["path"].endswith("/queue/join"):
-            body = await _body(receive)
+        request = Request(scope, receive)
+        status, problem = self._stranger(request)
+        is_call = request.method == "POST" and request.scope["path"].endswith("/queue/join")
+        if not problem and is_call:
+            body = await _body(request)
             receive = _again(body, receive)
             status = 400
             problem = self._problem(body)
         if problem:
-            return await _answer(send, status, problem)
-        await self._run(scope, receive, send)
+            return await _answer(request, send, status, problem)
+        await self._run(request, receive, send)
 
-    def _stranger(self, scope):
+    def _stranger(self, request):
         """Return (status, line) for a request that is not answered, or (200, "")."""
-        headers = dict(map(_text, scope["headers"]))
-        port = scope["server"][1]
-        if self.token and scope["path"].endswith(PUBLIC):
-            return 200, ""
-        if self.token and self._has_token(scope, headers, port):
-            return 200, ""
         if self.token:
+            if request.scope["path"].endswith(PUBLIC) or self._has_token(request):
+                return 200, ""
             return 401, "open the address with ?token=… that page.py has printed"
+        port = _port(request)
         hosts = [f"{name}:{port}" for name in LOOPBACK]
         hosts += LOOPBACK * (port == 80)
-        host = headers.get("host", "")
+        host = request.headers.get("host", "")
         if host not in hosts:
             line = f"{shown(host)} is not this page; open http://{hosts[0]}/ on its machine"
             return 403, f"{line}, or start it with --host"
-        origin = headers.get("origin", f"http://{host}")
+        origin = request.headers.get("origin", f"http://{host}")
         if origin != f"http://{host}":
             return 403, f"{shown(origin)} is another site, and may not use this page"
         return 200, ""
 
-    def _has_token(self, scope, headers, port):
-        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [])
-        try:
-            cookies = SimpleCookie(headers.get("cookie", ""))
-        except CookieError:
-            cookies = {}
-        cookie = cookies.get(_cookie(port))
-        if cookie is not None:
-            given.append(cookie.value)
+    def _has_token(self, request):
+        given = request.query_params.getlist("token")
+        given.append(request.cookies.get(_cookie(request), ""))
         return any(hmac.compare_digest(text.encode(), self.token.encode()) for text in given)
 
     def _problem(self, body):
@@ -100,47 +95,44 @@ class Guard:
             return f"data: function {index} takes a list of {wanted[index]} values"
         return ""
 
-    async def _run(self, scope, receive, send):
+    async def _run(self, request, receive, send):
         """Answer a request. An error is a line, here and for the client."""
         begun = False
 
         async def sends(message):
             nonlocal begun
             if message["type"] == "http.response.start" and self.token:
-                cookie = f"{_cookie(scope['server'][1])}={self.token}; HttpOnly; SameSite=Strict"
-                message["headers"] = [*message["headers"], (b"set-cookie", cookie.encode())]
+                cookie = f"{_cookie(request)}={self.token}; HttpOnly; SameSite=Strict"
+                MutableHeaders(raw=message["headers"]).append("set-cookie", cookie)
             begun = True
             await send(message)
 
         try:
-            await self.app(scope, receive, sends)
+            await self.app(request.scope, receive, sends)
         except Exception as error:
             line = shown(f"{type(error).__name__}: {error}", 300)
-            print(f"page.py: {scope['method']} {shown(scope['path'])}: {line}", file=sys.stderr)
+            where = f"{request.method} {shown(request.scope['path'])}"
+            print(f"page.py: {where}: {line}", file=sys.stderr)
             if not begun:
-                await _answer(send, 400, line)
+                await _answer(request, send, 400, line)
 
 
-def _text(header):
-    name, value = header
-    return name.decode("latin-1"), value.decode("latin-1")
+def _port(request):
+    return request.scope["server"][1]
 
 
-def _cookie(port):
-    return f"page-{port}"  # cookies of a host are shared by all its ports
+def _cookie(request):
+    return f"page-{_port(request)}"  # cookies of a host are shared by all its ports
 
 
-async def _body(receive):
+async def _body(request):
     """Return the body of a request; b"" for one that is too large."""
-    parts = []
-    more = True
-    while more:
-        message = await receive()
-        parts.append(message.get("body", b""))
-        more = message.get("more_body", False)
-        if sum(map(len, parts)) > LARGEST:
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > LARGEST:
             return b""
-    return b"".join(parts)
+    return body
 
 
 def _again(body, receive):
@@ -153,7 +145,6 @@ def _again(body, receive):
     return again
 
 
-async def _answer(send, status, line):
-    headers = [(b"content-type", b"text/plain; charset=utf-8")]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": f"{line}\n".encode()})
+async def _answer(request, send, status, line):
+    response = PlainTextResponse(f"{line}\n", status)
+    await response(request.scope, request.receive, send)

@@ -8,6 +8,7 @@ mixed.
 import hashlib
 import math
 import re
+from collections import defaultdict
 from collections.abc import Collection
 from pathlib import Path
 
@@ -18,11 +19,11 @@ from bench.harness import SAME_STEPS, require_alike, safe
 from bench.jobs import CONTEST, rehearsal, score
 from scripts import verify
 
-NEEDS = {  # of each section: roles of records, a|b: one of them or both
+NEEDS = {  # of each section: roles of records
     1: "ladder",
     2: "baseline fast",
     3: "ladder fast contest versus verify",
-    4: "ddp|parallel",
+    4: "parallel",
 }
 RIVALS = r"torch\.compile|diffusers|eager"  # in the name of a rung
 
@@ -82,7 +83,7 @@ def roles(record: dict) -> list[str]:
         of_rivals = [bool(re.search(RIVALS, name)) for name in names]
         has_roles = {"ladder": "fp32" in names, "versus": len(set(of_rivals)) == 2}
         return [role for role, has_role in has_roles.items() if has_role]
-    if record.get("kind") in ("contest", "verify", "ddp", "parallel"):
+    if record.get("kind") in ("contest", "verify", "parallel"):
         return [record["kind"]]
     return []
 
@@ -103,7 +104,7 @@ def contest(log: dict) -> list[dict]:
             seconds = row["seconds"]
             run = min(row["runs"], key=lambda run: abs(run["total"] - seconds))
             points = None if job["rehearsal"] else score(seconds)
-            phases = _phases(run, "total", "process")
+            phases = {name: run[name] for name in run if name not in ("total", "process")}
             rows.append(row | dict(gpus=gpus_of(record), phases=phases, points=points, job=job))
     return rows
 
@@ -111,11 +112,6 @@ def contest(log: dict) -> list[dict]:
 def gpus_of(record: dict) -> int:
     """Return the number of GPUs of a record; on a CPU, of processes."""
     return record.get("gpus", 1)
-
-
-def _phases(run, *others):
-    """Return the seconds of a run's phases; others: its entries that are no phases."""
-    return {phase: seconds for phase, seconds in run.items() if phase not in others}
 
 
 def baseline(log: dict) -> dict:
@@ -190,44 +186,26 @@ def verified(log: dict) -> dict:
 
 
 def many(log: dict) -> dict:
-    """Return the result on many GPUs: the contest's job and FID jobs, and the speed of
-    one label by its best layout.
+    """Return the speeds on many GPUs over one: of sampling the contest's job, and of one
+    label by its best layout.
     """
-    series = {}  # of the figure: name → {GPUs: speed over one}
-    for ddp in log.get("ddp", ()):
-        most = str(ddp["gpus"])
-        name = f"{ddp['model']} {ddp['image_size']} px {ddp['precision']}"
-        ddp["runs"] = []
-        for gpus, runs in ddp["grid_phases_s"].items():
-            if gpus.isdigit():
-                ddp["runs"].append(job_on(int(gpus), runs))
-        ddp.setdefault("pictures", 8)  # older files lack it
-        ddp["rehearsal"] = rehearsal(ddp)
-        ddp["speed"] = 1 / ddp["grid_sampling_s"]["ratio"]
-        series.setdefault(f"{name} + 8 labels", {1: 1.0})[ddp["gpus"]] = ddp["speed"]
-        rates = ddp.get("fid_pictures_per_s", {})
-        if "1" in rates:  # without one GPU's rate there is nothing to compare with
-            series.setdefault(f"{name} + 50k job", {1: 1.0})[ddp["gpus"]] = rates[most] / rates["1"]
-    for parallel in log.get("parallel", ()):
+    series = defaultdict(dict)  # of the figure: name → {GPUs: speed over one}
+    rows = contest(log) if "contest" in log else []
+    alone = {row["tier"]: row["phases"]["sample"] for row in rows if row["gpus"] == 1}
+    for row in rows:
+        if row["tier"] in alone:
+            job = row["job"]
+            name = f"{row['tier']}, {job['image_size']} px + {job['pictures']} labels"
+            series[name][row["gpus"]] = alone[row["tier"]] / row["phases"]["sample"]
+    for parallel in log["parallel"]:
         for row in parallel["plans"]:
             if row["labels"] == 1 and row["plan"] != "auto":
-                points = series.setdefault(f"{row['tier']}, {row['size']} px + 1 label", {})
+                points = series[f"{row['tier']}, {row['size']} px + 1 label"]
                 points[row["gpus"]] = max(row["speedup"], points.get(row["gpus"], 0))
+    of_many = [item for item in series.items() if len(item[1]) > 1]
     # Those with the most numbers of GPUs come first.
-    ranked = sorted(series.items(), key=lambda item: -len(item[1]))[:6]
-    return dict(ddp=log.get("ddp", []), series=dict(ranked))
-
-
-def job_on(gpus: int, runs: list[dict]) -> dict:
-    """Return T of a grid's runs on `gpus` GPUs, and the phases of the fastest run."""
-    best = min(runs, key=lambda run: run["total"])
-    return dict(
-        gpus=gpus,
-        T=best["total"],
-        points=score(best["total"]),
-        totals=[run["total"] for run in runs],
-        phases=_phases(best, "total"),
-    )
+    ranked = sorted(of_many, key=lambda item: -len(item[1]))[:6]
+    return dict(series=dict(ranked))
 
 
 def front_page(data: dict) -> dict:
@@ -236,8 +214,8 @@ def front_page(data: dict) -> dict:
     before, after: the contest's rows of upstream's arithmetic on the fewest GPUs, and the
     fastest of the recommended tier. upstream: as it ships. here: all other rows; a CPU's
     only with one process, since ranks share its cores. judged: tier → its likeness.
-    shown: the heatmap of `after`. jobs: T on other numbers of GPUs. missing: keys of text
-    about gaps. Raises UsageError if the heatmap or upstream's arithmetic is missing.
+    shown: the heatmap of `after`. missing: keys of text about gaps. Raises UsageError if
+    the heatmap or upstream's arithmetic is missing.
     """
     rows = data["single"]["contest"]
     if data["device"] == "CPU":
@@ -260,11 +238,6 @@ def front_page(data: dict) -> dict:
     shown = verified["path"].parent / f"heatmap-{safe(best['tier'])}.png"
     if not shown.is_file():
         raise UsageError(f"{shown}: missing beside {verified['path']}; run scripts/verify.py again")
-    timed = {1, *(row["gpus"] for row in rows)}
-    jobs = []
-    for record in data.get("many", {}).get("ddp", []):
-        if all(record[key] == job[key] for key in CONTEST):
-            jobs += [run for run in record["runs"] if run["gpus"] not in timed]
     weights = verified["vgg_weights"]
     missing = dict(
         weights=job["weights"].startswith("random"),
@@ -284,7 +257,6 @@ def front_page(data: dict) -> dict:
         verified=verified,
         shown=shown,
         tier=best["tier"],
-        jobs=jobs,
         missing=[key for key, value in missing.items() if value],
     )
 
@@ -309,20 +281,17 @@ def collect(folder: Path, sections: Collection[int] = (1, 2, 3, 4)) -> dict:
     for need in needs:
         if need == "versus" and device == "CPU":
             continue
-        choices = need.split("|")
-        if not any(role in log for role in choices):
+        if need not in log:
             raise UsageError(
-                f"{folder}: holds no {choices[0]} measurement; bash scripts/measure.sh {folder} "
-                "makes it"
+                f"{folder}: holds no {need} measurement; bash scripts/measure.sh {folder} makes it"
             )
     parts = {1: baseline, 2: profile, 3: single, 4: many}
     data = {parts[section].__name__: parts[section](log) for section in sections}
     data["device"] = device
     used = {}  # path → record
     for need in needs:
-        for role in need.split("|"):
-            for record in log.get(role, ()):
-                used[record["path"]] = record
+        for record in log.get(need, ()):
+            used[record["path"]] = record
     sources = [record for _, record in sorted(used.items())]
     about = {}
     for key in ("driver", "torch", "version", "cores"):

@@ -358,7 +358,7 @@ def main() -> None:
                 f"--vgg-weights {args.vgg_weights}: no such file; it should be {evaluate.VGG16_URL}"
             )
         opened = open_model(replace(grid.config, precision="fp32"), device)
-        grid = grid.filled(opened.config, opened.fit)
+        grid = grid.filled(opened.config, opened.fit, opened.has_null_label)
         sys.exit(conclude(verify(args, grid, opened, tiers, out)))
 
 

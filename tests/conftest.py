@@ -155,7 +155,7 @@ def here(monkeypatch, capsys, one_thread):
 
 @pytest.fixture
 def log(here, tmp_path):
-    """Run a program of bench/: log("jobs", "--gpus", 2) → the record that it writes, the
+    """Run a program of bench/: log("jobs", "--contest") → the record that it writes, the
     text that it prints.
     """
 

@@ -13,11 +13,12 @@ from torch import nn
 
 from accel import fast
 from accel.diffusion import create_diffusion
-from accel.families import constructor_of, dit, family_of, jit, large_dit, lightning_dit, sit
+from accel.families import constructor_of, dit, family_of, jit, large_dit, lightning_dit, rae, sit
 from accel.families.dit.network import DiT, DiT_models
 from accel.families.jit.network import JiT
 from accel.families.large_dit.network import DiT_Llama
 from accel.families.lightning_dit.network import LightningDiT
+from accel.families.rae.network import DiTwDDTHead
 from accel.families.recognise import Fit, recognise
 from accel.families.sit.network import SiT
 from accel.fast.ops import Half
@@ -33,7 +34,14 @@ from accel.weights.tensor_files import WEIGHTS
 # heads of 72 as in XL; 64 px
 SMALL = dict(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=8)
 # Derived classes first.
-CLASSES = {JiT: jit, LightningDiT: lightning_dit, SiT: sit, DiT_Llama: large_dit, DiT: dit}
+CLASSES = {
+    JiT: jit,
+    DiTwDDTHead: rae,
+    LightningDiT: lightning_dit,
+    SiT: sit,
+    DiT_Llama: large_dit,
+    DiT: dit,
+}
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 

@@ -199,16 +199,44 @@ def jit(state, x, t, y, start):
     return picture(p.linear(h, "final_layer.linear"), x, kernel.shape[-1])
 
 
+def rae(state, x, t, y, trunk):
+    """state: a DiT^DH's, whose trunk has so many blocks; x (N, C, H, W); t (N,), 0 at data and 1 at
+    noise; y (N,) → noise − data (N, C, H, W) float64.
+    """
+    p = Weights(state)
+    angles_of_time = 2 * math.pi * torch.outer(t.double(), p["t_embedder.W"])
+    time = torch.cat([angles_of_time.sin(), angles_of_time.cos()], 1)
+    time = p.linear(silu(p.linear(time, "t_embedder.mlp.0")), "t_embedder.mlp.2")
+    condition = silu(silu(time + p["y_embedder.embedding_table.weight"][y]))
+    pixels = x.double().flatten(2).mT  # (N, T, C)
+    kernels = {name: p[f"{name}_embedder.proj.weight"].flatten(1) for name in "sx"}
+    tokens = pixels @ kernels["s"].T + p["s_embedder.proj.bias"] + p["pos_embed"]
+    for b in range(p.depth("attn.qkv.weight")):
+        if b == trunk:
+            s = p.linear(silu(time[:, None] + tokens), "s_projector")
+            condition = silu(s)
+            tokens = pixels @ kernels["x"].T + p["x_embedder.proj.bias"]
+        rope = "enc_feat_rope" if b < trunk else "dec_feat_rope"
+        d = p[f"{rope}.freqs_cos"].shape[1]
+        by_place = (angles(positions, d // 2) for positions in places(x.shape[-1]))
+        tokens = jit_block(p, f"blocks.{b}", tokens, condition, torch.cat([*by_place], 1), d)
+    shift, scale = p.linear(condition, "final_layer.adaLN_modulation.1").chunk(2, -1)
+    h = normed(tokens, 1e-6, p["final_layer.norm_final.weight"], centre=False) * (1 + scale) + shift
+    return picture(p.linear(h, "final_layer.linear"), x, 1)
+
+
 def jit_block(p, block, tokens, condition, rotation, d):
-    m = p.linear(condition, f"{block}.adaLN_modulation.1")[:, None].chunk(6, -1)
+    m = p.linear(condition, f"{block}.adaLN_modulation.1")
+    m = (m if m.ndim == 3 else m[:, None]).chunk(6, -1)
     shift1, scale1, gate1, shift2, scale2, gate2 = m
     h = normed(tokens, 1e-6, p[f"{block}.norm1.weight"], centre=False) * (1 + scale1) + shift1
     q, k, v = p.linear(h, f"{block}.attn.qkv").chunk(3, -1)
-    norms = (p[f"{block}.attn.{name}_norm.weight"] for name in "qk")
-    q, k = (
-        normed(one.unflatten(-1, (-1, d)), 1e-6, norm, centre=False).flatten(2)
-        for one, norm in zip((q, k), norms)
-    )
+    if f"{block}.attn.q_norm.weight" in p.state:
+        norms = (p[f"{block}.attn.{name}_norm.weight"] for name in "qk")
+        q, k = (
+            normed(one.unflatten(-1, (-1, d)), 1e-6, norm, centre=False).flatten(2)
+            for one, norm in zip((q, k), norms)
+        )
     mixed = attention(turned(q, rotation), turned(k, rotation), v, d)
     tokens = tokens + gate1 * p.linear(mixed, f"{block}.attn.proj")
     h = normed(tokens, 1e-6, p[f"{block}.norm2.weight"], centre=False) * (1 + scale2) + shift2

@@ -170,6 +170,13 @@ def command(vgg, tmp_path, monkeypatch, capsys):
 
 
 @pytest.fixture
+def loosened(monkeypatch):
+    """Thresholds of the contest's gate that every picture meets, for tests to tighten."""
+    monkeypatch.setitem(evaluate.GATES, "contest", dict(mae=1, lpips=9, psnr=-999, ssim=-1))
+    return evaluate.GATES["contest"]
+
+
+@pytest.fixture
 def pair(command):
     """a.png and b.png, one level of noise apart."""
     save("a.png", BASE), save("b.png", noisy(BASE, 1))
@@ -203,18 +210,9 @@ def test_gates(command, pair):
         ]
         assert found == status and table == [mae, levels, *others]
         assert f"VERDICT: {mae[-4:]} (gate {gate}; not the published VGG16" in out
-    status, out, _ = command(*pair, "--gate", "strict", "--max-mae", "0.01")
-    assert status == 0 and "own thresholds for MAE" in out.splitlines()[-1]
-    for words in (
-        "--max-lpips nan",
-        "--max-lpips inf",
-        "--metrics mae --max-lpips 1",
-        "--metrics=--",
-        "--heatmap=--",
-    ):
-        status, out, err = command(*pair, *words.split())
-        assert status == 2 and out == ""
-        assert (f"{words}: gives no value" if words.endswith("=--") else "--max-lpips") in err
+    for word in ("--metrics=--", "--heatmap=--"):
+        status, out, err = command(*pair, word)
+        assert status == 2 and out == "" and f"{word}: gives no value" in err
 
 
 MAE, PSNR, SSIM = (
@@ -223,21 +221,20 @@ MAE, PSNR, SSIM = (
 
 
 @pytest.mark.parametrize(
-    "flag, at, beyond",
+    "metric, at, beyond",
     [
-        ("--max-mae", MAE / 255, 0.999 * MAE / 255),
-        ("--max-lpips", 2, 1e-9),
-        ("--min-psnr", 0.999 * PSNR, PSNR),
-        ("--min-ssim", SSIM, 0.99999),
+        ("mae", MAE / 255, 0.999 * MAE / 255),
+        ("lpips", 2, 1e-9),
+        ("psnr", 0.999 * PSNR, PSNR),
+        ("ssim", SSIM, 0.99999),
     ],
 )
-def test_each_threshold_alone_decides(command, flag, at, beyond):
+def test_each_threshold_alone_decides(command, loosened, metric, at, beyond):
     """An equal value meets its threshold, but PSNR has to be above."""
     save("a.png", BASE), save("b.png", 255 - BASE)
-    loose = {"--max-mae": 1, "--max-lpips": 9, "--min-psnr": -99, "--min-ssim": -1}
     for value, status in ((at, 0), (beyond, 1)):
-        thresholds = [f"{name}={threshold}" for name, threshold in {**loose, flag: value}.items()]
-        assert command("a.png", "b.png", *thresholds)[0] == status
+        loosened[metric] = value
+        assert command("a.png", "b.png")[0] == status
 
 
 def test_metrics_judges_by_those_alone(command, pair, monkeypatch):
@@ -251,12 +248,13 @@ def test_metrics_judges_by_those_alone(command, pair, monkeypatch):
     assert out.endswith("VERDICT: PASS (gate contest; judged by MAE, PSNR, SSIM)\n")
     assert command("a.png", "far.png", *three)[0] == 1
     # PSNR and SSIM do not count
-    assert command("a.png", "far.png", "--metrics", "mae", "--max-mae", "1")[0] == 0
+    monkeypatch.setitem(evaluate.GATES["contest"], "mae", 1)
+    assert command("a.png", "far.png", "--metrics", "mae")[0] == 0
     assert command("black.png", "black.png", "--metrics", "mae")[0] == 0
     assert command("black.png", "black.png", "--metrics", "mae", "ssim")[0] == 3
 
 
-def test_a_folder_fails_with_one_file(command):
+def test_a_folder_fails_with_one_file(command, loosened):
     save("a.png", BASE), Path("many").mkdir(), Path("none").mkdir()
     (
         save("many/0.png", BASE),
@@ -264,7 +262,8 @@ def test_a_folder_fails_with_one_file(command):
         save("many/2.webp", one_pixel(noisy(BASE, 30)), lossless=True),
     )
     Path("many/notes.txt").write_text("no picture")
-    status, out, _ = command("a.png", "many", "--max-lpips", 9, "--min-ssim", -1, "--max-mae", 1)
+    loosened["psnr"] = 40
+    status, out, _ = command("a.png", "many")
     assert status == 1 and "inf dB" in out  # the mean PSNR is inf, above every threshold
     assert "1 of 3 pictures do not pass" in out
     Path("many/2.webp").unlink()
@@ -330,7 +329,7 @@ def test_lossy_pictures_are_noticed(command):
     """One line, however many there are."""
     Path("many").mkdir(), save("a.png", BASE), save("a.jpg", BASE, quality=95)
     save("many/1.webp", BASE), save("many/2.jpg", BASE), save("many/3.webp", BASE, lossless=True)
-    flags = "--metrics", "psnr", "--min-psnr", 1
+    flags = "--metrics", "psnr"
     assert "lossy" not in command("a.png", "a.png", *flags)[1]
     out = command("a.png", "a.jpg", *flags)[1]
     assert "note: JPEG is lossy, and the figures include its loss: a.jpg; compare PNGs\n" in out
@@ -347,27 +346,18 @@ def test_the_unit_of_mae_is_said(command, pair):
     assert f"  MAE of 0-1    {levels / 255:<12.6g}<= 0.01" in out
     assert f"  MAE of 0-255  {levels:<12.6g}<= 2.55" in out
     assert f"b.png: MAE {levels:.4f} of 0-255   PSNR" in out
-    for threshold, in_fraction in ((3, "0.01176"), (255, "1")):
-        status, out, err = command("a.png", "b.png", "--max-mae", threshold)
-        assert (status, out) == (2, "")
-        assert f"--max-mae {threshold}: is of 0-1, and no picture exceeds 1; " in err
-        assert f"{threshold} of 0-255 is {in_fraction} of 0-1\n" in err
-    report = json.loads(Path("o.json").read_text())
-    assert report["mae_units"] == {"values": "0-255", "thresholds": "0-1"}
-    assert report["mean"]["mae"] == levels and report["thresholds"] == {"mae": 0.01}
 
 
-def test_a_metric_without_value_is_never_a_pass(command):
+def test_a_metric_without_value_is_never_a_pass(command, loosened):
     save("a.png", np.zeros_like(BASE)), save("b.png", np.full_like(BASE, 9))
     for names in (("a.png", "a.png"), ("b.png", "b.png"), ("a.png", "b.png")):
-        status, out, err = command(
-            *names, "--min-psnr=-999", "--max-mae=1", "--min-ssim=-1", "--max-lpips=9"
-        )
+        status, out, err = command(*names)
         assert status == 3 and "VERDICT: NONE" in out and "SSIM: undefined" in err
     save("a.png", BASE[:12, :12]), save("b.png", noisy(BASE[:12, :12], 1))
     status, _, err = command("a.png", "b.png")
     assert status == 3 and "16x16" in err
     # Of one picture it is known that it fails, of the other nothing.
+    loosened["psnr"] = 40
     Path("many").mkdir(), save("a.png", np.full_like(BASE, 9))
     save("many/1.png", noisy(BASE, 90)), save("many/2.png", np.full_like(BASE, 9))
     status, out, _ = command("a.png", "many", "--metrics", "psnr", "ssim", "mae")
@@ -615,37 +605,22 @@ def sheet(pictures, columns=4):
     return make_grid(stack, nrow=columns).permute(1, 2, 0).numpy().copy()
 
 
-def test_tiles(command):
+def test_tiles(command, loosened):
     pictures = [scene(48, 48, seed) for seed in range(8)]
     damaged = [*pictures[:6], noisy(pictures[6], 12), pictures[7]]
     save("a.png", sheet(pictures)), save("b.png", sheet(damaged))
     # 12 levels: 39 dB over all, 30 in the tile
-    loose = ("--min-psnr", 38, "--max-lpips", 0.02, "--min-ssim", 0.9)
-    status, out, _ = command("a.png", "b.png", "--json", "o.json", *loose)
+    loosened.update(mae=0.01, psnr=38, lpips=0.02, ssim=0.9)
+    status, out, _ = command("a.png", "b.png", "--json", "o.json")
     tiles = json.loads(Path("o.json").read_text())["files"][0]["tiles"]
     assert status == 0 and out.count("\n  1,") == out.count("\n  2,") == 4 and len(tiles) == 8
     assert tiles[6]["values"]["mae"] == pytest.approx(evaluate.mae(pictures[6], damaged[6]))
     assert tiles[6]["values"]["ssim"] == pytest.approx(evaluate.ssim(pictures[6], damaged[6]))
     assert tiles[0]["values"]["psnr"] == "inf" and "lpips" not in tiles[0]["values"]
-    status, out, _ = command("a.png", "b.png", "--every-tile", *loose)
+    status, out, _ = command("a.png", "b.png", "--every-tile")
     failed = [line.split()[0] for line in out.splitlines() if "FAIL" in line]
     assert status == 1 and failed == ["2,3", "VERDICT:"]
-    assert command("a.png", "a.png", "--every-tile", "--tiles", "2x4")[0] == 0
-    for layout in (
-        "3x4",
-        "0x4",
-        "2",
-        "2x4x1",
-        "axb",
-        "²x²",
-        "x",
-        "-1x4",
-        f"{'9' * 5000}x4",
-        "1_0x4",
-        " 2x4",
-    ):
-        status, _, err = command("a.png", "b.png", "--tiles", layout)
-        assert status == 2 and "--tiles" in err
+    assert command("a.png", "a.png", "--every-tile")[0] == 0
 
 
 def test_grids_are_not_imagined(command):

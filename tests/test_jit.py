@@ -17,16 +17,17 @@ from reference_networks import jit
 from torch import nn
 
 from accel import Sampler, accelerate
+from accel.config import Config
 from accel.errors import UsageError
 from accel.families import DEMO
 from accel.families.jit.network import JiT, JiT_models
 from accel.families.recognise import recognise, recogniser_of
 from accel.fid.folder import Batches, Order
 from accel.fid.noise import PictureNoise, UpstreamNoise
-from accel.latents import PIXELS
 from accel.latents.files import find
+from accel.latents.pixels import PIXELS
 from accel.network import Plain
-from accel.opening import fit_of_file
+from accel.opening import fit_of_file, open_model
 from accel.sampling import denoise
 from accel.sampling.flow import DataPrediction, Euler, Heun
 from accel.sampling.guidance import Guidance, Unguided
@@ -187,8 +188,6 @@ def test_published_sizes_are_recognised():
     "facts, words",
     (
         ({"use_nonlinear": True}, "was trained with use_nonlinear True, and only False is sampled"),
-        ({"img_size": 64}, "says img_size 64, and its entries are for 32; save it again"),
-        ({"num_classes": 9}, "says num_classes 9, and its entries are for 8; save it again"),
         ({"in_context_start": 4}, "no tensor says at which block its label tokens enter"),
     ),
 )
@@ -231,6 +230,18 @@ def test_a_file_written_here_keeps_the_facts(tmp_path):
     assert again.empty(32).in_context_start == START and again.metadata() == fit.metadata()
 
 
+def test_the_digest_covers_where_label_tokens_enter(tmp_path):
+    def digest(start):
+        file = checkpoint(tmp_path, build(), in_context_start=start)
+        return open_model(Config(ckpt=str(file), device="cpu")).digest()
+
+    assert digest(1) != digest(START)
+    with shapes_only():
+        published = JiT_models["JiT-B/16"]().state_dict()
+    for says, facts in (({}, {}), ({"in_context_start": 4}, {}), ({"in_context_start": 5},) * 2):
+        assert recognise("x.pth", published, {"model": "JiT-B/16", **says}).facts == facts
+
+
 def test_what_is_not_sampled_is_refused_in_a_line(tmp_path, here):
     flags = "--device", "cpu", "--labels", 1, "--output", tmp_path / "x.png"
     ckpt = "--ckpt", checkpoint(tmp_path, build())
@@ -238,14 +249,28 @@ def test_what_is_not_sampled_is_refused_in_a_line(tmp_path, here):
         ((*ckpt, "--image-size", 64), "--image-size 64: a JiT samples the size"),
         ((*ckpt, "--noise-scale", 0), "--noise-scale 0"),
         ((*ckpt, "--vae", DEMO / "vae"), "samples pixels, without a decoder"),
+        ((*ckpt, "--vae", "no-such-owner/decoder"), "samples pixels"),  # nothing is fetched
+        (("--model", "JiT-L/16", "--vae", "ema"), "JiT-L/16 samples pixels"),
         (("--model", "JiT-L/16"), "no published weights"),
         (("--model", "DiT-Demo/2", "--noise-scale", 2), "--noise-scale 2: is for networks that"),
     ):
         assert words in refused(here("sample.py", *flags, *more))
-    for name, value in (("noise_scale", 0.0), ("interval_min", 2), ("cfg", "x")):
+    for name, value, says in (
+        ("noise_scale", 0.0, "noise_scale 0.0"),
+        ("interval_min", "x", "guidance_interval ('x', 1.0)"),
+        ("interval_max", 0.25, "guidance_interval (0.25, 0.25)"),
+        ("cfg", "x", "cfg_scale x"),
+        ("img_size", "x", "image_size x"),
+    ):
         ckpt = checkpoint(tmp_path, build(), **{name: value})
         line = refused(here("sample.py", *flags, "--ckpt", ckpt))
-        assert f"its training arguments say {name} {value}, which must be" in line
+        assert f"its training arguments say {says}, which cannot be; mend it" in line
+    for name, value, words in (
+        ("img_size", 64, "--image-size 64: a JiT samples the size that it was trained for alone"),
+        ("class_num", 9, "weights were trained without (label table of 9 rows)"),
+    ):
+        ckpt = checkpoint(tmp_path, build(), **{name: value})
+        assert words in refused(here("sample.py", *flags, "--ckpt", ckpt))
 
 
 def test_heads_of_training_beside_the_network_are_left_out(tmp_path):
@@ -300,6 +325,20 @@ def test_modules_are_accelerated_sampled_and_refreshed():
         assert torch.equal(network.forward(x, t, y), new.forward(x, t, y))
 
 
+class Training(nn.Module):
+    """A module of training, as the original's, which holds the network."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+
+@pytest.mark.parametrize("door", (accelerate, Sampler))
+def test_a_module_that_holds_the_network_is_refused_by_its_name(door):
+    with pytest.raises(UsageError, match=r"^Training: is not a DiT, and holds one; give its .net$"):
+        door(Training(Original(build())))
+
+
 def test_pixels_are_a_latent_space():
     assert find("pixels") == PIXELS and (PIXELS.channels, PIXELS.factor, PIXELS.scale) == (3, 1, 1)
 
@@ -329,7 +368,7 @@ def test_two_ranks_share_a_picture(tmp_path, here):
 
 def test_labels_of_an_fid_job_are_class_by_class(tmp_path):
     """A rank makes a contiguous run of each round; its seed is the job's plus its number."""
-    order = Order(tmp_path, 16, 2, 5, 4, 32, (3, 32, 32), class_by_class=True)
+    order = Order(tmp_path, 16, 2, 5, 4, 32, (3, 32, 32), labels="class_by_class")
     made = {}
     for rank in range(2):
         batches = Batches(order, rank, 2)
@@ -343,6 +382,15 @@ def test_labels_of_an_fid_job_are_class_by_class(tmp_path):
         assert list(Batches(order, rank, 2).pictures(2 + rank)) == [4 + 2 * rank, 5 + 2 * rank]
     assert [made[number] for number in range(16)] == [i // 4 for i in range(16)]
     assert by_picture.batch(3).labels.tolist() == [1, 1]
+
+
+def test_classes_of_unequal_number_are_said(tmp_path, here):
+    job = "--device", "cpu", "--ckpt", checkpoint(tmp_path, build()), "--sample-dir", tmp_path
+    for count, said in ((16, False), (10, True)):
+        text = succeeds(
+            here("sample_ddp.py", *job, "--num-fid-samples", count, "--global-seed", count)
+        )
+        assert (f"{count} pictures are not a multiple of 8 classes" in text) == said
 
 
 def test_an_fid_job_is_resumed_to_the_bit(tmp_path):

@@ -16,9 +16,9 @@ from accel.config import Config
 from accel.errors import UsageError
 from accel.families import Defaults
 from accel.families.lightning_dit.recipe import recipe
+from accel.latents.autoencoder_kl.half import HalfDecoder
+from accel.latents.autoencoder_kl.ldm_layout import STATISTICS
 from accel.latents.files import find, load
-from accel.latents.half import HalfDecoder
-from accel.latents.ldm_layout import STATISTICS
 from accel.network import Plain
 from accel.opening import open_model
 from accel.output import to_grid
@@ -108,7 +108,8 @@ def test_va_vae_is_an_autoencoder_kl(tmp_path):
         half = HalfDecoder(load(space, "cpu"))(space.to_decoder(latents))
         assert error(half, want.double()) < 1e-2
     (tmp_path / STATISTICS).rename(tmp_path / "other.pt")
-    assert find(str(tmp_path / "vavae.pt"), str(tmp_path / "other.pt")) == space
+    given = find(str(tmp_path / "vavae.pt"), str(tmp_path / "other.pt"))
+    assert given[:-1] == space[:-1]
     with pytest.raises(UsageError, match="vavae.pt: says no scale [^\n]*$"):
         find(str(tmp_path / "vavae.pt"))
     for wrong in (

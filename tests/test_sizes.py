@@ -2,7 +2,7 @@
 
 import pytest
 
-from accel.families import constructor_of, families, family_of
+from accel.families import constructor_of, families, family_of, rae
 from accel.weights.shapes import shapes_only
 
 DIT = {"XL": (28, 1152, 16), "L": (24, 1024, 16), "B": (12, 768, 12), "S": (12, 384, 6)}
@@ -23,11 +23,18 @@ SIZES = {  # name without its patch → blocks, width, heads
     "JiT-B": (12, 768, 12),
     "JiT-L": (24, 1024, 16),
     "JiT-H": (32, 1280, 16),
+    # trunk and head; heads that divide both
+    "DiTDH-XL": (30, 1152, 16),
+    "DiTDH-L": (26, 1024, 16),
+    "DiTDH-B": (14, 768, 4),
+    "DiTDH-S": (14, 384, 2),
 }
+CHANNELS = {"LightningDiT": 32, "JiT": 3, "DiTDH": 768}  # others: 4 of latents
 # The MLP's hidden width of some: 4·D; of SwiGLU int(8/3·D), in Large-DiT rounded up to a
 # multiple of 256.
 HIDDEN = {"DiT-XL/2": 4608, "SiT-B/4": 3072, "LightningDiT-XL/1": 3072, "LightningDiT-L/2": 2730}
 HIDDEN |= {"LightningDiT-B/1": 2048, "LightningDiT-1p0B/1": 4096, "LightningDiT-1p6B/1": 4778}
+HIDDEN |= {"DiTDH-XL/1": 3072, "DiTDH-L/1": 2730, "DiTDH-S/1": 1024}
 HIDDEN |= {"JiT-B/16": 2048, "JiT-L/32": 2730, "JiT-H/16": 3413}
 HIDDEN |= {"Large-DiT-600M/2": 4096, "Large-DiT-3B/2": 8192, "Large-DiT-7B/2": 11008}
 IMAGENET = ("ema", 4.0, 3, (0.0, 1.0), 250, 1.0)
@@ -47,6 +54,7 @@ DEFAULTS = {
         249,
         0.3,
     ),
+    "DiTDH-XL/1": (256, str(rae.DECODER), 1.0, 768, (0.0, 1.0), 49, 1.0),
 }
 
 
@@ -55,20 +63,17 @@ def test_sizes(name):
     with shapes_only():
         model = constructor_of(name)()
     stem, _, patch = name.partition("/")
-    lightning = stem.startswith("LightningDiT")
     demo = stem.endswith("Demo")
     width = model.blocks[0].adaLN_modulation[1].out_features // 6
-    pixels = stem.startswith("JiT")
+    channels = CHANNELS.get(stem.partition("-")[0])
     rows = len(model.y_embedder.embedding_table.weight)
     assert (len(model.blocks), width, model.num_heads) == SIZES[stem]
     assert (model.patch_size, model.in_channels, rows) == (
         int(patch),
-        3 if pixels else 32 if lightning else 4,
+        channels or 4,
         9 if demo else 1001,
     )
-    assert model.out_channels == (
-        3 if pixels else 32 if lightning else 4 if name == "SiT-Demo/2" else 8
-    )
+    assert model.out_channels == (channels or (4 if name == "SiT-Demo/2" else 8))
     if name in HIDDEN:
         of_mlp = [
             key for key, value in model.blocks[0].named_parameters() if HIDDEN[name] in value.shape
@@ -81,7 +86,7 @@ def test_defaults(name):
     implied = family_of(name).models[name]
     assert family_of(name).recipe == implied._replace(ckpt=None)
     assert implied.num_classes == 1000 and implied.factor == (
-        16 if name.startswith("LightningDiT") else 8
+        16 if name.startswith(("LightningDiT", "DiTDH")) else 8
     )
     numbers = (
         implied.guidance_channels,

@@ -87,6 +87,26 @@ def test_one_picture_whose_evaluations_two_ranks_share(tree):
         assert np.abs(found[-1] - found[0]).max() < 1e-5 * found[0].std()
 
 
+def test_a_second_network_guides_it(tree):
+    """Itself changes nothing, another does; two ranks make the latents of one."""
+    save = "import torch; from accel.families.toy.network import Toy; torch.manual_seed(1); "
+    succeeds(tree, "-c", save + "torch.save(Toy(width=16).state_dict(), 'small.pt')")
+    command = ["sample.py", *TOY, "--output-type", "latent", "--output"]
+    found = {}
+    for name, more in {
+        "alone": ["--guide", "small.pt", "--cfg-scale", 1],
+        "itself": ["--guide", "toy.pt", "--cfg-scale", 3],
+        "small": ["--guide", "small.pt", "--cfg-scale", 3],
+        "two": ["--guide", "small.pt", "--cfg-scale", 3, "--gpus", 2],
+    }.items():
+        succeeds(tree, *command, f"{name}.npy", *more)
+        found[name] = np.load(tree / f"{name}.npy")
+    scale = found["alone"].std()
+    assert np.abs(found["itself"] - found["alone"]).max() < 1e-5 * scale
+    assert np.abs(found["small"] - found["alone"]).max() > 0.1 * scale
+    assert np.abs(found["small"] - found["two"]).max() < 1e-5 * found["small"].std()
+
+
 def test_what_its_folder_lacks_is_refused_in_a_line(tree):
     error = by_two(tree, "--parallel", "weights=2", "--labels", 3, status=USAGE)
     lacks = "use fp32 or tf32, without --parallel weights=N: the family Toy has no fast.py\n"
@@ -107,6 +127,58 @@ def test_an_fid_job_that_is_killed_is_resumed_to_the_bit(tree):
     assert np.load(archives[0])["arr_0"].shape == (40, 24, 24, 3)
 
 
+PERMUTED = """
+import sys
+
+import numpy as np
+import torch
+from accel import Sampler
+from accel.output import to_uint8
+
+n, world, rounds, seed = 3, 2, 3, 4
+generator = torch.Generator().manual_seed(seed)
+labels = torch.arange(5).repeat_interleave(3)[torch.randperm(15, generator=generator)]
+labels = torch.cat([labels, torch.randint(0, 5, (3,), generator=generator)])
+pictures = np.empty((18, 24, 24, 3), np.uint8)
+with Sampler("Toy/2", sampler="ddim", num_sampling_steps=8, precision="fp32") as sampler:
+    pipeline = sampler._pipeline
+    for rank in range(world):
+        torch.manual_seed(seed * world + rank)
+        of_rank = labels[rank * rounds * n :][: rounds * n].view(rounds, n)
+        for round_number, y in enumerate(of_rank):
+            z = torch.randn(n, 3, 6, 6)
+            for _ in range(8):
+                torch.randn(2 * n, 3, 6, 6)
+            latents = sampler.latents(y.tolist(), noise=z)
+            pixels = to_uint8(pipeline.decode(latents), pipeline.decoder.levels).numpy()
+            pictures[[i * world + rank + round_number * n * world for i in range(n)]] = pixels
+made = np.load(sys.argv[1])["arr_0"]
+assert made.shape == (15, 24, 24, 3)
+difference = np.abs(made.astype(int) - pictures[:15])
+assert difference.max() <= 1, difference.max()
+assert np.abs(made.astype(int) - np.roll(pictures, 1, 0)[:15]).mean() > 2
+"""
+
+
+def test_permuted_labels_under_torchrun(tree):
+    """The family's balanced order: rank r has part r of one permuted list. The pictures are
+    those that Python makes of the labels and z that the rule's equations give.
+    """
+    job = [*TOY, "--sampler", "ddim", "--balanced-labels", "--global-seed", 4]
+    job += ["--num-fid-samples", 15, "--per-proc-batch-size", 3, "--precision", "fp32"]
+    job += ["--sample-dir", "permuted"]
+    succeeds(tree, *forks.torchrun(2), "sample_ddp.py", *job)
+    (archive,) = (tree / "permuted").glob("*.npz")
+    succeeds(tree, "-c", PERMUTED, archive)
+    calm = archive.read_bytes()
+    folder = archive.with_suffix("")
+    for number in (1, 6, 7, 17):  # of three batches, by both ranks
+        (folder / f"{number:06d}.png").unlink()
+    archive.unlink()
+    succeeds(tree, *forks.torchrun(2), "sample_ddp.py", *job)
+    assert archive.read_bytes() == calm
+
+
 def test_the_converter_there_and_back(tree):
     for source, target in (("toy.pt", "there.safetensors"), ("there.safetensors", "back.pt")):
         text = succeeds(tree, "scripts/convert_checkpoint.py", "--ckpt", source, "--output", target)
@@ -116,6 +188,63 @@ def test_the_converter_there_and_back(tree):
     assert first.keys() == back.keys() and all(
         torch.equal(value, back[name]) for name, value in first.items()
     )
+
+
+CONFIG = """
+toy:
+  weights: toy.pt
+  steps: 5
+  scale: 2.5
+  method: {method}
+"""
+SAYS = "says ckpt toy.pt, num sampling steps 5, cfg scale {}, sampler ddim; flags override it"
+FROM_FILE = """
+import sys
+import numpy as np
+from accel import Sampler
+
+with Sampler(config="euler.yaml", sampler="ddim", output_type="latent", precision="fp32") as sampler:
+    assert (sampler.config.cfg_scale, sampler.config.num_sampling_steps) == (2.5, 5)
+    assert np.array_equal(sampler.latents([1, 3], seed=2).numpy(), np.load("flags.npy"))
+"""
+
+
+def test_a_configuration_file(tree):
+    """Its values are those of flags, which override it. It is printed once, by many processes
+    too, and refused before torch is imported.
+    """
+    for method in ("ddim", "euler"):
+        (tree / f"{method}.yaml").write_text(CONFIG.format(method=method))
+    latents = ["--labels", 1, 3, "--seed", 2, "--output-type", "latent", "--output"]
+    flags = ["--ckpt", "toy.pt", "--num-sampling-steps", 5, "--sampler", "ddim"]
+    succeeds(tree, "sample.py", *flags, "--cfg-scale", 2.5, *latents, "flags.npy")
+    for name, more in (("file.npy", []), ("by_two.npy", ["--gpus", 2])):
+        text = succeeds(tree, "sample.py", "--config", "ddim.yaml", *more, *latents, name)
+        assert text.count(f"ddim.yaml {SAYS.format(2.5)}") == 1
+    want = np.load(tree / "flags.npy")
+    assert np.array_equal(np.load(tree / "file.npy"), want)
+    assert np.abs(np.load(tree / "by_two.npy") - want).max() < 1e-5 * want.std()
+    scale = ["--cfg-scale", 4]
+    succeeds(tree, "sample.py", *flags, *scale, *latents, "flags4.npy")
+    text = succeeds(tree, "sample.py", "--config", "ddim.yaml", *scale, *latents, "file4.npy")
+    assert SAYS.format(2.5)[:40] in text and "cfg scale" not in text.split("override")[0]
+    assert np.array_equal(np.load(tree / "file4.npy"), np.load(tree / "flags4.npy"))
+    assert not np.array_equal(np.load(tree / "file4.npy"), want)
+    succeeds(tree, "-c", FROM_FILE)
+    refused = forks.refused(forks.run(["sample.py", "--config", "euler.yaml"], tree, **ALONE))
+    assert "--config euler.yaml: says method euler; give --sampler ddim" in refused
+    (tree / "gone.yaml").write_text(CONFIG.format(method="ddim").replace("toy.pt", "gone.pt"))
+    refused = forks.refused(forks.run(["sample.py", "--config", "gone.yaml"], tree, **ALONE))
+    assert "--config gone.yaml: names gone.pt, which is missing; fetch 1" in refused
+    job = ["--num-fid-samples", 4, "--per-proc-batch-size", 2, "--sample-dir"]
+    by_flags = [*flags, "--cfg-scale", 2.5, *job, "by_flags"]
+    by_file = ["--config", "ddim.yaml", *job, "by_file"]
+    archives = []
+    for words in (by_flags, by_file):
+        succeeds(tree, "sample_ddp.py", *words)
+        archives += (tree / words[-1]).glob("*.npz")
+    assert archives[0].name == archives[1].name
+    assert archives[0].read_bytes() == archives[1].read_bytes()
 
 
 PYTHON = """

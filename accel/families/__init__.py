@@ -5,6 +5,8 @@
 <family>/network.py    the reference network
 <family>/weights.py    how files and modules of the family are recognised and read
 <family>/fast.py       how its weights are packed for the accelerated network
+
+config_file.py reads configuration files of the families' own repositories.
 """
 
 import re
@@ -20,6 +22,13 @@ from accel.errors import UsageError
 from accel.files import weights_folder
 
 DEMO = weights_folder() / "demo"
+
+# The labels of an FID job with n pictures of K classes:
+#     random          drawn after each batch's z
+#     by_number       i mod K for picture i
+#     class_by_class  i·K // n for picture i; a rank makes a contiguous run of each round
+#     permuted        n/K of each class in random order, a contiguous part a rank
+LabelOrder = Literal["random", "by_number", "class_by_class", "permuted"]
 
 
 class Defaults(NamedTuple):
@@ -67,6 +76,7 @@ class Family(NamedTuple):
     fast: str = ""
     # Flags of the family's own sampling scripts → what to use here.
     script_flags: Mapping[str, str] = MappingProxyType({})
+    config_reader: str = ""  # the module that reads the family's files for --config
     fetch: str = ""  # the command that fetches published weights, if no plain address serves them
     # Beginnings of names of tensors that prove the family, among those with the same keys.
     marks: tuple[str, ...] = ()
@@ -76,7 +86,9 @@ class Family(NamedTuple):
     # What its original does otherwise than the others':
     interval_ends: bool = True  # whether guidance acts at the ends of its interval too
     heun_by_start: bool = True  # whether both evaluations of a step have its start's guidance
-    class_by_class: bool = False  # FID jobs: labels by number, a contiguous run a rank
+    last_time: float = 1.0  # end of an ODE's even times
+    # Labels of FID jobs, usually and with --balanced-labels.
+    label_orders: tuple[LabelOrder, LabelOrder] = ("random", "by_number")
     any_size: bool = True  # whether it samples sizes that it was not trained for
 
     @property

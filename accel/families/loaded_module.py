@@ -155,6 +155,9 @@ class LoadedModule:
         )
 
     def _recognised(self, state) -> OfModule:
+        for name, part in self.module.named_children():
+            if families_with(shapes_of(part.state_dict())):
+                raise UsageError(f"{self.name}: is not a DiT, and holds one; give its .{name}")
         try:
             recognisers = map(recogniser_of, families())
             answers = [each.of_module(self.module, state) for each in recognisers]

@@ -44,7 +44,9 @@ class Form(NamedTuple):
     # whether no file says the number of heads: it is that of the model of this size
     assumes_heads: bool = False
     usual: bool = True  # whether the model of this size has this number of heads
-    facts: Mapping[str, Any] = MappingProxyType({})  # that no tensor says, for files of ours
+    # that decide its function and follow neither from tensors nor from the model's name
+    facts: Mapping[str, Any] = MappingProxyType({})
+    recipe: Mapping[str, Any] = MappingProxyType({})  # values of settings that the shapes imply
 
 
 # Strength of a claim to a module: entries or attributes count more than the class's name.
@@ -151,7 +153,7 @@ class Fit(NamedTuple):
     recipe: Mapping[str, Any] = MappingProxyType({})
     schedule: dict | None = None  # a pipeline's scheduler configuration
     usual: bool = True  # whether shapes and family imply the number of heads
-    facts: Mapping[str, Any] = MappingProxyType({})  # of the family, that no tensor says
+    facts: Mapping[str, Any] = MappingProxyType({})  # of the family: see Form
 
     @property
     def out_channels(self) -> int:
@@ -296,7 +298,7 @@ def recognise(
         learn_sigma=learn_sigma,
         latent_size=isqrt(table.shape[1]) * network.patch_size if table is not None else None,
         class_names=tuple(metadata.get("class_names", ())),
-        recipe=_recipe(metadata),
+        recipe={**form.recipe, **_recipe(metadata)},
         usual=form.usual,
         facts=form.facts,
         image_size=metadata.get("image_size"),

@@ -7,7 +7,7 @@ loop looks them up by an index on the device. The null label is computed once, n
 """
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,10 +35,12 @@ class Conditioning:
     Vector 6i + j is block i's j-th of shift, scale, gate of attention, then of the MLP; the last
     two are the final layer's shift and scale. layers: the names of the adaLN projections, in that
     order. sinusoid(t, width): the embedding of t. dtype: of the projections' weights in memory,
-    if it is not the stream's.
+    if it is not the stream's. gemms: over the picture's tokens, of a modulation by token.
 
     Ranks that divide the weights hold a part of the projections' rows each, and sum their results.
     """
+
+    gemms: tuple[Any, ...] = ()
 
     def __init__(
         self,
@@ -84,7 +86,9 @@ class Conditioning:
 
     def parameters(self) -> Iterator[Tensor]:
         """Return all tensors that depend on the weights."""
-        return iter((*self.time_mlp, self.labels, self.bias, self.weight))
+        yield from (*self.time_mlp, self.labels, self.bias, self.weight)
+        for layer in self.gemms:
+            yield from layer.parameters()
 
     def __call__(self, t: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
         """Compute the vectors of timesteps t (E,) and labels y (E,) → (E, V, D).
@@ -102,10 +106,14 @@ class Conditioning:
 
     def embed(self, t: Tensor, y: Tensor) -> Tensor:
         """Return the sum of the embeddings of timesteps t (E,) and labels y (E,), (E, C)."""
+        return self.embed_time(t) + self.labels[y]
+
+    def embed_time(self, t: Tensor) -> Tensor:
+        """Return the embedding of timesteps t (E,), (E, C)."""
         w0, b0, w2, b2 = self.time_mlp
         sinusoid = self.sinusoid(t, w0.shape[1]).to(self.bias.dtype)  # (E, 256)
         hidden = F.silu(F.linear(sinusoid, w0, b0))
-        return F.linear(hidden, w2, b2) + self.labels[y]
+        return F.linear(hidden, w2, b2)
 
     def _project(self, condition: Tensor, out: Tensor) -> None:
         """Write this rank's part of the vectors, (E, V·D / ranks), of condition (E, C)."""

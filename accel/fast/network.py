@@ -174,6 +174,8 @@ class FastNetwork(BlockNetwork):
                 tuned = [layer for layer in stage.blocks[0].gemms if layer.backend == "tuned"]
                 shapes = [layer.shape(m + rows * stage.prepended) for layer in tuned]
                 gemms += [(*shape, self.dtype, self.device) for shape in shapes]
+            tuned = [layer for layer in self.conditioning.gemms if layer.backend == "tuned"]
+            gemms += [(*layer.shape(m), self.dtype, self.device) for layer in tuned]
         if self.tuner is None or not gemms:
             return
         before = len(self.tuner.seconds)

@@ -14,12 +14,14 @@ Both have the attributes
     last_adaln       the same before the last layer
     attention
     block            four GEMMs → a block
+    linear           weights → a layer
+    operand          a tensor → as a layer takes it
     overflowed       names a layer whose values left the number format's range
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +31,7 @@ from accel.kernels.attention import attention
 from accel.kernels.linear import Linear, Tuner
 from accel.kernels.qk_norm_rotary import normalise, qk_norm_rotary, qk_norm_rotary_split
 from accel.kernels.split_attention import split_attention
-from accel.kernels.split_linear import SplitLinear, balance, choose
+from accel.kernels.split_linear import HighLow, SplitLinear, balance, choose, split
 from accel.kernels.swiglu import swiglu, swiglu_split
 from accel.network import WHOLE, BlockNetwork, Part
 
@@ -118,17 +120,22 @@ class Half:
             rotate = partial(_rotate, qk_norm_rotary, self.part, rotation)
             norms = rotation.norms
         return Block(
-            qkv=self._linear(gemms.qkv),
-            proj=self._linear(gemms.proj),
-            fc1=self._linear(gemms.fc1, gelu=not gated),
-            fc2=self._linear(gemms.fc2),
+            qkv=self.linear(gemms.qkv),
+            proj=self.linear(gemms.proj),
+            fc1=self.linear(gemms.fc1, gelu=not gated),
+            fc2=self.linear(gemms.fc2),
             rotate=rotate,
             activate=swiglu if gated else None,
             norms=norms,
         )
 
-    def _linear(self, gemm, gelu=False):
+    def linear(self, gemm: Weights, gelu: bool = False) -> Linear:
+        """Return the layer of a GEMM."""
         return Linear(gemm.weight, gemm.bias, gelu=gelu, tuner=self.tuner, backend=self.gemm)
+
+    def operand(self, x: Tensor) -> Tensor:
+        """Return x (…, K) as a layer takes it."""
+        return x.to(self.dtype)
 
     def overflowed(self) -> str | None:
         """Return None: an overflow shows as an output that is not finite."""
@@ -169,7 +176,7 @@ class Split:
             kernel = partial(qk_norm_rotary_split, overflow=overflow)
             rotate = partial(_rotate, kernel, self.part, rotation._replace(norms=factors.norms))
             overflow = None
-        qkv = self._linear(
+        qkv = self.linear(
             gemms.qkv._replace(
                 weight=gemms.qkv.weight * factors.outputs[:, None],
                 bias=qkv_bias * factors.outputs,
@@ -177,25 +184,26 @@ class Split:
             overflow=overflow,
         )
         v_factors = factors.outputs.chunk(3)[2]
-        proj = self._linear(
+        proj = self.linear(
             gemms.proj._replace(weight=gemms.proj.weight / v_factors),
             scaled=False,
         )
         if gated:
-            fc1 = self._linear(gemms.fc1)
-            fc2 = self._linear(gemms.fc2)
+            fc1 = self.linear(gemms.fc1)
+            fc2 = self.linear(gemms.fc2)
             activate = partial(swiglu_split, stack=self.stack)
         else:
             after = balance(gemms.fc1.weight, gemms.fc1.bias_or_zeros())
-            fc1 = self._linear(gemms.fc1, overflow=self._watch(gemms.fc1.name), after=after)
-            fc2 = self._linear(
+            fc1 = self.linear(gemms.fc1, overflow=self._watch(gemms.fc1.name), after=after)
+            fc2 = self.linear(
                 gemms.fc2._replace(weight=gemms.fc2.weight / after),
                 scaled=False,
             )
             activate = None
         return Block(qkv, proj, fc1, fc2, rotate, activate, factors.norms)
 
-    def _linear(self, gemm, **variant):
+    def linear(self, gemm: Weights, **variant: Any) -> SplitLinear:
+        """Return the layer of a GEMM. variant: SplitLinear's arguments."""
         return SplitLinear(
             gemm.weight,
             gemm.bias_or_zeros(),
@@ -203,6 +211,10 @@ class Split:
             backend=self.gemm,
             **variant,
         )
+
+    def operand(self, x: Tensor) -> HighLow:
+        """Return x (…, K) as a layer takes it."""
+        return split(x)
 
     def _watch(self, layer):
         """Return a flag that kernels set where a value of `layer` leaves float16's range."""

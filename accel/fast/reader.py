@@ -49,18 +49,21 @@ class Reader:
         """Return the whole tensor, in `dtype` or the stream's."""
         return self._copy(self.original(name), dtype)
 
-    def rows(self, name: str, dtype: torch.dtype, matrices: int = 1) -> Tensor:
+    def rows(self, name: str, dtype: torch.dtype, matrices: int = 1, multiple: int = 1) -> Tensor:
         """Return this rank's outputs of a GEMM.
 
         These are its part of the rows of each of `matrices` stacked matrices, or of their bias.
+        Zeros fill all parts up to the same multiple of `multiple`.
         """
-        parts = self.original(name).unflatten(0, (matrices, self.part.ranks, -1))
-        return self._copy(parts[:, self.part.rank], dtype).flatten(0, 1)
+        stacked = self.original(name).unflatten(0, (matrices, -1))
+        return self._of_rank(stacked, dtype, multiple).flatten(0, 1)
 
-    def columns(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return this rank's inputs of a GEMM (N, K): its part of the columns, (N, K / ranks)."""
-        parts = self.original(name).unflatten(1, (self.part.ranks, -1))
-        return self._copy(parts[:, self.part.rank], dtype)
+    def columns(self, name: str, dtype: torch.dtype, multiple: int = 1) -> Tensor:
+        """Return this rank's inputs of a GEMM (N, K): its part of the columns.
+
+        Zeros fill all parts up to the same multiple of `multiple`.
+        """
+        return self._of_rank(self.original(name), dtype, multiple)
 
     def once(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return the bias of a GEMM whose results the ranks sum.
@@ -95,6 +98,18 @@ class Reader:
         if len(names) > SHOWN:
             listed += f" and {len(names) - SHOWN} more"
         raise ValueError(f"the accelerated network does not use {listed}; use `precision=fp32`")
+
+    def _of_rank(self, value, dtype, multiple):
+        """Return this rank's part of dimension 1, filled up with zeros."""
+        length = value.shape[1]
+        share = -(-length // (self.part.ranks * multiple)) * multiple
+        first = share * self.part.rank
+        part = self._copy(value[:, first : first + share], dtype)
+        missing = share - part.shape[1]
+        if not missing:
+            return part
+        zeros = part.new_zeros(len(part), missing, *part.shape[2:])
+        return torch.cat([part, zeros], dim=1)
 
     def _copy(self, tensor, dtype):
         # First to the device, which converts faster.

@@ -73,6 +73,11 @@ def run(order: Order, ranks: Ranks, settings: dict, pipeline: Pipeline, watch: S
     holds something else or the disk is full.
     """
     ranks.require_equal(settings, OF_MACHINE)
+    if order.labels == "class_by_class" and order.count % order.num_classes:
+        log.warning(
+            f"{order.count} pictures are not a multiple of {order.num_classes} classes: some "
+            "classes have one more"
+        )
     folder = order.folder
     batches = Batches(order, ranks.rank, ranks.world)
     archive = Archive(folder, order.count, order.image_size)
@@ -144,7 +149,7 @@ def _make_pictures(pipeline, watch, order, ranks, batches, finished):
             with watch.phase("sample"):
                 latents = pipeline.denoise(z, labels, draw)
             with watch.phase("decode"):
-                pixels = to_uint8(pipeline.decode(latents)).numpy()
+                pixels = to_uint8(pipeline.decode(latents), pipeline.decoder.levels).numpy()
             written.result()  # at most one batch waits in memory
             numbers = batches.pictures(batch)
             written = background.submit(write_pictures, order.folder, numbers, pixels)

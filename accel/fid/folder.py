@@ -20,6 +20,7 @@ import numpy as np
 from PIL import Image
 
 from accel.errors import UsageError, require_equal
+from accel.families import LabelOrder
 from accel.files import (
     atomic_write,
     read_json,
@@ -52,11 +53,9 @@ class Order(NamedTuple):
     latent: tuple[int, int, int]  # (C, L, L)
     # Normals that a step of upstream's stream draws for a picture: 2 with guidance, else 1.
     copies: int = 2
-    balanced: bool = False  # as many pictures of each class; else random classes
+    labels: LabelOrder = "random"
     # Noise and labels are keyed by picture; else upstream's stream, one seed per rank.
     independent: bool = False
-    # Pictures are sorted by class, and a rank makes a contiguous run of each round.
-    class_by_class: bool = False
 
     @property
     def batch_sizes(self) -> set[int]:
@@ -105,13 +104,20 @@ class Batches:
         """Return the picture numbers of a batch. In upstream's way, batch i·world + rank
         is the i-th of that rank.
         """
-        if self.order.class_by_class:
+        if self.order.labels == "class_by_class":
             first = batch * self.order.batch_size
             return range(first, min(first + self.order.batch_size, self.total))
         index, offset = divmod(batch, self.in_round)
         size = self.in_round * self.order.batch_size  # pictures of a round
         first = index * size
         return range(first + offset, min(first + size, self.total), self.in_round)
+
+    def first_of_rank(self, batch: int) -> int:
+        """Return the position of a batch's first picture where each rank's pictures stand in
+        a row, rank 0's first.
+        """
+        index, offset = divmod(batch, self.in_round)
+        return (offset * (self.count // self.in_round) + index) * self.order.batch_size
 
 
 def npz_of(folder: Path) -> Path:
@@ -170,10 +176,6 @@ def begin(folder: Path, settings: dict) -> None:
     home = folder / ".job"
     record = home / "settings.json"
     npz = npz_of(folder)
-    if any(home.glob("rank-*.jsonl")):
-        raise UsageError(
-            f"`sample_dir`: {folder} was begun by version 3; resume it with 3.0.0, or use another"
-        )
     pictures = (
         entry for entry in os.scandir(folder) if entry.name.endswith(".png") and entry.is_file()
     )

@@ -18,7 +18,7 @@ from accel.opening import Opened
 from accel.pipeline import Pipeline
 
 # Options that are recorded by their outcome, or decide no bit.
-LEFT_OUT = {"ckpt", "vae", "latent_stats", "device", "precision", "vae_precision", "tf32"}
+LEFT_OUT = {"ckpt", "guide", "vae", "latent_stats", "device", "precision", "vae_precision", "tf32"}
 LEFT_OUT |= {"config", "sample_dir"}
 # Options that older folders, which may be resumed, lack: recorded only where they differ
 # from these values.
@@ -51,8 +51,7 @@ def order_of(job: FidJob, opened: Opened) -> Order:
         image_size=config.image_size,
         latent=(opened.space.channels, side, side),
         copies=2 if guided(config) else 1,
-        balanced=job.balanced_labels,
-        class_by_class=opened.fit.family.class_by_class,
+        labels=opened.fit.family.label_orders[job.balanced_labels],
         independent=job.world_independent_noise,
     )
 
@@ -80,6 +79,8 @@ def folder_of(job: FidJob) -> Path:
         changed += f"-interval-{low:g}-{high:g}"
     if config.guidance_channels != CHANNELS:
         changed += f"-channels-{config.guidance_channels}"
+    if config.guide is not None:
+        changed += f"-guide-{_last_name(config.guide)}"
     return Path(job.sample_dir) / (
         f"{config.model.replace('/', '-')}-{_last_name(config.ckpt)}-size-{config.image_size}"
         f"-vae-{_last_name(config.vae)}-cfg-{config.cfg_scale}{changed}-seed-{config.seed}"
@@ -107,6 +108,8 @@ def record_of(job: FidJob, opened: Opened, pipeline: Pipeline, world: int) -> di
     device = pipeline.device
     record["--precision"] = pipeline.tier
     record["--ckpt (contents)"] = opened.digest()
+    if opened.guide is not None:
+        record["--guide (contents)"] = opened.guide.digest()
     record["scale and shift of latents"] = [opened.space.scale, opened.space.shift]
     record["--vae (contents)"] = digest(opened.space)
     record["--vae-precision"] = pipeline.decoder.load().precision

@@ -1,7 +1,7 @@
 """Noise and labels of an FID job: upstream's stream, or keyed by picture."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -21,18 +21,38 @@ class BatchNoise(NamedTuple):
     draw: Draw
 
 
-def labels_of(order: Order, pictures: range, drawn: torch.Tensor) -> torch.Tensor:
-    """Return labels (n,) of `pictures`: `drawn`, or by the picture's number if balanced or
-    class by class. `drawn` is drawn for balanced labels too, so the noise is that of a job
-    with random labels.
+def labels_of(batches: Batches, batch: int, drawn: torch.Tensor) -> torch.Tensor:
+    """Return labels (n,) of a batch in the order's `LabelOrder`. drawn (n,): random labels,
+    on the device. They are drawn for labels by number too, so the noise is that of a job with
+    random labels.
     """
-    if order.class_by_class:
-        last = order.num_classes - 1  # of the pictures beyond the order's
-        labels = [min(number * order.num_classes // order.count, last) for number in pictures]
-        return torch.tensor(labels, device=drawn.device)
-    if not order.balanced:
+    order = batches.order
+    classes = order.num_classes
+    pictures = batches.pictures(batch)
+    if order.labels == "random":
         return drawn
-    return torch.tensor([number % order.num_classes for number in pictures], device=drawn.device)
+    if order.labels == "permuted":
+        all_labels = permuted_labels(order.count, classes, order.seed, batches.total)
+        first = batches.first_of_rank(batch)
+        return all_labels[first : first + len(pictures)].to(drawn.device)
+    if order.labels == "by_number":
+        labels = [number % classes for number in pictures]
+    else:
+        last = classes - 1  # of the pictures beyond the order's
+        labels = [min(number * classes // order.count, last) for number in pictures]
+    return torch.tensor(labels, device=drawn.device)
+
+
+@lru_cache(maxsize=1)
+def permuted_labels(count: int, num_classes: int, seed: int, total: int) -> torch.Tensor:
+    """Return labels (total,): count // num_classes of each class, permuted by the CPU's
+    generator of `seed`, then random ones of the same generator.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    of_each = torch.arange(num_classes).repeat_interleave(count // num_classes)
+    permutation = torch.randperm(len(of_each), generator=generator)
+    rest = torch.randint(0, num_classes, (total - len(of_each),), generator=generator)
+    return torch.cat([of_each[permutation], rest])
 
 
 class UpstreamNoise:
@@ -40,7 +60,7 @@ class UpstreamNoise:
     after the other.
 
     A batch draws z, labels and the noise of its steps: 2n rows with guidance, n without.
-    Class by class it draws no labels.
+    Class by class and permuted it draws no labels.
     """
 
     def __init__(self, order: Order, batches: Batches, device: torch.device, process: Process):
@@ -50,7 +70,8 @@ class UpstreamNoise:
         self.draws = process.draws
         self.of_steps = torch.default_generator if process.noise_from_cpu else None
         self.next = batches.rank  # of this rank's batches, the first that is not drawn yet
-        first_seed = order.seed if order.class_by_class else order.seed * batches.world
+        by_class = order.labels == "class_by_class"
+        first_seed = order.seed if by_class else order.seed * batches.world
         torch.manual_seed(first_seed + batches.rank)
 
     def skip(self, batch: int) -> bool:
@@ -74,10 +95,10 @@ class UpstreamNoise:
         self.next += self.batches.world
         z = torch.randn(n, *order.latent, device=device)
         drawn = z[:0]
-        if not order.class_by_class:
+        if order.labels in ("random", "by_number"):
             drawn = torch.randint(0, order.num_classes, (n,), device=device)
         draw = upstream_noise(z, order.copies, generator=self.of_steps)
-        return BatchNoise(z, labels_of(order, self.batches.pictures(batch), drawn), draw)
+        return BatchNoise(z, labels_of(self.batches, batch, drawn), draw)
 
 
 class PictureNoise:
@@ -112,4 +133,4 @@ class PictureNoise:
 
         drawn = draw(torch.randint, 0, order.num_classes, ())
         draw_step = partial(draw, torch.randn, *order.latent)
-        return BatchNoise(draw_step(), labels_of(order, pictures, drawn), draw_step)
+        return BatchNoise(draw_step(), labels_of(self.batches, batch, drawn), draw_step)

@@ -1,23 +1,81 @@
 """Latent spaces: channels, factor, scale or statistics, and decoder of a network's
 latents. Imports no torch.
 
-files.py finds and reads a decoder, decoder.py runs it picture by picture,
-autoencoder_kl.py and half.py are its mathematics. PIXELS is the space of networks that sample
-pixels: it has no decoder.
+<kind>/__init__.py   KIND, a kind of decoder: how its files are recognised, read and built. Kinds
+                     are found by listing this folder
+files.py             finds and reads a decoder of any kind
+decoder.py           runs it picture by picture
 """
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from accel.errors import UsageError
 
 if TYPE_CHECKING:  # torch is slow to import
+    import torch
     from torch import Tensor
 
 
+class DecoderKind:
+    """A kind of decoder. A kind with files defines all methods but those with a default."""
+
+    # Of a kind without files, which is given by its name: latents are pixels then.
+    without_files: "LatentSpace | None" = None
+
+    def holds(self, content: Mapping[str, Any]) -> bool:
+        """Return whether a decoder is of this kind. content: of its file, or of the config.json
+        of its folder.
+        """
+        return False
+
+    def files(self, path: Path, statistics: str | None) -> list[Path]:
+        """Return all files that decide the decoder's function. Raises UsageError where one is
+        missing. statistics: the file that the user gives for the latents, if any.
+        """
+        raise NotImplementedError
+
+    def read(
+        self, files: "DecoderFiles", content: Mapping[str, Any]
+    ) -> "tuple[dict[str, Any], dict[str, Tensor]]":
+        """Return the entries that `build` takes, plain JSON, and the state dict of its module.
+        Raises UsageError for a decoder that is damaged, or computes another function.
+        """
+        raise NotImplementedError
+
+    def space(self, files: "DecoderFiles", entries: dict[str, Any]) -> "LatentSpace":
+        """Return the latent space of a decoder."""
+        raise NotImplementedError
+
+    def build(self, entries: dict[str, Any]) -> "torch.nn.Module":
+        """Return the float32 decoder without values: `to_decoder`'s output → pixels."""
+        raise NotImplementedError
+
+    def compile_half(self, device: "torch.device") -> None:
+        """Compile the kernels of `half` ahead."""
+
+    def half(self, network: Any) -> "Callable[[Tensor], Tensor] | None":
+        """Return the decoder in float16 for a picture at a time, None if there is none.
+        network: from `build`, with values.
+        """
+        return None
+
+    def levels(self, pixels: "Tensor") -> "Tensor":
+        """Return the levels 0 … 255 of pixels (-1, 1), which FID jobs truncate."""
+        return 127.5 * pixels + 128.0
+
+
 class DecoderFiles(NamedTuple):
-    """Where a decoder was opened: its folder or file, and the stamps of its files then."""
+    """Where a decoder was opened: its folder or file, and the stamps of its files then.
+
+    statistics: the file that the user gave for its latents.
+    """
 
     path: Path
     stamps: tuple[tuple, ...]
+    kind: DecoderKind
+    statistics: str | None = None
 
     def __str__(self):
         return str(self.path)
@@ -27,8 +85,8 @@ class LatentSpace(NamedTuple):
     """The space of a network's latents. The defaults are those of sd-vae-ft-*.
 
     channels: of a latent. factor: pixels of a picture's side for one of the latent's.
-    scale, shift, or mean and std by channel: see `to_decoder`. decoder: its files;
-    None where no picture is decoded.
+    scale, shift, or mean and std by channel: see `to_decoder`. side: of a latent, where the
+    decoder takes no other. decoder: its files; None where no picture is decoded.
     """
 
     channels: int = 4
@@ -37,6 +95,7 @@ class LatentSpace(NamedTuple):
     shift: float = 0.0
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
+    side: int | None = None
     decoder: DecoderFiles | None = None
 
     def to_decoder(self, latents: "Tensor") -> "Tensor":
@@ -50,7 +109,11 @@ class LatentSpace(NamedTuple):
             return latents * std / self.scale + mean
         return latents / self.scale + self.shift if self.shift else latents / self.scale
 
-
-PIXELS = LatentSpace(
-    channels=3, factor=1, scale=1.0, decoder=DecoderFiles(path=Path("pixels"), stamps=())
-)
+    def require_side(self, side: int) -> None:
+        """Raise UsageError if the decoder does not take latents of this side."""
+        if self.side not in (None, side):
+            raise UsageError(
+                f"`vae={self.decoder}`: decodes latents of {self.side}×{self.side} alone, "
+                f"{self.side * self.factor} px, and these are {side}×{side}; give the decoder of "
+                f"{side * self.factor} px"
+            )

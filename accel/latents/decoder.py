@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from accel.errors import UsageError
-from accel.latents import PIXELS, LatentSpace, files
+from accel.latents import LatentSpace, files
 from accel.network import require_no_gradients
 from accel.precision import convolutions
 
@@ -33,6 +33,9 @@ class NoDecoder:
 
     precision = "fp32"
 
+    def __init__(self, space: LatentSpace):
+        self.levels = space.decoder.kind.levels
+
     def load_ahead(self) -> None:
         """No-op."""
 
@@ -47,7 +50,9 @@ class NoDecoder:
 
 def decoder_of(space: LatentSpace, *options: Any) -> "Decoder | NoDecoder":
     """Return the decoder of a space. options: those of `Decoder`."""
-    return NoDecoder() if space == PIXELS else Decoder(space, *options)
+    if space.decoder.kind.without_files is not None:
+        return NoDecoder(space)
+    return Decoder(space, *options)
 
 
 class Decoder:
@@ -56,7 +61,7 @@ class Decoder:
 
     precision: the arithmetic asked for; otherwise: fp32 or tf32, used where fp16 fails.
     captured: float16 on a GPU is replayed as a CUDA graph, the same bits; the capture
-    takes as long as some pictures.
+    takes as long as some pictures. levels: turns pixels into levels, as the kind's FID jobs do.
 
     float16 is compared with float32 once, at loading, on noise of a generator of its own.
     So the outcome depends on the weights alone: every rank and every restart finds the
@@ -79,6 +84,7 @@ class Decoder:
         self.precision = precision
         self.otherwise = otherwise
         self.captured = captured
+        self.levels = space.decoder.kind.levels
         self._warned = False
         self.network = self.half = self._loading = None  # network: in float32
 
@@ -95,9 +101,7 @@ class Decoder:
         sys.setswitchinterval(1e-4)
         try:
             if self.precision == "fp16":
-                from accel.kernels.group_norm.triton import compile_ahead
-
-                compile_ahead(self.device)
+                self.space.decoder.kind.compile_half(self.device)
             return files.load(self.space, "cpu")
         finally:
             sys.setswitchinterval(interval)
@@ -112,11 +116,8 @@ class Decoder:
             )
             self.network = loaded.to(self.device)
         if self.precision == "fp16" and self.half is None:
-            # imports Triton, which float32 does not need
-            from accel.latents.half import HalfDecoder
-
-            half = HalfDecoder(self.network)
-            problem = self._problem(half)
+            half = self.space.decoder.kind.half(self.network)
+            problem = self._problem(half) if half else "has no float16 version"
             if problem:
                 self.precision = self.otherwise
                 log.warning(f"this decoder {problem}: decoding in {NAMES[self.otherwise]}")
@@ -131,7 +132,7 @@ class Decoder:
     @torch.inference_mode()
     def _problem(self, half) -> str | None:
         """Compare the float16 decoder with float32 on noise. Return the fault in words, or None."""
-        side = CHECKED_PIXELS // self.space.factor
+        side = self.space.side or CHECKED_PIXELS // self.space.factor
         generator = torch.Generator(self.device).manual_seed(0)
         noise = torch.randn(
             1, self.space.channels, side, side, generator=generator, device=self.device
@@ -152,11 +153,12 @@ class Decoder:
 
     def decode(self, latents: Tensor) -> Tensor:
         """Return pixels (n, 3, H, W) float32, about (-1, 1), of finite latents (n, C, L,
-        L); n may be 0. Raises UsageError if one picture does not fit in memory, or if the decoder
-        makes pixels that are not finite: they would become black. It has no gradients: raises
-        UsageError where they are asked for.
+        L); n may be 0. Raises UsageError if one picture does not fit in memory, for latents of a
+        side that the decoder does not take, or if it makes pixels that are not finite: they would
+        become black. It has no gradients: raises UsageError where they are asked for.
         """
         require_no_gradients(OF_DECODER, latents)
+        self.space.require_side(latents.shape[-1])
         if not len(latents):
             side = self.space.factor * latents.shape[-1]
             return latents.new_zeros(0, 3, side, side)

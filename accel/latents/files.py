@@ -1,51 +1,72 @@
-"""The files of a decoder: a folder in diffusers' layout or a file in LDM's, given or
-fetched, opened once, checked.
+"""The files of a decoder: given or fetched, recognised, opened once, checked. Its kind reads
+them.
 """
 
 import hashlib
 import json
+import re
 import stat
+from collections.abc import Mapping
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any
 
 import torch
 
-from accel.errors import UsageError
-from accel.latents import PIXELS, DecoderFiles, LatentSpace
-from accel.latents.autoencoder_kl import KLDecoder, space_of
+from accel import latents
+from accel.errors import UsageError, shown
+from accel.latents import DecoderFiles, DecoderKind, LatentSpace
 from accel.weights.checkpoint import FILE_SUFFIXES, FOLDER, HUB_ID
 from accel.weights.shapes import shapes_only
-from accel.weights.tensor_files import (
-    WEIGHTS,
-    file_stamps,
-    mode_of,
-    read_json,
-    read_tensors,
-    require_floats,
-    weight_files,
-)
+from accel.weights.tensor_files import WEIGHTS, file_stamps, mode_of, read_json, read_tensors
 
 PUBLISHED = ("ema", "mse")
 FILES = ("config.json", WEIGHTS)
+HUB_FILE = re.compile(r"([\w.-]+/[\w.-]+)[:/](.+)")  # owner/name/path, or owner/name:path
+
+
+def kind_names() -> list[str]:
+    """Return the kinds of decoder: the names of the folders of accel/latents."""
+    return sorted(module.name for module in iter_modules(latents.__path__) if module.ispkg)
+
+
+def kind_of(name: str) -> DecoderKind:
+    """Import a kind of decoder."""
+    return import_module(f"{latents.__name__}.{name}").KIND
+
+
+def without_files(name: str) -> LatentSpace | None:
+    """Return the latent space of a kind without files; None if `name` is not of one."""
+    return kind_of(name).without_files if name in kind_names() else None
 
 
 def find(name: str, statistics: str | None = None) -> LatentSpace:
-    """Return the latent space of a VAE, with the folder or file of its decoder.
+    """Return the latent space of a decoder, with its files.
 
-    name: a folder in diffusers' layout, a diffusers pipeline's root with vae/ in it, a
-    .pt file in LDM's layout, a hub id, or ema or mse: pretrained_models/sd-vae-ft-NAME,
-    else the hub's stabilityai/sd-vae-ft-NAME, which is fetched. statistics: a file with
-    mean and deviation of the latents' channels; default, for LDM's layout: the file
-    beside it. pixels: the space without decoder. Raises UsageError unless the files hold an
-    AutoencoderKL's decoder.
+    name: a folder or a file that one of the kinds holds, a diffusers pipeline's root with vae/
+    in it, a hub id, or ema or mse: pretrained_models/sd-vae-ft-NAME, else the hub's
+    stabilityai/sd-vae-ft-NAME, which is fetched; or pixels. statistics: a file of the latents'
+    mean and deviation; default: the one beside a decoder that says none. Raises UsageError.
     """
-    if name == str(PIXELS.decoder):
-        return PIXELS
+    space = without_files(name)
+    if space is not None:
+        return space
+    path = _locate(str(name))
+    kind = _recognise(path, _content(path))
+    files = DecoderFiles(path, _stamps(kind, path, statistics), kind, statistics)
+    return kind.space(files, _open(files)[0])
+
+
+def _locate(name):
+    """Return the folder or file of a decoder. Fetch a published one, or one of the hub."""
     folder = FOLDER / f"sd-vae-ft-{name}" if name in PUBLISHED else Path(name)
     mode = mode_of(folder, "vae")
     is_tensors = folder.suffix in FILE_SUFFIXES
     if not stat.S_ISDIR(mode) and not (stat.S_ISREG(mode) and is_tensors):
         both = " and ".join(FILES)
+        on_hub = HUB_FILE.fullmatch(name)
         if name in PUBLISHED:
             repository = f"stabilityai/sd-vae-ft-{name}"
             remedy = f"put {both} of {repository} into {folder}"
@@ -55,6 +76,11 @@ def find(name: str, statistics: str | None = None) -> LatentSpace:
                 f"fetch https://huggingface.co/{name} by other means and give its folder, or its "
                 ".pt file"
             )
+        elif on_hub and is_tensors and not mode and not Path(folder.parts[0]).exists():
+            raise UsageError(
+                f"`vae={name}`: is not here; if it is a file of the hub: `hf download "
+                f"{on_hub[1]} {on_hub[2]} --local-dir models`, then give models/{on_hub[2]}"
+            )
         else:
             raise UsageError(
                 f"`vae={name}`: neither ema nor mse nor a folder; give a folder with {both}"
@@ -63,25 +89,46 @@ def find(name: str, statistics: str | None = None) -> LatentSpace:
 
         folder = fetch.from_hub(repository, "", "vae", remedy)
     if not mode_of(folder / FILES[0], "vae") and stat.S_ISDIR(mode_of(folder / "vae", "vae")):
-        folder = folder / "vae"
-    files = DecoderFiles(folder, _stamps(folder))
-    space = space_of(_open(files)[0], files)
-    if not statistics and not folder.is_file():
-        return space
-    from accel.latents import ldm_layout  # a folder in diffusers' layout says all itself
-
-    if statistics:
-        return ldm_layout.with_statistics(space, statistics)
-    return ldm_layout.scaled(space, folder)
+        return folder / "vae"
+    return folder
 
 
-def load(space: LatentSpace, device: torch.device | str) -> KLDecoder:
+def _content(path: Path) -> Mapping[str, Any]:
+    """Return the content of a decoder's file, or of its folder's config.json."""
+    file = path if path.is_file() else path / FILES[0]
+    if not mode_of(file, "vae"):
+        raise UsageError(f"`vae={path}`: must hold {' and '.join(FILES)}")
+    return _read_content(file, tuple(file_stamps([file], "vae")))
+
+
+@lru_cache(maxsize=1)
+def _read_content(file: Path, stamps: tuple) -> Mapping[str, Any]:
+    return read_json(file, "vae") if file.suffix == ".json" else read_tensors(file, "vae")
+
+
+def _recognise(path, content):
+    """Return the kind of a decoder. Kinds after it in the alphabet are not imported."""
+    for name in kind_names():
+        kind = kind_of(name)
+        if kind.holds(content):
+            return kind
+    names = ", ".join(kind_names())
+    if path.is_file():
+        raise UsageError(f"`vae={path}`: holds no decoder of a kind that is known here ({names})")
+    described = content.get("_class_name") or content.get("model_type")
+    raise UsageError(
+        f"`vae={path / FILES[0]}`: describes {shown(described)}, no decoder of a kind that is "
+        f"known here ({names})"
+    )
+
+
+def load(space: LatentSpace, device: torch.device | str) -> torch.nn.Module:
     """Return the float32 decoder of a space from `find`, on `device`. Raises UsageError as
     find does, and for files that were changed since.
     """
     entries, state = _open(space.decoder)
     with shapes_only():
-        decoder = KLDecoder(entries)
+        decoder = space.decoder.kind.build(entries)
     # strides decide rounding
     as_computed = dict(dtype=torch.float32, copy=True, memory_format=torch.contiguous_format)
     state = {name: tensor.to(device, **as_computed) for name, tensor in state.items()}
@@ -93,75 +140,42 @@ def load(space: LatentSpace, device: torch.device | str) -> KLDecoder:
 def digest(space: LatentSpace) -> str:
     """Return 16 hex digits of all that turns latents of a space into pixels: the space's
     numbers, the entries of config.json that the decoder takes, and its weights, whose own
-    digest the cache folder keeps for later runs.
+    digest the cache folder keeps for later runs. Of a kind without files: its name.
     """
-    if space == PIXELS:
+    if space.decoder.kind.without_files is not None:
         return str(space.decoder)
     from accel.weights.digests import cached_digest  # a grid needs none
 
     entries, state = _open(space.decoder)
     of_weights = cached_digest(space.decoder.stamps, lambda: state)
     numbers = space._replace(decoder=None)._asdict()
+    del numbers["side"]  # of the weights
     of_all = json.dumps({**entries, **numbers}, sort_keys=True)
     return hashlib.sha256(f"{of_weights} {of_all}".encode()).hexdigest()[:16]
 
 
 def require_unchanged(decoder: DecoderFiles) -> None:
     """Raise UsageError if a file is not the one any more that was opened."""
-    if _stamps(decoder.path) != decoder.stamps:
+    if _stamps(decoder.kind, decoder.path, decoder.statistics) != decoder.stamps:
         raise UsageError(
             f"`vae={decoder.path}`: was changed since it was opened; start again when it is whole"
         )
 
 
-def _files(path: Path) -> tuple[Path, ...]:
-    if path.is_file():
-        return (path,)
-    return path / FILES[0], *weight_files(path, "vae")
-
-
-def _stamps(path: Path) -> tuple[tuple, ...]:
-    return tuple(file_stamps(_files(path), "vae"))
+def _stamps(kind: DecoderKind, path: Path, statistics: str | None) -> tuple[tuple, ...]:
+    return tuple(file_stamps(kind.files(path, statistics), "vae"))
 
 
 def _open(decoder: DecoderFiles) -> tuple[dict, dict[str, torch.Tensor]]:
-    """Return (the entries of config.json that the decoder takes, its weights,
-    memory-mapped). Read the files once. Raises UsageError if they were changed since.
+    """Return (the entries that build the decoder, its weights, memory-mapped). Read the files
+    once. Raises UsageError if they were changed since.
     """
     require_unchanged(decoder)
-    return _read(_files(decoder.path), decoder.stamps)
+    return _read(decoder)
 
 
 @lru_cache(maxsize=1)
-def _read(files: tuple[Path, ...], stamps: tuple) -> tuple[dict, dict[str, torch.Tensor]]:
-    if len(files) == 1:
-        from accel.latents import ldm_layout
-
-        config, state = ldm_layout.read(files[0])
-    else:
-        config = read_json(files[0], "vae")
-        state = {}
-    if config.get("_class_name") != "AutoencoderKL":
-        raise UsageError(
-            f"`vae={files[0]}`: describes {config.get('_class_name')}, not AutoencoderKL"
-        )
-    try:
-        with shapes_only():
-            decoder = KLDecoder(config)
-    except ValueError as error:
-        raise UsageError(
-            f"`vae={files[0]}`: {error}, which is not computed here; give another AutoencoderKL"
-        ) from None
-    for file in files[1:]:
-        state |= read_tensors(file, "vae")
-    require_floats(state, f"`vae={files[-1]}`")
-    state = decoder.renamed(state)
-    want = decoder.state_dict()
-    wrong = [name for name in want if name not in state or state[name].shape != want[name].shape]
-    if wrong:
-        raise UsageError(
-            f"`vae={files[-1]}`: these weights are not those of "
-            f"{'config.json' if files[1:] else 'an AutoencoderKL'} ({len(wrong)} entries differ, "
-            f"first {wrong[0]}); copy them again"
-        )
-    return decoder.entries, state
+def _read(decoder: DecoderFiles) -> tuple[dict, dict[str, torch.Tensor]]:
+    content = _content(decoder.path)
+    _read_content.cache_clear()  # it may hold an encoder too
+    return decoder.kind.read(decoder, content)

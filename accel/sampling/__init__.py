@@ -43,8 +43,8 @@ def steps_of(process: Process, guidance: Guidance | Unguided) -> list[Step]:
 
 
 def count_copies(process: Process, guidance: Guidance | Unguided) -> Counter[int]:
-    """Count the evaluations of a run by their batch rows per latent."""
-    return Counter(guidance.at(level).copies for level in process.levels())
+    """Count the evaluations of a run by a network's batch rows per latent."""
+    return Counter(guidance.at(level).rows for level in process.levels())
 
 
 def initial_noise(

@@ -10,7 +10,8 @@ On the linear path x_t = t·x* + (1 − t)·ε the velocity v estimates x* − �
 
 The SDE's drift is v + w·score, with score = (t·v − x)/(1 − t) and SiT's diffusion w = 1 −
 t, the noise level. A shift s moves even times t to s·t / (1 + (s − 1)·t): below one the
-steps at noise are shorter.
+steps at noise are shorter. An ODE's even times may end before 1: at 0.999 for RAE (Zheng et al.
+2025, arXiv:2510.11690).
 
 A network may estimate the data x̂ in place of the velocity (JiT, Li & He 2025, arXiv:2511.13720):
 then v = (x̂ − x) / max(1 − t, ε). Guidance is linear, so it may come before this.
@@ -41,12 +42,14 @@ class Euler(Process):
     """The flow's ODE by Euler's method. shift: of the times; 1 keeps them even. data: of a
     network that estimates data; None: it estimates the velocity. by_start: whether both
     evaluations of Heun's step have the guidance of its start, or each that of its own time.
+    last_time: the end of the even times; below 1 some noise is left.
     """
 
     number: int  # of steps
     shift: float = 1.0
     data: DataPrediction | None = None
     by_start: bool = True
+    last_time: float = 1.0
 
     @property
     def draws(self) -> int:
@@ -59,17 +62,20 @@ class Euler(Process):
     def _shifted(self, t):
         return self.shift * t / (1 + (self.shift - 1) * t)
 
+    def _ends(self) -> list[float]:
+        """Return the times at the ends of all steps, N + 1 numbers."""
+        even = (self.last_time * i / self.number for i in range(self.number + 1))
+        return [self._shifted(t) for t in even]
+
     def times(self) -> list[float]:
-        return [self._shifted(i / self.number) for i in range(self.number)]
+        return self._ends()[:-1]
 
     def levels(self) -> list[float]:
-        even = (i / self.number for i in range(self.number, 0, -1))
-        return [level / (self.shift - (self.shift - 1) * level) for level in even]
+        return [1 - t for t in self._ends()[:-1]]
 
     def lengths(self) -> list[float]:
         """Return the length of the step of every evaluation, in order."""
-        ends = [self._shifted(i / self.number) for i in range(self.number + 1)]
-        return [end - start for start, end in pairwise(ends)]
+        return [end - start for start, end in pairwise(self._ends())]
 
     def coefficients(self) -> list:
         """Return the length of the step of every evaluation, and the number that its estimate
@@ -83,7 +89,7 @@ class Euler(Process):
         return (x if scale == 1 else scale * x,)
 
     def finished(self, x, t, out) -> Tensor:
-        return out if self.data else x + (1 - t) * out
+        return out if self.data else x + (self._shifted(self.last_time) - t) * out
 
     def prepare(self, device) -> None:
         _upload(self, device)
@@ -91,7 +97,7 @@ class Euler(Process):
     def _length(self, x, at):
         """Return the length of the step: a number, or (n, 1, 1, 1) of x's device."""
         if self.shift == 1:
-            return 1 / self.number
+            return self.last_time / self.number
         return _upload(self, x.device)[0, at, None, None, None]
 
     def _velocity(self, evaluate, x, at):

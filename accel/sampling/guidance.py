@@ -1,7 +1,7 @@
 """Guidance: the network's outputs for all batch rows of a latent → one estimate.
 
-A guidance is a value. It defines how many batch rows share a latent (`copies`), their
-labels, and how their outputs are combined.
+A guidance is a value. It defines how many batch rows share a latent (`copies`), how many of
+them a network evaluates (`rows`), their labels, and how their outputs are combined.
 """
 
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ class Unguided:
     """The class-conditional estimate alone: one batch row a latent."""
 
     copies: ClassVar[int] = 1
+    rows: ClassVar[int] = 1
     scale: ClassVar[float] = 1.0
 
     def at(self, level: float) -> "Unguided":
@@ -57,6 +58,7 @@ class Guidance:
     """
 
     copies: ClassVar[int] = 2
+    rows: ClassVar[int] = 2
     scale: float
     null_label: int
     channels: int = CHANNELS

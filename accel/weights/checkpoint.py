@@ -67,6 +67,11 @@ class Checkpoint:
                 fetch.from_hub(self.name, "vae/", "vae", "give another decoder by `vae`")
         return self._path
 
+    @property
+    def is_here(self) -> bool:
+        """Return whether the weights are on this machine, so that `fetch` downloads nothing."""
+        return self._path is not None and self._path.exists()
+
     def fetch(self) -> Path:
         """Download the weights if they are not here yet. Returns where they are. Raises
         UsageError.
@@ -149,11 +154,11 @@ class Checkpoint:
         return file_stamps(files, "ckpt")
 
 
-def open_checkpoint(name: str | Path, mapped: bool = True, entry: str | None = None) -> Checkpoint:
-    """Return the weights that a name stands for, fetched and opened. Arguments, and errors:
-    those of Checkpoint.
+def open_checkpoint(name: str | Path, entry: str | None = None) -> Checkpoint:
+    """Return the weights that a name stands for, fetched and opened. entry, and errors: those
+    of Checkpoint.
     """
-    weights = Checkpoint(name, mapped, entry)
+    weights = Checkpoint(name, entry=entry)
     weights.fetch()
     _ = weights.state
     return weights

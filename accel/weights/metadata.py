@@ -53,6 +53,7 @@ def _is_interval(value):
 RECIPE = {  # settings of a recipe → whether a value is valid
     "cfg_scale": lambda value: _is_number(value, 0, 10**6),
     "guidance_interval": _is_interval,
+    "image_size": lambda value: type(value) is int and 1 <= value <= 8192,
     "latent_norm": lambda value: isinstance(value, bool),
     "latent_scale": lambda value: _is_number(value, 1e-6, 1e6),
     "noise_scale": lambda value: _is_number(value, 0.001, 1000),

@@ -18,6 +18,7 @@ from accel.families.recognise import recognise, reference_state
 from accel.families.repa.weights import RECOGNISER as repa
 from accel.families.sit.network import SiT, SiT_models
 from accel.network import Plain
+from accel.pipeline import Pipeline, make_process
 from accel.sampling import denoise, flow, upstream_noise
 from accel.sampling.flow import Euler, Heun, Sde
 from accel.sampling.guidance import Guidance
@@ -109,6 +110,56 @@ def test_an_interval_and_all_channels(process, heun):
     got = denoise(Plain(model), process, guidance, Z, LABELS, lambda: next(steps))
     assert error(got, want[:3]) < 2e-6
     assert error(got, ode(velocity(model, 4.0, 4), both, 10, bool(heun))[:3]) > 1e-3
+
+
+@pytest.mark.parametrize("sigma", (6.928203, 1.0))
+@pytest.mark.parametrize("interval", ((0.0, 1.0), (0.25, 1.0)))
+def test_even_times_that_end_before_one(sigma, interval):
+    """RAE's Euler: t from 1 at noise, t_i = 1 − 0.999·i/N and then σ·t/(1 + (σ − 1)·t), whose
+    network estimates noise − data. Both ends of the interval are of the shifted t, and inside.
+    """
+    steps = 6
+    even = [1 - 0.999 * i / steps for i in range(steps + 1)]
+    times = [sigma * t / (1 + (sigma - 1) * t) for t in even]
+    if interval[0]:  # a time exactly: it is inside
+        interval = (times[4], times[1])
+    model = small()
+    v = velocity(model, 3.0, 4, interval)
+    want = torch.cat([Z, Z]).double()
+    states = []
+    for t, t_next in zip(times, times[1:]):
+        states.append(want)
+        want = want + (t_next - t) * -v(want, 1 - t, t)
+    process = make_process("euler", steps, shift=1 / sigma, last_time=0.999)
+    guidance = Guidance(3.0, 8, 4, interval)
+    got = denoise(Plain(model), process, guidance, Z, LABELS, None)
+    assert error(got, want[:3]) < 1e-6
+    assert (
+        error(got, denoise(Plain(model), Euler(steps, 1 / sigma), guidance, Z, LABELS, None)) > 1e-4
+    )
+    guided_at = [guidance.at(level) is guidance for level in process.levels()]
+    assert guided_at == [interval[0] <= t <= interval[1] for t in times[:-1]]
+    assert sum(guided_at) == (steps if interval == (0, 1) else 4)
+    # A preview before the last step is the result.
+    pipeline = Pipeline(Plain(model), process, guidance, None, "fp32", torch.device("cpu"), 8)
+    preview = pipeline.estimate(states[-1][:3].float(), steps - 1, LABELS.tolist())
+    assert error(preview, want[:3]) < 1e-6
+
+
+def test_heun_ends_with_the_even_times():
+    """The last step is Euler's, to the last time."""
+    process = Heun(5, 0.3, last_time=0.9)
+    even = [0.9 * i / 5 for i in range(6)]
+    ends = [0.3 * t / (1 - 0.7 * t) for t in even]
+    model = small()
+    v = velocity(model)
+    want = torch.cat([Z, Z]).double()
+    for i, (t, end) in enumerate(zip(ends, ends[1:])):
+        slope = v(want, t, 1 - t)
+        if i < 4:
+            slope = (slope + v(want + (end - t) * slope, end, 1 - t)) / 2
+        want = want + (end - t) * slope
+    assert error(denoise(Plain(model), process, Guidance(4.0, 8), Z, LABELS, None), want[:3]) < 1e-6
 
 
 def test_repas_weights_turned_are_a_sits():

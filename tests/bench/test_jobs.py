@@ -1,4 +1,4 @@
-"""Whole processes: the contest's time and points, and one process against two."""
+"""Whole processes: the contest's time and points, and FID jobs."""
 
 import hashlib
 import os
@@ -80,33 +80,16 @@ def test_random_weights_and_a_random_decoder_without_files(forked, log):
     assert record["weights"] == "random, seed 0" and record["contest"][0]["seconds"] > 0
 
 
-def test_one_process_against_two(forked, log):
-    record, _ = log("jobs", "--gpus", 2, "--device", "cpu", "--steps", 2, "--batch", 1)
-    assert (record["kind"], record["gpus"], record["precision"]) == ("ddp", 2, "fp32")
-    sampling = record["grid_sampling_s"]
-    wall = record["grid_start_to_picture_s"]
-    assert sampling["ratio"] == sampling["2"][0] / sampling["1"][0]
-    assert set(wall) == set(record["grid_phases_s"]) == {"1", "2"}
-    assert 0 < sampling["1"][0] < record["grid_phases_s"]["1"][0]["total"] < wall["1"][0]
-    rates = record["fid_pictures_per_s"]
-    assert (
-        rates["efficiency"] == pytest.approx(rates["2"] / (2 * rates["1"])) and rates["batch"] == 1
-    )
-
-
-def test_an_fid_job(forked, log):
-    record, printed = log("jobs", "--fid", 4, "--batch", 2, "--device", "cpu", "--steps", 2)
-    assert (record["kind"], record["pictures"], record["steps"], record["precision"]) == (
-        "fid",
-        4,
-        2,
-        "fp32",
-    )
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_fid_job(ranks, forked, log):
+    count = 4 * ranks
+    small = "--batch", 2, "--device", "cpu", "--steps", 2
+    record, printed = log("jobs", "--fid", count, "--gpus", ranks, *small)
+    assert (record["kind"], record["pictures"], record["steps"]) == ("fid", count, 2)
+    assert (record["gpus"], record["precision"]) == (ranks, "fp32")
     [once] = record["fid"]
-    assert (
-        once["pictures_per_s"]["whole"] == 4 / once["process"]
-        and once["pictures_per_s"]["steady"] > 0
-    )
+    assert once["pictures_per_s"]["whole"] == count / once["process"]
+    assert once["pictures_per_s"]["steady"] > 0
     assert 0 < once["sample"] + once["decode"] < once["total"] < once["process"]
     assert "steady" in printed
 
@@ -123,8 +106,7 @@ def test_pictures_per_second(tmp_path):
 def test_a_commands_complaint_is_given_in_its_line(forked, tmp_path, here):
     done = here(
         "bench/jobs.py",
-        "--gpus",
-        2,
+        "--contest",
         "--device",
         "cpu",
         "--vae",

@@ -75,7 +75,7 @@ def test_rivals_on_a_gpu(model, log):
 
 @pytest.mark.gpu
 def test_an_older_gpu(run, tmp_path):
-    """Times, pictures and kernels of a process that sees an A100."""
+    """Times and pictures of a process that sees an A100."""
     few = "--model", "DiT-Demo/2", "--seen-as", "8.0", "--load", 0, "--window", 0.2
     succeeds(
         run(
@@ -91,5 +91,3 @@ def test_an_older_gpu(run, tmp_path):
     )
     record = json.loads((tmp_path / "out.json").read_text())
     assert record["gpu"].endswith("as 8.0") and record["rungs"][0]["judged"]["contest"]
-    succeeds(run("bench/profile_step.py", *few, "--output", tmp_path / "profile.json"))
-    assert json.loads((tmp_path / "profile.json").read_text())["newer"] == []

@@ -29,8 +29,8 @@ from accel.errors import STOPPED, USAGE
 from accel.families.dit.network import DiT_models
 from accel.families.sit.network import SiT_models
 from accel.graphs import Replayed
+from accel.latents.autoencoder_kl.half import HalfDecoder
 from accel.latents.decoder import Decoder
-from accel.latents.half import HalfDecoder
 from accel.weights.diffusers_layout import config_of
 
 WANTED = 42

@@ -93,18 +93,6 @@ def test_another_start_needs_the_same_settings(folder, capsys):
     begin(folder, {"--seed": 2, CODE: "a"})
 
 
-def test_a_folder_of_version_3_is_one_line_that_says_which_version_resumes_it(folder):
-    for made in (False, True):
-        if made:
-            write_pictures(folder, range(2), PIXELS)
-        (folder / ".job" / "rank-0001.jsonl").touch()
-        with pytest.raises(
-            UsageError,
-            match="pictures was begun by version 3; resume it with 3.0.0, or use another",
-        ):
-            begin(folder, {"--seed": 1})
-
-
 def test_damaged_settings_are_one_line_to_the_user(folder):
     """Damage settings.json with pictures in the folder, and without: then it is replaced.
     A link is not followed.

@@ -12,7 +12,7 @@ from accel.fid.noise import PictureNoise, UpstreamNoise
 from accel.network import Plain
 from accel.sampling import denoise
 from accel.sampling.ancestral import Ancestral, Ddim
-from accel.sampling.flow import FLOWS, Sde
+from accel.sampling.flow import FLOWS, Euler, Sde
 from accel.sampling.guidance import Guidance
 from accel.sampling.solvers import Solver, make_scheduler
 
@@ -22,9 +22,9 @@ STEPS = Sde(DRAWS + 1)  # its noise is the CPU's
 DDPM = Ancestral(create_diffusion(str(DRAWS)))
 
 
-def noise_of(kind, rank=0, world=1, **more):
+def noise_of(kind, rank=0, world=1, process=DDPM, **more):
     chosen = order(independent=kind is PictureNoise, **more)
-    return kind(chosen, Batches(chosen, rank, world), CPU, DDPM)
+    return kind(chosen, Batches(chosen, rank, world), CPU, process)
 
 
 def of_pictures(kind, world, **more):
@@ -118,11 +118,58 @@ def test_a_pictures_seed_is_the_documented_one():
 @pytest.mark.parametrize("world", [1, 3])
 def test_balanced_labels_are_as_many_of_each_class_from_the_same_noise(kind, world):
     random, balanced = (
-        of_pictures(kind, world, count=24, batch_size=4, balanced=how) for how in (False, True)
+        of_pictures(kind, world, count=24, batch_size=4, labels=how)
+        for how in ("random", "by_number")
     )
     assert all(balanced[number][1] == number % 8 for number in range(24))
     assert any(random[number][1] != number % 8 for number in range(24))
     assert all(torch.equal(balanced[number][0], random[number][0]) for number in range(24))
+
+
+@pytest.mark.parametrize("world, count", [(1, 24), (2, 24), (3, 29)])
+def test_permuted_labels_are_a_contiguous_part_a_rank(world, count):
+    """RAE's rule: rank r has part r of one list; the pictures are interleaved nevertheless.
+    The stream has z alone. Where 8 classes do not divide the pictures, the rest is random.
+    """
+    order_of_labels = dict(process=Euler(DRAWS), count=count, labels="permuted")
+    n = 2
+    rounds = -(-count // (n * world))
+    generator = torch.Generator().manual_seed(3)
+    of_classes = torch.tensor([label for label in range(8) for _ in range(count // 8)])
+    all_labels = of_classes[torch.randperm(count // 8 * 8, generator=generator)].tolist()
+    more = rounds * n * world - len(all_labels)
+    if more:
+        all_labels += torch.randint(0, 8, (more,), generator=generator).tolist()
+    made = {}
+    for rank in range(world):
+        noise = noise_of(UpstreamNoise, rank, world, **order_of_labels)
+        of_rank = all_labels[rank * rounds * n : (rank + 1) * rounds * n]
+        stream = torch.Generator().manual_seed(3 * world + rank)
+        for batch in noise.batches.left(set()):
+            z, labels, _ = noise.batch(batch)
+            assert torch.equal(z, torch.randn(n, 4, 16, 16, generator=stream))
+            first = batch // world * n
+            assert labels.tolist() == of_rank[first : first + n]
+            made |= dict(zip(noise.batches.pictures(batch), labels.tolist()))
+        assert list(noise.batches.pictures(rank + world)) == [
+            i * world + rank + n * world for i in range(n)
+        ]
+    assert sorted(made) == list(range(rounds * n * world))
+    again = noise_of(UpstreamNoise, world - 1, world, **order_of_labels)
+    last = again.batches.left(set())[-1]
+    while again.skip(last):
+        pass
+    resumed = again.batch(last)
+    assert torch.equal(resumed.z, z) and torch.equal(resumed.labels, labels)
+
+
+def test_permuted_labels_of_any_number_of_ranks():
+    """Keyed by picture, they are those of one rank."""
+    by_one = of_pictures(UpstreamNoise, 1, count=24, labels="permuted")
+    by_three = of_pictures(PictureNoise, 3, count=24, batch_size=5, labels="permuted")
+    labels = [by_three[number][1] for number in range(24)]
+    assert labels == [by_one[number][1] for number in range(24)]
+    assert sorted(labels) == [i // 3 for i in range(24)]
 
 
 @pytest.mark.gpu

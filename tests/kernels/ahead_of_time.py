@@ -24,9 +24,9 @@ from accel.kernels.split_linear import cublas as split_linear_gemms
 from accel.kernels.swiglu import swiglu, swiglu_split
 
 
-def norm(op, width, branch, **options):
+def norm(op, width, branch, entry=(1,), table=float32, **options):
     x = zeros(1, 2048, width)
-    modulation = Modulation(zeros(1, 6, width), zeros(1, dtype=int64))
+    modulation = Modulation(zeros(1, 6, width, dtype=table), zeros(entry, dtype=int64))
     op(x, modulation, 0, ((x.to(branch), 2),) * 2, backend="triton", **options)
 
 
@@ -63,6 +63,9 @@ CALLS = {
     "adaln": lambda: norm(adaln, 1152, float16, dtype=float16),
     "adaln_rms": lambda: norm(adaln, 3072, float16, dtype=float16, rms_eps=1e-5),
     "adaln_split": lambda: norm(adaln_split, 1152, float32),
+    "adaln_token": lambda: norm(
+        adaln, 2048, float16, (1, 2048), float16, dtype=float16, rms_eps=1e-6
+    ),
     "adaln_stack": lambda: norm(adaln_split, 4096, float32, rms_eps=1e-5, stack=True),
     "qk_norm_rotary": lambda: rotate(qk_norm_rotary, 3072, 96, float16),
     "qk_norm_rotary_rms": lambda: rotate(qk_norm_rotary, 1152, 72, float16, rms_eps=1e-6),

@@ -17,11 +17,14 @@ SHAPES = ((2, 9), (1, 1), (3, 64), (5, 17))
 RMS_EPS = 1e-5
 
 
-def case(width, n, tokens, branches, dtype, device):
+def case(width, n, tokens, branches, dtype, device, by_token=False):
     x, *added = draw(1 + branches, n, tokens, width, device=device)
     x = x * 3 + 5  # a mean that a one-pass variance would lose
     entry = torch.arange(n, device=device) * 2 % 3  # shared between samples, out of order
+    if by_token:
+        entry = torch.arange(n * tokens, device=device).view(n, tokens) * 3 % 4
     table = draw(4, 8, width, seed=1, device=device)[:, 2:]  # a later stage's vectors
+    table = table.to(dtype) if by_token else table
     return x, Modulation(table, entry), [*zip((one.to(dtype) for one in added), (2, 5))]
 
 
@@ -29,8 +32,8 @@ def wide(modulation):
     return Modulation(modulation.table.double(), modulation.entry)
 
 
-def check(width, n, tokens, branches, dtype, device, tolerance, rms_eps=None):
-    x, modulation, pairs = case(width, n, tokens, branches, dtype, device)
+def check(width, n, tokens, branches, dtype, device, tolerance, rms_eps=None, by_token=False):
+    x, modulation, pairs = case(width, n, tokens, branches, dtype, device, by_token)
     if rms_eps:
         x *= 1e-3  # where ε matters
     exact = x.double()
@@ -47,12 +50,19 @@ def check(width, n, tokens, branches, dtype, device, tolerance, rms_eps=None):
 
 def check_split(backend, device="cpu", tokens=20):
     """High and low with a scale a token, also where tokens differ by 1e+8 in size."""
-    for width, rms_eps in ((1152, None), (216, RMS_EPS), (100, None), (100, RMS_EPS)):
+    by_row = torch.tensor([2, 0, 1], device=device)
+    by_token = torch.arange(3 * tokens, device=device).view(3, tokens) % 3
+    for width, rms_eps, entry in (
+        (1152, None, by_row),
+        (216, RMS_EPS, by_token),
+        (100, None, by_token),
+        (100, RMS_EPS, by_row),
+    ):
         x, branch = (draw(3, tokens, width, seed=seed, device=device) for seed in (width, 2))
         table = draw(4, 6, width, seed=1, device=device)
         table[2] *= 1e-4
         table[0, 3:5] *= 1e4
-        modulation = Modulation(table, torch.tensor([2, 0, 1], device=device))
+        modulation = Modulation(table, entry)
         want = adaln(
             x.double(), wide(modulation), 3, ((branch.double(), 2),), rms_eps, backend="torch"
         )
@@ -68,11 +78,13 @@ def check_split(backend, device="cpu", tokens=20):
         assert backend == "torch" or stacked(stack.pair).data_ptr() == stack.pair.data_ptr()
 
 
+@pytest.mark.parametrize("by_token", (False, True))
 @pytest.mark.parametrize("branches, rms_eps", ((0, None), (1, None), (2, None), (2, RMS_EPS)))
-def test_the_reference_is_the_formula(branches, rms_eps):
+def test_the_reference_is_the_formula(branches, rms_eps, by_token):
     """With vector 3 as shift and 4 as scale."""
-    x, modulation, pairs = case(216, 3, 10, branches, torch.float64, "cpu")
-    row = modulation.table[modulation.entry].double()[:, :, None]  # (N, V, 1, D)
+    x, modulation, pairs = case(216, 3, 10, branches, torch.float64, "cpu", by_token)
+    entry = modulation.entry if by_token else modulation.entry[:, None].expand(3, 10)
+    row = modulation.table[entry].double().transpose(1, 2)  # (N, V, T, D)
     total = x.double() + sum(row[:, gate] * branch.double() for branch, gate in pairs)
     centred = total if rms_eps else total - total.mean(-1, keepdim=True)
     want = (
@@ -97,12 +109,14 @@ def interpret():
         for n, tokens in ((2, 3), (1, 1)):  # an interpreter takes its time for a token
             for branches in (0, 1, 2):
                 check(width, n, tokens, branches, torch.float16, "cpu", 3e-4)
+                check(width, n, tokens, branches, torch.float16, "cpu", 3e-4, by_token=True)
                 if width in (1152, 216):
                     # The interpreter cuts float32 to bfloat16 where hardware rounds:
                     # twice the error.
                     check(width, n, tokens, branches, torch.bfloat16, "cpu", 5e-3)
                     check(width, n, tokens, branches, torch.float32, "cpu", 1e-6)
                     check(width, n, tokens, branches, torch.float32, "cpu", 1e-6, RMS_EPS)
+                    check(width, n, tokens, branches, torch.float32, "cpu", 1e-6, RMS_EPS, True)
     kernels.tile_config = tile_config
     check_split("triton", tokens=5)
 
@@ -118,6 +132,7 @@ def test_compiled_kernel(width, branches):
     for n, tokens in (*SHAPES, (16, 1024), (1009, 9)):
         check(width, n, tokens, branches, torch.float16, "cuda", 3e-4)
         check(width, n, tokens, branches, torch.float16, "cuda", 3e-4, RMS_EPS)
+        check(width, n, tokens, branches, torch.float16, "cuda", 3e-4, RMS_EPS, True)
         if width in (1152, 216):
             check(width, n, tokens, branches, torch.bfloat16, "cuda", 2.5e-3)
             check(width, n, tokens, branches, torch.float32, "cuda", 1e-6)

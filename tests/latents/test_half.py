@@ -14,16 +14,17 @@ from accel.config import Config
 from accel.errors import UsageError
 from accel.families import DEMO
 from accel.graphs import Replayed
-from accel.latents import LatentSpace
-from accel.latents.autoencoder_kl import SD_VAE_FT, KLDecoder, space_of
+from accel.latents import DecoderFiles, LatentSpace
+from accel.latents.autoencoder_kl import KIND, SD_VAE_FT, KLDecoder, space_of
+from accel.latents.autoencoder_kl.half import HalfDecoder
 from accel.latents.decoder import REQUIRED_PSNR, Decoder
 from accel.latents.files import FILES, find, load
-from accel.latents.half import HalfDecoder
 from accel.opening import open_model
 from accel.pipeline import Pipeline
 
 CPU = torch.device("cpu")
-SPACE = LatentSpace()
+FILES_OF_NONE = DecoderFiles(DEMO, (), KIND)
+SPACE = LatentSpace(decoder=FILES_OF_NONE)
 DEEPER = dict(layers_per_block=2, block_out_channels=[8, 16, 12, 12], mid_block_add_attention=False)
 
 
@@ -150,7 +151,7 @@ def test_the_check_is_in_the_decoders_own_space(gain, precision):
     """
     config = {**SD_VAE_FT, **WIDE, "latents_mean": [0.0] * 16, "latents_std": [gain] * 16}
     plain = random_decoder(**WIDE)
-    space = space_of(config, DEMO)
+    space = space_of(config, FILES_OF_NONE)
     assert (space.channels, space.factor) == (16, 16)
     decoder = checked(plain, space=space)
     z = noise(2, 4, channels=16)

@@ -15,7 +15,6 @@ FILES = [
     "verify/verify",
     "parallel",
     "contest-gpus",
-    "ddp",
 ]
 
 

@@ -20,4 +20,6 @@ FAMILY = Family(
     samplers=("ddpm", "ddim"),
     keys=("places.weight", "blocks.2.qkv.weight"),
     code=__name__,
+    config_reader=f"{__name__}.config_file",
+    label_orders=("random", "permuted"),
 )

@@ -14,6 +14,7 @@ SCRIPT_FLAGS = {
     "interval-min": "use --guidance-interval LOW HIGH, of noise levels: 1 − time",
     "interval-max": "use --guidance-interval LOW HIGH, of noise levels: 1 − time",
     "num-images": "use --num-fid-samples",
+    "evaluate-gen": "use sample_ddp.py --num-fid-samples N",
     "gen-bsz": "use --per-proc-batch-size",
     "resume": "use --ckpt FILE",
 }
@@ -52,6 +53,6 @@ FAMILY = Family(
     script_flags=SCRIPT_FLAGS,
     interval_ends=False,
     heun_by_start=False,
-    class_by_class=True,
+    label_orders=("class_by_class", "class_by_class"),
     any_size=False,
 )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accel.families.jit.network import JiT, rotations
-from accel.families.lightning_dit.fast import block, fold_norms
+from accel.families.lightning_dit.fast import LAST_NORM, block, fold_norms, norms_of
 from accel.families.lightning_dit.network import EPS
 from accel.fast.conditioning import BLOCK_VECTORS, Conditioning
 from accel.fast.network import Packing
@@ -53,7 +53,7 @@ def pack(read: Reader, model: JiT, ops: Half | Split) -> Packing:
     names = read.blocks("attn.qkv.weight")
     layers = [f"{name}.adaLN_modulation.1" for name in (*names, "final_layer")]
     conditioning = LabelledConditioning(read, layers, model.t_embedder.timestep_embedding)
-    fold_norms(read, names, conditioning)
+    fold_norms(read, [*norms_of(names), LAST_NORM], conditioning)
     first = read("x_embedder.proj1.weight")  # (B, C, p, p)
     second = read("x_embedder.proj2.weight").flatten(1)  # (D, B)
     patches = second.double() @ first.flatten(1).double()  # (D, C·p·p)

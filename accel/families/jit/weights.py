@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Mapping
 from functools import partial
-from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,20 @@ from accel.families.dit.weights import PATCHES, DiTRecogniser
 from accel.families.jit.network import JiT, JiT_models
 from accel.families.lightning_dit.weights import LightningDiTRecogniser
 from accel.families.recognise import STRUCTURE, Form, OfModule
+from accel.weights.metadata import RECIPE
 from accel.weights.shapes import Shapes
 
 log = logging.getLogger(__name__)
 
 FIRST, SECOND, FRONT = jit.FAMILY.keys[:3]  # the two projections of patches, and label positions
 START = "in_context_start"  # the first block that sees the label's tokens: no tensor says it
-# Arguments of training: option, least and most. Two make one option.
-NUMBERS = {
-    "cfg": ("cfg_scale", 0, 10**6),
-    "interval_min": ("", 0, 1),
-    "interval_max": ("", 0, 1),
-    "noise_scale": ("noise_scale", 0.001, 1000),
-    "t_eps": ("t_eps", 0.000001, 1),
-    "num_sampling_steps": ("num_sampling_steps", 1, 1000),
+OPTIONS = {  # arguments of training → options; interval_min and interval_max make another
+    "img_size": "image_size",
+    "cfg": "cfg_scale",
+    "noise_scale": "noise_scale",
+    "t_eps": "t_eps",
+    "num_sampling_steps": "num_sampling_steps",
+    "sampling_method": "sampler",
 }
 
 
@@ -57,8 +56,8 @@ class JiTRecogniser(DiTRecogniser):
                 f"is a JiT of {depth} blocks of width {width}, and no tensor says at which block "
                 "its label tokens enter; load it into its class and use accel.Sampler(module)"
             )
-        build = partial(form.build, in_context_start=start)
-        return form._replace(build=build, facts={START: start})
+        facts = {} if start in starts else {START: start}
+        return form._replace(build=partial(form.build, in_context_start=start), facts=facts)
 
     def heads(self, shapes: Shapes, metadata: Mapping[str, Any]) -> int:
         """Return the number of heads, from the norm of a head."""
@@ -68,40 +67,22 @@ class JiTRecogniser(DiTRecogniser):
         """Return the widths that are a JiT's own."""
         return dict(bottleneck_dim=shapes[FIRST][0], in_context_len=shapes[FRONT][1])
 
-    def converted(self, state: dict[str, Tensor], metadata: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return `state`. Raises ValueError for arguments of training that contradict it."""
-        of_state = {
-            "img_size": isqrt(state["pos_embed"].shape[1]) * state[FIRST].shape[-1],
-            "num_classes": len(state[self.labels]) - 1,
-        }
-        for name, value in of_state.items():
-            if metadata.get(name, value) != value:
-                raise ValueError(
-                    f"says {name} {shown(metadata[name])}, and its entries are for {value}; save "
-                    "it again"
-                )
-        return state
-
     def recipe(self, model: str, metadata: Mapping[str, Any], path: Path) -> dict[str, Any]:
         """Return the options that the arguments of the training run imply, and print them."""
-        where = f"`ckpt={path}`: its training arguments say"
-        says = {name: metadata[name] for name in NUMBERS if name in metadata}
-        for name, value in says.items():
-            _, least, most = NUMBERS[name]
-            if type(value) not in (int, float) or not least <= value <= most:
+        options = {option: metadata[name] for name, option in OPTIONS.items() if name in metadata}
+        low = metadata.get("interval_min", 0)
+        high = metadata.get("interval_max", 1)
+        for name, value in {**options, "guidance_interval": (low, high)}.items():
+            if not RECIPE[name](value):
                 raise UsageError(
-                    f"{where} {name} {shown(value)}, which must be from {least} to {most}; mend it"
+                    f"`ckpt={path}`: its training arguments say {name} {shown(value)}, which "
+                    "cannot be; mend it"
                 )
-        known = "noise_scale" in {**metadata.get("recipe", {}), **says}
-        if not known and model not in self.family.models:
+        says = {**metadata.get("recipe", {}), **options}
+        if "noise_scale" not in says and model not in self.family.models:
             log.warning(f"{path}: says no scale of the first noise, taken for 1: --noise-scale N")
-        options = {NUMBERS[name][0]: value for name, value in says.items()}
-        options.pop("", None)
-        if "sampling_method" in metadata:
-            options["sampler"] = metadata["sampling_method"]
-        if says.keys() & {"interval_min", "interval_max"}:  # of times: a level is 1 − time
-            interval = 1 - says.get("interval_max", 1), 1 - says.get("interval_min", 0)
-            options["guidance_interval"] = interval
+        if metadata.keys() & {"interval_min", "interval_max"}:  # of times: a level is 1 − time
+            options["guidance_interval"] = 1 - high, 1 - low
         if options:
             listed = ", ".join(f"{name} {shown(value)}" for name, value in options.items())
             log.warning(f"{path}: its training arguments say {listed}; flags override it")

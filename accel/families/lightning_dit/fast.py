@@ -15,7 +15,10 @@ from accel.fast.network import Packing
 from accel.fast.ops import Block, Gemms, Half, Rotation, Split, Weights
 from accel.fast.reader import Reader
 
-ALIGNED = 64  # the GEMM kernels' multiple, to which the hidden width is padded with zeros
+# The GEMM kernels' multiple, to which the hidden width is padded with zeros. They add nothing:
+# silu(0)·0 = 0.
+ALIGNED = 64
+LAST_NORM = "final_layer.norm_final"
 
 
 def pack(read: Reader, model: LightningDiT, ops: Half | Split) -> Packing:
@@ -27,16 +30,18 @@ def pack(read: Reader, model: LightningDiT, ops: Half | Split) -> Packing:
     head_dim = model.pos_embed.shape[-1] // model.num_heads
     rotation = rotation_table(head_dim, side, ops.stream, ops.device)
     packing = sit.pack(read, model, ops, partial(block, heads=model.num_heads, rotation=rotation))
-    fold_norms(read, read.blocks("attn.qkv.weight"), packing.conditioning)
+    norms = norms_of(read.blocks("attn.qkv.weight"))
+    fold_norms(read, [*norms, LAST_NORM], packing.conditioning)
     return packing._replace(rms_eps=EPS, last_rms_eps=EPS)
 
 
-def fold_norms(read: Reader, names: list[str], conditioning: Conditioning) -> None:
-    """Fold the norms' weights of the blocks `names` and of the last layer into the scales."""
-    norms = []
-    for name in names:
-        norms += [f"{name}.norm1", f"{name}.norm2"]
-    norms.append("final_layer.norm_final")
+def norms_of(blocks: list[str]) -> list[str]:
+    """Return the names of the norms of blocks."""
+    return [f"{name}.{norm}" for name in blocks for norm in ("norm1", "norm2")]
+
+
+def fold_norms(read: Reader, norms: list[str], conditioning: Conditioning) -> None:
+    """Fold the weights of consecutive norms, from the first block's on, into the scales."""
     for index, norm in enumerate(norms):
         # Every norm has a scale, the second of the three vectors that belong to it.
         conditioning.fold(3 * index + 1, read(f"{norm}.weight"))
@@ -61,28 +66,17 @@ def block(read: Reader, name: str, ops: Half | Split, heads: int, rotation: Tens
         ),
         fc1=Weights(
             w12,
-            _padded_halves(read.rows(f"{w12}.weight", ops.dtype, matrices=2)),  # (2·F, D)
-            _padded_halves(read.rows(f"{w12}.bias", ops.dtype, matrices=2)),  # (2·F,)
+            read.rows(f"{w12}.weight", ops.dtype, 2, ALIGNED),  # (2·F, D)
+            read.rows(f"{w12}.bias", ops.dtype, 2, ALIGNED),  # (2·F,)
         ),
         fc2=Weights(
             w3,
-            _padded(read.columns(f"{w3}.weight", ops.dtype)),
+            read.columns(f"{w3}.weight", ops.dtype, ALIGNED),
             read.once(f"{w3}.bias", ops.dtype),
         ),
     )
     norms = _norms(read, f"{name}.attn", heads // ops.part.ranks)
     return ops.block(gemms, gated=True, rotation=Rotation(rotation, norms, EPS))
-
-
-def _padded(value: Tensor) -> Tensor:
-    """Pad dimension 1 with zeros to a multiple of ALIGNED. They add nothing: silu(0)·0 = 0."""
-    n, width, *others = value.shape
-    return torch.cat([value, value.new_zeros(n, -width % ALIGNED, *others)], dim=1)
-
-
-def _padded_halves(value: Tensor) -> Tensor:
-    """Pad each of two matrices, one below the other, as `_padded` does."""
-    return _padded(value.unflatten(0, (2, -1))).flatten(0, 1)
 
 
 def _norms(read, attention, heads):

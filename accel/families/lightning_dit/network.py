@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accel.families.dit import network as dit
-from accel.families.dit.network import _constructor, attention, modulate
+from accel.families.dit.network import _constructor, attention
 from accel.families.large_dit.network import DiT_Llama, RMSNorm, rotate
 from accel.families.large_dit.network import rotation_table as axis_table
 from accel.families.lightning_dit import SIZES
@@ -75,8 +75,13 @@ class SwiGLU(nn.Module):
         return self.w3(F.silu(a) * b)
 
 
+def of_tokens(vectors: Tensor) -> Tensor:
+    """Return vectors a token, (N, T, ·) as they are, and (N, ·) as (N, 1, ·)."""
+    return vectors if vectors.ndim == 3 else vectors.unsqueeze(1)
+
+
 class LightningDiTBlock(nn.Module):
-    """DiT's block with RMSNorm, rotated attention and SwiGLU."""
+    """DiT's block with RMSNorm, rotated attention and SwiGLU, modulated by batch row or token."""
 
     def __init__(
         self, hidden_size: int, num_heads: int, mlp_ratio: float = 4.0, qk_norm: bool = False
@@ -91,24 +96,29 @@ class LightningDiTBlock(nn.Module):
     def forward(
         self, x: Tensor, c: Tensor, rotation: Tensor, attend: Callable = attention
     ) -> Tensor:
-        """Apply attention and MLP: tokens x (N, T, D), conditioning c (N, D) → (N, T, D).
+        """Apply attention and MLP: tokens x (N, T, D), conditioning c (N, D) or (N, T, D)
+        → (N, T, D).
 
         rotation (T, d/2, 2). attend: in place of `attention`.
         """
-        vectors = self.adaLN_modulation(c).chunk(6, dim=1)  # each (N, D)
+        vectors = of_tokens(self.adaLN_modulation(c)).chunk(6, dim=2)  # each (N, 1 or T, D)
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = vectors
-        h = modulate(self.norm1(x), shift_msa, scale_msa)
-        x = torch.addcmul(x, gate_msa.unsqueeze(1), self.attn(h, rotation, attend))
-        h = modulate(self.norm2(x), shift_mlp, scale_mlp)
-        return torch.addcmul(x, gate_mlp.unsqueeze(1), self.mlp(h))
+        h = torch.addcmul(shift_msa, self.norm1(x), 1 + scale_msa)
+        x = torch.addcmul(x, gate_msa, self.attn(h, rotation, attend))
+        h = torch.addcmul(shift_mlp, self.norm2(x), 1 + scale_mlp)
+        return torch.addcmul(x, gate_mlp, self.mlp(h))
 
 
 class FinalLayer(dit.FinalLayer):
-    """DiT's final layer with an RMSNorm."""
+    """DiT's final layer with an RMSNorm, modulated by batch row or token."""
 
     def __init__(self, hidden_size: int, patch_size: int, out_channels: int):
         super().__init__(hidden_size, patch_size, out_channels)
         self.norm_final = RMSNorm(hidden_size, EPS)
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        shift, scale = of_tokens(self.adaLN_modulation(c)).chunk(2, dim=2)  # each (N, 1 or T, D)
+        return self.linear(torch.addcmul(shift, self.norm_final(x), 1 + scale))
 
 
 class LightningDiT(SiT):

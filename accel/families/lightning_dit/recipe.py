@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from accel.errors import UsageError, shown
+from accel.families.config_file import read_yaml
 from accel.families.lightning_dit import FAMILY
-from accel.files import read_small
 
 log = logging.getLogger(__name__)
 
-LARGEST = 1 << 16  # bytes of a YAML file
 # (section, entry, value if it is missing, supported value)
 COMPUTED = (
     ("transport", "path_type", "Linear", "Linear"),
@@ -145,18 +144,9 @@ def _beside(path: Path) -> Path | None:
 
 
 def _read(file: Path, path: Path) -> Any:
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        def flatten_mapping(self, node):
-            """No-op: merged mappings can grow without bound, and are then refused as
-            unknown tags.
-            """
-
     try:
-        return yaml.load(read_small(file, LARGEST).decode(), Loader)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
+        return read_yaml(file)
+    except (OSError, ValueError) as error:
         raise UsageError(
-            f"`ckpt={path}`: {file.name} beside it cannot be read ({reason}); mend it"
+            f"`ckpt={path}`: {file.name} beside it cannot be read ({error}); mend it"
         ) from None

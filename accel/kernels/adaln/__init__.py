@@ -12,8 +12,8 @@ and low. An index on the device selects shifts, scales and gates from a table, s
 graph serves every step.
 
 With `rms_eps` the norm is x / √(mean(x²) + ε) (Zhang & Sennrich 2019, arXiv:1910.07467). Its weight
-belongs in scale's projection. Triton's kernel takes x and table in float32, the reference any
-dtype.
+belongs in scale's projection. Triton's kernel takes x in float32 and the table in float32 or half
+precision, the reference any dtype.
 """
 
 import torch

@@ -11,13 +11,14 @@ Branches = tuple[tuple[Tensor, int], ...]  # (branch (N, T, D), index of its gat
 
 
 class Modulation(NamedTuple):
-    """A table of shift, scale and gate vectors, and each sample's entry.
+    """A table of shift, scale and gate vectors, and the entry of each sample or token.
 
-    A sample's vectors are ``table[entry[sample], vector]``.
+    A sample's vectors are ``table[entry[sample], vector]``, a token's
+    ``table[entry[sample, token], vector]``.
     """
 
-    table: Tensor  # (E, V, D): pairs of timestep and label, vectors, width; an entry is contiguous
-    entry: Tensor  # (N,) int64, on the table's device
+    table: Tensor  # (E, V, D): entries, vectors, width; an entry is contiguous
+    entry: Tensor  # (N,) or (N, T) int64, on the table's device; (N, T) is contiguous
 
 
 def adaln(
@@ -26,7 +27,8 @@ def adaln(
     """Compute accel.kernels.adaln.adaln in x's dtype."""
 
     def vector(index):
-        return modulation.table[modulation.entry, index].unsqueeze(1)  # (N, 1, D)
+        vectors = modulation.table[modulation.entry, index].to(x.dtype)  # (N, D) or (N, T, D)
+        return vectors if vectors.ndim == 3 else vectors.unsqueeze(1)
 
     total = x
     for branch, gate in branches:

@@ -21,14 +21,17 @@ def launch(
     scales: Tensor | None = None,
     stack: bool = False,
 ) -> None:
-    """Compute accel.kernels.adaln.adaln for a float32 x and table into `out`, shaped like x.
+    """Compute accel.kernels.adaln.adaln for a float32 x into `out`, shaped like x.
 
     With scales (N, T) float32 as adaln_split: into the pair `out`, with `stack` a `new_stack`.
     """
     n, tokens, width = x.shape
     unused = (x, 0)
     first, second = (*branches, unused, unused)[:2]
+    by_token = modulation.entry.ndim == 2
     config = tile_config(width, n * tokens)
+    if by_token:
+        config["TURNS"] = 1  # tokens share no vectors
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
         _adaln[(triton.cdiv(tokens, config["TURNS"]), n)](
             x,
@@ -51,6 +54,7 @@ def launch(
             STACK=stack,
             EPS=EPS if rms_eps is None else rms_eps,
             CENTRE=rms_eps is None,
+            BY_TOKEN=by_token,
             START_NEXT=cuda.capability(x.device) >= (9, 0),  # programmatic dependent launch
             **config,
         )
@@ -92,15 +96,15 @@ def _sum(x_ptr, first_ptr, second_ptr, offset, inside, gate1, gate2, BRANCHES: t
 def _vectors(
     start, column, inside, shift, scale, gate1, gate2, WIDTH: tl.constexpr, BRANCHES: tl.constexpr
 ):
-    """Return tiles of shift, 1 + scale and the gates in use."""
-    shift = tl.load(start + shift * WIDTH + column, inside, 0.0)
-    scale = 1 + tl.load(start + scale * WIDTH + column, inside, 0.0)
+    """Return tiles of shift, 1 + scale and the gates in use, in float32."""
+    shift = tl.load(start + shift * WIDTH + column, inside, 0.0).to(tl.float32)
+    scale = 1 + tl.load(start + scale * WIDTH + column, inside, 0.0).to(tl.float32)
     first = shift
     second = shift
     if BRANCHES > 0:
-        first = tl.load(start + gate1 * WIDTH + column, inside, 0.0)
+        first = tl.load(start + gate1 * WIDTH + column, inside, 0.0).to(tl.float32)
     if BRANCHES > 1:
-        second = tl.load(start + gate2 * WIDTH + column, inside, 0.0)
+        second = tl.load(start + gate2 * WIDTH + column, inside, 0.0).to(tl.float32)
     return shift, scale, first, second
 
 
@@ -128,6 +132,7 @@ def _adaln(
     STACK: tl.constexpr,
     EPS: tl.constexpr,
     CENTRE: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
     MAIN: tl.constexpr,
     TAIL: tl.constexpr,
     TURNS: tl.constexpr,
@@ -136,7 +141,10 @@ def _adaln(
     if START_NEXT:
         gdc_launch_dependents()
     sample = tl.program_id(1)
-    start = table_ptr + tl.load(entry_ptr + sample) * entry_stride
+    entry = entry_ptr + sample
+    if BY_TOKEN:  # a program computes one token
+        entry = entry_ptr + sample.to(tl.int64) * tokens + tl.program_id(0)
+    start = table_ptr + tl.load(entry) * entry_stride
     main = tl.arange(0, MAIN)
     in_main = main < WIDTH
     shift_m, scale_m, gate1_m, gate2_m = _vectors(

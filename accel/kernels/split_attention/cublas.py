@@ -49,12 +49,3 @@ def attention(pair: Tensor, num_heads: int) -> Tensor:
         split_multiply(weights, v, mixed[:count], small=tokens)
         between.merge(mixed[:count], centre, out, first)
     return out
-
-
-def _between() -> ModuleType:
-    """Return the module of the operations around the GEMMs."""
-    if not cuda.HAS_TRITON:
-        return reference
-    from accel.kernels.split_attention import between
-
-    return between

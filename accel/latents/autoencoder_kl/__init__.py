@@ -2,21 +2,26 @@
 arXiv:2112.10752).
 
 It gives the same bits as diffusers' AutoencoderKL from the same files, of any sizes and
-numbers of levels and latent channels. Other kinds of blocks are refused.
+numbers of levels and latent channels. Other kinds of blocks are refused. half.py is its
+float16 version, ldm_layout.py reads files in another layout than diffusers'.
 """
 
 # Our own, because `import diffusers` takes 2.6 to 8 s: longer than four GPUs need to
 # sample.
 
+from collections.abc import Callable, Mapping
 from itertools import chain, zip_longest
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from accel.errors import shown
-from accel.latents import DecoderFiles, LatentSpace
+from accel.errors import UsageError, shown
+from accel.latents import DecoderFiles, DecoderKind, LatentSpace
+from accel.weights.shapes import shapes_only
+from accel.weights.tensor_files import read_tensors, require_floats, weight_files
 
 EPS = 1e-6
 STATISTICS = ("latents_mean", "latents_std")
@@ -254,3 +259,90 @@ class KLDecoder(nn.Module):
                     else tensor
                 )
         return needed
+
+
+class AutoencoderKL(DecoderKind):
+    """diffusers' AutoencoderKL: a folder in its layout, or a file in LDM's."""
+
+    def holds(self, content: Mapping[str, Any]) -> bool:
+        """Return whether a config.json names the class, or a file has LDM's names."""
+        if "_class_name" in content:
+            return content["_class_name"] == "AutoencoderKL"
+        from accel.latents.autoencoder_kl import ldm_layout  # most people have a folder
+
+        return ldm_layout.holds(content)
+
+    def files(self, path: Path, statistics: str | None) -> list[Path]:
+        """Return config.json and the weights. Statistics are numbers of the latent space."""
+        if path.is_file():
+            return [path]
+        return [path / "config.json", *weight_files(path, "vae")]
+
+    def read(
+        self, files: DecoderFiles, content: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Return the entries of config.json that the decoder takes, and its weights."""
+        first, *weights = self.files(files.path, files.statistics)
+        config = dict(content)
+        state: dict[str, torch.Tensor] = {}
+        if not weights:
+            from accel.latents.autoencoder_kl import ldm_layout
+
+            config, state = ldm_layout.read(first, content)
+        try:
+            with shapes_only():
+                decoder = KLDecoder(config)
+        except ValueError as error:
+            raise UsageError(
+                f"`vae={first}`: {error}, which is not computed here; give another AutoencoderKL"
+            ) from None
+        for file in weights:
+            state |= read_tensors(file, "vae")
+        last = [first, *weights][-1]
+        require_floats(state, f"`vae={last}`")
+        state = decoder.renamed(state)
+        want = decoder.state_dict()
+        wrong = [
+            name for name in want if name not in state or state[name].shape != want[name].shape
+        ]
+        if wrong:
+            raise UsageError(
+                f"`vae={last}`: these weights are not those of "
+                f"{'config.json' if weights else 'an AutoencoderKL'} ({len(wrong)} entries differ, "
+                f"first {wrong[0]}); copy them again"
+            )
+        return decoder.entries, state
+
+    def space(self, files: DecoderFiles, entries: dict[str, Any]) -> LatentSpace:
+        """Return the latent space, with the statistics that the user gives, or that lie beside
+        a file in LDM's layout.
+        """
+        space = space_of(entries, files)
+        if not files.statistics and not files.path.is_file():
+            return space
+        # a folder in diffusers' layout says all itself
+        from accel.latents.autoencoder_kl import ldm_layout
+
+        if files.statistics:
+            return ldm_layout.with_statistics(space, files.statistics)
+        return ldm_layout.scaled(space, files.path)
+
+    def build(self, entries: dict[str, Any]) -> KLDecoder:
+        """Return the decoder."""
+        return KLDecoder(entries)
+
+    def compile_half(self, device: torch.device) -> None:
+        """Compile the kernels of GroupNorm."""
+        from accel.kernels.group_norm.triton import compile_ahead
+
+        compile_ahead(device)
+
+    def half(self, network: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return the decoder in float16."""
+        # imports Triton, which float32 does not need
+        from accel.latents.autoencoder_kl.half import HalfDecoder
+
+        return HalfDecoder(network)
+
+
+KIND = AutoencoderKL()

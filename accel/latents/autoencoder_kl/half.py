@@ -1,5 +1,5 @@
-"""The decoder in float16, for one picture at a time: the mathematics of
-autoencoder_kl.py, arranged for a GPU.
+"""The decoder in float16, for one picture at a time: the mathematics of __init__.py, arranged
+for a GPU.
 
 Convolutions and the attention's GEMMs read and write float16 and accumulate in float32,
 in channels_last layout as tensor cores want it. The residual stream inside a block,

@@ -7,6 +7,7 @@ losses, and latents_stats.pt.
 
 import logging
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,24 @@ _LAYER = {"norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v", "proj_out
 _LAYER |= {"nin_shortcut": "conv_shortcut", "norm_out": "conv_norm_out"}
 
 
-def read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return (config.json's entries, the decoder's weights under diffusers' names).
-    Raises UsageError about --vae.
-    """
-    content = read_tensors(file, "vae")
+def _entries(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of an autoencoder, of a file with it alone or with a whole pipeline."""
     whole = content["state_dict"] if isinstance(content.get("state_dict"), dict) else content
-    whole = {str(name).removeprefix(INSIDE): value for name, value in whole.items()}
+    return {str(name).removeprefix(INSIDE): value for name, value in whole.items()}
+
+
+def holds(content: Mapping[str, Any]) -> bool:
+    """Return whether a file's content has names of an AutoencoderKL's decoder."""
+    return any(
+        re.match(r"decoder\.(conv_in|mid|up|conv_out)\.", name) for name in _entries(content)
+    )
+
+
+def read(file: Path, content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return (config.json's entries, the decoder's weights under diffusers' names) of the
+    content of a file. Raises UsageError about --vae.
+    """
+    whole = _entries(content)
     state = {
         name: value
         for name, value in whole.items()

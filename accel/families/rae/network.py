@@ -1,0 +1,207 @@
+"""The network of RAE, DiT^DH: Zheng et al. 2025, arXiv:2510.11690.
+
+A trunk of LightningDiT's blocks reads the latents x. A few wide blocks, the head, read x too, by a
+second embedding, and are modulated token by token by the trunk's output. With τ the embedding of
+the time and y that of the label:
+
+    s ← trunk(embed(x) + positions)        blocks modulated by SiLU(τ + y)
+    s ← projected(SiLU(τ + s))             a vector a token
+    v ← head(embed'(x))                    blocks and last layer modulated by s
+
+Names and state-dict keys are those of the published checkpoints. Those were trained with times
+from data to noise and the velocity noise − data. Here times run from 0, noise, to 1, data, as in
+the other flows: the network embeds 1 − t and negates its output.
+
+Shapes: N batch, T tokens, D width of the trunk, W width of the head, h heads, d head dim.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from math import gcd
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from accel.families.dit.network import DiT, PatchEmbed, TimestepEmbedder, _constructor, attention
+from accel.families.lightning_dit.network import FinalLayer, LightningDiTBlock, rotation_table
+from accel.network import Plain, Stage
+
+
+class Condition(NamedTuple):
+    """The conditioning of batch rows."""
+
+    vector: Tensor  # (N, D), of time and label
+    time: Tensor  # (N, D), the time's embedding alone
+
+
+def fourier(t: Tensor, frequencies: Tensor) -> Tensor:
+    """Embed times t (N,), from noise to data: sines, then cosines of 2π·(1 − t)·f → (N, 2·F)."""
+    angles = (1 - t)[:, None] * frequencies * 2 * torch.pi
+    return torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
+class FourierEmbedder(TimestepEmbedder):
+    """Embed times by stored random frequencies and DiT's MLP. (N,) → (N, D)."""
+
+    def __init__(self, hidden_size: int, count: int = 256):
+        super().__init__(hidden_size, 2 * count)
+        self.W = nn.Parameter(torch.randn(count), requires_grad=False)
+
+    def forward(self, t: Tensor) -> Tensor:
+        return self.mlp(fourier(t, self.W).to(self.W.dtype))
+
+
+class Rotations(nn.Module):
+    """The table of rotations of published files: cosines and sines (T, d), every number twice."""
+
+    freqs_cos: Tensor
+    freqs_sin: Tensor
+
+    def __init__(self, head_dim: int, side: int):
+        super().__init__()
+        table = rotation_table(head_dim, side, torch.float32, "cpu").repeat_interleave(2, dim=1)
+        cos, sin = table.to(torch.get_default_device()).unbind(-1)
+        self.register_buffer("freqs_cos", cos.contiguous())
+        self.register_buffer("freqs_sin", sin.contiguous())
+
+    def forward(self) -> Tensor:
+        """Return LightningDiT's table (T, d/2, 2)."""
+        return torch.stack([self.freqs_cos, self.freqs_sin], dim=-1)[:, ::2]
+
+
+class DiTwDDTHead(DiT):
+    """Estimate the velocity data − noise: x (N, C, H, W), t (N,), y (N,) → (N, C, H, W).
+
+    t runs from 0, noise, to 1, data. hidden_size, depth, num_heads: of the trunk, then of the head.
+    """
+
+    def __init__(
+        self,
+        input_size: int = 16,
+        in_channels: int = 768,
+        hidden_size: Sequence[int] = (1152, 2048),
+        depth: Sequence[int] = (28, 2),
+        num_heads: Sequence[int] = (16, 16),
+        mlp_ratio: float = 4.0,
+        class_dropout_prob: float = 0.1,
+        num_classes: int = 1000,
+        use_qknorm: bool = False,
+    ):
+        trunk, head = hidden_size
+        super().__init__(
+            input_size,
+            1,  # patch
+            in_channels,
+            trunk,
+            depth=0,  # DiT's blocks
+            num_heads=gcd(*num_heads),
+            class_dropout_prob=class_dropout_prob,
+            num_classes=num_classes,
+            learn_sigma=False,
+        )
+        self.num_encoder_blocks = depth[0]
+        self.heads = tuple(num_heads)
+        self.s_embedder = self.x_embedder
+        self.x_embedder = PatchEmbed(input_size, 1, in_channels, head)
+        self.s_projector = nn.Linear(trunk, head)
+        self.t_embedder = FourierEmbedder(trunk)
+        self.enc_feat_rope = Rotations(trunk // num_heads[0], input_size)
+        self.dec_feat_rope = Rotations(head // num_heads[1], input_size)
+        self.blocks = nn.ModuleList(
+            LightningDiTBlock(width, heads, mlp_ratio, use_qknorm)
+            for width, count, heads in zip(hidden_size, depth, num_heads)
+            for _ in range(count)
+        )
+        self.final_layer = FinalLayer(head, 1, in_channels)
+        self.initialize_weights()
+
+    def embed(self, x: Tensor, tokens: slice = slice(None)) -> Tensor:
+        """Embed latents (N, C, H, W) for the trunk and for the head, side by side → (N, T, D + W).
+
+        Returns the slice `tokens` of each row.
+        """
+        s = self.s_embedder(x) + self.pos_embed
+        return torch.cat([s, self.x_embedder(x)], dim=-1)[:, tokens]
+
+    def condition(self, t: Tensor, y: Tensor) -> Condition:  # type: ignore[override]
+        """Return the conditioning of times t (N,) and labels y (N,)."""
+        time = self.t_embedder(t)
+        return Condition(F.silu(time + self.y_embedder(y, self.training)), time)
+
+    @property
+    def stages(self) -> list[Stage]:
+        """Return the trunk and the head."""
+        blocks = list(self.blocks)
+        count = self.num_encoder_blocks
+        trunk = self.s_projector.in_features
+        return [
+            Stage(
+                blocks[:count],
+                trunk,
+                self.heads[0],
+                enter=lambda x, embedded, condition: embedded[..., :trunk],
+                modulate=lambda x, condition: condition.vector,
+            ),
+            Stage(
+                blocks[count:],
+                self.s_projector.out_features,
+                self.heads[1],
+                enter=lambda x, embedded, condition: embedded[..., trunk:],
+                modulate=self.by_token,
+            ),
+        ]
+
+    def by_token(self, x: Tensor, condition: Condition) -> Tensor:
+        """Return the head's modulation (N, T, W) from the trunk's tokens x (N, T, D)."""
+        return self.s_projector(F.silu(condition.time.unsqueeze(1) + x))
+
+    def transform(
+        self,
+        x: Tensor,
+        c: Tensor,
+        attend: Callable = attention,
+        tokens: slice = slice(None),
+        blocks: Iterable[nn.Module] | None = None,
+    ) -> Tensor:
+        """Apply `blocks` of the trunk, c (N, D), or of the head, c (N, T, W), to tokens x.
+
+        x (N, T, D) or (N, T, W). attend: in place of `attention`. tokens: the slice of each row
+        that x and c hold.
+        """
+        rope = self.enc_feat_rope if c.ndim == 2 else self.dec_feat_rope
+        rotation = rope()[tokens]  # (T, d/2, 2)
+        for block in blocks or ():
+            x = block(x, c, rotation, attend)
+        return x
+
+    def head(self, x: Tensor, c: Tensor) -> Tensor:
+        """Project tokens x (N, T, W), conditioning c (N, T, W), to velocities (N, T, C)."""
+        return -self.final_layer(x, c)
+
+    def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
+        """Estimate the velocity: x (N, C, H, W), t (N,), y (N,) → (N, C, H, W)."""
+        condition = self.condition(t, y)
+        return self.unpatchify(Plain(self).forward_blocks(self.embed(x), condition, attention))
+
+    def forward_with_cfg(self, x: Tensor, t: Tensor, y: Tensor, cfg_scale: float) -> Tensor:
+        """Evaluate with classifier-free guidance as DiT does, on all channels."""
+        half = x[: len(x) // 2]
+        cond, uncond = self.forward(torch.cat([half, half]), t, y).chunk(2)
+        return torch.cat([uncond + cfg_scale * (cond - uncond)] * 2)
+
+
+# ---- Configurations ----
+
+_SIZES = {
+    "XL": dict(hidden_size=(1152, 2048), depth=(28, 2), num_heads=(16, 16)),
+    "L": dict(hidden_size=(1024, 2048), depth=(24, 2), num_heads=(16, 16)),
+    "B": dict(hidden_size=(768, 2048), depth=(12, 2), num_heads=(12, 16)),
+    "S": dict(hidden_size=(384, 2048), depth=(12, 2), num_heads=(6, 16)),
+}
+DiTDH_models = {
+    f"DiTDH-{size}/1": _constructor(f"DiTDH_{size}_1", DiTwDDTHead, **config)
+    for size, config in _SIZES.items()
+}
+globals().update({build.__name__: build for build in DiTDH_models.values()})

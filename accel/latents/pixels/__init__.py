@@ -1,0 +1,16 @@
+"""The space of networks that sample pixels: it has no decoder."""
+
+from pathlib import Path
+
+from accel.latents import DecoderFiles, DecoderKind, LatentSpace
+
+
+class Pixels(DecoderKind):
+    """Latents are pixels."""
+
+
+KIND = Pixels()
+PIXELS = LatentSpace(
+    channels=3, factor=1, scale=1.0, decoder=DecoderFiles(Path("pixels"), (), KIND)
+)
+KIND.without_files = PIXELS

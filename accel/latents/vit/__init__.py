@@ -1,0 +1,233 @@
+"""The ViT decoder of a representation autoencoder (Zheng et al. 2025, arXiv:2510.11690).
+
+    model.pt                  its weights, of any name; or a folder with this file
+    stat.pt                   mean and var of the latents; or --latent-stats
+    config.json               the decoder's sizes; needed for another number of heads than usual
+    preprocessor_config.json  mean and deviation of pixels; needed for others than ImageNet's
+
+All lie in one folder.
+"""
+
+import logging
+import re
+from collections.abc import Callable, Mapping
+from math import isqrt
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel.errors import UsageError, shown
+from accel.latents import DecoderFiles, DecoderKind, LatentSpace
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from accel.latents.vit.network import ViTDecoder
+
+log = logging.getLogger(__name__)
+
+WEIGHTS = ("model.safetensors", "model.pt")
+STATISTICS = "stat.pt"
+CONFIG = "config.json"
+COLOURS = "preprocessor_config.json"
+HEADS = "decoder_num_attention_heads"
+USUAL_HEADS = {768: 12, 1024: 16, 1152: 16}  # by width
+EPS = 1e-12  # of LayerNorm
+STATISTICS_EPS = 1e-5
+IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
+# Other parts of an autoencoder, and a leftover of the ViT's own training, which no decoder reads.
+IGNORED = re.compile(r"encoder\.|mask_token$")
+LARGEST = 1e6  # of statistics, far beyond any
+
+
+def _entries(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a decoder's file, or of the moving average of an autoencoder's
+    training run, under the names that they have in the former.
+    """
+    whole = content["ema"] if isinstance(content.get("ema"), dict) else content
+    entries = {}
+    for name, value in whole.items():
+        name = re.sub(r"^(module\.|_orig_mod\.)*(decoder\.)?", "", str(name))
+        entries[name] = value
+    return entries
+
+
+class ViT(DecoderKind):
+    """The decoder of a representation autoencoder."""
+
+    def holds(self, content: Mapping[str, Any]) -> bool:
+        """Return whether a file has the decoder's tensors, or a config.json its heads."""
+        return HEADS in content or "decoder_embed.weight" in _entries(content)
+
+    def files(self, path: Path, statistics: str | None) -> list[Path]:
+        """Return the weights, the statistics, and the facts beside the weights."""
+        weights = path
+        if not path.is_file():
+            present = [path / name for name in WEIGHTS if (path / name).is_file()]
+            if not present:
+                raise UsageError(f"`vae={path}`: must hold {CONFIG} and {' or '.join(WEIGHTS)}")
+            weights = present[0]
+        beside = weights.parent
+        if statistics is None and not (beside / STATISTICS).is_file():
+            raise UsageError(
+                f"`vae={path}`: says no statistics of its latents; put {STATISTICS} beside it, or "
+                "give `latent_stats`"
+            )
+        facts = [beside / name for name in (CONFIG, COLOURS) if (beside / name).is_file()]
+        return [weights, Path(statistics or beside / STATISTICS), *facts]
+
+    def read(
+        self, files: DecoderFiles, content: Mapping[str, Any]
+    ) -> "tuple[dict[str, Any], dict[str, Tensor]]":
+        """Return the sizes, and the tensors of weights and statistics."""
+        from accel.latents.vit.network import Sizes, ViTDecoder
+        from accel.weights.shapes import require_fit, shapes_only
+        from accel.weights.tensor_files import read_json, read_tensors, require_floats
+
+        weights, statistics, *facts = self.files(files.path, files.statistics)
+        name = f"`vae={weights}`"
+        entries = _entries(content if files.path.is_file() else read_tensors(weights, "vae"))
+        state = {key: value for key, value in entries.items() if not IGNORED.match(key)}
+        require_floats(state, name)
+        metadata: dict[str, Any] = {}
+        for file in facts:
+            metadata |= read_json(file, "vae")
+        sizes = _sizes(name, state, metadata)
+        colours = {key: metadata.get(key, value) for key, value in IMAGENET.items()}
+        _log_assumptions(weights, metadata, sizes)
+        of_latents = _statistics(statistics, read_tensors(statistics, "latent_stats"), sizes)
+        state |= of_latents | _colours(weights.parent / COLOURS, colours)
+        with shapes_only():
+            decoder = ViTDecoder(Sizes(**sizes))
+        require_fit(name, state, decoder)
+        return sizes, state
+
+    def space(self, files: DecoderFiles, entries: dict[str, Any]) -> LatentSpace:
+        """Return the space of normalised latents: the decoder has the statistics."""
+        channels = entries["channels"]
+        side = entries["side"]
+        return LatentSpace(channels, entries["patch"], scale=1.0, decoder=files, side=side)
+
+    def build(self, entries: dict[str, Any]) -> "ViTDecoder":
+        """Return the decoder."""
+        from accel.latents.vit.network import Sizes, ViTDecoder
+
+        return ViTDecoder(Sizes(**entries))
+
+    def half(self, network: Any) -> "Callable[[Tensor], Tensor]":
+        """Return the decoder in float16."""
+        from accel.latents.vit.network import HalfViT
+
+        return HalfViT(network)
+
+    def levels(self, pixels: "Tensor") -> "Tensor":
+        """Return 255·v of pixels v = (x + 1)/2: exact for v ≥ 1/4, else v has 25 bits."""
+        return (pixels + 1) / 2 * 255
+
+
+KIND = ViT()
+
+
+def _sizes(name: str, state: "Mapping[str, Tensor]", metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes of a decoder by its tensors; the heads as config.json says, else by the
+    width. Raises UsageError about `name` where they contradict each other.
+    """
+    try:
+        width, channels = state["decoder_embed.weight"].shape
+        tokens = state["decoder_pos_embed"].shape[1] - 1
+        values = len(state["decoder_pred.weight"])
+        mlp = len(state["decoder_layers.0.intermediate.dense.weight"])
+    except (KeyError, ValueError, IndexError) as error:
+        raise UsageError(f"{name}: is not a ViTDecoder: no {error.args[0]}") from None
+    depth = len([key for key in state if key.endswith("layernorm_before.weight")])
+    side = isqrt(tokens)
+    patch = isqrt(values // 3)
+    if side**2 != tokens or 3 * patch**2 != values:
+        raise UsageError(
+            f"{name}: decodes {tokens} tokens to {values} values each; only squares are computed "
+            "here"
+        )
+    must = {
+        "decoder_hidden_size": width,
+        "decoder_num_hidden_layers": depth,
+        "decoder_intermediate_size": mlp,
+        "num_channels": 3,
+        "hidden_act": "gelu",
+        "qkv_bias": True,
+    }
+    for key, value in must.items():
+        if metadata.get(key, value) != value:
+            raise UsageError(
+                f"{name}: {CONFIG} beside it says {key} {shown(metadata[key])}, must say {value}"
+            )
+    heads = metadata.get(HEADS, USUAL_HEADS.get(width))
+    eps = metadata.get("layer_norm_eps", EPS)
+    if type(heads) is not int or heads < 1 or width % heads:
+        raise UsageError(
+            f"{name}: has an unknown number of heads ({shown(heads)}) of a width of {width}; put a "
+            f"{CONFIG} with {HEADS} beside it"
+        )
+    if type(eps) is not float or not 0 < eps < 1:
+        raise UsageError(f"{name}: {CONFIG} beside it says layer_norm_eps {shown(eps)}")
+    sizes = dict(channels=channels, side=side, patch=patch, width=width, depth=depth)
+    return {**sizes, "heads": heads, "mlp": mlp, "eps": eps}
+
+
+def _log_assumptions(weights, metadata, sizes):
+    """Print what no file says, and the remedy."""
+    assumed = []
+    remedies = []
+    if HEADS not in metadata:
+        assumed.append(f"{sizes['heads']} heads, as a width of {sizes['width']} usually has")
+        remedies.append(f"{CONFIG} with {HEADS}")
+    if not IMAGENET.keys() <= metadata.keys():
+        assumed.append("ImageNet's mean and deviation of pixels")
+        remedies.append(f"{COLOURS} with {' and '.join(IMAGENET)}")
+    if assumed:
+        log.warning(
+            f"{shown(str(weights), 300)}: taken with {', and '.join(assumed)}; if it has others: "
+            f"put {' and '.join(remedies)} beside it"
+        )
+
+
+def _statistics(
+    file: Path, content: Mapping[str, Any], sizes: Mapping[str, Any]
+) -> "dict[str, Tensor]":
+    """Return mean and √(var + ε) of the latents, (C, L, L) float32. Raises UsageError."""
+    import torch
+
+    shape = torch.Size((sizes["channels"], sizes["side"], sizes["side"]))
+    values = {}
+    for name, least in (("mean", -LARGEST), ("var", 0.0)):
+        value = content.get(name)
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            raise UsageError(f"`latent_stats={file}`: must hold tensors mean and var; lacks {name}")
+        try:
+            values[name] = value.float().expand(1, *shape)[0]
+        except RuntimeError:
+            raise UsageError(
+                f"`latent_stats={file}`: {name} is of shape {tuple(value.shape)}, and the "
+                f"decoder's latents are {tuple(shape)}; give its own"
+            ) from None
+        if not ((value >= least) & (value <= LARGEST)).all():
+            raise UsageError(
+                f"`latent_stats={file}`: holds values that are no {name}; compute it again"
+            )
+    return {
+        "latent_mean": values["mean"],
+        "latent_std": (values["var"] + STATISTICS_EPS).sqrt(),
+    }
+
+
+def _colours(file: Path, colours: Mapping[str, Any]) -> "dict[str, Tensor]":
+    """Return mean and deviation of pixels in (0, 1), (3, 1, 1). Raises UsageError."""
+    import torch
+
+    for name, values in colours.items():
+        numbers = values if isinstance(values, list) else []
+        valid = [type(x) in (int, float) and 0 <= x <= 1 for x in numbers]
+        if valid != [True] * 3 or (name == "image_std" and 0 in numbers):
+            raise UsageError(
+                f"`vae={file}`: says {name} {shown(values)}, which must be three numbers "
+                "from 0 to 1"
+            )
+    return {name: torch.tensor(values).float().view(3, 1, 1) for name, values in colours.items()}

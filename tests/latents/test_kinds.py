@@ -1,0 +1,75 @@
+"""A kind of decoder is a file: listed, it is recognised and works, and nothing else changes."""
+
+import torch
+
+from accel import latents
+from accel.latents.decoder import Decoder, NoDecoder, decoder_of
+from accel.latents.files import digest, find, kind_names
+from accel.output import to_uint8
+
+TOY = '''
+"""A decoder that repeats pixels: (N, 3, L, L) → (N, 3, 2L, 2L)."""
+
+import torch
+from accel.latents import DecoderKind, LatentSpace
+
+
+class Repeat(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain = torch.nn.Parameter(torch.empty(1))
+
+    def forward(self, z):
+        return self.gain * z.repeat_interleave(2, -1).repeat_interleave(2, -2)
+
+
+class Toy(DecoderKind):
+    def holds(self, content):
+        return "gain" in content
+
+    def files(self, path, statistics):
+        return [path]
+
+    def read(self, files, content):
+        return {"of": "toy"}, {"gain": content["gain"]}
+
+    def space(self, files, entries):
+        return LatentSpace(channels=3, factor=2, scale=0.5, decoder=files)
+
+    def build(self, entries):
+        return Repeat()
+
+    def levels(self, pixels):
+        return 100 * pixels
+
+
+KIND = Toy()
+'''
+
+
+def test_a_kind_is_found_by_listing(tmp_path, monkeypatch, capsys):
+    before = kind_names()
+    (tmp_path / "toy").mkdir()
+    (tmp_path / "toy" / "__init__.py").write_text(TOY)
+    monkeypatch.setattr(latents, "__path__", [*latents.__path__, str(tmp_path)])
+    assert kind_names() == sorted([*before, "toy"])
+    torch.save({"gain": torch.tensor([0.25])}, tmp_path / "gain.pt")
+    space = find(str(tmp_path / "gain.pt"))
+    z = torch.randn(2, 3, 4, 4)
+    decoder = decoder_of(space, torch.device("cpu"), "fp16")
+    got = decoder.decode(z)
+    assert isinstance(decoder, Decoder) and torch.equal(got[:, :, ::2, 1::2], z / 0.5 * 0.25)
+    assert "has no float16 version: decoding in float32" in capsys.readouterr().out
+    levels = to_uint8(got, decoder.levels)
+    want = (50 * z[:, :, :1, :1]).clamp(0, 255).to(torch.uint8)
+    assert torch.equal(levels[:, :1, :1].permute(0, 3, 1, 2), want)
+    first = digest(space)
+    torch.save({"gain": torch.tensor([0.5])}, tmp_path / "gain.pt")
+    assert digest(find(str(tmp_path / "gain.pt"))) != first
+
+
+def test_a_kind_without_files_is_given_by_its_name():
+    space = find("pixels")
+    decoder = decoder_of(space, torch.device("cpu"), "fp16")
+    z = torch.randn(2, 3, 4, 4)
+    assert isinstance(decoder, NoDecoder) and decoder.decode(z) is z and digest(space) == "pixels"

@@ -1,0 +1,402 @@
+"""Autoguidance: a second network's estimate in place of the null label's, by hand and by every
+door: g + s·(f − g), both of the same label.
+"""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from conftest import fill
+from forks import kill
+from jobs import files, run, start_ranks, wait_for_pictures
+from networks import large_inside, network_of, small
+from safetensors.torch import load_file
+
+from accel import Sampler
+from accel.config import Grid
+from accel.diffusion import create_diffusion
+from accel.errors import USAGE, UsageError
+from accel.families.dit.network import DiT, DiT_models
+from accel.families.sit.network import SiT
+from accel.fast.conditioning import ConditioningTable
+from accel.grid import ready
+from accel.network import Plain
+from accel.sampling import count_copies, denoise, upstream_noise
+from accel.sampling.ancestral import Ancestral
+from accel.sampling.autoguidance import Autoguidance, WithGuide
+from accel.sampling.flow import Euler, Heun, Sde
+from accel.sampling.guidance import Unguided
+from accel.weights.metadata import OWN
+
+SCALE = 1.7
+CHANNELS = 3
+INTERVAL = (0.2, 0.8)
+LABELS = torch.tensor([3, 0, 5])
+Z = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(4))
+DEMO_SIZE = dict(input_size=16, hidden_size=216, depth=2, num_heads=3, num_classes=8)
+
+
+def networks_of(kind=DiT, **changes):
+    """Return a network and a smaller one of other patches, with random weights."""
+    f = small(kind, **changes)
+    guide = dict(hidden_size=96, depth=1, num_heads=2, patch_size=4)
+    return f, fill(kind(**{**dict(input_size=8, num_classes=8), **changes, **guide}), seed=9)
+
+
+def by_hand(f, g, scale, interval, x, t, y, level):
+    """The guided estimate (n, C', H, W), each network evaluated for all rows of x."""
+    out = f(x, t, y)
+    if not interval[0] <= level <= interval[1]:
+        return out
+    weak = g(x, t, y)[:, :CHANNELS]
+    return torch.cat([weak + scale * (out[:, :CHANNELS] - weak), out[:, CHANNELS:]], dim=1)
+
+
+@torch.no_grad()
+def upstreams(f, g, z, y, steps, scale=SCALE, interval=INTERVAL):
+    """Latents by upstream's loop over twice z: 2n rows of noise a step, from torch's generator."""
+
+    def evaluate(x, t, y):
+        half = slice(len(x) // 2)
+        level = float(t[0]) / 1000
+        return torch.cat([by_hand(f, g, scale, interval, x[half], t[half], y[half], level)] * 2)
+
+    diffusion = create_diffusion(str(steps), learn_sigma=f.learn_sigma)
+    both = torch.cat([z, z])
+    arguments = dict(clip_denoised=False, model_kwargs=dict(y=torch.cat([y, y])))
+    return diffusion.p_sample_loop(evaluate, both.shape, both, **arguments)[: len(z)]
+
+
+@torch.no_grad()
+def flows(f, g, z, y, steps, interval):
+    """Latents of Euler's method in float64."""
+    f, g = f.double(), g.double()
+    x = z.double()
+    for i in range(steps):
+        t = torch.full((len(x),), i / steps, dtype=torch.float64)
+        x = x + by_hand(f, g, SCALE, interval, x, t, y, (steps - i) / steps) / steps
+    f.float(), g.float()
+    return x
+
+
+def sampled(pair, process, interval=INTERVAL, scale=SCALE):
+    """Latents by the loop of all commands."""
+    guidance = Autoguidance(scale, CHANNELS, interval)
+    draw = upstream_noise(Z, guidance.copies)
+    return denoise(pair, process, guidance, Z, LABELS, draw)
+
+
+def close(got, want, tolerance=2e-6):
+    error = float((got.double() - want.double()).norm() / want.norm())
+    assert error < tolerance and want.std() > 0.1, error
+
+
+# ---- values ----
+
+
+def test_ancestral_sampling_is_upstreams_loop_with_its_noise():
+    f, g = networks_of()
+    torch.manual_seed(3)
+    want = upstreams(f, g, Z, LABELS, 9)
+    after = torch.get_rng_state()
+    torch.manual_seed(3)
+    got = sampled(WithGuide(Plain(f), Plain(g)), Ancestral(create_diffusion("9")))
+    close(got, want)
+    assert torch.equal(torch.get_rng_state(), after)
+    torch.manual_seed(3)
+    alone = upstreams(f, g, Z, LABELS, 9, scale=1)
+    assert (got - alone).abs().max() > 0.05  # guidance is no small matter here
+
+
+def test_a_flows_interval_has_its_ends():
+    """Ten steps: levels 0.8 and 0.2 are guided, 0.9 and 0.1 are not."""
+    f, g = networks_of(SiT, learn_sigma=False)
+    pair = WithGuide(Plain(f), Plain(g))
+    for interval, count in (((0.2, 0.8), 7), ((0.0, 1.0), 10), ((0.25, 0.75), 5)):
+        assert (
+            sum(Autoguidance(2, 3, interval).at((10 - i) / 10).copies == 2 for i in range(10))
+            == count
+        )
+        close(sampled(pair, Euler(10), interval), flows(f, g, Z, LABELS, 10, interval))
+
+
+@pytest.mark.parametrize(
+    "process, counts", [(Euler(10), (10, 7)), (Heun(10), (19, 14)), (Sde(10), (10, 6))]
+)
+def test_no_row_is_evaluated_twice_or_for_nothing(process, counts):
+    f, g = networks_of(SiT)
+    seen = [], []
+    for model, rows in zip((f, g), seen):
+        embed = model.embed
+        model.embed = lambda x, tokens, embed=embed, rows=rows: (
+            rows.append(len(x)) or embed(x, tokens)
+        )
+    sampled(WithGuide(Plain(f), Plain(g)), process)
+    assert seen == tuple([len(Z)] * count for count in counts)
+    assert count_copies(process, Autoguidance(SCALE, CHANNELS, INTERVAL)) == {1: counts[0]}
+
+
+@pytest.mark.parametrize("scale", (1.0, 0.5))
+def test_at_a_scale_of_one_the_network_alone_is_evaluated(scale):
+    f, _ = networks_of()
+    process = Ancestral(create_diffusion("5"))
+    torch.manual_seed(3)
+    want = denoise(Plain(f), process, Unguided(), Z, LABELS, upstream_noise(Z, 2))
+    torch.manual_seed(3)
+    assert torch.equal(sampled(WithGuide(Plain(f), NotEvaluated(f)), process, scale=scale), want)
+
+
+class NotEvaluated(Plain):
+    """A guide that must not be evaluated."""
+
+    def tokens(self, x, t, y):
+        raise AssertionError("evaluated")
+
+
+@pytest.mark.parametrize("tier, tolerance", [("fp16", 3e-3), ("exact", 3e-6)])
+def test_accelerated_networks(tier, tolerance):
+    """By the kernels' reference implementations, and a table of conditioning each."""
+    f, g = networks_of()
+    pair = WithGuide(network_of(f, tier), network_of(g, tier))
+    torch.manual_seed(3)
+    want = upstreams(f, g, Z, LABELS, 9)
+    torch.manual_seed(3)
+    close(sampled(pair, Ancestral(create_diffusion("9"))), want, tolerance)
+
+
+def test_graphs_are_dropped_with_either_networks_table():
+    f, g = networks_of()
+    pair = WithGuide(network_of(f, "fp16"), network_of(g, "fp16"))
+    pair.schedule([999, 500], [1, 2])
+    for network in (pair.network, pair.guide):
+        pair._replayed["a step"] = "its graph"
+        pair.schedule([999, 500], [1, 3])
+        assert "a step" in network._replayed  # the tables stay
+        network.table = ConditioningTable(network.conditioning, table_bytes=1)
+        pair.schedule([999, 500], [1, 3])
+        assert not pair._replayed and not pair.network._replayed and not pair.guide._replayed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tier, tolerance", [("fp16", 3e-3), ("exact", 3e-6), ("fp32", 3e-6)])
+def test_captured_steps_hold_both_networks(tier, tolerance, guides, weights):
+    """Also after a run with more labels, for which the tables are made anew."""
+    how = dict(ckpt=weights, guide=guides["guide"], model="DiT-Demo/2", num_sampling_steps=8)
+    how |= dict(cfg_scale=SCALE, guidance_interval=INTERVAL, output_type="latent")
+    f, g = demo_networks(weights, guides["guide"], hidden_size=72, num_heads=1)
+    noise = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(1))
+    with Sampler(**how, precision=tier, sampler="ddim", device="cuda") as sampler:
+        with torch.no_grad():
+            want = ddim(f, g, noise, torch.tensor([1, 6]), 8)
+        for _ in range(2):
+            close(sampler.latents([1, 6], noise=noise).cpu(), want, tolerance)
+            sampler.latents(range(8))
+            for network in (sampler._pipeline.network.network, sampler._pipeline.network.guide):
+                network.table = None  # the next run makes it anew
+            close(sampler.latents([1, 6], noise=noise).cpu(), want, tolerance)
+
+
+def ddim(f, g, z, y, steps):
+    """Latents by upstream's deterministic loop."""
+
+    def evaluate(x, t, y):
+        return by_hand(f, g, SCALE, INTERVAL, x, t, y, float(t[0]) / 1000)
+
+    loop = create_diffusion(str(steps)).ddim_sample_loop
+    return loop(evaluate, z.shape, z, clip_denoised=False, model_kwargs=dict(y=y))
+
+
+# ---- doors ----
+
+
+@pytest.fixture(scope="module")
+def guides(tmp_path_factory):
+    """Files of guides of the demo model: {name: path}."""
+    folder = tmp_path_factory.mktemp("guides")
+    shapes = {
+        "guide": dict(hidden_size=72, num_heads=1),
+        "other": dict(hidden_size=72, num_heads=1),
+        "classes": dict(num_classes=5),
+        "no-null": dict(class_dropout_prob=0),
+        "latents": dict(in_channels=3),
+        "large": {},
+        "sides": dict(input_size=8),
+    }
+    paths = {}
+    for seed, (name, changes) in enumerate(shapes.items()):
+        model = fill(DiT(**{**DEMO_SIZE, **changes}), seed)
+        model = large_inside(model) if name == "large" else model
+        paths[name] = folder / f"{name}.pt"
+        heads = dict(num_heads=model.num_heads)
+        torch.save({"ema": model.state_dict(), "args": heads}, paths[name])
+    paths["SiT"] = folder / "SiT.pt"
+    facts = dict(family="SiT", num_heads=3, num_classes=8)
+    torch.save({"ema": fill(SiT(**DEMO_SIZE)).state_dict(), OWN: facts}, paths["SiT"])
+    return paths
+
+
+def demo_networks(weights, path, **changes):
+    f = DiT_models["DiT-Demo/2"]().eval()
+    f.load_state_dict(load_file(weights))
+    state = torch.load(path, weights_only=True)["ema"]
+    g = DiT(**{**DEMO_SIZE, **changes}).eval()
+    g.load_state_dict(state)
+    return f, g
+
+
+def test_the_command_and_python_make_it(demo, weights, guides, here, tmp_path):
+    flags = ["--num-sampling-steps", 5, "--cfg-scale", SCALE, "--guidance-interval", *INTERVAL]
+    flags += ["--labels", 1, 6, "--seed", 2, "--output-type", "latent"]
+    command = ["sample.py", *demo, *flags, "--guide", guides["guide"]]
+    done = here(*command, "--output", tmp_path / "x.npy")
+    assert done.returncode == 0, done.stderr
+    assert "5 steps · autoguidance 1.7 by guide.pt at levels 0.2 to 0.8 ·" in done.stdout
+    got = np.load(tmp_path / "x.npy")
+    f, g = demo_networks(weights, guides["guide"], hidden_size=72, num_heads=1)
+    torch.manual_seed(2)
+    want = upstreams(f, g, torch.randn(2, 4, 16, 16), torch.tensor([1, 6]), 5)
+    close(torch.from_numpy(got), want)
+
+    how = dict(num_sampling_steps=5, guidance_interval=INTERVAL, device="cpu", precision="fp32")
+    how |= dict(output_type="latent", seed=2)
+    sources = (
+        dict(ckpt=weights, guide=guides["guide"], model="DiT-Demo/2"),
+        dict(model=f, guide=g),
+    )
+    for source in sources:
+        with Sampler(**source, **how, cfg_scale=3.0) as sampler:
+            assert np.array_equal(sampler.latents([1, 6], cfg_scale=SCALE).numpy(), got)
+            both = sampler.latents([1, 6])
+            assert not np.array_equal(both.numpy(), got)
+            # a newer network; the guide stays
+            newer = fill(DiT_models["DiT-Demo/2"](), 8)
+            sampler.refresh(newer)
+            torch.manual_seed(2)
+            want = upstreams(newer, g, torch.randn(2, 4, 16, 16), torch.tensor([1, 6]), 5)
+            close(sampler.latents([1, 6], cfg_scale=SCALE), want)
+
+
+def test_weights_without_a_null_class(guides, weights):
+    for f, g in (("no-null", "guide"), ("no-null", "no-null")):
+        grid = Grid.of(
+            ckpt=str(guides[f]), guide=str(guides[g]), num_classes=8, output_type="latent",
+            device="cpu", cfg_scale=2.0, num_sampling_steps=2, image_size=128,
+        )  # fmt: skip
+        pipeline = ready(grid).pipeline
+        assert pipeline.guidance == Autoguidance(2.0) and pipeline.latents([1], 0).std() > 0.1
+    for f, g, whose in (
+        (weights, "no-null", "the guide was"),
+        ("no-null", "guide", "these weights were"),
+    ):
+        with pytest.raises(UsageError, match=f"labels=null: {whose} trained without a null label"):
+            ready(
+                Grid.of(
+                    ckpt=str(guides.get(f, f)), guide=str(guides[g]), num_classes=8,
+                    labels=("null",), device="cpu", output_type="latent",
+                )
+            )  # fmt: skip
+
+
+def test_a_guide_that_overflows_takes_both_to_bfloat16(guides, weights, monkeypatch, capsys):
+    monkeypatch.setattr("accel.precision.default_tier", lambda device: "fp16")
+    monkeypatch.setattr("accel.precision.supports", lambda tier, device: True)
+    how = dict(ckpt=str(weights), device="cpu", output_type="latent", num_sampling_steps=2)
+    pipeline = ready(Grid.of("DiT-Demo/2", guide=str(guides["large"]), **how)).pipeline
+    assert "the guide's weights overflow float16: sampling by both networks in bfloat16" in (
+        capsys.readouterr().out
+    )
+    assert pipeline.tier == "bf16"
+    assert {pipeline.network.network.dtype, pipeline.network.guide.dtype} == {torch.bfloat16}
+    assert pipeline.latents([1, 2], 0).isfinite().all()
+    asked = Grid.of("DiT-Demo/2", guide=str(guides["large"]), precision="fp16", **how)
+    with pytest.raises(UsageError, match="precision=fp16: overflows on the guide's weights; use"):
+        ready(asked)
+
+
+def test_a_guide_whose_family_no_file_says_is_of_the_first_networks(tmp_path, capsys):
+    """A SiT's entries are a DiT's."""
+    for name, depth in (("sit-f", 2), ("g", 1)):
+        model = fill(SiT(**{**DEMO_SIZE, "depth": depth}))
+        torch.save({"ema": model.state_dict(), "args": dict(num_heads=3)}, tmp_path / f"{name}.pt")
+    how = dict(device="cpu", output_type="latent", sampler="euler", num_sampling_steps=3)
+    grid = Grid.of(ckpt=str(tmp_path / "sit-f.pt"), guide=str(tmp_path / "g.pt"), **how)
+    opened = ready(grid).opened
+    assert opened.guide.fit.family.name == opened.fit.family.name == "SiT"
+    assert "g.pt: names no family, taken for a SiT, as the network that it guides" in (
+        capsys.readouterr().out
+    )
+
+
+SAME = "; a guide has the family, classes and latents of the network that it guides"
+REFUSED = {
+    "classes": f"has num_classes 5, and demo.safetensors 8{SAME}",
+    "latents": f"has channels of latents 3, and demo.safetensors 4{SAME}",
+    "sides": f"has a side of trained latents 8, and demo.safetensors 16{SAME}",
+    "SiT": f"has a family SiT, and demo.safetensors DiT{SAME}",
+    "missing": "no such file; published names are",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_another_networks_guide_is_refused_in_a_line(name, demo, guides, here, weights):
+    path = guides.get(name, "missing.pt")
+    done = here("sample.py", *demo, "--guide", path, "--num-sampling-steps", 1)
+    assert done.returncode == USAGE and len(done.stderr.splitlines()) == 1
+    error = done.stderr.replace(str(weights), weights.name)
+    assert error.startswith(f"sample.py: --guide {path}: {REFUSED[name]}")
+
+
+@pytest.mark.parametrize("layout", ("rows=2", "tokens=2", "weights=2"))
+def test_ranks_do_not_share_two_networks(layout, demo, guides, here):
+    """Refused before any file is opened."""
+    done = here("sample_ddp.py", *demo[2:], "--guide", "missing.pt", "--parallel", layout)
+    assert done.returncode == USAGE
+    assert done.stderr == (
+        f"sample_ddp.py: --parallel {layout}: two networks are not divided, and there is a "
+        "--guide; use off\n"
+    )
+
+
+def test_two_ranks_make_the_picture_of_one(demo, guides, here, tmp_path):
+    """Also one picture: a layout that shares evaluations is not tried."""
+    flags = [*demo, "--guide", guides["guide"], "--num-sampling-steps", 4, "--cfg-scale", SCALE]
+    flags += ["--output-type", "latent"]
+    for labels in ([1, 2, 3], [4]):
+        found = []
+        for name, more in (("one", []), ("two", ["--parallel", "auto"])):
+            place = tmp_path / f"{name}-{len(labels)}.npy"
+            words = [*flags, *more, "--labels", *labels, "--output", place]
+            if more:
+                assert "parallel:" not in run(2, *words)
+            else:
+                assert here("sample.py", *words).returncode == 0
+            found.append(np.load(place))
+        assert np.abs(found[0] - found[1]).max() <= 1e-5 * np.abs(found[0]).max()
+
+
+def test_an_fid_job_that_is_killed_resumes_with_its_guide_alone(demo, guides, tmp_path):
+    job = ["--num-fid-samples", 24, "--per-proc-batch-size", 2, "--num-sampling-steps", 6]
+    job += ["--cfg-scale", SCALE, "--guide"]
+    calm, killed = tmp_path / "calm", tmp_path / "killed"
+    run(2, *demo, *job, guides["guide"], "--sample-dir", calm)
+    process = start_ranks(2, *demo, *job, guides["guide"], "--sample-dir", killed)
+    assert wait_for_pictures(killed, 4, process[0])
+    kill(*process)
+    assert not list(killed.glob("*.npz"))
+    # Of another guide under the same name, which is in the folder's.
+    (tmp_path / "elsewhere").mkdir()
+    other = tmp_path / "elsewhere" / "guide.pt"
+    other.write_bytes(guides["other"].read_bytes())
+    text = run(2, *demo, *job, other, "--sample-dir", killed, status=USAGE)
+    assert re.search(
+        r"--guide \(contents\) [0-9a-f]{16}: the pictures in \S+ were begun with", text
+    )
+    run(2, *demo, *job, guides["guide"], "--sample-dir", killed)
+    made = files(calm)
+    name = next(name for name in made if name.endswith(".npz"))
+    assert name.endswith("-cfg-1.7-guide-guide-seed-0.npz")
+    assert files(killed)[name] == made[name]
+    settings = json.loads(made[name.replace(".npz", "/.job/settings.json")])
+    assert "--guide (contents)" in settings and "--guide" not in settings

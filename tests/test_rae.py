@@ -1,0 +1,234 @@
+"""RAE: its equations in float64, its tiers, its files and modules, ranks."""
+
+import numpy as np
+import pytest
+import torch
+from forks import succeeds
+from jobs import run_each
+from networks import DEVICES, error, fast_network, network_of, with_norms
+from reference_networks import rae
+from torch import nn
+
+from accel import Sampler, accelerate, fast
+from accel.errors import UsageError
+from accel.families.rae import FAMILY
+from accel.families.rae.network import DiTDH_models, DiTwDDTHead
+from accel.families.recognise import recognise
+from accel.network import Plain
+from accel.sampling import denoise
+from accel.sampling.flow import Euler
+from accel.sampling.guidance import Guidance
+from accel.weights import metadata
+from accel.weights.shapes import shapes_only
+
+# heads of 72 and 128 as in XL; the head's hidden width is 1365, which is odd as the published one
+TRUNK = 3
+WIDTHS = 144, 512
+SMALL = dict(
+    input_size=4,
+    in_channels=24,
+    hidden_size=WIDTHS,
+    depth=(TRUNK, 2),
+    num_heads=(2, 4),
+    num_classes=8,
+)
+
+
+def build(seed=0, **changes):
+    torch.manual_seed(seed)
+    model = with_norms(DiTwDDTHead(**{**SMALL, **changes}))
+    model.final_layer.linear.weight.data.mul_(0.3)
+    for embedder in (model.s_embedder, model.x_embedder):
+        embedder.proj.weight.data.mul_(0.2)  # a convolution of 24 inputs: tokens of size one
+    model.t_embedder.W.data.mul_(10)  # as trained
+    return model
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(4, 24, 4, 4, generator=generator)
+    return x, torch.tensor([0.0, 0.31, 0.9, 0.993]), torch.tensor([1, 5, 8, 8])
+
+
+def velocity(model, x, t, y):
+    """Data − noise of the definition at times from noise to data."""
+    return -rae(model.state_dict(), x, 1 - t.double(), y, TRUNK)
+
+
+@DEVICES
+@pytest.mark.parametrize("qk_norm", (False, True))
+def test_every_tier_computes_the_definition(qk_norm, device):
+    model = build(use_qknorm=qk_norm)
+    x, t, y = inputs()
+    want = velocity(model, x, t, y)
+    assert want.shape == x.shape and want.std() > 0.1
+    assert error(model(x, t, y).detach(), want) < 4e-6
+    assert error(fast_network(model, torch.float64).forward(x.double(), t, y), want) < 1e-6
+    for tier, most in (("fp32", 5e-6), ("exact", 4e-6), ("fp16", 2e-3), ("bf16", 2e-2)):
+        network = network_of(model, tier, device)
+        x, t, y = (value.to(device) for value in inputs())
+        assert error(network.forward(x, t, y), want) < most, tier
+        for call in fast.kernel_calls(network, 4):
+            call()
+        scheduled, advance = network.schedule(t.tolist(), y.tolist())
+        advance(*range(4))
+        got = scheduled.forward(x, torch.arange(4, device=device), y)
+        assert error(got, want) < most, tier
+        assert network.overflowed() is None
+    x, t, y = inputs()
+    assert error(model(x, 1 - t, y).detach(), want) > 1e-2
+    for change in ("s_embedder.proj.bias", "x_embedder.proj.bias", "t_embedder.W", "pos_embed"):
+        other = {**model.state_dict(), change: model.state_dict()[change] + 0.1}
+        assert error(-rae(other, x, 1 - t, y, TRUNK), want) > 1e-3, change
+
+
+def test_guidance_acts_on_all_channels():
+    model = build()
+    z = torch.randn(2, 24, 4, 4, generator=torch.Generator().manual_seed(2))
+    labels = torch.tensor([1, 5])
+    rows = torch.cat([z, z]), torch.full((4,), 0.4), torch.tensor([1, 5, 8, 8])
+    cond, uncond = velocity(model, *rows).chunk(2)
+    guided = uncond + 1.5 * (cond - uncond)
+    assert error(model.forward_with_cfg(*rows, 1.5).detach(), torch.cat([guided] * 2)) < 5e-6
+    x = z.double()
+    times = [0.5 * i / (5 - 0.5 * i) for i in range(6)]  # shifted by 1/2
+    for t, end in zip(times, times[1:]):
+        rows = torch.cat([x, x]), torch.full((4,), t), torch.tensor([1, 5, 8, 8])
+        cond, uncond = velocity(model, *rows).chunk(2)
+        x = x + (end - t) * (uncond + 1.5 * (cond - uncond))
+    guidance = Guidance(1.5, 8, 24)
+    for network, most in ((Plain(model), 5e-6), (network_of(model, "fp16"), 5e-3)):
+        assert error(denoise(network, Euler(5, 0.5), guidance, z, labels, None), x) < most
+
+
+def test_published_sizes_are_recognised():
+    """By the number of entries that the published files have."""
+    counts = {}
+    for name, make in DiTDH_models.items():
+        for side in (16, 32):
+            with shapes_only():
+                state = make(input_size=side).state_dict()
+            fit = recognise("x.pt", state, {})
+            assert (fit.family.name, fit.model, fit.latent_size) == ("RAE", name, side)
+            assert fit.recipe["timestep_shift"] == pytest.approx(1 / (6.928203 * side / 16))
+            written = metadata.checked("y", fit.metadata())
+            assert recognise("y", state, written).metadata() == fit.metadata()
+        counts[name] = len(state)
+        assert fit.empty(32).heads == make.config["num_heads"]
+    assert [*counts.values()] == [382, 334, 190, 190]
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    (
+        (lambda s: drop(s, "feat_rope"), "with use_rope False"),
+        (lambda s: drop(s, "mlp.w"), "with use_swiglu False"),
+        (lambda s: drop(s, ".norm1"), "with use_rmsnorm False"),
+        (lambda s: drop(s, "pos_embed"), "with use_pos_embed False"),
+        (lambda s: s | {ADALN: s[ADALN][: 4 * 144]}, "with wo_shift True"),
+        (lambda s: s | {X: torch.zeros(512, 24, 2, 2)}, "with patches of 2, and only 1"),
+        (lambda s: s | {X: torch.zeros(144, 24, 1, 1)}, "is for heads of 128"),
+        (lambda s: s | {S: torch.zeros(512, 24, 1, 1)}, "is for heads of 72"),
+    ),
+)
+def test_what_is_not_computed_is_named(change, words):
+    with pytest.raises(UsageError, match=f"ckpt=x.pt: [^\n]*{words}[^\n]*$"):
+        recognise("x.pt", change(dict(build().state_dict())), {})
+
+
+ADALN = "blocks.0.adaLN_modulation.1.weight"
+S = "s_embedder.proj.weight"
+X = "x_embedder.proj.weight"
+
+
+def drop(state, part):
+    return {name: value for name, value in state.items() if part not in name}
+
+
+class Original(nn.Module):
+    """The original class as callers hold it: its own direction of time, sign and guidance."""
+
+    def __init__(self, model):
+        super().__init__()
+        for name, part in model.named_children():
+            setattr(self, name, part)
+        self.pos_embed = model.pos_embed
+        self.num_heads = [*model.heads]
+
+    def forward(self, x, t, y):
+        return rae(self.state_dict(), x, t, y, TRUNK).float()
+
+    def forward_with_cfg(self, x, t, y, cfg_scale, cfg_interval=(0, 1)):
+        cond, uncond = self(torch.cat([x[: len(x) // 2]] * 2), t, y).chunk(2)
+        inside = (t >= cfg_interval[0]) & (t <= cfg_interval[1])
+        scale = torch.where(inside[: len(cond)], cfg_scale, 1.0)[:, None, None, None]
+        return torch.cat([uncond + scale * (cond - uncond)] * 2)
+
+
+def test_modules_are_accelerated_sampled_and_refreshed():
+    ours = build()
+    theirs = Original(ours)
+    x, t, y = inputs()
+    copy = accelerate(theirs, "fp32")
+    assert error(copy(x, 1 - t, y), -velocity(ours, x, t, y)) < 5e-6
+    assert error(accelerate(ours, "fp32")(x, t, y), velocity(ours, x, t, y)) < 5e-6
+    t = torch.tensor([0.25, 0.75] * 2)
+    for interval in ((0, 1), (0.25, 0.5), (0.3, 0.75)):
+        want = theirs.forward_with_cfg(x, t, y, 2.5, interval).double()
+        assert error(copy.forward_with_cfg(x, t, y, 2.5, interval), want) < 1e-5
+    guide = Original(build(1))
+    got = copy.forward_with_autoguidance(x, t, y, 1.4, guide, (0.3, 1.0))
+    both = theirs(x, t, y), guide(x, t, y)
+    want = torch.where(t[:, None, None, None] < 0.3, both[0], both[1] + 1.4 * (both[0] - both[1]))
+    assert error(got, want.double()) < 1e-5
+    changed = build(2)
+    changed.t_embedder.W.data.add_(0.1)
+    options = dict(device="cpu", num_sampling_steps=3, cfg_scale=2.0, output_type="latent")
+    with Sampler(theirs, **options) as sampler:
+        assert sampler.config.timestep_shift == pytest.approx((4096 / (24 * 16)) ** 0.5)
+        sampler.refresh(changed.state_dict())
+        after = sampler.latents([1, 5], seed=1)
+    with Sampler(changed, **options) as sampler:
+        assert torch.equal(sampler.latents([1, 5], seed=1), after)
+    for tier in ("exact", "fp16"):
+        network = network_of(ours, tier)
+        new = network_of(changed, tier)
+        network.copy_weights(new)
+        assert torch.equal(network.forward(*inputs()), new.forward(*inputs()))
+
+
+def test_two_widths_are_warmed_up_tuned_and_measured():
+    """The GEMM of the head's vectors has the size that will run, with the first block alone."""
+    model = build()
+    zeros = fast.zeros_of(model, torch.device("cpu"))
+    assert {name.split(".")[1] for name in zeros if name.startswith("blocks")} == {"0", str(TRUNK)}
+    network = network_of(model, "fp16")
+    shallow = fast.build(zeros, model, FAMILY.pack, "fp16", torch.device("cpu"))
+    for few, all_blocks in zip(shallow.conditioning.gemms, network.conditioning.gemms):
+        assert few.weight.shape == all_blocks.weight.shape
+    for call in fast.kernel_calls(shallow, 2):
+        call()
+    for layer in shallow.conditioning.gemms:
+        layer.backend = "tuned"
+    tuned = []
+    shallow.tuner.choose_alike = tuned.extend
+    shallow.tune([2 * 16])
+    assert [shape[:3] for shape in tuned] == [(32, 512, 144), (32, 14 * 512, 512)]
+    assert network.describe() == "FastNetwork of 3 blocks of 144 and 2 blocks of 512, torch.float16"
+    x, t, y = inputs()
+    for measured in (network.shallow(2), Plain(model).shallow(2)):
+        assert [len(stage.blocks) for stage in measured.stages] == [1, 1]
+        assert measured.forward(x, t, y).isfinite().all()
+
+
+def test_ranks_share_a_picture(tmp_path, here):
+    torch.save({"ema": build().state_dict(), "model": build(1).state_dict()}, tmp_path / "small.pt")
+    words = ["--device", "cpu", "--ckpt", tmp_path / "small.pt", "--labels", 1]
+    words += ["--output-type", "latent", "--num-sampling-steps", 2, "--cfg-scale", 2.0, "--output"]
+    succeeds(here("sample.py", *words, tmp_path / "off.npy"))
+    want = np.load(tmp_path / "off.npy")
+    layouts = "rows=2", "weights=2", "tokens=2"
+    run_each(2, *([*words, tmp_path / f"{one}.npy", "--parallel", one] for one in layouts))
+    for layout in layouts:
+        got = np.load(tmp_path / f"{layout}.npy")
+        assert np.abs(got - want).max() < 1e-4 * want.std(), layout

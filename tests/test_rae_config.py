@@ -1,0 +1,253 @@
+"""RAE's configuration files as options."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import yaml
+from conftest import ROOT
+
+from accel.config import Config, FidJob, Grid
+from accel.errors import UsageError
+from accel.families import Defaults, Family, config_file
+
+TEXT = """
+stage_1:
+  target: stage1.RAE
+  params:
+    encoder_cls: 'Dinov2withNorm'
+    encoder_params: {'normalize': True}
+    decoder_config_path: 'configs/decoder/ViTXL'
+    pretrained_decoder_path: 'models/decoders/a/model.pt'
+    noise_tau: 0.8
+    normalization_stat_path: 'models/stats/a/stat.pt'
+stage_2:
+  target: stage2.models.DDT.DiTwDDTHead
+  params:
+    input_size: 16
+    patch_size: 1
+    in_channels: 768
+    hidden_size: [1152, 2048]
+    depth: [28, 2]
+    num_heads: [16, 16]
+    num_classes: 1000
+    use_qknorm: False
+    wo_shift: False
+  ckpt: 'models/XL/stage2_model.pt'
+transport:
+  params: {path_type: 'Linear', prediction: 'velocity', loss_weight: null}
+sampler:
+  mode: ODE
+  params: {sampling_method: 'euler', num_steps: 50, atol: 1e-6, rtol: 1e-3, reverse: False}
+guidance:
+  method: 'autoguidance'
+  scale: 1.42
+  t-min: 0.1
+  t-max: 9e-1
+  guidance_model:
+    target: stage2.models.DDT.DiTwDDTHead
+    params: {hidden_size: [384, 2048], depth: [12, 2], num_heads: [6, 16]}
+    ckpt: 'models/S/stage2_model.pt'
+misc:
+  latent_size: [768, 16, 16]
+  num_classes: 1000
+  time_dist_shift_dim: 196608
+  time_dist_shift_base: 4096
+training: {epochs: 1400}
+"""
+CONTENT = yaml.safe_load(TEXT)
+RECORD = Family(
+    name="RAE",
+    models={"DiTDH-XL/1": Defaults(image_size=256, factor=16)},
+    prediction="velocity",
+    samplers=("euler", "heun"),
+    keys=("s_embedder.proj.weight",),
+    code="accel.families.rae",
+    config_reader="accel.families.rae.config_file",
+)
+NAMES = {"ckpt": "XL/stage2_model.pt", "guide": "S/stage2_model.pt"}
+NAMES |= {"vae": "decoders/a/model.pt", "latent_stats": "stats/a/stat.pt"}
+
+
+@pytest.fixture(autouse=True)
+def record(monkeypatch, tmp_path):
+    """The family's record alone, in a folder with the files."""
+    for path in NAMES.values():
+        (tmp_path / "models" / path).parent.mkdir(parents=True)
+        (tmp_path / "models" / path).touch()
+    monkeypatch.setattr(config_file, "families", lambda: (RECORD,))
+    monkeypatch.setattr("accel.config.family_of", lambda model: RECORD)
+    monkeypatch.chdir(tmp_path)
+    config_file.read.cache_clear()
+
+
+def written(content, name="run.yaml"):
+    with open(name, "w") as file:
+        file.write(content if isinstance(content, str) else yaml.safe_dump(content))
+    config_file.read.cache_clear()
+    return name
+
+
+def changed(**entries):
+    """The configuration with other entries, by dotted names with two underscores for dots."""
+    content = copy.deepcopy(CONTENT)
+    for name, value in entries.items():
+        *sections, last = name.split("__")
+        section = content
+        for part in sections:
+            section = section.setdefault(part, {})
+        if value is None:
+            section.pop(last, None)
+        else:
+            section[last] = value
+    return content
+
+
+def test_the_options_of_a_file():
+    options = config_file.taken(written(TEXT), {})
+    assert options.pop("timestep_shift") == pytest.approx((4096 / (768 * 16 * 16)) ** 0.5)
+    assert options == dict(
+        **{name: f"models/{path}" for name, path in NAMES.items()},
+        model="DiTDH-XL/1",
+        image_size=256,
+        num_classes=1000,
+        guidance_channels=768,
+        guidance_interval=(0.1, 0.9),
+        cfg_scale=1.42,
+        sampler="euler",
+        num_sampling_steps=49,  # 50 points
+    )
+
+
+def test_options_that_a_file_leaves_out():
+    """As in its sample_ddp.py: shift by the size of the latents; underscores go first; a scale of
+    at most one is no guidance, so the second network is not needed.
+    """
+    content = changed(
+        guidance__t_min=0.3,
+        misc__latent_size=[768, 32, 32],
+        misc__time_dist_shift_dim=None,
+        sampler__params__num_steps=None,
+        stage_1__params__decoder_patch_size=8,
+    )
+    options = config_file.taken(written(content), {})
+    assert options["guidance_interval"] == (0.3, 0.9)
+    assert options["timestep_shift"] == pytest.approx(1 / 13.856406)
+    assert (options["image_size"], options["num_sampling_steps"]) == (256, 49)
+    for scale in (1.0, 0.5):
+        options = config_file.taken(written(changed(guidance__scale=scale)), {})
+        assert options["cfg_scale"] == 1 and "guide" not in options
+        assert (
+            config_file.taken("run.yaml", {"cfg_scale": 2.0})["guide"] == f"models/{NAMES['guide']}"
+        )
+    options = config_file.taken(written(changed(guidance=None)), {})
+    assert options["cfg_scale"] == 1 and options["guidance_interval"] == (0, 1)
+
+
+def test_files_are_here_or_beside_the_configuration(tmp_path, monkeypatch):
+    """One line names what is missing, and the command that fetches it."""
+    tmp_path = tmp_path / "empty"
+    tmp_path.mkdir()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "beside" / "models" / "XL").mkdir(parents=True)
+    name = written(changed(guidance=None), "beside/run.yaml")
+    with pytest.raises(UsageError) as refused:
+        Grid.of(config=name)
+    assert str(refused.value) == (
+        "config=beside/run.yaml: names models/XL/stage2_model.pt (and 2 more), which is missing; "
+        "hf download nyu-visionx/RAE-collections XL/stage2_model.pt decoders/a/model.pt "
+        "stats/a/stat.pt --local-dir models"
+    )
+    (tmp_path / "beside" / "models" / "XL" / "stage2_model.pt").touch()
+    config_file.read.cache_clear()
+    latents = Grid.of(config=name, output_type="latent")  # they need no decoder
+    assert latents.config.ckpt == "beside/models/XL/stage2_model.pt"
+    (tmp_path / "models" / "XL").mkdir(parents=True)
+    (tmp_path / "models" / "XL" / "stage2_model.pt").touch()
+    config_file.read.cache_clear()
+    job = FidJob.of(config=name, num_fid_samples=4, vae="ema", latent_stats="other.pt")
+    assert job.config.ckpt == "models/XL/stage2_model.pt"
+    with pytest.raises(UsageError, match=r"names models/decoders/a/model.pt \(and 1 more\)"):
+        FidJob.of(config=name, num_fid_samples=4)
+
+
+def test_flags_override_a_file():
+    name = written(changed(guidance__method="cfg", sampler__params__sampling_method=None))
+    given = dict(ckpt="other.pt", vae="ema", cfg_scale=2.0, sampler="heun", timestep_shift=0.5)
+    config = Config(config=name, **given).with_file()
+    assert {option: getattr(config, option) for option in given} == given
+    assert config.model is None  # that of other.pt
+    assert (config.num_sampling_steps, config.guidance_interval) == (49, (0.1, 0.9))
+    assert config.with_file() == config
+    line = config_file.notice(name, vars(config))
+    assert line.startswith("run.yaml says latent stats models/stats/a/stat.pt, image size 256, ")
+    assert line.endswith("num sampling steps 49, guidance interval 0.1 0.9; flags override it")
+
+
+@pytest.mark.parametrize(
+    "entries, reason",
+    [
+        (
+            dict(sampler__params__sampling_method=None),
+            "no sampler.params.sampling_method, which is "
+            "then dopri5, and only euler is computed; give sampler=euler",
+        ),
+        (dict(sampler=None), "dopri5"),
+        (dict(sampler__params__sampling_method="heun2"), "heun2, and only euler"),
+        (dict(sampler__mode="SDE"), "sampler.mode SDE, and only ODE"),
+        (dict(sampler__params__reverse=True), "sampler.params.reverse True"),
+        (dict(sampler__params__num_steps=1), "num_steps 1, which must be a number from 2"),
+        (dict(transport__params__path_type="GVP"), "path_type GVP, and only Linear"),
+        (dict(transport__params__prediction="noise"), "prediction noise, and only velocity"),
+        (dict(transport__params__sigma=1), "transport.params.sigma, which is not known"),
+        (dict(stage_2__params__wo_shift=True), "stage_2.params.wo_shift True"),
+        (
+            dict(stage_2__params__use_rope=False),
+            "use_rope False, and only True is computed; give ckpt",
+        ),
+        (dict(stage_2__params__patch_size=[2, 1]), r"patch_size \[2, 1\]"),
+        (dict(stage_2__target="stage2.models.lightningDiT.LightningDiT"), "stage_2.target stage2"),
+        (dict(stage_2__ckpt=None), "no stage_2.ckpt; give ckpt"),
+        (dict(stage_2=None), "has no stage_2"),
+        (dict(stage_1__ckpt="rae.pt"), "stage_1.ckpt rae.pt"),
+        (dict(stage_1__params__encoder_cls="SigLIP2wNorm"), "encoder_cls SigLIP2wNorm"),
+        (dict(stage_1__params__decoder_config_path=None), "decoder_config_path vit_mae-base"),
+        (dict(stage_1__params__normalization_stat_path=None), "give latent_stats"),
+        (dict(stage_1__params__reshape_to_2d=False), "reshape_to_2d False"),
+        (dict(stage_1__params__eps=0.1), "stage_1.params.eps 0.1"),
+        (dict(guidance__method="interval"), "guidance.method interval"),
+        (dict(guidance__guidance_model=None), "guidance_model"),
+        (dict(guidance__guidance_model__params__wo_shift=True), "wo_shift True"),
+        (dict(guidance__scale="1.42"), "guidance.scale 1.42, which must be a number"),
+        (dict(guidance__t_min=0.9), "t_min 0.9 and t_max 0.9"),
+        (dict(guidance__method="cfg", misc__null_label=0), "null_label 0, and only 1000"),
+        (dict(misc__latent_size=[768, 16, 8]), "latent_size"),
+        (dict(misc__num_classes=10), "num_classes 10, and stage_2 has 1000"),
+        (dict(misc__time_dist_shift_dim=1024), "0.5, which must be from 1"),
+        (dict(stage_2__ckpt="${oc.env:HOME}/x.pt"), "must be plain text"),
+        (dict(guidance=[1]), "guidance of type list|guidance \\[1\\]"),
+    ],
+)
+def test_what_a_file_says_and_is_not_computed_is_refused(entries, reason):
+    with pytest.raises(UsageError, match=f"^config=run.yaml: [^\n]*{reason}[^\n]*$"):
+        config_file.taken(written(changed(**entries)), {})
+
+
+@pytest.mark.parametrize("text", ["a: [", "a: 1", "- 1", "", "&a [*a]", "\0", "a: " + "[" * 9000])
+def test_other_files_are_refused_in_a_line(text):
+    with pytest.raises(UsageError, match="^config=run.yaml: [^\n]*$"):
+        Grid.of(config=written(text))
+    with pytest.raises(UsageError, match="config=none.yaml: cannot be read .No such file"):
+        Grid.of(config="none.yaml")
+
+
+def test_reading_imports_no_torch(tmp_path):
+    written(TEXT)
+    code = (
+        "import sys; from pathlib import Path; import accel.config; from accel.families.config_file import read_yaml;"
+        "from accel.families.rae.config_file import read; path = Path(sys.argv[1]);"
+        "assert read(read_yaml(path), path).options['cfg_scale'] == 1.42;"
+        "assert not {'torch', 'numpy'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code, tmp_path / "run.yaml"], cwd=ROOT, check=True)

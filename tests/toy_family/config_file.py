@@ -1,0 +1,19 @@
+"""Configurations of a Toy: a section `toy` with weights, steps and scale."""
+
+from accel.families.config_file import ConfigFile
+
+
+def read(content, path):
+    """The options of a configuration, None for another program's."""
+    if not isinstance(content, dict) or "toy" not in content:
+        return None
+    entries = content["toy"]
+    weights = str(path.parent / entries["weights"])
+    options = dict(ckpt=weights, num_sampling_steps=entries["steps"], cfg_scale=entries["scale"])
+    refused = {}
+    if entries["method"] != "ddim":
+        refused["sampler"] = f"says method {entries['method']}; give `sampler=ddim`"
+    else:
+        options["sampler"] = "ddim"
+    missing = {} if (path.parent / entries["weights"]).exists() else {"ckpt": weights}
+    return ConfigFile(options, refused, missing, lambda paths: f"fetch {len(paths)}")
