@@ -26,7 +26,7 @@ from accel.families.recognise import Fit, reference_state
 from accel.latents.decoder import Decoder, NoDecoder, decoder_of
 from accel.network import WHOLE, Batch, BlockNetwork, Network, Part, Plain, overflows, remedy
 from accel.opening import Opened, about_guide
-from accel.ranks.layouts import Placement
+from accel.ranks.placement import Placement
 from accel.sampling import OnStep, count_copies, denoise, initial_noise, steps_of, upstream_noise
 from accel.sampling.guidance import Guidance, Unguided
 from accel.sampling.process import Process
@@ -65,8 +65,8 @@ class Pipeline:
     """Network, process, guidance and decoder in a tier on a device. Together with labels and
     a seed they determine the pictures.
 
-    decoder: None if only latents are sampled. side: of a latent. too_large: the error for a
-    batch that does not fit in memory.
+    decoder: None if only latents are sampled. side: of a latent. placement: of this rank among
+    those that share an evaluation. too_large: the error for a batch that does not fit in memory.
     """
 
     network: Network
@@ -76,6 +76,7 @@ class Pipeline:
     tier: str
     device: torch.device
     side: int
+    placement: Placement = ALONE
     too_large: str = TOO_LARGE
 
     @classmethod
@@ -125,7 +126,12 @@ class Pipeline:
             arithmetic = config.vae_precision
             decoder = decoder_of(opened.space, device, arithmetic, otherwise, many_pictures)
         side = opened.latent_size
-        return cls(network, process, guidance, decoder, tier, device, side, too_large)
+        return cls(network, process, guidance, decoder, tier, device, side, placement, too_large)
+
+    @property
+    def machine(self) -> list[str]:
+        """Return the tier, the hardware and torch's version, in words."""
+        return [self.tier, hardware(self.device), f"torch {torch.__version__}"]
 
     def with_(self, **parts: Any) -> "Pipeline":
         """Return a pipeline with other parts, such as process= or guidance=. It shares the
@@ -263,6 +269,13 @@ class Pipeline:
         if self.process.noise_from_cpu and self.device.type != "cpu":
             generator = torch.Generator().manual_seed(seed)
         return z[part], upstream_noise(z, self.guidance.copies, part, generator)
+
+
+def hardware(device: torch.device) -> str:
+    """Return the GPU's name, or the CPU's number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads"
 
 
 def process_of(opened: Opened, scheduler: Any = None) -> Process:
