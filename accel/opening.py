@@ -18,7 +18,6 @@ from accel.config import Config
 from accel.errors import UsageError, shown
 from accel.families import families
 from accel.families.recognise import Fit, published_name, recognise, recogniser_of
-from accel.gpu import missing_code
 from accel.latents import LatentSpace
 from accel.latents.files import PUBLISHED, find
 from accel.progress import Stopwatch
@@ -130,6 +129,8 @@ def _require_gpu(device):
     count = torch.cuda.device_count()
     if (device.index or 0) >= count:
         raise UsageError(f"`device={device}`: this machine has {count} GPU(s), counted from 0")
+    from accel.gpu import missing_code  # a CPU needs none
+
     remedy = missing_code(device)
     if remedy:
         raise UsageError(
