@@ -273,12 +273,11 @@ class Config(Options):
         implied = {**defaults._asdict(), "sampler": family.samplers[0]}
         # All that there are, of latents with fewer channels than the model guides.
         implied["guidance_channels"] = min(defaults.guidance_channels, fit.in_channels)
-        trained = fit.trained_size(space.factor)
-        if trained is not None:
-            implied["image_size"] = trained
+        if fit.image_size is not None:
+            implied["image_size"] = fit.image_size
         if self.image_size is None and implied["image_size"] > MOST_PIXELS:
             raise UsageError(
-                f"`image_size={trained}`: by these weights, and at most {MOST_PIXELS}; give "
+                f"`image_size={fit.image_size}`: by these weights, and at most {MOST_PIXELS}; give "
                 "another `image_size`"
             )
         implied |= {name: value for name, value in fit.recipe.items() if value is not None}
@@ -296,7 +295,7 @@ class Config(Options):
         weights.
         """
         require_unit(self.image_size, space.factor, fit.patch_size)
-        trained = fit.trained_size(space.factor)
+        trained = fit.image_size
         if trained not in (None, self.image_size) and not fit.family.any_size:
             raise UsageError(
                 f"`image_size={self.image_size}`: a {fit.family.name} samples the size that it was "

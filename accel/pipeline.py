@@ -25,7 +25,7 @@ from accel.errors import UsageError
 from accel.families.recognise import Fit, reference_state
 from accel.latents.decoder import Decoder, NoDecoder, decoder_of
 from accel.network import WHOLE, Batch, BlockNetwork, Network, Part, Plain, overflows, remedy
-from accel.opening import Opened, about_guide
+from accel.opening import Opened
 from accel.ranks.placement import Placement
 from accel.sampling import OnStep, count_copies, denoise, initial_noise, steps_of, upstream_noise
 from accel.sampling.guidance import Guidance, Unguided
@@ -107,10 +107,9 @@ class Pipeline:
         config = opened.config
         fit = opened.fit
         device = opened.device
-        trained = fit.trained_size(opened.space.factor)
-        if trained not in (None, config.image_size):
+        if fit.image_size not in (None, config.image_size):
             log.warning(
-                f"{config.model}: weights trained at {trained} px, sampling at "
+                f"{config.model}: weights trained at {fit.image_size} px, sampling at "
                 f"{config.image_size} px"
             )
         process = process_of(opened, scheduler)
@@ -415,6 +414,8 @@ def _load_networks(opened, tier, batch, part, tuner) -> list[BlockNetwork]:
     with opened.weights.reading():
         networks = [load_network(opened.weights, opened.fit, tier, device, batch, tuner, part)]
     if opened.guide is not None:
+        from accel.guide import about_guide
+
         with about_guide(), opened.guide.weights.reading():
             networks.append(load_network(*opened.guide, tier, device, batch, tuner, part))
     return networks

@@ -5,6 +5,7 @@ What a file says is believed, or refused by name. What it does not say is assume
 printed with the flag that changes it. `--model` decides wherever the entries allow it.
 """
 
+import hashlib
 import logging
 import re
 from collections.abc import Callable, Mapping
@@ -158,11 +159,13 @@ class Fit(NamedTuple):
         """Return the number of channels that the network makes."""
         return 2 * self.in_channels if self.learn_sigma else self.in_channels
 
-    def trained_size(self, factor: int) -> int | None:
-        """Return the side of the training pictures in pixels, or None. factor: a
-        picture's side / its latent's side.
+    def decoded(self, factor: int) -> "Fit":
+        """Return this fit with the side of the training pictures, where that of their latents
+        is known. factor: a picture's side / its latent's side.
         """
-        return factor * self.latent_size if self.latent_size else self.image_size
+        if not self.latent_size:
+            return self
+        return self._replace(image_size=factor * self.latent_size)
 
     def empty(self, latent_size: int) -> torch.nn.Module:
         """Return the reference network for latents of this side, on the meta device:
@@ -170,6 +173,19 @@ class Fit(NamedTuple):
         """
         with shapes_only():
             return self.build(input_size=latent_size, num_classes=self.num_classes)
+
+    def digest(self, weights: Weights) -> str:
+        """Return 16 hex digits of all that decides the network's function: the tensors of its
+        weights, the number of heads where it is not that of the model of this size, and the
+        family's facts.
+        """
+        digest = weights.digest()
+        text = digest
+        if not self.usual:
+            text += f" {self.num_heads} heads"
+        for name, value in sorted(self.facts.items()):
+            text += f" {name} {value}"
+        return digest if text == digest else hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def metadata(self) -> dict[str, Any]:
         """Return the facts to write into a file of these weights, by their names in
@@ -482,6 +498,17 @@ def download_model(name: str) -> dict[str, torch.Tensor]:
             f"`ckpt={name}`: not published; the names are {', '.join(sorted(pretrained_models))}"
         )
     return find_model(name)
+
+
+def shipped_as(name: str) -> str | None:
+    """Return the model whose weights, shipped or published, have this name or path; None if
+    there is none.
+    """
+    for family in families():
+        for model, defaults in family.models.items():
+            if defaults.ckpt == name or Path(name).name in defaults.published.values():
+                return model
+    return None
 
 
 def published_name(model: str, image_size: int, num_classes: int) -> str:
