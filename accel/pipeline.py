@@ -23,7 +23,8 @@ from torch import Tensor
 from accel import precision
 from accel.errors import UsageError
 from accel.families.recognise import Fit, reference_state
-from accel.latents.decoder import Decoder, NoDecoder, decoder_of
+from accel.latents import LatentSpace
+from accel.latents.decoder import Decoder, NoDecoder
 from accel.network import WHOLE, Batch, BlockNetwork, Network, Part, Plain, overflows, remedy
 from accel.opening import Opened
 from accel.ranks.placement import Placement
@@ -359,6 +360,26 @@ def guidance_of(opened: Opened, guided: bool | None = None) -> Guidance | Unguid
 
         return Autoguidance(config.cfg_scale, *where)
     return Guidance(config.cfg_scale, config.num_classes, *where)
+
+
+def decoder_of(
+    space: LatentSpace,
+    device: torch.device,
+    precision: str = "fp32",
+    otherwise: str = "fp32",
+    captured: bool = False,
+) -> Decoder | NoDecoder:
+    """Return the decoder of a space, in fp32, tf32 or fp16.
+
+    otherwise, captured: for fp16, as Float16Decoder takes them.
+    """
+    if space.decoder.kind.without_files is not None:
+        return NoDecoder(space)
+    if precision == "fp16":
+        from accel.latents.float16 import Float16Decoder  # float32 needs none
+
+        return Float16Decoder(space, device, otherwise, captured)
+    return Decoder(space, device, precision)
 
 
 def _batch(opened, process, guidance, placement, sizes) -> Batch:
