@@ -13,7 +13,8 @@ import torch
 from accel import precision
 from accel.config import Config
 from accel.errors import UsageError, shown
-from accel.families.recognise import Fit, published_name, recognise, recogniser_of, shipped_as
+from accel.families import family_of
+from accel.families.recognise import Fit, recognise, recogniser_of, shipped_as
 from accel.latents import LatentSpace
 from accel.latents.files import PUBLISHED, find
 from accel.progress import Stopwatch
@@ -125,8 +126,13 @@ def weights_of(config: Config, device: torch.device, divided: bool = False) -> C
     """
     name = config.ckpt or config.defaults.ckpt
     if name is None:
+        from accel.families.published import (
+            published_name,  # weights that ship or are given have a path
+        )
+
         defaults = config.defaults
         name = published_name(
+            family_of(config.named_model),
             config.named_model,
             config.image_size or defaults.image_size,
             config.num_classes or defaults.num_classes,

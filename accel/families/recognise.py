@@ -21,7 +21,6 @@ import torch
 from accel.errors import UsageError, shown
 from accel.families import Family, families, family_of
 from accel.weights import Weights
-from accel.weights.checkpoint import open_checkpoint, pretrained_models
 from accel.weights.shapes import Shapes, require_fit, shapes_of, shapes_only
 
 log = logging.getLogger(__name__)
@@ -475,31 +474,6 @@ def _classes(source, rows, metadata, wanted):
     )
 
 
-def find_model(name_or_path: str | Path) -> dict[str, torch.Tensor]:
-    """Return a state dict under the names of its family's reference network, as
-    upstream's function of this name does; weights of no family are returned unchanged.
-    name_or_path: as for open_checkpoint. Raises UsageError.
-    """
-    checkpoint = open_checkpoint(name_or_path)
-    state = checkpoint.state
-    shapes = shapes_of(checkpoint.state)
-    if not families_with(shapes):
-        return state
-    family, _ = choose_family(checkpoint.name, shapes, checkpoint.metadata, None, None)
-    return recogniser_of(family).converted(state, checkpoint.metadata)
-
-
-def download_model(name: str) -> dict[str, torch.Tensor]:
-    """Return the state dict of published weights, as upstream's function of this name
-    does. Download them on first use. Raises UsageError for another name.
-    """
-    if name not in pretrained_models:
-        raise UsageError(
-            f"`ckpt={name}`: not published; the names are {', '.join(sorted(pretrained_models))}"
-        )
-    return find_model(name)
-
-
 def shipped_as(name: str) -> str | None:
     """Return the model whose weights, shipped or published, have this name or path; None if
     there is none.
@@ -509,29 +483,3 @@ def shipped_as(name: str) -> str | None:
             if defaults.ckpt == name or Path(name).name in defaults.published.values():
                 return model
     return None
-
-
-def published_name(model: str, image_size: int, num_classes: int) -> str:
-    """Return the name of a model's published weights for a size in pixels. Raises
-    UsageError if there are none.
-    """
-    family = family_of(model)
-    implied = family.models[model]
-    if image_size in implied.published and num_classes == implied.num_classes:
-        return implied.published[image_size]
-    if family.fetch:
-        raise UsageError(
-            f"`ckpt`: {model} needs a file; the family's are fetched by: {family.fetch}"
-        )
-    there = [
-        (name, sorted(defaults.published))
-        for name, defaults in family.models.items()
-        if defaults.published
-    ]
-    listed = "".join(
-        f" (there are {name} at {' and '.join(map(str, sizes))})" for name, sizes in there
-    )
-    raise UsageError(
-        f"`ckpt`: no published weights for {model} at {image_size} px with {num_classes} "
-        f"classes{listed}; give a file or a folder"
-    )
