@@ -25,7 +25,7 @@ from accel.errors import UsageError
 from accel.families.recognise import Fit, reference_state
 from accel.latents import LatentSpace
 from accel.latents.decoder import Decoder, NoDecoder
-from accel.network import WHOLE, Batch, BlockNetwork, Network, Part, Plain, overflows, remedy
+from accel.network import WHOLE, Batch, BlockNetwork, Network, Part, Plain
 from accel.opening import Opened
 from accel.ranks.placement import Placement
 from accel.sampling import OnStep, count_copies, denoise, initial_noise, steps_of, upstream_noise
@@ -186,6 +186,8 @@ class Pipeline:
             )
         failed = torch.nonzero(~sums.isfinite())
         if len(failed):
+            from accel.overflow import remedy
+
             raise UsageError(
                 f"`precision={self.tier}`: the latents are not finite from step "
                 f"{int(failed[0]) + 1} of {len(sums)} on; "
@@ -236,8 +238,11 @@ class Pipeline:
         rows = sorted(((1, rows) for rows in copies), reverse=True)
         batch = Batch(rows, self.side, num_classes)
         network = load_network(weights, fit, self.tier, self.device, batch)
-        accelerated = precision.TIERS[self.tier].accelerated
-        if accelerated and overflows(network, batch, self.device, fit.family.some_times):
+        if not precision.TIERS[self.tier].accelerated:
+            return network
+        from accel.overflow import overflows
+
+        if overflows(network, batch, self.device, fit.family.some_times):
             raise UsageError(
                 f"`precision={self.tier}`: overflows on these weights; make another pipeline of "
                 "them"
@@ -457,6 +462,8 @@ def _load_checked(opened, tier, batch, part, tuner) -> tuple[Network, str]:
         network = WithGuide(*networks)
     if not precision.TIERS[tier].accelerated or tier == "bf16":
         return network, tier
+    from accel.overflow import overflows, remedy  # float32 holds all
+
     from_rank_0 = tuner.share if part.ranks > 1 else lambda make: make()
     from_rank_0(lambda: None)  # a rank that failed raises here: none waits for it below
     times = opened.fit.family.some_times
