@@ -23,7 +23,7 @@ from accel.opening import Opened, open_model, open_on_ranks
 from accel.pipeline import ALONE, Pipeline, free_memory
 from accel.progress import Stopwatch, step_bar
 from accel.ranks import Ranks
-from accel.ranks.placement import OFF, Placement
+from accel.ranks.placement import OFF
 from accel.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,12 @@ def make_grid(grid: Grid, ranks: Ranks) -> None:
     if ranks.rank == 0:
         _exit_by_exception(signal.SIGTERM)
     for path, latents in zip(grid.outputs, latents_of_seeds, strict=True):
-        finish(grid, path, latents, ranks, placement, decoder, watch)
+        if ranks.world == 1:  # decodes file after file: a folder needs the memory of a picture
+            save(grid, path, latents, watch, decoder)
+            continue
+        pictures = parallel.gather(grid, latents, ranks, placement, decoder, watch)
+        if ranks.rank == 0:
+            save(grid, path, pictures, watch)
     if ranks.rank == 0:
         log.info(f"{', '.join(grid.outputs)}: {watch} · {launch.seconds():.2f} s since start")
 
@@ -134,34 +139,6 @@ def sample(
                 f"{min(times):.3f} to {max(times):.3f} s"
             )
     return latents_of_seeds
-
-
-def finish(
-    grid: Grid,
-    path: str,
-    latents: Tensor,
-    ranks: Ranks,
-    placement: Placement,
-    decoder: Decoder | None,
-    watch: Stopwatch,
-) -> None:
-    """Decode the latents of one seed, each rank its own pictures, gather and write them.
-
-    A process by itself decodes one file after the other: a folder of many pictures needs the
-    memory of one.
-    """
-    if ranks.world == 1:
-        save(grid, path, latents, watch, decoder)
-        return
-    n = grid.count
-    pictures = ranks.own_pictures(latents, n, placement)
-    if decoder is not None:
-        with watch.phase("decode"):
-            pictures = decoder.decode(pictures)
-    with watch.phase("gather"):
-        gathered = ranks.gather_pictures(pictures, n, placement)
-    if ranks.rank == 0:
-        save(grid, path, gathered, watch)
 
 
 def save(

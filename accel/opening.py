@@ -310,10 +310,14 @@ def _with_decoder(config, weights, fit, space, decodes):
     if decodes and (space is None or name != config.named_decoder):
         if name in PUBLISHED:  # refused before it is fetched
             _require_channels(name, LatentSpace(), fit)
-        if name == config.named_decoder:
+        try:
             space = find(name, config.latent_stats)
-        else:
-            space = _find_for(weights, name, config.latent_stats)
+        except UsageError as error:
+            if name == config.named_decoder:
+                raise
+            raise UsageError(
+                f"`ckpt={weights.name}`: says that its decoder is {shown(name)}; {error.marked}"
+            ) from None
     if space is None:
         space = LatentSpace(fit.in_channels, defaults.factor)  # latents need no decoder
     space = _as_trained(name, fit, space, decodes)
@@ -326,16 +330,6 @@ def _short_name(name):
     """Return the decoder that a file names, published ones by their short names."""
     published = re.fullmatch(r"(?:stabilityai/)?sd-vae-ft-(ema|mse)", name or "")
     return published[1] if published else name
-
-
-def _find_for(weights, name, statistics):
-    """Return the latent space of the decoder that a file of weights names."""
-    try:
-        return find(name, statistics)
-    except UsageError as error:
-        raise UsageError(
-            f"`ckpt={weights.name}`: says that its decoder is {shown(name)}; {error.marked}"
-        ) from None
 
 
 def _as_trained(name, fit, space, decodes):

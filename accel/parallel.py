@@ -1,18 +1,21 @@
-"""A grid on many ranks: the layout of --parallel, the part of the weights that a rank loads, and
-the network evaluations that ranks share. A process by itself does without.
+"""A grid on many ranks: the layout of --parallel, the part of the weights that a rank loads, the
+network evaluations that ranks share, and the pictures of all. A process by itself needs none.
 """
 
 import logging
 
+from torch import Tensor
+
 from accel.config import Grid
 from accel.errors import UsageError
 from accel.kernels.linear import Tuner
+from accel.latents.decoder import Decoder, NoDecoder
 from accel.network import divides_tokens, stages_of
 from accel.opening import Opened
 from accel.pipeline import Pipeline
 from accel.progress import Stopwatch
 from accel.ranks import Ranks, planner
-from accel.ranks.placement import OFF, Layout
+from accel.ranks.placement import OFF, Layout, Placement
 from accel.sampling import count_copies
 
 log = logging.getLogger(__name__)
@@ -72,3 +75,22 @@ def share_evaluations(
     )
     network, placement = planner.share_evaluations(pipeline.network, work, ranks, layout)
     return pipeline.with_(network=network, placement=placement)
+
+
+def gather(
+    grid: Grid,
+    latents: Tensor,
+    ranks: Ranks,
+    placement: Placement,
+    decoder: Decoder | NoDecoder | None,
+    watch: Stopwatch,
+) -> Tensor | None:
+    """Decode each rank's own pictures of one seed. Return all pictures on rank 0, None elsewhere;
+    latents where there is no decoder. latents: of this rank.
+    """
+    pictures = ranks.own_pictures(latents, grid.count, placement)
+    if decoder is not None:
+        with watch.phase("decode"):
+            pictures = decoder.decode(pictures)
+    with watch.phase("gather"):
+        return ranks.gather_pictures(pictures, grid.count, placement)

@@ -28,7 +28,15 @@ from accel.latents.decoder import Decoder, NoDecoder
 from accel.network import WHOLE, Batch, BlockNetwork, Network, Part, Plain
 from accel.opening import Opened
 from accel.ranks.placement import Placement
-from accel.sampling import OnStep, count_copies, denoise, initial_noise, steps_of, upstream_noise
+from accel.sampling import (
+    OnStep,
+    count_copies,
+    denoise,
+    initial_noise,
+    make_process,
+    steps_of,
+    upstream_noise,
+)
 from accel.sampling.guidance import Guidance, Unguided
 from accel.sampling.process import Process
 from accel.weights import Weights
@@ -310,35 +318,6 @@ def process_of(opened: Opened, scheduler: Any = None) -> Process:
     from accel.sampling.solvers import Solver
 
     return Solver(scheduler, config.num_sampling_steps)
-
-
-def make_process(
-    sampler: str,
-    steps: int,
-    *,
-    shift: float = 1.0,
-    eta: float = 0.0,
-    learn_sigma: bool = True,
-    **flow: Any,
-) -> Process:
-    """Return the process of a sampler in `steps` steps; only its modules are imported.
-
-    shift: of a flow's times; eta: DDIM's noise; learn_sigma: whether the network estimates
-    the variance too. flow: other fields of a flow's process.
-    """
-    if sampler in ("euler", "heun", "sde"):
-        from accel.sampling.flow import FLOWS
-
-        return FLOWS[sampler](steps, shift, **flow)
-    if sampler in ("dpm++", "unipc"):
-        from accel.sampling.solvers import Solver, make_scheduler
-
-        return Solver(make_scheduler(sampler), steps)
-    from accel.diffusion import create_diffusion
-    from accel.sampling.ancestral import Ancestral, Ddim
-
-    diffusion = create_diffusion(str(steps), learn_sigma=learn_sigma)
-    return Ddim(diffusion, eta) if sampler == "ddim" else Ancestral(diffusion)
 
 
 def _data_prediction(opened):
