@@ -105,7 +105,6 @@ def sample_for_fid(job: FidJob, ranks: Ranks) -> None:
     """Make the folder of pictures and its .npz."""
     from accel import fid
     from accel.fid.job import guided, order_of, record_of, require_seeds
-    from accel.grid import describe
     from accel.kernels.linear import Tuner
     from accel.opening import open_on_ranks
     from accel.pipeline import Pipeline
@@ -127,7 +126,7 @@ def sample_for_fid(job: FidJob, ranks: Ranks) -> None:
                     too_large=job.too_large,
                 )
             )
-        print(describe(job, pipeline, ranks.world))
+        print(job.describe(pipeline.machine, ranks.world))
         record = ranks.run_collectively(lambda: record_of(job, opened, pipeline, ranks.world))
         fid.run(order, ranks, record, pipeline, watch)
 

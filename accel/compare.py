@@ -13,7 +13,8 @@ from torch import Tensor
 
 from accel.errors import UsageError
 from accel.families.loaded_module import LoadedModule
-from accel.network import Batch, BlockNetwork, Plain, overflows, remedy
+from accel.network import Batch, BlockNetwork, Plain
+from accel.overflow import overflows, remedy
 from accel.precision import TIERS
 
 # Relative error of an evaluation beyond which it is another function's, by tier and by

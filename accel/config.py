@@ -21,8 +21,7 @@ from accel.flags import checked, flag
 from accel.labels import NULL, find_label, imagenet, read_class_names
 from accel.latents import LatentSpace
 from accel.output import SUFFIX, is_folder, of_seed, require_writable
-from accel.ranks import layouts
-from accel.ranks.layouts import OFF, Layout
+from accel.ranks.placement import EXCHANGES, OFF, Layout
 
 if TYPE_CHECKING:  # the second brings torch
     from typing_extensions import Self
@@ -274,12 +273,11 @@ class Config(Options):
         implied = {**defaults._asdict(), "sampler": family.samplers[0]}
         # All that there are, of latents with fewer channels than the model guides.
         implied["guidance_channels"] = min(defaults.guidance_channels, fit.in_channels)
-        trained = fit.trained_size(space.factor)
-        if trained is not None:
-            implied["image_size"] = trained
+        if fit.image_size is not None:
+            implied["image_size"] = fit.image_size
         if self.image_size is None and implied["image_size"] > MOST_PIXELS:
             raise UsageError(
-                f"`image_size={trained}`: by these weights, and at most {MOST_PIXELS}; give "
+                f"`image_size={fit.image_size}`: by these weights, and at most {MOST_PIXELS}; give "
                 "another `image_size`"
             )
         implied |= {name: value for name, value in fit.recipe.items() if value is not None}
@@ -297,7 +295,7 @@ class Config(Options):
         weights.
         """
         require_unit(self.image_size, space.factor, fit.patch_size)
-        trained = fit.trained_size(space.factor)
+        trained = fit.image_size
         if trained not in (None, self.image_size) and not fit.family.any_size:
             raise UsageError(
                 f"`image_size={self.image_size}`: a {fit.family.name} samples the size that it was "
@@ -365,6 +363,22 @@ class Job(Options):
         """
         self.config.check()
 
+    @property
+    def pictures(self) -> str:
+        """Return the number of pictures in words. The job is filled."""
+        raise NotImplementedError
+
+    def describe(self, machine: list[str], ranks: int = 1) -> str:
+        """Return the line that announces the job, which is filled. machine: the arithmetic and
+        where it runs, in words. ranks: their number.
+        """
+        config = self.config
+        size = f"{config.image_size} px"
+        words = [config.model, size, self.pictures, config.steps_and_guidance(), *machine]
+        if ranks > 1:
+            words.append(f"{ranks} ranks")
+        return " · ".join(words)
+
 
 @dataclass(frozen=True)
 class Grid(Job):
@@ -406,7 +420,7 @@ class Grid(Job):
         "how GPUs share a picture if there are fewer pictures than GPUs. auto: the fastest "
         "layout, measured once per machine; off: one GPU per picture; or a layout, "
         "rows=2,tokens=2,exchange=kv: the batch rows of guidance, their tokens, and how tokens "
-        f"attend ({', '.join(layouts.EXCHANGES)}). weights=4 divides every layer, for a network "
+        f"attend ({', '.join(EXCHANGES)}). weights=4 divides every layer, for a network "
         "that does not fit in one GPU",
         default="auto",
         metavar="auto|off|rows=N,tokens=N,exchange=NAME|weights=N",
@@ -438,13 +452,16 @@ class Grid(Job):
         if self.config.ckpt is None:
             self._require_labels()
         self._require_layout(self.config)
-        if self.layout is None:
+        if self.layout in (None, OFF):
             return
-        layouts.check(self.layout, self.config.tier)
-        if self.config.ckpt is None and self.layout != OFF and self.config.vae is None:
+        from accel.ranks import layouts  # most leave it to --parallel auto
+
+        tokens = None
+        if self.config.ckpt is None and self.config.vae is None:
             size = self.config.image_size or self.config.defaults.image_size
             side = size // self.config.defaults.factor // patch_of(self.config.named_model)
-            layouts.check(self.layout, self.config.tier, side**2)
+            tokens = side**2
+        layouts.check(self.layout, self.config.tier, tokens)
 
     def _require_layout(self, config, null_class=True):
         """Raise UsageError for a layout by which ranks cannot share these evaluations."""
@@ -542,21 +559,28 @@ class Grid(Job):
             return None
         if self.parallel == "off":
             return OFF
+        from accel.ranks import layouts
+
         exchange = "ulysses" if self.config.tier == "exact" else "kv"
         return layouts.parse(self.parallel, exchange=exchange)
+
+    @property
+    def count(self) -> int:
+        """Return the number of pictures of a seed. The grid is filled."""
+        return len(self.labels)
 
     @property
     def pictures(self) -> str:
         """Return the number of pictures in words. The grid is filled."""
         seeds = f" × {len(self.seeds)} seeds" if self.seed_list else ""
-        return f"{len(self.labels)} label{'s' * (len(self.labels) > 1)}{seeds}"
+        return f"{self.count} label{'s' * (self.count > 1)}{seeds}"
 
     @property
     def too_large(self) -> str:
         """Return the error for a batch that does not fit in memory: the parameter that asks
         for it, and the remedy.
         """
-        n = len(self.labels)
+        n = self.count
         size = self.config.image_size
         if 1 in (n, self.batch_size):
             return (

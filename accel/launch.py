@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from accel.errors import USAGE, UsageError, as_usage_error
@@ -111,25 +110,15 @@ def world_size(wanted: int | None, device: str | None) -> int:
     if wanted == 1:
         return 1
     if wanted is None:
-        wanted = 0 if device == "cpu" else count_gpus()
+        from accel import driver  # most name their number
+
+        wanted = 0 if device == "cpu" else driver.count_gpus()
         if not 1 <= wanted <= MAX_PROCESSES:
             raise UsageError(
                 f"`gpus=all`: {wanted} GPUs here; give a number of processes, from 1 to "
                 f"{MAX_PROCESSES}"
             )
     return wanted
-
-
-def count_gpus() -> int:
-    """Return the driver's count of visible GPUs: it takes a tenth of a second, torch's takes
-    seconds.
-    """
-    with suppress(ImportError, RuntimeError):  # a torch without CUDA, a machine without a driver
-        from cuda.bindings import driver
-
-        if driver.cuInit(0)[0] == 0:
-            return int(driver.cuDeviceGetCount()[1])
-    return 0
 
 
 def import_torch(device: str | None) -> None:
@@ -142,22 +131,11 @@ def import_torch(device: str | None) -> None:
         return
     device_type, _, number = (device or "cuda").partition(":")
     if device_type == "cuda":
-        threading.Thread(target=_make_context, args=(number,), daemon=True).start()
+        from accel import driver
+
+        threading.Thread(target=driver.make_context, args=(number,), daemon=True).start()
     gc.disable()
     import torch  # noqa: F401
 
     gc.freeze()
     gc.enable()
-
-
-def _make_context(number):
-    """Make the context of GPU `number`, "" for this process's own, before torch asks for it.
-    torch meets the same failures and reports them better.
-    """
-    with suppress(Exception):
-        visible = count_gpus()
-        from cuda.bindings import driver
-
-        number = number or os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
-        device = driver.cuDeviceGet(int(number) % visible)[1]
-        driver.cuDevicePrimaryCtxRetain(device)

@@ -2,23 +2,19 @@
 Config, once.
 """
 
-import hashlib
 import logging
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from accel import precision
 from accel.config import Config
 from accel.errors import UsageError, shown
-from accel.families import families
-from accel.families.recognise import Fit, published_name, recognise, recogniser_of
-from accel.gpu import missing_code
+from accel.families import family_of
+from accel.families.recognise import Fit, recognise, recogniser_of, shipped_as
 from accel.latents import LatentSpace
 from accel.latents.files import PUBLISHED, find
 from accel.progress import Stopwatch
@@ -26,19 +22,10 @@ from accel.ranks import Ranks
 from accel.weights import Weights
 from accel.weights.checkpoint import Checkpoint
 
+if TYPE_CHECKING:  # few runs have one
+    from accel.guide import Guide
+
 log = logging.getLogger(__name__)
-
-
-class Guide(NamedTuple):
-    """The second network of autoguidance."""
-
-    weights: Weights
-    fit: Fit  # family and sizes of the weights
-
-    def digest(self) -> str:
-        """Return 16 hex digits, as Opened does."""
-        with about_guide():
-            return _digest(*self)
 
 
 class Opened(NamedTuple):
@@ -50,7 +37,7 @@ class Opened(NamedTuple):
     space: LatentSpace  # its decoder is None where no picture is decoded
     device: torch.device
     tier_is_asked_for: bool  # else bf16 may replace a float16 that overflows
-    guide: Guide | None = None
+    guide: "Guide | None" = None
 
     @property
     def latent_size(self) -> int:
@@ -85,22 +72,12 @@ class Opened(NamedTuple):
         """Return 16 hex digits of all that decides the network's function: its tensors, the
         number of heads where it is not that of the model of this size, and its family's facts.
         """
-        return _digest(self.weights, self.fit)
+        return self.fit.digest(self.weights)
 
     @property
     def has_null_label(self) -> bool:
         """Return whether the null label can be sampled: by the guide too."""
         return self.fit.null_class and (self.guide is None or self.guide.fit.null_class)
-
-
-def _digest(weights, fit):
-    digest = weights.digest()
-    text = digest
-    if not fit.usual:
-        text += f" {fit.num_heads} heads"
-    for name, value in sorted(fit.facts.items()):
-        text += f" {name} {value}"
-    return digest if text == digest else hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -130,6 +107,8 @@ def _require_gpu(device):
     count = torch.cuda.device_count()
     if (device.index or 0) >= count:
         raise UsageError(f"`device={device}`: this machine has {count} GPU(s), counted from 0")
+    from accel.gpu import missing_code  # a CPU needs none
+
     remedy = missing_code(device)
     if remedy:
         raise UsageError(
@@ -147,8 +126,13 @@ def weights_of(config: Config, device: torch.device, divided: bool = False) -> C
     """
     name = config.ckpt or config.defaults.ckpt
     if name is None:
+        from accel.families.published import (
+            published_name,  # weights that ship or are given have a path
+        )
+
         defaults = config.defaults
         name = published_name(
+            family_of(config.named_model),
             config.named_model,
             config.image_size or defaults.image_size,
             config.num_classes or defaults.num_classes,
@@ -181,6 +165,8 @@ def open_model(
     if weights is None:
         weights = weights_of(config, device)
     if guide is None and config.guide is not None:
+        from accel.guide import about_guide  # a network by itself needs none
+
         with about_guide():
             guide = Checkpoint(config.guide, device.type != "cpu")
     space = None
@@ -189,8 +175,13 @@ def open_model(
         space = _fetch(config, weights, guide, decodes)
     fit = _fit_of(weights, config)
     config.require_family(fit)  # before a decoder is fetched
-    opened_guide = _open_guide(guide, weights.name, fit)
+    opened_guide = None
+    if guide is not None:
+        from accel.guide import open_guide
+
+        opened_guide = open_guide(guide, weights.name, fit)
     config, space = _with_decoder(config, weights, fit, space, decodes)
+    fit = fit.decoded(space.factor)
     config = config.filled(fit, space)
     opened = Opened(config, weights, fit, space, device, asked, opened_guide)
     space.require_side(opened.latent_size)
@@ -233,32 +224,6 @@ def with_arithmetic(config: Config, device: torch.device) -> Config:
     return replace(config, precision=tier, tf32=None, vae_precision=decoder)
 
 
-@contextmanager
-def about_guide() -> Iterator[None]:
-    """Let errors about a file of weights name the parameter `guide`."""
-    try:
-        yield
-    except UsageError as error:
-        text = error.marked.replace("`ckpt", "`guide")
-        # that option is of the guided network
-        converter = "give --num-heads to scripts/convert_checkpoint.py"
-        raise UsageError(text.replace("give `num_heads`", converter)) from None
-
-
-def _open_guide(weights, guided, fit):
-    """Return the guide of a network. guided, fit: name, and family and sizes, of the network's
-    weights.
-    """
-    if weights is None:
-        return None
-    from accel.families.guide import fit_of_guide  # a network by itself needs none
-
-    with about_guide():
-        its_fit = fit_of_guide(weights, guided, fit, shipped_as(weights.name))
-        require_schedule(f"`ckpt={weights.name}`", its_fit)
-    return Guide(weights, its_fit)
-
-
 def _fetch(config, weights, guide, decodes):
     """Fetch weights and guide, and the decoder that is known without them. Return its space or
     None. Raises one UsageError for all that is missing.
@@ -279,6 +244,8 @@ def _fetch(config, weights, guide, decodes):
     if isinstance(weights, Checkpoint):
         attempt(weights.fetch)
     if isinstance(guide, Checkpoint):
+        from accel.guide import about_guide
+
         attempt(about_guide()(guide.fetch))
     if len(missing) > 1:
         missing.append("or use `model=DiT-Demo/2`, which ships with both")
@@ -334,17 +301,6 @@ def require_schedule(name: str, fit: Fit) -> None:
         solvers.require_schedule(name, fit.schedule)
 
 
-def shipped_as(name: str) -> str | None:
-    """Return the model whose weights, shipped or published, have this name or path; None if
-    there is none.
-    """
-    for family in families():
-        for model, defaults in family.models.items():
-            if defaults.ckpt == name or Path(name).name in defaults.published.values():
-                return model
-    return None
-
-
 def _with_decoder(config, weights, fit, space, decodes):
     """Return the config with the decoder's name, and the latent space. Raises UsageError for
     a decoder of other latents than the network's.
@@ -354,10 +310,14 @@ def _with_decoder(config, weights, fit, space, decodes):
     if decodes and (space is None or name != config.named_decoder):
         if name in PUBLISHED:  # refused before it is fetched
             _require_channels(name, LatentSpace(), fit)
-        if name == config.named_decoder:
+        try:
             space = find(name, config.latent_stats)
-        else:
-            space = _find_for(weights, name, config.latent_stats)
+        except UsageError as error:
+            if name == config.named_decoder:
+                raise
+            raise UsageError(
+                f"`ckpt={weights.name}`: says that its decoder is {shown(name)}; {error.marked}"
+            ) from None
     if space is None:
         space = LatentSpace(fit.in_channels, defaults.factor)  # latents need no decoder
     space = _as_trained(name, fit, space, decodes)
@@ -370,16 +330,6 @@ def _short_name(name):
     """Return the decoder that a file names, published ones by their short names."""
     published = re.fullmatch(r"(?:stabilityai/)?sd-vae-ft-(ema|mse)", name or "")
     return published[1] if published else name
-
-
-def _find_for(weights, name, statistics):
-    """Return the latent space of the decoder that a file of weights names."""
-    try:
-        return find(name, statistics)
-    except UsageError as error:
-        raise UsageError(
-            f"`ckpt={weights.name}`: says that its decoder is {shown(name)}; {error.marked}"
-        ) from None
 
 
 def _as_trained(name, fit, space, decodes):

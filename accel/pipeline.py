@@ -23,11 +23,20 @@ from torch import Tensor
 from accel import precision
 from accel.errors import UsageError
 from accel.families.recognise import Fit, reference_state
-from accel.latents.decoder import Decoder, NoDecoder, decoder_of
-from accel.network import WHOLE, Batch, BlockNetwork, Network, Part, Plain, overflows, remedy
-from accel.opening import Opened, about_guide
-from accel.ranks.layouts import Placement
-from accel.sampling import OnStep, count_copies, denoise, initial_noise, steps_of, upstream_noise
+from accel.latents import LatentSpace
+from accel.latents.decoder import Decoder, NoDecoder
+from accel.network import WHOLE, Batch, BlockNetwork, Network, Part, Plain
+from accel.opening import Opened
+from accel.ranks.placement import Placement
+from accel.sampling import (
+    OnStep,
+    count_copies,
+    denoise,
+    initial_noise,
+    make_process,
+    steps_of,
+    upstream_noise,
+)
 from accel.sampling.guidance import Guidance, Unguided
 from accel.sampling.process import Process
 from accel.weights import Weights
@@ -65,8 +74,8 @@ class Pipeline:
     """Network, process, guidance and decoder in a tier on a device. Together with labels and
     a seed they determine the pictures.
 
-    decoder: None if only latents are sampled. side: of a latent. too_large: the error for a
-    batch that does not fit in memory.
+    decoder: None if only latents are sampled. side: of a latent. placement: of this rank among
+    those that share an evaluation. too_large: the error for a batch that does not fit in memory.
     """
 
     network: Network
@@ -76,6 +85,7 @@ class Pipeline:
     tier: str
     device: torch.device
     side: int
+    placement: Placement = ALONE
     too_large: str = TOO_LARGE
 
     @classmethod
@@ -106,10 +116,9 @@ class Pipeline:
         config = opened.config
         fit = opened.fit
         device = opened.device
-        trained = fit.trained_size(opened.space.factor)
-        if trained not in (None, config.image_size):
+        if fit.image_size not in (None, config.image_size):
             log.warning(
-                f"{config.model}: weights trained at {trained} px, sampling at "
+                f"{config.model}: weights trained at {fit.image_size} px, sampling at "
                 f"{config.image_size} px"
             )
         process = process_of(opened, scheduler)
@@ -125,7 +134,12 @@ class Pipeline:
             arithmetic = config.vae_precision
             decoder = decoder_of(opened.space, device, arithmetic, otherwise, many_pictures)
         side = opened.latent_size
-        return cls(network, process, guidance, decoder, tier, device, side, too_large)
+        return cls(network, process, guidance, decoder, tier, device, side, placement, too_large)
+
+    @property
+    def machine(self) -> list[str]:
+        """Return the tier, the hardware and torch's version, in words."""
+        return [self.tier, hardware(self.device), f"torch {torch.__version__}"]
 
     def with_(self, **parts: Any) -> "Pipeline":
         """Return a pipeline with other parts, such as process= or guidance=. It shares the
@@ -180,6 +194,8 @@ class Pipeline:
             )
         failed = torch.nonzero(~sums.isfinite())
         if len(failed):
+            from accel.overflow import remedy
+
             raise UsageError(
                 f"`precision={self.tier}`: the latents are not finite from step "
                 f"{int(failed[0]) + 1} of {len(sums)} on; "
@@ -230,8 +246,11 @@ class Pipeline:
         rows = sorted(((1, rows) for rows in copies), reverse=True)
         batch = Batch(rows, self.side, num_classes)
         network = load_network(weights, fit, self.tier, self.device, batch)
-        accelerated = precision.TIERS[self.tier].accelerated
-        if accelerated and overflows(network, batch, self.device, fit.family.some_times):
+        if not precision.TIERS[self.tier].accelerated:
+            return network
+        from accel.overflow import overflows
+
+        if overflows(network, batch, self.device, fit.family.some_times):
             raise UsageError(
                 f"`precision={self.tier}`: overflows on these weights; make another pipeline of "
                 "them"
@@ -265,6 +284,13 @@ class Pipeline:
         return z[part], upstream_noise(z, self.guidance.copies, part, generator)
 
 
+def hardware(device: torch.device) -> str:
+    """Return the GPU's name, or the CPU's number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads"
+
+
 def process_of(opened: Opened, scheduler: Any = None) -> Process:
     """Return the process of the options.
 
@@ -294,35 +320,6 @@ def process_of(opened: Opened, scheduler: Any = None) -> Process:
     return Solver(scheduler, config.num_sampling_steps)
 
 
-def make_process(
-    sampler: str,
-    steps: int,
-    *,
-    shift: float = 1.0,
-    eta: float = 0.0,
-    learn_sigma: bool = True,
-    **flow: Any,
-) -> Process:
-    """Return the process of a sampler in `steps` steps; only its modules are imported.
-
-    shift: of a flow's times; eta: DDIM's noise; learn_sigma: whether the network estimates
-    the variance too. flow: other fields of a flow's process.
-    """
-    if sampler in ("euler", "heun", "sde"):
-        from accel.sampling.flow import FLOWS
-
-        return FLOWS[sampler](steps, shift, **flow)
-    if sampler in ("dpm++", "unipc"):
-        from accel.sampling.solvers import Solver, make_scheduler
-
-        return Solver(make_scheduler(sampler), steps)
-    from accel.diffusion import create_diffusion
-    from accel.sampling.ancestral import Ancestral, Ddim
-
-    diffusion = create_diffusion(str(steps), learn_sigma=learn_sigma)
-    return Ddim(diffusion, eta) if sampler == "ddim" else Ancestral(diffusion)
-
-
 def _data_prediction(opened):
     """Return the constants of a flow whose network estimates the data, None for others."""
     if opened.fit.family.prediction != "data":
@@ -347,6 +344,26 @@ def guidance_of(opened: Opened, guided: bool | None = None) -> Guidance | Unguid
 
         return Autoguidance(config.cfg_scale, *where)
     return Guidance(config.cfg_scale, config.num_classes, *where)
+
+
+def decoder_of(
+    space: LatentSpace,
+    device: torch.device,
+    precision: str = "fp32",
+    otherwise: str = "fp32",
+    captured: bool = False,
+) -> Decoder | NoDecoder:
+    """Return the decoder of a space, in fp32, tf32 or fp16.
+
+    otherwise, captured: for fp16, as Float16Decoder takes them.
+    """
+    if space.decoder.kind.without_files is not None:
+        return NoDecoder(space)
+    if precision == "fp16":
+        from accel.latents.float16 import Float16Decoder  # float32 needs none
+
+        return Float16Decoder(space, device, otherwise, captured)
+    return Decoder(space, device, precision)
 
 
 def _batch(opened, process, guidance, placement, sizes) -> Batch:
@@ -402,6 +419,8 @@ def _load_networks(opened, tier, batch, part, tuner) -> list[BlockNetwork]:
     with opened.weights.reading():
         networks = [load_network(opened.weights, opened.fit, tier, device, batch, tuner, part)]
     if opened.guide is not None:
+        from accel.guide import about_guide
+
         with about_guide(), opened.guide.weights.reading():
             networks.append(load_network(*opened.guide, tier, device, batch, tuner, part))
     return networks
@@ -422,6 +441,8 @@ def _load_checked(opened, tier, batch, part, tuner) -> tuple[Network, str]:
         network = WithGuide(*networks)
     if not precision.TIERS[tier].accelerated or tier == "bf16":
         return network, tier
+    from accel.overflow import overflows, remedy  # float32 holds all
+
     from_rank_0 = tuner.share if part.ranks > 1 else lambda make: make()
     from_rank_0(lambda: None)  # a rank that failed raises here: none waits for it below
     times = opened.fit.family.some_times

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 
 from accel.errors import UsageError
-from accel.gpu import capability
 
 
 class Tier(NamedTuple):
@@ -47,7 +46,14 @@ TIERS = {
 
 def supports(tier: str, device: torch.device) -> bool:
     """Return whether `device` has the units for `tier`. Every device runs fp32."""
-    return capability(device) >= TIERS[tier].capability
+    required = TIERS[tier].capability
+    if required == (0, 0):
+        return True
+    if device.type != "cuda":
+        return False
+    from accel.gpu import capability  # a CPU has none
+
+    return capability(device) >= required
 
 
 def default_tier(device: torch.device) -> str:

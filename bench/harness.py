@@ -32,8 +32,7 @@ from accel.kernels.linear import Tuner
 from accel.latents.autoencoder_kl import SD_VAE_FT, KLDecoder
 from accel.network import Network, Plain, unpatchify
 from accel.opening import choose_device, open_model
-from accel.pipeline import make_process
-from accel.sampling import denoise, upstream_noise
+from accel.sampling import denoise, make_process, upstream_noise
 from accel.sampling.guidance import Guidance
 from bench import seen_as
 

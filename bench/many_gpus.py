@@ -32,7 +32,7 @@ from accel.kernels.linear import Tuner
 from accel.network import BlockNetwork, Network
 from accel.ranks import Ranks, planner
 from accel.ranks.launched import launched_ranks, numbers
-from accel.ranks.layouts import EXCHANGES, OFF, Layout, Placement
+from accel.ranks.placement import EXCHANGES, OFF, Layout, Placement
 from accel.ranks.planner import Work
 from accel.sampling.guidance import Guidance
 from bench import harness

@@ -38,10 +38,10 @@ from accel.config import Grid
 from accel.errors import UsageError
 from accel.files import atomic_write
 from accel.flags import check_writable, positive
-from accel.grid import batches_of, hardware, load
+from accel.grid import batches_of, load
 from accel.opening import Opened, choose_device, open_model
 from accel.output import to_grid
-from accel.pipeline import free_memory
+from accel.pipeline import free_memory, hardware
 from accel.progress import Stopwatch, step_bar
 from bench import harness
 

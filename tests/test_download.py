@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 import download
 import pretrained_models.download
 from accel.errors import UsageError
-from accel.families import DEMO
-from accel.families.recognise import published_name
+from accel.families import DEMO, family_of
+from accel.families.published import published_name
 from accel.weights import checkpoint, fetch
 from models import DiT
 
@@ -130,7 +130,7 @@ def test_names(module, tmp_path):
         module.download_model("DiT-S-2.pt")
     words = "SiT-XL/2 needs a file; the family's are fetched by: hf download nyu-visionx/SiT-"
     with pytest.raises(UsageError, match=words):
-        published_name("SiT-XL/2", 256, 1000)
+        published_name(family_of("SiT-XL/2"), "SiT-XL/2", 256, 1000)
 
 
 class Published(Server):

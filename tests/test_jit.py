@@ -177,7 +177,7 @@ def test_published_sizes_are_recognised():
             model.num_heads,
             int(name.rpartition("/")[2]),
         )
-        assert fit.trained_size(1) == 16 * fit.patch_size
+        assert fit.decoded(1).image_size == 16 * fit.patch_size
         assert fit.family.models[name].noise_scale == fit.patch_size / 16
         of_module = recogniser_of(fit.family).of_module(model, model.state_dict())
         assert of_module.metadata["recipe"]["noise_scale"] == fit.patch_size / 16

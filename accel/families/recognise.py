@@ -5,6 +5,7 @@ What a file says is believed, or refused by name. What it does not say is assume
 printed with the flag that changes it. `--model` decides wherever the entries allow it.
 """
 
+import hashlib
 import logging
 import re
 from collections.abc import Callable, Mapping
@@ -20,7 +21,6 @@ import torch
 from accel.errors import UsageError, shown
 from accel.families import Family, families, family_of
 from accel.weights import Weights
-from accel.weights.checkpoint import open_checkpoint, pretrained_models
 from accel.weights.shapes import Shapes, require_fit, shapes_of, shapes_only
 
 log = logging.getLogger(__name__)
@@ -160,11 +160,13 @@ class Fit(NamedTuple):
         """Return the number of channels that the network makes."""
         return 2 * self.in_channels if self.learn_sigma else self.in_channels
 
-    def trained_size(self, factor: int) -> int | None:
-        """Return the side of the training pictures in pixels, or None. factor: a
-        picture's side / its latent's side.
+    def decoded(self, factor: int) -> "Fit":
+        """Return this fit with the side of the training pictures, where that of their latents
+        is known. factor: a picture's side / its latent's side.
         """
-        return factor * self.latent_size if self.latent_size else self.image_size
+        if not self.latent_size:
+            return self
+        return self._replace(image_size=factor * self.latent_size)
 
     def empty(self, latent_size: int) -> torch.nn.Module:
         """Return the reference network for latents of this side, on the meta device:
@@ -172,6 +174,19 @@ class Fit(NamedTuple):
         """
         with shapes_only():
             return self.build(input_size=latent_size, num_classes=self.num_classes)
+
+    def digest(self, weights: Weights) -> str:
+        """Return 16 hex digits of all that decides the network's function: the tensors of its
+        weights, the number of heads where it is not that of the model of this size, and the
+        family's facts.
+        """
+        digest = weights.digest()
+        text = digest
+        if not self.usual:
+            text += f" {self.num_heads} heads"
+        for name, value in sorted(self.facts.items()):
+            text += f" {name} {value}"
+        return digest if text == digest else hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def metadata(self) -> dict[str, Any]:
         """Return the facts to write into a file of these weights, by their names in
@@ -474,52 +489,12 @@ def _classes(source, rows, metadata, wanted):
     )
 
 
-def find_model(name_or_path: str | Path) -> dict[str, torch.Tensor]:
-    """Return a state dict under the names of its family's reference network, as
-    upstream's function of this name does; weights of no family are returned unchanged.
-    name_or_path: as for open_checkpoint. Raises UsageError.
+def shipped_as(name: str) -> str | None:
+    """Return the model whose weights, shipped or published, have this name or path; None if
+    there is none.
     """
-    checkpoint = open_checkpoint(name_or_path)
-    state = checkpoint.state
-    shapes = shapes_of(checkpoint.state)
-    if not families_with(shapes):
-        return state
-    family, _ = choose_family(checkpoint.name, shapes, checkpoint.metadata, None, None)
-    return recogniser_of(family).converted(state, checkpoint.metadata)
-
-
-def download_model(name: str) -> dict[str, torch.Tensor]:
-    """Return the state dict of published weights, as upstream's function of this name
-    does. Download them on first use. Raises UsageError for another name.
-    """
-    if name not in pretrained_models:
-        raise UsageError(
-            f"`ckpt={name}`: not published; the names are {', '.join(sorted(pretrained_models))}"
-        )
-    return find_model(name)
-
-
-def published_name(model: str, image_size: int, num_classes: int) -> str:
-    """Return the name of a model's published weights for a size in pixels. Raises
-    UsageError if there are none.
-    """
-    family = family_of(model)
-    implied = family.models[model]
-    if image_size in implied.published and num_classes == implied.num_classes:
-        return implied.published[image_size]
-    if family.fetch:
-        raise UsageError(
-            f"`ckpt`: {model} needs a file; the family's are fetched by: {family.fetch}"
-        )
-    there = [
-        (name, sorted(defaults.published))
-        for name, defaults in family.models.items()
-        if defaults.published
-    ]
-    listed = "".join(
-        f" (there are {name} at {' and '.join(map(str, sizes))})" for name, sizes in there
-    )
-    raise UsageError(
-        f"`ckpt`: no published weights for {model} at {image_size} px with {num_classes} "
-        f"classes{listed}; give a file or a folder"
-    )
+    for family in families():
+        for model, defaults in family.models.items():
+            if defaults.ckpt == name or Path(name).name in defaults.published.values():
+                return model
+    return None

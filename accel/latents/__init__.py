@@ -4,7 +4,7 @@ latents. Imports no torch.
 <kind>/__init__.py   KIND, a kind of decoder: how its files are recognised, read and built. Kinds
                      are found by listing this folder
 files.py             finds and reads a decoder of any kind
-decoder.py           runs it picture by picture
+decoder.py           runs it picture by picture; float16.py in float16, checked against float32
 """
 
 from collections.abc import Callable, Mapping

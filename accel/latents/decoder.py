@@ -2,30 +2,20 @@
 ahead while the GPU denoises.
 """
 
-import logging
-import math
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from accel.errors import UsageError
-from accel.latents import LatentSpace, files
+from accel.latents import DecoderKind, LatentSpace, files
 from accel.network import require_no_gradients
 from accel.precision import convolutions
 
-log = logging.getLogger(__name__)
-
-# PSNR in dB that float16's picture of the check must reach against float32's. The
-# contest's threshold is 40: at 60 the decoder's share of the allowed mean squared error
-# is a hundredth. Decoders that float16 suits reach 70 to 80.
-REQUIRED_PSNR = 60.0
-CHECKED_PIXELS = 256  # of a side
 OF_DECODER = "this decoder has none; call diffusers' own for gradients"
-NAMES = {"fp32": "float32", "tf32": "float32 with TF32 convolutions"}
 
 
 class NoDecoder:
@@ -48,45 +38,23 @@ class NoDecoder:
         return latents
 
 
-def decoder_of(space: LatentSpace, *options: Any) -> "Decoder | NoDecoder":
-    """Return the decoder of a space. options: those of `Decoder`."""
-    if space.decoder.kind.without_files is not None:
-        return NoDecoder(space)
-    return Decoder(space, *options)
-
-
 class Decoder:
-    """The decoder of a latent space in fp32, tf32 or fp16; in fp16 only where that loses
-    nothing that can be seen.
+    """The decoder of a latent space in fp32 or tf32.
 
-    precision: the arithmetic asked for; otherwise: fp32 or tf32, used where fp16 fails.
-    captured: float16 on a GPU is replayed as a CUDA graph, the same bits; the capture
-    takes as long as some pictures. levels: turns pixels into levels, as the kind's FID jobs do.
-
-    float16 is compared with float32 once, at loading, on noise of a generator of its own.
-    So the outcome depends on the weights alone: every rank and every restart finds the
-    same, and the run's random stream is untouched. If float16 overflows or stays below
-    REQUIRED_PSNR, a line is printed and `precision` becomes `otherwise`. A single picture
-    that overflows later is decoded in float32: its bits, too, depend on its latents and
-    the weights alone.
+    levels: turns pixels into levels, as the kind's FID jobs do. half: the network in float16, which
+    a subclass has.
     """
 
-    def __init__(
-        self,
-        space: LatentSpace,
-        device: torch.device,
-        precision: str = "fp32",
-        otherwise: str = "fp32",
-        captured: bool = False,
-    ):
+    half: Callable[[Tensor], Tensor] | None = None
+
+    def __init__(self, space: LatentSpace, device: torch.device, precision: str = "fp32"):
         self.space = space
         self.device = device
         self.precision = precision
-        self.otherwise = otherwise
-        self.captured = captured
-        self.levels = space.decoder.kind.levels
-        self._warned = False
-        self.network = self.half = self._loading = None  # network: in float32
+        self.kind: DecoderKind = space.decoder.kind
+        self.levels = self.kind.levels
+        self.network: Any = None  # in float32
+        self._loading: Future | None = None
 
     def load_ahead(self) -> None:
         """On a GPU, load the network and compile its kernels in a thread. The weights
@@ -100,56 +68,22 @@ class Decoder:
         # imports are long stretches of Python; the loop that feeds the GPU goes first
         sys.setswitchinterval(1e-4)
         try:
-            if self.precision == "fp16":
-                self.space.decoder.kind.compile_half(self.device)
+            self.compile()
             return files.load(self.space, "cpu")
         finally:
             sys.setswitchinterval(interval)
 
+    def compile(self) -> None:
+        """Compile the kernels of the decoder's arithmetic."""
+
     def load(self) -> "Decoder":
-        """Load the network onto the device and check float16, at the first call. Returns
-        this decoder.
-        """
+        """Load the network onto the device, at the first call. Returns this decoder."""
         if self.network is None:
             loaded = (
                 self._loading.result() if self._loading else files.load(self.space, self.device)
             )
             self.network = loaded.to(self.device)
-        if self.precision == "fp16" and self.half is None:
-            half = self.space.decoder.kind.half(self.network)
-            problem = self._problem(half) if half else "has no float16 version"
-            if problem:
-                self.precision = self.otherwise
-                log.warning(f"this decoder {problem}: decoding in {NAMES[self.otherwise]}")
-            else:
-                self.half = half
-                if self.captured and self.device.type == "cuda":
-                    from accel.graphs import Replayed
-
-                    self.half = Replayed(half)
         return self
-
-    @torch.inference_mode()
-    def _problem(self, half) -> str | None:
-        """Compare the float16 decoder with float32 on noise. Return the fault in words, or None."""
-        side = self.space.side or CHECKED_PIXELS // self.space.factor
-        generator = torch.Generator(self.device).manual_seed(0)
-        noise = torch.randn(
-            1, self.space.channels, side, side, generator=generator, device=self.device
-        )
-        z = self.space.to_decoder(noise)
-        got = half(z)
-        want = self.network(z)
-        if not got.isfinite().all():
-            return "overflows float16"
-        error = (got.clamp(-1, 1) - want.clamp(-1, 1)).square().mean().sqrt().item()
-        psnr = 20 * math.log10(2 / max(error, 1e-9))
-        if psnr < REQUIRED_PSNR:
-            return (
-                f"loses too much in float16 ({psnr:.1f} dB from float32, at least "
-                f"{REQUIRED_PSNR:g} required)"
-            )
-        return None
 
     def decode(self, latents: Tensor) -> Tensor:
         """Return pixels (n, 3, H, W) float32, about (-1, 1), of finite latents (n, C, L,
@@ -165,11 +99,7 @@ class Decoder:
         try:
             self.load()
             with torch.inference_mode():
-                return (
-                    self._in_float32(latents, self.precision)
-                    if self.half is None
-                    else self._in_half(latents)
-                )
+                return self.pixels(latents)
         except torch.OutOfMemoryError:
             raise UsageError(
                 f"`image_size={self.space.factor * latents.shape[-1]}`: decoding a picture does "
@@ -178,30 +108,22 @@ class Decoder:
                 "size"
             ) from None
 
-    def _in_half(self, latents):
-        pixels = self._each(self.half, latents)
-        failed = _not_finite(pixels)
-        if failed:
-            if not self._warned:
-                log.warning(
-                    "a picture overflows the float16 decoder; such pictures are decoded in "
-                    f"{NAMES[self.otherwise]}"
-                )
-                self._warned = True
-            pixels[failed] = self._in_float32(latents[failed], self.otherwise)
-        return pixels
+    def pixels(self, latents: Tensor) -> Tensor:
+        """Return pixels in the decoder's arithmetic."""
+        return self.in_float32(latents, self.precision)
 
-    def _in_float32(self, latents, arithmetic):
+    def in_float32(self, latents: Tensor, arithmetic: str) -> Tensor:
+        """Return pixels in fp32 or tf32. Raises UsageError for those that are not finite."""
         with convolutions(arithmetic):
-            pixels = self._each(self.network, latents)
-        if _not_finite(pixels):
+            pixels = self.each(self.network, latents)
+        if not_finite(pixels):
             raise UsageError(
                 f"`vae={self.space.decoder}`: decodes finite latents to pixels that are not "
                 "finite; check its weights, or choose another"
             )
         return pixels
 
-    def _each(self, network: Callable[[Tensor], Tensor], latents: Tensor) -> Tensor:
+    def each(self, network: Callable[[Tensor], Tensor], latents: Tensor) -> Tensor:
         """Decode one picture at a time: this takes little memory, and a picture's bits do
         not depend on the others. A single image cannot be tiled: GroupNorm needs global
         statistics.
@@ -209,7 +131,7 @@ class Decoder:
         return torch.cat([network(self.space.to_decoder(latent)) for latent in latents.split(1)])
 
 
-def _not_finite(pixels):
+def not_finite(pixels: Tensor) -> list[int]:
     """Return the indices of pictures with a value that is not finite; synchronise once for all."""
     return [
         index

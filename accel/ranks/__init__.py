@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel.errors import UsageError
-from accel.ranks.layouts import OFF, Layout, Placement
+from accel.ranks.placement import OFF, Layout, Placement
 
 if TYPE_CHECKING:  # torch is slow to import
     import torch

@@ -22,7 +22,7 @@ from accel.kernels import cuda
 from accel.network import WHOLE, BlockNetwork, Network, Part
 from accel.ranks import FirstFailure, Ranks, require_device
 from accel.ranks.exchanges import EXCHANGES
-from accel.ranks.layouts import Layout, Placement
+from accel.ranks.placement import Layout, Placement
 from accel.ranks.sharded import Sharded
 
 START = timedelta(minutes=10)  # limit for all ranks to start and connect

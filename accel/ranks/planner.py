@@ -28,7 +28,7 @@ from accel.files import cache_folder
 from accel.graphs import capture
 from accel.network import BlockNetwork, Network
 from accel.ranks import Ranks, layouts
-from accel.ranks.layouts import OFF, Layout, Placement
+from accel.ranks.placement import OFF, Layout, Placement
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ def check(layout: Layout, tokens: int, heads: int, ranks: Ranks) -> None:
 
 
 def share_evaluations(
-    network: BlockNetwork, work: Work, ranks: Ranks, layout: Layout | None
+    network: Network, work: Work, ranks: Ranks, layout: Layout | None
 ) -> SharedNetwork:
     """Share the evaluations of `network` among the ranks. layout: has passed `check`; None:
     choose one. The collectives must be open. An idle rank keeps its network.

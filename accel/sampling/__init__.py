@@ -11,7 +11,7 @@ is drawn and not used: both halves share their latents.
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,35 @@ from accel.sampling.guidance import Guidance, Unguided
 from accel.sampling.process import Process
 
 OnStep = Callable[[int, torch.Tensor], None]
+
+
+def make_process(
+    sampler: str,
+    steps: int,
+    *,
+    shift: float = 1.0,
+    eta: float = 0.0,
+    learn_sigma: bool = True,
+    **flow: Any,
+) -> Process:
+    """Return the process of a sampler in `steps` steps; only its modules are imported.
+
+    shift: of a flow's times; eta: DDIM's noise; learn_sigma: whether the network estimates
+    the variance too. flow: other fields of a flow's process.
+    """
+    if sampler in ("euler", "heun", "sde"):
+        from accel.sampling.flow import FLOWS
+
+        return FLOWS[sampler](steps, shift, **flow)
+    if sampler in ("dpm++", "unipc"):
+        from accel.sampling.solvers import Solver, make_scheduler
+
+        return Solver(make_scheduler(sampler), steps)
+    from accel.diffusion import create_diffusion
+    from accel.sampling.ancestral import Ancestral, Ddim
+
+    diffusion = create_diffusion(str(steps), learn_sigma=learn_sigma)
+    return Ddim(diffusion, eta) if sampler == "ddim" else Ancestral(diffusion)
 
 
 class Step(NamedTuple):

@@ -18,7 +18,7 @@ from unprivileged import unprivileged
 from accel.errors import UsageError
 from accel.families import DEMO
 from accel.families.loaded_module import from_module
-from accel.families.recognise import find_model
+from accel.families.published import find_model
 from accel.weights import digests, tensor_files
 from accel.weights.checkpoint import Checkpoint
 from accel.weights.diffusers_layout import to_diffusers

@@ -18,8 +18,8 @@ from accel.families.recognise import recognise, reference_state
 from accel.families.repa.weights import RECOGNISER as repa
 from accel.families.sit.network import SiT, SiT_models
 from accel.network import Plain
-from accel.pipeline import Pipeline, make_process
-from accel.sampling import denoise, flow, upstream_noise
+from accel.pipeline import Pipeline
+from accel.sampling import denoise, flow, make_process, upstream_noise
 from accel.sampling.flow import Euler, Heun, Sde
 from accel.sampling.guidance import Guidance
 from accel.weights.checkpoint import Checkpoint

@@ -11,14 +11,15 @@ import torch
 from networks import build, fast_network, filled, large_inside, small
 from unprivileged import limited
 
-from accel import network
+from accel import overflow
 from accel.config import FidJob, Grid
 from accel.errors import UsageError
 from accel.families.dit import FAMILY
 from accel.families.dit.network import DiT_models
 from accel.grid import ready, save
-from accel.network import Batch, overflows
+from accel.network import Batch
 from accel.opening import open_model
+from accel.overflow import overflows
 from accel.pipeline import Pipeline
 from accel.progress import Stopwatch
 from accel.weights import fetch
@@ -113,7 +114,7 @@ def test_latents_that_are_not_finite_name_the_step(weights, monkeypatch):
     run = run.with_(tier="fp16")  # on a GPU, with bfloat16 and, like a V100, without
     for supported, remedy in ((True, "bf16"), (False, "fp32")):
         monkeypatch.setattr(
-            network, "supports", lambda tier, device, supported=supported: supported
+            overflow, "supports", lambda tier, device, supported=supported: supported
         )
         with pytest.raises(
             UsageError, match=f"fp16: .* not finite from step 3 of 5 on; use precision={remedy}"

@@ -5,7 +5,7 @@ import json
 import torch
 from jobs import run
 
-from accel.ranks.layouts import Layout
+from accel.ranks.placement import Layout
 
 
 def test_few_pictures_on_many_ranks(tmp_path):

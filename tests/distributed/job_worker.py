@@ -11,7 +11,7 @@ import torch
 
 from accel.errors import Stopped, UsageError
 from accel.ranks import distributed, launched
-from accel.ranks.layouts import Layout
+from accel.ranks.placement import Layout
 
 
 def exchange(ranks):

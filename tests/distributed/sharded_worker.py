@@ -20,7 +20,7 @@ from accel.kernels.split_attention import split_attention
 from accel.kernels.split_linear import split
 from accel.network import Plain
 from accel.ranks.launched import launched_ranks
-from accel.ranks.layouts import Layout
+from accel.ranks.placement import Layout
 
 SIDE = 12
 D = 96

@@ -13,9 +13,9 @@ from accel.errors import UsageError
 from accel.families.dit.network import DiT
 from accel.kernels import FOLDER, version
 from accel.network import Plain
-from accel.ranks import Ranks, exchanges, layouts, planner
+from accel.ranks import Ranks, exchanges, layouts, placement, planner
 from accel.ranks.distributed import DistributedRanks
-from accel.ranks.layouts import OFF, Layout, Placement
+from accel.ranks.placement import OFF, Layout, Placement
 from accel.ranks.planner import (
     Work,
     candidates,
@@ -101,8 +101,8 @@ def test_what_is_wanted():
 
 
 def test_the_flag_knows_what_there_is():
-    """accel/ranks/layouts.py is read before torch, so it has names of its own."""
-    assert set(layouts.EXCHANGES) == set(exchanges.EXCHANGES)
+    """accel/ranks/placement.py is read before torch, so it has names of its own."""
+    assert set(placement.EXCHANGES) == set(exchanges.EXCHANGES)
     for name in Layout._fields:
         text = "tokens=2,exchange=push" if name == "exchange" else f"{name}=2"
         assert getattr(layouts.parse(text), name) != getattr(OFF, name)

@@ -67,7 +67,7 @@ def test_a_process_by_itself_imports_no_exchange(demo, tmp_path):
     flags = ["--num-sampling-steps", "1", "--labels", "1", "--output-type", "latent", "--output"]
     code = ALONE.replace("WORDS", repr([*demo, *flags]))
     printed = forks.succeeds(forks.run(["-c", code], tmp_path, **ENVIRONMENT))
-    ranks = {"layouts", "launched"}
+    ranks = {"placement", "launched"}
     assert set(printed.splitlines()[-1].split()) == {f"accel.ranks.{name}" for name in ranks}
     latents = [(tmp_path / f"{name}.npy").read_bytes() for name in ("sample", "sample_ddp")]
     assert latents[0] == latents[1]

@@ -30,7 +30,7 @@ from accel.families.dit.network import DiT_models
 from accel.families.sit.network import SiT_models
 from accel.graphs import Replayed
 from accel.latents.autoencoder_kl.half import HalfDecoder
-from accel.latents.decoder import Decoder
+from accel.latents.float16 import Float16Decoder
 from accel.weights.diffusers_layout import config_of
 
 WANTED = 42
@@ -353,12 +353,12 @@ def test_a_job_replays_its_decoder(one, tmp_path, monkeypatch, switches):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     decoders = []
 
-    def kept(space, device, arithmetic, otherwise, captured):
+    def kept(space, device, otherwise, captured):
         captured = captured and not decoders
-        decoders.append(Decoder(space, device, arithmetic, otherwise, captured))
+        decoders.append(Float16Decoder(space, device, otherwise, captured))
         return decoders[-1]
 
-    monkeypatch.setattr("accel.latents.decoder.Decoder", kept)
+    monkeypatch.setattr("accel.latents.float16.Float16Decoder", kept)
     for name in ("replayed", "launched"):
         one("--model", "DiT-Demo/2", "--precision", "fp16", *SHORT, "--sample-dir", tmp_path / name)
     replayed, launched = (decoder.load().half for decoder in decoders)

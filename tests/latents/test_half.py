@@ -17,10 +17,10 @@ from accel.graphs import Replayed
 from accel.latents import DecoderFiles, LatentSpace
 from accel.latents.autoencoder_kl import KIND, SD_VAE_FT, KLDecoder, space_of
 from accel.latents.autoencoder_kl.half import HalfDecoder
-from accel.latents.decoder import REQUIRED_PSNR, Decoder
 from accel.latents.files import FILES, find, load
+from accel.latents.float16 import REQUIRED_PSNR
 from accel.opening import open_model
-from accel.pipeline import Pipeline
+from accel.pipeline import Pipeline, decoder_of
 
 CPU = torch.device("cpu")
 FILES_OF_NONE = DecoderFiles(DEMO, (), KIND)
@@ -50,7 +50,7 @@ def noise(n, side, device=CPU, seed=1, channels=4):
 
 
 def checked(plain, precision="fp16", otherwise="fp32", space=SPACE, **how):
-    decoder = Decoder(space, next(plain.parameters()).device, precision, otherwise, **how)
+    decoder = decoder_of(space, next(plain.parameters()).device, precision, otherwise, **how)
     decoder.network = plain
     return decoder.load()
 
@@ -232,7 +232,7 @@ def test_a_captured_decoder_gives_the_direct_ones_bits(switches, capsys):
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_picture_that_does_not_fit_is_one_line(captured, switches):
     device = torch.device("cuda")
-    decoder = Decoder(find(DEMO / "vae"), device, "fp16", "tf32", captured)
+    decoder = decoder_of(find(DEMO / "vae"), device, "fp16", "tf32", captured)
     decoder.decode(noise(1, 16, device))
     free = torch.cuda.memory_reserved() + 2**26
     torch.cuda.set_per_process_memory_fraction(

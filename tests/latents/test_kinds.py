@@ -3,9 +3,10 @@
 import torch
 
 from accel import latents
-from accel.latents.decoder import Decoder, NoDecoder, decoder_of
+from accel.latents.decoder import Decoder, NoDecoder
 from accel.latents.files import digest, find, kind_names
 from accel.output import to_uint8
+from accel.pipeline import decoder_of
 
 TOY = '''
 """A decoder that repeats pixels: (N, 3, L, L) → (N, 3, 2L, 2L)."""

@@ -15,11 +15,13 @@ from vits import SMALL, random_state, random_statistics, vit_files, written_out
 
 from accel import Sampler
 from accel.errors import UsageError
-from accel.latents.decoder import REQUIRED_PSNR, Decoder
+from accel.latents.decoder import Decoder
 from accel.latents.files import digest, find
+from accel.latents.float16 import REQUIRED_PSNR
 from accel.latents.vit import KIND
 from accel.latents.vit.network import HalfViT
 from accel.output import to_grid, to_uint8
+from accel.pipeline import decoder_of
 from models import DiT_models
 
 CPU = torch.device("cpu")
@@ -53,7 +55,7 @@ def test_pixels_are_those_of_float64(file):
     decoder = Decoder(space, CPU)
     got = decoder.decode(z)
     assert (got - want).norm() < 2e-6 * want.norm()
-    half = Decoder(space, CPU, "fp16")
+    half = decoder_of(space, CPU, "fp16")
     pixels = half.decode(z)
     assert half.precision == "fp16" and isinstance(half.half, HalfViT)
     error = (pixels - want).square().mean().sqrt()
@@ -69,7 +71,7 @@ def test_a_decoder_that_overflows_float16_decodes_in_float32(file, capsys):
     state = torch.load(file)
     state["decoder_layers.1.output.dense.bias"] += 1e5
     torch.save(state, file)
-    decoder = Decoder(find(str(file)), CPU, "fp16")
+    decoder = decoder_of(find(str(file)), CPU, "fp16")
     got = decoder.decode(latents())
     assert "overflows float16: decoding in float32" in capsys.readouterr().out
     assert torch.equal(got, Decoder(find(str(file)), CPU).decode(latents()))

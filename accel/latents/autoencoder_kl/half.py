@@ -4,7 +4,7 @@ for a GPU.
 Convolutions and the attention's GEMMs read and write float16 and accumulate in float32,
 in channels_last layout as tensor cores want it. The residual stream inside a block,
 biases, norms and softmax statistics are float32. A value that overflows float16 enters
-the statistics of a GroupNorm and turns the whole picture into NaN, which decoder.py looks
+the statistics of a GroupNorm and turns the whole picture into NaN, which float16.py looks
 for. Nearest upsampling and the convolution after it are one transposed convolution, with
 4/9 of the multiplications.
 """

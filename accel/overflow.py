@@ -1,0 +1,40 @@
+"""Values beyond a tier's number format: whether a network makes them, and the remedy."""
+
+from collections.abc import Sequence
+
+import torch
+
+from accel.network import Batch, Network
+from accel.precision import supports
+
+
+@torch.inference_mode()
+def overflows(network: Network, batch: Batch, device: torch.device, times: Sequence[float]) -> bool:
+    """Return whether `network` returns infinities or NaN for noise at `times`."""
+    # A generator of its own: the run's random stream begins untouched.
+    generator = torch.Generator(device).manual_seed(0)
+    n, copies = batch.rows[0]
+    x = torch.randn(
+        n,
+        network.in_channels,
+        batch.side,
+        batch.side,
+        generator=generator,
+        device=device,
+    )
+    y = torch.arange(n, device=device) % batch.num_classes
+    null_labels = y.new_full((n * (copies - 1),), batch.num_classes)
+    y = torch.cat([y, null_labels])
+    # On the rows of the run: other shapes would be compiled and tuned for nothing.
+    outputs = (network.tokens(x, torch.full(y.shape, t, device=device), y) for t in times)
+    return not all(out.isfinite().all() for out in outputs)
+
+
+def remedy(network: Network, tier: str, device: torch.device) -> str:
+    """Return the remedy, in words, for a tier whose values are not finite."""
+    layer = network.overflowed()
+    if layer:
+        return f"{layer} gives values beyond a high/low split; use `precision=fp32`"
+    if tier == "fp16" and supports("bf16", device):
+        return "use `precision=bf16`"
+    return "check the weights" if tier == "fp32" else "use `precision=fp32`"

@@ -1,0 +1,113 @@
+"""Layout: how ranks share a network evaluation. Placement: the pictures, batch rows and tokens
+that a rank then computes. Imports no torch.
+"""
+
+from math import prod
+from typing import NamedTuple
+
+EXCHANGES = ("kv", "push", "ulysses")  # of accel/ranks/exchanges.py
+
+
+class Layout(NamedTuple):
+    """The division of a network evaluation among ranks. All ones: each rank has pictures
+    of its own (data parallel).
+    """
+
+    rows: int = 1  # ranks that divide the batch rows
+    tokens: int = 1  # ranks that divide the tokens of each row
+    exchange: str = "kv"  # of tokens
+    # Ranks that divide every layer's weights: neither rows nor tokens are divided then.
+    weights: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of ranks that share a network evaluation."""
+        return self.rows * self.tokens * self.weights
+
+    def __str__(self):
+        if self.ranks == 1:
+            return "one GPU per picture"
+        if self.weights > 1:
+            return f"weights={self.weights}"
+        if self.tokens > 1:
+            return f"rows={self.rows},tokens={self.tokens},exchange={self.exchange}"
+        return f"rows={self.rows}"
+
+
+OFF = Layout()
+
+
+class BatchRows(NamedTuple):
+    """The batch of a network evaluation on a rank."""
+
+    latents: int
+    copies: int  # batch rows of each latent
+
+
+class Placement(NamedTuple):
+    """A rank of a job of `world` ranks that share network evaluations by `layout`. The
+    default is one process.
+    """
+
+    layout: Layout = OFF
+    world: int = 1
+    rank: int = 0
+
+    @property
+    def shared(self) -> bool:
+        """Return whether several ranks compute one network evaluation."""
+        return self.layout.ranks > 1
+
+    @property
+    def busy(self) -> int:
+        """Return the number of ranks that compute; the others are idle."""
+        return self.layout.ranks if self.shared else self.world
+
+    def pictures(self, n: int) -> slice:
+        """Return this rank's slice of n pictures: in rank order, of about equal sizes;
+        empty if idle.
+        """
+        return slice(_ceil(n * self.rank, self.busy), _ceil(n * (self.rank + 1), self.busy))
+
+    def counts(self, n: int) -> list[int]:
+        """Return the number of own pictures of every rank, of n pictures."""
+        slices = [self._replace(rank=rank).pictures(n) for rank in range(self.world)]
+        return [len(range(n)[pictures]) for pictures in slices]
+
+    def batches(self, n: int, at_once: int | None = None) -> list[slice]:
+        """Return the slices of n pictures that this rank denoises one after the other,
+        each of at most `at_once`: its own pictures, or all pictures if ranks share
+        evaluations.
+        """
+        pictures = self.pictures(n)
+        if self.shared and self.rank < self.busy:
+            pictures = slice(n)
+        first, end, _ = pictures.indices(n)
+        size = at_once or max(1, end - first)
+        return [slice(start, min(start + size, end)) for start in range(first, end, size)]
+
+    def sizes(self, n: int, at_once: int | None = None) -> set[int]:
+        """Return the numbers of pictures in the slices of `batches`, of all ranks."""
+        sizes: set[int] = set()
+        for rank in range(self.busy):
+            batches = self._replace(rank=rank).batches(n, at_once)
+            sizes.update(batch.stop - batch.start for batch in batches)
+        return sizes
+
+    def rows(self, pictures: int, copies: int) -> BatchRows:
+        """Return the batch of an evaluation of `pictures` on this rank. copies: batch rows
+        of a picture.
+        """
+        if self.layout.rows * self.layout.tokens > 1:
+            return BatchRows(_ceil(copies * pictures, self.layout.rows), 1)
+        return BatchRows(pictures, copies)
+
+    def row_tokens(self, pictures: int, copies: int, tokens: int) -> int:
+        """Return the tokens in each of this rank's GEMMs: batch rows × its part of a
+        row's `tokens`.
+        """
+        return prod(self.rows(pictures, copies)) * (tokens // self.layout.tokens)
+
+
+def _ceil(number, divisor):
+    return -(-number // divisor)
