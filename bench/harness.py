@@ -165,7 +165,10 @@ def provenance(device: torch.device, commit: str | None) -> dict:
     cuda = device.type == "cuda"
     launcher = "python"
     if "WORLD_SIZE" in os.environ:
-        launcher = f"torchrun --nproc_per_node={os.environ['WORLD_SIZE']}"
+        world = os.environ["WORLD_SIZE"]
+        launcher = f"torchrun --nproc_per_node={world}"
+        if os.environ.get("LOCAL_WORLD_SIZE") == world:  # a free port: one node needs none
+            launcher = f"torchrun --standalone --nproc_per_node={world}"
     words = [os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]
     return dict(
         gpu=gpu.name(device) if cuda else None,
