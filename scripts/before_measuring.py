@@ -19,6 +19,7 @@ from accel import gpu, precision
 from accel.cli import OneLineParser, user_errors
 from accel.errors import UsageError
 from accel.files import read_json
+from accel.flags import positive
 from accel.opening import choose_device
 from bench import harness
 
@@ -39,8 +40,9 @@ def require_continuable(folder: Path, expected: dict, gpus: int) -> None:
             names += ["model", "image_size", "weights"]
         for name in names:
             require(path, name, record.get(name), expected[name])
-        if record.get("decoder"):
-            require(path, "decoder", record["decoder"], expected["decoder"])
+        for name in ("decoder", "steps"):  # of the contest's job
+            if record.get("kind") == "contest" and name in record:
+                require(path, name, record[name], expected[name])
         if record.get("gpus", 1) > 1:
             require(path, "gpus", record["gpus"], gpus)
 
@@ -64,6 +66,7 @@ def facts(args: Namespace, device: torch.device) -> dict:
         image_size=args.image_size,
         weights=harness.weights_name(args),
         decoder=harness.decoder_name(args),
+        steps=args.steps,
     )
 
 
@@ -72,6 +75,13 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     harness.add_arguments(parser)
     parser.add_argument("--vae", help="decoder, as in sample.py")
+    parser.add_argument(
+        "--num-sampling-steps",
+        dest="steps",
+        type=positive,
+        default=harness.STEPS,
+        help="steps of whole runs (default: %(default)s)",
+    )
     args = parser.parse_args()
     with user_errors(parser):
         device = choose_device(args.device)

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Measure everything that the report needs, on this machine's GPUs:
 #
-#     bash scripts/measure.sh FOLDER [--ckpt WEIGHTS --vae DECODER --image-size PX] [--vgg-weights FILE]
+#     bash scripts/measure.sh FOLDER [--ckpt WEIGHTS --vae DECODER --image-size PX]
+#         [--vgg-weights FILE] [--num-sampling-steps N]
 #
 # Without weights the networks are random (arithmetic costs the same) and pictures are verified on the demo. A file
 # that is there, whole, is not measured again, so a run that was stopped resumes; remove a file to renew it. A folder
-# with measurements of another GPU, model or weights is refused. --vgg-weights is for LPIPS. Without a GPU the demo is
+# with measurements of another GPU, model or weights is refused. --vgg-weights is for LPIPS. --num-sampling-steps (default:
+# 250) shortens a rehearsal. Without a GPU the demo is
 # measured on the CPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -22,11 +24,13 @@ if [[ -z $log || $log == -* ]]; then
   exit 2
 fi
 shift
-network=() decoder=() vgg=() # steps and profiles need no decoder, and verify.py alone VGG16
+# Steps and profiles need no decoder, verify.py alone VGG16; whole runs have a number of steps.
+network=() decoder=() vgg=() run=()
 while (($#)); do
   case $1 in
     --vae) decoder=("${@:1:2}") ;;
     --vgg-weights) vgg=("${@:1:2}") ;;
+    --num-sampling-steps) run=("${@:1:2}") ;;
     *) network+=("${@:1:2}") ;;
   esac
   shift 2 || shift
@@ -54,7 +58,7 @@ measure() { # FILE COMMAND...
   rm "$file.unfinished"
 }
 
-machine=$(python scripts/before_measuring.py "$log" "${network[@]}" "${decoder[@]}") || exit
+machine=$(python scripts/before_measuring.py "$log" "${network[@]}" "${decoder[@]}" "${run[@]}") || exit
 read -r gpus tiers <<<"$machine"
 if ((gpus)); then
   ranks=$gpus ladder=(--gate 3)
@@ -73,10 +77,10 @@ measure ladder.json "${steps[@]}" "${ladder[@]}" --output "$log/ladder.json"
 if ((gpus)); then
   measure versus.json "${steps[@]}" --only "CUDA graph" --vs compile --output "$log/versus.json"
 fi
-jobs=(python bench/jobs.py "${network[@]}" "${decoder[@]}")
+jobs=(python bench/jobs.py "${network[@]}" "${decoder[@]}" "${run[@]}")
 # shellcheck disable=SC2086  # a list of words
 measure contest.json "${jobs[@]}" --contest $tiers --output "$log/contest.json"
-measure verify/verify.json python scripts/verify.py "${verify[@]}" "${vgg[@]}" --output "$log/verify"
+measure verify/verify.json python scripts/verify.py "${verify[@]}" "${vgg[@]}" "${run[@]}" --output "$log/verify"
 sections="1 2 3"
 if ((ranks > 1)); then
   torchrun=(torchrun --standalone --nproc_per_node="$ranks")

@@ -59,6 +59,7 @@ def test_a_whole_file_is_not_measured_again(folder):
         ("ladder", dict(kind="steps", weights="XL.pt"), "weights XL.pt, and this run of dit."),
         ("contest", dict(kind="contest", model="DiT-XL/2"), "model DiT-XL/2, and this run of"),
         ("contest", dict(kind="contest", decoder="ema"), "decoder ema, and this run of vae"),
+        ("contest", dict(kind="contest", steps=20), "steps 20, and this run of 250"),
         ("parallel", dict(kind="parallel", gpu="NVIDIA V100"), "gpu NVIDIA V100, and this run of"),
         ("contest-gpus", dict(kind="contest", gpus=4), "gpus 4, and this run of 2"),
     ],
