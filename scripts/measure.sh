@@ -16,7 +16,7 @@ if [[ -d .venv ]]; then
 fi
 log=${1:-}
 if [[ $log == -h || $log == --help ]]; then
-  sed -n 's/^# \{0,1\}//p' scripts/measure.sh
+  sed -n '2,/^set/s/^# \{0,1\}//p' scripts/measure.sh
   exit
 fi
 if [[ -z $log || $log == -* ]]; then
