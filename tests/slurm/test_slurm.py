@@ -153,9 +153,10 @@ def test_the_contests_record_of_four_ranks(cluster, checkout, demo, tmp_path_fac
     """Submitted from another folder. The picture lies beside the record that names it."""
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     place = f"--chdir={checkout}", checkout / "slurm" / "sample_4gpu.sbatch"
-    job = cluster.submit(*place, "--contest", "fp32", *demo, "--steps", "2", cwd=elsewhere)
+    flags = "--contest", "fp32", *demo, "--num-sampling-steps", "2"
+    job = cluster.submit(*place, *flags, "--output", "log/mine/final/contest.json", cwd=elsewhere)
     finish(cluster, checkout, job)
-    folder = checkout / "output" / f"job_{job}"
+    folder = checkout / "log/mine/final"  # as docs/contest.md says
     record = json.loads((folder / "contest.json").read_text())
     [row] = record["contest"]
     assert record["gpus"] == 4 and "4 ranks" in row["settings"]
