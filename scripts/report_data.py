@@ -398,8 +398,11 @@ def sources_of(data: dict, log: dict) -> list[dict]:
         records += data["profile"]["runs"]
     if "single" in data:
         single = data["single"]
-        records += [single["ladder"], single["floor"], single["verified"], *single["versus"]]
-        records += log["contest"]
+        records += [single["ladder"], single["verified"], *single["versus"]]
+        if data["device"] != "CPU":
+            records.append(single["floor"])
+        shown = {row["file"] for row in single["contest"]}
+        records += [record for record in log["contest"] if record["file"] in shown]
     if "many" in data and data["device"] != "CPU":
         both = log["parallel"] + log.get("contest", [])
         records += [record for record in both if record["file"] in data["many"]["files"]]

@@ -147,7 +147,7 @@ def with_legend(figure: Figure, columns: int = 5) -> Figure:
 
 
 def pictures(shown: dict) -> bytes:
-    """Return baseline, candidate and their difference side by side as JPEG, at most 1800
+    """Return baseline, candidate and their difference, if any, side by side as JPEG, at most 1800
     pixels wide. shown: as report_data.pictures_of gives it.
     """
     if "heatmap" in shown:
@@ -158,7 +158,9 @@ def pictures(shown: dict) -> bytes:
         difference = np.abs(want.astype(int) - got).max(2) / max(shown["most"], 1)
         coloured = matplotlib.colormaps["inferno"](difference, bytes=True)[..., :3]
         margin = np.full((want.shape[0], want.shape[1] // 40, 3), 255, np.uint8)
-        panels = [want, margin, got, margin, coloured]
+        panels = [want, margin, got]
+        if shown["most"]:  # else identical
+            panels += [margin, coloured]
         sheet = Image.fromarray(np.concatenate(panels, 1))
     buffer = io.BytesIO()
     sheet.thumbnail((1800, sheet.height), Image.Resampling.LANCZOS)
