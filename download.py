@@ -2,6 +2,11 @@
 command: fetch the published weights.
 """
 
+from accel import launch
+
+if __name__ == "__main__":
+    launch.begin()
+
 from accel.families.recognise import download_model, find_model
 from accel.weights.checkpoint import fetch_published, pretrained_models
 

@@ -579,13 +579,16 @@ def print_table(mean: dict[str, float], args: argparse.Namespace) -> None:
     words = {True: "PASS", False: "FAIL", None: "NOT COMPUTED"}
     for metric, meets in judge(mean, args.thresholds).items():
         name = metric.upper()
-        value = mean[metric]
-        if metric == "mae":
-            name += f" {FRACTION}"
-            value /= 255
         sign, _ = CRITERIA[metric]
-        threshold = args.thresholds[metric]
-        print(f"  {name:12}{value:<12.6g}{sign:3}{threshold:<12.6g}{words[meets]}")
+        rows = [(name, mean[metric], args.thresholds[metric])]
+        if metric == "mae":
+            threshold = args.thresholds[metric]
+            rows = [
+                (f"{name} {FRACTION}", mean[metric] / 255, threshold),
+                (f"{name} {LEVELS}", mean[metric], threshold * 255),
+            ]
+        for label, value, threshold in rows:
+            print(f"  {label:14}{value:<12.6g}{sign:3}{threshold:<12.6g}{words[meets]}")
 
 
 def print_records(records: list[dict], every_tile: bool) -> None:

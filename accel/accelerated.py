@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from accel.compare import OwnGuidance, build, own_guidance, require_finite, require_same
 from accel.errors import UsageError
@@ -15,10 +14,12 @@ from accel.families.loaded_module import LoadedModule, from_module
 from accel.families.recognise import reference_state
 from accel.graphs import Replayed
 from accel.isolation import alone
-from accel.network import KEPT, unpatchify
+from accel.network import KEPT, require_no_gradients, unpatchify
 from accel.precision import apply_precision, default_tier
 from accel.sampling.guidance import guided
 from accel.weights.shapes import require_fit
+
+OF_COPY = "this copy has none; call the model itself for gradients"
 
 
 def accelerate(
@@ -39,8 +40,8 @@ def accelerate(
     and its function. device: default: the weights' own. precision: "fp16", "bf16",
     "exact", "tf32" or "fp32"; default: fp16 on a GPU with tensor cores, else fp32.
     guidance_channels: the channels that forward_with_cfg guides, from the first on;
-    default: as the model's own does, else its family's number. check: evaluate both on a
-    batch row of noise, and guided, and compare.
+    default: as the model's own does, else its family's number. check: evaluate both on noise,
+    with a class and the null class, and guided, and compare.
 
     Raises ValueError of one line for a tier that the device lacks or that the weights
     overflow, and for a network that computes another function.
@@ -134,7 +135,7 @@ class Accelerated:
         models.DiT.forward does. It has no gradients: raises ValueError where they are asked for.
         """
         self._require_inputs(x, t, y)
-        _require_no_gradients(x, t)
+        require_no_gradients(OF_COPY, x, t)
         with self._running():
             return self._forward(x.float(), t, y).to(x.dtype)
 
@@ -163,7 +164,7 @@ class Accelerated:
                 "forward"
             )
         self._require_inputs(x, t, y, multiple=2)
-        _require_no_gradients(x, t, cfg_scale)
+        require_no_gradients(OF_COPY, x, t, cfg_scale)
         with self._running():
             # On the device: one captured graph serves every value.
             if torch.is_tensor(cfg_scale):
@@ -280,14 +281,3 @@ class Accelerated:
             require_finite(new, loaded, self.precision)
             old.copy_weights(new)
         self._source = None
-
-
-def _require_no_gradients(*inputs):
-    """Raise UsageError if an input is differentiated, in reverse or forward mode."""
-    for value in filter(torch.is_tensor, inputs):
-        reverse = value.requires_grad and torch.is_grad_enabled()
-        if reverse or forward_ad.unpack_dual(value).tangent is not None:
-            raise UsageError(
-                "gradients: this copy has none; call the model itself for gradients, or use "
-                "torch.no_grad() or .detach()"
-            )

@@ -73,12 +73,12 @@ class OneLineParser(argparse.ArgumentParser):
         return parsed
 
     def _refuse_foreign(self, words):
-        """End the command at a flag of another script, or a mode before all flags."""
+        """End the command at a flag or a sampler of another script, or a mode before all flags."""
         flags = self._option_string_actions
-        names = (word.partition("=")[0] for word in words)
+        names = {word.partition("=")[0] for word in words}
         unknown = any(name.startswith("--") and name not in flags for name in names)
         has_mode = words and not words[0].startswith("-")
-        if unknown or has_mode:
+        if unknown or has_mode or "--sampler" in names:
             from accel.foreign_flags import remedy  # most command lines have none
 
             line = remedy(words, flags)

@@ -4,6 +4,7 @@ function, the same guidance.
 
 import copy
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -22,11 +23,10 @@ ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 class OwnGuidance(NamedTuple):
-    """The guidance of a module's forward_with_cfg: uncond + scale·(cond − uncond) on some
-    channels, or another.
+    """The guidance that a module's forward_with_cfg computes.
 
-    channels: that it guides, from the first on; None where it is another or there is no such
-    method.
+    channels: how many it guides by uncond + scale·(cond − uncond), from the first on; None if
+    there is no such method, or if it guides otherwise. is_other: whether it guides otherwise.
     """
 
     channels: int | None = None
@@ -55,13 +55,18 @@ def build(
 
 
 def _inputs(loaded, device, t=None):
-    """Return a batch row of noise, time t and a class: the same on every device."""
+    """Return x, t, y: the same on every device. Of a model with a null class these are two batch
+    rows, of the same noise, one with a class and one with the null class; else one row.
+    """
     t = loaded.fit.family.some_times[0] if t is None else t
     generator = torch.Generator().manual_seed(0)
     side = loaded.fit.latent_size
     x = torch.randn(1, loaded.model.in_channels, side, side, generator=generator)
     y = torch.randint(loaded.fit.num_classes, (1,), generator=generator)
-    return x.to(device), torch.tensor([t], device=device), y.to(device)
+    if loaded.fit.null_class:
+        x = torch.cat([x, x])
+        y = torch.cat([y, torch.full_like(y, loaded.fit.num_classes)])
+    return x.to(device), torch.full((len(y),), t, device=device), y.to(device)
 
 
 def require_finite(network: BlockNetwork, loaded: LoadedModule, tier: str) -> None:
@@ -76,13 +81,18 @@ def require_finite(network: BlockNetwork, loaded: LoadedModule, tier: str) -> No
         )
 
 
-def require_same(network: BlockNetwork, loaded: LoadedModule, tier: str) -> None:
-    """Raise UsageError unless `network` and the module have the same output on a batch
-    row of noise, at three times. A module whose output is zero, such as an untrained one,
-    is compared with noise in place of its zero weights.
+def require_same(
+    network: BlockNetwork,
+    loaded: LoadedModule,
+    tier: str,
+    times: Sequence[float] | None = None,
+) -> None:
+    """Raise UsageError unless `network` and the module have the same output on noise, with a
+    class and with the null class, at `times`; default: some of its family. A module whose
+    output is zero, such as an untrained one, is compared with noise in place of its zero weights.
     """
     device = next(network.parameters()).device
-    times = loaded.fit.family.some_times
+    times = loaded.fit.family.some_times if times is None else times
     outputs = [_evaluate(loaded, t=t) for t in times]
     if not outputs[0].any():
         weights = _not_zero(loaded)
@@ -97,7 +107,8 @@ def require_same(network: BlockNetwork, loaded: LoadedModule, tier: str) -> None
             raise UsageError(f"{loaded.name}: {shapes}: another network")
         if not want.isfinite().all():
             raise UsageError(f"{loaded.name}: its own output is not finite; check the weights")
-        error = float((got.to(want) - want).norm() / want.norm())
+        errors = (got.to(want) - want).flatten(1).norm(dim=1) / want.flatten(1).norm(dim=1)
+        error = float(errors.amax())  # of either row
         if not error <= tolerance:
             raise UsageError(
                 f"{loaded.name}: computes another function than a DiT with these weights: "
@@ -119,8 +130,8 @@ def own_guidance(loaded: LoadedModule) -> OwnGuidance:
     counts = set()
     weights = None if _evaluate(loaded).any() else _not_zero(loaded)
     for t, scale in zip(loaded.fit.family.some_times, (1.7, 3.1)):
-        plain = _evaluate(loaded, weights, t, both=True)
-        its_own = _evaluate(loaded, weights, t, both=True, scale=scale)
+        plain = _evaluate(loaded, weights, t, "forward")
+        its_own = _evaluate(loaded, weights, t, "forward_with_cfg", scale)
         cond, uncond = plain.chunk(2)
         whole = uncond + scale * (cond - uncond)
         # TF32, where the caller allows it, may round differently in each call.
@@ -156,25 +167,17 @@ def _not_zero(loaded):
     }
 
 
-def _evaluate(loaded, weights=None, t=None, both=False, scale=None):
-    """Evaluate the module on a batch row of noise, in evaluation mode, as it is written:
-    compiled parts are not compiled for this. weights: in place of its own; both: its `forward`
-    on two rows, with a class and the null class; scale: its forward_with_cfg on them. The
-    module, its mode and the random state are left as they were.
+def _evaluate(loaded, weights=None, t=None, method="__call__", *more):
+    """Evaluate a method of the module on noise, in evaluation mode, as it is written: compiled
+    parts are not compiled for this. weights: in place of its own; more: arguments of the method
+    after x, t, y. The module, its mode and the random state are left as they were.
     """
     first = next(loaded.module.parameters())
     training = [part for part in loaded.module.modules() if part.training]
     x, t, y = _inputs(loaded, first.device, t)
-    if both:
-        x = torch.cat([x, x])
-        t = torch.cat([t, t])
-        y = torch.cat([y, torch.full_like(y, loaded.fit.num_classes)])
     x = x.double() if first.dtype == torch.float64 else x
     gpus = [first.device] if first.is_cuda else []
     half = first.dtype in ROUNDING
-    more = ("forward",) if both else ()
-    if scale is not None:
-        more = "forward_with_cfg", scale
     with (
         _not_compiled(loaded.module),
         torch.random.fork_rng(gpus),
@@ -183,7 +186,7 @@ def _evaluate(loaded, weights=None, t=None, both=False, scale=None):
         try:
             for part in training:
                 part.training = False
-            return loaded.evaluate(x, t, y, weights, *more).detach()
+            return loaded.evaluate(x, t, y, weights, method, *more).detach()
         except Exception as error:  # of code that is not ours
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
             raise UsageError(

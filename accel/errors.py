@@ -14,6 +14,8 @@ USAGE = 2  # a mistake in the user's request
 STOPPED = 75  # the job was asked to stop and can be continued: EX_TEMPFAIL of sysexits.h
 INTERRUPTED = 130  # Ctrl-C: 128 + SIGINT
 
+MISSING = object()  # in place of a setting that one side lacks
+
 PARAMETER = re.compile(r"`([a-z]\w*)(?:=([^`]*))?`")
 
 
@@ -104,14 +106,17 @@ def shown(value: object, most: int = 80) -> str:
 
 def require_equal(settings: dict, others: dict, free: Set[str], owner: str, remedy: str) -> None:
     """Raise UsageError about the first of `settings` that differs from `others`; free:
-    names that may differ. The error reads: name value: `owner` other value; `remedy`.
+    names that may differ. owner: of the others, with a verb, such as "rank 0 has"; remedy: the
+    end of the line, such as "start all ranks with the same flags".
     """
     for name in {**settings, **others}:
-        # off: a setting that the version of one side lacks
-        value = settings.get(name, "off")
-        other = others.get(name, "off")
-        if value != other and name not in free:
-            raise UsageError(f"{name} {value}: {owner} {other}; {remedy}")
+        if name in free or settings.get(name, MISSING) == others.get(name, MISSING):
+            continue
+        if name not in others:
+            raise UsageError(f"{name} {settings[name]}: {owner} none; {remedy}")
+        if name not in settings:
+            raise UsageError(f"no {name}: {owner} {others[name]}; {remedy}")
+        raise UsageError(f"{name} {settings[name]}: {owner} {others[name]}; {remedy}")
 
 
 @contextmanager

@@ -95,6 +95,15 @@ def require_name(path: str | Path) -> None:
             os.lstat(path.with_name(name))
 
 
+def is_utf8(path: str | Path) -> bool:
+    """Return whether a path is UTF-8: C++ and Rust libraries open no others."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> IO[bytes]:
     """Open a regular file in binary; flags: of os.open. Raises OSError for others, and
     with O_NOFOLLOW for a link.

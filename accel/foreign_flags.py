@@ -17,11 +17,28 @@ OTHER_COMMAND = {
     "parallel": "is sample_ddp.py's; --gpus N chooses a layout by itself",
     "gpus": "is sample.py's; torchrun --nproc_per_node=N starts N ranks",
 }
+STEPS = "use --num-sampling-steps"
+# Flags of other programs.
+OF_OTHERS = {
+    "ema": "use --weights-entry ema; a file's average is sampled by default",
+    "use-ema": "use --weights-entry ema; a file's average is sampled by default",
+    "raw": "use --weights-entry NAME, such as model",
+    "steps": STEPS,
+    "num-inference-steps": STEPS,
+    "guidance-scale": "use --cfg-scale",
+}
+# Values of --sampler in other programs.
+SAMPLERS = {
+    "dopri5": "its steps adapt; use heun or euler with --num-sampling-steps",
+    "ode": "use euler or heun",
+    "euler-maruyama": "use sde",
+    "dpm-solver++": "use dpm++",
+}
 
 
 def remedies() -> dict[str, str]:
     """Return the remedy for every flag, by its name without dashes."""
-    of_flags = dict(OTHER_COMMAND)
+    of_flags = OTHER_COMMAND | OF_OTHERS
     for family in families():
         of_flags |= family.script_flags
     return of_flags
@@ -35,15 +52,22 @@ def remedy(words: Sequence[str], command_flags: Collection[str]) -> str | None:
     of_flags = remedies()
     if words and words[0] in of_flags:  # a script's first argument, without dashes
         return f"{words[0]}: {of_flags[words[0]]}"
-    for word in words:
-        flag = word.partition("=")[0]
+    for word, following in zip(words, [*words[1:], ""]):
+        flag, _, value = word.partition("=")
+        sampler = (value or following).lower()
+        if flag == "--sampler" and sampler in SAMPLERS:
+            return f"--sampler {value or following}: {SAMPLERS[sampler]}"
         if flag in command_flags or not flag.startswith("--"):
             continue
         name = flag[2:].replace("_", "-")
         if f"--{name}" in command_flags:
             return f"{flag}: use --{name}"
         if name in of_flags:
-            return f"{flag}: {of_flags[name]}"
+            line = of_flags[name]
+            here = line.removeprefix("use --")
+            if here in OTHER_COMMAND and f"--{here}" not in command_flags:
+                line = f"is --{here} here, which {OTHER_COMMAND[here]}"
+            return f"{flag}: {line}"
     return None
 
 

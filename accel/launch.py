@@ -15,10 +15,12 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from accel.errors import UsageError
+from accel.errors import USAGE, UsageError, as_usage_error
 from accel.signals import exit_now, finish, handle_signals, replace_standard_streams
 
 MAX_PROCESSES = 64  # a mistyped number should not fill the machine
+# Numbers of processes, of Open MPI and of MPICH and its kin.
+OF_MPI = "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"
 # Set for the processes of --gpus: when their parent began, and its process id.
 PARENT_VARIABLE = "DIT_BEGAN"
 _PARENT = re.fullmatch(r"(\d{1,12}\.\d{6}) (\d{1,9})", os.environ.get(PARENT_VARIABLE, ""))
@@ -43,6 +45,18 @@ def begin() -> None:
     atexit.register(finish)
     end_with_parent()
     handle_signals()
+    sys.excepthook = _in_a_line
+
+
+def _in_a_line(kind, error, traceback):
+    """End the command by one line if the user can mend the error. It may come from an import,
+    before the command has a parser.
+    """
+    mistake = as_usage_error(error)
+    if mistake is None:
+        return sys.__excepthook__(kind, error, traceback)
+    finish()
+    exit_now(USAGE, mistake.by_flags())
 
 
 def end_with_parent() -> None:
@@ -88,6 +102,11 @@ def world_size(wanted: int | None, device: str | None) -> int:
         raise UsageError(
             "torchrun or srun has started several processes, and each would make the same "
             "picture; use sample_ddp.py, or start one process"
+        )
+    if not launched and any(os.environ.get(name, "1") != "1" for name in OF_MPI):
+        raise UsageError(
+            "mpirun has started several processes, and each would make the same picture; start "
+            "sample_ddp.py by torchrun or srun, or one process"
         )
     if wanted == 1:
         return 1

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from accel.errors import UsageError
 from accel.precision import supports
 
 KEPT = 4  # graphs kept, one per (process, guidance)
@@ -326,6 +328,16 @@ class Plain(BlockNetwork):
 
 
 # ---- Checks ----
+
+
+def require_no_gradients(reason: str, *inputs: Any) -> None:
+    """Raise UsageError, with a reason and a remedy, if an input is differentiated, in reverse or
+    forward mode.
+    """
+    for value in filter(torch.is_tensor, inputs):
+        reverse = value.requires_grad and torch.is_grad_enabled()
+        if reverse or forward_ad.unpack_dual(value).tangent is not None:
+            raise UsageError(f"gradients: {reason}, or use torch.no_grad() or .detach()")
 
 
 @torch.inference_mode()

@@ -76,6 +76,10 @@ class _Damaged(ValueError):
     """The file's bytes are not those of a whole picture."""
 
 
+class _NoPicture(ValueError):
+    """The file is beside a picture, and none itself."""
+
+
 class _NotPlain(ValueError):
     """A viewer shows other values than the file stores."""
 
@@ -91,6 +95,8 @@ def read_picture(path: Path) -> Picture:
         raise UsageError(f"{path}: {error.strerror or error}; name another file") from None
     except _NotPlain as error:
         raise UsageError(f"{path}: {error}; {PLAIN}") from None
+    except _NoPicture as error:
+        raise UsageError(f"{path}: {error}, and no picture; delete it") from None
     except _Damaged as error:
         raise UsageError(f"{path}: {error}; {WHOLE}") from None
 
@@ -98,7 +104,7 @@ def read_picture(path: Path) -> Picture:
 def _decode(content):
     """Return the Picture in the bytes of a file."""
     if content.startswith(APPLE_DOUBLE):
-        raise _Damaged("holds attributes that macOS kept beside a file, not a picture; delete it")
+        raise _NoPicture("holds attributes that macOS kept beside a file")
     chunks = []
     if content.startswith(SIGNATURE):
         chunks = list(_chunks(content))
@@ -116,7 +122,7 @@ def _decode(content):
         raise _Damaged(f"is not a whole picture ({shown(str(error), 200)})") from None
     if image.mode == "P":
         _check_palette(image, chunks)
-    return Picture(np.asarray(image.convert("RGB")), image.mode, _lossy(image.format, content))
+    return Picture(np.asarray(image.convert("RGB")), image.mode, _lossy(image, content))
 
 
 def _chunks(content: bytes) -> Iterator[Chunk]:
@@ -270,9 +276,12 @@ def _check_palette(image, chunks):
         raise _Damaged(f"is damaged: its palette has {sizes[0]} colours, its pixels need more")
 
 
-def _lossy(file_format, content):
+def _lossy(image, content):
     """Return the name of the file's lossy compression; empty if it has none."""
-    if file_format == "JPEG":
+    file_format = image.format
+    if file_format == "JPEG" or "jpeg" in str(image.info.get("compression")):  # of a TIFF
         return "JPEG"
+    if image.info.get("compression") == "webp":  # of a TIFF
+        return "WebP"
     # A lossless WebP has a chunk VP8L in place of this one.
     return "WebP" if file_format == "WEBP" and b"VP8 " in content else ""

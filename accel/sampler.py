@@ -1,6 +1,7 @@
 """`from accel import Sampler`: pictures from Python, from a pipeline that is loaded once."""
 
 import difflib
+import inspect
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ from accel.grid import ready
 from accel.isolation import alone
 from accel.latents.autoencoder_kl import OF_LATENTS
 from accel.latents.files import FILES
+from accel.network import require_no_gradients
 from accel.opening import require_schedule
 from accel.output import to_grid
 from accel.pipeline import ALONE, Pipeline, free_memory, guidance_of, process_of
@@ -32,7 +34,7 @@ from accel.precision import apply_precision
 from accel.progress import step_bar
 from accel.weights.checkpoint import FILE_SUFFIXES, HUB_ID
 from accel.weights.shapes import require_fit
-from accel.weights.tensor_files import require_floats
+from accel.weights.tensor_files import require_finite_floats, require_floats
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ ALSO_CALLED = {
 # Facts that decide the network's function or its labels, and that shapes do not give in
 # every family.
 BESIDE_SHAPES = "num_heads", "num_classes", "null_class", "patch_size", "in_channels"
+OF_SAMPLING = "sampling has none for noise; call the model itself in your own loop for gradients"
 Labels = int | str | Iterable[int | str]
 Array = torch.Tensor | np.ndarray
 
@@ -63,17 +66,17 @@ class Sampler:
         with Sampler("DiT-XL/2", image_size=512, precision="fp16") as sampler:
             dog, other = sampler.sample(["golden retriever", 207], seed=0)
 
-    model, also the first argument: a name as --model has it; weights as --ckpt has them, such
-    as a file or the folder or hub id of a DiTPipeline; or a network that the caller has:
-    models.DiT, another family's, the original classes, wrapped or compiled, or diffusers'
-    DiTTransformer2DModel or DiTPipeline. Its weights are copied. vae: ema, mse, a folder or
+    model, or the first argument, is one of these. A name, as --model has it. Weights, as --ckpt
+    has them, such as a file, or the folder or hub id of a DiTPipeline. A network that the caller
+    has, whose weights are copied: models.DiT, another family's, the original classes, wrapped or
+    compiled, or diffusers' DiTTransformer2DModel or DiTPipeline. vae: ema, mse, a folder or
     an AutoencoderKL; a pipeline brings its own. config: a configuration file of the model's own
     repository, for options that are open. guide: autoguidance by a second network of the same
     family, weights as --guide has them or a network that the caller has. check: compare networks
-    that the caller has with their copies on a batch row of noise, as `accelerate` does. sampler:
-    a name, or a scheduler of diffusers that draws no noise. The other options are those of
-    sample.py's flags; None leaves one open. Arguments of `sample` have the constructor's values
-    as defaults. With output_type="latent" no decoder is needed.
+    that the caller has with their copies on noise, as `accelerate` does. sampler: a name, or a
+    scheduler of diffusers that draws no noise. The other options are those of sample.py's flags;
+    None leaves one open. Arguments of `sample` have the constructor's values as defaults. With
+    output_type="latent" no decoder is needed.
 
     Pictures equal those of sample.py with the same flags, to the bit. On a GPU a step is
     captured at its first use with a number of pictures, steps and guidance, then replayed.
@@ -148,9 +151,12 @@ class Sampler:
         if device is not None:
             given["device"] = str(device)
         self._scheduler = None if isinstance(sampler, (str, type(None))) else given.pop("sampler")
-        if not isinstance(vae, torch.nn.Module):
-            if vae is not None:
-                given["vae"] = str(vae)
+        is_module = isinstance(vae, torch.nn.Module)
+        if is_module:
+            vae = _autoencoder(vae)
+        elif vae is not None:
+            given["vae"] = str(vae)
+        if not is_module or output_type == "latent":  # latents need no decoder
             self._open(given, loaded, loaded_guide, check)
             return
         with _written(vae) as given["vae"]:
@@ -187,7 +193,8 @@ class Sampler:
         """Load the weights of `model`, of the same shape, in place: pictures equal a new
         Sampler's to the bit, and captured steps stay valid. A guide stays as it is. model: a
         network, or the state dict of one like that of this Sampler, such as an average of its
-        weights. Raises ValueError, and keeps the old weights, if they do not fit or overflow.
+        weights. Raises ValueError, and keeps the old weights, if they do not fit, overflow or are
+        not finite. A network is compared with its copy, at one time where its class is as before.
         """
         with self._running() as pipeline:
             classes = self.opened.config.num_classes
@@ -196,12 +203,15 @@ class Sampler:
                 pipeline.refresh(pipeline.like(weights, self.opened.fit, classes))
                 return
             loaded = from_module(model, copy=True)
+            require_finite_floats(loaded.state, loaded.name)
             changed = loaded.patched or type(loaded.module) is not self._checked
-            check = self._check and changed
-            self._require_alike(loaded, check)
+            self._require_alike(loaded, self._check and changed)
             network = pipeline.like(loaded, loaded.fit, classes)
-            if check:
-                _require_same(network, loaded, pipeline)
+            if self._check:
+                # Of a known class this sees replaced parts. All times would take as long as ten
+                # steps do.
+                times = loaded.fit.family.some_times
+                _require_same(network, loaded, pipeline, times if changed else times[:1])
             pipeline.refresh(network)
             self._checked = type(loaded.module)
 
@@ -240,6 +250,7 @@ class Sampler:
         """
         name = "refresh"
         require_floats(state, name)
+        require_finite_floats(state, name)
         first = self.opened.weights
         state = first.renamed(state) if isinstance(first, LoadedModule) else dict(state)
         weights = _State(name, state, first.metadata)
@@ -259,8 +270,10 @@ class Sampler:
         *,
         noise: Array | None = None,
         progress: bool = False,
+        **unknown: Any,
     ) -> list[Image.Image]:
         """Return one picture per label, (image_size, image_size) RGB. Arguments: of `latents`."""
+        _refuse_arguments(unknown)
         self._require_decoder()
         return self.decode(
             self.latents(
@@ -294,6 +307,7 @@ class Sampler:
         *,
         noise: Array | None = None,
         progress: bool = False,
+        **unknown: Any,
     ) -> torch.Tensor:
         """Return latents (n, channels, side, side) float32, side image_size/8 for
         sd-vae-ft-*, on the sampler's device.
@@ -303,12 +317,14 @@ class Sampler:
         from, in place of those that the seed gives; the noise of later steps is the seed's.
         Arguments that are None are the constructor's. progress: show a bar of the steps.
         """
+        _refuse_arguments(unknown)
         several = _listed("labels", labels)
         seeds = _listed("seed", seed)
         options = dict(num_sampling_steps=num_sampling_steps, cfg_scale=cfg_scale)
         if seeds is None:
             options["seed"] = seed
         changes = {name: value for name, value in options.items() if value is not None}
+        require_no_gradients(OF_SAMPLING, noise)
         with self._running() as pipeline:
             opened = self.opened.changed(**changes)
             grid = replace(self.grid, labels=(labels,) if several is None else several)
@@ -382,20 +398,37 @@ def _refuse(unknown):
         options = Sampler.__init__.__kwdefaults__
         if name in names:
             raise UsageError(f"`{name}`: is for commands; drop it")
-        close = difflib.get_close_matches(name, options, 1)
-        near = ALSO_CALLED.get(name) or next(iter(close), None)
-        meant = f"did you mean {near}?" if near else "docs/python.md lists them"
-        raise UsageError(f"`{name}`: is not an option of Sampler; {meant}")
+        raise UsageError(f"`{name}`: is not an option of Sampler; {_meant(name, options)}")
 
 
-def _require_same(network, loaded, pipeline):
-    """Raise UsageError unless a network for the pipeline computes the module's function. For
-    latents of another size than the module's, one of the module's own size is compared.
+def _refuse_arguments(unknown):
+    """Raise UsageError for an argument that `sample` and `latents` do not have, naming the
+    nearest, or the constructor if it is an option.
+    """
+    arguments = list(inspect.signature(Sampler.latents).parameters)[1:-1]
+    for name in sorted(unknown):
+        meant = _meant(name, arguments)
+        if ALSO_CALLED.get(name, name) in Sampler.__init__.__kwdefaults__.keys() - {*arguments}:
+            meant = f"give {ALSO_CALLED.get(name, name)} to Sampler(…)"
+        raise UsageError(f"`{name}`: is not an argument of sample and latents; {meant}")
+
+
+def _meant(name, options):
+    """Return which of some options a name may stand for, in words."""
+    close = difflib.get_close_matches(name, options, 1)
+    near = ALSO_CALLED.get(name) or next(iter(close), None)
+    return f"did you mean {near}?" if near else "docs/python.md lists them"
+
+
+def _require_same(network, loaded, pipeline, times=None):
+    """Raise UsageError unless a network for the pipeline computes the module's function; times:
+    as for require_same. For latents of another size than the module's, one of the module's own
+    size is compared.
     """
     if loaded.fit.latent_size != pipeline.side:
         state = reference_state(loaded, loaded.fit)
         network = build(state, loaded, pipeline.tier, pipeline.device)
-    require_same(network, loaded, pipeline.tier)
+    require_same(network, loaded, pipeline.tier, times)
 
 
 def _listed(name, values):
@@ -441,6 +474,8 @@ def _floats(name, values, shape, device):
         if values.dtype.kind != "f":
             raise UsageError(f"{owner}: has dtype {values.dtype}; give an array of floats")
         values = torch.from_numpy(np.array(values, np.float32, order="C"))
+    if values.is_meta or not values.is_nested and values.layout is not torch.strided:
+        raise UsageError(f"{owner}: is sparse or holds no values; give a dense array of floats")
     if values.is_nested or not values.is_floating_point():
         raise UsageError(f"{owner}: has dtype {values.dtype}; give a dense array of floats")
     fits = len(shape) == values.ndim and all(
@@ -500,10 +535,9 @@ def _guided_channels(loaded):
     return guidance.channels
 
 
-@contextmanager
-def _written(vae: torch.nn.Module) -> Iterator[str]:
-    """Write a decoder that the caller holds as a folder in diffusers' layout. Yield the
-    folder, which is removed after the block.
+def _autoencoder(vae):
+    """Return a decoder that the caller holds, without wrappers. Raises UsageError for a module of
+    another class.
     """
     vae = unwrapped(vae)
     vae_class = type(vae)
@@ -513,9 +547,17 @@ def _written(vae: torch.nn.Module) -> Iterator[str]:
         )
     if any(value.is_meta for value in vae.parameters()):
         raise UsageError(f"`vae={vae_class.__name__}`: holds no values; load the weights first")
+    return vae
+
+
+@contextmanager
+def _written(vae: torch.nn.Module) -> Iterator[str]:
+    """Write a decoder that the caller holds as a folder in diffusers' layout. Yield the
+    folder, which is removed after the block.
+    """
     with ExitStack() as stack:
         with path_errors(
-            "vae", vae_class.__name__, "set TMPDIR to a folder with space, or give a folder"
+            "vae", type(vae).__name__, "set TMPDIR to a folder with space, or give a folder"
         ):
             folder = stack.enter_context(TemporaryDirectory())
             vae.save_pretrained(folder)

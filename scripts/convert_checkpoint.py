@@ -27,7 +27,7 @@ from accel.families.recognise import (
     recogniser_of,
     reference_state,
 )
-from accel.files import atomic_write, repeated, require_name
+from accel.files import atomic_write, is_utf8, repeated, require_name
 from accel.flags import positive
 from accel.latents.autoencoder_kl import KIND as AUTOENCODER_KL
 from accel.latents.files import find
@@ -123,13 +123,11 @@ def convert(
         raise UsageError(f"`output={target}`: must end in .pt or .safetensors, or name a folder")
     with path_errors("output", target):
         require_name(target)
-    try:
-        output.encode()
-    except UnicodeEncodeError:
+    if not is_utf8(target):
         raise UsageError(
             f"`output={target}`: is not UTF-8, and neither torch nor safetensors opens such a "
             "name; choose another"
-        ) from None
+        )
     if pipeline and target.suffix or vae and not pipeline:
         raise UsageError(
             "`pipeline`: writes a folder, so `output` must name one; `vae` needs `pipeline`"

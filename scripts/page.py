@@ -23,6 +23,7 @@ import socket
 import tempfile
 import threading
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from contextlib import redirect_stdout
@@ -380,13 +381,20 @@ def _guard(page, token):
     return Middleware(Guard, inputs_of=inputs_of, token=token)
 
 
+def port_of(text: str) -> int:
+    """Return the number of a port, for argparse."""
+    if not text.isdecimal() or not 1 <= int(text[:9]) <= 65535:
+        raise ArgumentTypeError(f"{shown(text)}: must be from 1 to 65535")
+    return int(text)
+
+
 def main() -> None:
     parser = OneLineParser(
         prog="page.py", description="A page for the browser: sample and compare pictures."
     )
     add_arguments(parser, leave_out=LEFT_OUT)
     parser.add_argument(
-        "--port", type=int, help="of the address; default: the first free one from 7860 on"
+        "--port", type=port_of, help="of the address; default: the first free one from 7860 on"
     )
     parser.add_argument(
         "--host",

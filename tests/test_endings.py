@@ -156,10 +156,24 @@ with user_errors(OneLineParser(prog="command")):
     assert re.fullmatch(line, done.stderr), done.stderr
 
 
-@pytest.mark.parametrize("script", ["sample.py", "sample_ddp.py"])
-def test_too_little_memory_for_torch_is_a_line(script, tmp_path):
-    line = f"ulimit -v 2000000; {sys.executable} {ROOT / script} --output {tmp_path}/x.png"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize(
+    "command",
+    [
+        "sample.py --output x.png",
+        "sample_ddp.py --output x.png",
+        "download.py",
+        "-m scripts.fid a b",
+        "-m scripts.page",
+        "-m scripts.verify",
+        "scripts/convert_checkpoint.py --ckpt a --output b.pt",
+    ],
+)
+def test_too_little_memory_for_torch_is_a_line(command, tmp_path):
+    script = command if command.startswith("-m") else ROOT / command
+    line = f"ulimit -v 2000000; PYTHONPATH={ROOT} {sys.executable} {script}"
+    done = subprocess.run(
+        ["bash", "-c", line], capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
     assert done.returncode == USAGE and done.stderr.count("\n") == 1, done.stderr
     assert "torch cannot be loaded (lib" in done.stderr and "ulimit -v" in done.stderr
 

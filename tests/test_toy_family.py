@@ -141,6 +141,7 @@ labels = torch.arange(5).repeat_interleave(3)[torch.randperm(15, generator=gener
 labels = torch.cat([labels, torch.randint(0, 5, (3,), generator=generator)])
 pictures = np.empty((18, 24, 24, 3), np.uint8)
 with Sampler("Toy/2", sampler="ddim", num_sampling_steps=8, precision="fp32") as sampler:
+    pipeline = sampler._pipeline
     for rank in range(world):
         torch.manual_seed(seed * world + rank)
         of_rank = labels[rank * rounds * n :][: rounds * n].view(rounds, n)
@@ -149,7 +150,7 @@ with Sampler("Toy/2", sampler="ddim", num_sampling_steps=8, precision="fp32") as
             for _ in range(8):
                 torch.randn(2 * n, 3, 6, 6)
             latents = sampler.latents(y.tolist(), noise=z)
-            pixels = to_uint8(sampler._pipeline.decode(latents)).numpy()
+            pixels = to_uint8(pipeline.decode(latents), pipeline.decoder.levels).numpy()
             pictures[[i * world + rank + round_number * n * world for i in range(n)]] = pixels
 made = np.load(sys.argv[1])["arr_0"]
 assert made.shape == (15, 24, 24, 3)

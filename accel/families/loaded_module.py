@@ -3,6 +3,7 @@ original classes of every family, and their wrappers. Each family's weights.py r
 its own modules by `of_module`.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -18,8 +19,9 @@ from accel.families.recognise import OfModule, families_with, recognise, recogni
 from accel.weights.digests import digest
 from accel.weights.positions import trained
 from accel.weights.shapes import shapes_of
-from accel.weights.tensor_files import require_floats
+from accel.weights.tensor_files import require_finite_floats, require_floats
 
+COMPILER = "torch._dynamo.eval_frame"  # the module of torch.compile's wrapper
 # attributes that change a submodule's function and are in no state dict
 COMPARED = "eps", "approximate"
 
@@ -28,19 +30,42 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """Return the model inside wrappers.
 
     These are DataParallel, DistributedDataParallel, AveragedModel and torch.compile. Raises
-    UsageError for hooks of a wrapper: the model runs without them.
+    UsageError for hooks, a forward or a __call__ of a wrapper's own: the model runs without them.
     """
-    wrappers = (
+    while True:
+        base = next((base for base in _wrappers() if isinstance(model, base)), None)
+        if base is None:
+            return model
+        name = type(model).__name__
+        if model._forward_hooks or model._forward_pre_hooks:
+            raise UsageError(f"{name}: has forward hooks, which would not run; remove them first")
+        for method in ("forward", "__call__"):
+            if not _is_torchs(model, method, base):
+                raise UsageError(
+                    f"{name}: has a {method} of its own, which would not run; give the model inside"
+                )
+        model = getattr(model, "_orig_mod" if base.__module__ == COMPILER else "module")
+
+
+def _wrappers():
+    """Return torch's wrappers around a network; that of torch.compile once it is in use."""
+    compiler = sys.modules.get(COMPILER)
+    return (
         torch.nn.DataParallel,
         torch.nn.parallel.DistributedDataParallel,
         torch.optim.swa_utils.AveragedModel,
+        *([compiler.OptimizedModule] if compiler else ()),
     )
-    while isinstance(model, wrappers) or hasattr(model, "_orig_mod"):
-        if model._forward_hooks or model._forward_pre_hooks:
-            name = type(model).__name__
-            raise UsageError(f"{name}: has forward hooks, which would not run; remove them first")
-        model = model.module if isinstance(model, wrappers) else model._orig_mod
-    return model
+
+
+def _is_torchs(wrapper, method, base):
+    """Return whether a method of a wrapper is that of torch's class `base`."""
+    if method in vars(wrapper):
+        # torch.compile gives each of its wrappers a forward. What it was written in tells it
+        # from another, which may have copied its name and attributes.
+        written_in = getattr(vars(wrapper)[method], "__globals__", {}).get("__name__")
+        return base.__module__ == COMPILER and written_in == COMPILER
+    return getattr(type(wrapper), method) is getattr(base, method)
 
 
 class LoadedModule:
@@ -121,10 +146,10 @@ class LoadedModule:
 
     @property
     def patched(self) -> bool:
-        """Return whether hooks or a `forward` of their own may make the module or a part of it
+        """Return whether hooks or methods of their own may make the module or a part of it
         another function than its class.
         """
-        return any(
+        return "forward_with_cfg" in vars(self.module) or any(
             part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part)
             for part in self.module.modules()
         )
@@ -158,7 +183,7 @@ class LoadedModule:
 
     def read(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a state dict of the module under the names of the reference network.
-        Raises UsageError for anything but dense tensors of floats by name.
+        Raises UsageError for anything but dense tensors of finite floats by name.
         """
         if not isinstance(state, Mapping):
             raise UsageError(
@@ -166,6 +191,7 @@ class LoadedModule:
                 f"{type(state).__name__}"
             )
         require_floats(state, self.name)
+        require_finite_floats(state, self.name)
         return recogniser_of(self.rules.family).converted(self.renamed(state), self.metadata)
 
     def _require_attributes(self):

@@ -9,7 +9,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import chain, combinations
+from itertools import combinations
 from math import isqrt
 from pathlib import Path
 from types import MappingProxyType
@@ -118,7 +118,9 @@ class Recogniser:
     def require_computed(self, metadata: Mapping[str, Any]) -> None:
         """Raise ValueError for an argument of training with an unsupported value."""
         for name, supported in self.computed.items():
-            if metadata.get(name, supported[0]) not in supported:
+            value = metadata.get(name, supported[0])
+            # Some programs save numbers as text.
+            if value not in supported and str(value) not in map(str, supported):
                 raise ValueError(
                     f"was trained with {name} {shown(metadata[name])}, and only {supported[0]} "
                     "is sampled"
@@ -247,17 +249,27 @@ def recognise(
             f"makes {network.out_channels} channels of {network.in_channels}; save it again "
             "without that entry"
         )
-    if model not in (None, form.model):
+    if family.prediction == "noise" and not learn_sigma and metadata.get("sigma_small"):
         raise UsageError(
-            f"`ckpt={source}`: holds the weights of {form.model}, not of {model}; use "
-            f"`model={form.model}`"
+            f"`ckpt={source}`: was trained with sigma_small {shown(metadata['sigma_small'])} and "
+            "without a learned variance, and only sigma_small False is sampled"
+        )
+    if model not in (None, form.model):
+        if form.model in family.models:
+            raise UsageError(
+                f"`ckpt={source}`: holds the weights of {form.model}, not of {model}; use "
+                f"`model={form.model}`"
+            )
+        log.warning(
+            f"{shown(source, 300)}: holds the weights of {form.model}; --model {model} says the "
+            "family alone"
         )
     if assumed:
         _say_what_is_assumed(source, family, have, form.model)
     of_file = metadata.get("model")
     in_training = family.names_in_training.get(form.model, form.model)
     named = form.model in (model, shipped_as) or of_file in (form.model, in_training)
-    if not named and family.has_model(of_file):
+    if not named and any(each.has_model(of_file) for each in families()):
         log.warning(
             f"{shown(source, 300)}: says model {of_file}, and its entries are of {form.model}"
         )
@@ -268,10 +280,10 @@ def recognise(
         )
     as_usual = classes in (1000, implied.num_classes) and named
     if num_classes is None and "num_classes" not in metadata and not as_usual:
-        log.warning(
-            f"{shown(source, 300)}: {classes} classes and the null class (all {rows} classes? "
-            f"--num-classes {rows})"
-        )
+        words = f"{classes} classes and the null class (all {rows} classes? --num-classes {rows})"
+        if not null_class:  # a label table of one row
+            words = "one class and no null class"
+        log.warning(f"{shown(source, 300)}: {words}")
     table = state.get("pos_embed")
     schedule = metadata.get("schedule")
     return Fit(
@@ -420,13 +432,16 @@ def _by_file_name(source, alike):
 
 
 def _say_what_is_assumed(source, family, have, model):
-    """Print the assumed family of weights, and the flag for the model of the same size of each
-    other candidate.
+    """Print the assumed family of weights, and the flag for each other candidate: its model of
+    the same size, of an unusual size its first model.
     """
     size = model.removeprefix(family.name)
     others = [other for other in families_with(have) if other != family]
-    models = chain.from_iterable(other.models for other in others)
-    flags = " or ".join(f"--model {name}" for name in models if name.endswith(size))
+    models = [
+        next((name for name in other.models if name.endswith(size)), next(iter(other.models)))
+        for other in others
+    ]
+    flags = " or ".join(f"--model {name}" for name in models)
     remedy = f"; if it is not: {flags}" if flags else ""
     log.warning(
         f"{shown(source, 300)}: names no family, taken for a {family.name} "

@@ -207,4 +207,4 @@ def _compare(folder, record, settings):
             "last bits"
         )
     begun = f"the pictures in {folder} were begun with"
-    require_equal(settings, earlier, {CODE}, begun, "use that, or another `sample_dir`")
+    require_equal(settings, earlier, {CODE}, begun, "give the same, or another `sample_dir`")

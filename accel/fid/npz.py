@@ -116,7 +116,13 @@ def create_npz(folder: Path, count: int) -> Path:
     names = [folder / picture_name(number) for number in range(count)]
     there = next((n for n, name in enumerate(names) if not name.is_file()), len(names))
     if there < len(names) or not names:
-        raise UsageError(f"`num={count}`: {folder} has {there} pictures in a row; give that")
+        if not folder.is_dir():
+            raise UsageError(f"`sample_dir={folder}`: no such folder")
+        if not there:
+            raise UsageError(f"`sample_dir={folder}`: has no picture {picture_name(0)}")
+        raise UsageError(
+            f"`num={count}`: {folder} has {there} pictures in a row; use `num={there}`"
+        )
     size = side_of(names[0])
 
     def read(number):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from accel.errors import UsageError
 from accel.latents import LatentSpace, files
+from accel.network import require_no_gradients
 from accel.precision import convolutions
 
 log = logging.getLogger(__name__)
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 # is a hundredth. Decoders that float16 suits reach 70 to 80.
 REQUIRED_PSNR = 60.0
 CHECKED_PIXELS = 256  # of a side
+OF_DECODER = "this decoder has none; call diffusers' own for gradients"
 NAMES = {"fp32": "float32", "tf32": "float32 with TF32 convolutions"}
 
 
@@ -153,8 +155,9 @@ class Decoder:
         """Return pixels (n, 3, H, W) float32, about (-1, 1), of finite latents (n, C, L,
         L); n may be 0. Raises UsageError if one picture does not fit in memory, for latents of a
         side that the decoder does not take, or if it makes pixels that are not finite: they would
-        become black.
+        become black. It has no gradients: raises UsageError where they are asked for.
         """
+        require_no_gradients(OF_DECODER, latents)
         self.space.require_side(latents.shape[-1])
         if not len(latents):
             side = self.space.factor * latents.shape[-1]

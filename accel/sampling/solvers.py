@@ -8,6 +8,7 @@ that takes estimates of noise.
 
 import copy
 import inspect
+import logging
 import sys
 from collections.abc import Mapping
 from importlib import import_module
@@ -22,12 +23,15 @@ from accel.diffusion.respace import ByValue
 from accel.errors import UsageError, shown
 from accel.sampling.process import Process, State
 
+log = logging.getLogger(__name__)
+
 # Name → module and class of diffusers.schedulers: importing the module alone takes a
 # fraction of the time.
 SOLVERS = {
     "dpm++": ("scheduling_dpmsolver_multistep", "DPMSolverMultistepScheduler"),
     "unipc": ("scheduling_unipc_multistep", "UniPCMultistepScheduler"),
 }
+CLIPPING = "clip_sample", "thresholding"  # options of schedulers
 LINEAR = get_named_beta_schedule("linear", 1000)
 KEPT = np.cumprod(1 - LINEAR)  # of the data, by time: abar_t
 # Relative errors that a rehearsal allows. Times that are rounded to whole ones reach 0.1,
@@ -158,6 +162,7 @@ class Solver(ByValue, Process):
                 f"`sampler`: {self.name} in {steps} steps and with this configuration samples "
                 f"another process than DiT's; {another}"
             )
+        _say_what_is_clipped(self.name, scheduler.config)
 
     def _rehearse(self):
         """Sample by a network that estimates noise without error. Return the relative error
@@ -206,6 +211,18 @@ class Solver(ByValue, Process):
         # without the learned variance
         eps = evaluate(scheduler.scale_model_input(x, t))[:, : x.shape[1]]
         return scheduler.step(eps, t, x, return_dict=False, **self.generator)[0], scheduler, times
+
+
+def _say_what_is_clipped(name, config):
+    """Print the options by which a scheduler clips its estimates of the finished latents: they
+    are for pixels. The rehearsal's own latents are too small to be clipped.
+    """
+    for option in CLIPPING:
+        if config.get(option):
+            log.warning(
+                f"sampler: {name} has {option}=True, which clips latents; DiT's published "
+                f"configuration has {option}=False"
+            )
 
 
 def _error(got, want):

@@ -28,6 +28,7 @@ FOLDER = weights_folder()
 pretrained_models = {"DiT-XL-2-512x512.pt", "DiT-XL-2-256x256.pt"}
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]*[^\W\d][\w.-]*")  # owner/name, unlike DiT-XL/2
+MOST_NAMED = 5  # of the files in a folder: the last ones
 FILE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 # Modules with holds(path) and read(path, mapped, entry) → Contents. The first that holds a path
 # reads it; later ones are not imported.
@@ -111,8 +112,8 @@ class Checkpoint:
 
     @contextmanager
     def reading(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the tensors, and let go of them, which are mapped. Raises UsageError if a file
-        was changed since it was opened.
+        """Yield the tensors. Afterwards drop them, so that the mapped files are closed. Raises
+        UsageError if a file was changed since it was opened.
         """
         yield self.state
         self.__dict__.pop("_opened", None)
@@ -164,10 +165,17 @@ def open_checkpoint(name: str | Path, entry: str | None = None) -> Checkpoint:
 
 
 def _no_layout(folder: Path) -> str:
-    """Return the error for a folder in no layout. The one file of weights in it is named."""
+    """Return the error for a folder in no layout. Files of weights in it are named."""
     files = [file for file in sorted(folder.iterdir()) if file.suffix in FILE_SUFFIXES]
     if len(files) == 1:
         return f"`ckpt={folder}`: is a folder with one file of weights; give `ckpt={files[0]}`"
+    if files:
+        names = ", ".join(file.name for file in files[-MOST_NAMED:])
+        more = f" and {len(files) - MOST_NAMED} more" if len(files) > MOST_NAMED else ""
+        return (
+            f"`ckpt={folder}`: is a folder with {len(files)} files of weights, {names}{more}; give "
+            "one of them"
+        )
     return (
         f"`ckpt={folder}`: a folder must hold transformer/config.json and its weights (diffusers' "
         "layout), or consolidated.00-of-01.pth"

@@ -11,6 +11,7 @@ from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from accel.errors import UsageError, shown
 
@@ -86,6 +87,8 @@ SCHEMA = {
     "class_names": _Entry(_is_names, "a list of names"),
 }
 
+MOST_VALUES = 16  # of a tensor that is an argument of training
+
 ALSO_CALLED = {"class_num": "num_classes"}  # arguments of training → our entries
 OURS = "family", "latent_size", "recipe"  # entries that this program alone writes
 
@@ -98,6 +101,9 @@ def of_training(arguments: dict[str, Any]) -> dict[str, Any]:
     for name, value in arguments.items():
         name = ALSO_CALLED.get(name, name)
         value = _plain(value)
+        is_list = isinstance(value, (list, tuple)) and len(value) == 1
+        if is_list and not (name in SCHEMA and SCHEMA[name].valid(value)):
+            value = _plain(value[0])
         is_fact = name not in SCHEMA or name not in OURS and SCHEMA[name].valid(value)
         if is_fact:
             facts[name] = value
@@ -105,9 +111,15 @@ def of_training(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value):
-    """Return a value of a configuration without numpy's numbers and paths."""
+    """Return a value of a configuration without tensors, numpy's numbers, paths, and bools that
+    are text.
+    """
     if isinstance(value, np.generic):
-        return value.item()
+        value = value.item()
+    if isinstance(value, torch.Tensor) and not value.is_nested and value.numel() <= MOST_VALUES:
+        return _plain(value.tolist())
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
     if isinstance(value, PurePath):
         return str(value)
     if isinstance(value, dict):
@@ -116,7 +128,7 @@ def _plain(value):
 
 
 def checked(source: object, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of `found` that are not None, known ones checked. Raises
+    """Return the facts that are not None, those with a name in SCHEMA checked. Raises
     UsageError, naming the file `source` and the entry.
     """
     kept = {}
@@ -129,7 +141,7 @@ def checked(source: object, facts: dict[str, Any]) -> dict[str, Any]:
                     f"`ckpt={source}`: says {name} {shown(value)}, which must be "
                     f"{SCHEMA[name].meaning}; save it again without that entry"
                 )
-        elif not isinstance(value, (str, int, float, bool, dict)):
+        elif not isinstance(value, (str, int, float, bool, dict, list, tuple)):
             continue
         kept[name] = value
     return kept

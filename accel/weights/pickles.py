@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from accel.errors import UsageError, as_usage_error, path_errors
-from accel.files import open_regular
+from accel.files import is_utf8, open_regular
 
 # numpy's numbers and texts that a pickle may hold.
 NUMBERS = "?", "b", "B", "h", "H", "i", "I", "l", "L", "q", "Q", "e", "f", "d", "U"
@@ -72,9 +72,9 @@ def _plain_data() -> list:
 
 def _can_be_mapped(path: Path) -> bool:
     """Return whether torch may map the file: a zip archive of uncompressed members,
-    torch.save's format since 1.6.
+    torch.save's format since 1.6, with a name that torch can pass on.
     """
-    if not zipfile.is_zipfile(path):
+    if not is_utf8(path) or not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:
         return all(member.compress_type == zipfile.ZIP_STORED for member in archive.infolist())

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from accel.errors import UsageError, path_errors, shown
-from accel.files import open_regular
+from accel.files import is_utf8, open_regular
 from accel.files import read_json as read_object
 
 # The weights of a folder in diffusers' layout, beside its config.json.
@@ -57,6 +57,11 @@ def read_safetensors(path: Path, parameter: str, mapped: bool = True) -> Safeten
     """
     from safetensors import SafetensorError, safe_open
 
+    if not is_utf8(path):
+        raise UsageError(
+            f"`{parameter}={path}`: has a name that is not UTF-8, which safetensors does not open; "
+            "rename it"
+        )
     with path_errors(parameter, path):
         open_regular(path).close()  # safetensors has errors of its own for pipes and permissions
         try:
@@ -134,6 +139,15 @@ def require_floats(state: dict, source: str) -> None:
             f"{source}: {shown(name)} is {description}; weights are dense tensors of floats, save "
             "them as such"
         )
+
+
+def require_finite_floats(state: dict[str, torch.Tensor], source: str) -> None:
+    """Raise UsageError about `source` for a tensor with an infinity or NaN. It reads them all."""
+    for name, tensor in state.items():
+        if not tensor.isfinite().all():
+            raise UsageError(
+                f"{source}: {shown(name)} has values that are not finite; check the weights"
+            )
 
 
 def file_stamps(files: Iterable[Path], parameter: str) -> list[tuple]:

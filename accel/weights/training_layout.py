@@ -42,6 +42,9 @@ INNER = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrappe
 AVERAGE = "shadow_params"  # a list without names, of libraries that average parameters
 TABLE = "pos_embed"  # fixed, so that an average of what is trained may leave it out
 
+# Entries with the arguments of a training run. Of two that say the same the first is believed.
+ARGUMENTS = "args", "hyper_parameters", "hparams", "config", "cfg", "opt", "options"
+
 State = dict[str, torch.Tensor]
 
 
@@ -62,7 +65,7 @@ def read(path: Path, mapped: bool, entry: str | None = None) -> Contents:
         content = read_tensors(path, "ckpt", mapped)
         facts = _facts(content)
     state = _chosen(path, content, entry)
-    state = {name: value for name, value in state.items() if not _is_counter(value)}
+    state = {name: value for name, value in state.items() if not _is_counter(name, value)}
     require_floats(state, f"`ckpt={path}`")
     return Contents(_without_wrappers(path, state), facts)
 
@@ -75,8 +78,13 @@ def _chosen(path: Path, content: dict, entry: str | None) -> State:
     if not states:
         entries = ", ".join(map(str, list(content)[:5]))
         raise UsageError(f"`ckpt={path}`: holds no state dict of tensors (entries: {entries})")
-    listed = shown(", ".join(filter(None, states)) or "one without a name")
+    listed = shown(", ".join(states))
     if entry is not None:
+        if "" in states:
+            raise UsageError(
+                f"`weights_entry={shown(entry)}`: {path} is a state dict itself, without entries; "
+                "drop it"
+            )
         names = [name for name in states if f"{name}.".startswith(f"{entry}.")]
         if len(names) != 1:
             raise UsageError(f"`weights_entry={shown(entry)}`: {path} has the entries {listed}")
@@ -128,12 +136,17 @@ def _is_state(value: Any) -> bool:
     return has_weights and len(tensors) + len(plain) == len(values)
 
 
-def _is_counter(value: Any) -> bool:
-    """Return whether an entry of a state dict is a number that no network computes with."""
+def _is_counter(name: str, value: Any) -> bool:
+    """Return whether an entry of a state dict is a number that no network computes with, such
+    as the steps or the decay of an average.
+    """
     if not isinstance(value, torch.Tensor):
         return True
+    if value.is_nested or value.layout is not torch.strided:
+        return False
     whole = not value.is_floating_point() and not value.is_complex()
-    return whole and value.layout is torch.strided and value.numel() == 1
+    # A network's own numbers are in parts of it.
+    return value.ndim == 0 and "." not in name or whole and value.numel() == 1
 
 
 def _rank(name: str) -> int:
@@ -151,14 +164,15 @@ def _named(path: Path, name: str, states: Mapping[str, Any]) -> State:
         return average
     others = sorted((other for other in states if isinstance(states[other], dict)), key=_rank)
     for other in others:
-        raw = {key: value for key, value in states[other].items() if not _is_counter(value)}
+        raw = {key: value for key, value in states[other].items() if not _is_counter(key, value)}
         for names in (list(raw), [key for key in raw if not key.endswith(TABLE)]):
             shapes = [raw[key].shape for key in names]
             if shapes == [getattr(value, "shape", None) for value in average]:
                 return raw | dict(zip(names, average))
+    remedy = "give `weights_entry`, or save" if others else "save"
     raise UsageError(
         f'`ckpt={path}`: "{name}" is a list without names, and no other entry has such tensors in '
-        "its order; give `weights_entry`, or save it as a state dict"
+        f"its order; {remedy} it as a state dict"
     )
 
 
@@ -173,12 +187,24 @@ def _without_wrappers(path: Path, state: State) -> State:
             f'{path}: the network is under "{HOLDER}"; not sampled: {shown(", ".join(beside))}'
         )
         state = {name.removeprefix(HOLDER): value for name, value in held.items()}
+    first = {}
+    for name in state:
+        plain = INNER.sub("", name)
+        if first.setdefault(plain, name) != name and not _equal(state[first[plain]], state[name]):
+            raise UsageError(
+                f"`ckpt={path}`: has {shown(first[plain])} and {shown(name)}, with other values; "
+                "save one of them"
+            )
     inner = sorted(set(chain.from_iterable(map(INNER.findall, state))))
     parts = [f'"{prefix}"'] * bool(prefix) + [f'"{part}."' for part in inner]
     if parts:
         words = " and ".join(parts)
         log.warning(f"{path}: names have {words}, as a wrapped model is saved; loading without")
     return {INNER.sub("", name): value for name, value in state.items()}
+
+
+def _equal(first: torch.Tensor, other: torch.Tensor) -> bool:
+    return first.shape == other.shape and torch.equal(first, other)
 
 
 def _facts(content: dict) -> dict[str, Any]:
@@ -188,9 +214,12 @@ def _facts(content: dict) -> dict[str, Any]:
     facts = content.get(schema.OWN)
     if isinstance(facts, dict) and "family" in facts:
         return facts
-    arguments = content.get("args")
-    if isinstance(arguments, argparse.Namespace):
-        arguments = vars(arguments)
-    if not isinstance(arguments, dict):
-        arguments = {}
-    return schema.of_training({"config": content.get("config"), **arguments})
+    merged = {}
+    for name in ARGUMENTS:
+        arguments = content.get(name)
+        if isinstance(arguments, argparse.Namespace):
+            arguments = vars(arguments)
+        # An optimiser's state, as `opt` often is, says nothing of the network.
+        if isinstance(arguments, dict) and "param_groups" not in arguments:
+            merged = {**arguments, **merged}
+    return schema.of_training({"config": content.get("config"), **merged})

@@ -3,6 +3,7 @@ is another network, renewed.
 """
 
 import copy
+import functools
 import gc
 import pickle
 
@@ -199,8 +200,8 @@ def test_wrapped_models_are_unwrapped(group):
         want = model(x, t, y)
     parallel = nn.parallel.DistributedDataParallel(model)
     compiled = (torch.compile(one) for one in (model, parallel))
-    averaged = AveragedModel(model)
-    for wrapped in (model, nn.DataParallel(model), parallel, *compiled, averaged):
+    others = nn.DataParallel(model), Transparent(model), AveragedModel(model)
+    for wrapped in (model, parallel, *compiled, *others):
         assert torch.allclose(accelerate(wrapped, "fp32")(x, t, y), want, atol=1e-5)
 
 
@@ -296,6 +297,46 @@ def test_gradients_are_refused_and_sampling_goes_on():
     assert torch.equal(fast(given.detach(), t, y), want)
 
 
+class Times(nn.DataParallel):
+    def forward(self, *inputs):
+        return 1.3 * self.module(*inputs)
+
+
+class TimesCalled(nn.DataParallel):
+    def __call__(self, *inputs):
+        return 1.3 * self.module(*inputs)
+
+
+class Transparent(nn.DataParallel):
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.module, name)
+
+
+def replaced(wrap):
+    """Return a wrapped model with a forward that the caller wrote."""
+    wrapper = wrap(small())
+
+    @functools.wraps(wrapper.forward)
+    def forward(*inputs):
+        return 1.3 * wrapper.module(*inputs)
+
+    wrapper.forward = forward
+    return wrapper
+
+
+class NoNull(DiT):
+    """Of the null class the embedding is zero, whatever its row of the table holds."""
+
+    def __init__(self, **shape):
+        super().__init__(**shape)
+        embed = self.y_embedder.forward
+        known = shape["num_classes"]
+        self.y_embedder.forward = lambda y, train: embed(y, train) * (y < known)[:, None]
+
+
 class Called(DiT):
     def __call__(self, x, t, y):
         return super().__call__(1.3 * x, t, y)
@@ -337,6 +378,24 @@ OF_ITS_OWN = {
     "hook of a part": (lambda: hooked("blocks.1.attn"), "computes another function"),
     "pre-hook of a part": (lambda: hooked("x_embedder", pre=True), "computes another function"),
     "hook of a wrapper": (lambda: hooked(wrapped=True), "DataParallel: has forward hooks"),
+    "forward of a DataParallel": (
+        lambda: replaced(nn.DataParallel),
+        "DataParallel: has a forward of its own",
+    ),
+    "forward of torch.compile": (
+        lambda: replaced(torch.compile),
+        "OptimizedModule: has a forward of its own",
+    ),
+    "forward of a wrapper's class": (lambda: Times(small()), "Times: has a forward of its own"),
+    "__call__ of a wrapper's class": (
+        lambda: TimesCalled(small()),
+        "TimesCalled: has a __call__ of its own",
+    ),
+    "the null class": (lambda: small(NoNull), "computes another function"),
+    "activation": (
+        lambda: changed(small(), "blocks.0.mlp", "act", nn.ReLU()),
+        "computes another function",
+    ),
     "__call__": (lambda: small(Called), "Called: computes another function"),
     "forward": (patched, "computes another function"),
     "forward of a part": (lambda: patched("blocks.0.mlp"), "computes another function"),
@@ -433,7 +492,7 @@ def nested():
 OTHERS = {
     "fewer channels": (
         lambda: small(Halved),
-        r"returns \(1, 4, 8, 8\), a DiT with these weights \(1, 8, 8, 8\)",
+        r"returns \(2, 4, 8, 8\), a DiT with these weights \(2, 8, 8, 8\)",
     ),
     "another function": (
         lambda: small(networks.Otherwise),

@@ -6,6 +6,7 @@ import pickle
 import re
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from math import nan
 
 import forks
 import numpy as np
@@ -35,6 +36,8 @@ from accel.network import KEPT
 from accel.precision import SWITCHES
 from diffusion import create_diffusion
 from models import DiT, DiT_models
+
+Z = torch.zeros(1, 4, 16, 16)
 
 
 def demo(device="cpu", **options):
@@ -310,6 +313,19 @@ def test_close_frees_the_network():
         (lambda: demo(guidance_scale=5), "guidance_scale: is not an .*; did you mean cfg_scale"),
         (lambda: demo(outputs=5), "outputs: is not an option of Sampler; did you mean output_type"),
         (lambda: demo(xyzzy=5), "xyzzy: is not an option of Sampler; docs/python.md lists them"),
+        (
+            lambda: demo().sample(1, guidance_scale=3),
+            "guidance_scale: is not an argument of sample and latents; did you mean cfg_scale",
+        ),
+        (lambda: demo().latents(1, steps=3), "steps: is not .* did you mean num_sampling_steps"),
+        (lambda: demo().latents(1, sampler="ddim"), "sampler: .* give sampler to Sampler"),
+        (lambda: demo().latents(1, x=3), "x: is not an argument .* docs/python.md lists them"),
+        (lambda: demo().latents(1, noise=Z.to_sparse()), "noise: is sparse or holds no values"),
+        (lambda: demo().latents(1, noise=Z.to("meta")), "noise: is sparse or holds no values"),
+        (
+            lambda: demo().latents(1, noise=Z.clone().requires_grad_()),
+            "gradients: sampling has none for noise; call the model itself in your own loop",
+        ),
         (lambda: demo().refresh([]), "list: is not a DiT; give a torch.nn.Module"),
         (lambda: demo().refresh({}), "refresh: is not a DiT: no pos_embed"),
         (
@@ -332,6 +348,11 @@ def test_errors_are_value_errors_of_one_line(make, words):
     with pytest.raises(ValueError, match=words) as error:
         make()
     assert isinstance(error.value, UsageError) and "\n" not in str(error.value)
+
+
+def with_nan(model):
+    fill(model).blocks[0].mlp.fc1.bias.data[3] = nan
+    return model
 
 
 @pytest.mark.parametrize(
@@ -362,6 +383,7 @@ def test_weights_are_renewed_in_place(precision, device):
             (fill(FourChannels(**build.config)), "has guidance_channels 4, unlike"),
             (fill(Otherwise(**build.config)), "Otherwise: computes another function"),
             (build().to("meta"), "DiT: pos_embed holds no values"),
+            (with_nan(build()), "DiT: blocks.0.mlp.fc1.bias has values that are not finite"),
             (nn.Linear(2, 2), "Linear: is not a DiT"),
         ):
             with pytest.raises(ValueError, match=words):
@@ -453,9 +475,9 @@ def test_a_state_dict_renews_the_weights():
             sampler.refresh(state)
             want = new.latents([1, 2])
             assert torch.equal(sampler.latents([1, 2]), want) and not torch.equal(want, before)
-            state.popitem()
-            with pytest.raises(UsageError):
-                sampler.refresh(state)
+            for wrong in (dict(list(state.items())[:-1]), {k: v * nan for k, v in state.items()}):
+                with pytest.raises(UsageError):
+                    sampler.refresh(wrong)
             assert torch.equal(sampler.latents([1, 2]), want)
 
 
@@ -474,6 +496,8 @@ sampler.latents(1, progress=True)
 sys.stderr = io.StringIO()
 sys.stderr.close()
 shape = sampler.latents(1, progress=True).shape
+again = Sampler("DiT-Demo/2", vae=vae, output_type="latent", **how).latents(1)
+assert again.equal(sampler.latents(1))
 try:
     Sampler("DiT-Demo/2", vae=vae, **how)
 except ValueError as error:

@@ -178,7 +178,6 @@ DAMAGED = {
         png(PALETTE, rows=b"\0\0\1\2", header=(3, 1, 8, 3, 0, 0, 0)),
         "palette has 2 colours",
     ),
-    "macOS's attributes": (b"\0\5\x16\7" + bytes(4092), "macOS kept beside a file"),
 }
 
 
@@ -245,8 +244,15 @@ def test_a_grey_picture_may_have_the_profile_of_srgb(read):
     assert np.array_equal(picture.pixels, np.asarray(GREY.convert("RGB")))
 
 
+def test_what_macos_keeps_beside_a_picture_is_to_be_deleted(read):
+    with pytest.raises(UsageError, match="macOS kept beside a file, and no picture; delete it$"):
+        read(b"\0\5\x16\7" + bytes(4092))
+
+
 def test_lossy_compression_is_noticed(read):
     assert read(saved(RGB, "JPEG")).lossy == "JPEG"
+    assert read(saved(RGB, "TIFF", compression="jpeg")).lossy == "JPEG"
+    assert read(saved(RGB, "TIFF", compression="tiff_adobe_deflate")).lossy == ""
     assert read(saved(RGB, "WEBP")).lossy == "WebP"
     assert read(saved(RGB, "WEBP", exif=rotated(1))).lossy == "WebP"  # the picture is a later chunk
 

@@ -54,6 +54,45 @@ def test_every_assumption_is_a_line(metadata, given, lines, capsys):
     assert all(line.startswith(want) for line, want in zip(printed, lines))
 
 
+def test_a_fixed_variance_is_the_larger_one():
+    """As sampled; sigma_small says the other."""
+    state = state_of("DiT-S/2", learn_sigma=False)
+    facts = dict(learn_sigma=False, sigma_small=False)
+    assert not recognise("own.pt", state, facts, "DiT-S/2").learn_sigma
+    with pytest.raises(UsageError, match="with sigma_small True and without a learned variance"):
+        recognise("own.pt", state, dict(facts, sigma_small=True), "DiT-S/2")
+
+
+@pytest.mark.parametrize(
+    "model, flags", [(None, "--model REPA-SiT-XL/2 or --model SiT-XL/2"), ("SiT-B/4", "")]
+)
+def test_any_model_of_a_family_names_the_family_of_an_unusual_size(model, flags, capsys):
+    state = state_of("SiT-Demo/2", hidden_size=48, depth=2, num_heads=2)
+    found = recognise("own.pt", state, dict(num_heads=2), model)
+    name = "SiT" if model else "DiT"
+    assert (found.model, found.family.name) == (f"{name}-2x48/2", name)
+    printed = capsys.readouterr().out
+    if flags:
+        assert f"{NO_FAMILY}; if it is not: {flags}\n" in printed
+    else:
+        assert "own.pt: holds the weights of SiT-2x48/2; --model SiT-B/4 says the family" in printed
+
+
+def test_a_model_that_the_entries_cannot_be_is_a_line(capsys):
+    facts = dict(model="LightningDiT-XL/1", path_type="Linear")
+    assert recognise("own.pt", state_of("SiT-S/2"), facts).model == "SiT-S/2"
+    assert "own.pt: says model LightningDiT-XL/1, and its entries are of SiT-S/2" in (
+        capsys.readouterr().out
+    )
+
+
+def test_a_label_table_of_one_row_has_no_null_class(capsys):
+    state = build("DiT-Demo/2", num_classes=0).state_dict()
+    found = recognise("own.pt", state, {})
+    assert (found.num_classes, found.null_class) == (1, False)
+    assert "own.pt: one class and no null class\n" in capsys.readouterr().out
+
+
 def test_an_unusual_patch_has_the_heads_of_its_depth_and_width(capsys):
     with shapes_only():
         model = DiT(input_size=4, patch_size=1, hidden_size=384, depth=12, num_heads=6)
@@ -68,6 +107,11 @@ def test_an_unusual_patch_has_the_heads_of_its_depth_and_width(capsys):
         ("DiT-S/2", dict(predict_xstart=True), "with predict_xstart True, and only False is"),
         ("DiT-S/2", dict(noise_schedule="cosine"), "with noise_schedule cosine, and only linear"),
         ("DiT-S/2", dict(diffusion_steps=4000), "with diffusion_steps 4000, and only 1000 is"),
+        ("DiT-S/2", dict(prediction_type="v_prediction"), "prediction_type v_prediction, and only"),
+        ("DiT-S/2", dict(parameterization="v"), "with parameterization v, and only eps is"),
+        ("DiT-S/2", dict(prediction_type="epsilon", parameterization="eps"), ""),
+        ("DiT-S/2", dict(diffusion_steps="1000", sigma_small=True), ""),  # the variance is learned
+        ("DiT-S/2", dict(rescale_timesteps=True), ""),  # of 1000 steps the same
         ("DiT-S/2", dict(learn_sigma=False), "says learn_sigma False, and its last layer makes 8"),
         ("SiT-S/2", dict(learn_sigma=False), "says learn_sigma False, and its last layer makes 8"),
         ("Large-DiT-600M/2", dict(predict_xstart=True), "with predict_xstart True, and only"),

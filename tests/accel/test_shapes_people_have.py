@@ -95,6 +95,10 @@ def test_the_one_file_in_a_folder_is_named(tmp_path):
     torch.save(small().state_dict(), tmp_path / "last.ckpt")
     with pytest.raises(UsageError, match="with one file of weights; give ckpt=.*last.ckpt"):
         open_checkpoint(tmp_path)
+    torch.save(small().state_dict(), tmp_path / "0500000.pt")
+    words = "is a folder with 2 files of weights, 0500000.pt, last.ckpt; give one of them"
+    with pytest.raises(UsageError, match=words):
+        open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("prefix", ["", "first_stage_model."])

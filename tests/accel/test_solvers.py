@@ -211,6 +211,35 @@ def test_what_cannot_be_sampled_by_is_a_line(scheduler, steps, words):
     assert "\n" not in str(error.value)
 
 
+CLIPS = "which clips latents; DiT's published configuration has"
+
+
+@pytest.mark.parametrize(
+    "scheduler, option",
+    [
+        (diffusers.DDIMScheduler(**BETAS), "clip_sample"),
+        (diffusers.DDIMScheduler(**BETAS, clip_sample=False, thresholding=True), "thresholding"),
+        (make("dpm++", thresholding=True), "thresholding"),
+        (make("unipc", thresholding=True), "thresholding"),
+        (diffusers.DDIMScheduler(**BETAS, clip_sample=False), None),
+        (make("dpm++"), None),
+        (make("unipc"), None),
+    ],
+)
+def test_clipped_latents_are_the_librarys_and_a_line(scheduler, option, capsys):
+    """Of large latents: the estimates leave (-1, 1)."""
+    model = small()
+    process = Solver(scheduler, 5)
+    name = type(scheduler).__name__
+    line = f"sampler: {name} has {option}=True, {CLIPS} {option}=False\n"
+    assert capsys.readouterr().out == (line if option else "")
+    scheduler.set_timesteps(5)
+    want = by_hand(scheduler, model)
+    got = denoise(Plain(model), process, Unguided(), Z, LABELS, None)
+    assert (got - want).abs().max() <= 1e-4 * want.abs().max()
+    assert (want.abs().max() <= 1.001) == (option is not None)
+
+
 def test_other_betas_are_a_line():
     with pytest.raises(UsageError, match="x: its scheduler's trained_betas are not"):
         require_schedule("x", dict(trained_betas=5))  # other entries: tests/test_doors.py

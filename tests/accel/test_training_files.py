@@ -38,6 +38,7 @@ def same(got, want):
         ({"model": RAW, "ema": {}}, RAW, ""),
         ({**RAW, "num_updates": torch.tensor(7), "step": 3}, RAW, ""),
         ({"ema": {**RAW, "n_averaged": torch.tensor([7])}}, RAW, ""),
+        ({**RAW, "decay": torch.tensor(0.999)}, RAW, ""),
     ],
 )
 def test_the_entry_that_is_sampled(content, chosen, others, tmp_path, capsys):
@@ -80,8 +81,14 @@ def test_several_entries_of_which_none_is_known(tmp_path):
         open_checkpoint(tmp_path / "x.pt")
     assert same(Checkpoint(tmp_path / "x.pt", entry="student").state, AVERAGE)
     torch.save({"ema": {"shadow_params": SHADOWS[2:]}, "model": RAW}, tmp_path / "y.pt")
-    with pytest.raises(UsageError, match="is a list without names, and no other entry has such"):
+    with pytest.raises(UsageError, match="is a list without names, and .* give weights_entry, or"):
         identify(tmp_path / "y.pt")
+    torch.save({"shadow_params": SHADOWS}, tmp_path / "z.pt")
+    with pytest.raises(UsageError, match="in its order; save it as a state dict$"):
+        identify(tmp_path / "z.pt")
+    torch.save(RAW, tmp_path / "w.pt")
+    with pytest.raises(UsageError, match="weights_entry=ema: .*w.pt is a state dict itself"):
+        open_checkpoint(tmp_path / "w.pt", entry="ema")
 
 
 @pytest.mark.parametrize(
@@ -98,6 +105,23 @@ def test_wrappers_inside_names(wrapped, tmp_path, capsys):
     torch.save({wrapped(name): value for name, value in RAW.items()}, tmp_path / "x.pt")
     assert same(Checkpoint(tmp_path / "x.pt").state, RAW)
     assert "as a wrapped model is saved; loading without" in capsys.readouterr().out
+
+
+def test_a_part_that_is_there_twice(tmp_path):
+    """With a wrapper's name and without: the same values are one part."""
+    twice = {
+        name.replace("blocks.0.", "blocks.0._orig_mod."): value
+        for name, value in RAW.items()
+        if name.startswith("blocks.0.")
+    }
+    torch.save({**RAW, **twice}, tmp_path / "x.pt")
+    assert same(Checkpoint(tmp_path / "x.pt").state, RAW)
+    other = {name: value + 1 for name, value in twice.items()}
+    torch.save({**RAW, **other}, tmp_path / "y.pt")
+    with pytest.raises(
+        UsageError, match=r"has blocks\.0\.(.*) and blocks\.0\._orig_mod\.\1, with other values;"
+    ):
+        identify(tmp_path / "y.pt")
 
 
 PLAIN = dict(num_classes=10, num_heads=2)
@@ -125,6 +149,28 @@ def test_arguments_of_training_are_plain_data(arguments, tmp_path):
         assert found.vae == "no/such"  # refused by name where a decoder is needed
 
 
+@pytest.mark.parametrize(
+    "entry", ["args", "hyper_parameters", "config", "hparams", "cfg", "opt", "options"]
+)
+@pytest.mark.parametrize("kind", [dict, argparse.Namespace])
+def test_every_entry_with_arguments_of_training_is_read(entry, kind, tmp_path):
+    for arguments, words in (
+        (dict(predict_xstart=True), "predict_xstart True"),
+        (dict(predict_xstart=torch.tensor(True)), "predict_xstart True"),
+        (dict(diffusion_steps=[500]), "diffusion_steps 500"),
+        (dict(noise_schedule=["cosine"]), "noise_schedule cosine"),
+        (dict(noise_schedule=["cosine", "linear"]), "noise_schedule .*cosine.*"),
+        (dict(predict_xstart="False", diffusion_steps=torch.tensor([1000]), num_heads=2), None),
+        (dict(learn_sigma="true", num_heads=[2]), None),
+    ):
+        torch.save({"model": RAW, entry: kind(**arguments)}, tmp_path / "x.pt")
+        if words is None:
+            assert identify(tmp_path / "x.pt").num_heads == 2
+            continue
+        with pytest.raises(UsageError, match=f"was trained with {words}, and only"):
+            identify(tmp_path / "x.pt")
+
+
 class Code:
     def __reduce__(self):
         return pathlib.Path.mkdir, (pathlib.Path("owned"),)
@@ -137,3 +183,14 @@ def test_what_is_no_plain_data_is_refused(value, tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="refused, loading it would run code"):
         identify("x.pt")
     assert not (tmp_path / "owned").exists()
+
+
+def test_names_that_are_not_utf_8(tmp_path):
+    """torch maps no file of such a name, but reads it; safetensors opens none."""
+    torch.save(RAW, tmp_path / "x.pt")
+    (tmp_path / "x.pt").rename(tmp_path / "x\udcff.pt")
+    for mapped in (True, False):
+        assert same(Checkpoint(tmp_path / "x\udcff.pt", mapped).state, RAW)
+    (tmp_path / "x\udcff.safetensors").touch()
+    with pytest.raises(UsageError, match="has a name that is not UTF-8, .*; rename it"):
+        identify(tmp_path / "x\udcff.safetensors")

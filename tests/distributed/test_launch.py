@@ -149,6 +149,8 @@ def test_a_mistake_is_said_once(demo, tmp_path):
         ("two", {}, "two: must be from 1 to 64, or all"),
         ("all", {}, "--gpus all: 0 GPUs here; give a number"),
         ("2", {"RANK": "0"}, "torchrun or srun has started several processes"),
+        (1, {"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun has started several processes, and each"),
+        (1, {"PMI_SIZE": "2"}, "start sample_ddp.py by torchrun or srun, or one process"),
         ("all", {"SLURM_STEP_NUM_TASKS": "4"}, "torchrun or srun has started several processes"),
     ],
 )
@@ -184,6 +186,8 @@ def test_a_launchers_ranks_do_not_all_make_the_same_picture(ranks, tmp_path):
 
 def test_one_gpu_is_this_process(monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")  # an interactive shell under srun
+    monkeypatch.setenv("SLURM_NTASKS", "4")  # a batch script, whose step has one task
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
     assert [launch.world_size(n, None) for n in (1, 2)] == [1, 2]
     monkeypatch.setenv("RANK", "0")
     assert launch.world_size(1, None) == 1

@@ -134,3 +134,7 @@ def test_upstreams_function_makes_the_archive_of_any_folder(tmp_path, monkeypatc
         create_npz_from_sample_folder("pictures", 20)
     assert np.array_equal(np.load("pictures.npz")["arr_0"], array)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pictures", "pictures.npz"]
+    (tmp_path / "empty").mkdir()
+    for folder, words in (("nosuch", "no such folder"), ("empty", "has no picture 000000.png")):
+        with pytest.raises(UsageError, match=f"sample_dir={folder}: {words}"):
+            create_npz_from_sample_folder(folder)

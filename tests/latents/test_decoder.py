@@ -12,6 +12,7 @@ from decoders import SCALES, by_pipelines, levels, random_vae
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from accel.errors import UsageError
 from accel.latents.autoencoder_kl import KIND
 from accel.latents.decoder import Decoder
 from accel.latents.files import FILES, find
@@ -73,6 +74,17 @@ def test_decodes_what_diffusers_decodes_bit_for_bit(change, tmp_path, tiny_vae):
         and want.std() > 0.05
     )
     assert torch.equal(Decoder(space, CPU).decode(latents), want)
+
+
+def test_gradients_through_the_decoder_are_refused(tiny_vae):
+    decoder = Decoder(find(str(tiny_vae)), CPU)
+    z = torch.randn(1, 4, 4, 4, generator=torch.Generator().manual_seed(0))
+    want = decoder.decode(z)
+    given = z.clone().requires_grad_()
+    with pytest.raises(UsageError, match="gradients: this decoder has none; call diffusers' own"):
+        decoder.decode(given)
+    with torch.no_grad():
+        assert torch.equal(decoder.decode(given), want)
 
 
 def test_files_as_published(tiny_vae, tmp_path):

@@ -170,6 +170,12 @@ def test_an_address_that_is_not_this_machines_is_refused(host):
         require_address(host)
 
 
+@pytest.mark.parametrize("port", ["80000", "0", "-1", "x"])
+def test_what_is_no_port_is_a_line(port, here):
+    line = forks.refused(here("scripts/page.py", f"--port={port}"))
+    assert f"--port: {port}: must be from 1 to 65535" in line
+
+
 def test_the_address_that_is_printed():
     assert address_of(None, 7860, "") == "http://127.0.0.1:7860/"
     assert address_of("127.0.0.1", 7860, "x") == "http://127.0.0.1:7860/?token=x"

@@ -18,6 +18,10 @@ GAUSSIAN = {  # arguments of training → their supported values
     "predict_xstart": (False,),
     "noise_schedule": ("linear",),
     "diffusion_steps": (1000,),
+    # In diffusers' and other programs' words. rescale_timesteps is missing: of 1000 steps it
+    # changes nothing.
+    "prediction_type": ("epsilon", "eps", "noise"),
+    "parameterization": ("eps", "epsilon", "noise"),
 }
 
 
