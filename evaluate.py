@@ -8,8 +8,8 @@ The values are those of torchmetrics 1.7.3 with its defaults, on pictures scaled
 baseline given first, computed on the CPU, so that the verdict does not depend on the GPU under
 test. MAE is printed in levels of 0..255, as the contest's script does; thresholds are of 0..1.
 
-Exit status: 0 pass · 1 fail · 2 bad input · 3 a metric could not be computed (never a pass) ·
-130 Ctrl-C.
+Exit status: 0 pass · 1 fail · 2 bad input · 3 none: no metric fails, and one could not be
+computed · 130 Ctrl-C.
 """
 
 import argparse
@@ -397,8 +397,8 @@ def json_ready(value: dict) -> dict:
 def heatmap(
     path: Path, a: np.ndarray, b: np.ndarray, values: dict, names: tuple[str, str], verdict: str
 ) -> None:
-    """Write baseline, candidate and their difference (largest channel, amplified by its
-    colour scale) as a PNG.
+    """Write baseline, candidate and their difference as a PNG: of each pixel the channel
+    that differs most.
     """
     from matplotlib.figure import Figure
 
@@ -411,7 +411,7 @@ def heatmap(
     titles = (
         f"baseline: {names[0]}",
         f"candidate: {names[1]}",
-        f"difference: at most {most} of 255, at x {x}, y {y}",
+        f"difference: at most {most} of 255, at x {x}, y {y}" if most else "identical",
     )
     for axis, pixels, title in zip(axes, (a, b, difference), titles):
         # The map and its limits are of the difference: they leave colours as they are.
@@ -419,7 +419,7 @@ def heatmap(
         title = title.encode(errors="replace").decode()
         axis.set_title(title, fontsize=10, loc="left", parse_math=False)
     figure.colorbar(
-        drawn, ax=axes[2], fraction=0.046, pad=0.015, label="largest channel, levels of 255"
+        drawn, ax=axes[2], fraction=0.046, pad=0.015, label="largest difference of a channel, 0–255"
     )
     figure.suptitle(f"{verdict}     {summary(values)}", fontsize=13, fontweight="bold")
     figure.savefig(path, format="png", dpi=110)
@@ -575,7 +575,7 @@ def print_table(mean: dict[str, float], args: argparse.Namespace) -> None:
     print("=== Image Comparison Metrics ===")
     for metric, value in mean.items():
         print(METRICS[metric].format(value))
-    print(f"\nMAE is {LEVELS}; the gate's is {FRACTION}.\nGate: {args.gate}")
+    print(f"\nMAE is for pixels {LEVELS}. The gate divides it by 255.\nGate: {args.gate}")
     words = {True: "PASS", False: "FAIL", None: "NOT COMPUTED"}
     for metric, meets in judge(mean, args.thresholds).items():
         name = metric.upper()
@@ -611,8 +611,8 @@ def draw_worst(args: argparse.Namespace, records: list[dict]) -> None:
 
 
 def overall(verdicts: Iterable[str]) -> str:
-    """Return the verdict of several: NONE before FAIL before PASS; NONE of nothing."""
-    return min(verdicts, key=["NONE", "FAIL", "PASS"].index, default="NONE")
+    """Return the verdict of several: FAIL before NONE before PASS; NONE of nothing."""
+    return min(verdicts, key=["FAIL", "NONE", "PASS"].index, default="NONE")
 
 
 def run(args: argparse.Namespace, report: dict) -> None:

@@ -29,6 +29,7 @@ from accel.files import ROOT, atomic_write
 from accel.flags import check_writable, positive
 from accel.grid import ready
 from accel.kernels.linear import Tuner
+from accel.latents import files
 from accel.latents.autoencoder_kl import SD_VAE_FT, KLDecoder
 from accel.network import Network, Plain, unpatchify
 from accel.opening import choose_device, open_model
@@ -37,6 +38,7 @@ from accel.sampling.guidance import Guidance
 from bench import seen_as
 
 STEPS = 250  # of a sampling run
+RANDOM = "random, seed 0"  # weights without a file
 DRIVER = "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
 SCALE = Defaults().cfg_scale
 SAME_STEPS = "model", "image_size", "batch_rows"  # entries of records whose steps may be compared
@@ -127,14 +129,16 @@ def prepare(args: Namespace) -> torch.device:
 def complete(args: Namespace) -> Namespace:
     """Set in `args` the weights, sizes and number of classes that its model, ckpt and
     image_size imply; return it. Raises UsageError for a size that the network does not
-    take.
+    take, and for files that are missing: those of a decoder, if `args` names one, together
+    with the weights.
     """
-    config = Config(model=args.model, ckpt=args.ckpt, image_size=args.image_size)
+    vae = getattr(args, "vae", None)
+    config = Config(model=args.model, ckpt=args.ckpt, image_size=args.image_size, vae=vae)
     config.check()
     defaults = config.defaults
     args.ckpt = config.ckpt or defaults.ckpt
     if args.ckpt:
-        opened = open_model(config, torch.device("cpu"), decodes=False)
+        opened = open_model(config, torch.device("cpu"), decodes=vae is not None)
         args.image_size = opened.config.image_size
         args.num_classes = opened.config.num_classes
         args.latent_size = opened.latent_size
@@ -160,7 +164,10 @@ def provenance(device: torch.device, commit: str | None) -> dict:
     cuda = device.type == "cuda"
     launcher = "python"
     if "WORLD_SIZE" in os.environ:
-        launcher = f"torchrun --nproc_per_node={os.environ['WORLD_SIZE']}"
+        world = os.environ["WORLD_SIZE"]
+        launcher = f"torchrun --nproc_per_node={world}"
+        if os.environ.get("LOCAL_WORLD_SIZE") == world:  # a free port: one node needs none
+            launcher = f"torchrun --standalone --nproc_per_node={world}"
     words = [os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]
     return dict(
         gpu=gpu.name(device) if cuda else None,
@@ -185,8 +192,27 @@ def about(kind: str, args: Namespace, device: torch.device) -> dict:
         model=args.model,
         image_size=args.image_size,
         pictures=args.pictures,
-        weights=Path(args.ckpt).name if args.ckpt else "random, seed 0",
+        weights=weights_name(args),
     )
+
+
+def weights_name(args: Namespace) -> str:
+    """Return the name of the weights of `args` in records."""
+    return Path(args.ckpt).name if args.ckpt else RANDOM
+
+
+def decoder_of(args: Namespace) -> str | None:
+    """Return the decoder of `args`: --vae's, or the model's own; None for one of random weights."""
+    if args.vae is not None:
+        return args.vae
+    vae = family_of(args.model).models[args.model].vae
+    return None if vae in files.PUBLISHED else vae
+
+
+def decoder_name(args: Namespace) -> str:
+    """Return the name of the decoder of `args` in records."""
+    vae = decoder_of(args)
+    return Path(vae).name if vae else RANDOM
 
 
 def require_alike(records: list[dict], names: Iterable[str]) -> None:

@@ -15,7 +15,9 @@ from collections.abc import Iterator
 from importlib.metadata import distributions
 from pathlib import Path
 
-CONTEST = dict(model="DiT-XL/2", image_size=512, steps=250, pictures=8)  # as in bench/jobs.py
+# As in bench/jobs.py and bench/harness.py.
+CONTEST = dict(model="DiT-XL/2", image_size=512, steps=250, pictures=8)
+RANDOM = "random, seed 0"
 DAMAGE = ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError
 
 
@@ -92,26 +94,35 @@ def result(picture: Path, named: list[Path]) -> list[str]:
             f"SHA-256: {digest}",
         ]
         job = "{model}, {pictures} pictures at {image_size} px in {steps} steps".format(**record)
-        rehearsal = any(record[key] != value for key, value in CONTEST.items())
+        of_random = RANDOM in (record["weights"], record.get("decoder"))
+        other_job = any(record[key] != value for key, value in CONTEST.items())
     except DAMAGE as error:
         damaged(file, error)
-    if rehearsal:
+    if other_job:
         lines.insert(0, f"REHEARSAL, which earns no points: {job}, not the contest's job")
+    elif of_random:
+        remedy = "measure with --ckpt and --vae"
+        lines.insert(0, f"REHEARSAL, which earns no points: random weights; {remedy}")
     return lines
 
 
 def unmeasured(picture: Path, named: list[Path], rows: list) -> list[str]:
-    """Return the complaint about a picture of no measurement, with those that have one."""
-    kept = [file.parent / row["file"] for file, _, row in rows if "file" in row]
+    """Return the complaint about a picture of no measurement, with those that have one: in the
+    named records, and where the batch files and docs/contest.md put theirs.
+    """
+    usual = [*Path("output").glob("job_*/*.json"), *Path("log").glob("*/final/*.json")]
+    kept = [
+        file.parent / row["file"] for file, _, row in [*measured(usual), *rows] if "file" in row
+    ]
     here = dict.fromkeys(str(path) for path in kept if path.is_file())
-    where = " ".join(map(str, named)) or "any named file"
+    where = " ".join(str(path) for path in named if path.suffix != ".out") or "any named file"
     complaint = f"{picture}: is not the picture of a contest measurement in {where}; "
     if here:
         return [complaint + f"name one that is: {' '.join(here)}"]
-    measure = "python bench/jobs.py --contest --output log/mine/final.json"
+    measure = "python bench/jobs.py --contest --output log/mine/final/contest.json"
     return [
         complaint + f"measure it: {measure} (with the flags of your run: a tier after "
-        "--contest, --gpus, --ckpt, --vae), then name log/mine/final-TIER.png"
+        "--contest, --gpus, --ckpt, --vae), then name log/mine/final/contest-TIER.png"
     ]
 
 

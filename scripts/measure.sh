@@ -2,10 +2,13 @@
 # Measure everything that the report needs, on this machine's GPUs:
 #
 #     bash scripts/measure.sh FOLDER [--ckpt WEIGHTS --vae DECODER --image-size PX]
+#         [--vgg-weights FILE] [--num-sampling-steps N]
 #
 # Without weights the networks are random (arithmetic costs the same) and pictures are verified on the demo. A file
-# that is there, whole, is not measured again, so a run that was stopped resumes; remove a file to renew it. Without a
-# GPU the demo is measured on the CPU.
+# that is there, whole, is not measured again, so a run that was stopped resumes; remove a file to renew it. A folder
+# with measurements of another GPU, model or weights is refused. --vgg-weights is for LPIPS. --num-sampling-steps (default:
+# 250) shortens a rehearsal. Without a GPU the demo is
+# measured on the CPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [[ -d .venv ]]; then
@@ -13,7 +16,7 @@ if [[ -d .venv ]]; then
 fi
 log=${1:-}
 if [[ $log == -h || $log == --help ]]; then
-  sed -n 's/^# \{0,1\}//p' scripts/measure.sh
+  sed -n '2,/^set/s/^# \{0,1\}//p' scripts/measure.sh
   exit
 fi
 if [[ -z $log || $log == -* ]]; then
@@ -21,11 +24,21 @@ if [[ -z $log || $log == -* ]]; then
   exit 2
 fi
 shift
-network=() decoder=() # steps and profiles need no decoder
+# Steps and profiles need no decoder, verify.py alone VGG16; whole runs have a number of steps.
+network=() decoder=() vgg=() run=()
 while (($#)); do
-  if [[ $1 == --vae ]]; then decoder=("${@:1:2}"); else network+=("${@:1:2}"); fi
+  case $1 in
+    --vae) decoder=("${@:1:2}") ;;
+    --vgg-weights) vgg=("${@:1:2}") ;;
+    --num-sampling-steps) run=("${@:1:2}") ;;
+    *) network+=("${@:1:2}") ;;
+  esac
   shift 2 || shift
 done
+if ((${#vgg[@]})) && [[ ! -f ${vgg[1]:-} ]]; then
+  echo "measure.sh: --vgg-weights ${vgg[1]:-}: no such file" >&2
+  exit 2
+fi
 mkdir -p "$log" 2>/dev/null && touch "$log/.writable" 2>/dev/null || {
   echo "measure.sh: $log: no folder can be made or written there; name another" >&2
   exit 2
@@ -45,12 +58,8 @@ measure() { # FILE COMMAND...
   rm "$file.unfinished"
 }
 
-gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
-tiers=$(python -c '
-import torch
-from accel import precision
-device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-print(*(tier for tier in precision.TIERS if precision.supports(tier, device)))')
+machine=$(python scripts/before_measuring.py "$log" "${network[@]}" "${decoder[@]}" "${run[@]}") || exit
+read -r gpus tiers <<<"$machine"
 if ((gpus)); then
   ranks=$gpus ladder=(--gate 3)
   shared=(--gate --image-size 512 1024 256) verify=("${network[@]}" "${decoder[@]}")
@@ -68,10 +77,10 @@ measure ladder.json "${steps[@]}" "${ladder[@]}" --output "$log/ladder.json"
 if ((gpus)); then
   measure versus.json "${steps[@]}" --only "CUDA graph" --vs compile --output "$log/versus.json"
 fi
-jobs=(python bench/jobs.py "${network[@]}" "${decoder[@]}")
+jobs=(python bench/jobs.py "${network[@]}" "${decoder[@]}" "${run[@]}")
 # shellcheck disable=SC2086  # a list of words
 measure contest.json "${jobs[@]}" --contest $tiers --output "$log/contest.json"
-measure verify/verify.json python scripts/verify.py "${verify[@]}" --output "$log/verify"
+measure verify/verify.json python scripts/verify.py "${verify[@]}" "${vgg[@]}" "${run[@]}" --output "$log/verify"
 sections="1 2 3"
 if ((ranks > 1)); then
   torchrun=(torchrun --standalone --nproc_per_node="$ranks")

@@ -3,6 +3,10 @@ from the JSON files in log/.
 
     python scripts/report.py output/report --team US --log log/mine
     python scripts/report.py output/report --lang zh --log log/mine --sections 1 2 3
+    python scripts/report.py output/report --log log/mine --tier exact
+
+The conclusion is about the picture that is handed in: its tier and its T, from the record of
+bench/jobs.py --contest that --result names.
 
 scripts/report_data.py computes plain data from the log, scripts/report/ holds the text in
 English and its translations.
@@ -21,12 +25,13 @@ from pathlib import Path
 import jinja2
 from markdown_it import MarkdownIt
 
+from accel import precision
 from accel.cli import OneLineParser, user_errors
 from accel.errors import UsageError
 from accel.files import ROOT, atomic_write
 from accel.flags import check_writable
 from scripts import report_plots
-from scripts.report_data import NEEDS, collect
+from scripts.report_data import NEEDS, collect, result_of
 
 TEMPLATES = ROOT / "scripts" / "report"
 
@@ -60,12 +65,12 @@ def draw(data: dict, lang: str = "en") -> dict[str, bytes]:
         return translated + " " * round(1.3 * wide)
 
     if data["front"]:
-        figures["pictures.jpg"] = report_plots.photograph(data["front"]["shown"])
+        figures["pictures.jpg"] = report_plots.pictures(data["front"]["shown"])
     profiles = data.get("profile", {}).get("kinds")
     if profiles:
-        runs = {f"{say(run['who'])}, {run['tier']}": run["kinds"] for run in profiles}
+        runs = {f"{say(run['who'])}{say(', ')}{run['tier']}": run["kinds"] for run in profiles}
         figures["kinds.svg"] = report_plots.kinds(runs, say)
-    if "single" in data:
+    if "single" in data and data["device"] != "CPU":  # a CPU has no ladder and no floor
         rungs = data["single"]["rungs"]
         floor = data["single"]["floor"]
         figures["ladder.svg"] = report_plots.ladder(rungs, floor["floor_ms"], floor["tier"], say)
@@ -115,6 +120,9 @@ def page(text: str, figures: dict[str, bytes], lang: str) -> str:
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
     body = re.sub(r'<p><img src="figures/(.*?)" alt="(.*?)" /></p>', figure, body, flags=re.S)
     body = body.replace("<h2>1. ", '<h2 class="after-front">1. ')
+    # no line break before a unit or within a range
+    body = re.sub(r"(?<=\d) (?=(px|s|ms|dB|TFLOP/s|TB/s|GB/s|%)\b|%)", "\u00a0", body)
+    body = body.replace("0–255", "0\u2060–\u2060255")
     frame = jinja2.Template((TEMPLATES / "page.html.j2").read_text())
     return frame.render(lang=lang, title=re.match("# (.*)", text)[1], body=body) + "\n"
 
@@ -135,10 +143,23 @@ def main() -> None:
     parser.add_argument(
         "--sections", nargs="+", type=int, choices=NEEDS, default=[*NEEDS], help="default: all"
     )
+    parser.add_argument(
+        "--tier", choices=precision.TIERS, help="tier that you hand in (default: the result's)"
+    )
+    parser.add_argument(
+        "--result",
+        type=Path,
+        metavar="FILE",
+        help="record of the picture that you hand in (default: the newest of LOG/final/*.json, "
+        "else of output/job_*/contest.json; without one the fastest tier is recommended)",
+    )
     args = parser.parse_args()
     with user_errors(parser):
+        result = args.result
+        if result is None and args.log.resolve() != ROOT / "log":  # the software's own report
+            result = result_of(args.log)
         try:
-            data = collect(args.log, args.sections) | dict(team=args.team)
+            data = collect(args.log, args.sections, args.tier, result) | dict(team=args.team)
             figures = draw(data, args.lang)
             text = markdown(data, args.lang)
         except (KeyError, jinja2.UndefinedError) as error:

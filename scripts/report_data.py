@@ -10,13 +10,17 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from accel.errors import UsageError
-from accel.files import read_json
+from accel.files import ROOT, read_json
+from accel.picture_files import read_picture
 from bench import steps
-from bench.harness import SAME_STEPS, require_alike, safe
-from bench.jobs import CONTEST, rehearsal, score
+from bench.harness import RANDOM, SAME_STEPS, require_alike, safe
+from bench.jobs import CONTEST, other_job, score
 from scripts import verify
 
 NEEDS = {  # of each section: roles of records
@@ -46,8 +50,8 @@ def read_log(folder: Path) -> dict[str, list[dict]]:
             raise UsageError(f"{path}: not JSON ({error}); measure again or remove it") from None
         if _is_cut_short(path, record):
             raise UsageError(
-                f"{path}: its measurement was cut short; bash scripts/measure.sh {folder} makes "
-                "it again"
+                f"{path}: is not finished: wait, or if nothing runs, give the same measure.sh "
+                "command again"
             )
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
         device = record.get("gpu") or "CPU"
@@ -88,24 +92,71 @@ def roles(record: dict) -> list[str]:
     return []
 
 
+JOB = (*CONTEST, "weights")  # entries of a contest record that say what is sampled
+
+
+def result_of(folder: Path) -> Path | None:
+    """Return the record of the picture that is handed in: the newest of `folder`/final, else of
+    the batch files' jobs; None if there is none.
+    """
+    records = [*folder.glob("final/*.json")] or [*ROOT.glob("output/job_*/contest.json")]
+    return max(records, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def add_result(log: dict, path: Path, tier: str | None) -> str:
+    """Add the record of the picture that is handed in to the contest's records of a log, with
+    the one row of its tier. Return the tier. Raises UsageError if it is of another job, GPU or
+    weights, or lacks the tier, or has several and `tier` is None.
+    """
+    try:
+        record = read_json(path)
+    except (ValueError, OSError) as error:
+        raise UsageError(f"--result {path}: not JSON ({error}); name another") from None
+    if roles(record) != ["contest"]:
+        raise UsageError(f"--result {path}: is not of bench/jobs.py --contest; name another")
+    others = [log[role][0] for role in ("contest", "ladder") if role in log][:1]
+    device = record.get("gpu") or "CPU"
+    shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+    record |= dict(path=shown, file=shown, device=device, result=True)
+    record["digest"] = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+    require_alike([*others, record], ("device",))
+    require_alike([*log.get("contest", ()), record], JOB)
+    tiers = [row["tier"] for row in record["contest"]]
+    if tier is None and len(tiers) == 1:
+        tier = tiers[0]
+    if tier not in tiers:
+        raise UsageError(
+            f"--tier{f' {tier}' if tier else ''}: {path} has {' '.join(tiers)}; give --tier the "
+            "one that you hand in, or name its record by --result"
+        )
+    record["contest"] = [row for row in record["contest"] if row["tier"] == tier]
+    log.setdefault("contest", []).append(record)
+    return tier
+
+
 def contest(log: dict) -> list[dict]:
     """Return the contest's rows, fewest GPUs first, each with the phases of its median
-    run. Only the contest's job has points. Raises UsageError for records of different
-    jobs.
+    run and its file. Of a tier and a number of GPUs there is one: the picture's that is handed
+    in, if measured. Only the contest's job has points. Raises UsageError for records of
+    different jobs.
     """
     records = sorted(log["contest"], key=gpus_of)
-    keys = (*CONTEST, "weights")
-    require_alike(records, keys)
-    job = {key: records[0][key] for key in keys}
-    job["rehearsal"] = rehearsal(records[0])
+    require_alike(records, JOB)
+    job = {key: records[0][key] for key in JOB}
+    job["rehearsal"] = other_job(records[0])
+    results = [record for record in records if record.get("result")]
+    replaced = {(each["contest"][0]["tier"], gpus_of(each)) for each in results}
     rows = []
     for record in records:
         for row in record["contest"]:
+            if record not in results and (row["tier"], gpus_of(record)) in replaced:
+                continue
             seconds = row["seconds"]
             run = min(row["runs"], key=lambda run: abs(run["total"] - seconds))
             points = None if job["rehearsal"] else score(seconds)
             phases = {name: run[name] for name in run if name not in ("total", "process")}
-            rows.append(row | dict(gpus=gpus_of(record), phases=phases, points=points, job=job))
+            more = dict(gpus=gpus_of(record), phases=phases, points=points, job=job)
+            rows.append(row | more | dict(file=record["file"], result=record in results))
     return rows
 
 
@@ -185,11 +236,12 @@ def verified(log: dict) -> dict:
     return record | dict(tiers=tiers, best=best)
 
 
-def many(log: dict) -> dict:
+def many(log: dict, tier: str | None = None) -> dict:
     """Return the speeds on many GPUs over one: of sampling the contest's job, and of one
-    label by its best layout.
+    label by its best layout. Those of `tier` come first.
     """
     series = defaultdict(dict)  # of the figure: name → {GPUs: speed over one}
+    files = defaultdict(list)  # name → the records that it is of
     rows = contest(log) if "contest" in log else []
     alone = {row["tier"]: row["phases"]["sample"] for row in rows if row["gpus"] == 1}
     for row in rows:
@@ -197,27 +249,34 @@ def many(log: dict) -> dict:
             job = row["job"]
             name = f"{row['tier']}, {job['image_size']} px + {job['pictures']} labels"
             series[name][row["gpus"]] = alone[row["tier"]] / row["phases"]["sample"]
+            files[name].append(row["file"])
     for parallel in log["parallel"]:
         for row in parallel["plans"]:
             if row["labels"] == 1 and row["plan"] != "auto":
-                points = series[f"{row['tier']}, {row['size']} px + 1 label"]
+                name = f"{row['tier']}, {row['size']} px + 1 label"
+                points = series[name]
                 points[row["gpus"]] = max(row["speedup"], points.get(row["gpus"], 0))
+                files[name].append(parallel["file"])
     of_many = [item for item in series.items() if len(item[1]) > 1]
-    # Those with the most numbers of GPUs come first.
-    ranked = sorted(of_many, key=lambda item: -len(item[1]))[:6]
-    return dict(series=dict(ranked))
+    # Those of the tier come first, then those with the most numbers of GPUs.
+    ranked = sorted(of_many, key=lambda item: (not item[0].startswith(f"{tier},"), -len(item[1])))
+    ranked = ranked[:6]
+    used = {file for name, _ in ranked for file in files[name]}
+    return dict(series=dict(ranked), files=used)
 
 
-def front_page(data: dict) -> dict:
+def front_page(data: dict, tier: str | None = None) -> dict:
     """Return before and after, from the sections' data.
 
-    before, after: the contest's rows of upstream's arithmetic on the fewest GPUs, and the
-    fastest of the recommended tier. upstream: as it ships. here: all other rows; a CPU's
-    only with one process, since ranks share its cores. judged: tier → its likeness.
-    shown: the heatmap of `after`. missing: keys of text about gaps. Raises UsageError if
-    the heatmap or upstream's arithmetic is missing.
+    before: the contest's row of upstream's arithmetic on the fewest GPUs. after: the picture's
+    that is handed in, else the fastest of `tier`, else of the recommended one. upstream: as it
+    ships. here: all other rows; a CPU's only with one process, since ranks share its cores.
+    judged: tier → its likeness. shown: the pictures of the tier of `after`. missing: keys of
+    text about gaps. Raises UsageError if the pictures, the tier or upstream's arithmetic are
+    missing.
     """
-    rows = data["single"]["contest"]
+    everything = data["single"]["contest"]
+    rows = everything
     if data["device"] == "CPU":
         rows = [row for row in rows if row["gpus"] == rows[0]["gpus"]]
     verified = data["single"]["verified"]
@@ -231,16 +290,17 @@ def front_page(data: dict) -> dict:
             "--log: no contest measurement of fp32; bench/jobs.py --contest fp32 --output "
             "LOG/fp32.json"
         )
-    recommended = [row for row in rows if row["tier"] == plain(verified["best"]["tier"])]
-    after = min(recommended or rows, key=lambda row: row["seconds"])
+    chosen = tier or plain(verified["best"]["tier"])
+    of_tier = [row for row in everything if row["tier"] == chosen]
+    if tier and not of_tier:
+        raise UsageError(f"--tier {tier}: was not measured; bench/jobs.py --contest {tier}")
+    results = [row for row in everything if row["result"]]
+    after = min(results or of_tier or rows, key=lambda row: row["seconds"])
     upstream = upstreams["tf32"] if before is not upstreams["tf32"] else None
     best = judged.get(after["tier"], verified["best"])
-    shown = verified["path"].parent / f"heatmap-{safe(best['tier'])}.png"
-    if not shown.is_file():
-        raise UsageError(f"{shown}: missing beside {verified['path']}; run scripts/verify.py again")
     weights = verified["vgg_weights"]
     missing = dict(
-        weights=job["weights"].startswith("random"),
+        weights=job["weights"] == RANDOM,
         likeness=any(verified[key] != job[key] for key in ("model", "image_size")),
         lpips=weights and not weights["published"],
         vgg=any(math.isnan(tier["lpips"]) for tier in tiers),
@@ -255,10 +315,29 @@ def front_page(data: dict) -> dict:
         here=[row for row in rows if row is not before and row is not upstream],
         judged=judged,
         verified=verified,
-        shown=shown,
+        shown=pictures_of(verified, best),
         tier=best["tier"],
         missing=[key for key, value in missing.items() if value],
     )
+
+
+def pictures_of(verified: dict, tier: dict) -> dict:
+    """Return fp32's grid, a tier's worst one and the largest difference of a channel, by their
+    files beside verify.json, else the heatmap that has all three. Raises UsageError if both are
+    missing.
+    """
+    folder = verified["path"].parent
+    name = safe(tier["tier"])
+    seed = tier["worst_seed"]
+    grids = [folder / f"seed{seed}-{each}.png" for each in ("fp32", name)]
+    if all(path.is_file() for path in grids):
+        want, got = [read_picture(path).pixels for path in grids]
+        most = int(np.abs(want.astype(int) - got).max())
+        return dict(want=want, got=got, seed=seed, most=most)
+    heatmap = folder / f"heatmap-{name}.png"
+    if heatmap.is_file():
+        return dict(heatmap=heatmap)
+    raise UsageError(f"{heatmap}: missing beside {verified['path']}; run scripts/verify.py again")
 
 
 def first(rows: list[dict], tier: str) -> dict | None:
@@ -271,12 +350,20 @@ def plain(tier: str) -> str:
     return tier.removesuffix(" again")
 
 
-def collect(folder: Path, sections: Collection[int] = (1, 2, 3, 4)) -> dict:
-    """Return the contents by section. Raises UsageError for missing or damaged files and
-    files of another GPU.
+def collect(
+    folder: Path,
+    sections: Collection[int] = (1, 2, 3, 4),
+    tier: str | None = None,
+    result: Path | None = None,
+) -> dict:
+    """Return the contents by section. tier: what the conclusion is about; result: the contest
+    record of the picture that is handed in, which names a tier by itself. Raises UsageError for
+    missing or damaged files and files of another GPU.
     """
     log = read_log(folder)
     device = next((records[0]["device"] for records in log.values()), "CPU")
+    if result:
+        tier = add_result(log, result, tier)
     needs = " ".join(NEEDS[section] for section in sections).split()
     for need in needs:
         if need == "versus" and device == "CPU":
@@ -285,21 +372,39 @@ def collect(folder: Path, sections: Collection[int] = (1, 2, 3, 4)) -> dict:
             raise UsageError(
                 f"{folder}: holds no {need} measurement; bash scripts/measure.sh {folder} makes it"
             )
-    parts = {1: baseline, 2: profile, 3: single, 4: many}
-    data = {parts[section].__name__: parts[section](log) for section in sections}
+    parts = {1: baseline, 2: profile, 3: single, 4: partial(many, tier=tier)}
+    names = {1: "baseline", 2: "profile", 3: "single", 4: "many"}
+    data = {names[section]: parts[section](log) for section in sections}
     data["device"] = device
-    used = {}  # path → record
-    for need in needs:
-        for record in log.get(need, ()):
-            used[record["path"]] = record
-    sources = [record for _, record in sorted(used.items())]
+    sources = sources_of(data, log)
     about = {}
-    for key in ("driver", "torch", "version", "cores"):
+    for key in ("driver", "torch", "version", "cores", "date"):
         values = [str(record[key]) for record in sources if record.get(key)]
-        about[key] = "; ".join(dict.fromkeys(values))
+        about[key] = "; ".join(dict.fromkeys(sorted(values) if key == "date" else values))
     return data | dict(
         about=about,
-        gpus=max(gpus_of(record) for record in sources),
+        gpus=max((gpus_of(record) for record in sources), default=1),
         sources=sources,
-        front=front_page(data) if "single" in data else None,
+        front=front_page(data, tier) if "single" in data else None,
     )
+
+
+def sources_of(data: dict, log: dict) -> list[dict]:
+    """Return the records that the sections have figures from, by their paths."""
+    records = []
+    if "baseline" in data:
+        records.append(data["baseline"]["ladder"])
+    if "profile" in data:
+        records += data["profile"]["runs"]
+    if "single" in data:
+        single = data["single"]
+        records += [single["ladder"], single["verified"], *single["versus"]]
+        if data["device"] != "CPU":
+            records.append(single["floor"])
+        shown = {row["file"] for row in single["contest"]}
+        records += [record for record in log["contest"] if record["file"] in shown]
+    if "many" in data and data["device"] != "CPU":
+        both = log["parallel"] + log.get("contest", [])
+        records += [record for record in both if record["file"] in data["many"]["files"]]
+    used = {str(record["path"]): record for record in records}
+    return [record for _, record in sorted(used.items())]

@@ -8,7 +8,6 @@ the report's language.
 import io
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import matplotlib
 import numpy as np
@@ -60,33 +59,35 @@ def rung_name(rung: str, say: Callable[[str], str]) -> str:
 
 
 def ladder(rungs: list[dict], floor_ms: float, floor_tier: str, say: Callable[[str], str]) -> bytes:
-    """Draw a bar of ms per step for each rung (rung, ms, p10, p90), and the floor as a line."""
+    """Draw a dot at ms per step for each rung (rung, ms, p10, p90), and the floor as a line.
+    A logarithmic axis has no zero, so that bars would have no length.
+    """
     figure, axis = canvas(8, 0.36 * len(rungs) + 1.4)
     ms = np.array([rung["ms"] for rung in rungs])
     p10 = np.array([rung["p10"] for rung in rungs])
     p90 = np.array([rung["p90"] for rung in rungs])
-    colours = [RED if rung["rung"] in ("fp32", "tf32") else BLUE for rung in rungs]
-    places = range(len(rungs))
-    errors = [ms - p10, p90 - ms]
-    bars = axis.barh(places, ms, 0.7, color=colours, xerr=errors, ecolor="#444444")
-    labels = [f"{value:.0f}" if value >= 100 else f"{value:.3g}" for value in ms]
-    axis.bar_label(bars, labels, padding=5, fontsize=8)
+    upstream = np.array([rung["rung"] in ("fp32", "tf32") for rung in rungs])
+    places = np.arange(len(rungs))
+    axis.hlines(places, p10, p90, color="#444444")
+    for name, mark, colour, chosen in (
+        ("upstream's arithmetic", "s", RED, upstream),
+        ("here", "o", BLUE, ~upstream),
+    ):
+        axis.plot(ms[chosen], places[chosen], mark, color=colour, label=say(name))
+    for place, value in zip(places, ms):
+        text = f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+        offset = dict(xytext=(7, 0), textcoords="offset points")
+        axis.annotate(text, (value, place), va="center", fontsize=8, **offset)
+    axis.grid(True, axis="x", color="#dddddd", linewidth=0.6)
     axis.set(xscale="log", xlim=(floor_ms / 1.6, max(ms) * 1.7))
     axis.xaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), minor_locator=NullLocator())
     axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axis.axvline(floor_ms, color="black", linestyle="--", linewidth=1.2)
-    axis.annotate(
-        f"{say('floor')} ({floor_tier}): {floor_ms:.1f}",
-        (floor_ms, -0.75),
-        xytext=(3, 0),
-        textcoords="offset points",
-        va="center",
-        fontsize=8,
-    )
+    floor = f"{say('floor')} ({floor_tier}): {floor_ms:.1f}"
+    axis.axvline(floor_ms, color="black", linestyle="--", linewidth=1.2, label=floor)
     axis.set_yticks(places, [rung_name(rung["rung"], say) for rung in rungs], fontsize=9)
-    axis.set_ylim(len(rungs) - 0.4, -1.1)
-    axis.set_xlabel(say("ms a denoising step (median; bars: 10th to 90th percentile; log scale)"))
-    return svg(figure)
+    axis.set_ylim(len(rungs) - 0.4, -0.6)
+    axis.set_xlabel(say("ms per step (median; lines: 10th to 90th percentile; log scale)"))
+    return svg(with_legend(figure))
 
 
 def kinds(runs: dict[str, dict], say: Callable[[str], str]) -> bytes:
@@ -112,15 +113,14 @@ def kinds(runs: dict[str, dict], say: Callable[[str], str]) -> bytes:
         ends = [end + share for end, share in zip(ends, shares)]
     axis.invert_yaxis()
     axis.set(xlim=(0, 100), xlabel=say("share of a step, %"))
-    figure.legend(loc="outside lower center", ncols=len(KINDS), fontsize=8, frameon=False)
-    return svg(figure)
+    return svg(with_legend(figure))
 
 
 def scaling(series: dict[str, dict[int, float]], say: Callable[[str], str]) -> bytes:
     """Draw speed over one GPU against their number, with the ideal line. series: {name:
     {GPUs: speed}}.
     """
-    figure, axis = canvas(8.4, 3.8)
+    figure, axis = canvas(8, 3.8)
     most = max(max(points) for points in series.values())
     axis.plot([1, most], [1, most], "--", color="black", linewidth=1.1, label=say("ideal"))
     for index, (name, points) in enumerate(series.items()):
@@ -137,14 +137,32 @@ def scaling(series: dict[str, dict[int, float]], say: Callable[[str], str]) -> b
         xlabel=say("GPUs"), ylabel=say("speed over one GPU, same setting"), ylim=(0, most * 1.08)
     )
     axis.grid(True, color="#dddddd", linewidth=0.6)
-    axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
-    return svg(figure)
+    return svg(with_legend(figure, 3))
 
 
-def photograph(file: Path) -> bytes:
-    """Return a picture as JPEG, at most 1000 pixels wide."""
-    sheet = Image.open(file).convert("RGB")
+def with_legend(figure: Figure, columns: int = 5) -> Figure:
+    """Put the legend below the axis; return the figure."""
+    figure.legend(loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
+    return figure
+
+
+def pictures(shown: dict) -> bytes:
+    """Return baseline, candidate and their difference, if any, side by side as JPEG, at most 1800
+    pixels wide. shown: as report_data.pictures_of gives it.
+    """
+    if "heatmap" in shown:
+        sheet = Image.open(shown["heatmap"]).convert("RGB")
+    else:
+        want = shown["want"]
+        got = shown["got"]
+        difference = np.abs(want.astype(int) - got).max(2) / max(shown["most"], 1)
+        coloured = matplotlib.colormaps["inferno"](difference, bytes=True)[..., :3]
+        margin = np.full((want.shape[0], want.shape[1] // 40, 3), 255, np.uint8)
+        panels = [want, margin, got]
+        if shown["most"]:  # else identical
+            panels += [margin, coloured]
+        sheet = Image.fromarray(np.concatenate(panels, 1))
     buffer = io.BytesIO()
-    sheet.thumbnail((1000, sheet.height), Image.Resampling.LANCZOS)
-    sheet.save(buffer, "JPEG", quality=82, optimize=True)
+    sheet.thumbnail((1800, sheet.height), Image.Resampling.LANCZOS)
+    sheet.save(buffer, "JPEG", quality=85, optimize=True)
     return buffer.getvalue()

@@ -342,7 +342,7 @@ def test_the_unit_of_mae_is_said(command, pair):
     out = command(*pair, "--metrics", "mae", "--json", "o.json")[1]
     levels = evaluate.mae(BASE, noisy(BASE, 1))
     assert f"Mean Absolute Difference: {levels:.4f}\n" in out
-    assert "\nMAE is of 0-255; the gate's is of 0-1.\n" in out
+    assert "\nMAE is for pixels of 0-255. The gate divides it by 255.\n" in out
     assert f"  MAE of 0-1    {levels / 255:<12.6g}<= 0.01" in out
     assert f"  MAE of 0-255  {levels:<12.6g}<= 2.55" in out
     assert f"b.png: MAE {levels:.4f} of 0-255   PSNR" in out
@@ -356,12 +356,19 @@ def test_a_metric_without_value_is_never_a_pass(command, loosened):
     save("a.png", BASE[:12, :12]), save("b.png", noisy(BASE[:12, :12], 1))
     status, _, err = command("a.png", "b.png")
     assert status == 3 and "16x16" in err
-    # Of one picture it is known that it fails, of the other nothing.
+
+
+def test_a_metric_that_fails_is_a_fail_whatever_the_others_say(command, loosened, tmp_path):
+    """Without VGG16's weights, and where a second picture cannot be judged."""
     loosened["psnr"] = 40
+    (tmp_path / "not-vgg16.pth").write_bytes(b"")
+    save("a.png", BASE), save("b.png", noisy(BASE, 90))
+    status, out, err = command("a.png", "b.png", "--vgg-weights", tmp_path / "not-vgg16.pth")
+    assert status == 1 and "VERDICT: FAIL" in out and "NOT COMPUTED" in out and "no VGG16" in err
     Path("many").mkdir(), save("a.png", np.full_like(BASE, 9))
     save("many/1.png", noisy(BASE, 90)), save("many/2.png", np.full_like(BASE, 9))
     status, out, _ = command("a.png", "many", "--metrics", "psnr", "ssim", "mae")
-    assert status == 3 and "VERDICT: NONE" in out and "FAIL" in out
+    assert status == 1 and "VERDICT: FAIL" in out and "   NONE" in out
 
 
 def test_a_crash_is_not_a_verdict(command, pair, monkeypatch):
@@ -442,7 +449,7 @@ def test_names_of_files_are_shown_on_one_line(command):
 
 def test_no_network_and_no_weights(command, pair, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "empty"))
-    Path("many").mkdir(), save("many/1.png", noisy(BASE, 1)), save("many/2.png", noisy(BASE, 2))
+    Path("many").mkdir(), save("many/1.png", noisy(BASE, 1)), save("many/2.png", noisy(BASE, 1, 2))
     for candidate in ("b.png", "many"):
         status, out, err = command("a.png", candidate)
         assert status == 3 and "LPIPS (VGG):                        nan" in out

@@ -72,6 +72,9 @@ def test_provenance(monkeypatch):
     assert harness.provenance(CPU, None)["commit"] == ""  # without git
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert harness.provenance(CPU, "abc")["command"].startswith("torchrun --nproc_per_node=4 ")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # all on one node
+    words = "torchrun --standalone --nproc_per_node=4 bench/x.py"
+    assert harness.provenance(CPU, "abc")["command"].startswith(words)
 
 
 def test_times_are_of_the_last_steps():

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import forks
 import pytest
 from conftest import ROOT
+from forks import refused
 
-from bench import jobs
+from bench import harness, jobs
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def test_the_contests_points(seconds, points):
 
 
 def test_contest(forked, tmp_path, run, log):
-    record, printed = log("jobs", "--contest", "--device", "cpu", "--steps", 2)
+    record, printed = log("jobs", "--contest", "--device", "cpu", "--num-sampling-steps", 2)
     [row] = record["contest"]
     [once] = row["runs"]
     assert record["kind"] == "contest" and record["model"] == "DiT-Demo/2" and record["steps"] == 2
@@ -76,8 +77,31 @@ def test_contest_of_two_ranks(forked, tmp_path, log):
 
 def test_random_weights_and_a_random_decoder_without_files(forked, log):
     small = "--model", "DiT-S/8", "--image-size", 64, "--steps", 1
-    record, _ = log("jobs", "--contest", "--device", "cpu", *small)
-    assert record["weights"] == "random, seed 0" and record["contest"][0]["seconds"] > 0
+    record, printed = log("jobs", "--contest", "--device", "cpu", *small)
+    assert record["weights"] == record["decoder"] == "random, seed 0"
+    assert (
+        record["contest"][0]["seconds"] > 0
+        and "A picture of random ones is a rehearsal's" in printed
+    )
+
+
+@pytest.mark.parametrize("random", ["weights", "decoder"])
+def test_the_contests_job_with_random_weights_is_a_rehearsal(random):
+    """They cost the same time, so that the report gives points for T."""
+    record = jobs.CONTEST | dict(weights="XL.pt", decoder="ema")
+    assert not jobs.rehearsal(record) and jobs.rehearsal(record | dict(steps=25))
+    record[random] = harness.RANDOM
+    assert jobs.rehearsal(record) and not jobs.other_job(record)
+
+
+def test_all_missing_files_are_named_at_once(run, tmp_path):
+    """Weights and decoder without a network connection, as sample.py does."""
+    names = "http_proxy", "https_proxy", "HTTPS_PROXY", "HF_ENDPOINT"
+    nowhere = dict.fromkeys(names, "http://127.0.0.1:9") | dict(HF_HUB_CACHE=str(tmp_path))
+    flags = "--model", "DiT-XL/2", "--ckpt", "DiT-XL-2-512x512.pt", "--vae", "ema"
+    line = refused(run("bench/jobs.py", "--contest", "--device", "cpu", *flags, **nowhere))
+    assert "--ckpt DiT-XL-2-512x512.pt: download failed" in line
+    assert "--vae stabilityai/sd-vae-ft-ema: not here" in line
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -109,6 +133,8 @@ def test_a_commands_complaint_is_given_in_its_line(forked, tmp_path, here):
         "--contest",
         "--device",
         "cpu",
+        "--model",
+        "DiT-S/8",
         "--vae",
         "x",
         "--output",

@@ -18,16 +18,19 @@ import pytest
 from conftest import ROOT
 from forks import refused, succeeds
 
+from bench.harness import RANDOM
 from bench.jobs import CONTEST
 
 CODE = "bench/steps.py", "models.py"
-TRACKED = *CODE, "log/cpu.json", "pretrained_models/demo/dit.safetensors"
+DEMO = "log/cpu.json", "pretrained_models/download.py", "pretrained_models/demo/dit.safetensors"
+TRACKED = *CODE, *DEMO, "pretrained_models/large.pt"
 PROGRAMS = ".gitignore", "scripts/handin.py", "scripts/pack.sh"
 LOGS = "log/mine/fast.trace.json.gz", "log/mine/model.pt", "log/baseline-1.out", "output/four-2.out"
 RECORD = dict(
     CONTEST,
     kind="contest",
     weights="XL.pt",
+    decoder="ema",
     commit="abc1234",
     gpu="NVIDIA V100",
     driver="550.54",
@@ -48,7 +51,7 @@ def checkout(tmp_path):
     (tmp_path / "scripts").mkdir()
     for name in PROGRAMS:
         shutil.copy(ROOT / name, tmp_path / name)
-    for words in (["init", "-q"], ["add", *PROGRAMS, *TRACKED]):
+    for words in (["init", "-q"], ["add", "--force", *PROGRAMS, *TRACKED]):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
     shutil.copy(ROOT / "docs" / "heatmap.png", tmp_path / "sample.png")
     measure(tmp_path / "log/mine/contest.json", tmp_path / "sample.png")
@@ -93,7 +96,7 @@ def contents(checkout, name="Us_DiT"):
 
 
 def test_what_is_packed(checkout):
-    """What git tracks but weights, what is named, Slurm's outputs, the environment, and the
+    """What git tracks but large weights, what is named, Slurm's outputs, the environment, and the
     result with the tier that made it.
     """
     for _ in range(2):  # a second archive does not hold the first
@@ -102,7 +105,7 @@ def test_what_is_packed(checkout):
     packed = contents(checkout)
     added = {"log/mine/contest.json", "log/final_result.png", "log/FINAL_RESULT.txt"}
     slurm = {"log/baseline-1.out", "output/four-2.out"}
-    assert set(packed) == {*CODE, *PROGRAMS, "environment.txt"} | added | slurm
+    assert set(packed) == {*CODE, *DEMO, *PROGRAMS, "environment.txt"} | added | slurm
     assert packed["log/final_result.png"] == (checkout / "sample.png").read_bytes()
     text = packed["log/FINAL_RESULT.txt"].decode()
     assert text.startswith("Final result")
@@ -161,7 +164,7 @@ def test_files_that_git_does_not_track_need_a_word(flag, checkout):
     line = "git does not track these files: accel/new.py mine.py; give --with to pack them too"
     assert line in refused(pack(checkout, "Us"))
     assert not list(checkout.glob("*.gz"))
-    succeeds(pack(checkout, flag, "Us"))
+    succeeds(pack(checkout, "Us", flag))
     packed = set(contents(checkout))
     assert ({"mine.py", "accel/new.py"} <= packed) == (flag == "--with")
     assert "log/mine/notes.txt" in packed and "weights.pt" not in packed
@@ -182,7 +185,15 @@ def test_git_ignores_the_archives(checkout):
 
 
 @pytest.mark.parametrize(
-    "key, value", [("model", "DiT-Demo/2"), ("image_size", 256), ("steps", 25), ("pictures", 1)]
+    "key, value",
+    [
+        ("model", "DiT-Demo/2"),
+        ("image_size", 256),
+        ("steps", 25),
+        ("pictures", 1),
+        ("weights", RANDOM),
+        ("decoder", RANDOM),
+    ],
 )
 def test_another_job_is_marked(checkout, key, value):
     path = checkout / "log" / "mine" / "contest.json"
@@ -191,7 +202,7 @@ def test_another_job_is_marked(checkout, key, value):
     assert (
         done.returncode == 0
         and "REHEARSAL, which earns no points" in done.stdout
-        and str(value) in done.stdout
+        and str(value).partition(",")[0] in done.stdout
     )
     assert [path.name for path in checkout.glob("*.gz")] == ["Us_DiT_rehearsal.tar.gz"]
     with tarfile.open(checkout / "Us_DiT_rehearsal.tar.gz") as archive:
@@ -203,7 +214,7 @@ def test_help(checkout):
     done = pack(checkout, "--help")
     assert (
         done.returncode == 0
-        and "bash scripts/pack.sh [--with|--without] TEAM" in done.stdout
+        and "bash scripts/pack.sh TEAM [PICTURE [FILE...]] [--with|--without]" in done.stdout
         and "set -" not in done.stdout
     )
     assert not list(checkout.glob("*.gz"))
@@ -236,6 +247,31 @@ def test_a_refusal_names_the_pictures_that_can_be_packed(checkout):
     line = refused(pack(checkout, "Us"))
     assert line.endswith("; name one that is: log/mine/contest-fp16.png\n")
     succeeds(pack(checkout, "Us", "log/mine/contest-fp16.png"))
+
+
+def test_the_pictures_of_jobs_are_named_and_no_outputs_of_slurm(checkout):
+    """Also those in log/mine/final, where the page puts them."""
+    for name in ("output/job_7/contest", "log/mine/final/contest"):
+        picture = checkout / f"{name}-fp16.png"
+        picture.parent.mkdir(parents=True)
+        picture.write_bytes(name.encode())
+        measure(checkout / f"{name}.json", picture)
+    line = refused(pack(checkout, "Us", "docs.png"))
+    assert "docs.png: no such picture" in line
+    shutil.copy(ROOT / "docs" / "page.png", checkout / "docs.png")
+    line = refused(pack(checkout, "Us", "docs.png", "--without"))
+    assert line.endswith("output/job_7/contest-fp16.png log/mine/final/contest-fp16.png\n")
+    assert ".out" not in line
+    os.utime(checkout / "output/job_7/contest-fp16.png", (100, 100))
+    text = succeeds(pack(checkout, "Us", "--without"))
+    assert "from log/mine/final/contest-fp16.png" in text
+
+
+def test_a_measurement_that_is_not_finished_is_not_packed(checkout):
+    (checkout / "log/mine/ladder.json.unfinished").touch()
+    line = refused(pack(checkout, "Us"))
+    assert "log/mine/ladder.json: is not finished: wait, or if nothing runs, give the same" in line
+    assert not list(checkout.glob("*.gz"))
 
 
 @pytest.mark.parametrize(

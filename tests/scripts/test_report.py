@@ -10,6 +10,7 @@ import shlex
 import shutil
 
 import jinja2
+import numpy as np
 import pytest
 from browser import Browser, find
 from conftest import ROOT
@@ -86,7 +87,7 @@ def test_every_text_is_translated():
 # ---- every figure is traced to its log ----
 
 # of the contest, and versions of programs: no measurements
-RULE = r"T below 100 s .*? none\.|^\| driver.*?$"
+RULE = r"T below 100 s .*? none\.|^\| (?:driver|torch|version|date) .*?$"
 
 
 def untraced(data, text):
@@ -191,7 +192,8 @@ def test_the_contests_job_on_several_gpus_is_in_the_tables_and_the_conclusion(lo
         "| fp16 | 2 | 6.25 | 6.25 | load 1.50, sample 4.20, gather 0.10, save 0.40 | 50.0 |" in text
     )
     assert "| here | fp16 | 2 | 6.25 | 16.69× | " in text
-    assert "`--precision fp16` makes the grid in 6.25 s on 2 × NVIDIA H200." in text
+    words = "makes the grid in 6.25 s on 2 × NVIDIA H200, measured in `contest-gpus.json`."
+    assert f"`--precision fp16` {words}" in text
     assert "| fp16, 512 px + 8 labels | 2: 1.94× |" in text  # 8.13 s of sampling on one
 
 
@@ -217,13 +219,82 @@ def test_the_front_page_shows_both_pictures_and_names_gaps(log):
     data = report_data.collect(log)
     assert {"likeness", "lpips", "weights"} == {*data["front"]["missing"]}  # verified at 128 px
     image = Image.open(io.BytesIO(report.draw(data)["pictures.jpg"]))
-    heatmap = Image.open(data["front"]["shown"])
-    assert image.width == 1000 and abs(image.height / 1000 - heatmap.height / heatmap.width) < 0.01
+    heatmap = Image.open(data["front"]["shown"]["heatmap"])
+    assert image.width == 1800 and abs(image.height / 1800 - heatmap.height / heatmap.width) < 0.01
     tiers = change(log / "verify/verify.json")["tiers"]
     for tier in tiers:  # as verify.py leaves them without LPIPS' weights
         tier["worst"]["grid"]["lpips"] = "nan"
     change(log / "verify/verify.json", tiers=tiers, vgg_weights=None)
     assert "vgg" in report_data.collect(log)["front"]["missing"] and " nan |" not in text_of(log)
+
+
+def test_the_picture_that_is_handed_in_decides_tier_and_time(log, tmp_path, here):
+    """Its T replaces another of the same tier on as many GPUs, and is quoted with its file. A
+    record of several tiers needs --tier.
+    """
+    rows = {row["tier"]: row for row in change(log / "contest.json")["contest"]}
+    (log / "final").mkdir()
+    result = log / "final/contest.json"
+    shutil.copy(log / "contest.json", result)
+    run = rows["exact"]["runs"][0] | dict(total=26.5)
+    change(result, contest=[rows["exact"] | dict(seconds=26.5, runs=[run])], decoder="ema")
+    (log / "verify/heatmap-exact.png").write_bytes((log / "verify/heatmap-fp16.png").read_bytes())
+    succeeds(here(REPORT, tmp_path / "out", "--log", log))
+    text = (tmp_path / "out/report.md").read_text()
+    assert "handed in was made with `--precision exact`. T = 26.50 s on 1 × NVIDIA H200" in text
+    assert f"measured in `{result}`" in text and f"| `{result}` |" in text
+    assert "| handed in | exact | 1 | 26.50 |" in text and "27.29" not in text
+    change(log / "contest.json", contest=[rows["exact"]])  # replaced: no figure is of it
+    succeeds(here(REPORT, tmp_path / "out", "--log", log))
+    assert "| `contest.json` |" not in (tmp_path / "out/report.md").read_text()
+    change(log / "contest.json", contest=[*rows.values()])
+    change(result, contest=[rows["exact"], rows["fp16"]])
+    words = "--tier: .* has exact fp16; give --tier the one that you hand in"
+    assert re.search(words, refused(here(REPORT, tmp_path / "out", "--log", log)))
+    succeeds(here(REPORT, tmp_path / "out", "--log", log, "--tier", "fp16"))
+    assert "| handed in | fp16 |" in (tmp_path / "out/report.md").read_text()
+    change(result, weights="another.pt")
+    words = "is of weights random, seed 0, .*/final/contest.json of another.pt"
+    assert re.search(words, refused(here(REPORT, tmp_path / "out", "--log", log)))
+    result.unlink()
+    succeeds(here(REPORT, tmp_path / "out", "--log", log, "--tier", "exact"))
+    text = (tmp_path / "out/report.md").read_text()
+    assert "`--precision exact` makes the grid in 27.29 s" in text and "handed in" not in text
+
+
+def test_the_front_page_draws_three_panels_without_texts(log):
+    """From verify.py's pictures; identical ones are said to be so."""
+    want = np.zeros((20, 40, 3), np.uint8)
+    seed = change(log / "verify/verify.json")["tiers"][2]["worst_seed"]
+    Image.fromarray(want).save(log / f"verify/seed{seed}-fp32.png")
+    for most, words in ((0, "They are identical."), (9, "at most 9 of 0–255, shown brightest.")):
+        got = want.copy()
+        got[3, 5, 1] = most
+        Image.fromarray(got).save(log / f"verify/seed{seed}-fp16.png")
+        data = report_data.collect(log)
+        image = Image.open(io.BytesIO(report.draw(data)["pictures.jpg"]))
+        assert image.size == ((3 * 40 + 2, 20) if most else (2 * 40 + 1, 20))
+        assert words in report.markdown(data, "en")
+
+
+def test_a_cpu_has_nothing_to_compare_and_no_floor(log):
+    """Its only tier is fp32."""
+    for path in log.rglob("*.json"):
+        change(path, gpu=None)
+    rows = change(log / "contest-fp32.json")["contest"]
+    change(log / "contest.json", contest=rows)
+    (log / "contest-fp32.json").unlink()
+    for name in ("profile-baseline", "profile-fast"):
+        record = change(log / f"{name}.json")
+        del record["kinds"], record["launches_per_step"]
+        (log / f"{name}.json").write_text(json.dumps(record))
+    data = report_data.collect(log)
+    text = report.markdown(data, "en")
+    assert "This machine runs fp32 alone. There is nothing to compare with." in text
+    assert "| speed-up |" not in text and "floor" not in text and "Achieved rates" not in text
+    assert [*report.draw(data)] == ["pictures.jpg"]
+    assert not re.search("parallel.*json", text)  # shown nowhere
+    assert "on one GPU" not in text and "| fp32 | 1.00× |" not in text
 
 
 # ---- a browser shows it ----
@@ -332,6 +403,6 @@ def test_mixed_damaged_and_unfinished_files_are_refused_by_name(log):
     other.unlink()
     (log / "parallel.json.unfinished").touch()
     with pytest.raises(
-        UsageError, match="parallel.json: its measurement was cut short; bash scripts/measure.sh"
+        UsageError, match="parallel.json: is not finished: wait, or if nothing runs, give"
     ):
         report_data.collect(log)

@@ -38,7 +38,7 @@ def checkout(tmp_path):
     """A folder that looks like the repository to the batch files, so that what they write
     stays out of it.
     """
-    for name in ("sample.py", "sample_ddp.py", "evaluate.py", "bench", "slurm"):
+    for name in ("sample.py", "sample_ddp.py", "evaluate.py", "bench", "scripts", "slurm"):
         (tmp_path / name).symlink_to(ROOT / name)
     binaries = tmp_path / ".venv" / "bin"
     binaries.mkdir(parents=True)
@@ -104,13 +104,13 @@ def test_pictures_on_one_gpu_four_gpus_and_two_nodes_are_one_picture(cluster, ch
     """
     (checkout / "evaluate.py").unlink()  # the verdict is tested elsewhere
     (checkout / "evaluate.py").write_text(
-        "import sys; print([open(p, 'rb').read(4) for p in sys.argv[1:]])\n"
+        "import sys; print([open(p, 'rb').read(4) for p in sys.argv[1:]], file=sys.stderr)\n"
     )
     ids = [
         cluster.submit(f"slurm/{name}.sbatch", *demo, *STEPS, cwd=checkout)
         for name in ("baseline_1gpu", "sample_1gpu", "sample_4gpu")
     ]
-    small = "--gres=gpu:1", "--cpus-per-task=2"
+    small = "--gres=gpu:1", "--ntasks-per-node=1", "--cpus-per-task=2"
     ids.append(cluster.submit(*small, "slurm/sample_multinode.sbatch", *demo, *STEPS, cwd=checkout))
     assert cluster.fact(ids[2], "TresPerNode") == "gres:gpu:4" and cluster.fact(
         ids[3], "NumNodes"
@@ -131,15 +131,32 @@ def test_pictures_on_one_gpu_four_gpus_and_two_nodes_are_one_picture(cluster, ch
     # A row's bits depend on how many rows the processor's GEMM has, by float32 rounding.
     assert all(np.abs(baseline - other).max() <= 1 for other in others)
     assert "4 ranks" in log_of(checkout, ids[2]) and "2 ranks" in log_of(checkout, ids[3])
+    assert "Traceback" not in log_of(checkout, ids[3])
+
+
+def test_a_comparison_whose_jobs_fail_is_cancelled(cluster, checkout):
+    job = cluster.submit("slurm/baseline_1gpu.sbatch", "--ckpt", "none.pt", cwd=checkout)
+    after = f"--dependency=afterok:{job}", "--kill-on-invalid-dep=yes"
+    verdict = cluster.submit(*after, "slurm/evaluate.sbatch", "a.png", "b.png", cwd=checkout)
+    assert "--ckpt none.pt: no such file" in "\n".join(failed(cluster, checkout, job))
+    cluster.wait_for(verdict, {"CANCELLED"}, 60)
+
+
+def test_all_measurements_in_a_job(cluster, checkout):
+    """measure.sh gets the arguments."""
+    job = cluster.submit("slurm/measure.sbatch", "--help", cwd=checkout)
+    finish(cluster, checkout, job)
+    assert "bash scripts/measure.sh FOLDER" in log_of(checkout, job)
 
 
 def test_the_contests_record_of_four_ranks(cluster, checkout, demo, tmp_path_factory):
     """Submitted from another folder. The picture lies beside the record that names it."""
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     place = f"--chdir={checkout}", checkout / "slurm" / "sample_4gpu.sbatch"
-    job = cluster.submit(*place, "--contest", "fp32", *demo, "--steps", "2", cwd=elsewhere)
+    flags = "--contest", "fp32", *demo, "--num-sampling-steps", "2"
+    job = cluster.submit(*place, *flags, "--output", "log/mine/final/contest.json", cwd=elsewhere)
     finish(cluster, checkout, job)
-    folder = checkout / "output" / f"job_{job}"
+    folder = checkout / "log/mine/final"  # as docs/contest.md says
     record = json.loads((folder / "contest.json").read_text())
     [row] = record["contest"]
     assert record["gpus"] == 4 and "4 ranks" in row["settings"]
