@@ -350,14 +350,21 @@ def _with_decoder(config, weights, fit, space, decodes):
     a decoder of other latents than the network's.
     """
     defaults = fit.family.models.get(fit.model, fit.family.recipe)
-    name = config.vae or _short_name(fit.vae) or defaults.vae
+    name = config.vae or _short_name(fit.vae)
+    of_size = defaults.decoders.get(fit.trained_size(defaults.factor))
+    if name is None and of_size is not None:
+        name, statistics = of_size
+        config = replace(config, latent_stats=config.latent_stats or statistics)
+        if decodes:
+            _require_here((name, config.latent_stats), fit)
+    name = name or defaults.vae
     if decodes and (space is None or name != config.named_decoder):
         if name in PUBLISHED:  # refused before it is fetched
             _require_channels(name, LatentSpace(), fit)
         if name == config.named_decoder:
             space = find(name, config.latent_stats)
         else:
-            space = _find_for(weights, name, config.latent_stats)
+            space = _find_implied(weights, name, config.latent_stats, fit)
     if space is None:
         space = LatentSpace(fit.in_channels, defaults.factor)  # latents need no decoder
     space = _as_trained(name, fit, space, decodes)
@@ -366,20 +373,31 @@ def _with_decoder(config, weights, fit, space, decodes):
     return replace(config, vae=name), space
 
 
+def _require_here(files, fit):
+    """Raise UsageError if a file of the model's own decoder is missing."""
+    for file in files:
+        if not Path(file).exists():
+            raise UsageError(
+                f"`vae`: {fit.model} decodes with {file} by default, which is missing; give others "
+                f"by `vae` and `latent_stats`, or fetch the family's: {fit.family.fetch}"
+            )
+
+
 def _short_name(name):
     """Return the decoder that a file names, published ones by their short names."""
     published = re.fullmatch(r"(?:stabilityai/)?sd-vae-ft-(ema|mse)", name or "")
     return published[1] if published else name
 
 
-def _find_for(weights, name, statistics):
-    """Return the latent space of the decoder that a file of weights names."""
+def _find_implied(weights, name, statistics, fit):
+    """Return the latent space of the decoder that weights name, or their model implies."""
     try:
         return find(name, statistics)
     except UsageError as error:
-        raise UsageError(
-            f"`ckpt={weights.name}`: says that its decoder is {shown(name)}; {error.marked}"
-        ) from None
+        implied = f"says that its decoder is {shown(name)}"
+        if fit.vae is None:
+            implied = f"is a {fit.model}, whose decoder is {shown(name)} unless `vae` says another"
+        raise UsageError(f"`ckpt={weights.name}`: {implied}; {error.marked}") from None
 
 
 def _as_trained(name, fit, space, decodes):
