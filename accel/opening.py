@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -306,7 +307,14 @@ def _with_decoder(config, weights, fit, space, decodes):
     a decoder of other latents than the network's.
     """
     defaults = fit.family.models.get(fit.model, fit.family.recipe)
-    name = config.vae or _short_name(fit.vae) or defaults.vae
+    name = config.vae or _short_name(fit.vae)
+    of_size = defaults.decoders.get(fit.decoded(defaults.factor).image_size)
+    if name is None and of_size is not None:
+        name, statistics = of_size
+        config = replace(config, latent_stats=config.latent_stats or statistics)
+        if decodes:
+            _require_here((name, config.latent_stats), fit)
+    name = name or defaults.vae
     if decodes and (space is None or name != config.named_decoder):
         if name in PUBLISHED:  # refused before it is fetched
             _require_channels(name, LatentSpace(), fit)
@@ -315,15 +323,26 @@ def _with_decoder(config, weights, fit, space, decodes):
         except UsageError as error:
             if name == config.named_decoder:
                 raise
-            raise UsageError(
-                f"`ckpt={weights.name}`: says that its decoder is {shown(name)}; {error.marked}"
-            ) from None
+            implied = f"says that its decoder is {shown(name)}"
+            if fit.vae is None:
+                implied = f"is a {fit.model}, whose decoder is {shown(name)} unless you give `vae`"
+            raise UsageError(f"`ckpt={weights.name}`: {implied}; {error.marked}") from None
     if space is None:
         space = LatentSpace(fit.in_channels, defaults.factor)  # latents need no decoder
     space = _as_trained(name, fit, space, decodes)
     if decodes:
         _require_channels(name, space, fit)
     return replace(config, vae=name), space
+
+
+def _require_here(files, fit):
+    """Raise UsageError if a file of the model's own decoder is missing."""
+    for file in files:
+        if not Path(file).exists():
+            raise UsageError(
+                f"`vae`: {fit.model} decodes with {file} by default, which is missing; give others "
+                f"by `vae` and `latent_stats`, or fetch the family's: {fit.family.fetch}"
+            )
 
 
 def _short_name(name):

@@ -1,20 +1,26 @@
 """RAE: its equations in float64, its tiers, its files and modules, ranks."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from forks import succeeds
 from jobs import run_each
+from latents.vits import SMALL as SMALL_VIT
+from latents.vits import vit_files
 from networks import DEVICES, error, fast_network, network_of, with_norms
 from reference_networks import rae
 from torch import nn
 
 from accel import Sampler, accelerate, fast
+from accel.config import Config
 from accel.errors import UsageError
-from accel.families.rae import FAMILY
+from accel.families.rae import FAMILY, RECIPE
 from accel.families.rae.network import DiTDH_models, DiTwDDTHead
 from accel.families.recognise import recognise
 from accel.network import Plain
+from accel.opening import open_model
 from accel.sampling import denoise
 from accel.sampling.flow import Euler
 from accel.sampling.guidance import Guidance
@@ -116,6 +122,22 @@ def test_published_sizes_are_recognised():
         counts[name] = len(state)
         assert fit.empty(32).heads == make.config["num_heads"]
     assert [*counts.values()] == [382, 334, 190, 190]
+
+
+def test_each_size_has_its_own_decoder(tmp_path, monkeypatch):
+    for side, name in ((16, "ViTXL_n08"), (32, "ViTXL_n08_i512")):
+        config = Config(ckpt=str(tmp_path / f"{side}.pt"), device="cpu")
+        torch.save(build(input_size=side).state_dict(), config.ckpt)
+        with pytest.raises(UsageError, match=f"decodes with [^ ]*/{name}/model.pt by default"):
+            open_model(config)
+        assert open_model(config, decodes=False).config.image_size == 16 * side
+    vae = vit_files(tmp_path / "vit", SMALL_VIT._replace(channels=24, side=32), statistics=False)
+    statistics = tmp_path / "stat.pt"
+    torch.save({"mean": torch.zeros(24, 1, 1), "var": torch.ones(24, 1, 1)}, statistics)
+    monkeypatch.setitem(RECIPE.decoders, 512, (str(vae), str(statistics)))
+    assert open_model(config).config.latent_stats == str(statistics)
+    with pytest.raises(UsageError, match="latent_stats"):
+        open_model(replace(config, vae=str(vae)))
 
 
 @pytest.mark.parametrize(

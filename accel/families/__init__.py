@@ -48,6 +48,8 @@ class Defaults(NamedTuple):
     t_eps: float = 0.05  # the least 1 − t, of networks that estimate data
     class_names: tuple[str, ...] = ()  # names of the trained classes, if they are not ImageNet's
     published: Mapping[int, str] = MappingProxyType({})  # image size → name of a published file
+    # Image size → decoder and file of its latents' statistics, where each size has its own.
+    decoders: Mapping[int, tuple[str, str]] = MappingProxyType({})
 
 
 class Argument(NamedTuple):

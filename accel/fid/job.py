@@ -24,6 +24,8 @@ LEFT_OUT |= {"config", "sample_dir"}
 # from these values.
 LATER = {"guidance_interval": (0.0, 1.0), "guidance_channels": CHANNELS, "timestep_shift": 1.0}
 LATER |= {"noise_scale": Defaults().noise_scale, "t_eps": Defaults().t_eps}
+# Published files have these names in a folder each, whose name tells them apart.
+SHARED_NAMES = {"model", "stage2_model"}
 USUAL_SAMPLERS = ("ddpm", "ddim", "sde")  # not in a folder's name
 
 
@@ -65,8 +67,8 @@ def folder_of(job: FidJob) -> Path:
     """Return the pictures' folder by upstream's rule, with options that upstream lacks before
     the seed: samples/DiT-XL-2-pretrained-size-512-vae-ema-cfg-4.0-seed-0.
 
-    Weights and decoders given as files or folders appear by their last name, the model's own
-    as "pretrained".
+    Weights and decoders given as files or folders appear by their last name, or that of their
+    folder, the model's own as "pretrained".
     """
     config = job.config
     changed = ""
@@ -90,7 +92,9 @@ def folder_of(job: FidJob) -> Path:
 def _last_name(given):
     if given is None or Path(given).is_relative_to(DEMO):
         return "pretrained"
-    return Path(given).name.removesuffix(".pt").removesuffix(".safetensors")
+    path = Path(given)
+    name = path.name.removesuffix(".pt").removesuffix(".safetensors")
+    return path.parent.name if name in SHARED_NAMES and path.parent.name else name
 
 
 def record_of(job: FidJob, opened: Opened, pipeline: Pipeline, world: int) -> dict:

@@ -35,6 +35,7 @@ ENTRIES = (
     "net",
     "weights",
 )
+RAW = "model"  # the entry that is trained, of which others are averages
 WRAPPED = r"((module|_orig_mod|model|net)\.)*"  # begins all names: wrappers around the network
 HOLDER = "net."  # of a wrapper that may have heads of its own beside the network, for training
 # Of wrappers around parts of it: anywhere in a name.
@@ -91,6 +92,8 @@ def _chosen(path: Path, content: dict, entry: str | None) -> State:
         return _named(path, names[0], states)
     name = min(states, key=_rank)
     if len(states) == 1:
+        if name == RAW:
+            log.warning(f'{path}: holds "{RAW}" alone, without a moving average of the weights')
         return _named(path, name, states)
     if _rank(name) == len(ENTRIES):
         raise UsageError(f"`ckpt={path}`: has the entries {listed}; give `weights_entry`")

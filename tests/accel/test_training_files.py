@@ -35,18 +35,21 @@ def same(got, want):
         ({"model": RAW, "model_ema": AVERAGE}, RAW, '"model", not of model_ema'),
         ({"shadow_params": SHADOWS, "model": RAW}, RAW, '"model", not of shadow_params'),
         ({"ema": {"shadow_params": SHADOWS, "decay": 0.9}, "model": RAW}, AVERAGE, ""),
-        ({"model": RAW, "ema": {}}, RAW, ""),
+        ({"model": RAW, "ema": {}}, RAW, '"model" alone'),
         ({**RAW, "num_updates": torch.tensor(7), "step": 3}, RAW, ""),
         ({"ema": {**RAW, "n_averaged": torch.tensor([7])}}, RAW, ""),
         ({**RAW, "decay": torch.tensor(0.999)}, RAW, ""),
     ],
 )
 def test_the_entry_that_is_sampled(content, chosen, others, tmp_path, capsys):
-    """Where it is not the only one, and not upstream's `ema`, a line says which."""
+    """Where it is not the only one, and not upstream's `ema`, a line says which; and that there is
+    no average.
+    """
     torch.save(content, tmp_path / "x.pt")
     assert same(Checkpoint(tmp_path / "x.pt").state, chosen)
     printed = capsys.readouterr().out
-    assert others in printed and bool(printed) == bool(others) == ("--weights-entry" in printed)
+    assert others in printed and bool(printed) == bool(others)
+    assert ("not of" in others) == ("--weights-entry" in printed)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,11 @@ def job_of(**options):
             ),
         ),
         (
+            "DiT-XL-2-x_ep14-size-512-vae-ViTXL_n08-cfg-4.0-guide-model-seed-0",
+            dict(model="DiT-XL/2", ckpt="DiTs/x_ep14/stage2_model.pt")
+            | dict(vae="ViTXL_n08/model.pt", guide="model.pt"),
+        ),
+        (
             "DiT-XL-2-pretrained-size-512-vae-ema-cfg-4.0-unipc-interval-0.125-0.7-channels-4-seed-0",
             dict(guidance_interval=(0.125, 0.7), guidance_channels=4, sampler="unipc"),
         ),

@@ -8,14 +8,22 @@ Guidance acts on all channels. The shift of the times follows from the size of t
 from accel.families import Defaults, Family, dit
 from accel.files import weights_folder
 
-DECODER = weights_folder() / "decoders/dinov2/wReg_base/ViTXL_n08/model.pt"
+FOLDER = weights_folder()
+DECODERS = FOLDER / "decoders/dinov2/wReg_base"
+STATISTICS = FOLDER / "stats/dinov2/wReg_base"
+OF_256 = str(DECODERS / "ViTXL_n08/model.pt")
+OF_512 = str(DECODERS / "ViTXL_n08_i512/model.pt")
 RECIPE = Defaults(
     image_size=256,
     factor=16,
-    vae=str(DECODER),
+    vae=OF_256,
     cfg_scale=1.0,
     guidance_channels=768,
     num_sampling_steps=49,
+    decoders={
+        256: (OF_256, str(STATISTICS / "imagenet1k/stat.pt")),
+        512: (OF_512, str(STATISTICS / "imagenet1k_512/stat.pt")),
+    },
 )
 SIZES = "XL", "L", "B", "S"
 
@@ -27,7 +35,9 @@ FAMILY = Family(
     keys=(*dit.FAMILY.keys, "s_embedder.proj.weight", "t_embedder.W"),
     code=__name__,
     fast=f"{__name__}.fast",
-    fetch="hf download nyu-visionx/RAE-collections --local-dir pretrained_models",
+    fetch="hf download nyu-visionx/RAE-collections --local-dir pretrained_models "
+    "--include 'DiTs/Dinov2/*' --include 'decoders/dinov2/wReg_base/ViTXL*' "
+    "--include 'stats/dinov2/*'",
     names_in_training={f"DiTDH-{size}/1": f"DiTDH-{size}" for size in SIZES},
     script_flags={"label-sampling": "use --balanced-labels for equal; the default is random"},
     any_size=False,
