@@ -87,7 +87,7 @@ class Reference:
         side = args.latent_size
         self.x = torch.randn(2, model.in_channels, side, side, generator=generator).to(device)
         self.y = torch.tensor([1, args.num_classes], device=device)
-        is_flow = family_of(args.model).prediction == "velocity"
+        is_flow = family_of(args.model).prediction != "noise"
         times = (0.02, 0.5, 0.98) if is_flow else (980, 500, 20)
         self.t = [torch.full((2,), t, device=device) for t in times]
         wide = harness.build(args.model, copy.deepcopy(model).double(), "fp32", device)

@@ -379,7 +379,8 @@ def test_two_ranks_make_the_picture_of_one(demo, guides, here, tmp_path):
 def test_an_fid_job_that_is_killed_resumes_with_its_guide_alone(demo, guides, tmp_path):
     job = ["--num-fid-samples", 24, "--per-proc-batch-size", 2, "--num-sampling-steps", 6]
     job += ["--cfg-scale", SCALE, "--guide"]
-    calm, killed = tmp_path / "calm", tmp_path / "killed"
+    calm = tmp_path / "calm"
+    killed = tmp_path / "killed"
     run(2, *demo, *job, guides["guide"], "--sample-dir", calm)
     process = start_ranks(2, *demo, *job, guides["guide"], "--sample-dir", killed)
     assert wait_for_pictures(killed, 4, process[0])

@@ -101,7 +101,8 @@ def written_out(model, z, labels, steps, heun=True, cfg=2.5, low=0.25, high=1.0,
 
     x = z.double()
     for i in range(steps):
-        t, end = i / steps, (i + 1) / steps
+        t = i / steps
+        end = (i + 1) / steps
         slope = velocity(x, t)
         if heun and i < steps - 1:
             slope = (slope + velocity(x + slope / steps, end)) / 2

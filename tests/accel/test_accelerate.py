@@ -328,7 +328,7 @@ def replaced(wrap):
 
 
 class NoNull(DiT):
-    """Of the null class the embedding is zero, whatever its row of the table holds."""
+    """Embed the null class as zero, whatever its row of the table holds."""
 
     def __init__(self, **shape):
         super().__init__(**shape)

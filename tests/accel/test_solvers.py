@@ -227,7 +227,7 @@ CLIPS = "which clips latents; DiT's published configuration has"
     ],
 )
 def test_clipped_latents_are_the_librarys_and_a_line(scheduler, option, capsys):
-    """Of large latents: the estimates leave (-1, 1)."""
+    """The estimates of large latents leave (-1, 1)."""
     model = small()
     process = Solver(scheduler, 5)
     name = type(scheduler).__name__

@@ -87,7 +87,7 @@ def test_random_weights_and_a_random_decoder_without_files(forked, log):
 
 @pytest.mark.parametrize("random", ["weights", "decoder"])
 def test_the_contests_job_with_random_weights_is_a_rehearsal(random):
-    """They cost the same time, so that the report gives points for T."""
+    """Random weights cost the same time, so the report gives points for T."""
     record = jobs.CONTEST | dict(weights="XL.pt", decoder="ema")
     assert not jobs.rehearsal(record) and jobs.rehearsal(record | dict(steps=25))
     record[random] = harness.RANDOM

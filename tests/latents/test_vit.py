@@ -123,7 +123,8 @@ def test_files_in_other_forms(file, tmp_path):
     torch.save(by_channel, tmp_path / "by_channel.pt")
     other = find(str(file), str(tmp_path / "by_channel.pt"))
     z = latents()
-    mean, var = by_channel["mean"][0], by_channel["var"][0]
+    mean = by_channel["mean"][0]
+    var = by_channel["var"][0]
     again = (z * (var + 1e-5).sqrt() + mean - statistics["mean"]) / (
         statistics["var"] + 1e-5
     ).sqrt()
@@ -153,7 +154,7 @@ def test_what_no_file_says_is_printed(tmp_path, capsys):
 
 
 def test_refusals(file, tmp_path):
-    """One line each, before anything is sampled."""
+    """Each fault is one line, before anything is sampled."""
     state = torch.load(file)
     for changed, words in (
         (state | {"decoder_extra.weight": torch.ones(2, 2)}, "decoder_extra.weight is no weight"),

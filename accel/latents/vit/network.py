@@ -133,7 +133,8 @@ class ViTDecoder(nn.Module):
 
     def pixels(self, patches: Tensor) -> Tensor:
         """Lay out the patches (N, 1 + L·L, p·p·3) of all tokens as pixels."""
-        side, patch = self.sizes.side, self.sizes.patch
+        side = self.sizes.side
+        patch = self.sizes.patch
         x = patches[:, 1:].reshape(-1, side, side, patch, patch, 3)
         x = x.permute(0, 5, 1, 3, 2, 4).reshape(-1, 3, side * patch, side * patch)
         return 2 * (x * self.image_std + self.image_mean) - 1
