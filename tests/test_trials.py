@@ -80,7 +80,7 @@ OPTIONS = {
     "other classes": ["--num-classes", 12],
     "a label that is too large": ["--labels", 8],
     "names": ["--class-names", "names.txt", "--labels", "two", "h"],
-    "another model": ["--model", "DiT-XL/2"],
+    "another family": ["--model", "Large-DiT-3B/2"],
 }
 # What is refused with any other flag, and what with one.
 NEVER = {
@@ -89,7 +89,7 @@ NEVER = {
     "odd size": "--image-size 90: must be a multiple of 16",
     "other classes": "--num-classes 12: the label table in",
     "a label that is too large": "--labels 8: the model knows classes 0 to 7",
-    "another model": "not of DiT-XL/2",
+    "another family": "is not a Large-DiT but a DiT",
 }
 CONFLICTS = {("seed", "seeds"): "--seeds: conflicts with --seed 3"}
 PAIRS = [
