@@ -127,9 +127,8 @@ def weights_of(config: Config, device: torch.device, divided: bool = False) -> C
     """
     name = config.ckpt or config.defaults.ckpt
     if name is None:
-        from accel.families.published import (
-            published_name,  # weights that ship or are given have a path
-        )
+        # Weights that ship or are given have a path.
+        from accel.families.published import published_name
 
         defaults = config.defaults
         name = published_name(

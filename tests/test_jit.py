@@ -222,7 +222,7 @@ def test_the_command_believes_the_file(tmp_path, here):
 
 
 def test_a_file_written_here_keeps_the_facts(tmp_path):
-    """What no tensor says, and the recipe: under names of our own."""
+    """A converted file names the facts that no tensor says, and the recipe."""
     weights = open_checkpoint(checkpoint(tmp_path, build()))
     fit = fit_of_file(weights)
     kept = metadata.checked("y", json.loads(json.dumps(fit.metadata())))

@@ -146,7 +146,7 @@ def test_options_that_a_file_leaves_out():
 
 
 def test_files_are_here_or_beside_the_configuration(tmp_path, monkeypatch):
-    """One line names what is missing, and the command that fetches it."""
+    """Missing files are named in one line, with the command that fetches them."""
     tmp_path = tmp_path / "empty"
     tmp_path.mkdir()
     monkeypatch.chdir(tmp_path)

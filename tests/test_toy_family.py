@@ -135,7 +135,10 @@ import torch
 from accel import Sampler
 from accel.output import to_uint8
 
-n, world, rounds, seed = 3, 2, 3, 4
+n = 3
+world = 2
+rounds = 3
+seed = 4
 generator = torch.Generator().manual_seed(seed)
 labels = torch.arange(5).repeat_interleave(3)[torch.randperm(15, generator=generator)]
 labels = torch.cat([labels, torch.randint(0, 5, (3,), generator=generator)])

@@ -53,7 +53,7 @@ def one(here):
 
 @pytest.fixture
 def one_thread(monkeypatch):
-    """One thread in the job and here: how GEMMs are divided among threads decides rounding."""
+    """Use one thread in the job and here: the division of GEMMs among threads decides rounding."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -229,7 +229,7 @@ def test_the_front_page_shows_both_pictures_and_names_gaps(log):
 
 
 def test_the_picture_that_is_handed_in_decides_tier_and_time(log, tmp_path, here):
-    """Its T replaces another of the same tier on as many GPUs, and is quoted with its file. A
+    """The T of the picture replaces that of the same tier on as many GPUs. It names its file. A
     record of several tiers needs --tier.
     """
     rows = {row["tier"]: row for row in change(log / "contest.json")["contest"]}
@@ -278,7 +278,7 @@ def test_the_front_page_draws_three_panels_without_texts(log):
 
 
 def test_a_cpu_has_nothing_to_compare_and_no_floor(log):
-    """Its only tier is fp32."""
+    """A report of a CPU has one tier, fp32."""
     for path in log.rglob("*.json"):
         change(path, gpu=None)
     rows = change(log / "contest-fp32.json")["contest"]
