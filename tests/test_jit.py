@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+import shutil
 
 import forks
 import numpy as np
@@ -407,3 +408,27 @@ def test_an_fid_job_is_resumed_to_the_bit(tmp_path):
     by_two(*job, "--sample-dir", tmp_path / "calm")
     assert archive.read_bytes() == before and np.load(archive)["arr_0"].shape == (16, 32, 32, 3)
     assert re.search("JiT-4x160-8-small.pth-size-32-vae-pixels-cfg-2.5", archive.name)
+
+
+def test_an_fid_job_resumes_with_the_values_that_are_implied(tmp_path, here):
+    """Each option that decides the pictures, given with the value that the file implies, and not.
+    A record of former versions has how the number of heads, the entry and the order were given.
+    """
+    ckpt = checkpoint(tmp_path, build())
+    job = ["--device", "cpu", "--ckpt", ckpt, "--num-fid-samples", 8, "--sample-dir", tmp_path]
+    given = ["--image-size", 32, "--num-classes", 8, "--num-heads", 2, "--vae", "pixels"]
+    given += ["--weights-entry", "model_ema1", "--cfg-scale", 2.5, "--guidance-channels", 3]
+    given += ["--guidance-interval", 0, 0.75, "--num-sampling-steps", 4, "--sampler", "heun"]
+    given += ["--timestep-shift", 1, "--noise-scale", 1.5, "--t-eps", 0.2, "--eta", 0]
+    given += ["--precision", "fp32", "--vae-precision", "fp32", "--global-seed", 0]
+    given += ["--per-proc-batch-size", 32, "--balanced-labels"]
+    former = {"--num-heads": 2, "--weights-entry": None, "--balanced-labels": True}
+    for first, then in ((given, []), ([], given)):
+        succeeds(here("sample_ddp.py", *job, *first))
+        (record,) = tmp_path.glob("*/.job/settings.json")
+        succeeds(here("sample_ddp.py", *job, *then))
+        record.write_text(json.dumps({**json.loads(record.read_text()), **former}))
+        succeeds(here("sample_ddp.py", *job, *then))
+        assert "--t-eps 0.3: " in refused(here("sample_ddp.py", *job, *then, "--t-eps", 0.3))
+        for path in tmp_path.glob("JiT*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()

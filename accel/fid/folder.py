@@ -33,6 +33,9 @@ from accel.files import (
 log = logging.getLogger(__name__)
 
 CODE = "this code's kernels"  # the setting that may change while a job is interrupted
+# Settings that older records have beside their outcome, such as the contents of --ckpt. Only a job
+# that has them itself compares them.
+FORMER = {"--num-heads", "--weights-entry", "--balanced-labels"}
 # Settings that nodes of one job may differ in.
 OF_MACHINE = {"device", "torch", "number of threads", CODE}
 # Threads that compress PNGs: 16 ms per picture of 256 px, 60 ms of 512 px. Four keep up
@@ -207,4 +210,5 @@ def _compare(folder, record, settings):
             "last bits"
         )
     begun = f"the pictures in {folder} were begun with"
-    require_equal(settings, earlier, {CODE}, begun, "give the same, or another `sample_dir`")
+    free = {CODE} | (FORMER - settings.keys())
+    require_equal(settings, earlier, free, begun, "give the same, or another `sample_dir`")

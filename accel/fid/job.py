@@ -19,7 +19,7 @@ from accel.pipeline import Pipeline
 
 # Options that are recorded by their outcome, or decide no bit.
 LEFT_OUT = {"ckpt", "guide", "vae", "latent_stats", "device", "precision", "vae_precision", "tf32"}
-LEFT_OUT |= {"config", "sample_dir"}
+LEFT_OUT |= {"config", "sample_dir", "num_heads", "weights_entry"}
 # Options that older folders, which may be resumed, lack: recorded only where they differ
 # from these values.
 LATER = {"guidance_interval": (0.0, 1.0), "guidance_channels": CHANNELS, "timestep_shift": 1.0}
@@ -107,6 +107,8 @@ def record_of(job: FidJob, opened: Opened, pipeline: Pipeline, world: int) -> di
             value = getattr(options, item.name)
             if item.name in LEFT_OUT or LATER.get(item.name) == value:
                 continue
+            if item.name == "balanced_labels" and len({*opened.fit.family.label_orders}) == 1:
+                continue  # the family has one order
             value = list(value) if isinstance(value, tuple) else value  # as in JSON
             record[flag_names(item, ranks=True)[0]] = value
     device = pipeline.device

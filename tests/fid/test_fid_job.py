@@ -477,6 +477,25 @@ def test_another_config_beside_the_same_weights_is_another_setting(tiny_vae, one
     assert "--ckpt (contents)" in one(*command, status=USAGE)
 
 
+def test_heads_and_entry_are_recorded_by_the_weights_that_they_choose(tiny_vae, one, tmp_path):
+    """Given with the implied value they change nothing, in both directions; others are refused."""
+    average = fill(DiT_models["DiT-S/4"](input_size=8, num_classes=8, depth=2)).state_dict()
+    raw = {name: value + 0.1 for name, value in average.items()}
+    facts = dict(num_classes=8, num_heads=6)
+    torch.save({"model": raw, "ema": average, "args": facts}, tmp_path / "x.pt")
+    job = ["--model", "DiT-S/4", "--ckpt", tmp_path / "x.pt", "--vae", tiny_vae, "--device", "cpu"]
+    given = ["--num-heads", 6, "--weights-entry", "ema"]
+    for name, first, then in (("plain", [], given), ("given", given, [])):
+        command = [*job, *SHORT, "--sample-dir", tmp_path / name]
+        one(*command, *first)
+        one(*command, *then)
+        assert "--ckpt (contents)" in one(*command, "--weights-entry", "model", status=USAGE)
+        assert "--balanced-labels True" in one(*command, "--balanced-labels", status=USAGE)
+    facts["num_heads"] = 3
+    torch.save({"model": raw, "ema": average, "args": facts}, tmp_path / "x.pt")
+    assert "--ckpt (contents)" in one(*command, "--num-heads", 3, status=USAGE)
+
+
 def test_an_npz_that_is_not_whole_or_of_other_kernels_pictures_is_written_again(demo, copy, one):
     """Kill a job between its pictures and its .npz, then truncate the .npz. A whole .npz
     is left alone.
