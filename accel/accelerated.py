@@ -130,10 +130,18 @@ class Accelerated:
             apply_precision(self.precision, self.device)
             yield
 
-    def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
+    def forward(self, x: Tensor, t: Tensor, y: Tensor, *others: Any, **named: Any) -> Tensor:
         """Return (N, C', H, W) in x's dtype from x (N, C, H, W), t (N,), y (N,), as
-        models.DiT.forward does. It has no gradients: raises ValueError where they are asked for.
+        models.DiT.forward does. others, named: the model's optional arguments, None or False.
+        It has no gradients: raises ValueError where they are asked for.
         """
+        given = {f"argument {4 + i}": value for i, value in enumerate(others)} | named
+        for name, value in given.items():
+            if value is not None and value is not False:
+                raise UsageError(
+                    f"forward: {name} must be None, this copy computes with x, t and y alone; call "
+                    "the model itself"
+                )
         self._require_inputs(x, t, y)
         require_no_gradients(OF_COPY, x, t)
         with self._running():

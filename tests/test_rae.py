@@ -177,7 +177,7 @@ class Original(nn.Module):
         self.pos_embed = model.pos_embed
         self.num_heads = [*model.heads]
 
-    def forward(self, x, t, y):
+    def forward(self, x, t, y, s=None, mask=None):
         return rae(self.state_dict(), x, t, y, TRUNK).float()
 
     def forward_with_cfg(self, x, t, y, cfg_scale, cfg_interval=(0, 1)):
@@ -193,6 +193,9 @@ def test_modules_are_accelerated_sampled_and_refreshed():
     x, t, y = inputs()
     copy = accelerate(theirs, "fp32")
     assert error(copy(x, 1 - t, y), -velocity(ours, x, t, y)) < 5e-6
+    assert torch.equal(copy.forward(x, 1 - t, y, None, mask=None), copy(x, 1 - t, y))
+    with pytest.raises(UsageError, match="^forward: s must be None, [^\n]*$"):
+        copy(x, 1 - t, y, s=x)
     assert error(accelerate(ours, "fp32")(x, t, y), velocity(ours, x, t, y)) < 5e-6
     t = torch.tensor([0.25, 0.75] * 2)
     for interval in ((0, 1), (0.25, 0.5), (0.3, 0.75)):

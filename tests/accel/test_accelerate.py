@@ -130,6 +130,11 @@ def test_every_tier_samples_in_upstreams_loop(tier, device):
             "x is torch.int64, must be a tensor of floats",
         ),
         (lambda fast, x, t, y: fast(x, t, y > 3), "y is torch.bool, must be numbers of classes"),
+        (
+            lambda fast, x, t, y: fast(x, t, y, mask=torch.ones(4)),
+            "forward: mask must be None, .*; call the model itself",
+        ),
+        (lambda fast, x, t, y: fast(x, t, y, None, x), "forward: argument 5 must be None"),
         (lambda fast, x, t, y: fast(x, t[:2], y), r"t is \(2,\), must be \(4,\)"),
         (lambda fast, x, t, y: fast(x, t, y.to("meta")), "y is on meta, the weights are on cpu"),
         (

@@ -115,9 +115,9 @@ class TurnedFaceAlone:
     `accelerated.Accelerated`.
     """
 
-    def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
+    def forward(self, x: Tensor, t: Tensor, y: Tensor, *others: Any, **named: Any) -> Tensor:
         """Return the velocity (N, C, H, W)."""
-        return -super().forward(x, 1 - t, y)
+        return -super().forward(x, 1 - t, y, *others, **named)
 
     def forward_with_cfg(
         self, x: Tensor, t: Tensor, y: Tensor, cfg_scale: float | Tensor
@@ -131,6 +131,8 @@ class TurnedFaceAlone:
 class TurnedFace(TurnedFaceAlone):
     """REPA's signature: features come with the velocity."""
 
-    def forward(self, x: Tensor, t: Tensor, y: Tensor) -> tuple[Tensor, tuple]:
+    def forward(
+        self, x: Tensor, t: Tensor, y: Tensor, *others: Any, **named: Any
+    ) -> tuple[Tensor, tuple]:
         """Return (velocity (N, C, H, W), ()): REPA's features are for training."""
-        return super().forward(x, t, y), ()
+        return super().forward(x, t, y, *others, **named), ()
