@@ -8,8 +8,8 @@ from pathlib import Path
 
 from accel.errors import UsageError
 from accel.weights import Contents, training_layout
-from accel.weights.metadata import of_training
 from accel.weights.pickles import read_namespace
+from accel.weights.training_arguments import of_training
 
 # the first that is there is used
 WEIGHTS = "consolidated_ema.00-of-01.pth", "consolidated.00-of-01.pth"

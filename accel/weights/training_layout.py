@@ -2,7 +2,6 @@
 contains one.
 """
 
-import argparse
 import logging
 import os
 import re
@@ -43,9 +42,6 @@ INNER = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrappe
 AVERAGE = "shadow_params"  # a list without names, of libraries that average parameters
 TABLE = "pos_embed"  # fixed, so that an average of what is trained may leave it out
 
-# Entries with the arguments of a training run. Of two that say the same the first is believed.
-ARGUMENTS = "args", "hyper_parameters", "hparams", "config", "cfg", "opt", "options"
-
 State = dict[str, torch.Tensor]
 
 
@@ -63,8 +59,10 @@ def read(path: Path, mapped: bool, entry: str | None = None) -> Contents:
         content, header = read_safetensors(path, "ckpt", mapped)
         facts = schema.from_header(header)
     else:
+        from accel.weights.training_arguments import facts_of  # pickles alone have some
+
         content = read_tensors(path, "ckpt", mapped)
-        facts = _facts(content)
+        facts = facts_of(path, content)
     state = _chosen(path, content, entry)
     state = {name: value for name, value in state.items() if not _is_counter(name, value)}
     require_floats(state, f"`ckpt={path}`")
@@ -208,21 +206,3 @@ def _without_wrappers(path: Path, state: State) -> State:
 
 def _equal(first: torch.Tensor, other: torch.Tensor) -> bool:
     return first.shape == other.shape and torch.equal(first, other)
-
-
-def _facts(content: dict) -> dict[str, Any]:
-    """Return the facts beside the tensors: as the converter writes them, else a training
-    run's arguments, and its configuration.
-    """
-    facts = content.get(schema.OWN)
-    if isinstance(facts, dict) and "family" in facts:
-        return facts
-    merged = {}
-    for name in ARGUMENTS:
-        arguments = content.get(name)
-        if isinstance(arguments, argparse.Namespace):
-            arguments = vars(arguments)
-        # An optimiser's state, as `opt` often is, says nothing of the network.
-        if isinstance(arguments, dict) and "param_groups" not in arguments:
-            merged = {**arguments, **merged}
-    return schema.of_training({"config": content.get("config"), **merged})

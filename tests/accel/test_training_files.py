@@ -174,6 +174,62 @@ def test_every_entry_with_arguments_of_training_is_read(entry, kind, tmp_path):
             identify(tmp_path / "x.pt")
 
 
+SECTIONS = [  # a configuration, its value in another entry, the end of the line that refuses it
+    (
+        {"model": {"params": {"predict_xstart": True}}, "diffusion": {"noise_schedule": "cosine"}},
+        {},
+        "with predict_xstart True, and only False is sampled",
+    ),
+    ({"diffusion": argparse.Namespace(noise_schedule="cosine")}, {}, "noise_schedule cosine, and"),
+    ({"diffusion.steps.diffusion_steps": 500}, {}, "diffusion_steps 500, and only 1000"),
+    ({"train/learn_sigma": False}, {}, "says learn_sigma False, and its last layer"),
+    (
+        {"transport": {"params": {"path_type": "Linear", "prediction": "noise"}}},
+        {},
+        "was trained with prediction noise, and only velocity is sampled",
+    ),
+    (
+        {"model": {"num_heads": 2}, "encoder": {"num_heads": 12}},
+        {},
+        r"says num_heads 2 \(config.model\) and 12 \(config.encoder\); save it again with one of",
+    ),
+    (
+        {"diffusion": {"noise_schedule": "cosine"}},
+        {"noise_schedule": "linear"},
+        r"says noise_schedule linear \(args\) and cosine \(config.diffusion\); save it again",
+    ),
+]
+
+
+@pytest.mark.parametrize("config, args, words", SECTIONS)
+def test_what_is_not_sampled_is_refused_in_any_section(config, args, words, tmp_path):
+    args = {**PLAIN, **args} if "encoder" not in config else {}
+    torch.save({"model": RAW, "args": args, "config": config}, tmp_path / "x.pt")
+    with pytest.raises(UsageError, match=f"^ckpt={tmp_path}/x.pt: [^\n]*{words}[^\n]*$"):
+        identify(tmp_path / "x.pt")
+
+
+def test_what_sections_say_is_believed_and_printed(tmp_path, capsys):
+    """The same value may be there twice; a name with other meanings in sections is not read."""
+    config = {
+        "model": {"params": {"num_heads": 2, "num_classes": 10}, "class_names": "no.txt"},
+        "data": {"num_classes": "10", "vae": "mse", "in_channels": 3, "image_size": None},
+        "diffusion": {"noise_schedule": ["linear"], "diffusion_steps": 1000.0},
+        "optimizer": {"lr": 1e-4},
+        "ema": {"lr": 0.1, "model": "small"},
+    }
+    torch.save({"ema": RAW, "hyper_parameters": config}, tmp_path / "x.pt")
+    fit = identify(tmp_path / "x.pt", "DiT-XL/2")
+    assert (fit.num_heads, fit.num_classes, fit.in_channels, fit.vae) == (2, 10, 4, "mse")
+    printed = capsys.readouterr().out
+    assert "num_heads 2 (hyper_parameters.model.params), " in printed
+    assert "vae mse (hyper_parameters.data)" in printed and "lr" not in printed
+    config["model"]["itself"] = config
+    torch.save({"ema": RAW, "hyper_parameters": config}, tmp_path / "x.pt")
+    with pytest.raises(UsageError, match="its training arguments contain themselves; save it"):
+        identify(tmp_path / "x.pt")
+
+
 class Code:
     def __reduce__(self):
         return pathlib.Path.mkdir, (pathlib.Path("owned"),)

@@ -1,0 +1,151 @@
+"""The arguments of a training run beside its weights, which other programs wrote.
+
+They may lie in sections of a configuration. What decides pictures or sizes is believed wherever
+it is said, and refused where two places differ.
+"""
+
+import argparse
+import logging
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from accel.errors import UsageError, shown
+from accel.weights.metadata import OWN, SCHEMA
+
+log = logging.getLogger(__name__)
+
+# Entries with the arguments of a training run. Where two say different values of an argument that
+# decides no picture, the first is believed.
+ARGUMENTS = "args", "hyper_parameters", "hparams", "config", "cfg", "opt", "options"
+
+PLAIN = str, int, float, bool, list, tuple
+MOST_VALUES = 16  # of a tensor that is an argument
+ALSO_CALLED = {"class_num": "num_classes"}  # arguments → our entries
+OURS = "family", "latent_size", "recipe"  # entries that this program alone writes
+# Arguments with one meaning in any section of a configuration.
+IN_SECTIONS = {"diffusion_steps", "learn_sigma", "noise_schedule", "parameterization", "path_type"}
+IN_SECTIONS |= {"predict_xstart", "prediction", "prediction_type", "sigma_small"}
+IN_SECTIONS |= {"image_size", "img_size", "num_classes", "num_heads", "vae"}
+IN_SECTIONS |= {"enc_type", "in_context_start", "noise_scale", "t_eps", "use_nonlinear"}
+
+
+class Argument(NamedTuple):
+    """The value of an argument, and the place that says it."""
+
+    value: Any
+    place: str  # an entry of the file, and sections in it, with dots between
+
+
+def facts_of(path: Path, content: dict) -> dict[str, Any]:
+    """Return the facts beside the tensors of a file: as the converter writes them, else a training
+    run's arguments, and its configuration. Print the arguments in sections. Raises UsageError
+    for an argument with two values.
+    """
+    facts = content.get(OWN)
+    if isinstance(facts, dict) and "family" in facts:
+        return facts
+    merged: dict[str, Any] = {}
+    entries = {}
+    for name in ARGUMENTS:
+        arguments = content.get(name)
+        if isinstance(arguments, argparse.Namespace):
+            arguments = vars(arguments)
+        # An optimiser's state, as `opt` often is, says nothing of the network.
+        if isinstance(arguments, dict) and "param_groups" not in arguments:
+            merged = {**arguments, **merged}
+            entries[name] = arguments
+    try:
+        facts = of_training({"config": content.get("config"), **merged})
+        arguments = in_sections(entries)
+    except RecursionError:
+        raise UsageError(
+            f"`ckpt={path}`: its training arguments contain themselves; save it again without them"
+        ) from None
+    printed = []
+    for name, (first, *others) in arguments.items():
+        text = f"{name} {shown(first.value)} ({first.place})"
+        if others:
+            raise UsageError(
+                f"`ckpt={path}`: says {text} and {shown(others[0].value)} ({others[0].place}); "
+                "save it again with one of them"
+            )
+        facts[name] = first.value
+        if first.place not in entries:
+            printed.append(text)
+    if printed:
+        log.warning(f"{path}: its configuration says {shown(', '.join(printed), 300)}")
+    return facts
+
+
+def of_training(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a training run that may be facts, as plain values. They are
+    another program's: what has part of our names and another meaning is left out.
+    """
+    facts = {}
+    for name, value in arguments.items():
+        name = ALSO_CALLED.get(name, name)
+        value = _plain(value)
+        is_list = isinstance(value, (list, tuple)) and len(value) == 1
+        if is_list and not (name in SCHEMA and SCHEMA[name].valid(value)):
+            value = _plain(value[0])
+        is_fact = name not in SCHEMA or name not in OURS and SCHEMA[name].valid(value)
+        if is_fact:
+            facts[name] = value
+    return facts
+
+
+def in_sections(entries: dict[str, Any]) -> dict[str, list[Argument]]:
+    """Return the arguments of IN_SECTIONS by name, each value once, from the entries of a file
+    and all sections in them.
+    """
+    arguments: dict[str, list[Argument]] = {}
+    for place, name, value in _leaves(entries):
+        for fact, plain in of_training({name: value}).items():
+            if fact not in IN_SECTIONS or not isinstance(plain, PLAIN):
+                continue
+            others = arguments.setdefault(fact, [])
+            if not any(_alike(plain, other.value) for other in others):
+                others.append(Argument(plain, place))
+    return arguments
+
+
+def _alike(value, other):
+    """Return whether two values are the same: some programs save numbers as text."""
+    if isinstance(value, (int, float)) and isinstance(other, (int, float)):
+        return value == other
+    return str(value) == str(other)
+
+
+def _leaves(section: dict[str, Any], place: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Yield (place, name, value) of all values but None that are not sections themselves."""
+    for name, value in section.items():
+        path = f"{place}.{name}".replace("/", ".").lstrip(".")
+        if isinstance(value, argparse.Namespace):
+            value = vars(value)
+        if isinstance(value, dict):
+            yield from _leaves(value, path)
+        elif value is not None:
+            # A flattened configuration has its sections in names.
+            inside, _, last = path.rpartition(".")
+            yield inside, last, value
+
+
+def _plain(value):
+    """Return a value of a configuration without tensors, numpy's numbers, paths, and bools that
+    are text.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, torch.Tensor) and not value.is_nested and value.numel() <= MOST_VALUES:
+        return _plain(value.tolist())
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    return value
