@@ -10,6 +10,7 @@ weights, once they are open. Imports no torch.
 """
 
 import argparse
+import difflib
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -230,8 +231,10 @@ class Config(Options):
         without weights.
         """
         if self.model is not None and family_of(self.model) is None:
+            near = difflib.get_close_matches(self.model, model_names(), 1)
+            meant = f"did you mean {near[0]}? All are" if near else "choose from"
             raise UsageError(
-                f"`model={shown(self.model)}`: unknown; choose from {', '.join(model_names())}"
+                f"`model={shown(self.model)}`: unknown; {meant} {', '.join(model_names())}"
             )
         if self.precision not in (None, self.tier):
             raise UsageError(

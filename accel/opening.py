@@ -325,7 +325,10 @@ def _with_decoder(config, weights, fit, space, decodes):
             implied = f"says that its decoder is {shown(name)}"
             if fit.vae is None:
                 implied = f"is a {fit.model}, whose decoder is {shown(name)} unless you give `vae`"
-            raise UsageError(f"`ckpt={weights.name}`: {implied}; {error.marked}") from None
+            given = weights.name
+            if isinstance(weights, Checkpoint):
+                given = f"`ckpt={given}`"
+            raise UsageError(f"{given}: {implied}; {error.marked}") from None
     if space is None:
         space = LatentSpace(fit.in_channels, defaults.factor)  # latents need no decoder
     space = _as_trained(name, fit, space, decodes)

@@ -288,7 +288,8 @@ def hardware(device: torch.device) -> str:
     """Return the GPU's name, or the CPU's number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"CPU, {threads} thread{'s' * (threads > 1)}"
 
 
 def process_of(opened: Opened, scheduler: Any = None) -> Process:

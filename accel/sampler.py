@@ -447,7 +447,8 @@ def _seeds(seeds, grid):
     labels = len(grid.labels)
     if len(seeds) != labels:
         raise UsageError(
-            f"`seed`: are {len(seeds)} seeds for {labels} labels; give one for each, or one number"
+            f"`seed`: {len(seeds)} given, and `labels`: {labels}; give one seed for each label, or "
+            "one number"
         )
     if None in seeds:
         raise UsageError("`seed=None`: must be a whole number in a list of seeds")

@@ -141,7 +141,7 @@ class Pictures(torch.utils.data.Dataset):
         except (UsageError, MemoryError):
             raise
         except Exception as error:
-            reason = shown(str(error), 200)
+            reason = shown(str(getattr(error, "strerror", None) or error), 200)
             raise UsageError(
                 f"{self.path}: cannot be read ({reason}); give an .npz or a folder of pictures"
             ) from None

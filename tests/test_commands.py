@@ -91,7 +91,8 @@ BOTH = (
     (["--labels", "plnet"], "--labels plnet: no class has that name; give one of planet (0)"),
     (["--labels", -1], "--labels -1: the model knows classes 0 to 7"),
     (["--image-size", 250], "--image-size 250: must be a multiple of 16"),
-    (["--model", "DiT-XXL/2"], "--model DiT-XXL/2: unknown; choose from DiT-XL/2"),
+    (["--model", "DiT-Dmo/2"], "--model DiT-Dmo/2: unknown; did you mean DiT-Demo/2? All are DiT"),
+    (["--model", "xxx"], "--model xxx: unknown; choose from DiT-XL/2"),
     (
         ["--model", "DiT-B/4", "--output-type", "latent"],
         "--ckpt: no published weights for DiT-B/4 at 512 px",

@@ -493,8 +493,10 @@ def shipped_as(name: str) -> str | None:
     """Return the model whose weights, shipped or published, have this name or path; None if
     there is none.
     """
+    file = Path(name)
     for family in families():
         for model, defaults in family.models.items():
-            if defaults.ckpt == name or Path(name).name in defaults.published.values():
+            ships = defaults.ckpt is not None and file.absolute() == Path(defaults.ckpt).absolute()
+            if ships or file.name in defaults.published.values():
                 return model
     return None

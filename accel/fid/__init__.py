@@ -90,7 +90,8 @@ def run(order: Order, ranks: Ranks, settings: dict, pipeline: Pipeline, watch: S
         if ranks.rank == 0:
             with watch.phase("npz"):
                 archive.complete(lambda: ranks.stopping)
-    log.info(f"{folder}: {batches.total} pictures, {archive.path}: {order.count} · {watch}")
+    in_archive = "all" if order.count == batches.total else f"the first {order.count}"
+    log.info(f"{folder}: {batches.total} pictures · {archive.path}: {in_archive} · {watch}")
 
 
 @contextmanager

@@ -264,7 +264,7 @@ def test_close_frees_the_network():
         (lambda: demo().latents([]), "labels: give at least one"),
         (
             lambda: demo().latents([1, 2], seed=[1]),
-            "seed: are 1 seeds for 2 labels; give one for each",
+            "seed: 1 given, and labels: 2; give one seed for each label, or one number",
         ),
         (lambda: demo().latents([1], seed=[None]), "seed=None: must be a whole number"),
         (
@@ -507,6 +507,18 @@ sys.stderr = stderr
 print(tuple(shape))
 print(message)
 """
+
+
+def test_a_module_whose_decoder_is_missing_is_named_by_its_class(monkeypatch):
+    """It comes from no --ckpt."""
+
+    def without_internet(*_):
+        raise UsageError("`vae=ema`: not here")
+
+    monkeypatch.setattr("accel.opening.find", without_internet)
+    words = "^DiT: is a DiT, whose decoder is ema unless you give vae; vae=ema: not here$"
+    with pytest.raises(UsageError, match=words):
+        Sampler(small(), device="cpu")
 
 
 def test_without_a_console_and_a_folder_to_write_to(tiny_vae):

@@ -12,7 +12,7 @@ from networks import build
 from accel import Sampler, opening
 from accel.config import Config
 from accel.errors import UsageError
-from accel.families import constructor_of
+from accel.families import DEMO, constructor_of
 from accel.families.dit.network import DiT
 from accel.families.recognise import recognise
 from accel.opening import fit_of_file
@@ -91,6 +91,17 @@ def test_a_label_table_of_one_row_has_no_null_class(capsys):
     found = recognise("own.pt", state, {})
     assert (found.num_classes, found.null_class) == (1, False)
     assert "own.pt: one class and no null class\n" in capsys.readouterr().out
+
+
+def test_weights_that_ship_are_known_by_any_path(monkeypatch, capsys):
+    """No line is needed; a model of another family is one, as for every file that names its."""
+    monkeypatch.chdir(DEMO.parent)
+    for path in ("demo/sit.safetensors", DEMO / "sit.safetensors"):
+        assert fit_of_file(Checkpoint(path)).model == "SiT-Demo/2"
+        assert capsys.readouterr().out == ""
+        assert fit_of_file(Checkpoint(path), "DiT-Demo/2").model == "DiT-Demo/2"
+        line = f"{path}: says model SiT-Demo/2, as a SiT does; taken for a DiT, as --model says\n"
+        assert capsys.readouterr().out == line
 
 
 def test_an_unusual_patch_has_the_heads_of_its_depth_and_width(capsys):

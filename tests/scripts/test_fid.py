@@ -339,7 +339,7 @@ SIGMA = np.eye(2048)
 @pytest.mark.parametrize(
     "content, words",
     [
-        (None, "No such file"),
+        (None, "cannot be read (No such file or directory); give"),
         ("fifo", "a pipe"),
         ("/dev/zero", "a device"),
         (b"PK\x03\x04 nonsense", "cannot be read"),
