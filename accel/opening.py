@@ -181,7 +181,15 @@ def open_model(
 
         opened_guide = open_guide(guide, weights.name, fit)
     config, space = _with_decoder(config, weights, fit, space, decodes)
+    size_in_file = fit.image_size
     fit = fit.decoded(space.factor)
+    # Some programs call the side of latents so.
+    if size_in_file not in (None, fit.image_size, fit.latent_size):
+        log.warning(
+            f"{shown(weights.name, 300)}: says image_size {size_in_file}, and this decoder makes "
+            f"{fit.image_size} px of its latents of side {fit.latent_size}; if it has another: "
+            "--vae NAME"
+        )
     config = config.filled(fit, space)
     opened = Opened(config, weights, fit, space, device, asked, opened_guide)
     space.require_side(opened.latent_size)

@@ -37,7 +37,7 @@ class Argument(NamedTuple):
     """The value of an argument, and the place that says it."""
 
     value: Any
-    place: str  # an entry of the file, and sections in it, with dots between
+    place: str  # an entry of the file and sections in it, with dots between
 
 
 def facts_of(path: Path, content: dict) -> dict[str, Any]:
@@ -49,18 +49,11 @@ def facts_of(path: Path, content: dict) -> dict[str, Any]:
     if isinstance(facts, dict) and "family" in facts:
         return facts
     merged: dict[str, Any] = {}
-    entries = {}
     for name in ARGUMENTS:
-        arguments = content.get(name)
-        if isinstance(arguments, argparse.Namespace):
-            arguments = vars(arguments)
-        # An optimiser's state, as `opt` often is, says nothing of the network.
-        if isinstance(arguments, dict) and "param_groups" not in arguments:
-            merged = {**arguments, **merged}
-            entries[name] = arguments
+        merged = {**_section(content.get(name)), **merged}
     try:
         facts = of_training({"config": content.get("config"), **merged})
-        arguments = in_sections(entries)
+        arguments = in_sections(content)
     except RecursionError:
         raise UsageError(
             f"`ckpt={path}`: its training arguments contain themselves; save it again without them"
@@ -74,11 +67,20 @@ def facts_of(path: Path, content: dict) -> dict[str, Any]:
                 "save it again with one of them"
             )
         facts[name] = first.value
-        if first.place not in entries:
+        if first.place not in ARGUMENTS:
             printed.append(text)
     if printed:
         log.warning(f"{path}: its configuration says {shown(', '.join(printed), 300)}")
     return facts
+
+
+def _section(value: Any) -> dict[str, Any]:
+    """Return a section of a configuration, or {} for anything else. An optimiser's state, as
+    `opt` often is, says nothing of the network.
+    """
+    if isinstance(value, argparse.Namespace):
+        value = vars(value)
+    return value if isinstance(value, dict) and "param_groups" not in value else {}
 
 
 def of_training(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -98,18 +100,19 @@ def of_training(arguments: dict[str, Any]) -> dict[str, Any]:
     return facts
 
 
-def in_sections(entries: dict[str, Any]) -> dict[str, list[Argument]]:
-    """Return the arguments of IN_SECTIONS by name, each value once, from the entries of a file
-    and all sections in them.
+def in_sections(content: dict) -> dict[str, list[Argument]]:
+    """Return the arguments of IN_SECTIONS by name, each value once, from a file and all sections
+    in it.
     """
     arguments: dict[str, list[Argument]] = {}
-    for place, name, value in _leaves(entries):
-        for fact, plain in of_training({name: value}).items():
-            if fact not in IN_SECTIONS or not isinstance(plain, PLAIN):
-                continue
-            others = arguments.setdefault(fact, [])
-            if not any(_alike(plain, other.value) for other in others):
-                others.append(Argument(plain, place))
+    for place, name, value in _leaves(content):
+        name = ALSO_CALLED.get(name, name)
+        if name not in IN_SECTIONS:
+            continue
+        plain = of_training({name: value}).get(name)
+        others = arguments.get(name, [])
+        if isinstance(plain, PLAIN) and not any(_alike(plain, other.value) for other in others):
+            arguments[name] = [*others, Argument(plain, place or "beside the weights")]
     return arguments
 
 
@@ -120,18 +123,14 @@ def _alike(value, other):
     return str(value) == str(other)
 
 
-def _leaves(section: dict[str, Any], place: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Yield (place, name, value) of all values but None that are not sections themselves."""
+def _leaves(section: dict, place: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Yield (place, name, value) of all values that are not sections themselves."""
     for name, value in section.items():
         path = f"{place}.{name}".replace("/", ".").lstrip(".")
-        if isinstance(value, argparse.Namespace):
-            value = vars(value)
-        if isinstance(value, dict):
-            yield from _leaves(value, path)
-        elif value is not None:
-            # A flattened configuration has its sections in names.
-            inside, _, last = path.rpartition(".")
-            yield inside, last, value
+        yield from _leaves(_section(value), path)
+        # A flattened configuration has its sections in names.
+        inside, _, last = path.rpartition(".")
+        yield inside, last, value
 
 
 def _plain(value):

@@ -173,6 +173,20 @@ def test_a_decoder_that_is_not_here_is_refused_by_name(tmp_path, tiny_vae, here)
     succeeds(here(*command, tmp_path / "x.npy", "--output-type", "latent"))
 
 
+@pytest.mark.parametrize("size, is_said", [(128, False), (16, False), (256, True), (None, False)])
+def test_a_decoder_of_another_size_is_a_line(size, is_said, tmp_path, capsys):
+    """The position table is of 16 by 16 latents. Some programs call their side image_size."""
+    arguments = dict(num_heads=3, num_classes=8, image_size=size)
+    torch.save({"ema": build("DiT-Demo/2").state_dict(), "args": arguments}, tmp_path / "x.pt")
+    config = Config(ckpt=str(tmp_path / "x.pt"), model="DiT-Demo/2", device="cpu")
+    assert opening.open_model(config, decodes=False).config.image_size == 128
+    line = (
+        f"{tmp_path}/x.pt: says image_size 256, and this decoder makes 128 px of its latents of "
+        "side 16; if it has another: --vae NAME\n"
+    )
+    assert capsys.readouterr().out == line * is_said
+
+
 def test_the_number_of_heads_is_a_flag(tmp_path):
     """Of any width, and in place of the assumed number; never against what the file says."""
     plain = build("DiT-Demo/2")

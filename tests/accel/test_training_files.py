@@ -209,6 +209,17 @@ def test_what_is_not_sampled_is_refused_in_any_section(config, args, words, tmp_
         identify(tmp_path / "x.pt")
 
 
+@pytest.mark.parametrize("entry", [{"my_config": {"predict_xstart": True}}, {"predict_xstart": 1}])
+def test_what_is_not_sampled_is_refused_in_any_entry(entry, tmp_path):
+    """An optimiser's entries are no arguments."""
+    torch.save({"model": RAW, "args": PLAIN, **entry}, tmp_path / "x.pt")
+    with pytest.raises(UsageError, match="with predict_xstart (True|1), and only False is sampled"):
+        identify(tmp_path / "x.pt")
+    optimizer = {**OPTIMIZER, **entry}
+    torch.save({"model": RAW, "args": PLAIN, "optimizer": optimizer}, tmp_path / "x.pt")
+    assert identify(tmp_path / "x.pt").num_heads == 2
+
+
 def test_what_sections_say_is_believed_and_printed(tmp_path, capsys):
     """The same value may be there twice; a name with other meanings in sections is not read."""
     config = {
