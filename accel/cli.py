@@ -37,6 +37,15 @@ def print_notices() -> None:
     logger.setLevel(logging.INFO)
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Help whose names with hyphens stay whole, to be copied."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        import textwrap  # --help alone needs it
+
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
 class OneLineParser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, with exit status 2. All output of the
     command shows a question mark for a character that the terminal cannot show. The
@@ -46,7 +55,7 @@ class OneLineParser(argparse.ArgumentParser):
     samples = False  # whether people come to it from other repositories' sampling scripts
 
     def __init__(self, **options):
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        super().__init__(formatter_class=_Help, **options)
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")

@@ -285,9 +285,11 @@ class Pipeline:
 
 
 def hardware(device: torch.device) -> str:
-    """Return the GPU's name, or the CPU's number of threads."""
+    """Return the GPU's name, the CPU's number of threads, or the name of another device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return str(device)
     threads = torch.get_num_threads()
     return f"CPU, {threads} thread{'s' * (threads > 1)}"
 

@@ -33,6 +33,7 @@ from accel.latents import files
 from accel.latents.autoencoder_kl import SD_VAE_FT, KLDecoder
 from accel.network import Network, Plain, unpatchify
 from accel.opening import choose_device, open_model
+from accel.pipeline import hardware
 from accel.sampling import denoise, make_process, upstream_noise
 from accel.sampling.guidance import Guidance
 from bench import seen_as
@@ -118,11 +119,7 @@ def prepare(args: Namespace) -> torch.device:
     if args.output:
         check_writable(args.output)
     if device.type != "cuda":
-        print(
-            f"On {device} with {torch.get_num_threads()} threads: its times say nothing about a "
-            "GPU's",
-            flush=True,
-        )
+        print(f"On {hardware(device)}: its times say nothing about a GPU's", flush=True)
     return device
 
 

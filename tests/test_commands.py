@@ -21,6 +21,7 @@ import sample_ddp
 from accel import foreign_flags
 from accel.config import Grid
 from accel.errors import UsageError
+from accel.families import model_names
 from accel.grid import ready
 
 DEMO = ("--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", 2)
@@ -241,7 +242,7 @@ def test_tf32_is_a_permission(here, tmp_path):
 
 
 @pytest.mark.parametrize("script", ["sample.py", "sample_ddp.py"])
-def test_help_has_groups_and_three_examples(script, run):
+def test_help_has_groups_whole_names_and_three_examples(script, run):
     text = succeeds(run(script, "--help", COLUMNS="150"))
     places = [
         text.index(f"\n{group}:\n")
@@ -250,6 +251,8 @@ def test_help_has_groups_and_three_examples(script, run):
     assert places == sorted(places)
     examples = text.partition("\nexamples:\n")[2].strip().splitlines()
     assert len(examples) == 3 and all(f" {script} " in f"{line} " for line in examples)
+    narrow = succeeds(run(script, "--help", COLUMNS="80"))
+    assert all(f" {name}" in narrow for name in model_names())  # whole, to be copied
 
 
 def test_a_terminal_that_lacks_characters(tmp_path):
