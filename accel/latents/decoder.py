@@ -88,10 +88,14 @@ class Decoder:
     def decode(self, latents: Tensor) -> Tensor:
         """Return pixels (n, 3, H, W) float32, about (-1, 1), of finite latents (n, C, L,
         L); n may be 0. Raises UsageError if one picture does not fit in memory, for latents of a
-        side that the decoder does not take, or if it makes pixels that are not finite: they would
+        shape that the decoder does not take, or if it makes pixels that are not finite: they would
         become black. It has no gradients: raises UsageError where they are asked for.
         """
         require_no_gradients(OF_DECODER, latents)
+        if latents.ndim != 4 or latents.shape[1] != self.space.channels:
+            raise UsageError(
+                f"latents: are {tuple(latents.shape)}, must be (n, {self.space.channels}, L, L)"
+            )
         self.space.require_side(latents.shape[-1])
         if not len(latents):
             side = self.space.factor * latents.shape[-1]

@@ -136,6 +136,8 @@ def test_every_tier_samples_in_upstreams_loop(tier, device):
         ),
         (lambda fast, x, t, y: fast(x, t, y, None, x), "forward: argument 5 must be None"),
         (lambda fast, x, t, y: fast(x, t[:2], y), r"t is \(2,\), must be \(4,\)"),
+        (lambda fast, x, t, y: fast(x, t, y + 1), "y is 6 to 9, must be from 0 to 8"),
+        (lambda fast, x, t, y: fast(x, t, -y), "y is -8 to -5, must be from 0 to 8"),
         (lambda fast, x, t, y: fast(x, t, y.to("meta")), "y is on meta, the weights are on cpu"),
         (
             lambda fast, x, t, y: accelerate(small(class_dropout_prob=0)).forward_with_cfg(
