@@ -26,7 +26,8 @@ PLAIN = str, int, float, bool, list, tuple
 MOST_VALUES = 16  # of a tensor that is an argument
 ALSO_CALLED = {"class_num": "num_classes"}  # arguments → our entries
 OURS = "family", "latent_size", "recipe"  # entries that this program alone writes
-# Arguments with one meaning in any section of a configuration.
+# Arguments with one meaning in any section of a configuration. Others are read at the top of
+# ARGUMENTS alone: model, patch_size or in_channels may be another network's.
 IN_SECTIONS = {"diffusion_steps", "learn_sigma", "noise_schedule", "parameterization", "path_type"}
 IN_SECTIONS |= {"predict_xstart", "prediction", "prediction_type", "sigma_small"}
 IN_SECTIONS |= {"image_size", "img_size", "num_classes", "num_heads", "vae"}
