@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from kernel_testing import draw
 from networks import DEVICES, build, error, inputs, network_of
 from reference_networks import large_dit
 from test_large_dit import build as build_large
@@ -214,9 +213,10 @@ def test_no_tf32_kernel_runs(switches):
 )
 def test_layers_of_the_stream(tokens, columns, depth, device):
     """Split or not, they have float32's accuracy, and follow copied weights."""
-    weight = draw(columns, depth, seed=1, device=device) / depth**0.5
-    bias = draw(columns, seed=2, device=device)
-    x = draw(2, depth, tokens, seed=3, device=device).mT  # not contiguous, as patches come
+    torch.manual_seed(1)
+    weight = torch.randn(columns, depth, device=device) / depth**0.5
+    bias = torch.randn(columns, device=device)
+    x = torch.randn(2, depth, tokens, device=device).mT  # not contiguous, as patches come
     want = (x.double() @ weight.double().t() + bias.double()).cpu()
     for split in (None, False, True):
         layer = Float32Linear(Weights("layer", weight.clone(), bias.clone()), split)
