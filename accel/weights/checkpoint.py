@@ -32,7 +32,7 @@ MOST_NAMED = 5  # of the files in a folder: the last ones
 FILE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 # Modules with holds(path) and read(path, mapped, entry) → Contents. The first that holds a path
 # reads it; later ones are not imported.
-LAYOUTS = "training_layout", "diffusers_layout", "consolidated_layout"
+LAYOUTS = "safetensors_layout", "training_layout", "diffusers_layout", "consolidated_layout"
 
 
 class Checkpoint:

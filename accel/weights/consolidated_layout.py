@@ -8,7 +8,6 @@ from pathlib import Path
 
 from accel.errors import UsageError
 from accel.weights import Contents, training_layout
-from accel.weights.metadata import of_training
 from accel.weights.pickles import read_namespace
 
 # the first that is there is used
@@ -41,4 +40,4 @@ def read(folder: Path, mapped: bool, entry: str | None = None) -> Contents:
     state, _ = training_layout.read(whole[0], mapped, entry)
     if not (folder / ARGUMENTS).exists():
         return Contents(state, {})
-    return Contents(state, of_training(read_namespace(folder / ARGUMENTS, "ckpt")))
+    return Contents(state, training_layout.of_training(read_namespace(folder / ARGUMENTS, "ckpt")))

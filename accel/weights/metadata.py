@@ -7,11 +7,7 @@ if they are plain values: a family may know them.
 
 import json
 from collections.abc import Callable
-from pathlib import PurePath
 from typing import Any, NamedTuple
-
-import numpy as np
-import torch
 
 from accel.errors import UsageError, shown
 
@@ -86,45 +82,6 @@ SCHEMA = {
     "recipe": _Entry(_is_recipe, "values of settings by name"),
     "class_names": _Entry(_is_names, "a list of names"),
 }
-
-MOST_VALUES = 16  # of a tensor that is an argument of training
-
-ALSO_CALLED = {"class_num": "num_classes"}  # arguments of training → our entries
-OURS = "family", "latent_size", "recipe"  # entries that this program alone writes
-
-
-def of_training(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a training run that may be facts, as plain values. They are
-    another program's: what has part of our names and another meaning is left out.
-    """
-    facts = {}
-    for name, value in arguments.items():
-        name = ALSO_CALLED.get(name, name)
-        value = _plain(value)
-        is_list = isinstance(value, (list, tuple)) and len(value) == 1
-        if is_list and not (name in SCHEMA and SCHEMA[name].valid(value)):
-            value = _plain(value[0])
-        is_fact = name not in SCHEMA or name not in OURS and SCHEMA[name].valid(value)
-        if is_fact:
-            facts[name] = value
-    return facts
-
-
-def _plain(value):
-    """Return a value of a configuration without tensors, numpy's numbers, paths, and bools that
-    are text.
-    """
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, torch.Tensor) and not value.is_nested and value.numel() <= MOST_VALUES:
-        return _plain(value.tolist())
-    if isinstance(value, str) and value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    if isinstance(value, PurePath):
-        return str(value)
-    if isinstance(value, dict):
-        return {name: _plain(part) for name, part in value.items()}
-    return value
 
 
 def checked(source: object, facts: dict[str, Any]) -> dict[str, Any]:

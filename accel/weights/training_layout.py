@@ -4,19 +4,18 @@ contains one.
 
 import argparse
 import logging
-import os
-import re
 from collections.abc import Mapping
-from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
+import numpy as np
 import torch
 
 from accel.errors import UsageError, shown
 from accel.weights import Contents
-from accel.weights import metadata as schema
-from accel.weights.tensor_files import read_safetensors, read_tensors, require_floats
+from accel.weights.metadata import OWN, SCHEMA
+from accel.weights.safetensors_layout import State, is_counter, weights_of, without_entries
+from accel.weights.tensor_files import read_tensors
 
 log = logging.getLogger(__name__)
 
@@ -36,17 +35,15 @@ ENTRIES = (
     "weights",
 )
 RAW = "model"  # the entry that is trained, of which others are averages
-WRAPPED = r"((module|_orig_mod|model|net)\.)*"  # begins all names: wrappers around the network
-HOLDER = "net."  # of a wrapper that may have heads of its own beside the network, for training
-# Of wrappers around parts of it: anywhere in a name.
-INNER = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)[.]")
 AVERAGE = "shadow_params"  # a list without names, of libraries that average parameters
 TABLE = "pos_embed"  # fixed, so that an average of what is trained may leave it out
 
 # Entries with the arguments of a training run. Of two that say the same the first is believed.
 ARGUMENTS = "args", "hyper_parameters", "hparams", "config", "cfg", "opt", "options"
+MOST_VALUES = 16  # of a tensor that is an argument of training
 
-State = dict[str, torch.Tensor]
+ALSO_CALLED = {"class_num": "num_classes"}  # arguments of training → our entries
+OURS = "family", "latent_size", "recipe"  # entries that this program alone writes
 
 
 def holds(path: Path) -> bool:
@@ -59,16 +56,8 @@ def read(path: Path, mapped: bool, entry: str | None = None) -> Contents:
     the weights, with a dot before that of an entry inside it; default: the first of ENTRIES.
     Raises UsageError about --ckpt.
     """
-    if path.suffix == ".safetensors":
-        content, header = read_safetensors(path, "ckpt", mapped)
-        facts = schema.from_header(header)
-    else:
-        content = read_tensors(path, "ckpt", mapped)
-        facts = _facts(content)
-    state = _chosen(path, content, entry)
-    state = {name: value for name, value in state.items() if not _is_counter(name, value)}
-    require_floats(state, f"`ckpt={path}`")
-    return Contents(_without_wrappers(path, state), facts)
+    content = read_tensors(path, "ckpt", mapped)
+    return Contents(weights_of(path, _chosen(path, content, entry)), _facts(content))
 
 
 def _chosen(path: Path, content: dict, entry: str | None) -> State:
@@ -82,10 +71,7 @@ def _chosen(path: Path, content: dict, entry: str | None) -> State:
     listed = shown(", ".join(states))
     if entry is not None:
         if "" in states:
-            raise UsageError(
-                f"`weights_entry={shown(entry)}`: {path} is a state dict itself, without entries; "
-                "drop it"
-            )
+            raise without_entries(path, entry)
         names = [name for name in states if f"{name}.".startswith(f"{entry}.")]
         if len(names) != 1:
             raise UsageError(f"`weights_entry={shown(entry)}`: {path} has the entries {listed}")
@@ -139,19 +125,6 @@ def _is_state(value: Any) -> bool:
     return has_weights and len(tensors) + len(plain) == len(values)
 
 
-def _is_counter(name: str, value: Any) -> bool:
-    """Return whether an entry of a state dict is a number that no network computes with, such
-    as the steps or the decay of an average.
-    """
-    if not isinstance(value, torch.Tensor):
-        return True
-    if value.is_nested or value.layout is not torch.strided:
-        return False
-    whole = not value.is_floating_point() and not value.is_complex()
-    # A network's own numbers are in parts of it.
-    return value.ndim == 0 and "." not in name or whole and value.numel() == 1
-
-
 def _rank(name: str) -> int:
     """Return the place of an entry's name in ENTRIES, their number if it has none."""
     places = [ENTRIES.index(part) for part in name.split(".") if part in ENTRIES]
@@ -167,7 +140,7 @@ def _named(path: Path, name: str, states: Mapping[str, Any]) -> State:
         return average
     others = sorted((other for other in states if isinstance(states[other], dict)), key=_rank)
     for other in others:
-        raw = {key: value for key, value in states[other].items() if not _is_counter(key, value)}
+        raw = {key: value for key, value in states[other].items() if not is_counter(key, value)}
         for names in (list(raw), [key for key in raw if not key.endswith(TABLE)]):
             shapes = [raw[key].shape for key in names]
             if shapes == [getattr(value, "shape", None) for value in average]:
@@ -179,42 +152,11 @@ def _named(path: Path, name: str, states: Mapping[str, Any]) -> State:
     )
 
 
-def _without_wrappers(path: Path, state: State) -> State:
-    """Return a state dict without the parts of names that wrappers add. Print them."""
-    prefix = re.match(WRAPPED, os.path.commonprefix(list(state)))[0]
-    state = {name.removeprefix(prefix): value for name, value in state.items()}
-    held = {name: value for name, value in state.items() if name.startswith(HOLDER)}
-    beside = dict.fromkeys(name.partition(".")[0] for name in state if name not in held)
-    if held and beside:
-        log.warning(
-            f'{path}: the network is under "{HOLDER}"; not sampled: {shown(", ".join(beside))}'
-        )
-        state = {name.removeprefix(HOLDER): value for name, value in held.items()}
-    first = {}
-    for name in state:
-        plain = INNER.sub("", name)
-        if first.setdefault(plain, name) != name and not _equal(state[first[plain]], state[name]):
-            raise UsageError(
-                f"`ckpt={path}`: has {shown(first[plain])} and {shown(name)}, with other values; "
-                "save one of them"
-            )
-    inner = sorted(set(chain.from_iterable(map(INNER.findall, state))))
-    parts = [f'"{prefix}"'] * bool(prefix) + [f'"{part}."' for part in inner]
-    if parts:
-        words = " and ".join(parts)
-        log.warning(f"{path}: names have {words}, as a wrapped model is saved; loading without")
-    return {INNER.sub("", name): value for name, value in state.items()}
-
-
-def _equal(first: torch.Tensor, other: torch.Tensor) -> bool:
-    return first.shape == other.shape and torch.equal(first, other)
-
-
 def _facts(content: dict) -> dict[str, Any]:
     """Return the facts beside the tensors: as the converter writes them, else a training
     run's arguments, and its configuration.
     """
-    facts = content.get(schema.OWN)
+    facts = content.get(OWN)
     if isinstance(facts, dict) and "family" in facts:
         return facts
     merged = {}
@@ -225,4 +167,38 @@ def _facts(content: dict) -> dict[str, Any]:
         # An optimiser's state, as `opt` often is, says nothing of the network.
         if isinstance(arguments, dict) and "param_groups" not in arguments:
             merged = {**arguments, **merged}
-    return schema.of_training({"config": content.get("config"), **merged})
+    return of_training({"config": content.get("config"), **merged})
+
+
+def of_training(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a training run that may be facts, as plain values. They are
+    another program's: what has part of our names and another meaning is left out.
+    """
+    facts = {}
+    for name, value in arguments.items():
+        name = ALSO_CALLED.get(name, name)
+        value = _plain(value)
+        is_list = isinstance(value, (list, tuple)) and len(value) == 1
+        if is_list and not (name in SCHEMA and SCHEMA[name].valid(value)):
+            value = _plain(value[0])
+        is_fact = name not in SCHEMA or name not in OURS and SCHEMA[name].valid(value)
+        if is_fact:
+            facts[name] = value
+    return facts
+
+
+def _plain(value):
+    """Return a value of a configuration without tensors, numpy's numbers, paths, and bools that
+    are text.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, torch.Tensor) and not value.is_nested and value.numel() <= MOST_VALUES:
+        return _plain(value.tolist())
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    return value
