@@ -92,30 +92,14 @@ def choose_device(name: str | None) -> torch.device:
             f"`device={name}`: no such kind of device; try cuda, cuda:1 or cpu"
         ) from None
     if device.type == "cuda":
-        _require_gpu(device)
+        from accel import gpu  # a CPU needs none
+
+        gpu.require(device)
     elif device.type != "cpu" and not (device.type == "mps" and torch.backends.mps.is_available()):
         raise UsageError(
             f"`device={device}`: torch {torch.__version__} cannot sample there; use cuda or cpu"
         )
     return device
-
-
-def _require_gpu(device):
-    if not torch.cuda.is_available():
-        raise UsageError(
-            f"`device={device}`: torch {torch.__version__} finds no CUDA GPU; use `device=cpu`"
-        )
-    count = torch.cuda.device_count()
-    if (device.index or 0) >= count:
-        raise UsageError(f"`device={device}`: this machine has {count} GPU(s), counted from 0")
-    from accel.gpu import missing_code  # a CPU needs none
-
-    remedy = missing_code(device)
-    if remedy:
-        raise UsageError(
-            f"`device={device}`: torch {torch.__version__} has no code for "
-            f"{torch.cuda.get_device_name(device)}; install {remedy}"
-        )
 
 
 def weights_of(config: Config, device: torch.device, divided: bool = False) -> Checkpoint:

@@ -5,7 +5,6 @@ opened once a run, checked.
 import logging
 import re
 import stat
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -180,17 +179,6 @@ def _no_layout(folder: Path) -> str:
         f"`ckpt={folder}`: a folder must hold transformer/config.json and its weights (diffusers' "
         "layout), or consolidated.00-of-01.pth"
     )
-
-
-def fetch_published() -> None:
-    """Download all published weights that are missing here and print their paths; `python
-    download.py` calls this.
-    """
-    for name in sorted(pretrained_models):
-        try:
-            log.info(str(Checkpoint(FOLDER / name).fetch()))
-        except UsageError as error:
-            sys.exit(f"download.py: {error.by_flags()}")
 
 
 def _locate(name: str) -> Path | None:
