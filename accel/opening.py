@@ -4,7 +4,6 @@ Config, once.
 
 import logging
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -156,7 +155,9 @@ def open_model(
     space = None
     checkpoints = [each for each in (weights, guide) if isinstance(each, Checkpoint)]
     if not all(each.is_here for each in checkpoints):
-        space = _fetch(config, weights, guide, decodes)
+        from accel.fetching import fetch  # most runs have all files
+
+        space = fetch(config, weights, guide, decodes)
     fit = _fit_of(weights, config)
     config.require_family(fit)  # before a decoder is fetched
     opened_guide = None
@@ -206,36 +207,6 @@ def with_arithmetic(config: Config, device: torch.device) -> Config:
     precision.apply_precision(tier, device)
     decoder = precision.decoder_precision(config.vae_precision, tier, device)
     return replace(config, precision=tier, tf32=None, vae_precision=decoder)
-
-
-def _fetch(config, weights, guide, decodes):
-    """Fetch weights and guide, and the decoder that is known without them. Return its space or
-    None. Raises one UsageError for all that is missing.
-    """
-    missing = []
-
-    def attempt(work: Callable[[], Any]) -> Any:
-        try:
-            return work()
-        except UsageError as error:
-            missing.append(error.marked)
-            return None
-
-    name = config.named_decoder
-    space = None
-    if decodes and name is not None:
-        space = attempt(lambda: find(name, config.latent_stats))
-    if isinstance(weights, Checkpoint):
-        attempt(weights.fetch)
-    if isinstance(guide, Checkpoint):
-        from accel.guide import about_guide
-
-        attempt(about_guide()(guide.fetch))
-    if len(missing) > 1:
-        missing.append("or use `model=DiT-Demo/2`, which ships with both")
-    if missing:
-        raise UsageError("; ".join(missing))
-    return space
 
 
 def _fit_of(weights, config):
