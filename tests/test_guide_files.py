@@ -30,17 +30,21 @@ OF_GUIDE = dict(hidden_size=80, depth=3, num_heads=1)
 RUN = dict(num_sampling_steps=3, output_type="latent", device="cpu")
 
 
-@pytest.fixture
-def jits(tmp_path):
+def write_jit(folder):
     """Write a JiT, jit.pth, and return a function that writes a guide of it: other arguments of
     training → path.
     """
-    jit_file(tmp_path, build_jit()).rename(tmp_path / "jit.pth")
+    jit_file(folder, build_jit()).rename(folder / "jit.pth")
 
     def guide(**arguments):
-        return jit_file(tmp_path, build_jit(1, **OF_GUIDE), **arguments)
+        return jit_file(folder, build_jit(1, **OF_GUIDE), **arguments)
 
     return guide
+
+
+@pytest.fixture
+def jits(tmp_path):
+    return write_jit(tmp_path)
 
 
 def opened(jits, tmp_path, *, guide=None, **options):
@@ -207,13 +211,12 @@ CONFIG = dict(
 )
 
 
-@pytest.fixture
-def raes(tmp_path):
+def write_rae(folder):
     """Write a RAE, its guide and its decoder; return a function that writes their configuration."""
-    vit_files(tmp_path / "vit", SMALL_VIT._replace(channels=24, patch=16))
-    torch.save(build_rae().state_dict(), tmp_path / "rae.pt")
+    vit_files(folder / "vit", SMALL_VIT._replace(channels=24, patch=16))
+    torch.save(build_rae().state_dict(), folder / "rae.pt")
     guide = build_rae(1, hidden_size=(72, 256), depth=(1, 1), num_heads=(1, 2))
-    torch.save(guide.state_dict(), tmp_path / "g.pt")
+    torch.save(guide.state_dict(), folder / "g.pt")
 
     def write(**changes):
         content = json.loads(json.dumps(CONFIG))
@@ -223,11 +226,16 @@ def raes(tmp_path):
             for part in sections:
                 section = section[part]
             section[last] = value
-        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.yaml"
+        path = folder / f"{len(list(folder.iterdir()))}.yaml"
         path.write_text(yaml.safe_dump(content))
         return path
 
     return write
+
+
+@pytest.fixture
+def raes(tmp_path):
+    return write_rae(tmp_path)
 
 
 @pytest.mark.parametrize(
