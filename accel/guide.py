@@ -156,14 +156,16 @@ def _fit_of_guide(weights: Weights, guided: str, fit: Fit, config: Config) -> Fi
     """Return family and sizes of a guide's weights. Arguments and errors are open_guide's."""
     is_file = isinstance(weights, Checkpoint)
     guide = _recognised(weights, fit) if is_file else weights.fit  # type: ignore
-    size = config.image_size or fit.recipe.get("image_size")
+    size = fit.recipe.get("image_size", fit.image_size)
+    if config.image_size is not None and not fit.family.any_size:
+        size = config.image_size
     compared = {
         "a family": (guide.family.name, fit.family.name),
         "num_classes": (guide.num_classes, fit.num_classes),
         "channels of latents": (guide.in_channels, fit.in_channels),
         "channels of its output": (guide.out_channels, fit.out_channels),
         "a side of trained latents": (guide.latent_size, fit.latent_size),
-        "image_size": (guide.recipe.get("image_size"), size),
+        "image_size": (guide.recipe.get("image_size", guide.image_size), size),
         # Without a configuration latents are those of the family's decoder.
         "latent_scale": (guide.recipe.get("latent_scale", 1), fit.recipe.get("latent_scale", 1)),
         "latent_norm": (guide.recipe.get("latent_norm", True), fit.recipe.get("latent_norm", True)),

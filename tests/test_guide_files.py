@@ -3,6 +3,7 @@ LightningDiT.
 """
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from reference_networks import jit
 from test_jit import LABELS, START
 from test_jit import build as build_jit
 from test_jit import checkpoint as jit_file
+from test_large_dit import build as build_large_dit
 from test_lightning_dit import as_file
 from test_lightning_dit import build as build_lightning
 from test_rae import build as build_rae
@@ -25,6 +27,7 @@ from accel.config import Config
 from accel.errors import UsageError
 from accel.families.dit.network import DiT
 from accel.opening import open_model
+from accel.weights.metadata import OWN
 
 OF_GUIDE = dict(hidden_size=80, depth=3, num_heads=1)
 RUN = dict(num_sampling_steps=3, output_type="latent", device="cpu")
@@ -139,6 +142,19 @@ def test_the_number_of_heads_of_a_guide(tmp_path, here, capsys):
     config = Config(ckpt=str(tmp_path / "f.pt"), guide=str(tmp_path / "odd.pt"), device="cpu")
     with pytest.raises(UsageError, match="guide=.* give --num-heads to scripts/convert_checkpoint"):
         open_model(config, decodes=False)
+
+
+def test_a_guide_of_another_trained_size_is_refused(tmp_path):
+    """No tensor of a Large-DiT says it. The size that is sampled does not matter."""
+    for name, size in (("f", 64), ("small", 32), ("g", 64)):
+        model = build_large_dit()
+        facts = dict(family="Large-DiT", num_heads=model.n_heads, image_size=size)
+        torch.save({"ema": model.state_dict(), OWN: facts}, tmp_path / f"{name}.pt")
+    config = Config(ckpt=str(tmp_path / "f.pt"), device="cpu", image_size=128)
+    opened = open_model(replace(config, guide=str(tmp_path / "g.pt")), decodes=False)
+    assert (opened.config.image_size, opened.fit.image_size) == (128, 64)
+    with pytest.raises(UsageError, match="guide=[^ ]*small.pt: has image_size 32, and .*f.pt 64; "):
+        open_model(replace(config, guide=str(tmp_path / "small.pt")), decodes=False)
 
 
 @pytest.mark.parametrize(
