@@ -126,6 +126,7 @@ class Network(ABC):
 
     patch_size: int
     in_channels: int
+    of_files = "the weights"  # in words, with the options that name them
     captures = False  # whether the sampling loop captures a step as a CUDA graph
 
     def __init__(self):

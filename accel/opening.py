@@ -159,12 +159,14 @@ def open_model(
 
         space = fetch(config, weights, guide, decodes)
     fit = _fit_of(weights, config)
+    if config.config is not None:
+        config_file.require_network(config.config, "ckpt", weights.name, fit)
     config.require_family(fit)  # before a decoder is fetched
     opened_guide = None
     if guide is not None:
         from accel.guide import open_guide
 
-        opened_guide = open_guide(guide, weights.name, fit)
+        opened_guide = open_guide(guide, weights, fit, config)
     config, space = _with_decoder(config, weights, fit, space, decodes)
     fit = fit.decoded(space.factor)
     config = config.filled(fit, space)

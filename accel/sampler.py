@@ -148,7 +148,10 @@ class Sampler:
             given["model"] = model
         loaded_guide = None
         if not isinstance(guide, (str, Path, type(None))):
-            loaded_guide = _copied(guide)
+            try:
+                loaded_guide = _copied(guide)
+            except UsageError as error:
+                raise UsageError(f"`guide`: {error.marked}") from None
             given["guide"] = loaded_guide.name
         if device is not None:
             given["device"] = str(device)

@@ -111,8 +111,14 @@ class Recogniser:
         """Return the entries of a file that sampling needs, under its names."""
         return state
 
-    def recipe(self, model: str, metadata: Mapping[str, Any], path: Path) -> dict[str, Any]:
-        """Return the values of settings that a file at `path` implies."""
+    def recipe(
+        self,
+        model: str,
+        metadata: Mapping[str, Any],
+        path: Path,
+        say: Callable[[str], None] = log.warning,
+    ) -> dict[str, Any]:
+        """Return the values of settings that a file at `path` implies. say: prints them."""
         return {}
 
     def require_computed(self, metadata: Mapping[str, Any]) -> None:
