@@ -340,7 +340,9 @@ class Config(Options):
             channels = f" on {self.guidance_channels} channels"
         guidance = f"cfg {self.cfg_scale:g}"
         if self.guide is not None:
-            guidance = f"autoguidance {self.cfg_scale:g} by {Path(self.guide).name}"
+            guidance = f"autoguidance {self.cfg_scale:g} by {Path(self.guide).name}" + (
+                "" if self.cfg_scale > 1 else " (not used: give a --cfg-scale above 1)"
+            )
         return f"{self.num_sampling_steps} {sampler}{shift}steps · {guidance}{interval}{channels}"
 
 
@@ -682,8 +684,12 @@ def _require_family(config, model: str, family: Family, sampler: str | None):
     family does not have.
     """
     defaults = family.models.get(model, family.recipe)
-    if defaults.factor == 1 and config.vae not in (None, defaults.vae):
-        raise UsageError(f"`vae={config.vae}`: {model} samples pixels, without a decoder; drop it")
+    for name, usual in (("vae", defaults.vae), ("latent_stats", None)):
+        if defaults.factor == 1 and getattr(config, name) not in (None, usual):
+            raise UsageError(
+                f"`{name}={getattr(config, name)}`: {model} samples pixels, without a decoder; "
+                "drop it"
+            )
     if sampler not in (None, *family.samplers):
         raise UsageError(
             f"`sampler={sampler}`: is not for a {family.name}, which {model} is; use "

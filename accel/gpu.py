@@ -6,6 +6,8 @@ from contextlib import contextmanager
 
 import torch
 
+from accel.errors import UsageError
+
 _seen_as = None  # a capability in place of the GPUs' own
 
 
@@ -34,6 +36,23 @@ def seen_as(other: tuple[int, int]) -> Iterator[None]:
         yield
     finally:
         _seen_as = before
+
+
+def require(device: torch.device) -> None:
+    """Raise UsageError unless this machine has the GPU, and the installed torch has code for it."""
+    if not torch.cuda.is_available():
+        raise UsageError(
+            f"`device={device}`: torch {torch.__version__} finds no CUDA GPU; use `device=cpu`"
+        )
+    count = torch.cuda.device_count()
+    if (device.index or 0) >= count:
+        raise UsageError(f"`device={device}`: this machine has {count} GPU(s), counted from 0")
+    remedy = missing_code(device)
+    if remedy:
+        raise UsageError(
+            f"`device={device}`: torch {torch.__version__} has no code for "
+            f"{torch.cuda.get_device_name(device)}; install {remedy}"
+        )
 
 
 def missing_code(device: torch.device) -> str | None:

@@ -3,10 +3,12 @@ does not say them, they are those of the network that it guides.
 """
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from accel.config import Config
 from accel.errors import UsageError, shown
 from accel.families.recognise import (
     Fit,
@@ -23,6 +25,22 @@ from accel.weights.shapes import shapes_of
 
 log = logging.getLogger(__name__)
 
+CONVERTER = "scripts/convert_checkpoint.py"
+# What errors and notices about a file of weights say → what is true of a guide's: most options
+# change the guided network alone.
+OF_GUIDE = {
+    "`ckpt": "`guide",
+    "give `num_heads`": f"give --num-heads to {CONVERTER}",
+    "give `num_classes`": "save it again",
+    "give `model`": f"give --model to {CONVERTER}",
+    "give `weights_entry`": f"give --weights-entry to {CONVERTER}",
+    ": --num-heads N": f": give --num-heads N to {CONVERTER}",
+    ": --weights-entry NAME": f": give --weights-entry NAME to {CONVERTER}",
+    "accel.Sampler(module)": "accel.Sampler(…, guide=module)",
+}
+# The modules whose notices name such options.
+NOTICES = "accel.families.recognise", "accel.weights.training_layout"
+
 
 class Guide(NamedTuple):
     """The second network of autoguidance."""
@@ -38,39 +56,119 @@ class Guide(NamedTuple):
 
 @contextmanager
 def about_guide() -> Iterator[None]:
-    """Let errors about a file of weights name the parameter `guide`."""
+    """Let errors and notices about a file of weights name the parameter `guide`, and remedies
+    that change the guide.
+    """
+    loggers = [logging.getLogger(name) for name in NOTICES]
+    for logger in loggers:
+        logger.addFilter(_reworded)
     try:
         yield
     except UsageError as error:
-        text = error.marked.replace("`ckpt", "`guide")
-        # that option is of the guided network
-        converter = "give --num-heads to scripts/convert_checkpoint.py"
-        raise UsageError(text.replace("give `num_heads`", converter)) from None
+        raise UsageError(_of_guide(error.marked)) from None
+    finally:
+        for logger in loggers:
+            logger.removeFilter(_reworded)
 
 
-def open_guide(weights: Weights, guided: str, fit: Fit) -> Guide:
+def _of_guide(text: str) -> str:
+    for of_network, of_guide in OF_GUIDE.items():
+        text = text.replace(of_network, of_guide)
+    return text
+
+
+def _reworded(record: logging.LogRecord) -> bool:
+    """Reword a notice, as a filter of logging."""
+    record.msg = _of_guide(record.msg)
+    return True
+
+
+def open_guide(weights: Weights, guided: Weights, fit: Fit, config: Config) -> Guide:
     """Return the guide with these weights, of a file or of a module.
 
-    guided, fit: name, and family and sizes, of the guided network's weights. Raises UsageError
-    for a guide of another family, or of other classes, latents or steps.
+    guided, fit: the guided network's weights, and their family and sizes. config: the user's
+    options. Raises UsageError for a guide of another family, or of other classes, latents,
+    noise or steps.
     """
     with about_guide():
-        of_guide = _fit_of_guide(weights, guided, fit)
+        of_guide = _fit_of_guide(weights, guided.name, fit, config)
         if of_guide.schedule is not None:
             solvers.require_schedule(f"`ckpt={weights.name}`", of_guide.schedule)
+    if config.config is not None:
+        from accel.families.config_file import require_network  # few runs have one
+
+        require_network(config.config, "guide", weights.name, of_guide)
+    _require_noise(weights.name, of_guide, guided.name, fit, config)
+    _say_assumed_divisor(weights.name, of_guide, fit, config)
+    if _is_same_file(weights, guided):
+        log.warning(
+            f"{shown(weights.name, 300)}: is the file of the network that it guides; both "
+            "estimates are equal, so guidance changes nothing"
+        )
     return Guide(weights, of_guide)
 
 
-def _fit_of_guide(weights: Weights, guided: str, fit: Fit) -> Fit:
+def _is_same_file(weights, guided):
+    both = isinstance(weights, Checkpoint) and isinstance(guided, Checkpoint)
+    return both and guided.entry is None and os.path.samefile(weights.path, guided.path)
+
+
+def _trained(fit: Fit, name: str) -> float | None:
+    """Return a setting that weights were trained with, None if neither their file nor their
+    model says it.
+    """
+    model = fit.family.models.get(fit.model)
+    return fit.recipe.get(name, getattr(model, name, None))
+
+
+def _require_noise(name: str, guide: Fit, guided: str, fit: Fit, config: Config) -> None:
+    """Raise UsageError for a guide that was trained with noise of another scale, unless the user
+    gives one scale for both. Print the scale that is assumed.
+    """
+    if fit.family.prediction != "data" or config.noise_scale is not None:
+        return
+    its = _trained(guide, "noise_scale")
+    wanted = _trained(fit, "noise_scale") or fit.family.recipe.noise_scale
+    if its is None:
+        log.warning(
+            f"{shown(name, 300)}: says no scale of the first noise, taken for {wanted:g}, as the "
+            "network that it guides has"
+        )
+    elif its != wanted:
+        raise UsageError(
+            f"`guide={name}`: was trained with noise_scale {its:g}, and {guided} with {wanted:g}; "
+            "give another guide, or `noise_scale` for both"
+        )
+
+
+def _say_assumed_divisor(name: str, guide: Fit, fit: Fit, config: Config) -> None:
+    """Print which t_eps divides the guide's estimates, if it was trained with another one."""
+    its = guide.recipe.get("t_eps")
+    wanted = config.t_eps or _trained(fit, "t_eps") or fit.family.recipe.t_eps
+    if its not in (None, wanted):
+        log.warning(
+            f"{shown(name, 300)}: was trained with t_eps {its:g}; {wanted:g} is used for both "
+            "networks; for another: --t-eps N"
+        )
+
+
+def _fit_of_guide(weights: Weights, guided: str, fit: Fit, config: Config) -> Fit:
     """Return family and sizes of a guide's weights. Arguments and errors are open_guide's."""
     is_file = isinstance(weights, Checkpoint)
     guide = _recognised(weights, fit) if is_file else weights.fit  # type: ignore
+    size = fit.recipe.get("image_size", fit.image_size)
+    if config.image_size is not None and not fit.family.any_size:
+        size = config.image_size
     compared = {
         "a family": (guide.family.name, fit.family.name),
         "num_classes": (guide.num_classes, fit.num_classes),
         "channels of latents": (guide.in_channels, fit.in_channels),
         "channels of its output": (guide.out_channels, fit.out_channels),
         "a side of trained latents": (guide.latent_size, fit.latent_size),
+        "image_size": (guide.recipe.get("image_size", guide.image_size), size),
+        # Without a configuration latents are those of the family's decoder.
+        "latent_scale": (guide.recipe.get("latent_scale", 1), fit.recipe.get("latent_scale", 1)),
+        "latent_norm": (guide.recipe.get("latent_norm", True), fit.recipe.get("latent_norm", True)),
     }
     for what, (its, wanted) in compared.items():
         if None not in (its, wanted) and its != wanted:
@@ -94,14 +192,21 @@ def _recognised(weights: Checkpoint, fit: Fit) -> Fit:
             f"{shown(name, 300)}: names no family, taken for a {family.name}, as the network that "
             "it guides"
         )
+    recogniser = recogniser_of(family)
     classes = None
-    rows = shapes[recogniser_of(family).labels][0]
-    if "num_classes" not in metadata and rows in (fit.num_classes, fit.num_classes + 1):
-        classes = fit.num_classes
-    if classes == rows:
+    rows = shapes[recogniser.labels][0]
+    is_alike = rows in (fit.num_classes, fit.num_classes + 1)
+    if "num_classes" not in metadata:
+        classes = fit.num_classes if is_alike else max(rows - 1, 1)
+    if is_alike and classes == rows:
         log.warning(
             f"{shown(name, 300)}: has a label table of {rows} rows, taken for {rows} classes and "
             "no null class, as the network that it guides has so many classes"
         )
     metadata = {**metadata, "family": family.name}
-    return recognise(name, weights.state, metadata, None, classes, shipped)
+    guide = recognise(name, weights.state, metadata, None, classes, shipped)
+    if family != fit.family:
+        return guide  # it is refused
+    # Not printed: its steps and guidance are not used.
+    recipe = recogniser.recipe(guide.model, weights.metadata, weights.path, say=lambda line: None)
+    return guide._replace(recipe={**guide.recipe, **recipe})

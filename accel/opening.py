@@ -4,7 +4,6 @@ Config, once.
 
 import logging
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -92,30 +91,14 @@ def choose_device(name: str | None) -> torch.device:
             f"`device={name}`: no such kind of device; try cuda, cuda:1 or cpu"
         ) from None
     if device.type == "cuda":
-        _require_gpu(device)
+        from accel import gpu  # a CPU needs none
+
+        gpu.require(device)
     elif device.type != "cpu" and not (device.type == "mps" and torch.backends.mps.is_available()):
         raise UsageError(
             f"`device={device}`: torch {torch.__version__} cannot sample there; use cuda or cpu"
         )
     return device
-
-
-def _require_gpu(device):
-    if not torch.cuda.is_available():
-        raise UsageError(
-            f"`device={device}`: torch {torch.__version__} finds no CUDA GPU; use `device=cpu`"
-        )
-    count = torch.cuda.device_count()
-    if (device.index or 0) >= count:
-        raise UsageError(f"`device={device}`: this machine has {count} GPU(s), counted from 0")
-    from accel.gpu import missing_code  # a CPU needs none
-
-    remedy = missing_code(device)
-    if remedy:
-        raise UsageError(
-            f"`device={device}`: torch {torch.__version__} has no code for "
-            f"{torch.cuda.get_device_name(device)}; install {remedy}"
-        )
 
 
 def weights_of(config: Config, device: torch.device, divided: bool = False) -> Checkpoint:
@@ -172,14 +155,18 @@ def open_model(
     space = None
     checkpoints = [each for each in (weights, guide) if isinstance(each, Checkpoint)]
     if not all(each.is_here for each in checkpoints):
-        space = _fetch(config, weights, guide, decodes)
+        from accel.fetching import fetch  # most runs have all files
+
+        space = fetch(config, weights, guide, decodes)
     fit = _fit_of(weights, config)
+    if config.config is not None:
+        config_file.require_network(config.config, "ckpt", weights.name, fit)
     config.require_family(fit)  # before a decoder is fetched
     opened_guide = None
     if guide is not None:
         from accel.guide import open_guide
 
-        opened_guide = open_guide(guide, weights.name, fit)
+        opened_guide = open_guide(guide, weights, fit, config)
     config, space = _with_decoder(config, weights, fit, space, decodes)
     size_in_file = fit.image_size
     fit = fit.decoded(space.factor)
@@ -230,36 +217,6 @@ def with_arithmetic(config: Config, device: torch.device) -> Config:
     precision.apply_precision(tier, device)
     decoder = precision.decoder_precision(config.vae_precision, tier, device)
     return replace(config, precision=tier, tf32=None, vae_precision=decoder)
-
-
-def _fetch(config, weights, guide, decodes):
-    """Fetch weights and guide, and the decoder that is known without them. Return its space or
-    None. Raises one UsageError for all that is missing.
-    """
-    missing = []
-
-    def attempt(work: Callable[[], Any]) -> Any:
-        try:
-            return work()
-        except UsageError as error:
-            missing.append(error.marked)
-            return None
-
-    name = config.named_decoder
-    space = None
-    if decodes and name is not None:
-        space = attempt(lambda: find(name, config.latent_stats))
-    if isinstance(weights, Checkpoint):
-        attempt(weights.fetch)
-    if isinstance(guide, Checkpoint):
-        from accel.guide import about_guide
-
-        attempt(about_guide()(guide.fetch))
-    if len(missing) > 1:
-        missing.append("or use `model=DiT-Demo/2`, which ships with both")
-    if missing:
-        raise UsageError("; ".join(missing))
-    return space
 
 
 def _fit_of(weights, config):
@@ -333,9 +290,8 @@ def _with_decoder(config, weights, fit, space, decodes):
             implied = f"says that its decoder is {shown(name)}"
             if fit.vae is None:
                 implied = f"is a {fit.model}, whose decoder is {shown(name)} unless you give `vae`"
-            given = weights.name
-            if isinstance(weights, Checkpoint):
-                given = f"`ckpt={given}`"
+            is_file = isinstance(weights, Checkpoint)
+            given = f"`ckpt={weights.name}`" if is_file else weights.name
             raise UsageError(f"{given}: {implied}; {error.marked}") from None
     if space is None:
         space = LatentSpace(fit.in_channels, defaults.factor)  # latents need no decoder

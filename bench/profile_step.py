@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 from torch.autograd import DeviceType
-from torch.autograd.profiler_util import EventList, FunctionEventAvg
+from torch.autograd.profiler_util import EventList
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils.flop_counter import FlopCounterMode
@@ -50,9 +50,6 @@ KINDS = (
     ),
 )
 OTHER = "norm/elementwise"
-# cudaDeviceSynchronize is the profiler's own.
-WAITS = r"^cu(da)?(Stream|Event|Ctx)Synchronize|^cudaMemcpy"
-STAGED = 50  # µs: an asynchronous copy that takes the host longer than this has waited for the GPU
 
 
 def record(loop: Callable, steps: int, device: torch.device) -> profile:
@@ -85,11 +82,8 @@ def on_device(event) -> bool:
 
 
 def analyse(events: EventList, steps: int) -> dict:
-    """Return the time of `steps` profiled steps on a GPU by kind of work, and the host's
-    waits, in ms per step.
-    """
-    averages = events.key_averages()
-    kernels = [row for row in averages if on_device(row)]
+    """Return the time of `steps` profiled steps on a GPU by kind of work, in ms per step."""
+    kernels = [row for row in events.key_averages() if on_device(row)]
     times = defaultdict(float)  # by kind of work, in µs
     for row in kernels:
         times[kind_of(row.key)] += row.self_device_time_total
@@ -105,16 +99,10 @@ def analyse(events: EventList, steps: int) -> dict:
     kinds = {}
     for kind, time in sorted(times.items(), key=lambda item: -item[1]):
         kinds[kind] = dict(ms=time / steps / 1e3, share=time / window)
-    waits = []
-    for row in sorted(averages, key=lambda row: -row.self_cpu_time_total):
-        if is_wait(row):
-            milliseconds = row.self_cpu_time_total / steps / 1e3
-            waits.append(dict(where=row.key, per_step=row.count / steps, ms_per_step=milliseconds))
     return dict(
         window_ms=window / steps / 1e3,
         launches_per_step=sum(row.count for row in kernels) / steps,
         kinds=kinds,
-        waits=waits,
     )
 
 
@@ -124,13 +112,6 @@ def kind_of(kernel: str) -> str:
         if re.search(pattern, kernel, re.I):
             return kind
     return OTHER
-
-
-def is_wait(row: FunctionEventAvg) -> bool:
-    """Return whether an average is of calls in which the host waits for the GPU."""
-    if row.device_type != DeviceType.CPU or not re.search(WAITS, row.key):
-        return False
-    return "Async" not in row.key or row.self_cpu_time_total > STAGED * row.count
 
 
 def ceilings(tier: str, device: torch.device) -> dict:
@@ -238,7 +219,7 @@ def run(args: Namespace, device: torch.device) -> dict:
     )
     if not cuda:
         [whole] = [row for row in averages if row.key == "ProfilerStep*"]
-        return {**about, "window_ms": whole.cpu_time_total / args.steps / 1e3, "waits": []}
+        return {**about, "window_ms": whole.cpu_time_total / args.steps / 1e3}
     events = profiler.events()
     result = {**about, **analyse(events, args.steps)}
     for kind, row in result["kinds"].items():
@@ -266,13 +247,6 @@ def describe(record: dict) -> list[str]:
     for kind, row in record.get("kinds", {}).items():
         rate = f"  {row['of_ceiling']:.0%} of the ceiling" if "of_ceiling" in row else ""
         lines.append(f"  {kind:24}{row['ms']:12.3f} ms{row['share']:8.1%}{rate}")
-    if record["gpu"] and not record["waits"]:
-        lines.append("The host never waits for the GPU in these steps.")
-    for wait in record["waits"]:
-        lines.append(
-            f"  the host waits {wait['per_step']:.1f} × a step, {wait['ms_per_step']:.3f} ms, in "
-            f"{wait['where']}"
-        )
     return lines
 
 

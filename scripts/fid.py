@@ -68,10 +68,9 @@ METRICS = {POOL: FID, SPATIAL: SFID, DINOV2: FD_DINOV2}  # FID's name is torch-f
 Features = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 
 
-class Pictures(torch.utils.data.Dataset):
-    """Pictures (3, H, W) uint8 of an .npz or a folder, flat or with a folder a class, and
-    the statistics of an .npz that has them. Each picture is read when it is asked for.
-    Raises UsageError for anything else.
+class Pictures:
+    """Pictures of an .npz or a folder, flat or with a folder a class, and the statistics of
+    an .npz that has them. Raises UsageError for anything else.
     """
 
     def __init__(self, path: Path):
@@ -107,31 +106,37 @@ class Pictures(torch.utils.data.Dataset):
                 "numpy.ascontiguousarray(arr_0)"
             )
         self.archive = archive
-        self.member = array.member
         self.shape = array.shape
-        self.start = array.member.tell()
+
+    def batches(self, size: int) -> Iterator[torch.Tensor]:
+        """Yield all pictures in order, (n, 3, H, W) uint8 of at most `size` each. Raises
+        UsageError, which names the file, for damaged pictures.
+        """
+        with self.errors():
+            read = self._read_files if self.files else self._read_archive
+            for pixels in read(size):
+                yield torch.tensor(pixels).permute(0, 3, 1, 2)
+
+    def _read_archive(self, size):
+        each = prod(self.shape[1:])
+        # Read to its end: that has the checksum.
+        with _open_array(self.archive, "arr_0").member as member:
+            while block := member.read(size * each):
+                yield np.frombuffer(block, np.uint8).reshape(-1, *self.shape[1:])
+
+    def _read_files(self, size):
+        with ThreadPoolExecutor(READERS) as pool:
+            for first in range(0, len(self), size):
+                yield np.stack(list(pool.map(self._read_file, self.files[first : first + size])))
 
     def check(self) -> None:
         """Read all pictures once, so that damage is found before features are computed.
         Raises UsageError, which names the file.
         """
         name = f"checking {self.path.name}"
-        bar = tqdm(total=len(self), unit="picture", desc=name, leave=False)
-        with self.errors(), bar:
-            if not self.files:
-                size = prod(self.shape[1:])
-                with self.archive.open("arr_0.npy") as member:
-                    # Its end has the checksum, which seeking would pass over.
-                    while block := member.read(64 * size):
-                        bar.update(len(block) // size)
-                return
-            pool = ThreadPoolExecutor(READERS)
-            try:
-                pictures = pool.map(self._read_file, self.files)
-                for _ in pictures:
-                    bar.update()
-            finally:
-                pool.shutdown(cancel_futures=True)
+        with tqdm(total=len(self), unit="picture", desc=name, leave=False) as bar:
+            for pictures in self.batches(64):
+                bar.update(len(pictures))
 
     @contextmanager
     def errors(self) -> Iterator[None]:
@@ -149,21 +154,6 @@ class Pictures(torch.utils.data.Dataset):
     def __len__(self):
         return self.shape[0]
 
-    def __getitem__(self, index):
-        [picture] = self.__getitems__([index])
-        return picture
-
-    def __getitems__(self, indices):
-        """Return the pictures of a batch; the data loader asks for it."""
-        with self.errors():
-            if self.files:
-                with ThreadPoolExecutor(READERS) as pool:
-                    files = [self.files[index] for index in indices]
-                    pictures = [picture.pixels for picture in pool.map(self._read_file, files)]
-            else:
-                pictures = [self._read_member(index) for index in indices]
-        return [torch.tensor(pixels).permute(2, 0, 1) for pixels in pictures]
-
     def _read_file(self, file):
         picture = read_picture(file)
         if picture.pixels.shape != self.shape[1:]:
@@ -172,12 +162,7 @@ class Pictures(torch.utils.data.Dataset):
                 f"{file}: has {picture.size} pixels, {self.files[0].name} {width}x{height}; crop "
                 "and resize all to one size, by the recipe in docs/fid.md"
             )
-        return picture
-
-    def _read_member(self, index):
-        size = prod(self.shape[1:])
-        self.member.seek(self.start + index * size)
-        return np.frombuffer(self.member.read(size), np.uint8).reshape(self.shape[1:])
+        return picture.pixels
 
     def settings(self) -> dict:
         """Return the settings that sample_ddp.py recorded of the job that made the
@@ -358,12 +343,11 @@ def features_of(
 ) -> dict[str, torch.Tensor]:
     """Return features (N, D) of all pictures, by name, in one pass."""
     batches = defaultdict(list)
-    loader = torch.utils.data.DataLoader(pictures, batch_size=batch_size, pin_memory=cuda)
     bar = tqdm(total=len(pictures), unit="picture", desc=pictures.path.name, leave=False)
     with torch.no_grad(), convolutions("fp32"), bar:
-        for batch in loader:
+        for batch in pictures.batches(batch_size):
             if cuda:
-                batch = batch.cuda(non_blocking=True)
+                batch = batch.cuda()
             for extractor in extractors:
                 for name, values in extractor(batch).items():
                     batches[name].append(values.cpu())

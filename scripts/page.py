@@ -309,6 +309,7 @@ def model_tab(studio: Studio, model: Model) -> None:
     names = grid.class_names or [f"class {number}" for number in range(config.num_classes)]
     classes = [(f"{name} · {number}", str(number)) for number, name in enumerate(names)]
     low, high = config.guidance_interval
+    guidance = f"Autoguidance by {Path(config.guide).name}" if config.guide else "Guidance"
     look = dict(format="png", interactive=False, elem_classes="pixels", render=False)
     with gr.Row():
         with gr.Column(scale=2, min_width=340):
@@ -326,8 +327,8 @@ def model_tab(studio: Studio, model: Model) -> None:
                     1,
                     max(10, config.cfg_scale),
                     config.cfg_scale,
-                    label="Guidance; 1 is none",
-                    step=0.1,
+                    label=f"{guidance}; 1 is none",
+                    step=0.01,
                 ),
                 gr.Slider(0, 1, low, label="Guidance from noise level", step=0.05),
                 gr.Slider(0, 1, high, label="to noise level; 1 is noise", step=0.05),
@@ -427,7 +428,7 @@ def main() -> None:
             )
             token = secrets.token_urlsafe(16) if host else ""
             with path_errors("port", port, "choose another"):
-                page.queue(max_size=16).launch(
+                page.queue(max_size=16, api_open=False).launch(
                     prevent_thread_lock=True,
                     share=False,
                     run_history=False,

@@ -5,6 +5,7 @@ Guard is middleware of the page's server, which is starlette's: gradio brings it
 
 import hmac
 import json
+import re
 import sys
 from collections.abc import Callable
 
@@ -18,6 +19,8 @@ LARGEST = 2**20  # bytes of a request's body: a page sends a few hundred
 # gradio asks its own server for the first, browsers ask for the second without cookies.
 PUBLIC = "/startup-events", "/manifest.json"
 LOOPBACK = "127.0.0.1", "localhost"
+# gradio's routes that call a function of the page; a browser uses the first two alone.
+CALLS = re.compile(r"/(queue/join|run/[^/]+|api/[^/]+|call/.+)/?$")
 
 
 class Guard:
@@ -45,7 +48,7 @@ class Guard:
             return await send({"type": "websocket.close", "code": 1008})
         request = Request(scope, receive)
         status, problem = self._stranger(request)
-        is_call = request.method == "POST" and request.scope["path"].endswith("/queue/join")
+        is_call = request.method == "POST" and CALLS.search(request.scope["path"])
         if not problem and is_call:
             body = await _body(request)
             receive = _again(body, receive)
@@ -90,7 +93,10 @@ class Guard:
         data = call.get("data")
         wanted = self.inputs_of()
         if type(index) is not int or index not in wanted:
-            return f"fn_index {shown(repr(index))}: this page has no such function"
+            return (
+                f"fn_index {shown(repr(index))}: this page has no such function; give a number "
+                "from its /config"
+            )
         if not isinstance(data, list) or len(data) != wanted[index]:
             return f"data: function {index} takes a list of {wanted[index]} values"
         return ""

@@ -237,6 +237,8 @@ def verify(args: Namespace, grid: Grid, opened: Opened, tiers: list[str], out: P
         image_size=config.image_size,
         num_sampling_steps=config.num_sampling_steps,
         sampler=config.sampler,
+        cfg_scale=config.cfg_scale,
+        guide=config.guide and Path(config.guide).name,
         pictures=len(grid.labels),
         tiers=records,
         weights=Path(opened.weights.name).name,

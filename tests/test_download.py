@@ -15,7 +15,7 @@ import download
 import pretrained_models.download
 from accel.errors import UsageError
 from accel.families import DEMO, family_of
-from accel.families.published import published_name
+from accel.families.published import fetch_published, published_name
 from accel.weights import checkpoint, fetch
 from models import DiT
 
@@ -200,7 +200,7 @@ def test_commands_fetch_what_is_missing(published, monkeypatch, capsys):
     (folder / "DiT-XL-2-256x256.pt").write_bytes(body)
     with Published(body) as server:
         monkeypatch.setattr(fetch, "BASE_URL", f"{server.url}/")
-        checkpoint.fetch_published()
+        fetch_published()
     assert capsys.readouterr().out.split() == [
         str(folder / "DiT-XL-2-256x256.pt"),
         str(folder / NAME),

@@ -234,6 +234,9 @@ def test_what_implies_how_to_sample(tmp_path):
         UsageError, match="describes LightningDiT-XL/1, and the weights are LightningDiT-B/1"
     ):
         recipe("LightningDiT-B/1", {}, tmp_path / "a.pt")
+    (tmp_path / "compose.yaml").unlink()
+    (tmp_path / "a.pt").touch()  # a.yaml is its own
+    assert recipe("LightningDiT-B/1", {}, tmp_path / "x.pt") == {}
 
 
 SD = dict(model={}, data=dict(latent_norm=False, latent_multiplier=0.18215))

@@ -10,15 +10,27 @@ from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel.errors import UsageError, shown
-from accel.families import families
+from accel.families import families, family_of
 from accel.files import read_small
+
+if TYPE_CHECKING:  # brings torch
+    from accel.families.recognise import Fit
 
 LARGEST = 1 << 16  # bytes of a YAML file
 OF_DECODER = {"vae", "latent_stats"}
 NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+class Size(NamedTuple):
+    """A size of a network that a configuration file says."""
+
+    option: str  # of the network's file; "config" if the size is of any network
+    entry: str  # as the file spells it
+    argument: str  # of the reference network's constructor
+    value: Any
 
 
 class ConfigFile(NamedTuple):
@@ -30,6 +42,8 @@ class ConfigFile(NamedTuple):
     refused: Mapping[str, str] = NOTHING
     missing: Mapping[str, str] = NOTHING  # options → paths of files that are not there
     fetch: Callable[[list[str]], str] = ", ".join  # paths → the command that fetches them
+    sizes: tuple[Size, ...] = ()
+    family: str = ""  # its name
 
 
 @lru_cache(maxsize=8)
@@ -50,7 +64,7 @@ def read(path: str) -> ConfigFile:
             names.append(family.name)
             file = import_module(family.config_reader).read(content, Path(path))
             if file is not None:
-                return file
+                return file._replace(family=family.name)
         elif remedy:
             remedies.append(f"; of a {family.name}: {remedy}")
     readers = " or ".join(names) or "a family that is read here"
@@ -69,6 +83,15 @@ def read_yaml(path: str | Path) -> Any:
             unknown tags.
             """
 
+        def construct_mapping(self, node, deep=False):
+            """Refuse a name that a section has twice, of which yaml would take the last."""
+            names = set()
+            for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+                if str(key.value) in names:
+                    raise ValueError(f"says {shown(str(key.value))} twice")
+                names.add(str(key.value))
+            return super().construct_mapping(node, deep)
+
     number = re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
     try:
@@ -83,6 +106,13 @@ def taken(path: str, options: Mapping[str, Any], decodes: bool = True) -> dict[s
     files that are missing.
     """
     file = read(path)
+    model = options.get("model")
+    family = family_of(model) if model else None
+    if family is not None and family.name != file.family:
+        raise UsageError(
+            f"`model={model}`: is a {family.name}, and `config={path}` is of a {file.family}; drop "
+            "one"
+        )
     given = {name for name, value in options.items() if value is not None} - {"config"}
     scale = options.get("cfg_scale")
     scale = file.options.get("cfg_scale") if scale is None else scale
@@ -93,14 +123,34 @@ def taken(path: str, options: Mapping[str, Any], decodes: bool = True) -> dict[s
     for name, reason in file.refused.items():
         if name not in given:
             raise UsageError(f"`config={path}`: {reason}")
-    needed = file.missing.keys() - given - (set() if decodes else OF_DECODER)
-    missing = [wanted for name, wanted in file.missing.items() if name in needed]
+    left_out = given | (set() if decodes else OF_DECODER)
+    needed = [name for name in file.missing if name not in left_out]
+    missing = [file.missing[name] for name in needed]
     if missing:
         others = f" (and {len(missing) - 1} more)" if missing[1:] else ""
-        raise UsageError(
-            f"`config={path}`: names {missing[0]}{others}, which is missing; {file.fetch(missing)}"
-        )
+        remedy = file.fetch(missing) or f"put it there, or give `{next(iter(needed))}`"
+        raise UsageError(f"`config={path}`: names {missing[0]}{others}, which is missing; {remedy}")
     return {name: value for name, value in file.options.items() if name not in given}
+
+
+def require_network(path: str, option: str, name: str, fit: "Fit") -> None:
+    """Raise UsageError for a network of another family than the file's, or of other sizes than
+    the file says. option, name: the parameter with its weights, and their name.
+    """
+    file = read(path)
+    if fit.family.name != file.family:
+        raise UsageError(
+            f"`{option}={name}`: is a {fit.family.name}, and `config={path}` is of a "
+            f"{file.family}; drop one"
+        )
+    options = {"config", option} if file.options.get(option) == name else {"config"}
+    built = fit.build.keywords  # type: ignore
+    for size in file.sizes:
+        its = built.get(size.argument, size.value)
+        if size.option in options and its != size.value:
+            raise UsageError(
+                f"`config={path}`: says {size.entry} {size.value}, and {name} has {its}; mend it"
+            )
 
 
 def notice(path: str, options: Mapping[str, Any]) -> str:

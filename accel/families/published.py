@@ -1,5 +1,7 @@
 """Published weights: their names, and upstream's functions that read and fetch weights by name."""
 
+import logging
+import sys
 from pathlib import Path
 
 import torch
@@ -7,8 +9,11 @@ import torch
 from accel.errors import UsageError
 from accel.families import Family
 from accel.families.recognise import choose_family, families_with, recogniser_of
-from accel.weights.checkpoint import open_checkpoint, pretrained_models
+from accel.weights import checkpoint
+from accel.weights.checkpoint import Checkpoint, open_checkpoint, pretrained_models
 from accel.weights.shapes import shapes_of
+
+log = logging.getLogger(__name__)
 
 
 def find_model(name_or_path: str | Path) -> dict[str, torch.Tensor]:
@@ -16,13 +21,12 @@ def find_model(name_or_path: str | Path) -> dict[str, torch.Tensor]:
     upstream's function of this name does; weights of no family are returned unchanged.
     name_or_path: as for open_checkpoint. Raises UsageError.
     """
-    checkpoint = open_checkpoint(name_or_path)
-    state = checkpoint.state
-    shapes = shapes_of(checkpoint.state)
+    weights = open_checkpoint(name_or_path)
+    shapes = shapes_of(weights.state)
     if not families_with(shapes):
-        return state
-    family, _ = choose_family(checkpoint.name, shapes, checkpoint.metadata, None, None)
-    return recogniser_of(family).converted(state, checkpoint.metadata)
+        return weights.state
+    family, _ = choose_family(weights.name, shapes, weights.metadata, None, None)
+    return recogniser_of(family).converted(weights.state, weights.metadata)
 
 
 def download_model(name: str) -> dict[str, torch.Tensor]:
@@ -34,6 +38,17 @@ def download_model(name: str) -> dict[str, torch.Tensor]:
             f"`ckpt={name}`: not published; the names are {', '.join(sorted(pretrained_models))}"
         )
     return find_model(name)
+
+
+def fetch_published() -> None:
+    """Download all published weights that are missing here and print their paths; `python
+    download.py` calls this.
+    """
+    for name in sorted(pretrained_models):
+        try:
+            log.info(str(Checkpoint(checkpoint.FOLDER / name).fetch()))
+        except UsageError as error:
+            sys.exit(f"download.py: {error.by_flags()}")
 
 
 def published_name(family: Family, model: str, image_size: int, num_classes: int) -> str:

@@ -111,8 +111,14 @@ class Recogniser:
         """Return the entries of a file that sampling needs, under its names."""
         return state
 
-    def recipe(self, model: str, metadata: Mapping[str, Any], path: Path) -> dict[str, Any]:
-        """Return the values of settings that a file at `path` implies."""
+    def recipe(
+        self,
+        model: str,
+        metadata: Mapping[str, Any],
+        path: Path,
+        say: Callable[[str], None] = log.warning,
+    ) -> dict[str, Any]:
+        """Return the values of settings that a file at `path` implies. say: prints them."""
         return {}
 
     def require_computed(self, metadata: Mapping[str, Any]) -> None:
@@ -493,10 +499,9 @@ def shipped_as(name: str) -> str | None:
     """Return the model whose weights, shipped or published, have this name or path; None if
     there is none.
     """
-    file = Path(name)
     for family in families():
         for model, defaults in family.models.items():
-            ships = defaults.ckpt is not None and file.absolute() == Path(defaults.ckpt).absolute()
-            if ships or file.name in defaults.published.values():
+            ships = defaults.ckpt and Path(defaults.ckpt).absolute() == Path(name).absolute()
+            if ships or Path(name).name in defaults.published.values():
                 return model
     return None

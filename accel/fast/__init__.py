@@ -135,6 +135,8 @@ def kernel_calls(network: FastNetwork, rows: int) -> list[Callable[[], object]]:
         if block.activate:
             calls.append(partial(_activate, block))
     calls.append(partial(_adaln, network.last_adaln, x, modulation, (branch, branch)))
+    picture_tokens = rows * len(network.position)
+    calls += [partial(layer.prepare, picture_tokens) for layer in (network.embedding, network.last)]
     return calls
 
 

@@ -22,10 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accel.fast.conditioning import BLOCK_VECTORS, Conditioning, ConditioningTable
-from accel.fast.ops import Block, Half, Split
+from accel.fast.ops import Block, Float32Linear, Half, Split, Weights
 from accel.kernels.adaln import Branches, Modulation
 from accel.network import BlockNetwork, Scheduled, Stage
-from accel.precision import true_float32
 
 log = logging.getLogger(__name__)
 
@@ -64,11 +63,10 @@ class FastNetwork(BlockNetwork):
         super().__init__()
         self.patch_size = packing.patch_size
         self.in_channels = packing.in_channels
-        self.patches = packing.patches
+        self.embedding = Float32Linear(Weights("the patch embedding", packing.patches))
         self.position = packing.position
         self.stages = packing.stages
-        self.last_weight = packing.last_weight
-        self.last_bias = packing.last_bias
+        self.last = Float32Linear(Weights("final_layer", packing.last_weight, packing.last_bias))
         self.conditioning = packing.conditioning
         self.ops = ops
         self.part = ops.part
@@ -84,8 +82,7 @@ class FastNetwork(BlockNetwork):
     def embed(self, x: Tensor, tokens: slice = slice(None), copies: int = 1) -> Tensor:
         patches = F.pixel_unshuffle(x.to(self.position.dtype), self.patch_size)
         patches = patches.flatten(2).transpose(1, 2)[:, tokens]  # (n, t, C·p·p)
-        with true_float32():
-            h = F.linear(patches, self.patches)  # (n, t, D)
+        h = self.embedding(patches)  # (n, t, D)
         return (h.expand(copies, *h.shape) + self.position[tokens]).flatten(0, 1)
 
     def condition(self, t: Tensor, y: Tensor) -> Modulation:
@@ -103,8 +100,7 @@ class FastNetwork(BlockNetwork):
             branches = self._apply(stage, x, modulation, attend, tokens.start or 0)
         shift = BLOCK_VECTORS * len(stage.blocks)
         out = self.last_adaln(x, modulation, shift, branches)[:, stage.prepended :]
-        with true_float32():
-            return F.linear(out, self.last_weight, self.last_bias)  # (N, t, p·p·C')
+        return self.last(out)  # (N, t, p·p·C')
 
     def _apply(
         self, stage: Stage, x: Tensor, modulation: Modulation, attend: Callable, first: int
@@ -157,10 +153,9 @@ class FastNetwork(BlockNetwork):
         return self.ops.overflowed()
 
     def parameters(self) -> Iterator[Tensor]:
-        yield self.patches
+        yield from self.embedding.parameters()
         yield self.position
-        yield self.last_weight
-        yield self.last_bias
+        yield from self.last.parameters()
         yield from self.conditioning.parameters()
         for stage in self.stages:
             for block in stage.blocks:

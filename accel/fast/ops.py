@@ -19,11 +19,12 @@ Both have the attributes
     overflowed       names a layer whose values left the number format's range
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from accel.kernels.adaln import adaln, adaln_split
@@ -31,9 +32,10 @@ from accel.kernels.attention import attention
 from accel.kernels.linear import Linear, Tuner
 from accel.kernels.qk_norm_rotary import normalise, qk_norm_rotary, qk_norm_rotary_split
 from accel.kernels.split_attention import split_attention
-from accel.kernels.split_linear import HighLow, SplitLinear, balance, choose, split
+from accel.kernels.split_linear import HighLow, SplitLinear, balance, choose, split_rows
 from accel.kernels.swiglu import swiglu, swiglu_split
 from accel.network import WHOLE, BlockNetwork, Part
+from accel.precision import true_float32
 
 
 class Weights(NamedTuple):
@@ -46,6 +48,45 @@ class Weights(NamedTuple):
     def bias_or_zeros(self) -> Tensor:
         """Return the bias, zeros if there is none."""
         return self.weight.new_zeros(len(self.weight)) if self.bias is None else self.bias
+
+
+# So many weights make the split GEMM faster than float32's own.
+LARGE = 1 << 18
+
+
+class Float32Linear:
+    """A layer x (…, K) → (…, N) with the dtype and accuracy of the residual stream, in any tier.
+
+    split: compute it by a split GEMM, a SplitLinear. By default large float32 layers on Hopper do,
+    which have latents of hundreds of channels: float32's own GEMM takes as long as several blocks.
+    """
+
+    def __init__(self, gemm: Weights, split: bool | None = None):
+        weight = gemm.weight
+        if split is None:
+            large = weight.dtype == torch.float32 and weight.numel() >= LARGE
+            split = large and choose(weight.device) == "hopper"
+        self.tensors = [weight] if gemm.bias is None else [weight, gemm.bias]
+        self.split: SplitLinear | None = None
+        if split:
+            self.split = SplitLinear(weight, gemm.bias_or_zeros(), name=gemm.name)
+            self.tensors = list(self.split.parameters())
+
+    def prepare(self, m: int) -> None:
+        """Compile and load the kernels for M tokens, by a call on zeros."""
+        if self.split is not None:
+            self(torch.zeros(m, self.split.depth, device=self.split.bias.device))
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Return the layer's tensors."""
+        return iter(self.tensors)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Apply the layer."""
+        if self.split is not None:
+            return self.split(split_rows(x.contiguous()))
+        with true_float32():
+            return F.linear(x, *self.tensors)
 
 
 class Gemms(NamedTuple):
@@ -214,7 +255,7 @@ class Split:
 
     def operand(self, x: Tensor) -> HighLow:
         """Return x (…, K) as a layer takes it."""
-        return split(x)
+        return split_rows(x.contiguous(), self.stack)
 
     def _watch(self, layer):
         """Return a flag that kernels set where a value of `layer` leaves float16's range."""

@@ -116,9 +116,9 @@ def _triton(qkv, rotation, first, norms, rms_eps, pair=None, overflow=None):
     n, tokens, packed = qkv.shape
     high_low = pair is not None
     parts = 3 if high_low else 2  # of the projection that are written
-    constants = config(packed // 3, 2 * rotation.shape[1], norms is not None, rms_eps)
+    constants = config(packed // 3, 2 * rotation.shape[1])
     with torch.cuda.device_of(qkv):  # Triton launches on the current GPU
-        _qk_norm_rotary[(n * tokens, parts * constants["HEADS"])](
+        _qk_norm_rotary[(n * tokens, parts)](
             qkv,
             pair if high_low else qkv,
             norms,
@@ -127,27 +127,25 @@ def _triton(qkv, rotation, first, norms, rms_eps, pair=None, overflow=None):
             tokens,
             first,
             qkv.numel(),  # from high to low
+            NORM=norms is not None,
+            OVER_HEADS=rms_eps is None,
+            EPS=rms_eps or EPS,
             HIGH_LOW=high_low,
             **constants,
         )
 
 
-def config(width: int, head: int, norm: bool, rms_eps: float | None) -> dict:
-    """Return launch constants.
-
-    A program computes q, k or v of a token, or one of its HEADS, 16 numbers a thread.
-    """
-    heads = width // head if norm and rms_eps else 1
-    block = 1 << (width // heads - 1).bit_length()
+def config(width: int, head: int) -> dict[str, int]:
+    """Return launch constants: a program computes q, k or v of a token, 16 numbers a thread."""
+    heads = width // head
+    columns = triton.next_power_of_2(head)
+    rows = triton.next_power_of_2(heads)
     return {
-        "WIDTH": width,
-        "HEAD": head,
         "HEADS": heads,
-        "BLOCK": block,
-        "NORM": norm,
-        "CENTRED": rms_eps is None,
-        "EPS": rms_eps or EPS,
-        "num_warps": max(1, min(8, block // 512)),
+        "HEAD": head,
+        "ROWS": rows,
+        "COLUMNS": columns,
+        "num_warps": max(1, min(8, rows * columns // 512)),
     }
 
 
@@ -163,39 +161,49 @@ if triton:
         tokens,
         first,
         low,
-        WIDTH: tl.constexpr,
-        HEAD: tl.constexpr,
         HEADS: tl.constexpr,
+        HEAD: tl.constexpr,
         NORM: tl.constexpr,
-        CENTRED: tl.constexpr,
+        OVER_HEADS: tl.constexpr,
         EPS: tl.constexpr,
         HIGH_LOW: tl.constexpr,
-        BLOCK: tl.constexpr,
+        ROWS: tl.constexpr,
+        COLUMNS: tl.constexpr,
     ):
+        """Compute a token's heads, a tile (ROWS, COLUMNS): a head is a row.
+
+        OVER_HEADS: the norm is LayerNorm over all heads; otherwise RMSNorm over each.
+        """
+        width: tl.constexpr = HEADS * HEAD
         token = tl.program_id(0)
-        part = tl.program_id(1) // HEADS
-        lane = tl.arange(0, BLOCK)
-        inside = lane < WIDTH // HEADS
-        column = tl.program_id(1) % HEADS * (WIDTH // HEADS) + lane
-        place = (token.to(tl.int64) * 3 + part) * WIDTH + column
+        part = tl.program_id(1)
+        row = tl.arange(0, ROWS)[:, None]
+        column = tl.arange(0, COLUMNS)[None, :]
+        inside = (row < HEADS) & (column < HEAD)
+        lane = row * HEAD + column
+        place = (token.to(tl.int64) * 3 + part) * width + lane
         x = tl.load(qkv_ptr + place, inside, 0.0).to(tl.float32)
         value = x
         if NORM:
-            if CENTRED:
-                x = tl.where(inside, x - tl.sum(x, 0) / WIDTH, 0.0)
+            if OVER_HEADS:
+                x = tl.where(inside, x - tl.sum(tl.sum(x, 1), 0) / width, 0.0)
+                square = tl.sum(tl.sum(x * x, 1), 0) / width
+            else:
+                square = (tl.sum(x * x, 1) / HEAD)[:, None]
             normed = inside & (part < 2)  # values have no norm
-            weight = tl.load(norms_ptr + part * (2 * WIDTH) + column, normed, 0.0)
-            bias = tl.load(norms_ptr + part * (2 * WIDTH) + WIDTH + column, normed, 0.0)
-            x = x * tl.rsqrt(tl.sum(x * x, 0) / (WIDTH // HEADS) + EPS) * weight + bias
+            weight = tl.load(norms_ptr + part * (2 * width) + lane, normed, 0.0)
+            bias = tl.load(norms_ptr + part * (2 * width) + width + lane, normed, 0.0)
+            x = x * tl.rsqrt(square + EPS) * weight + bias
         # A line of the table is d numbers, cosine and sine in turn, as x's pairs are.
-        angle = tl.load(rotation_ptr + (first + token % tokens) * HEAD + column % HEAD, inside, 0.0)
-        cos, sin = tl.split(tl.reshape(angle, (BLOCK // 2, 2)))
-        real, imaginary = tl.split(tl.reshape(x, (BLOCK // 2, 2)))
+        line = rotation_ptr + (first + token % tokens) * HEAD
+        angle = tl.load(line + column, column < HEAD, 0.0)
+        cos, sin = tl.split(tl.reshape(angle, (1, COLUMNS // 2, 2)))
+        real, imaginary = tl.split(tl.reshape(x, (ROWS, COLUMNS // 2, 2)))
         turned = tl.interleave(real * cos - imaginary * sin, real * sin + imaginary * cos)
         if HIGH_LOW:
             value = tl.where(part < 2, turned, value)
             store_high_low(out_ptr + place, low, value, inside)
-            beyond = tl.max((inside & (tl.abs(value) > 65504.0)).to(tl.int32), 0)
+            beyond = tl.max(tl.max((inside & (tl.abs(value) > 65504.0)).to(tl.int32), 1), 0)
             tl.store(overflow_ptr, 1, beyond > 0)
         else:
             tl.store(out_ptr + place, turned.to(out_ptr.dtype.element_ty), inside)

@@ -83,7 +83,9 @@ def _locate(name):
             )
         else:
             raise UsageError(
-                f"`vae={name}`: neither ema nor mse nor a folder; give a folder with {both}"
+                f"`vae={name}`: no such file; give a decoder's file or folder"
+                if is_tensors and not mode
+                else f"`vae={name}`: neither ema nor mse nor a folder; give a folder with {both}"
             )
         from accel.weights import fetch
 

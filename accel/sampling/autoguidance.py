@@ -38,6 +38,8 @@ class WithGuide(Network):
     A captured step holds both networks.
     """
 
+    of_files = "the weights of `ckpt` and `guide`"
+
     def __init__(self, network: BlockNetwork, guide: BlockNetwork):
         super().__init__()
         self.network = network

@@ -5,7 +5,6 @@ opened once a run, checked.
 import logging
 import re
 import stat
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -32,7 +31,7 @@ MOST_NAMED = 5  # of the files in a folder: the last ones
 FILE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 # Modules with holds(path) and read(path, mapped, entry) → Contents. The first that holds a path
 # reads it; later ones are not imported.
-LAYOUTS = "training_layout", "diffusers_layout", "consolidated_layout"
+LAYOUTS = "safetensors_layout", "training_layout", "diffusers_layout", "consolidated_layout"
 
 
 class Checkpoint:
@@ -180,17 +179,6 @@ def _no_layout(folder: Path) -> str:
         f"`ckpt={folder}`: a folder must hold transformer/config.json and its weights (diffusers' "
         "layout), or consolidated.00-of-01.pth"
     )
-
-
-def fetch_published() -> None:
-    """Download all published weights that are missing here and print their paths; `python
-    download.py` calls this.
-    """
-    for name in sorted(pretrained_models):
-        try:
-            log.info(str(Checkpoint(FOLDER / name).fetch()))
-        except UsageError as error:
-            sys.exit(f"download.py: {error.by_flags()}")
 
 
 def _locate(name: str) -> Path | None:

@@ -3,10 +3,7 @@ contains one.
 """
 
 import logging
-import os
-import re
 from collections.abc import Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +11,9 @@ import torch
 
 from accel.errors import UsageError, shown
 from accel.weights import Contents
-from accel.weights import metadata as schema
-from accel.weights.tensor_files import read_safetensors, read_tensors, require_floats
+from accel.weights.safetensors_layout import State, is_counter, weights_of, without_entries
+from accel.weights.tensor_files import read_tensors
+from accel.weights.training_arguments import facts_of
 
 log = logging.getLogger(__name__)
 
@@ -35,14 +33,8 @@ ENTRIES = (
     "weights",
 )
 RAW = "model"  # the entry that is trained, of which others are averages
-WRAPPED = r"((module|_orig_mod|model|net)\.)*"  # begins all names: wrappers around the network
-HOLDER = "net."  # of a wrapper that may have heads of its own beside the network, for training
-# Of wrappers around parts of it: anywhere in a name.
-INNER = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)[.]")
 AVERAGE = "shadow_params"  # a list without names, of libraries that average parameters
 TABLE = "pos_embed"  # fixed, so that an average of what is trained may leave it out
-
-State = dict[str, torch.Tensor]
 
 
 def holds(path: Path) -> bool:
@@ -55,18 +47,8 @@ def read(path: Path, mapped: bool, entry: str | None = None) -> Contents:
     the weights, with a dot before that of an entry inside it; default: the first of ENTRIES.
     Raises UsageError about --ckpt.
     """
-    if path.suffix == ".safetensors":
-        content, header = read_safetensors(path, "ckpt", mapped)
-        facts = schema.from_header(header)
-    else:
-        from accel.weights.training_arguments import facts_of  # pickles alone have some
-
-        content = read_tensors(path, "ckpt", mapped)
-        facts = facts_of(path, content)
-    state = _chosen(path, content, entry)
-    state = {name: value for name, value in state.items() if not _is_counter(name, value)}
-    require_floats(state, f"`ckpt={path}`")
-    return Contents(_without_wrappers(path, state), facts)
+    content = read_tensors(path, "ckpt", mapped)
+    return Contents(weights_of(path, _chosen(path, content, entry)), facts_of(path, content))
 
 
 def _chosen(path: Path, content: dict, entry: str | None) -> State:
@@ -80,10 +62,7 @@ def _chosen(path: Path, content: dict, entry: str | None) -> State:
     listed = shown(", ".join(states))
     if entry is not None:
         if "" in states:
-            raise UsageError(
-                f"`weights_entry={shown(entry)}`: {path} is a state dict itself, without entries; "
-                "drop it"
-            )
+            raise without_entries(path, entry)
         names = [name for name in states if f"{name}.".startswith(f"{entry}.")]
         if len(names) != 1:
             raise UsageError(f"`weights_entry={shown(entry)}`: {path} has the entries {listed}")
@@ -137,19 +116,6 @@ def _is_state(value: Any) -> bool:
     return has_weights and len(tensors) + len(plain) == len(values)
 
 
-def _is_counter(name: str, value: Any) -> bool:
-    """Return whether an entry of a state dict is a number that no network computes with, such
-    as the steps or the decay of an average.
-    """
-    if not isinstance(value, torch.Tensor):
-        return True
-    if value.is_nested or value.layout is not torch.strided:
-        return False
-    whole = not value.is_floating_point() and not value.is_complex()
-    # A network's own numbers are in parts of it.
-    return value.ndim == 0 and "." not in name or whole and value.numel() == 1
-
-
 def _rank(name: str) -> int:
     """Return the place of an entry's name in ENTRIES, their number if it has none."""
     places = [ENTRIES.index(part) for part in name.split(".") if part in ENTRIES]
@@ -165,7 +131,7 @@ def _named(path: Path, name: str, states: Mapping[str, Any]) -> State:
         return average
     others = sorted((other for other in states if isinstance(states[other], dict)), key=_rank)
     for other in others:
-        raw = {key: value for key, value in states[other].items() if not _is_counter(key, value)}
+        raw = {key: value for key, value in states[other].items() if not is_counter(key, value)}
         for names in (list(raw), [key for key in raw if not key.endswith(TABLE)]):
             shapes = [raw[key].shape for key in names]
             if shapes == [getattr(value, "shape", None) for value in average]:
@@ -175,34 +141,3 @@ def _named(path: Path, name: str, states: Mapping[str, Any]) -> State:
         f'`ckpt={path}`: "{name}" is a list without names, and no other entry has such tensors in '
         f"its order; {remedy} it as a state dict"
     )
-
-
-def _without_wrappers(path: Path, state: State) -> State:
-    """Return a state dict without the parts of names that wrappers add. Print them."""
-    prefix = re.match(WRAPPED, os.path.commonprefix(list(state)))[0]
-    state = {name.removeprefix(prefix): value for name, value in state.items()}
-    held = {name: value for name, value in state.items() if name.startswith(HOLDER)}
-    beside = dict.fromkeys(name.partition(".")[0] for name in state if name not in held)
-    if held and beside:
-        log.warning(
-            f'{path}: the network is under "{HOLDER}"; not sampled: {shown(", ".join(beside))}'
-        )
-        state = {name.removeprefix(HOLDER): value for name, value in held.items()}
-    first = {}
-    for name in state:
-        plain = INNER.sub("", name)
-        if first.setdefault(plain, name) != name and not _equal(state[first[plain]], state[name]):
-            raise UsageError(
-                f"`ckpt={path}`: has {shown(first[plain])} and {shown(name)}, with other values; "
-                "save one of them"
-            )
-    inner = sorted(set(chain.from_iterable(map(INNER.findall, state))))
-    parts = [f'"{prefix}"'] * bool(prefix) + [f'"{part}."' for part in inner]
-    if parts:
-        words = " and ".join(parts)
-        log.warning(f"{path}: names have {words}, as a wrapped model is saved; loading without")
-    return {INNER.sub("", name): value for name, value in state.items()}
-
-
-def _equal(first: torch.Tensor, other: torch.Tensor) -> bool:
-    return first.shape == other.shape and torch.equal(first, other)

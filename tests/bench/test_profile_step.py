@@ -28,8 +28,7 @@ def analyse(events, steps):
 
 
 # Two steps of 1000 us on a GPU, and the profiler's own wait after the last. In each step
-# a GEMM and an attention kernel overlap on two streams, a copy makes the host wait, and
-# the end is idle. Kernels of torch, cuBLAS, cuDNN and ours.
+# a GEMM and an attention kernel overlap on two streams, and the end is idle. Kernels of torch, cuBLAS, cuDNN and ours.
 KERNELS = (
     (
         "nvjet_sm90_hsh_128x128_bias",
@@ -73,18 +72,6 @@ def test_events_of_a_gpu():
     }
     assert found["window_ms"] == pytest.approx(0.751) and found["launches_per_step"] == 4
     assert found["kinds"]["GEMM"]["share"] == pytest.approx(0.3 / 0.751)
-    # A copy is queued in 5 us. The wait after it is the queue's, and the last wait is the
-    # profiler's.
-    assert found["waits"] == [
-        dict(where="cudaStreamSynchronize", per_step=1, ms_per_step=pytest.approx(0.35))
-    ]
-
-
-def test_a_copy_that_blocks_is_a_wait():
-    """An asynchronous copy from pageable memory returns when the queue before it is done."""
-    blocked = [on_host("aten::item", 10, 600), on_host("cudaMemcpyAsync", 20, 500)]
-    [wait] = analyse([*blocked, on_gpu("gemm", 0, 500)], 1)["waits"]
-    assert wait["where"] == "cudaMemcpyAsync" and wait["ms_per_step"] == 0.5
 
 
 FEW = "--load", 0, "--window", 0.1, "--pictures", 1
@@ -124,18 +111,15 @@ def test_on_a_cpu(tmp_path, log):
 
 @pytest.mark.gpu
 def test_on_a_gpu(log):
-    """A captured step shows its kernels and no wait."""
+    """A captured step shows its kernels."""
     records = {}
-    printed = ""
     for name, *flags in (["fast"], ["upstream", "--baseline"]):
-        records[name], text = log("profile_step", *FEW, "--model", "DiT-Demo/2", *flags)
-        printed += text
+        records[name], _ = log("profile_step", *FEW, "--model", "DiT-Demo/2", *flags)
         assert all(
             records[name]["kinds"][kind]["ms"] > 0
             for kind in ("GEMM", "attention", "norm/elementwise")
         )
         assert 0 < records[name]["kinds"]["GEMM"]["of_ceiling"] < 1.5
-    assert not records["fast"]["waits"] and "never waits" in printed
     assert (
         records["upstream"]["baseline"]
         and records["upstream"]["timed"]["ms"] > records["fast"]["timed"]["ms"]

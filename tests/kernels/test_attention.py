@@ -3,9 +3,11 @@ and unusual inputs; the machine code of our kernel.
 """
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.nn.functional as F
 from kernel_testing import disassemble, draw, error, formula, needs_hopper
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -157,3 +159,21 @@ def test_our_kernel_is_as_accurate_as_flash_and_is_taken(monkeypatch):
     )
     attention(qkv, 16)
     assert len(launched) == 1
+
+
+@pytest.mark.gpu
+def test_threads_leave_other_kernels_on():
+    """Networks warm up in threads; what torch offers to everyone else is as before."""
+    on_hopper = torch.cuda.get_device_capability() == (9, 0)
+    backends = [name for name in ("cudnn", "flash", "efficient") if name != "cudnn" or on_hopper]
+
+    def attend(index):
+        qkv = packed(1, 64, 2, 64, torch.float16, "cuda", seed=index)
+        got = attention(qkv, 2, backends[index % len(backends)])
+        assert error(got, formula(qkv, 2)) <= 4e-4
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(attend, range(200)))
+    q = draw(1, 2, 64, 72, device="cuda")
+    out = F.scaled_dot_product_attention(q, q, q)  # float32, which cuDNN and flash refuse
+    assert error(out, (q.double() @ q.double().mT / 72**0.5).softmax(-1) @ q.double()) <= 1e-5

@@ -12,7 +12,15 @@ from kernel_testing import disassemble, draw, error, interpreted, needs_hopper
 from tensor_cores import CORES, multiply, run_cublas_here
 
 from accel.kernels import cuda
-from accel.kernels.split_linear import HighLow, SplitLinear, balance, cublas, hopper, split
+from accel.kernels.split_linear import (
+    HighLow,
+    SplitLinear,
+    balance,
+    cublas,
+    hopper,
+    split,
+    split_rows,
+)
 from accel.kernels.split_linear.high_low import new_stack, stacked
 
 SHAPES = ((1, 8, 8), (9, 216, 72), (70, 72, 216), (33, 200, 64))  # (M, N, K)
@@ -164,7 +172,19 @@ def test_pieces_fit_the_tensor_cores(capability, monkeypatch):
     assert relative_error(capability, 4608) > 2e-6
 
 
+def check_split_rows(device="cpu"):
+    """Triton's kernel gives the bits of `split`, in both layouts."""
+    x = draw(3, 7, 200, device=device) * torch.logspace(-30, 30, 7, device=device)[:, None]
+    x[0, 0] = 0
+    want = split(x)
+    for stack in (False, True):
+        got = split_rows(x, stack, backend="triton")
+        assert torch.equal(got.pair, want.pair) and torch.equal(got.value(), want.value())
+    assert torch.equal(stacked(got.pair)[..., 400:], want.pair[0])
+
+
 def interpret():
+    check_split_rows()
     with pytest.MonkeyPatch.context() as patch:
         check_cublas(patch)
 
@@ -200,6 +220,7 @@ def test_backends_on_a_gpu(backend):
     ):
         check_linear(*shape, backend, "cuda")
     check_overflow(backend, "cuda")
+    check_split_rows("cuda")
     x = split(draw(5, 64, seed=1, device="cuda"))
     layer = SplitLinear(*draw(8, 65, device="cuda").split([64, 1], 1))
     stack = new_stack(5, 64, device="cuda").copy_(x.pair)  # as cuBLAS's attention leaves it

@@ -19,6 +19,7 @@ import pytest
 import torch
 from browser import Browser, find
 from conftest import ROOT
+from test_guide_files import write_jit, write_rae
 
 from accel.config import Grid
 from accel.errors import UsageError
@@ -127,11 +128,12 @@ def test_another_machine_needs_the_token():
     ids=range(8),
 )
 def test_a_call_that_the_page_does_not_send_is_a_line(body, words):
-    how = dict(path="/gradio_api/queue/join", method="POST", host="localhost:8000")
-    status, text, _ = served_by(guard_of(), body=json.dumps(body).encode(), **how)
-    assert status == 400 and words in text and text.count("\n") == 1
     whole = json.dumps({"fn_index": 3, "data": []})
-    assert served_by(guard_of(), body=whole.encode(), **how)[:2] == (200, whole)
+    for route in ("queue/join", "run/predict", "api/predict/", "call/predict", "call/v2/predict"):
+        how = dict(path=f"/gradio_api/{route}", method="POST", host="localhost:8000")
+        status, text, _ = served_by(guard_of(), body=json.dumps(body).encode(), **how)
+        assert status == 400 and words in text and text.count("\n") == 1
+        assert served_by(guard_of(), body=whole.encode(), **how)[:2] == (200, whole)
 
 
 def test_an_error_of_a_request_is_a_line(capsys):
@@ -258,8 +260,9 @@ class Visitor(Browser):
     def fill(self, label, value):
         """Type into a field."""
         inputs = (
-            f"{self.seen('label')}.find(e => "
-            f"e.innerText.startsWith('{label}')).querySelector('input')"
+            f"({self.seen('input[type=number]')}.find(e => (e.ariaLabel || '').includes('{label}'))"
+            f" || {self.seen('label')}.find(e => e.innerText.startsWith('{label}'))"
+            ".querySelector('input'))"
         )
         self.ask(f"{inputs}.focus(), {inputs}.select(), true")
         self.call("Input.insertText", text=str(value))
@@ -359,6 +362,60 @@ def test_a_picture_is_that_of_the_command_to_the_bit(visitor, run, tmp_path):
     ]
 
 
+@pytest.fixture(params=("JiT", "RAE"))
+def guided(request, tmp_path):
+    """Flags of a network with a guide."""
+    if request.param == "RAE":
+        return ["--config", write_rae(tmp_path)()]
+    guide = write_jit(tmp_path)()
+    return ["--ckpt", tmp_path / "jit.pth", "--guide", guide]
+
+
+def test_before_the_last_step_the_estimate_is_the_result_of_both_networks(guided):
+    """Also where the times end before 1, and of a network that estimates the data."""
+    options = {name.strip("-"): str(value) for name, value in zip(guided[::2], guided[1::2])}
+    (model,) = Studio(Grid.of(device="cpu", **options)).models
+    model = model.changed(labels=(1, 5), guidance_interval=(0.05, 1))
+    seen = {}
+    with alone():
+        pipeline = load(model.grid, model.opened)
+        latents = pipeline.latents((1, 5), 0, on_step=lambda i, x: seen.update({i + 1: x.clone()}))
+    last = pipeline.process.steps - 1
+    before = pipeline.estimate(seen[last], last, (1, 5))
+    torch.testing.assert_close(before, latents, atol=1e-4, rtol=1e-3)
+
+
+@in_browser
+def test_a_network_and_its_guide_make_the_commands_picture(guided, tmp_path, here):
+    """The field of the scale names the guide; at 1 another picture is made."""
+    (tmp_path / "served").mkdir()
+    process, address = served(tmp_path / "served", *guided, "--device", "cpu")
+    try:
+        with Visitor(address) as visitor:
+            made = []
+            for scale in (None, 1):
+                if scale is not None:
+                    visitor.fill("Autoguidance by", scale)
+                before = visitor.picture()
+                visitor.press("Sample")
+                visitor.until(lambda before=before: visitor.picture() not in (None, before))
+                assert visitor.wait_for("Done|must") == "Done"
+                line = visitor.ask(f"{visitor.seen('textarea')}[0].value")
+                words = [*shlex.split(line)[2:], "--output", tmp_path / "command.png"]
+                assert "--guide" in words
+                forks.succeeds(here("sample.py", *words))
+                made.append(urllib.request.urlopen(visitor.picture()).read())
+                assert made[-1] == (tmp_path / "command.png").read_bytes()
+            assert made[0] != made[1]
+            text = visitor.ask("document.body.innerText")
+            assert re.search(r"Autoguidance by (small.pth|g.pt); 1 is none", text)
+            visitor.press("Compare", "button[role=tab]")
+            visitor.press("Compare")
+            assert visitor.wait_for("Done|Error") == "Done"
+    finally:
+        process.kill()
+
+
 @in_browser
 def test_two_settings_are_compared(visitor):
     visitor.press("SiT-Demo/2", "button[role=tab]")
@@ -406,12 +463,20 @@ def test_the_server_has_the_guard(address):
         ("GET", "/config", {}, None, 200),
         ("GET", "/config", {"Host": f"evil.example:{port}"}, None, 403),
         ("GET", "/config", {"Origin": "http://evil.example"}, None, 403),
-        ("POST", "/gradio_api/queue/join", {"Content-Type": "application/json"}, body, 400),
     ]
+    as_json = {"Content-Type": "application/json"}
+    for route in ("queue/join", "run/predict", "api/predict", "call/predict"):
+        cases.append(("POST", f"/gradio_api/{route}", as_json, body, 400))
+    # A call that would not wait for its turn.
+    whole = json.dumps({"fn_index": 0, "data": [["1"], 0, 4, 0, 1, "ddpm", 2, "fp32"]})
+    cases.append(("POST", "/gradio_api/run/predict", as_json, whole, 404))
     for method, path, headers, body, status in cases:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         connection.request(method, path, body, headers)
-        assert connection.getresponse().status == status, (path, headers)
+        answer = connection.getresponse()
+        assert answer.status == status, (path, headers)
+        if status == 400:
+            assert b"fn_index 999: this page has no such function; give" in answer.read()
         connection.close()
 
 

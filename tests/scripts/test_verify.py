@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 import torch
 from forks import succeeds
+from networks import small
 
 import evaluate
 from accel.errors import UsageError
+from accel.families import DEMO
+from accel.families.dit.network import DiT
 from accel.output import to_grid
 from scripts import verify
 
@@ -107,6 +110,25 @@ def test_on_a_cpu(tmp_path, here):
         "seed0-fp32-again.png",
         "verify.json",
     }
+
+
+def test_the_record_names_the_guide(tmp_path, here):
+    """Both runs are guided: the same weights and scale without it make another picture."""
+    for seed, name in enumerate(("f", "g")):
+        model = small(DiT, input_size=16, hidden_size=72 * (2 - seed))
+        content = {"ema": model.state_dict(), "args": dict(num_heads=2)}
+        torch.save(content, tmp_path / f"{name}.pt")
+    flags = ["--ckpt", tmp_path / "f.pt", "--vae", DEMO / "vae", "--device", "cpu", "--labels", 1]
+    flags += ["--num-sampling-steps", 2, "--cfg-scale", 1.7, "--output"]
+    records = {}
+    for name, guide in (("with", ["--guide", tmp_path / "g.pt"]), ("without", [])):
+        text = succeeds(here("scripts/verify.py", *flags, tmp_path / name, *guide))
+        records[name] = json.loads((tmp_path / name / "verify.json").read_text())
+        assert ("autoguidance 1.7 by g.pt" in text) == bool(guide)
+    assert (records["with"]["guide"], records["with"]["cfg_scale"]) == ("g.pt", 1.7)
+    assert records["without"]["guide"] is None
+    pictures = [(tmp_path / name / "seed0-fp32.png").read_bytes() for name in records]
+    assert pictures[0] != pictures[1]
 
 
 def test_what_is_recommended(capsys):

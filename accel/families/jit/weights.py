@@ -1,7 +1,7 @@
 """Recognise the files and modules of a JiT, derive its sizes, and read how it is sampled."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,8 +67,14 @@ class JiTRecogniser(DiTRecogniser):
         """Return the widths that are a JiT's own."""
         return dict(bottleneck_dim=shapes[FIRST][0], in_context_len=shapes[FRONT][1])
 
-    def recipe(self, model: str, metadata: Mapping[str, Any], path: Path) -> dict[str, Any]:
-        """Return the options that the arguments of the training run imply, and print them."""
+    def recipe(
+        self,
+        model: str,
+        metadata: Mapping[str, Any],
+        path: Path,
+        say: Callable[[str], None] = log.warning,
+    ) -> dict[str, Any]:
+        """Return the options that the arguments of the training run imply. say: prints them."""
         options = {option: metadata[name] for name, option in OPTIONS.items() if name in metadata}
         low = metadata.get("interval_min", 0)
         high = metadata.get("interval_max", 1)
@@ -80,12 +86,12 @@ class JiTRecogniser(DiTRecogniser):
                 )
         says = {**metadata.get("recipe", {}), **options}
         if "noise_scale" not in says and model not in self.family.models:
-            log.warning(f"{path}: says no scale of the first noise, taken for 1: --noise-scale N")
+            say(f"{path}: says no scale of the first noise, taken for 1: --noise-scale N")
         if metadata.keys() & {"interval_min", "interval_max"}:  # of times: a level is 1 − time
             options["guidance_interval"] = 1 - high, 1 - low
         if options:
             listed = ", ".join(f"{name} {shown(value)}" for name, value in options.items())
-            log.warning(f"{path}: its training arguments say {listed}; flags override it")
+            say(f"{path}: its training arguments say {listed}; flags override it")
         return options
 
     def of_module(self, module: nn.Module, state: dict[str, Tensor]) -> OfModule | None:

@@ -3,6 +3,7 @@ checkpoint or a YAML file beside it.
 """
 
 import logging
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from accel.errors import UsageError, shown
 from accel.families.config_file import read_yaml
 from accel.families.lightning_dit import FAMILY
+from accel.weights.checkpoint import FILE_SUFFIXES
 
 log = logging.getLogger(__name__)
 
@@ -28,13 +30,18 @@ USUAL_MULTIPLIER = 0.18215
 PUBLISHED = {"lightningdit-xl-imagenet256-64ep": dict(cfg_scale=10.0, guidance_interval=(0.0, 0.9))}
 
 
-def recipe(model: str, metadata: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the values of options that a checkpoint's configuration implies, and print
-    them; {} without configuration.
+def recipe(
+    model: str,
+    metadata: Mapping[str, Any],
+    path: Path,
+    say: Callable[[str], None] = log.warning,
+) -> dict[str, Any]:
+    """Return the values of options that a checkpoint's configuration implies; {} without
+    configuration.
 
     model: the name of the weights' model. metadata: entries of the checkpoint. path: its
-    file. Raises UsageError for a configuration that is damaged, of another model, or with
-    an unsupported sampler.
+    file. say: prints them. Raises UsageError for a configuration that is damaged, of another
+    model, or with an unsupported sampler.
     """
     where = f"`ckpt={path}`: its configuration"
     content = metadata.get("config")
@@ -71,7 +78,7 @@ def recipe(model: str, metadata: dict[str, Any], path: Path) -> dict[str, Any]:
         words.append(f"sampler {values['sampler']}")
     if "latent_scale" in values:
         words.append(f"latents times {values['latent_scale']:g}")
-    log.warning(f"{where.partition(': ')[2]} says {', '.join(words)}; flags override it")
+    say(f"{where.partition(': ')[2]} says {', '.join(words)}; flags override it")
     return values
 
 
@@ -129,12 +136,15 @@ def _plain(value):
 
 def _beside(path: Path) -> Path | None:
     """Return the YAML file of a checkpoint: the file with its name, else the only one in
-    its folder, else None.
+    its folder that has no other checkpoint's name, else None.
     """
     same_name = path.with_suffix(".yaml")
     if same_name.is_file():
         return same_name
-    others = sorted(path.parent.glob("*.yaml"))
+    others = []
+    for file in sorted(path.parent.glob("*.yaml")):
+        if not any(file.with_suffix(suffix).is_file() for suffix in FILE_SUFFIXES):
+            others.append(file)
     if len(others) > 1:
         log.warning(
             f"{path.parent} has {len(others)} YAML files and none is called {same_name.name}: they "

@@ -1,6 +1,7 @@
 """Recognise the files and modules of a LightningDiT, derive its sizes, and convert its entries."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from accel.families.lightning_dit.network import LightningDiT, LightningDiT_mode
 from accel.families.lightning_dit.recipe import recipe
 from accel.families.recognise import STRUCTURE, Form, OfModule
 from accel.weights.shapes import Shapes
+
+log = logging.getLogger(__name__)
 
 COS = "feat_rope.freqs_cos"
 SIN = "feat_rope.freqs_sin"  # each (T, d), every number twice
@@ -76,9 +79,17 @@ class LightningDiTRecogniser(DiTRecogniser):
         """Return `state`: sampling needs all entries."""
         return state
 
-    def recipe(self, model: str, metadata: Mapping[str, Any], path: Path) -> dict[str, Any]:
-        """Return the values of settings that the configuration in or beside a file implies."""
-        return recipe(model, metadata, path)
+    def recipe(
+        self,
+        model: str,
+        metadata: Mapping[str, Any],
+        path: Path,
+        say: Callable[[str], None] = log.warning,
+    ) -> dict[str, Any]:
+        """Return the values of settings that the configuration in or beside a file implies. say:
+        prints them.
+        """
+        return recipe(model, metadata, path, say)
 
     def of_module(self, module: nn.Module, state: dict[str, Tensor]) -> OfModule | None:
         """Return the rules to read a module with a LightningDiT's entries, or None for

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.errors import UsageError, shown
-from accel.families.config_file import ConfigFile
+from accel.families.config_file import ConfigFile, Size
 
 REPOSITORY = "nyu-visionx/RAE-collections"
 FOLDER = "models"  # where RAE's README has it
@@ -45,6 +45,9 @@ OF_NETWORK = (
     ("wo_shift", False, False),
 )
 NETWORK = "stage2.models.DDT.DiTwDDTHead"
+# Entries of a network that its tensors say too; pairs are of trunk and head.
+OF_TENSORS = ("hidden_size", "depth", "num_heads", "in_channels", "input_size", "use_qknorm")
+PAIRS = ("hidden_size", "depth", "num_heads")
 # Sections with all their entries that the original takes: it reads others nowhere, or fails.
 ENTRIES = {
     "stage_1.params": {
@@ -88,14 +91,14 @@ def read(content: Any, path: Path) -> ConfigFile | None:
     file.read_stages()
     file.read_sampler()
     file.read_guidance()
-    return ConfigFile(file.options, file.refused, file.missing, fetch)
+    return ConfigFile(file.options, file.refused, file.missing, fetch, tuple(file.sizes))
 
 
 def fetch(paths: list[str]) -> str:
-    """Return the remedy for missing files: the command that fetches those of the repository."""
+    """Return the command that fetches missing files, "" if some are not of the repository."""
     published = [path for path in paths if Path(path).parts[0] == FOLDER]
     if len(published) < len(paths):
-        return "put it there, or give another"
+        return ""
     names = " ".join(Path(path).relative_to(FOLDER).as_posix() for path in published)
     return f"hf download {REPOSITORY} {names} --local-dir {FOLDER}"
 
@@ -109,6 +112,7 @@ class Reader:
         self.options: dict[str, Any] = {}
         self.refused: dict[str, str] = {}
         self.missing: dict[str, str] = {}
+        self.sizes: list[Size] = []
         for stage in STAGES:
             if not self.section(stage):
                 self.refuse("config", f"has no {stage}, and sampling needs both stages")
@@ -165,6 +169,9 @@ class Reader:
         patch = self.integer("stage_1.params", "decoder_patch_size", 16)
         self.options["image_size"] = patch * side
         self.options["guidance_channels"] = channels
+        size = "of misc.latent_size"
+        self.sizes.append(Size("config", f"channels {size}", "in_channels", channels))
+        self.sizes.append(Size("config", f"a side {size}", "input_size", side))
         classes = self.integer("misc", "num_classes", 1000)
         trained = self.integer("stage_2.params", "num_classes", 1000)
         if classes != trained:
@@ -233,8 +240,17 @@ class Reader:
     def require_network(self, section: str, option: str) -> None:
         """Refuse a network that is not computed here."""
         self.require(section, "target", None, NETWORK, option)
+        params = f"{section}.params"
         for rule in OF_NETWORK:
-            self.require(f"{section}.params", *rule, option)
+            self.require(params, *rule, option)
+        entries = self.section(params)
+        for name in OF_TENSORS:
+            value = entries.get(name)
+            if value is None:
+                continue
+            if name in PAIRS:
+                value = tuple(value) if isinstance(value, list) else (value, value)
+            self.sizes.append(Size(option, f"{params}.{name}", name, value))
 
     def require(self, section: str, name: str, usual: Any, computed: Any, option: str) -> None:
         """Refuse an entry with another value than the computed one."""

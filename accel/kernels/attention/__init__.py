@@ -24,17 +24,11 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from accel.kernels import check_backend, cuda
 from accel.kernels.attention import hopper
 
-SDPA = {  # torch's kernels, on views with strides
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
-BACKENDS = ("auto", "hopper", *SDPA, "torch")
+BACKENDS = ("auto", "hopper", "cudnn", "flash", "efficient", "torch")
 
 
 def attention(qkv: Tensor, num_heads: int, backend: str = "auto") -> Tensor:
@@ -66,9 +60,10 @@ def attention_to(qkv: Tensor, kv: Tensor | None, num_heads: int, backend: str = 
     q, k, v = _heads(qkv, kv, num_heads)
     if backend == "torch":
         out = reference(q, k, v)
+    elif qkv.device.type == "cuda":
+        out = _by_torch(q, k, v, backend)
     else:
-        with sdpa_kernel(SDPA[backend]):
-            out = F.scaled_dot_product_attention(q, k, v)
+        out = F.scaled_dot_product_attention(q, k, v)
     return out.transpose(1, 2).flatten(2)
 
 
@@ -96,6 +91,24 @@ def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(wide) @ k.to(wide).mT / math.sqrt(q.shape[-1])  # (N, h, t, T)
     return (scores.softmax(-1) @ v.to(wide)).to(q.dtype)
+
+
+def _by_torch(q, k, v, backend):
+    """Compute attention by the named kernel of torch, on views with strides.
+
+    The public way, sdpa_kernel, switches the whole process: two threads that enter and leave it in
+    turn can leave the other kernels off for good.
+    """
+    aten = torch.ops.aten
+    if backend == "cudnn":
+        return aten._scaled_dot_product_cudnn_attention(q, k, v, None, False)[0]
+    if backend == "efficient":
+        return aten._scaled_dot_product_efficient_attention(q, k, v, None, False)[0]
+    dim = q.shape[-1]
+    if dim % 8:  # flash takes eights
+        q, k, v = (F.pad(x, (0, -dim % 8)) for x in (q, k, v))
+    out = aten._scaled_dot_product_flash_attention(q, k, v, scale=1 / math.sqrt(dim))[0]
+    return out[..., :dim]
 
 
 def _heads(qkv, kv, num_heads):

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from accel.kernels import check_backend, cuda
 from accel.kernels.split_linear import cublas, hopper, reference
-from accel.kernels.split_linear.high_low import HighLow, balance, split
+from accel.kernels.split_linear.high_low import HighLow, balance, new_pair, split
 
-__all__ = ["HighLow", "SplitLinear", "balance", "choose", "split"]
+__all__ = ["HighLow", "SplitLinear", "balance", "choose", "split", "split_rows"]
 
 BACKENDS = ("auto", "hopper", "cublas", "torch")
 
@@ -35,6 +35,21 @@ def choose(device: torch.device) -> str:
     if device.type != "cuda":
         return "torch"
     return "hopper" if cuda.capability(device) == (9, 0) else "cublas"
+
+
+def split_rows(x: Tensor, stack: bool = False, backend: str = "auto") -> HighLow:
+    """Return `split(x)` of a contiguous float32 x (…, K), in one pass on a GPU.
+
+    stack: in the layout that cuBLAS's split GEMM takes.
+    """
+    if not cuda.by_triton("split_rows", backend, x):
+        return split(x)
+    from accel.kernels.split_linear import triton
+
+    pair = new_pair(*x.shape, device=x.device, stack=stack)
+    scales = torch.empty(x.shape[:-1], device=x.device)
+    triton.split_rows(x, pair, scales, stack)
+    return HighLow(pair, scales)
 
 
 class SplitLinear:

@@ -1,7 +1,8 @@
-"""The end of a float32 GEMM in one Triton kernel, for backends without an epilogue.
+"""Triton kernels on both sides of a split GEMM; they use no tensor cores.
 
-It applies scales, bias, GELU, the check for overflow and the high/low split, and uses no tensor
-cores. The device functions that store a split serve other kernels too.
+One splits rows into high and low. The other ends a float32 GEMM, for backends without an epilogue:
+it applies scales, bias, GELU, the check for overflow and the high/low split. The device functions
+that store a split serve other kernels too.
 """
 
 from typing import Any
@@ -56,6 +57,26 @@ def finish(layer: Any, y: Tensor, row_scale: Tensor | None) -> Tensor:
     return out
 
 
+def split_rows(x: Tensor, pair: Tensor, scales: Tensor, stack: bool) -> None:
+    """Split x (…, K) float32 into `pair` (2, …, K) and the rows' powers of two, `scales` (…,).
+
+    stack: pair is a `new_stack`.
+    """
+    width = x.shape[-1]
+    block = triton.next_power_of_2(width)
+    with torch.cuda.device_of(x):  # Triton launches on the current GPU
+        _split_rows[(scales.numel(),)](
+            x,
+            pair,
+            scales,
+            x.numel(),  # from high to low
+            WIDTH=width,
+            BLOCK=block,
+            STACK=stack,
+            num_warps=min(16, max(1, block // 512)),
+        )
+
+
 @triton.jit
 def store_high_low(high_ptr, low_offset, y, inside):
     """Split y, and store high, and low `low_offset` elements further."""
@@ -80,6 +101,29 @@ def row_scale(largest):
     exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15)
     factor = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
     return factor, ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["low"])
+def _split_rows(
+    x_ptr,
+    pair_ptr,
+    scale_ptr,
+    low,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STACK: tl.constexpr,
+):
+    """Split a row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    x = tl.load(x_ptr + row * WIDTH + column, inside, 0.0)
+    factor, inverse = row_scale(tl.max(tl.abs(x), 0))
+    tl.store(scale_ptr + row, inverse)
+    if STACK:
+        store_stack(pair_ptr + row * (3 * WIDTH) + column, WIDTH, x * factor, inside)
+    else:
+        store_high_low(pair_ptr + row * WIDTH + column, low, x * factor, inside)
 
 
 @triton.jit

@@ -72,6 +72,10 @@ class ViT(DecoderKind):
                 f"`vae={path}`: says no statistics of its latents; put {STATISTICS} beside it, or "
                 "give `latent_stats`"
             )
+        if statistics is not None:
+            from accel.weights.tensor_files import file_stamps
+
+            file_stamps([Path(statistics)], "latent_stats")  # an error names this option
         facts = [beside / name for name in (CONFIG, COLOURS) if (beside / name).is_file()]
         return [weights, Path(statistics or beside / STATISTICS), *facts]
 

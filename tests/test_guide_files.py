@@ -1,0 +1,302 @@
+"""What the files of a guide say: heads, entries, noise and latents, of JiT, RAE, DiT and
+LightningDiT.
+"""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from forks import refused, succeeds
+from latents.vits import SMALL as SMALL_VIT
+from latents.vits import vit_files
+from networks import error, small
+from reference_networks import jit
+from test_jit import LABELS, START
+from test_jit import build as build_jit
+from test_jit import checkpoint as jit_file
+from test_large_dit import build as build_large_dit
+from test_lightning_dit import as_file
+from test_lightning_dit import build as build_lightning
+from test_rae import build as build_rae
+
+from accel import Sampler
+from accel.config import Config
+from accel.errors import UsageError
+from accel.families.dit.network import DiT
+from accel.opening import open_model
+from accel.weights.metadata import OWN
+
+OF_GUIDE = dict(hidden_size=80, depth=3, num_heads=1)
+RUN = dict(num_sampling_steps=3, output_type="latent", device="cpu")
+
+
+def write_jit(folder):
+    """Write a JiT, jit.pth, and return a function that writes a guide of it: other arguments of
+    training → path.
+    """
+    jit_file(folder, build_jit()).rename(folder / "jit.pth")
+
+    def guide(**arguments):
+        return jit_file(folder, build_jit(1, **OF_GUIDE), **arguments)
+
+    return guide
+
+
+@pytest.fixture
+def jits(tmp_path):
+    return write_jit(tmp_path)
+
+
+def opened(jits, tmp_path, *, guide=None, **options):
+    guide = jits() if guide is None else guide
+    return open_model(
+        Config(ckpt=str(tmp_path / "jit.pth"), guide=str(guide), device="cpu", **options)
+    )
+
+
+def written_out(f, g, z, scale, t_eps):
+    """Four steps of Euler's method in float64; the interval of levels ends, outside, at 0.75."""
+    x = z.double()
+    for i in range(4):
+        t = torch.full((len(x),), i / 4, dtype=torch.float64)
+        clean, weak = (jit(net.state_dict(), x, t, LABELS, START) for net in (f, g))
+        if i > 1:
+            clean = weak + scale * (clean - weak)
+        x = x + 0.25 * (clean - x) / max(1 - i / 4, t_eps)
+    return x
+
+
+def test_a_jit_is_guided_on_its_estimate_of_the_data(jits, tmp_path, here, capsys):
+    """One t_eps divides both estimates. It is printed if the guide was trained with another."""
+    guide = jits(t_eps=0.05)
+    flags = "--ckpt", tmp_path / "jit.pth", "--guide", guide, "--sampler", "euler", "--labels", 1, 5
+    flags += "--device", "cpu", "--output-type", "latent", "--output", tmp_path / "x.npy"
+    z = 1.5 * torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    for more, t_eps in (((), 0.2), (("--t-eps", 0.3), 0.3)):
+        text = succeeds(here("sample.py", *flags, *more))
+        line = f"was trained with t_eps 0.05; {t_eps} is used for both networks; for another: "
+        assert line in text
+        want = written_out(build_jit(), build_jit(1, **OF_GUIDE), z, 2.5, t_eps)
+        assert error(torch.from_numpy(np.load(tmp_path / "x.npy")), want) < 5e-6
+    assert "t_eps 0.05" not in succeeds(here("sample.py", *flags, "--t-eps", 0.05))
+
+
+def test_a_guide_of_other_noise_is_refused_by_name(jits, tmp_path, capsys):
+    line = "guide=[^ ]*small.pth: was trained with noise_scale 1, and [^ ]*jit.pth with 1.5; give"
+    guide = jits(noise_scale=1.0)
+    with pytest.raises(UsageError, match=line):
+        opened(jits, tmp_path, guide=guide)
+    assert opened(jits, tmp_path, guide=guide, noise_scale=2.0).config.noise_scale == 2.0
+    opened(jits, tmp_path)
+    assert "first noise" not in capsys.readouterr().out
+    opened(jits, tmp_path, guide=jits(noise_scale=None))
+    assert "says no scale of the first noise, taken for 1.5, as the" in capsys.readouterr().out
+    for changes, words in (
+        (dict(noise_scale=0.0), "say noise_scale 0.0, which cannot be; mend it"),
+        (dict(img_size=64), "has image_size 64, and [^ ]*jit.pth 32; a guide has"),
+    ):
+        with pytest.raises(UsageError, match=f"guide=[^ ]*small.pth: .*{words}"):
+            opened(jits, tmp_path, guide=jits(**changes))
+
+
+def test_notices_of_a_guide_name_what_changes_the_guide(jits, tmp_path, here):
+    """The converter writes another entry, or the number of heads: flags change f alone."""
+    guide = jits()
+    flags = "--ckpt", tmp_path / "jit.pth", "--device", "cpu", "--output", tmp_path / "x.png"
+    lines = succeeds(here("sample.py", *flags, "--guide", guide)).splitlines()
+    (of_guide,) = (line for line in lines if "small.pth: the weights are those of" in line)
+    assert of_guide.endswith("give --weights-entry NAME to scripts/convert_checkpoint.py")
+    other = tmp_path / "other.pt"
+    words = "--ckpt", guide, "--weights-entry", "model_ema2", "--output", other
+    succeeds(here("scripts/convert_checkpoint.py", *words))
+    assert (
+        "model_ema2"
+        not in succeeds(here("sample.py", *flags, "--guide", other)).partition("other.pt")[2]
+    )
+    with (
+        Sampler(tmp_path / "jit.pth", guide=guide, **RUN) as one,
+        Sampler(tmp_path / "jit.pth", guide=other, **RUN) as two,
+    ):
+        assert not torch.equal(one.latents(1), two.latents(1))
+
+
+def test_the_number_of_heads_of_a_guide(tmp_path, here, capsys):
+    """Assumed as that of the model of its size, with what changes it; unknown, it is refused."""
+    torch.save({"ema": small(DiT).state_dict(), "args": dict(num_heads=2)}, tmp_path / "f.pt")
+    usual = dict(hidden_size=384, depth=12, num_heads=6)
+    for name, shape in (("s.pt", usual), ("odd.pt", dict(hidden_size=96, num_heads=3))):
+        torch.save({"ema": small(DiT, **shape).state_dict()}, tmp_path / name)
+    config = Config(ckpt=str(tmp_path / "f.pt"), guide=str(tmp_path / "s.pt"), device="cpu")
+    heads = open_model(config, decodes=False).guide.fit.num_heads
+    text = capsys.readouterr().out
+    assert heads == 6
+    assert "s.pt: says no number of heads, taken for 6, as models of its depth and width" in text
+    assert "if it has others: give --num-heads N to scripts/convert_checkpoint.py" in text
+    words = "--ckpt", tmp_path / "s.pt", "--num-heads", 4, "--output", tmp_path / "four.pt"
+    succeeds(here("scripts/convert_checkpoint.py", *words))
+    config = Config(ckpt=str(tmp_path / "f.pt"), guide=str(tmp_path / "four.pt"), device="cpu")
+    assert open_model(config, decodes=False).guide.fit.num_heads == 4
+    config = Config(ckpt=str(tmp_path / "f.pt"), guide=str(tmp_path / "odd.pt"), device="cpu")
+    with pytest.raises(UsageError, match="guide=.* give --num-heads to scripts/convert_checkpoint"):
+        open_model(config, decodes=False)
+
+
+def test_a_guide_of_another_trained_size_is_refused(tmp_path):
+    """No tensor of a Large-DiT says it. The size that is sampled does not matter."""
+    for name, size in (("f", 64), ("small", 32), ("g", 64)):
+        model = build_large_dit()
+        facts = dict(family="Large-DiT", num_heads=model.n_heads, image_size=size)
+        torch.save({"ema": model.state_dict(), OWN: facts}, tmp_path / f"{name}.pt")
+    config = Config(ckpt=str(tmp_path / "f.pt"), device="cpu", image_size=128)
+    opened = open_model(replace(config, guide=str(tmp_path / "g.pt")), decodes=False)
+    assert (opened.config.image_size, opened.fit.image_size) == (128, 64)
+    with pytest.raises(UsageError, match="guide=[^ ]*small.pt: has image_size 32, and .*f.pt 64; "):
+        open_model(replace(config, guide=str(tmp_path / "small.pt")), decodes=False)
+
+
+@pytest.mark.parametrize(
+    "section, words",
+    (
+        (dict(transport=dict(path_type="GVP")), "says path_type GVP, and only Linear is computed"),
+        (dict(data=dict(latent_multiplier=0.18)), "has latent_scale 0.18, and .* 1"),
+        (dict(data=dict(latent_multiplier=1.0)), "has latent_norm False, and .* True"),
+        (dict(data=dict(latent_multiplier=1.0, latent_norm=True)), None),
+    ),
+)
+def test_a_guides_configuration_is_of_the_same_latents(section, words, tmp_path):
+    """That of a LightningDiT lies beside its file."""
+    for name in ("f", "g"):
+        torch.save({"ema": as_file(build_lightning())}, tmp_path / f"{name}.pt")
+    (tmp_path / "g.yaml").write_text(yaml.safe_dump({"model": {}, "sample": {}, **section}))
+    config = Config(ckpt=str(tmp_path / "f.pt"), guide=str(tmp_path / "g.pt"), device="cpu")
+    if words is None:
+        assert open_model(config, decodes=False).guide.fit.recipe["timestep_shift"] == 1
+        return
+    with pytest.raises(UsageError, match=f"guide=[^ ]*g.pt: [^\n]*{words}"):
+        open_model(config, decodes=False)
+
+
+def test_a_guide_that_changes_nothing_is_said(jits, tmp_path, here):
+    ckpt = tmp_path / "jit.pth"
+    flags = "--ckpt", ckpt, "--device", "cpu", "--labels", 1, "--output-type", "latent", "--output"
+    flags += (tmp_path / "x.npy", "--guide")
+    for scale in (1, 0.5):
+        text = succeeds(here("sample.py", *flags, jits(), "--cfg-scale", scale))
+        line = f"autoguidance {scale} by small.pth (not used: give a --cfg-scale above 1)"
+        assert line in text
+    alone = np.load(tmp_path / "x.npy")
+    assert "is the file of the network that it guides" in succeeds(here("sample.py", *flags, ckpt))
+    assert np.abs(np.load(tmp_path / "x.npy") - alone).max() < 1e-5
+    bad = build_jit(1, **OF_GUIDE)
+    bad.final_layer.linear.weight.data[0, 0] = float("nan")
+    for other, name in ((5, "int"), (torch.nn.Linear(2, 2), "Linear")):
+        with pytest.raises(UsageError, match=f"^guide: {name}: is not a DiT"):
+            Sampler(ckpt, guide=other, **RUN)
+    guide = jit_file(tmp_path, bad)
+    line = "not finite.*check the weights of ckpt and guide$"
+    with Sampler(ckpt, guide=guide, **RUN) as sampler, pytest.raises(UsageError, match=line):
+        sampler.latents(1)
+
+
+# ---- RAE's configuration files, and its decoder ----
+
+
+CONFIG = dict(
+    stage_1=dict(
+        target="stage1.RAE",
+        params=dict(
+            decoder_config_path="configs/decoder/ViTXL",
+            pretrained_decoder_path="vit/model.pt",
+            normalization_stat_path="vit/stat.pt",
+        ),
+    ),
+    stage_2=dict(
+        target="stage2.models.DDT.DiTwDDTHead",
+        ckpt="rae.pt",
+        params=dict(hidden_size=[144, 512], depth=[3, 2], num_heads=[2, 4], num_classes=8),
+    ),
+    sampler=dict(params=dict(sampling_method="euler", num_steps=4)),
+    guidance=dict(
+        method="autoguidance",
+        scale=1.4,
+        guidance_model=dict(
+            target="stage2.models.DDT.DiTwDDTHead", ckpt="g.pt", params=dict(depth=[1, 1])
+        ),
+    ),
+    misc=dict(latent_size=[24, 4, 4], num_classes=8, time_dist_shift_dim=8192),
+)
+
+
+def write_rae(folder):
+    """Write a RAE, its guide and its decoder; return a function that writes their configuration."""
+    vit_files(folder / "vit", SMALL_VIT._replace(channels=24, patch=16))
+    torch.save(build_rae().state_dict(), folder / "rae.pt")
+    guide = build_rae(1, hidden_size=(72, 256), depth=(1, 1), num_heads=(1, 2))
+    torch.save(guide.state_dict(), folder / "g.pt")
+
+    def write(**changes):
+        content = json.loads(json.dumps(CONFIG))
+        for name, value in changes.items():
+            *sections, last = name.split("__")
+            section = content
+            for part in sections:
+                section = section[part]
+            section[last] = value
+        path = folder / f"{len(list(folder.iterdir()))}.yaml"
+        path.write_text(yaml.safe_dump(content))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def raes(tmp_path):
+    return write_rae(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    (
+        (
+            dict(misc__latent_size=[12, 4, 4]),
+            "channels of misc.latent_size 12, and .*rae.pt has 24",
+        ),
+        (dict(misc__latent_size=[24, 8, 8]), "a side of misc.latent_size 8, and .*rae.pt has 4"),
+        (dict(stage_2__params__num_heads=4), r"num_heads \(4, 4\), and .*rae.pt has \(2, 4\)"),
+        (dict(stage_2__params__use_qknorm=True), "use_qknorm True, and .*rae.pt has False"),
+        (
+            dict(guidance__guidance_model__params__depth=[12, 2]),
+            r"guidance_model.params.depth \(12, 2\), and .*g.pt has \(1, 1\)",
+        ),
+    ),
+)
+def test_a_configuration_of_other_networks_than_its_files_is_refused(changes, words, raes):
+    config = str(raes(**changes))
+    with pytest.raises(UsageError, match=f"config={config}: says [^\n]*{words}; mend it"):
+        open_model(Config(config=config, device="cpu"))
+
+
+def test_another_familys_network_is_refused_with_a_configuration(raes, jits, tmp_path, here):
+    flags = "--config", raes(), "--device", "cpu", "--output", tmp_path / "x.png"
+    text = succeeds(here("sample.py", *flags))
+    assert "3 EULER shift 0.707107 steps · autoguidance 1.4 by g.pt on 24 channels" in text
+    for more, words in (
+        (("--model", "DiT-Demo/2"), "--model DiT-Demo/2: is a DiT, and --config"),
+        (("--ckpt", tmp_path / "jit.pth"), "jit.pth: is a JiT, and --config"),
+        (("--guide", tmp_path / "jit.pth"), "jit.pth: has a family JiT, and"),
+        (("--latent-stats", tmp_path / "none.pt"), "sample.py: --latent-stats"),
+    ):
+        line = refused(here("sample.py", *flags, *more))
+        assert words in line
+    twice = raes()
+    twice.write_text(twice.read_text() + "guidance: {scale: 3.0}\n")
+    assert "says guidance twice" in refused(here("sample.py", "--config", twice))
+    line = refused(here("sample.py", "--config", raes(stage_2__ckpt="none.pt")))
+    assert line.endswith("none.pt, which is missing; put it there, or give --ckpt\n")
+    with pytest.raises(UsageError, match="ViTXL_n08/model.pt: no such file; give a decoder's file"):
+        open_model(Config(ckpt=str(tmp_path / "rae.pt"), device="cpu"))
+    pixels = "--ckpt", tmp_path / "jit.pth", "--latent-stats", tmp_path / "vit" / "stat.pt"
+    assert "samples pixels, without a decoder" in refused(here("sample.py", *pixels))
