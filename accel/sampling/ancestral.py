@@ -15,15 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accel.sampling.process import Process, State
-
-BETAS = np.linspace(0.0001, 0.02, 1000)  # Ho et al. 2020: of the trained process
+from accel.sampling.process import ABAR, Process, State
 
 
 @lru_cache(maxsize=None)
 def kept_timesteps(steps: int) -> list[int]:
     """Return the trained timesteps that `steps` evenly spaced steps keep, ascending."""
-    stride = (len(BETAS) - 1) / (steps - 1) if steps > 1 else 1
+    stride = (len(ABAR) - 1) / (steps - 1) if steps > 1 else 1
     kept = []
     position = 0.0
     for _ in range(steps):
@@ -36,7 +34,7 @@ def kept_timesteps(steps: int) -> list[int]:
 @lru_cache(maxsize=None)  # captured steps read them at fixed addresses
 def _tables(steps: int, device: torch.device) -> Mapping[str, Tensor]:
     """Return the coefficients of `steps` steps by name, float32 (steps,) on `device`."""
-    kept = np.cumprod(1 - BETAS)[kept_timesteps(steps)]
+    kept = ABAR[kept_timesteps(steps)]
     betas = 1 - kept / np.append(1.0, kept[:-1])  # Nichol & Dhariwal 2021, section 4
     abar = np.cumprod(1 - betas)
     before = np.append(1.0, abar[:-1])

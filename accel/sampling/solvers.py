@@ -19,8 +19,7 @@ import numpy as np
 import torch
 
 from accel.errors import UsageError, shown
-from accel.sampling.ancestral import BETAS
-from accel.sampling.process import Process, State
+from accel.sampling.process import ABAR, BETAS, Process, State
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +30,6 @@ SOLVERS = {
     "unipc": ("scheduling_unipc_multistep", "UniPCMultistepScheduler"),
 }
 CLIPPING = "clip_sample", "thresholding"  # options of schedulers
-KEPT = np.cumprod(1 - BETAS)  # of the data, by time: abar_t
 # Relative errors that a rehearsal allows. Times that are rounded to whole ones reach 0.1,
 # schedulers of another process 0.4 and more.
 REHEARSED = 0.2
@@ -96,7 +94,7 @@ def require_scheduler(scheduler: Any) -> None:
         )
     require_schedule("`sampler`", scheduler.config)
     kept = getattr(scheduler, "alphas_cumprod", None)
-    if kept is not None and not np.allclose(kept, KEPT, rtol=1e-3):
+    if kept is not None and not np.allclose(kept, ABAR, rtol=1e-3):
         name = type(scheduler).__name__
         raise UsageError(f"`sampler`: the alphas_cumprod of {name} are not DiT's")
 
@@ -172,7 +170,7 @@ class Solver(Process):
         errors = []
         state = self.begin(noise)
         for t in self._times:
-            kept = float(np.interp(t, np.arange(len(KEPT)), KEPT))
+            kept = float(np.interp(t, np.arange(len(ABAR)), ABAR))
 
             def evaluate(x, kept=kept):
                 estimate = (x - kept**0.5 * latents) / (1 - kept) ** 0.5
