@@ -25,7 +25,7 @@ from accel import fast, gpu, precision
 from accel.config import Config, Grid
 from accel.errors import UsageError
 from accel.families import Defaults, constructor_of, families, family_of, model_names
-from accel.files import ROOT, atomic_write
+from accel.files import ROOT, atomic_write, read_json
 from accel.flags import check_writable, positive
 from accel.grid import ready
 from accel.kernels.linear import Tuner
@@ -224,6 +224,14 @@ def require_alike(records: list[dict], names: Iterable[str]) -> None:
                     f"{record[name]}"
                 )
                 raise UsageError(f"{files}: move one of them elsewhere")
+
+
+def read(path: Path, owner: str, remedy: str) -> dict:
+    """Return a record. Raises UsageError, about `owner` and with a remedy, for any other file."""
+    try:
+        return read_json(path)
+    except (ValueError, OSError) as error:
+        raise UsageError(f"{owner}: not JSON ({error}); {remedy}") from None
 
 
 def write(path: str | Path | None, record: dict) -> None:

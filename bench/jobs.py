@@ -245,8 +245,7 @@ def prepare(args: Namespace) -> torch.device:
     device = harness.prepare(args)
     args.precision = args.precision or precision.default_tier(device)
     for tier in args.contest or [args.precision]:
-        if not precision.supports(tier, device):
-            raise UsageError(f"{tier}: {device} cannot run this tier; leave it out")
+        precision.require("contest" if args.contest else "precision", tier, device)
     batch = args.batch * args.gpus
     if args.fid and args.fid <= batch:
         raise UsageError(f"--fid {args.fid}: needs a second batch; give more than {batch}")

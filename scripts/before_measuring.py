@@ -18,7 +18,6 @@ import torch
 from accel import gpu, precision
 from accel.cli import OneLineParser, user_errors
 from accel.errors import UsageError
-from accel.files import read_json
 from accel.flags import positive
 from accel.opening import choose_device
 from bench import harness
@@ -31,10 +30,7 @@ def require_continuable(folder: Path, expected: dict, gpus: int) -> None:
     new record. gpus: the number of processes of a record of several.
     """
     for path in sorted([*folder.glob("*.json"), *folder.glob("verify/verify.json")]):
-        try:
-            record = read_json(path)
-        except (ValueError, OSError) as error:
-            raise UsageError(f"{path}: not JSON ({error}); remove it") from None
+        record = harness.read(path, str(path), "remove it")
         names = ["gpu"]
         if record.get("kind") in OF_THE_NETWORK:
             names += ["model", "image_size", "weights"]

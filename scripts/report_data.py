@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from accel.errors import UsageError
-from accel.files import ROOT, read_json
+from accel.files import ROOT
 from accel.picture_files import read_picture
-from bench import steps
+from bench import harness, steps
 from bench.harness import RANDOM, SAME_STEPS, require_alike, safe
 from bench.jobs import CONTEST, other_job, score
 from scripts import verify
@@ -44,10 +44,7 @@ def read_log(folder: Path) -> dict[str, list[dict]]:
     log = {}
     devices = {}
     for path in sorted([*folder.glob("*.json"), *folder.glob("verify*/verify.json")]):
-        try:
-            record = read_json(path)
-        except (ValueError, OSError) as error:
-            raise UsageError(f"{path}: not JSON ({error}); measure again or remove it") from None
+        record = harness.read(path, str(path), "measure again or remove it")
         if _is_cut_short(path, record):
             raise UsageError(
                 f"{path}: is not finished: wait, or if nothing runs, give the same measure.sh "
@@ -108,10 +105,7 @@ def add_result(log: dict, path: Path, tier: str | None) -> str:
     the one row of its tier. Return the tier. Raises UsageError if it is of another job, GPU or
     weights, or lacks the tier, or has several and `tier` is None.
     """
-    try:
-        record = read_json(path)
-    except (ValueError, OSError) as error:
-        raise UsageError(f"--result {path}: not JSON ({error}); name another") from None
+    record = harness.read(path, f"--result {path}", "name another")
     if roles(record) != ["contest"]:
         raise UsageError(f"--result {path}: is not of bench/jobs.py --contest; name another")
     others = [log[role][0] for role in ("contest", "ladder") if role in log][:1]

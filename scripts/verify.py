@@ -136,8 +136,7 @@ def choose_tiers(asked: list[str] | None, device: torch.device) -> list[str]:
     lacks.
     """
     for tier in asked or ():
-        if not precision.supports(tier, device):
-            raise UsageError(f"--precision {tier}: {device} cannot run it; leave it out")
+        precision.require("precision", tier, device)
     chosen = asked or [tier for tier in precision.TIERS if precision.supports(tier, device)]
     return [tier for tier in chosen if tier != "fp32"] or [AGAIN]
 

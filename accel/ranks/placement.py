@@ -38,7 +38,7 @@ OFF = Layout()
 
 
 class BatchRows(NamedTuple):
-    """The batch of a network evaluation on a rank."""
+    """The batch of a network evaluation."""
 
     latents: int
     copies: int  # batch rows of each latent

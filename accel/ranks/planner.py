@@ -29,18 +29,11 @@ from accel.files import cache_folder
 from accel.graphs import capture
 from accel.network import BlockNetwork, Network
 from accel.ranks import Ranks, layouts
-from accel.ranks.placement import OFF, Layout, Placement
+from accel.ranks.placement import OFF, BatchRows, Layout, Placement
 
 log = logging.getLogger(__name__)
 
 DEPTHS = 2, 6  # numbers of blocks that are timed; the difference gives the time of a block
-
-
-class EvaluationShape(NamedTuple):
-    """The batch of a network evaluation."""
-
-    pictures: int
-    copies: int  # batch rows of a picture
 
 
 class Work(NamedTuple):
@@ -52,12 +45,12 @@ class Work(NamedTuple):
     tokens: int  # of a batch row
     tier: str
 
-    def evaluations(self, placement: Placement) -> Counter[EvaluationShape]:
-        """Return the number of evaluations on this rank by their shape."""
-        counts: Counter[EvaluationShape] = Counter()
+    def evaluations(self, placement: Placement) -> Counter[BatchRows]:
+        """Return the number of evaluations on this rank by their batch, before ranks divide it."""
+        counts: Counter[BatchRows] = Counter()
         for batch in placement.batches(self.pictures, self.at_once):
             for copies, count in self.copies.items():
-                counts[EvaluationShape(batch.stop - batch.start, copies)] += count
+                counts[BatchRows(batch.stop - batch.start, copies)] += count
         return counts
 
     def load(self, placement: Placement) -> int:

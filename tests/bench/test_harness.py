@@ -43,7 +43,7 @@ REFUSED = [
         ["--baseline", "--precision", "fp16", *NO_GPU],
         "--precision fp16: upstream samples in fp32",
     ),
-    ("jobs", ["--contest", "fp32", "bf16", *NO_GPU], "bf16: cpu cannot run this tier"),
+    ("jobs", ["--contest", "fp32", "bf16", *NO_GPU], "--contest bf16: cpu has no bfloat16"),
     ("jobs", ["--fid", "4", "--batch", "4", *NO_GPU], "--fid 4: needs a second batch"),
     ("jobs", ["--fid", "4", "--batch", "2", "--gpus", "2", *NO_GPU], "give more than 4"),
     ("jobs", [], "one of the arguments --contest --fid is required"),

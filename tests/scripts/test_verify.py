@@ -67,7 +67,7 @@ def test_a_metric_that_cannot_be_computed_passes_nothing():
 def test_tiers_that_the_device_lacks():
     cpu = torch.device("cpu")
     assert verify.choose_tiers(None, cpu) == [verify.AGAIN]
-    with pytest.raises(UsageError, match="--precision bf16"):
+    with pytest.raises(UsageError, match="precision=bf16: cpu has no bfloat16"):
         verify.choose_tiers(["bf16"], cpu)
 
 
