@@ -343,10 +343,13 @@ def judge_pixels(
 ) -> dict:
     """Return the values of two pictures or tiles, their verdict, and the reason for every NaN."""
     values, reasons = measure(a, b, lpips)
-    results = judge(values, thresholds).values()
+    return {"values": values, "verdict": verdict_of(values, thresholds), "reasons": reasons}
+
+
+def verdict_of(values: dict[str, float], thresholds: dict[str, float]) -> str:
+    """Return the verdict on the values of a picture."""
     words = {True: "PASS", False: "FAIL", None: "NONE"}
-    verdict = overall(words[meets] for meets in results)
-    return {"values": values, "verdict": verdict, "reasons": reasons}
+    return overall(words[meets] for meets in judge(values, thresholds).values())
 
 
 def judge_pair(

@@ -83,11 +83,6 @@ def parts(a: np.ndarray, b: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarra
     return pixels
 
 
-def overall(verdicts: list) -> str:
-    """Return FAIL if any verdict is FAIL, else NONE if any could not be judged, else PASS."""
-    return next((verdict for verdict in ("FAIL", "NONE") if verdict in verdicts), "PASS")
-
-
 def judge(want: dict, got: dict, lpips: Callable, name: str = "") -> dict:
     """Return the metrics and verdicts of every part of `got` against `want`, both {seed:
     grid}, the worst value of each metric, and the reasons for metrics without a value.
@@ -98,12 +93,16 @@ def judge(want: dict, got: dict, lpips: Callable, name: str = "") -> dict:
         for part, (a, b) in parts(want[seed], got[seed]).items():
             values, failed = evaluate.measure(a, b, lpips)
             reasons |= dict.fromkeys(failed)
-            rows.append(dict(seed=seed, part=part, **values, verdict=verdicts_of(values)))
+            verdict = {
+                gate: evaluate.verdict_of(values, thresholds)
+                for gate, thresholds in evaluate.GATES.items()
+            }
+            rows.append(dict(seed=seed, part=part, **values, verdict=verdict))
     grids = [row for row in rows if row["part"] == "grid"]
     tiles = [row for row in rows if row["part"] != "grid"]
     verdicts = {}
     for gate in evaluate.GATES:
-        verdicts[gate] = overall([row["verdict"][gate] for row in rows])
+        verdicts[gate] = evaluate.overall(row["verdict"][gate] for row in rows)
     return dict(
         verdicts=verdicts,
         parts=rows,
@@ -111,16 +110,6 @@ def judge(want: dict, got: dict, lpips: Callable, name: str = "") -> dict:
         worst=dict(grid=worst_values(grids), tile=worst_values(tiles)),
         worst_seed=min(grids, key=lambda row: row["psnr"])["seed"],
     )
-
-
-def verdicts_of(values: dict[str, float]) -> dict[str, str]:
-    """Return the verdict of each criterion on the values of all metrics."""
-    words = {True: "PASS", False: "FAIL", None: "NONE"}
-    verdicts = {}
-    for gate, thresholds in evaluate.GATES.items():
-        meets = evaluate.judge(values, thresholds).values()
-        verdicts[gate] = overall([words[each] for each in meets])
-    return verdicts
 
 
 def worst_values(rows: list[dict]) -> dict[str, float]:
@@ -194,7 +183,8 @@ def verify(args: Namespace, grid: Grid, opened: Opened, tiers: list[str], out: P
     opened: in fp32.
     """
     lpips = evaluate.Lpips(args.vgg_weights)
-    print(heading(grid, opened, args.seeds))
+    machine = [count(args.seeds, "seed"), hardware(opened.device), f"torch {torch.__version__}"]
+    print(grid.describe(machine))
     if tiers == [AGAIN]:
         print(f"{opened.device} runs fp32 only: it is compared with a second run of itself.")
     # First all the sampling: its times are the GPU's alone, and the pictures are on disk
@@ -252,21 +242,6 @@ def verify(args: Namespace, grid: Grid, opened: Opened, tiers: list[str], out: P
             "figure"
         )
     return record
-
-
-def heading(grid: Grid, opened: Opened, seeds: int) -> str:
-    """Return the line that announces what is sampled."""
-    config = grid.config
-    words = [
-        config.model,
-        f"{config.image_size} px",
-        grid.pictures,
-        config.steps_and_guidance(),
-        count(seeds, "seed"),
-        hardware(opened.device),
-        f"torch {torch.__version__}",
-    ]
-    return " · ".join(words)
 
 
 def save_grids(out: Path, grids: dict, tier: str) -> None:
