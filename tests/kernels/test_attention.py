@@ -89,6 +89,9 @@ def test_our_kernels_refuse_other_heads_and_dtypes():
             attention(packed(1, 4, 1, 72, dtype), heads, "hopper")
     with gpu.seen_as((8, 0)), FakeTensorMode(), pytest.raises(ValueError, match="'hopper' takes"):
         attention(torch.empty(1, 4, 216, dtype=torch.float16, device="cuda"), 1, "hopper")
+    for backend in ("cudnn", "efficient"):
+        with pytest.raises(ValueError, match=f"backend '{backend}' needs a GPU; take 'auto'$"):
+            attention(packed(1, 4, 1, 72, torch.float32), 1, backend)
     with pytest.raises(ValueError, match="backend 'nonsense': one of auto, hopper"):
         attention(packed(1, 4, 1, 72, torch.float16), 1, "nonsense")
 
