@@ -26,7 +26,7 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 class Size(NamedTuple):
     """A size of a network that a configuration file says."""
 
-    option: str  # of the network's file; "config" if the size is of any network
+    option: str  # that names the network's file; "config": the size of every network
     entry: str  # as the file spells it
     argument: str  # of the reference network's constructor
     value: Any
@@ -144,10 +144,10 @@ def require_network(path: str, option: str, name: str, fit: "Fit") -> None:
     options = {"config", option} if file.options.get(option) == name else {"config"}
     built = fit.build.keywords  # type: ignore
     for size in file.sizes:
-        its = built.get(size.argument, size.value)
-        if size.option in options and its != size.value:
+        value = built.get(size.argument, size.value)
+        if size.option in options and value != size.value:
             raise UsageError(
-                f"`config={path}`: says {size.entry} {size.value}, and {name} has {its}; mend it"
+                f"`config={path}`: says {size.entry} {size.value}, and {name} has {value}; mend it"
             )
 
 
