@@ -96,6 +96,18 @@ def test_our_kernels_refuse_other_heads_and_dtypes():
         attention(packed(1, 4, 1, 72, torch.float16), 1, "nonsense")
 
 
+@pytest.mark.parametrize("dim", (64, 36))
+@pytest.mark.parametrize("backend", ("cudnn", "flash", "efficient"))
+def test_torch_declares_the_kernels_as_they_are_called(backend, dim):
+    """They are private operators, which another torch may change."""
+    with FakeTensorMode():
+        qkv = torch.empty(2, 16, 3 * 4 * dim, dtype=torch.float16, device="cuda")
+        kv = torch.empty(2, 24, 2 * 4 * dim, dtype=torch.float16, device="cuda")
+        for given in (None, kv):
+            out = attention_to(qkv, given, 4, backend)
+            assert (out.shape, out.dtype) == ((2, 16, 4 * dim), torch.float16)
+
+
 @pytest.mark.parametrize("config", CONFIGS)
 def test_machine_code(config):
     """MMAs of exactly 72 columns, no register spilled in the loop over the keys, and
