@@ -213,7 +213,7 @@ class Accelerated:
                 raise UsageError(
                     f"{name} is {tuple(value.shape)}, must be ({n},), one for each row of x"
                 )
-        # A GPU's kernels find it: a look at the values would wait for them.
+        # On a GPU the look-up of the embedding fails; reading the values would wait for the GPU.
         rows = self.num_classes + self._loaded.fit.null_class
         if self.device.type == "cpu" and not 0 <= int(y.min()) <= int(y.max()) < rows:
             raise UsageError(f"y is {int(y.min())} to {int(y.max())}, must be from 0 to {rows - 1}")

@@ -127,27 +127,27 @@ def _require_noise(name: str, guide: Fit, guided: str, fit: Fit, config: Config)
     """
     if fit.family.prediction != "data" or config.noise_scale is not None:
         return
-    its = _trained(guide, "noise_scale")
-    wanted = _trained(fit, "noise_scale") or fit.family.recipe.noise_scale
-    if its is None:
+    scale = _trained(guide, "noise_scale")
+    of_guided = _trained(fit, "noise_scale") or fit.family.recipe.noise_scale
+    if scale is None:
         log.warning(
-            f"{shown(name, 300)}: says no scale of the first noise, taken for {wanted:g}, as the "
-            "network that it guides has"
+            f"{shown(name, 300)}: says no scale of the first noise, taken for {of_guided:g}, as "
+            "the network that it guides has"
         )
-    elif its != wanted:
+    elif scale != of_guided:
         raise UsageError(
-            f"`guide={name}`: was trained with noise_scale {its:g}, and {guided} with {wanted:g}; "
-            "give another guide, or `noise_scale` for both"
+            f"`guide={name}`: was trained with noise_scale {scale:g}, and {guided} with "
+            f"{of_guided:g}; give another guide, or `noise_scale` for both"
         )
 
 
 def _say_assumed_divisor(name: str, guide: Fit, fit: Fit, config: Config) -> None:
     """Print which t_eps divides the guide's estimates, if it was trained with another one."""
-    its = guide.recipe.get("t_eps")
-    wanted = config.t_eps or _trained(fit, "t_eps") or fit.family.recipe.t_eps
-    if its not in (None, wanted):
+    trained = guide.recipe.get("t_eps")
+    used = config.t_eps or _trained(fit, "t_eps") or fit.family.recipe.t_eps
+    if trained not in (None, used):
         log.warning(
-            f"{shown(name, 300)}: was trained with t_eps {its:g}; {wanted:g} is used for both "
+            f"{shown(name, 300)}: was trained with t_eps {trained:g}; {used:g} is used for both "
             "networks; for another: --t-eps N"
         )
 
@@ -170,11 +170,11 @@ def _fit_of_guide(weights: Weights, guided: str, fit: Fit, config: Config) -> Fi
         "latent_scale": (guide.recipe.get("latent_scale", 1), fit.recipe.get("latent_scale", 1)),
         "latent_norm": (guide.recipe.get("latent_norm", True), fit.recipe.get("latent_norm", True)),
     }
-    for what, (its, wanted) in compared.items():
-        if None not in (its, wanted) and its != wanted:
+    for fact, (value, of_guided) in compared.items():
+        if None not in (value, of_guided) and value != of_guided:
             raise UsageError(
-                f"`guide={weights.name}`: has {what} {its}, and {guided} {wanted}; a guide has the "
-                "family, classes and latents of the network that it guides"
+                f"`guide={weights.name}`: has {fact} {value}, and {guided} {of_guided}; a guide "
+                "has the family, classes and latents of the network that it guides"
             )
     return guide
 

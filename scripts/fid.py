@@ -119,7 +119,7 @@ class Pictures:
 
     def _read_archive(self, size):
         each = prod(self.shape[1:])
-        # Read to its end: that has the checksum.
+        # zipfile compares the checksum at the member's end.
         with _open_array(self.archive, "arr_0").member as member:
             while block := member.read(size * each):
                 yield np.frombuffer(block, np.uint8).reshape(-1, *self.shape[1:])

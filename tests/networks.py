@@ -55,9 +55,9 @@ def small(kind=DiT, **changes):
     return fill(kind(**{**SMALL, **changes}))
 
 
-def with_norms(model):
+def with_norms(model, seed=0):
     """Random weights, those of the norms near one, as trained ones are."""
-    for name, value in fill(model).named_parameters():
+    for name, value in fill(model, seed).named_parameters():
         if "norm" in name and name.endswith("weight"):
             value.data.add_(1)
     return model

@@ -279,6 +279,19 @@ def test_a_configuration_of_other_networks_than_its_files_is_refused(changes, wo
         open_model(Config(config=config, device="cpu"))
 
 
+def test_a_configuration_is_read_anew_after_its_error(raes, tmp_path):
+    """A notebook goes on in the same process."""
+    path = raes(stage_2__ckpt="later.pt", stage_2__params__depth=[9, 2])
+    config = Config(config=str(path), device="cpu")
+    with pytest.raises(UsageError, match="later.pt, which is missing"):
+        open_model(config)
+    (tmp_path / "rae.pt").rename(tmp_path / "later.pt")
+    with pytest.raises(UsageError, match=r"depth \(9, 2\), and .*later.pt has \(3, 2\); mend it"):
+        open_model(config)
+    path.write_text(raes(stage_2__ckpt="later.pt").read_text())
+    assert open_model(config).config.ckpt.endswith("later.pt")
+
+
 def test_another_familys_network_is_refused_with_a_configuration(raes, jits, tmp_path, here):
     flags = "--config", raes(), "--device", "cpu", "--output", tmp_path / "x.png"
     text = succeeds(here("sample.py", *flags))

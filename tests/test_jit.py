@@ -65,8 +65,7 @@ LABELS = torch.tensor([1, 5])
 
 
 def build(seed=0, **changes):
-    torch.manual_seed(seed)
-    model = with_norms(JiT(**{**SMALL, **changes}))
+    model = with_norms(JiT(**{**SMALL, **changes}), seed)
     model.final_layer.linear.weight.data.mul_(0.3)
     return model
 

@@ -42,8 +42,7 @@ SMALL = dict(
 
 
 def build(seed=0, **changes):
-    torch.manual_seed(seed)
-    model = with_norms(DiTwDDTHead(**{**SMALL, **changes}))
+    model = with_norms(DiTwDDTHead(**{**SMALL, **changes}), seed)
     model.final_layer.linear.weight.data.mul_(0.3)
     for embedder in (model.s_embedder, model.x_embedder):
         embedder.proj.weight.data.mul_(0.2)  # a convolution of 24 inputs: tokens of size one

@@ -79,13 +79,11 @@ def record(monkeypatch, tmp_path):
     monkeypatch.setattr(config_file, "families", lambda: (RECORD,))
     monkeypatch.setattr("accel.config.family_of", lambda model: RECORD)
     monkeypatch.chdir(tmp_path)
-    config_file.read.cache_clear()
 
 
 def written(content, name="run.yaml"):
     with open(name, "w") as file:
         file.write(content if isinstance(content, str) else yaml.safe_dump(content))
-    config_file.read.cache_clear()
     return name
 
 
@@ -160,12 +158,10 @@ def test_files_are_here_or_beside_the_configuration(tmp_path, monkeypatch):
         "stats/a/stat.pt --local-dir models"
     )
     (tmp_path / "beside" / "models" / "XL" / "stage2_model.pt").touch()
-    config_file.read.cache_clear()
     latents = Grid.of(config=name, output_type="latent")  # they need no decoder
     assert latents.config.ckpt == "beside/models/XL/stage2_model.pt"
     (tmp_path / "models" / "XL").mkdir(parents=True)
     (tmp_path / "models" / "XL" / "stage2_model.pt").touch()
-    config_file.read.cache_clear()
     job = FidJob.of(config=name, num_fid_samples=4, vae="ema", latent_stats="other.pt")
     assert job.config.ckpt == "models/XL/stage2_model.pt"
     with pytest.raises(UsageError, match=r"names models/decoders/a/model.pt \(and 1 more\)"):

@@ -6,7 +6,6 @@ path)` → ConfigFile, or None for a file of another program.
 
 import re
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -27,7 +26,7 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 class Size(NamedTuple):
     """A size of a network that a configuration file says."""
 
-    option: str  # of the network's file; "config" if the size is of any network
+    option: str  # that names the network's file; "config": the size of every network
     entry: str  # as the file spells it
     argument: str  # of the reference network's constructor
     value: Any
@@ -41,12 +40,11 @@ class ConfigFile(NamedTuple):
     # the user gives the option; that of "config" always does.
     refused: Mapping[str, str] = NOTHING
     missing: Mapping[str, str] = NOTHING  # options → paths of files that are not there
-    fetch: Callable[[list[str]], str] = ", ".join  # paths → the command that fetches them
+    fetch: Callable[[list[str]], str] = lambda paths: ""  # the command for them, "" if unknown
     sizes: tuple[Size, ...] = ()
     family: str = ""  # its name
 
 
-@lru_cache(maxsize=8)
 def read(path: str) -> ConfigFile:
     """Return the options of a configuration file. Raises UsageError for a file that cannot be
     read, or of no family.
@@ -128,7 +126,7 @@ def taken(path: str, options: Mapping[str, Any], decodes: bool = True) -> dict[s
     missing = [file.missing[name] for name in needed]
     if missing:
         others = f" (and {len(missing) - 1} more)" if missing[1:] else ""
-        remedy = file.fetch(missing) or f"put it there, or give `{next(iter(needed))}`"
+        remedy = file.fetch(missing) or f"put it there, or give `{needed[0]}`"
         raise UsageError(f"`config={path}`: names {missing[0]}{others}, which is missing; {remedy}")
     return {name: value for name, value in file.options.items() if name not in given}
 
@@ -146,10 +144,10 @@ def require_network(path: str, option: str, name: str, fit: "Fit") -> None:
     options = {"config", option} if file.options.get(option) == name else {"config"}
     built = fit.build.keywords  # type: ignore
     for size in file.sizes:
-        its = built.get(size.argument, size.value)
-        if size.option in options and its != size.value:
+        value = built.get(size.argument, size.value)
+        if size.option in options and value != size.value:
             raise UsageError(
-                f"`config={path}`: says {size.entry} {size.value}, and {name} has {its}; mend it"
+                f"`config={path}`: says {size.entry} {size.value}, and {name} has {value}; mend it"
             )
 
 

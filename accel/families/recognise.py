@@ -501,7 +501,7 @@ def shipped_as(name: str) -> str | None:
     """
     for family in families():
         for model, defaults in family.models.items():
-            ships = defaults.ckpt and Path(defaults.ckpt).absolute() == Path(name).absolute()
+            ships = defaults.ckpt and Path(defaults.ckpt).resolve() == Path(name).resolve()
             if ships or Path(name).name in defaults.published.values():
                 return model
     return None

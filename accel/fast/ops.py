@@ -50,22 +50,24 @@ class Weights(NamedTuple):
         return self.weight.new_zeros(len(self.weight)) if self.bias is None else self.bias
 
 
-# So many weights make the split GEMM faster than float32's own.
+# From this number of weights on, the split GEMM is faster than float32's own.
 LARGE = 1 << 18
 
 
 class Float32Linear:
     """A layer x (…, K) → (…, N) with the dtype and accuracy of the residual stream, in any tier.
 
-    split: compute it by a split GEMM, a SplitLinear. By default large float32 layers on Hopper do,
-    which have latents of hundreds of channels: float32's own GEMM takes as long as several blocks.
+    split: compute it by a split GEMM, a SplitLinear. Default: for large float32 layers on Hopper,
+    as networks of latents with hundreds of channels have. There float32's own GEMM takes as long
+    as several blocks.
     """
 
     def __init__(self, gemm: Weights, split: bool | None = None):
         weight = gemm.weight
         if split is None:
             large = weight.dtype == torch.float32 and weight.numel() >= LARGE
-            split = large and choose(weight.device) == "hopper"
+            in_eights = all(side % 8 == 0 for side in weight.shape)  # as the kernel takes them
+            split = large and in_eights and choose(weight.device) == "hopper"
         self.tensors = [weight] if gemm.bias is None else [weight, gemm.bias]
         self.split: SplitLinear | None = None
         if split:
@@ -84,7 +86,7 @@ class Float32Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the layer."""
         if self.split is not None:
-            return self.split(split_rows(x.contiguous()))
+            return self.split(split_rows(x))
         with true_float32():
             return F.linear(x, *self.tensors)
 
@@ -255,7 +257,7 @@ class Split:
 
     def operand(self, x: Tensor) -> HighLow:
         """Return x (…, K) as a layer takes it."""
-        return split_rows(x.contiguous(), self.stack)
+        return split_rows(x, self.stack)
 
     def _watch(self, layer):
         """Return a flag that kernels set where a value of `layer` leaves float16's range."""

@@ -18,7 +18,7 @@ try:
     import triton.language as tl
     from triton.language.extra.cuda import gdc_launch_dependents
 
-    from accel.kernels.split_linear.triton import row_scale, store_high_low, store_stack
+    from accel.kernels.split_linear.triton import row_config, store_row
 except ImportError:  # on Windows and macOS: the reference is then the only backend
     triton = None
 
@@ -65,15 +65,9 @@ def swiglu_split(x: Tensor, backend: str = "auto", stack: bool = False) -> HighL
             scale,
             tokens * width,  # from high to low
             STACK=stack,
-            **split_config(width),
+            **row_config(width),
         )
     return HighLow(pair, scale)
-
-
-def split_config(width: int) -> dict[str, int]:
-    """Return launch constants of `swiglu_split`: a program computes a token."""
-    block = triton.next_power_of_2(width)
-    return {"WIDTH": width, "BLOCK": block, "num_warps": min(16, max(1, block // 512))}
 
 
 def _torch(x):
@@ -114,9 +108,4 @@ if triton:
         first = x_ptr + token * (2 * WIDTH) + column
         a = tl.load(first, inside, 0.0)
         y = a / (1 + tl.exp(-a)) * tl.load(first + WIDTH, inside, 0.0)
-        factor, inverse = row_scale(tl.max(tl.abs(y), 0))
-        tl.store(scale_ptr + token, inverse)
-        if STACK:
-            store_stack(pair_ptr + token * (3 * WIDTH) + column, WIDTH, y * factor, inside)
-        else:
-            store_high_low(pair_ptr + token * WIDTH + column, low, y * factor, inside)
+        store_row(pair_ptr, scale_ptr, token, column, y, low, WIDTH, STACK)

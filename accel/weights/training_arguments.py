@@ -125,7 +125,7 @@ def _alike(value, other):
 
 
 def _leaves(section: dict, place: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Yield (place, name, value) of all values that are not sections themselves."""
+    """Yield (place, name, value) of all values in a section and in the sections inside it."""
     for name, value in section.items():
         path = f"{place}.{name}".replace("/", ".").lstrip(".")
         yield from _leaves(_section(value), path)

@@ -96,7 +96,7 @@ def test_a_label_table_of_one_row_has_no_null_class(capsys):
 def test_weights_that_ship_are_known_by_any_path(monkeypatch, capsys):
     """No line is needed; a model of another family is one, as for every file that names its."""
     monkeypatch.chdir(DEMO.parent)
-    for path in ("demo/sit.safetensors", DEMO / "sit.safetensors"):
+    for path in ("demo/sit.safetensors", "demo/../demo/sit.safetensors", DEMO / "sit.safetensors"):
         assert fit_of_file(Checkpoint(path)).model == "SiT-Demo/2"
         assert capsys.readouterr().out == ""
         assert fit_of_file(Checkpoint(path), "DiT-Demo/2").model == "DiT-Demo/2"

@@ -28,7 +28,8 @@ def analyse(events, steps):
 
 
 # Two steps of 1000 us on a GPU, and the profiler's own wait after the last. In each step
-# a GEMM and an attention kernel overlap on two streams, and the end is idle. Kernels of torch, cuBLAS, cuDNN and ours.
+# a GEMM and an attention kernel overlap on two streams, and the end is idle. Kernels of torch,
+# cuBLAS, cuDNN and ours.
 KERNELS = (
     (
         "nvjet_sm90_hsh_128x128_bias",

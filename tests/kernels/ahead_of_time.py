@@ -19,7 +19,7 @@ from accel.kernels.group_norm import add, group_norm
 from accel.kernels.qk_norm_rotary import qk_norm_rotary, qk_norm_rotary_split
 from accel.kernels.split_attention import cublas as split_attention_gemms
 from accel.kernels.split_attention import split_attention
-from accel.kernels.split_linear import SplitLinear, split
+from accel.kernels.split_linear import SplitLinear, split, split_rows
 from accel.kernels.split_linear import cublas as split_linear_gemms
 from accel.kernels.swiglu import swiglu, swiglu_split
 
@@ -76,6 +76,7 @@ CALLS = {
     "swiglu_split": lambda: swiglu_split(zeros(1, 16, 2 * 11008), "triton", stack=True),
     "group_norm": decode,
     "split_linear": split_layers,
+    "split_rows": lambda: [split_rows(zeros(16, 768), stack, "triton") for stack in (False, True)],
     "split_attention": lambda: split_attention(
         split(zeros(1, 1024, 3 * 1152), per_row=False), 16, "cublas"
     ),

@@ -89,8 +89,23 @@ def test_our_kernels_refuse_other_heads_and_dtypes():
             attention(packed(1, 4, 1, 72, dtype), heads, "hopper")
     with gpu.seen_as((8, 0)), FakeTensorMode(), pytest.raises(ValueError, match="'hopper' takes"):
         attention(torch.empty(1, 4, 216, dtype=torch.float16, device="cuda"), 1, "hopper")
+    for backend in ("cudnn", "efficient"):
+        with pytest.raises(ValueError, match=f"backend '{backend}' needs a GPU; take 'auto'$"):
+            attention(packed(1, 4, 1, 72, torch.float32), 1, backend)
     with pytest.raises(ValueError, match="backend 'nonsense': one of auto, hopper"):
         attention(packed(1, 4, 1, 72, torch.float16), 1, "nonsense")
+
+
+@pytest.mark.parametrize("dim", (64, 36))
+@pytest.mark.parametrize("backend", ("cudnn", "flash", "efficient"))
+def test_torch_declares_the_kernels_as_they_are_called(backend, dim):
+    """They are private operators, which another torch may change."""
+    with FakeTensorMode():
+        qkv = torch.empty(2, 16, 3 * 4 * dim, dtype=torch.float16, device="cuda")
+        kv = torch.empty(2, 24, 2 * 4 * dim, dtype=torch.float16, device="cuda")
+        for given in (None, kv):
+            out = attention_to(qkv, given, 4, backend)
+            assert (out.shape, out.dtype) == ((2, 16, 4 * dim), torch.float16)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -164,8 +179,8 @@ def test_our_kernel_is_as_accurate_as_flash_and_is_taken(monkeypatch):
 @pytest.mark.gpu
 def test_threads_leave_other_kernels_on():
     """Networks warm up in threads; what torch offers to everyone else is as before."""
-    on_hopper = torch.cuda.get_device_capability() == (9, 0)
-    backends = [name for name in ("cudnn", "flash", "efficient") if name != "cudnn" or on_hopper]
+    capability = torch.cuda.get_device_capability()
+    backends = ("efficient",) + ("flash", "cudnn") * (capability >= (8, 0))
 
     def attend(index):
         qkv = packed(1, 64, 2, 64, torch.float16, "cuda", seed=index)

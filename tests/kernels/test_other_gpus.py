@@ -47,6 +47,7 @@ ANY_GPU = [
         "check_linear(2048, 3456, 1152, 'cublas', 'cuda')",
     ),
     ("test_split_linear", "split_linear.triton", "check_linear(33, 200, 72, 'cublas', 'cuda')"),
+    ("test_split_linear", "split_linear.triton", "check_split_rows('cuda')"),
     ("test_split_attention", "split_attention.between", "check(2, 1024, 16, 72, 'cublas', 'cuda')"),
     ("test_split_attention", "split_attention.between", "check(3, 17, 2, 72, 'cublas', 'cuda')"),
 ]

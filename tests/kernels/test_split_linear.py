@@ -173,9 +173,10 @@ def test_pieces_fit_the_tensor_cores(capability, monkeypatch):
 
 
 def check_split_rows(device="cpu"):
-    """Triton's kernel gives the bits of `split`, in both layouts."""
-    x = draw(3, 7, 200, device=device) * torch.logspace(-30, 30, 7, device=device)[:, None]
+    """Triton's kernel gives the bits of `split`, in both layouts, of any strides."""
+    x = draw(3, 200, 7, device=device).mT * torch.logspace(-30, 30, 7, device=device)[:, None]
     x[0, 0] = 0
+    assert not x.is_contiguous()
     want = split(x)
     for stack in (False, True):
         got = split_rows(x, stack, backend="triton")

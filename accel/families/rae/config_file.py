@@ -169,9 +169,10 @@ class Reader:
         patch = self.integer("stage_1.params", "decoder_patch_size", 16)
         self.options["image_size"] = patch * side
         self.options["guidance_channels"] = channels
-        size = "of misc.latent_size"
-        self.sizes.append(Size("config", f"channels {size}", "in_channels", channels))
-        self.sizes.append(Size("config", f"a side {size}", "input_size", side))
+        self.sizes += [
+            Size("config", "channels of misc.latent_size", "in_channels", channels),
+            Size("config", "a side of misc.latent_size", "input_size", side),
+        ]
         classes = self.integer("misc", "num_classes", 1000)
         trained = self.integer("stage_2.params", "num_classes", 1000)
         if classes != trained:

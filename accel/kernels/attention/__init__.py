@@ -62,8 +62,10 @@ def attention_to(qkv: Tensor, kv: Tensor | None, num_heads: int, backend: str = 
         out = reference(q, k, v)
     elif qkv.device.type == "cuda":
         out = _by_torch(q, k, v, backend)
-    else:
+    elif backend == "flash":
         out = F.scaled_dot_product_attention(q, k, v)
+    else:
+        raise ValueError(f"attention: backend {backend!r} needs a GPU; take 'auto'")
     return out.transpose(1, 2).flatten(2)
 
 

@@ -38,7 +38,7 @@ def choose(device: torch.device) -> str:
 
 
 def split_rows(x: Tensor, stack: bool = False, backend: str = "auto") -> HighLow:
-    """Return `split(x)` of a contiguous float32 x (…, K), in one pass on a GPU.
+    """Return `split(x)` of a float32 x (…, K), in one pass on a GPU.
 
     stack: in the layout that cuBLAS's split GEMM takes.
     """
@@ -46,6 +46,7 @@ def split_rows(x: Tensor, stack: bool = False, backend: str = "auto") -> HighLow
         return split(x)
     from accel.kernels.split_linear import triton
 
+    x = x.contiguous()
     pair = new_pair(*x.shape, device=x.device, stack=stack)
     scales = torch.empty(x.shape[:-1], device=x.device)
     triton.split_rows(x, pair, scales, stack)

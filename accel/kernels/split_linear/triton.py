@@ -62,19 +62,21 @@ def split_rows(x: Tensor, pair: Tensor, scales: Tensor, stack: bool) -> None:
 
     stack: pair is a `new_stack`.
     """
-    width = x.shape[-1]
-    block = triton.next_power_of_2(width)
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
         _split_rows[(scales.numel(),)](
             x,
             pair,
             scales,
             x.numel(),  # from high to low
-            WIDTH=width,
-            BLOCK=block,
             STACK=stack,
-            num_warps=min(16, max(1, block // 512)),
+            **row_config(x.shape[-1]),
         )
+
+
+def row_config(width: int) -> dict[str, int]:
+    """Return launch constants of a kernel whose program splits a row."""
+    block = triton.next_power_of_2(width)
+    return {"WIDTH": width, "BLOCK": block, "num_warps": min(16, max(1, block // 512))}
 
 
 @triton.jit
@@ -103,27 +105,33 @@ def row_scale(largest):
     return factor, ((exponent - 14) << 23).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def store_row(pair_ptr, scale_ptr, row, column, y, low, WIDTH: tl.constexpr, STACK: tl.constexpr):
+    """Split a whole row y, which is 0 beyond WIDTH; store both parts and its power of two."""
+    inside = column < WIDTH
+    factor, inverse = row_scale(tl.max(tl.abs(y), 0))
+    tl.store(scale_ptr + row, inverse)
+    if STACK:
+        store_stack(pair_ptr + row * (3 * WIDTH) + column, WIDTH, y * factor, inside)
+    else:
+        store_high_low(pair_ptr + row * WIDTH + column, low, y * factor, inside)
+
+
 @triton.jit(do_not_specialize=["low"])
 def _split_rows(
     x_ptr,
     pair_ptr,
     scale_ptr,
     low,
+    STACK: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    STACK: tl.constexpr,
 ):
     """Split a row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    inside = column < WIDTH
-    x = tl.load(x_ptr + row * WIDTH + column, inside, 0.0)
-    factor, inverse = row_scale(tl.max(tl.abs(x), 0))
-    tl.store(scale_ptr + row, inverse)
-    if STACK:
-        store_stack(pair_ptr + row * (3 * WIDTH) + column, WIDTH, x * factor, inside)
-    else:
-        store_high_low(pair_ptr + row * WIDTH + column, low, x * factor, inside)
+    x = tl.load(x_ptr + row * WIDTH + column, column < WIDTH, 0.0)
+    store_row(pair_ptr, scale_ptr, row, column, x, low, WIDTH, STACK)
 
 
 @triton.jit

@@ -1,0 +1,67 @@
+"""The patch embedding and the last layer as split GEMMs, which large ones are on Hopper."""
+
+from functools import partial
+
+import pytest
+import test_jit
+import test_rae
+import torch
+from networks import DEVICES, error, network_of
+from reference_networks import jit
+
+from accel import fast
+from accel.fast import ops
+from accel.fast.ops import Float32Linear, Weights
+
+
+def jit_definition(model):
+    return jit(model.state_dict(), *test_jit.inputs(), test_jit.START)
+
+
+def rae_definition(model):
+    return test_rae.velocity(model, *test_rae.inputs())
+
+
+@DEVICES
+@pytest.mark.parametrize("tier, most", (("exact", 4e-6), ("fp16", 2e-3)))
+@pytest.mark.parametrize(
+    "of_family, definition", ((test_jit, jit_definition), (test_rae, rae_definition))
+)
+def test_a_network_with_split_outer_layers(of_family, definition, tier, most, device, monkeypatch):
+    """It computes the definition, embeds tokens by parts, as ranks do, and follows a refresh."""
+    monkeypatch.setattr("accel.fast.network.Float32Linear", partial(Float32Linear, split=True))
+    model = of_family.build()
+    network = network_of(model, tier, device)
+    x, t, y = (value.to(device) for value in of_family.inputs())
+    assert error(network.forward(x, t, y), definition(model)) < most
+    for call in fast.kernel_calls(network, len(x)):
+        call()
+    whole = network.embed(x)
+    parts = [network.embed(x, part) for part in (slice(5), slice(5, None))]
+    assert torch.equal(torch.cat(parts, 1), whole)
+    assert torch.equal(network.embed(x, copies=2), torch.cat([whole, whole]))
+    other = network_of(of_family.build(3), tier, device)
+    before = network.forward(x, t, y)
+    network.copy_weights(other)
+    after = network.forward(x, t, y)
+    assert torch.equal(after, other.forward(x, t, y)) and error(after, before.double()) > 0.1
+
+
+@pytest.mark.parametrize(
+    "columns, depth, dtype, is_split",
+    (
+        (768, 1024, torch.float32, True),
+        (588, 1024, torch.float32, False),  # of patches of 14 pixels: no eights
+        (3200, 588, torch.float32, False),
+        (1152, 16, torch.float32, False),
+        (768, 1024, torch.float64, False),
+    ),
+)
+def test_large_layers_that_the_kernel_takes_are_split_on_hopper(
+    columns, depth, dtype, is_split, monkeypatch
+):
+    monkeypatch.setattr(ops, "choose", lambda device: "hopper")
+    layer = Float32Linear(Weights("layer", torch.randn(columns, depth, dtype=dtype)))
+    assert (layer.split is not None) == is_split
+    monkeypatch.setattr(ops, "choose", lambda device: "cublas")
+    assert Float32Linear(Weights("layer", torch.randn(columns, depth))).split is None
