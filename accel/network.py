@@ -116,6 +116,14 @@ def divides_tokens(stages: Sequence[Stage]) -> bool:
     return not any(stage.prepended for stage in stages)
 
 
+def shortened(stages: Sequence[Stage], depth: int) -> list[Stage]:
+    """Return the stages with `depth` blocks in all. The longest stage loses blocks first."""
+    counts = [len(stage.blocks) for stage in stages]
+    while sum(counts) > depth:
+        counts[counts.index(max(counts))] -= 1
+    return [stage._replace(blocks=stage.blocks[:count]) for stage, count in zip(stages, counts)]
+
+
 # ---- Networks ----
 
 
@@ -254,6 +262,13 @@ class BlockNetwork(Network):
         attend: `attention`, or an exchange with other devices' tokens. tokens: the slice of each
         row that h holds.
         """
+
+    def shallow(self, depth: int) -> "BlockNetwork":
+        """Return the network with `depth` blocks, sharing the weights; for measurements."""
+        network = copy.copy(self)
+        network.stages = shortened(self.stages, depth)
+        network._replayed = {}
+        return network
 
     def describe(self) -> str:
         """Describe the properties that speed depends on: the key of kept measurements."""

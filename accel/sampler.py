@@ -26,14 +26,12 @@ from accel.grid import ready
 from accel.isolation import alone
 from accel.latents.autoencoder_kl import OF_LATENTS
 from accel.latents.files import FILES
-from accel.network import Batch, require_no_gradients
+from accel.network import require_no_gradients
 from accel.opening import require_schedule
 from accel.output import to_grid
-from accel.overflow import overflows
-from accel.pipeline import ALONE, Pipeline, free_memory, guidance_of, load_network, process_of
-from accel.precision import TIERS, apply_precision
+from accel.pipeline import ALONE, Pipeline, free_memory, guidance_of, process_of
+from accel.precision import apply_precision
 from accel.progress import step_bar
-from accel.sampling import count_copies
 from accel.weights.checkpoint import FILE_SUFFIXES, HUB_ID
 from accel.weights.shapes import require_fit
 from accel.weights.tensor_files import require_finite_floats, require_floats
@@ -205,13 +203,13 @@ class Sampler:
             classes = self.opened.config.num_classes
             if isinstance(model, Mapping):
                 weights = self._read_state(model)
-                pipeline.refresh(_like(pipeline, weights, self.opened.fit, classes))
+                pipeline.refresh(pipeline.like(weights, self.opened.fit, classes))
                 return
             loaded = from_module(model, copy=True)
             require_finite_floats(loaded.state, loaded.name)
             changed = loaded.patched or type(loaded.module) is not self._checked
             self._require_alike(loaded, self._check and changed)
-            network = _like(pipeline, loaded, loaded.fit, classes)
+            network = pipeline.like(loaded, loaded.fit, classes)
             if self._check:
                 # Of a known class this sees replaced parts. All times would take as long as ten
                 # steps do.
@@ -423,23 +421,6 @@ def _meant(name, options):
     close = difflib.get_close_matches(name, options, 1)
     near = ALSO_CALLED.get(name) or next(iter(close), None)
     return f"did you mean {near}?" if near else "docs/python.md lists them"
-
-
-def _like(pipeline, weights, fit, num_classes):
-    """Return a network of the pipeline's tier and shape with other weights, without a guide.
-    Raises UsageError if they overflow the tier.
-    """
-    copies = count_copies(pipeline.process, pipeline.guidance)
-    rows = sorted(((1, rows) for rows in copies), reverse=True)
-    batch = Batch(rows, pipeline.side, num_classes)
-    network = load_network(weights, fit, pipeline.tier, pipeline.device, batch)
-    accelerated = TIERS[pipeline.tier].accelerated
-    if accelerated and overflows(network, batch, pipeline.device, fit.family.some_times):
-        raise UsageError(
-            f"`precision={pipeline.tier}`: overflows on these weights; make another pipeline of "
-            "them"
-        )
-    return network
 
 
 def _require_same(network, loaded, pipeline, times=None):

@@ -97,7 +97,7 @@ def time_layouts(args: Namespace, ranks: Ranks, network: BlockNetwork, work: Wor
     to_time = list(cases(network, work, ranks))
     for case in tqdm(to_time, desc="layouts", leave=False, disable=ranks.rank > 0):
         # A copy, which shares the weights: the graphs of this layout go when it goes.
-        shared = laid_out(planner.shallow(network, network.depth), work, ranks, case.layout)
+        shared = laid_out(network.shallow(network.depth), work, ranks, case.layout)
         works = ranks.rank < case.ranks
         loop = None
         pictures = slice(None)

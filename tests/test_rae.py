@@ -21,7 +21,6 @@ from accel.families.rae.network import DiTDH_models, DiTwDDTHead
 from accel.families.recognise import recognise
 from accel.network import Plain
 from accel.opening import open_model
-from accel.ranks import planner
 from accel.sampling import denoise
 from accel.sampling.flow import Euler
 from accel.sampling.guidance import Guidance
@@ -241,7 +240,7 @@ def test_two_widths_are_warmed_up_tuned_and_measured():
     assert [shape[:3] for shape in tuned] == [(32, 512, 144), (32, 14 * 512, 512)]
     assert network.describe() == "FastNetwork of 3 blocks of 144 and 2 blocks of 512, torch.float16"
     x, t, y = inputs()
-    for measured in (planner.shallow(network, 2), planner.shallow(Plain(model), 2)):
+    for measured in (network.shallow(2), Plain(model).shallow(2)):
         assert [len(stage.blocks) for stage in measured.stages] == [1, 1]
         assert measured.forward(x, t, y).isfinite().all()
 

@@ -8,7 +8,6 @@ machine to machine, so each of these layouts evaluates a few blocks of the netwo
 few milliseconds. Every rank makes the same calls.
 """
 
-import copy
 import json
 import logging
 import time
@@ -232,7 +231,7 @@ def milliseconds(network: BlockNetwork, work: Work, ranks: Ranks, layout: Layout
     """
     depths = [min(depth, network.depth) for depth in DEPTHS]
     # Idle ranks make its groups too.
-    networks = [ranks.share(shallow(network, depth), layout) for depth in depths]
+    networks = [ranks.share(network.shallow(depth), layout) for depth in depths]
     placement = Placement(layout, ranks.world)  # of rank 0, which has the most pictures
     if ranks.rank >= placement.busy:
         return 0.0
@@ -254,21 +253,6 @@ def milliseconds(network: BlockNetwork, work: Work, ranks: Ranks, layout: Layout
         times.append(total / work.copies.total())
     time_of_block = (times[1] - times[0]) / max(depths[1] - depths[0], 1)
     return times[0] + time_of_block * (network.depth - depths[0])
-
-
-def shallow(network: BlockNetwork, depth: int) -> BlockNetwork:
-    """Return the network with `depth` blocks, sharing the weights. The longest stage loses
-    blocks first.
-    """
-    counts = [len(stage.blocks) for stage in network.stages]
-    while sum(counts) > depth:
-        counts[counts.index(max(counts))] -= 1
-    fewer = copy.copy(network)
-    fewer.stages = [
-        stage._replace(blocks=stage.blocks[:count]) for stage, count in zip(network.stages, counts)
-    ]
-    fewer._replayed = {}
-    return fewer
 
 
 def _milliseconds(step: Callable[[], object], device: torch.device) -> float:

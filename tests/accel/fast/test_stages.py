@@ -9,7 +9,6 @@ from accel.families.dit.network import DiT
 from accel.fast.conditioning import BLOCK_VECTORS
 from accel.fast.ops import Half
 from accel.network import Plain, Stage
-from accel.ranks import planner
 
 FRONT = 3  # tokens that enter before the second block
 WIDTH = SMALL["hidden_size"]
@@ -93,7 +92,7 @@ def test_depth_heads_and_measured_blocks_are_those_of_all_stages(model):
         assert network.describe() == (
             f"{name} of 1 blocks of {WIDTH} and 3 blocks of {WIDTH}, torch.float32"
         )
-        shallow = planner.shallow(network, 2)
+        shallow = network.shallow(2)
         assert [len(stage.blocks) for stage in shallow.stages] == [1, 1]
         x, t, y = inputs(model, 2)
         assert shallow.forward(x, t, y).shape == network.forward(x, t, y).shape
