@@ -35,6 +35,7 @@ from accel.precision import TIERS, apply_precision
 from accel.progress import step_bar
 from accel.sampling import count_copies
 from accel.weights.checkpoint import FILE_SUFFIXES, HUB_ID
+from accel.weights.safetensors_layout import without_prefix
 from accel.weights.shapes import require_fit
 from accel.weights.tensor_files import require_finite_floats, require_floats
 
@@ -197,9 +198,10 @@ class Sampler:
     def refresh(self, model: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
         """Load the weights of `model`, of the same shape, in place: pictures equal a new
         Sampler's to the bit, and captured steps stay valid. A guide stays as it is. model: a
-        network, or the state dict of one like that of this Sampler, such as an average of its
-        weights. Raises ValueError, and keeps the old weights, if they do not fit, overflow or are
-        not finite. A network is compared with its copy, at one time where its class is as before.
+        network, or the state dict of one like that of this Sampler or of a wrapper around it,
+        such as an average of its weights. Raises ValueError, and keeps the old weights, if they
+        do not fit, overflow or are not finite. A network is compared with its copy, at one time
+        where its class is as before.
         """
         with self._running() as pipeline:
             classes = self.opened.config.num_classes
@@ -257,7 +259,7 @@ class Sampler:
         require_floats(state, name)
         require_finite_floats(state, name)
         first = self.opened.weights
-        state = first.renamed(state) if isinstance(first, LoadedModule) else dict(state)
+        state = first.renamed(state) if isinstance(first, LoadedModule) else without_prefix(state)
         weights = _State(name, state, first.metadata)
         try:
             state = reference_state(weights, self.opened.fit)
@@ -318,8 +320,9 @@ class Sampler:
         sd-vae-ft-*, on the sampler's device.
 
         labels: n classes, each a number or a name. seed: of all, or n seeds: each label is
-        then sampled as it is alone with its seed. noise: n latents of normal noise to start
-        from, in place of those that the seed gives; the noise of later steps is the seed's.
+        then sampled as it is alone with its seed. noise: n latents of normal noise of deviation
+        1 to start from, which noise_scale multiplies, in place of those that the seed gives; the
+        noise of later steps is the seed's.
         Arguments that are None are the constructor's. progress: show a bar of the steps.
         """
         _refuse_arguments(unknown)

@@ -315,11 +315,14 @@ def test_modules_are_accelerated_sampled_and_refreshed():
         before = sampler.latents([1, 5], seed=1)
         (picture, _) = sampler.sample([1, 5], seed=1)
         assert picture.size == (32, 32) and sampler.config.sampler == "heun"
-        sampler.refresh(changed.state_dict())
+        sampler.refresh(Training(changed).state_dict())
         after = sampler.latents([1, 5], seed=1)
     with Sampler(changed, **options) as sampler:
         assert torch.equal(sampler.latents([1, 5], seed=1), after)
     assert not torch.equal(after, before)
+    fast = accelerate(model, "fp32")
+    fast.load_state_dict(Training(changed).state_dict())
+    assert torch.equal(fast(x, t, y), accelerate(changed, "fp32")(x, t, y))
     for tier in ("exact", "fp16"):
         network = network_of(model, tier)
         new = network_of(changed, tier)
@@ -337,7 +340,7 @@ class Training(nn.Module):
 
 @pytest.mark.parametrize("door", (accelerate, Sampler))
 def test_a_module_that_holds_the_network_is_refused_by_its_name(door):
-    with pytest.raises(UsageError, match=r"^Training: is not a DiT, and holds one; give its .net$"):
+    with pytest.raises(UsageError, match=r"^Training: holds the network; give its .net$"):
         door(Training(Original(build())))
 
 

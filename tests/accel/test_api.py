@@ -475,6 +475,9 @@ def test_a_state_dict_renews_the_weights():
             sampler.refresh(state)
             want = new.latents([1, 2])
             assert torch.equal(sampler.latents([1, 2]), want) and not torch.equal(want, before)
+            sampler.refresh(first if isinstance(first, torch.nn.Module) else DiT_models[first]())
+            sampler.refresh({f"module.{name}": value for name, value in state.items()})
+            assert torch.equal(sampler.latents([1, 2]), want)
             for wrong in (dict(list(state.items())[:-1]), {k: v * nan for k, v in state.items()}):
                 with pytest.raises(UsageError):
                     sampler.refresh(wrong)
