@@ -178,6 +178,12 @@ class Sampler:
             self.grid, self.opened, self._pipeline = ready(grid, loaded, self._scheduler, guide)
             self._embedding = loaded.rules.timestep_embedding if loaded else None
             self._check = check
+            scale = self.opened.config.cfg_scale
+            if self.opened.guide and scale <= 1 and "cfg_scale" not in options:
+                log.warning(
+                    f"{self.opened.guide.weights.name}: guides only where cfg_scale is above 1, "
+                    f"and it is {scale:g}"
+                )
             self._checked = type(loaded.module) if loaded else None
             self._guidance_is_given = grid.config.guidance_channels is not None
             network = self._pipeline.network
