@@ -165,8 +165,8 @@ class Config(Options):
         metavar="FILE",
     )
     weights_entry: str | None = files(
-        "the entry of a training file to sample, such as ema or model; default: ema, else model or "
-        "the first other that is known",
+        "the entry of a training file to sample, such as ema or model; default: ema, else "
+        "model_ema1, else model or the first other that is known",
         metavar="NAME",
     )
     guide: str | None = files(

@@ -190,7 +190,10 @@ def test_published_sizes_are_recognised():
     "facts, words",
     (
         ({"use_nonlinear": True}, "was trained with use_nonlinear True, and only False is sampled"),
-        ({"in_context_start": 4}, "no tensor says at which block its label tokens enter"),
+        (
+            {"in_context_start": 4},
+            "which block its label tokens enter; save in_context_start in its args",
+        ),
     ),
 )
 def test_what_a_file_contradicts_is_named(facts, words):
