@@ -49,6 +49,7 @@ ALSO_CALLED = {
     "cfg": "cfg_scale",
     "num_inference_steps": "num_sampling_steps",
     "steps": "num_sampling_steps",
+    "sampling_method": "sampler",
     "scheduler": "sampler",
     "dtype": "precision",
     "torch_dtype": "precision",
@@ -215,6 +216,9 @@ class Sampler:
                 weights = self._read_state(model)
                 pipeline.refresh(_like(pipeline, weights, self.opened.fit, classes))
                 return
+            if isinstance(model, (str, Path, list, tuple)):
+                kind = type(model).__name__
+                raise UsageError(f"refresh: takes a network or a state dict, and this is a {kind}")
             loaded = from_module(model, copy=True)
             require_finite_floats(loaded.state, loaded.name)
             changed = loaded.patched or type(loaded.module) is not self._checked

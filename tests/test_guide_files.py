@@ -296,7 +296,7 @@ def test_a_configuration_of_other_networks_than_its_files_is_refused(changes, wo
 def test_another_familys_network_is_refused_with_a_configuration(raes, jits, tmp_path, here):
     flags = "--config", raes(), "--device", "cpu", "--output", tmp_path / "x.png"
     text = succeeds(here("sample.py", *flags))
-    assert "3 EULER shift 0.707107 steps · autoguidance 1.4 by g.pt on 24 channels" in text
+    assert "3 EULER steps, shift 0.707107 · autoguidance 1.4 by g.pt on 24 channels" in text
     for more, words in (
         (("--model", "DiT-Demo/2"), "--model DiT-Demo/2: is a DiT, and --config"),
         (("--ckpt", tmp_path / "jit.pth"), "jit.pth: is a JiT, and --config"),
