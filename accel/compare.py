@@ -4,6 +4,7 @@ function, the same guidance.
 
 import copy
 import math
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -180,7 +181,7 @@ def _evaluate(loaded, weights=None, t=None, method="__call__", *more):
     gpus = [first.device] if first.is_cuda else []
     half = first.dtype in ROUNDING
     with (
-        _not_compiled(loaded.module),
+        _not_compiled(),
         torch.random.fork_rng(gpus),
         torch.autocast(first.device.type, first.dtype if half else None, enabled=half),
     ):
@@ -198,8 +199,11 @@ def _evaluate(loaded, weights=None, t=None, method="__call__", *more):
                 part.training = True
 
 
-def _not_compiled(module):
-    """Return a context in which modules that torch compiles run as they are written."""
-    if any(part._compiled_call_impl or hasattr(part, "_orig_mod") for part in module.modules()):
+def _not_compiled():
+    """Return a context in which modules and functions that torch compiles run as they are written.
+
+    Where torch's compiler is not loaded, which takes seconds, nothing is compiled.
+    """
+    if "torch._dynamo" in sys.modules:
         return torch.compiler.set_stance("force_eager")
     return nullcontext()

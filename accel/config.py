@@ -165,8 +165,8 @@ class Config(Options):
         metavar="FILE",
     )
     weights_entry: str | None = files(
-        "the entry of a training file to sample, such as ema or model; default: ema, else model or "
-        "the first other that is known",
+        "the entry of a training file to sample, such as ema or model; default: ema, else "
+        "model_ema1, else model or the first other that is known",
         metavar="NAME",
     )
     guide: str | None = files(
@@ -332,7 +332,7 @@ class Config(Options):
     def steps_and_guidance(self) -> str:
         """Describe steps and guidance in words. The options are filled."""
         sampler = "" if self.sampler == "ddpm" else f"{self.sampler.upper()} "
-        shift = "" if self.timestep_shift == 1 else f"shift {self.timestep_shift:g} "
+        shift = "" if self.timestep_shift == 1 else f", shift {self.timestep_shift:g}"
         low, high = self.guidance_interval
         interval = "" if (low, high) == (0, 1) else f" at levels {low:g} to {high:g}"
         channels = ""
@@ -343,7 +343,7 @@ class Config(Options):
             guidance = f"autoguidance {self.cfg_scale:g} by {Path(self.guide).name}" + (
                 "" if self.cfg_scale > 1 else " (not used: give a --cfg-scale above 1)"
             )
-        return f"{self.num_sampling_steps} {sampler}{shift}steps · {guidance}{interval}{channels}"
+        return f"{self.num_sampling_steps} {sampler}steps{shift} · {guidance}{interval}{channels}"
 
 
 class Job(Options):

@@ -30,11 +30,11 @@ CONVERTER = "scripts/convert_checkpoint.py"
 # change the guided network alone.
 OF_GUIDE = {
     "`ckpt": "`guide",
-    "give `num_heads`": f"give --num-heads to {CONVERTER}",
+    "give `num_heads`": f"give --model and --num-heads to {CONVERTER}",
     "give `num_classes`": "save it again",
     "give `model`": f"give --model to {CONVERTER}",
     "give `weights_entry`": f"give --weights-entry to {CONVERTER}",
-    ": --num-heads N": f": give --num-heads N to {CONVERTER}",
+    ": --num-heads N": f": give --model NAME and --num-heads N to {CONVERTER}",
     ": --weights-entry NAME": f": give --weights-entry NAME to {CONVERTER}",
     "accel.Sampler(module)": "accel.Sampler(…, guide=module)",
 }
@@ -160,7 +160,7 @@ def _fit_of_guide(weights: Weights, guided: str, fit: Fit, config: Config) -> Fi
     if config.image_size is not None and not fit.family.any_size:
         size = config.image_size
     compared = {
-        "a family": (guide.family.name, fit.family.name),
+        "the family": (guide.family.name, fit.family.name),
         "num_classes": (guide.num_classes, fit.num_classes),
         "channels of latents": (guide.in_channels, fit.in_channels),
         "channels of its output": (guide.out_channels, fit.out_channels),

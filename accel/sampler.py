@@ -33,6 +33,7 @@ from accel.pipeline import ALONE, Pipeline, free_memory, guidance_of, process_of
 from accel.precision import apply_precision
 from accel.progress import step_bar
 from accel.weights.checkpoint import FILE_SUFFIXES, HUB_ID
+from accel.weights.safetensors_layout import without_prefix
 from accel.weights.shapes import require_fit
 from accel.weights.tensor_files import require_finite_floats, require_floats
 
@@ -46,6 +47,7 @@ ALSO_CALLED = {
     "cfg": "cfg_scale",
     "num_inference_steps": "num_sampling_steps",
     "steps": "num_sampling_steps",
+    "sampling_method": "sampler",
     "scheduler": "sampler",
     "dtype": "precision",
     "torch_dtype": "precision",
@@ -175,6 +177,12 @@ class Sampler:
             self.grid, self.opened, self._pipeline = ready(grid, loaded, self._scheduler, guide)
             self._embedding = loaded.rules.timestep_embedding if loaded else None
             self._check = check
+            scale = self.opened.config.cfg_scale
+            if self.opened.guide and scale <= 1 and "cfg_scale" not in options:
+                log.warning(
+                    f"{self.opened.guide.weights.name}: guides only where cfg_scale is above 1, "
+                    f"and it is {scale:g}"
+                )
             self._checked = type(loaded.module) if loaded else None
             self._guidance_is_given = grid.config.guidance_channels is not None
             network = self._pipeline.network
@@ -195,9 +203,10 @@ class Sampler:
     def refresh(self, model: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
         """Load the weights of `model`, of the same shape, in place: pictures equal a new
         Sampler's to the bit, and captured steps stay valid. A guide stays as it is. model: a
-        network, or the state dict of one like that of this Sampler, such as an average of its
-        weights. Raises ValueError, and keeps the old weights, if they do not fit, overflow or are
-        not finite. A network is compared with its copy, at one time where its class is as before.
+        network, or the state dict of one like that of this Sampler or of a wrapper around it,
+        such as an average of its weights. Raises ValueError, and keeps the old weights, if they
+        do not fit, overflow or are not finite. A network is compared with its copy, at one time
+        where its class is as before.
         """
         with self._running() as pipeline:
             classes = self.opened.config.num_classes
@@ -205,6 +214,9 @@ class Sampler:
                 weights = self._read_state(model)
                 pipeline.refresh(pipeline.like(weights, self.opened.fit, classes))
                 return
+            if isinstance(model, (str, Path, list, tuple)):
+                kind = type(model).__name__
+                raise UsageError(f"refresh: takes a network or a state dict, and this is a {kind}")
             loaded = from_module(model, copy=True)
             require_finite_floats(loaded.state, loaded.name)
             changed = loaded.patched or type(loaded.module) is not self._checked
@@ -255,7 +267,7 @@ class Sampler:
         require_floats(state, name)
         require_finite_floats(state, name)
         first = self.opened.weights
-        state = first.renamed(state) if isinstance(first, LoadedModule) else dict(state)
+        state = first.renamed(state) if isinstance(first, LoadedModule) else without_prefix(state)
         weights = _State(name, state, first.metadata)
         try:
             state = reference_state(weights, self.opened.fit)
@@ -316,8 +328,9 @@ class Sampler:
         sd-vae-ft-*, on the sampler's device.
 
         labels: n classes, each a number or a name. seed: of all, or n seeds: each label is
-        then sampled as it is alone with its seed. noise: n latents of normal noise to start
-        from, in place of those that the seed gives; the noise of later steps is the seed's.
+        then sampled as it is alone with its seed. noise: n latents of normal noise of deviation
+        1 to start from, which noise_scale multiplies, in place of those that the seed gives; the
+        noise of later steps is the seed's.
         Arguments that are None are the constructor's. progress: show a bar of the steps.
         """
         _refuse_arguments(unknown)

@@ -334,7 +334,7 @@ REFUSED = {
     "classes": f"has num_classes 5, and demo.safetensors 8{SAME}",
     "latents": f"has channels of latents 3, and demo.safetensors 4{SAME}",
     "sides": f"has a side of trained latents 8, and demo.safetensors 16{SAME}",
-    "SiT": f"has a family SiT, and demo.safetensors DiT{SAME}",
+    "SiT": f"has the family SiT, and demo.safetensors DiT{SAME}",
     "missing": "no such file; published names are",
 }
 

@@ -130,6 +130,7 @@ BOTH = (
     (["--seed=--"], "seed: is empty; give a value"),
     (["--num-steps", 50], "--num-steps: use --num-sampling-steps"),
     (["--guidance_high=0.7"], "--guidance_high: use --guidance-interval LOW HIGH"),
+    (["--class_num", 10], "--class_num: use --num-classes"),
     (["--mode", "sde"], "--mode: use --sampler: sde, or euler or heun"),
     (["--num_classes", 8], "--num_classes: use --num-classes"),
     (["--ema"], "--ema: use --weights-entry ema"),

@@ -134,14 +134,20 @@ def test_the_number_of_heads_of_a_guide(tmp_path, here, capsys):
     text = capsys.readouterr().out
     assert heads == 6
     assert "s.pt: says no number of heads, taken for 6, as models of its depth and width" in text
-    assert "if it has others: give --num-heads N to scripts/convert_checkpoint.py" in text
+    assert "give --model NAME and --num-heads N to scripts/convert_checkpoint.py" in text
     words = "--ckpt", tmp_path / "s.pt", "--num-heads", 4, "--output", tmp_path / "four.pt"
     succeeds(here("scripts/convert_checkpoint.py", *words))
     config = Config(ckpt=str(tmp_path / "f.pt"), guide=str(tmp_path / "four.pt"), device="cpu")
     assert open_model(config, decodes=False).guide.fit.num_heads == 4
-    config = Config(ckpt=str(tmp_path / "f.pt"), guide=str(tmp_path / "odd.pt"), device="cpu")
-    with pytest.raises(UsageError, match="guide=.* give --num-heads to scripts/convert_checkpoint"):
+    # of a family that nothing in the file says, the remedy names both
+    config = replace(config, model="SiT-XL/2", guide=str(tmp_path / "odd.pt"))
+    remedy = "give --model and --num-heads to scripts/convert_checkpoint.py"
+    with pytest.raises(UsageError, match=f"guide=[^\n]*{remedy}"):
         open_model(config, decodes=False)
+    words = "--ckpt", tmp_path / "odd.pt", "--num-heads", 3, "--output", tmp_path / "three.pt"
+    succeeds(here("scripts/convert_checkpoint.py", *words, "--model", "SiT-XL/2"))
+    guide = open_model(replace(config, guide=str(tmp_path / "three.pt")), decodes=False).guide
+    assert (guide.fit.family.name, guide.fit.num_heads) == ("SiT", 3)
 
 
 def test_a_guide_of_another_trained_size_is_refused(tmp_path):
@@ -177,6 +183,14 @@ def test_a_guides_configuration_is_of_the_same_latents(section, words, tmp_path)
         return
     with pytest.raises(UsageError, match=f"guide=[^ ]*g.pt: [^\n]*{words}"):
         open_model(config, decodes=False)
+
+
+def test_a_guide_at_an_implied_scale_of_one_is_said(capsys):
+    guide = build_rae(1, hidden_size=(72, 256), depth=(1, 1), num_heads=(1, 2))
+    for options, count in ((dict(), 1), (dict(cfg_scale=1.0), 0), (dict(cfg_scale=1.5), 0)):
+        Sampler(build_rae(), guide=guide, **options, **RUN).close()
+        line = "DiTwDDTHead: guides only where cfg_scale is above 1, and it is 1"
+        assert capsys.readouterr().out.count(line) == count
 
 
 def test_a_guide_that_changes_nothing_is_said(jits, tmp_path, here):
@@ -295,11 +309,11 @@ def test_a_configuration_is_read_anew_after_its_error(raes, tmp_path):
 def test_another_familys_network_is_refused_with_a_configuration(raes, jits, tmp_path, here):
     flags = "--config", raes(), "--device", "cpu", "--output", tmp_path / "x.png"
     text = succeeds(here("sample.py", *flags))
-    assert "3 EULER shift 0.707107 steps · autoguidance 1.4 by g.pt on 24 channels" in text
+    assert "3 EULER steps, shift 0.707107 · autoguidance 1.4 by g.pt on 24 channels" in text
     for more, words in (
         (("--model", "DiT-Demo/2"), "--model DiT-Demo/2: is a DiT, and --config"),
         (("--ckpt", tmp_path / "jit.pth"), "jit.pth: is a JiT, and --config"),
-        (("--guide", tmp_path / "jit.pth"), "jit.pth: has a family JiT, and"),
+        (("--guide", tmp_path / "jit.pth"), "jit.pth: has the family JiT, and"),
         (("--latent-stats", tmp_path / "none.pt"), "sample.py: --latent-stats"),
     ):
         line = refused(here("sample.py", *flags, *more))

@@ -189,7 +189,10 @@ def test_published_sizes_are_recognised():
     "facts, words",
     (
         ({"use_nonlinear": True}, "was trained with use_nonlinear True, and only False is sampled"),
-        ({"in_context_start": 4}, "no tensor says at which block its label tokens enter"),
+        (
+            {"in_context_start": 4},
+            "which block its label tokens enter; save in_context_start in its args",
+        ),
     ),
 )
 def test_what_a_file_contradicts_is_named(facts, words):
@@ -314,11 +317,14 @@ def test_modules_are_accelerated_sampled_and_refreshed():
         before = sampler.latents([1, 5], seed=1)
         (picture, _) = sampler.sample([1, 5], seed=1)
         assert picture.size == (32, 32) and sampler.config.sampler == "heun"
-        sampler.refresh(changed.state_dict())
+        sampler.refresh(Training(changed).state_dict())
         after = sampler.latents([1, 5], seed=1)
     with Sampler(changed, **options) as sampler:
         assert torch.equal(sampler.latents([1, 5], seed=1), after)
     assert not torch.equal(after, before)
+    fast = accelerate(model, "fp32")
+    fast.load_state_dict(Training(changed).state_dict())
+    assert torch.equal(fast(x, t, y), accelerate(changed, "fp32")(x, t, y))
     for tier in ("exact", "fp16"):
         network = network_of(model, tier)
         new = network_of(changed, tier)
@@ -336,7 +342,7 @@ class Training(nn.Module):
 
 @pytest.mark.parametrize("door", (accelerate, Sampler))
 def test_a_module_that_holds_the_network_is_refused_by_its_name(door):
-    with pytest.raises(UsageError, match=r"^Training: is not a DiT, and holds one; give its .net$"):
+    with pytest.raises(UsageError, match=r"^Training: holds the network; give its .net$"):
         door(Training(Original(build())))
 
 
@@ -406,7 +412,7 @@ def test_an_fid_job_is_resumed_to_the_bit(tmp_path):
     archive.unlink()
     by_two(*job, "--sample-dir", tmp_path / "calm")
     assert archive.read_bytes() == before and np.load(archive)["arr_0"].shape == (16, 32, 32, 3)
-    assert re.search("JiT-4x160-8-small.pth-size-32-vae-pixels-cfg-2.5", archive.name)
+    assert re.search("JiT-4x160-8-small-size-32-vae-pixels-cfg-2.5", archive.name)
 
 
 def test_an_fid_job_resumes_with_the_values_that_are_implied(tmp_path, here):

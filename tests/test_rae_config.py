@@ -1,6 +1,7 @@
 """RAE's configuration files as options."""
 
 import copy
+import json
 import subprocess
 import sys
 
@@ -168,6 +169,32 @@ def test_files_are_here_or_beside_the_configuration(tmp_path, monkeypatch):
         FidJob.of(config=name, num_fid_samples=4)
 
 
+def test_a_decoders_own_configuration_is_not_ignored(tmp_path):
+    """Heads are in no tensor. Beside the decoder the file is read, elsewhere it is refused unless
+    it says what the published decoder of its name has.
+    """
+    folder = tmp_path / "configs" / "decoder" / "ViTXL"
+    folder.mkdir(parents=True)
+    content = dict(decoder_hidden_size=1152, decoder_num_attention_heads=16, layer_norm_eps=1e-12)
+    line = "config=run.yaml: [^\n]*ViTXL, whose config.json has other heads [^\n]*; copy it beside"
+    others = (dict(decoder_num_attention_heads=18), dict(layer_norm_eps=1e-6))
+    for changes in ({}, *others):
+        (folder / "config.json").write_text(json.dumps({**content, **changes}))
+        name = written(TEXT)
+        if not changes:
+            config_file.taken(name, {})
+            continue
+        with pytest.raises(UsageError, match=line):
+            config_file.taken(name, {})
+    assert config_file.taken(name, {"vae": "other"})
+    for damaged in ("[1]", '{"decoder_hidden_size": [1]}'):
+        (folder / "config.json").write_text(damaged)
+        with pytest.raises(UsageError, match="config=run.yaml: [^\\n]*ViTXL, whose config.json "):
+            config_file.taken(written(TEXT), {})
+    (tmp_path / "models/decoders/a/config.json").write_bytes((folder / "config.json").read_bytes())
+    config_file.taken(written(TEXT), {})
+
+
 def test_flags_override_a_file():
     name = written(changed(guidance__method="cfg", sampler__params__sampling_method=None))
     given = dict(ckpt="other.pt", vae="ema", cfg_scale=2.0, sampler="heun", timestep_shift=0.5)
@@ -234,7 +261,9 @@ def test_what_a_file_says_and_is_not_computed_is_refused(entries, reason):
 def test_other_files_are_refused_in_a_line(text):
     with pytest.raises(UsageError, match="^config=run.yaml: [^\n]*$"):
         Grid.of(config=written(text))
-    with pytest.raises(UsageError, match="config=none.yaml: cannot be read .No such file"):
+    with pytest.raises(
+        UsageError, match="config=none.yaml: cannot be read .No such file[^;]*; give"
+    ):
         Grid.of(config="none.yaml")
 
 

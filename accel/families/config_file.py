@@ -53,7 +53,8 @@ def read(path: str) -> ConfigFile:
         content = read_yaml(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"`config={path}`: cannot be read ({reason}); mend it") from None
+        wanted = "give its path" if isinstance(error, FileNotFoundError) else "mend it"
+        raise UsageError(f"`config={path}`: cannot be read ({reason}); {wanted}") from None
     names = []
     remedies = []
     for family in families():

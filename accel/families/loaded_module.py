@@ -18,6 +18,7 @@ from accel.families import families
 from accel.families.recognise import OfModule, families_with, recognise, recogniser_of
 from accel.weights.digests import digest
 from accel.weights.positions import trained
+from accel.weights.safetensors_layout import without_prefix
 from accel.weights.shapes import shapes_of
 from accel.weights.tensor_files import require_finite_floats, require_floats
 
@@ -157,7 +158,7 @@ class LoadedModule:
     def _recognised(self, state) -> OfModule:
         for name, part in self.module.named_children():
             if families_with(shapes_of(part.state_dict())):
-                raise UsageError(f"{self.name}: is not a DiT, and holds one; give its .{name}")
+                raise UsageError(f"{self.name}: holds the network; give its .{name}")
         try:
             recognisers = map(recogniser_of, families())
             answers = [each.of_module(self.module, state) for each in recognisers]
@@ -177,7 +178,7 @@ class LoadedModule:
         """Return a state dict of the module under the names of its family's files."""
         try:
             state = {name: value.detach() for name, value in _not_wrapped(state).items()}
-            return self.rules.read(state)
+            return self.rules.read(without_prefix(state))
         except ValueError as error:
             raise UsageError(f"{self.name}: {error}") from None
 

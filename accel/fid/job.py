@@ -24,8 +24,9 @@ LEFT_OUT |= {"config", "sample_dir", "num_heads", "weights_entry"}
 # from these values.
 LATER = {"guidance_interval": (0.0, 1.0), "guidance_channels": CHANNELS, "timestep_shift": 1.0}
 LATER |= {"noise_scale": Defaults().noise_scale, "t_eps": Defaults().t_eps}
-# Published files have these names in a folder each, whose name tells them apart.
-SHARED_NAMES = {"model", "stage2_model"}
+# Published files, and the last ones of training runs, have these names in a folder each, whose
+# name tells them apart.
+SHARED_NAMES = {"model", "stage2_model", "checkpoint-last"}
 USUAL_SAMPLERS = ("ddpm", "ddim", "sde")  # not in a folder's name
 
 
@@ -93,8 +94,9 @@ def _last_name(given):
     if given is None or Path(given).is_relative_to(DEMO):
         return "pretrained"
     path = Path(given)
-    name = path.name.removesuffix(".pt").removesuffix(".safetensors")
-    return path.parent.name if name in SHARED_NAMES and path.parent.name else name
+    if path.stem in SHARED_NAMES and path.parent.name:
+        return path.parent.name
+    return path.name.removesuffix(".pt").removesuffix(".safetensors")
 
 
 def record_of(job: FidJob, opened: Opened, pipeline: Pipeline, world: int) -> dict:

@@ -66,11 +66,21 @@ def is_counter(name: str, value: Any) -> bool:
     return value.ndim == 0 and "." not in name or whole and value.numel() == 1
 
 
+def without_prefix(state: State) -> State:
+    """Return a state dict without what wrappers around a network put before all names."""
+    prefix = _prefix(state)
+    return {name.removeprefix(prefix): value for name, value in state.items()}
+
+
+def _prefix(state: State) -> str:
+    wrapped = re.match(WRAPPED, os.path.commonprefix(list(state)))
+    return wrapped[0] if wrapped else ""
+
+
 def _without_wrappers(path: Path, state: State) -> State:
     """Return a state dict without the parts of names that wrappers add. Print them."""
-    wrapped = re.match(WRAPPED, os.path.commonprefix(list(state)))
-    prefix = wrapped[0] if wrapped else ""
-    state = {name.removeprefix(prefix): value for name, value in state.items()}
+    prefix = _prefix(state)
+    state = without_prefix(state)
     held = {name: value for name, value in state.items() if name.startswith(HOLDER)}
     beside = dict.fromkeys(name.partition(".")[0] for name in state if name not in held)
     if held and beside:

@@ -438,7 +438,7 @@ def test_a_hook_that_changes_nothing_is_no_hindrance():
     assert calls
 
 
-@pytest.mark.parametrize("name", ["", "blocks.1", "wrapped"])
+@pytest.mark.parametrize("name", ["", "blocks.1", "wrapped", "decorated"])
 def test_a_compiled_part_is_not_compiled_for_the_check(name):
     model = small()
     x, t, y = inputs(model, 2)
@@ -451,6 +451,10 @@ def test_a_compiled_part_is_not_compiled_for_the_check(name):
 
     if name == "wrapped":
         model.blocks[1] = torch.compile(model.blocks[1], backend=backend)
+    elif name == "decorated":
+        block = type(model.blocks[1])
+        forward = torch.compile(block.forward, backend=backend)
+        model.blocks[1].__class__ = type("Decorated", (block,), {"forward": forward})
     else:
         model.get_submodule(name).compile(backend=backend)
     fast = accelerate(model)

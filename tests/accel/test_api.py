@@ -311,6 +311,8 @@ def test_close_frees_the_network():
             "num_steps: is not an option of Sampler; did you mean num_sampling_",
         ),
         (lambda: demo(guidance_scale=5), "guidance_scale: is not an .*; did you mean cfg_scale"),
+        (lambda: demo(sampling_method="euler"), "sampling_method: .* did you mean sampler"),
+        (lambda: demo().refresh("x.pt"), "refresh: takes a network or a state dict, and .* a str"),
         (lambda: demo(outputs=5), "outputs: is not an option of Sampler; did you mean output_type"),
         (lambda: demo(xyzzy=5), "xyzzy: is not an option of Sampler; docs/python.md lists them"),
         (
@@ -326,7 +328,7 @@ def test_close_frees_the_network():
             lambda: demo().latents(1, noise=Z.clone().requires_grad_()),
             "gradients: sampling has none for noise; call the model itself in your own loop",
         ),
-        (lambda: demo().refresh([]), "list: is not a DiT; give a torch.nn.Module"),
+        (lambda: demo().refresh([]), "refresh: takes a network or a state dict, and .* a list"),
         (lambda: demo().refresh({}), "refresh: is not a DiT: no pos_embed"),
         (
             lambda: demo().refresh({"pos_embed": 1}),
@@ -475,6 +477,9 @@ def test_a_state_dict_renews_the_weights():
             sampler.refresh(state)
             want = new.latents([1, 2])
             assert torch.equal(sampler.latents([1, 2]), want) and not torch.equal(want, before)
+            sampler.refresh(first if isinstance(first, torch.nn.Module) else DiT_models[first]())
+            sampler.refresh({f"module.{name}": value for name, value in state.items()})
+            assert torch.equal(sampler.latents([1, 2]), want)
             for wrong in (dict(list(state.items())[:-1]), {k: v * nan for k, v in state.items()}):
                 with pytest.raises(UsageError):
                     sampler.refresh(wrong)

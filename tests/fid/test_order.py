@@ -35,6 +35,10 @@ def job_of(**options):
             | dict(vae="ViTXL_n08/model.pt", guide="model.pt"),
         ),
         (
+            "DiT-XL-2-run7-size-512-vae-ema-cfg-4.0-guide-b.1.pth-seed-0",
+            dict(model="DiT-XL/2", ckpt="out/run7/checkpoint-last.pth", guide="b.1.pth"),
+        ),
+        (
             "DiT-XL-2-pretrained-size-512-vae-ema-cfg-4.0-unipc-interval-0.125-0.7-channels-4-seed-0",
             dict(guidance_interval=(0.125, 0.7), guidance_channels=4, sampler="unipc"),
         ),

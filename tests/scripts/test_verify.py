@@ -176,3 +176,8 @@ def test_of_several_pictures_that_fail_the_worst_is_shown():
     ]
     found = verify.shown(dict(parts=parts, worst_seed=1), "contest")
     assert {suffix: row["part"] for suffix, row in found.items()} == {"": "grid", "-picture": "1,2"}
+
+
+def test_the_help_says_what_is_verified(here):
+    text = " ".join(succeeds(here(*VERIFY, "--help")).split())
+    assert "Every precision tier against fp32, and which tier to take." in text

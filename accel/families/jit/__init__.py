@@ -11,6 +11,7 @@ SCALES = {"B/16": 3.0, "B/32": 3.0, "L/16": 2.4, "L/32": 2.5, "H/16": 2.2, "H/32
 
 SCRIPT_FLAGS = {
     "img-size": "use --image-size",
+    "class-num": "use --num-classes",
     "interval-min": "use --guidance-interval LOW HIGH, of noise levels: 1 − time",
     "interval-max": "use --guidance-interval LOW HIGH, of noise levels: 1 − time",
     "num-images": "use --num-fid-samples",

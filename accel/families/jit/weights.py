@@ -54,7 +54,8 @@ class JiTRecogniser(DiTRecogniser):
         if not isinstance(start, int) or not 0 < start < depth:
             raise ValueError(
                 f"is a JiT of {depth} blocks of width {width}, and no tensor says at which block "
-                "its label tokens enter; load it into its class and use accel.Sampler(module)"
+                f"its label tokens enter; save {START} in its args, or load it into its class "
+                "and use accel.Sampler(module)"
             )
         facts = {} if start in starts else {START: start}
         return form._replace(build=partial(form.build, in_context_start=start), facts=facts)

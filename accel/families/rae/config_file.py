@@ -10,6 +10,7 @@ from typing import Any
 
 from accel.errors import UsageError, shown
 from accel.families.config_file import ConfigFile, Size
+from accel.files import read_json
 
 REPOSITORY = "nyu-visionx/RAE-collections"
 FOLDER = "models"  # where RAE's README has it
@@ -76,6 +77,8 @@ ENTRIES["guidance.guidance_model.params"] = ENTRIES["stage_2.params"]
 IMAGENET_ENCODERS = {"Dinov2withNorm", "MAEwNorm"}
 PIXEL_STATISTICS = "preprocessor_config.json"  # of other encoders
 DECODERS = {"ViTB", "ViTL", "ViTXL"}  # whose heads follow from their width
+WIDTHS_AND_HEADS = ([768, 12], [1024, 16], [1152, 16])  # of these decoders
+LAYER_NORM_EPS = 1e-12  # of these decoders
 # Width and depth of the trunk, of models with the usual head.
 SIZES = {(1152, 28): "XL", (1024, 24): "L", (768, 12): "B", (384, 12): "S"}
 HEAD = (2048, 2)
@@ -155,6 +158,12 @@ class Reader:
                 f"says decoder_config_path {shown(config)}, and only those of "
                 f"{', '.join(sorted(DECODERS))} are known; put its config.json beside the decoder",
             )
+        elif not _holds(folder, "config.json") and self.has_other_heads(config):
+            self.refuse(
+                "vae",
+                f"says decoder_config_path {shown(config)}, whose config.json has other heads or "
+                "another layer_norm_eps than RAE's decoders; copy it beside the decoder",
+            )
         encoder = entries.get("encoder_cls", "Dinov2withNorm")
         if encoder not in IMAGENET_ENCODERS and not _holds(folder, PIXEL_STATISTICS):
             self.refuse(
@@ -162,6 +171,24 @@ class Reader:
                 f"says encoder_cls {_plain(encoder)}, whose pixels may have other means than "
                 f"ImageNet's; put the encoder's {PIXEL_STATISTICS} beside the decoder",
             )
+
+    def has_other_heads(self, config: str) -> bool:
+        """Return whether a decoder's configuration, where it is here, is not the published one."""
+        for folder in (config, self.path.parent / config):
+            if _holds(folder, "config.json"):
+                try:
+                    content = read_json(os.path.join(folder, "config.json"))
+                except (OSError, ValueError) as error:
+                    reason = getattr(error, "strerror", None) or error
+                    raise self.error(
+                        f"says decoder_config_path {shown(config)}, whose config.json cannot be "
+                        f"read ({reason}); mend it"
+                    ) from None
+                width = content.get("decoder_hidden_size")
+                heads = content.get("decoder_num_attention_heads")
+                eps = content.get("layer_norm_eps", LAYER_NORM_EPS)
+                return [width, heads] not in WIDTHS_AND_HEADS or eps != LAYER_NORM_EPS
+        return False
 
     def read_sampler(self) -> None:
         """Read latents, times and steps."""
