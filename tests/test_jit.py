@@ -412,7 +412,7 @@ def test_an_fid_job_is_resumed_to_the_bit(tmp_path):
     archive.unlink()
     by_two(*job, "--sample-dir", tmp_path / "calm")
     assert archive.read_bytes() == before and np.load(archive)["arr_0"].shape == (16, 32, 32, 3)
-    assert re.search("JiT-4x160-8-small-size-32-vae-pixels-cfg-2.5", archive.name)
+    assert re.search("JiT-4x160-8-small.pth-size-32-vae-pixels-cfg-2.5", archive.name)
 
 
 def test_an_fid_job_resumes_with_the_values_that_are_implied(tmp_path, here):
