@@ -1,6 +1,4 @@
-"""What the files of a guide say: heads, entries, noise and latents, of JiT, RAE, DiT and
-LightningDiT.
-"""
+"""Files of guides: heads, entries, noise and latents, of JiT, RAE, DiT and LightningDiT."""
 
 import json
 from dataclasses import replace
@@ -70,7 +68,7 @@ def written_out(f, g, z, scale, t_eps):
 
 
 def test_a_jit_is_guided_on_its_estimate_of_the_data(jits, tmp_path, here, capsys):
-    """One t_eps divides both estimates. It is printed if the guide was trained with another."""
+    """A single t_eps divides both estimates; it is printed if the guide was trained with another."""
     guide = jits(t_eps=0.05)
     flags = "--ckpt", tmp_path / "jit.pth", "--guide", guide, "--sampler", "euler", "--labels", 1, 5
     flags += "--device", "cpu", "--output-type", "latent", "--output", tmp_path / "x.npy"

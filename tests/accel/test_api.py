@@ -515,7 +515,7 @@ print(message)
 
 
 def test_a_module_whose_decoder_is_missing_is_named_by_its_class(monkeypatch):
-    """It comes from no --ckpt."""
+    """A module comes from no --ckpt."""
 
     def without_internet(*_):
         raise UsageError("`vae=ema`: not here")

@@ -221,7 +221,7 @@ def test_what_is_not_sampled_is_refused_in_any_entry(entry, tmp_path):
 
 
 def test_what_sections_say_is_believed_and_printed(tmp_path, capsys):
-    """The same value may be there twice; a name with other meanings in sections is not read."""
+    """A value may be said twice. A name with other meanings in sections is not read."""
     config = {
         "model": {"params": {"num_heads": 2, "num_classes": 10}, "class_names": "no.txt"},
         "data": {"num_classes": "10", "vae": "mse", "in_channels": 3, "image_size": None},

@@ -99,7 +99,7 @@ def test_our_kernels_refuse_other_heads_and_dtypes():
 @pytest.mark.parametrize("dim", (64, 36))
 @pytest.mark.parametrize("backend", ("cudnn", "flash", "efficient"))
 def test_torch_declares_the_kernels_as_they_are_called(backend, dim):
-    """They are private operators, which another torch may change."""
+    """Another torch may change private operators."""
     with FakeTensorMode():
         qkv = torch.empty(2, 16, 3 * 4 * dim, dtype=torch.float16, device="cuda")
         kv = torch.empty(2, 24, 2 * 4 * dim, dtype=torch.float16, device="cuda")

@@ -28,7 +28,9 @@ def rae_definition(model):
     "of_family, definition", ((test_jit, jit_definition), (test_rae, rae_definition))
 )
 def test_a_network_with_split_outer_layers(of_family, definition, tier, most, device, monkeypatch):
-    """It computes the definition, embeds tokens by parts, as ranks do, and follows a refresh."""
+    """Split outer layers compute the definition, embed tokens by parts, as ranks do, and follow a
+    refresh.
+    """
     monkeypatch.setattr("accel.fast.network.Float32Linear", partial(Float32Linear, split=True))
     model = of_family.build()
     network = network_of(model, tier, device)
