@@ -4,6 +4,7 @@ import pytest
 import torch
 from orders import order
 
+from accel.diffusion import create_diffusion
 from accel.families.dit.network import DiT_models
 from accel.families.sit.network import SiT_models
 from accel.fid.folder import Batches
@@ -18,7 +19,7 @@ from accel.sampling.solvers import Solver, make_scheduler
 CPU = torch.device("cpu")
 DRAWS = 3
 STEPS = Sde(DRAWS + 1)  # its noise is the CPU's
-DDPM = Ancestral(DRAWS)
+DDPM = Ancestral(create_diffusion(str(DRAWS)))
 
 
 def noise_of(kind, rank=0, world=1, process=DDPM, **more):
@@ -62,9 +63,10 @@ def test_upstreams_stream_is_drawn_again(copies):
             assert all(torch.equal(*pair) for pair in zip(found, drawn[batch], strict=True))
 
 
+DIFFUSION = create_diffusion("6")
 PROCESSES = [
-    Ancestral(6),
-    Ddim(6),
+    Ancestral(DIFFUSION),
+    Ddim(DIFFUSION, 0.0),
     Solver(make_scheduler("dpm++"), 6),
     *(flow(6) for flow in FLOWS.values()),
 ]
