@@ -208,5 +208,5 @@ def _recognised(weights: Checkpoint, fit: Fit) -> Fit:
     if family != fit.family:
         return guide  # it is refused
     # Not printed: its steps and guidance are not used.
-    recipe = recogniser.recipe(guide.model, weights.metadata, weights.path, say=lambda line: None)
-    return guide._replace(recipe={**guide.recipe, **recipe})
+    recipe = recogniser.recipe(guide.model, weights.metadata, weights.path)
+    return guide._replace(recipe={**guide.recipe, **recipe.options})

@@ -255,7 +255,9 @@ def fit_of_file(
         raise UsageError(f"`num_heads={num_heads}`: these weights have {fit.num_heads}; drop it")
     require_schedule(f"`ckpt={weights.name}`", fit)
     recipe = recogniser_of(fit.family).recipe(fit.model, weights.metadata, weights.path)
-    return fit._replace(recipe={**fit.recipe, **recipe})
+    for notice in recipe.notices:
+        log.warning(notice)
+    return fit._replace(recipe={**fit.recipe, **recipe.options})
 
 
 def require_schedule(name: str, fit: Fit) -> None:

@@ -68,7 +68,7 @@ def written_out(f, g, z, scale, t_eps):
 
 
 def test_a_jit_is_guided_on_its_estimate_of_the_data(jits, tmp_path, here, capsys):
-    """A single t_eps divides both estimates; it is printed if the guide was trained with another."""
+    """A single t_eps divides both estimates. It is printed if the guide had another one."""
     guide = jits(t_eps=0.05)
     flags = "--ckpt", tmp_path / "jit.pth", "--guide", guide, "--sampler", "euler", "--labels", 1, 5
     flags += "--device", "cpu", "--output-type", "latent", "--output", tmp_path / "x.npy"
@@ -171,7 +171,7 @@ def test_a_guide_of_another_trained_size_is_refused(tmp_path):
     ),
 )
 def test_a_guides_configuration_is_of_the_same_latents(section, words, tmp_path):
-    """That of a LightningDiT lies beside its file."""
+    """The configuration of a LightningDiT lies beside its file."""
     for name in ("f", "g"):
         torch.save({"ema": as_file(build_lightning())}, tmp_path / f"{name}.pt")
     (tmp_path / "g.yaml").write_text(yaml.safe_dump({"model": {}, "sample": {}, **section}))

@@ -16,6 +16,7 @@ from accel.config import Config
 from accel.errors import UsageError
 from accel.families import Defaults
 from accel.families.lightning_dit.recipe import recipe
+from accel.families.recognise import Recipe
 from accel.latents.autoencoder_kl.half import HalfDecoder
 from accel.latents.autoencoder_kl.ldm_layout import STATISTICS
 from accel.latents.files import find, load
@@ -220,23 +221,23 @@ def test_what_implies_how_to_sample(tmp_path):
     checkpoint's own entry is.
     """
     path = tmp_path / "lightningdit-xl-imagenet256-64ep.pt"
-    assert recipe("LightningDiT-XL/1", {}, path)["cfg_scale"] == 10.0
+    assert recipe("LightningDiT-XL/1", {}, path).options["cfg_scale"] == 10.0
     own = dict(config=dict(model={}, sample=dict(num_sampling_steps=250, cfg_scale=9)))
     want = dict(
         guidance_interval=(0.0, 1.0), timestep_shift=1.0, cfg_scale=9.0, num_sampling_steps=249
     )
-    assert recipe("LightningDiT-XL/1", own, path) == want
+    assert recipe("LightningDiT-XL/1", own, path).options == want
     (tmp_path / "compose.yaml").write_text("services: {}")
-    assert recipe("LightningDiT-XL/1", {}, path) == {}
+    assert recipe("LightningDiT-XL/1", {}, path) == Recipe({})
     (tmp_path / "a.yaml").write_text(YAML)
-    assert recipe("LightningDiT-B/1", {}, tmp_path / "x.pt") == {}
+    assert recipe("LightningDiT-B/1", {}, tmp_path / "x.pt") == Recipe({})
     with pytest.raises(
         UsageError, match="describes LightningDiT-XL/1, and the weights are LightningDiT-B/1"
     ):
         recipe("LightningDiT-B/1", {}, tmp_path / "a.pt")
     (tmp_path / "compose.yaml").unlink()
     (tmp_path / "a.pt").touch()  # a.yaml is its own
-    assert recipe("LightningDiT-B/1", {}, tmp_path / "x.pt") == {}
+    assert recipe("LightningDiT-B/1", {}, tmp_path / "x.pt") == Recipe({})
 
 
 SD = dict(model={}, data=dict(latent_norm=False, latent_multiplier=0.18215))

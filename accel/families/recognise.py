@@ -49,6 +49,13 @@ class Form(NamedTuple):
     recipe: Mapping[str, Any] = MappingProxyType({})  # values of settings that the shapes imply
 
 
+class Recipe(NamedTuple):
+    """How a file says that its weights are sampled."""
+
+    options: Mapping[str, Any]  # values of settings
+    notices: tuple[str, ...] = ()  # lines to print if they are used
+
+
 # Strength of a claim to a module: entries or attributes count more than the class's name.
 STRUCTURE = 2
 NAMED = 1
@@ -111,15 +118,9 @@ class Recogniser:
         """Return the entries of a file that sampling needs, under its names."""
         return state
 
-    def recipe(
-        self,
-        model: str,
-        metadata: Mapping[str, Any],
-        path: Path,
-        say: Callable[[str], None] = log.warning,
-    ) -> dict[str, Any]:
-        """Return the values of settings that a file at `path` implies. say: prints them."""
-        return {}
+    def recipe(self, model: str, metadata: Mapping[str, Any], path: Path) -> Recipe:
+        """Return the settings that a file at `path` implies."""
+        return Recipe({})
 
     def require_computed(self, metadata: Mapping[str, Any]) -> None:
         """Raise ValueError for an argument of training with an unsupported value."""

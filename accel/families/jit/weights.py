@@ -1,7 +1,6 @@
 """Recognise the files and modules of a JiT, derive its sizes, and read how it is sampled."""
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,9 @@ from accel.families import jit
 from accel.families.dit.weights import PATCHES, DiTRecogniser
 from accel.families.jit.network import JiT, JiT_models
 from accel.families.lightning_dit.weights import LightningDiTRecogniser
-from accel.families.recognise import STRUCTURE, Form, OfModule
+from accel.families.recognise import STRUCTURE, Form, OfModule, Recipe
 from accel.weights.metadata import RECIPE
 from accel.weights.shapes import Shapes
-
-log = logging.getLogger(__name__)
 
 FIRST, SECOND, FRONT = jit.FAMILY.keys[:3]  # the two projections of patches, and label positions
 START = "in_context_start"  # the first block that sees the label's tokens: no tensor says it
@@ -68,14 +65,9 @@ class JiTRecogniser(DiTRecogniser):
         """Return the widths that are a JiT's own."""
         return dict(bottleneck_dim=shapes[FIRST][0], in_context_len=shapes[FRONT][1])
 
-    def recipe(
-        self,
-        model: str,
-        metadata: Mapping[str, Any],
-        path: Path,
-        say: Callable[[str], None] = log.warning,
-    ) -> dict[str, Any]:
-        """Return the options that the arguments of the training run imply. say: prints them."""
+    def recipe(self, model: str, metadata: Mapping[str, Any], path: Path) -> Recipe:
+        """Return the options that the arguments of the training run imply."""
+        notices = []
         options = {option: metadata[name] for name, option in OPTIONS.items() if name in metadata}
         low = metadata.get("interval_min", 0)
         high = metadata.get("interval_max", 1)
@@ -87,13 +79,15 @@ class JiTRecogniser(DiTRecogniser):
                 )
         says = {**metadata.get("recipe", {}), **options}
         if "noise_scale" not in says and model not in self.family.models:
-            say(f"{path}: says no scale of the first noise, taken for 1: --noise-scale N")
+            notices.append(
+                f"{path}: says no scale of the first noise, taken for 1: --noise-scale N"
+            )
         if metadata.keys() & {"interval_min", "interval_max"}:  # of times: a level is 1 − time
             options["guidance_interval"] = 1 - high, 1 - low
         if options:
             listed = ", ".join(f"{name} {shown(value)}" for name, value in options.items())
-            say(f"{path}: its training arguments say {listed}; flags override it")
-        return options
+            notices.append(f"{path}: its training arguments say {listed}; flags override it")
+        return Recipe(options, tuple(notices))
 
     def of_module(self, module: nn.Module, state: dict[str, Tensor]) -> OfModule | None:
         """Return the rules to read a module with a JiT's entries, None for another module."""

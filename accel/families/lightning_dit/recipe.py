@@ -3,7 +3,7 @@ checkpoint or a YAML file beside it.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from accel.errors import UsageError, shown
 from accel.families.config_file import read_yaml
 from accel.families.lightning_dit import FAMILY
+from accel.families.recognise import Recipe
 from accel.weights.checkpoint import FILE_SUFFIXES
 
 log = logging.getLogger(__name__)
@@ -30,31 +31,25 @@ USUAL_MULTIPLIER = 0.18215
 PUBLISHED = {"lightningdit-xl-imagenet256-64ep": dict(cfg_scale=10.0, guidance_interval=(0.0, 0.9))}
 
 
-def recipe(
-    model: str,
-    metadata: Mapping[str, Any],
-    path: Path,
-    say: Callable[[str], None] = log.warning,
-) -> dict[str, Any]:
-    """Return the values of options that a checkpoint's configuration implies; {} without
-    configuration.
+def recipe(model: str, metadata: Mapping[str, Any], path: Path) -> Recipe:
+    """Return the options that a checkpoint's configuration implies; none without configuration.
 
     model: the name of the weights' model. metadata: entries of the checkpoint. path: its
-    file. say: prints them. Raises UsageError for a configuration that is damaged, of another
-    model, or with an unsupported sampler.
+    file. Raises UsageError for a configuration that is damaged, of another model, or with
+    an unsupported sampler.
     """
     where = f"`ckpt={path}`: its configuration"
     content = metadata.get("config")
     if content is None:
         file = _beside(path)
         if file is None:
-            return PUBLISHED.get(path.stem.lower(), {})
+            return Recipe(PUBLISHED.get(path.stem.lower(), {}))
         where = f"`ckpt={path}`: {file.name} beside it"
         content = _read(file, path)
     if not isinstance(content, dict) or not all(
         isinstance(content.get(name), dict) for name in ("model", "sample")
     ):
-        return {}  # another program's configuration
+        return Recipe({})  # another program's configuration
     named = content["model"].get("model_type")
     if isinstance(named, str) and {named, model} <= FAMILY.models.keys() and named != model:
         raise UsageError(f"{where} describes {named}, and the weights are {model}; move it")
@@ -78,8 +73,8 @@ def recipe(
         words.append(f"sampler {values['sampler']}")
     if "latent_scale" in values:
         words.append(f"latents times {values['latent_scale']:g}")
-    say(f"{where.partition(': ')[2]} says {', '.join(words)}; flags override it")
-    return values
+    notice = f"{where.partition(': ')[2]} says {', '.join(words)}; flags override it"
+    return Recipe(values, (notice,))
 
 
 def _values(where: str, sample: dict) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Recognise the files and modules of a LightningDiT, derive its sizes, and convert its entries."""
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,8 @@ from accel.families import lightning_dit
 from accel.families.dit.weights import PATCHES, DiTRecogniser
 from accel.families.lightning_dit.network import LightningDiT, LightningDiT_models, rotation_table
 from accel.families.lightning_dit.recipe import recipe
-from accel.families.recognise import STRUCTURE, Form, OfModule
+from accel.families.recognise import STRUCTURE, Form, OfModule, Recipe
 from accel.weights.shapes import Shapes
-
-log = logging.getLogger(__name__)
 
 COS = "feat_rope.freqs_cos"
 SIN = "feat_rope.freqs_sin"  # each (T, d), every number twice
@@ -79,17 +76,9 @@ class LightningDiTRecogniser(DiTRecogniser):
         """Return `state`: sampling needs all entries."""
         return state
 
-    def recipe(
-        self,
-        model: str,
-        metadata: Mapping[str, Any],
-        path: Path,
-        say: Callable[[str], None] = log.warning,
-    ) -> dict[str, Any]:
-        """Return the values of settings that the configuration in or beside a file implies. say:
-        prints them.
-        """
-        return recipe(model, metadata, path, say)
+    def recipe(self, model: str, metadata: Mapping[str, Any], path: Path) -> Recipe:
+        """Return the settings that the configuration in or beside a file implies."""
+        return recipe(model, metadata, path)
 
     def of_module(self, module: nn.Module, state: dict[str, Tensor]) -> OfModule | None:
         """Return the rules to read a module with a LightningDiT's entries, or None for
