@@ -74,25 +74,7 @@ def _counts(values, given):
     return counts
 
 
-class ByValue:
-    """Equality by value: objects of one class with the same `_values` are equal, and
-    share CUDA graphs.
-    """
-
-    @property
-    def _values(self) -> tuple:
-        raise NotImplementedError
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ByValue) or type(self) is not type(other):
-            return False
-        return self._values == other._values
-
-    def __hash__(self) -> int:
-        return hash(self._values)
-
-
-class SpacedDiffusion(ByValue, GaussianDiffusion):
+class SpacedDiffusion(GaussianDiffusion):
     """The process restricted to `use_timesteps`: it has the same marginals there, and
     betas between kept steps.
 
@@ -122,13 +104,6 @@ class SpacedDiffusion(ByValue, GaussianDiffusion):
         kept = base.alphas_cumprod[self.timestep_map]
         kwargs["betas"] = 1.0 - kept / np.append(1.0, kept[:-1])
         super().__init__(**kwargs)
-
-    @property
-    def _values(self):
-        return (
-            *(self.model_mean_type, self.model_var_type, self.loss_type, self.original_num_steps),
-            *(tuple(self.timestep_map), self.betas.tobytes()),
-        )
 
     def _upload(self, device):
         timestep_map = torch.tensor(self.timestep_map, dtype=torch.int64, device=device)

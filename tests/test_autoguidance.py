@@ -102,7 +102,7 @@ def test_ancestral_sampling_is_upstreams_loop_with_its_noise():
     want = upstreams(f, g, Z, LABELS, 9)
     after = torch.get_rng_state()
     torch.manual_seed(3)
-    got = sampled(WithGuide(Plain(f), Plain(g)), Ancestral(create_diffusion("9")))
+    got = sampled(WithGuide(Plain(f), Plain(g)), Ancestral(9))
     close(got, want)
     assert torch.equal(torch.get_rng_state(), after)
     torch.manual_seed(3)
@@ -141,7 +141,7 @@ def test_no_row_is_evaluated_twice_or_for_nothing(process, counts):
 @pytest.mark.parametrize("scale", (1.0, 0.5))
 def test_at_a_scale_of_one_the_network_alone_is_evaluated(scale):
     f, _ = networks_of()
-    process = Ancestral(create_diffusion("5"))
+    process = Ancestral(5)
     torch.manual_seed(3)
     want = denoise(Plain(f), process, Unguided(), Z, LABELS, upstream_noise(Z, 2))
     torch.manual_seed(3)
@@ -163,7 +163,7 @@ def test_accelerated_networks(tier, tolerance):
     torch.manual_seed(3)
     want = upstreams(f, g, Z, LABELS, 9)
     torch.manual_seed(3)
-    close(sampled(pair, Ancestral(create_diffusion("9"))), want, tolerance)
+    close(sampled(pair, Ancestral(9)), want, tolerance)
 
 
 def test_graphs_are_dropped_with_either_networks_table():

@@ -44,11 +44,11 @@ def make_process(
         from accel.sampling.solvers import Solver, make_scheduler
 
         return Solver(make_scheduler(sampler), steps)
-    from accel.diffusion import create_diffusion
     from accel.sampling.ancestral import Ancestral, Ddim
 
-    diffusion = create_diffusion(str(steps), learn_sigma=learn_sigma)
-    return Ddim(diffusion, eta) if sampler == "ddim" else Ancestral(diffusion)
+    if sampler == "ddim":
+        return Ddim(steps, learn_sigma, eta)
+    return Ancestral(steps, learn_sigma)
 
 
 class Step(NamedTuple):

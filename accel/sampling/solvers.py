@@ -18,10 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from accel.diffusion.gaussian_diffusion import get_named_beta_schedule
-from accel.diffusion.respace import ByValue
 from accel.errors import UsageError, shown
-from accel.sampling.process import Process, State
+from accel.sampling.process import ABAR, BETAS, Process, State
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +30,6 @@ SOLVERS = {
     "unipc": ("scheduling_unipc_multistep", "UniPCMultistepScheduler"),
 }
 CLIPPING = "clip_sample", "thresholding"  # options of schedulers
-LINEAR = get_named_beta_schedule("linear", 1000)
-KEPT = np.cumprod(1 - LINEAR)  # of the data, by time: abar_t
 # Relative errors that a rehearsal allows. Times that are rounded to whole ones reach 0.1,
 # schedulers of another process 0.4 and more.
 REHEARSED = 0.2
@@ -45,7 +41,7 @@ def make_scheduler(name: str, **config: Any) -> Any:
     """
     module, class_name = SOLVERS[name]
     return getattr(_import(f"diffusers.schedulers.{module}"), class_name)(
-        trained_betas=LINEAR, **config
+        trained_betas=BETAS, **config
     )
 
 
@@ -69,7 +65,7 @@ def require_schedule(owner: str, config: Mapping[str, Any] | None) -> None:
     wanted = dict(TRAINED)
     betas = config.get("trained_betas")
     if betas is not None:
-        if np.shape(betas) != LINEAR.shape or not np.allclose(betas, LINEAR, rtol=1e-5):
+        if np.shape(betas) != BETAS.shape or not np.allclose(betas, BETAS, rtol=1e-5):
             raise UsageError(f"{owner}: its scheduler's trained_betas are not DiT's linear ones")
         wanted = {name: wanted[name] for name in ("prediction_type", "rescale_betas_zero_snr")}
     for name, value in wanted.items():
@@ -98,7 +94,7 @@ def require_scheduler(scheduler: Any) -> None:
         )
     require_schedule("`sampler`", scheduler.config)
     kept = getattr(scheduler, "alphas_cumprod", None)
-    if kept is not None and not np.allclose(kept, KEPT, rtol=1e-3):
+    if kept is not None and not np.allclose(kept, ABAR, rtol=1e-3):
         name = type(scheduler).__name__
         raise UsageError(f"`sampler`: the alphas_cumprod of {name} are not DiT's")
 
@@ -130,7 +126,7 @@ class _NoGenerator:
         )
 
 
-class Solver(ByValue, Process):
+class Solver(Process):
     """Sampling by a deterministic scheduler of diffusers that takes estimates of noise.
 
     scheduler: it is copied, not changed. steps: its num_inference_steps. Raises UsageError,
@@ -174,7 +170,7 @@ class Solver(ByValue, Process):
         errors = []
         state = self.begin(noise)
         for t in self._times:
-            kept = float(np.interp(t, np.arange(len(KEPT)), KEPT))
+            kept = float(np.interp(t, np.arange(len(ABAR)), ABAR))
 
             def evaluate(x, kept=kept):
                 estimate = (x - kept**0.5 * latents) / (1 - kept) ** 0.5
@@ -188,6 +184,12 @@ class Solver(ByValue, Process):
     @property
     def _values(self):
         return type(self.scheduler), str(self.scheduler.config), *self._times
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Solver) and self._values == other._values
+
+    def __hash__(self) -> int:
+        return hash(self._values)
 
     @property
     def evaluation_counts(self) -> list[int]:

@@ -2,10 +2,13 @@
 network, captured steps.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from networks import build, error, fast_network, network_of, sample, small, upstream
 
+from accel.diffusion import create_diffusion
 from accel.fast.conditioning import ConditioningTable
 from accel.network import Plain
 from accel.pipeline import Pipeline
@@ -14,13 +17,12 @@ from accel.sampling.ancestral import Ancestral, Ddim
 from accel.sampling.flow import Euler, Heun, Sde
 from accel.sampling.guidance import Guidance
 from accel.sampling.solvers import Solver, make_scheduler
-from diffusion import create_diffusion
 
 Z = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(0))
 LABELS = torch.tensor([1, 5, 5])
 PROCESSES = {
-    "ancestral": Ancestral(create_diffusion("6")),
-    "ddim": Ddim(create_diffusion("6"), 0.5),
+    "ancestral": Ancestral(6),
+    "ddim": Ddim(6, eta=0.5),
     "solver": Solver(make_scheduler("unipc"), 6),
     "euler": Euler(6),
     "heun": Heun(6),
@@ -41,13 +43,36 @@ def small_table(network):
     return ConditioningTable(network.conditioning, 8 * bias.numel() * 4)
 
 
+@pytest.mark.parametrize("learn_sigma", [True, False])
+@pytest.mark.parametrize("steps", [1, 2, 7, 25, 250, 333, 1000])
+@pytest.mark.parametrize("eta", [None, 0.0, 0.5])
+def test_a_step_has_the_bits_of_upstreams(eta, steps, learn_sigma):
+    """The first, a middle and the last one, in ancestral sampling (None) and DDIM."""
+    theirs = create_diffusion(str(steps), learn_sigma=learn_sigma)
+    process = Ancestral(steps, learn_sigma)
+    make = theirs.p_sample
+    if eta is not None:
+        process = Ddim(steps, learn_sigma, eta)
+        make = partial(theirs.ddim_sample, eta=eta)
+    assert process.times() == theirs.timestep_map[::-1]
+    generator = torch.Generator().manual_seed(steps)
+    for index in {0, steps // 2, steps - 1}:
+        x, noise, *out = torch.randn(2 + 1 + learn_sigma, 2, 4, 5, 5, generator=generator)
+        out = torch.cat(out, 1)
+        at = torch.full((2,), index)
+        (got,) = process.step((x,), at, noise, [lambda x, out=out: out])
+        t = steps - 1 - at
+        want = make(lambda x, t, out=out: out, x, t, clip_denoised=False, noise=noise)["sample"]
+        assert torch.equal(got, want) and got.stride() == want.stride()
+
+
 @pytest.mark.parametrize("scale", (4.0, None))
 def test_latents_and_random_stream_are_upstreams(scale):
     """z, then at every step, the last included, one normal of 2n rows, or n without
     guidance; a share of the batch draws it all too.
     """
     model = small()
-    process = Ancestral(create_diffusion("7"))
+    process = Ancestral(7)
     before = torch.get_rng_state()
     want = upstream(model, LABELS.tolist(), 11, 7, scale or 1)
     after = torch.get_rng_state()
@@ -161,7 +186,7 @@ def test_no_copy_and_no_wait_in_the_loop(kind, scale):
     """
     device = torch.device("cuda")
     model = build("DiT-Demo/2").cuda()
-    process = Ancestral(create_diffusion("10"))
+    process = Ancestral(10)
     network = Plain(model) if kind == "plain" else fast_network(model, torch.float16, device)
     z = torch.randn(4, 4, 16, 16, device=device)
     labels = torch.arange(4, device=device)

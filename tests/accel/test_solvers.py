@@ -7,12 +7,11 @@ import torch
 from networks import fast_network, guided, sample, small
 
 from accel import Sampler
-from accel.diffusion import create_diffusion
 from accel.errors import UsageError
 from accel.families.sit.network import SiT
 from accel.network import Plain
 from accel.sampling import denoise, upstream_noise
-from accel.sampling.ancestral import Ancestral
+from accel.sampling.ancestral import Ancestral, Ddim
 from accel.sampling.guidance import Guidance, Unguided
 from accel.sampling.solvers import Solver, require_schedule
 from accel.sampling.solvers import make_scheduler as make
@@ -246,6 +245,8 @@ def test_other_betas_are_a_line():
 
 
 def test_processes_are_values():
+    others = (Ancestral(6), Ancestral(5, learn_sigma=False), Ddim(5), Ddim(5, eta=0.5))
+    assert Ancestral(5) == Ancestral(5) and len({Ancestral(5), *others}) == 5
     assert Solver(make("dpm++"), 5) == Solver(make("dpm++"), 5) and hash(Solver(make("unipc"), 5))
     assert (
         len(
@@ -259,7 +260,7 @@ def test_processes_are_values():
     )
 
 
-@pytest.mark.parametrize("process", [Ancestral(create_diffusion("10")), Solver(make("dpm++"), 10)])
+@pytest.mark.parametrize("process", [Ancestral(10), Solver(make("dpm++"), 10)])
 def test_outside_the_interval_half_the_rows_are_evaluated(process):
     """At noise levels from 0.3 to 0.7 guided, elsewhere the conditional estimate alone."""
     network = Plain(small())

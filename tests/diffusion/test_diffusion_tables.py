@@ -142,22 +142,15 @@ def test_create_diffusion_chooses_kinds():
         )
 
 
-def test_copies_are_equal_have_no_device_tables_and_take_any_integer_t():
+def test_copies_have_no_device_tables_and_take_any_integer_t():
     d = create_diffusion("25")
     x = torch.randn(2, 4, 3, 3)
     used = d.q_sample(x, torch.tensor([0, 24]), noise=x)
     for other in (copy.deepcopy(d), pickle.loads(pickle.dumps(d)), copy.copy(d)):
-        assert not other._device_tables and other == d and hash(other) == hash(d)
+        assert not other._device_tables and other.timestep_map == d.timestep_map
         assert torch.equal(
             other.q_sample(x, torch.tensor([0, 24], dtype=torch.uint8), noise=x), used
         )
-    for how in (
-        dict(noise_schedule="squaredcos_cap_v2"),
-        dict(learn_sigma=False),
-        dict(predict_xstart=True),
-    ):
-        assert d != create_diffusion("25", **how)
-    assert d not in (create_diffusion("24"), create_diffusion("ddim25"), "25")
 
 
 def test_tables_first_used_in_inference_mode_train_later():

@@ -4,7 +4,6 @@ import pytest
 import torch
 from orders import order
 
-from accel.diffusion import create_diffusion
 from accel.families.dit.network import DiT_models
 from accel.families.sit.network import SiT_models
 from accel.fid.folder import Batches
@@ -19,7 +18,7 @@ from accel.sampling.solvers import Solver, make_scheduler
 CPU = torch.device("cpu")
 DRAWS = 3
 STEPS = Sde(DRAWS + 1)  # its noise is the CPU's
-DDPM = Ancestral(create_diffusion(str(DRAWS)))
+DDPM = Ancestral(DRAWS)
 
 
 def noise_of(kind, rank=0, world=1, process=DDPM, **more):
@@ -63,10 +62,9 @@ def test_upstreams_stream_is_drawn_again(copies):
             assert all(torch.equal(*pair) for pair in zip(found, drawn[batch], strict=True))
 
 
-DIFFUSION = create_diffusion("6")
 PROCESSES = [
-    Ancestral(DIFFUSION),
-    Ddim(DIFFUSION, 0.0),
+    Ancestral(6),
+    Ddim(6),
     Solver(make_scheduler("dpm++"), 6),
     *(flow(6) for flow in FLOWS.values()),
 ]

@@ -24,7 +24,6 @@ from conftest import fill
 from networks import evaluate, network_of, sample
 
 from accel import accelerate
-from accel.diffusion import create_diffusion
 from accel.families.dit.network import DiT
 from accel.files import atomic_write
 from accel.sampling.ancestral import Ancestral
@@ -86,7 +85,7 @@ class Running:
         self.y = torch.tensor(
             [207, 360, 387, 974, 88, 979, 417, 279][: n // 2] + [1000] * (n // 2), device="cuda"
         )
-        self.process = Ancestral(create_diffusion("3"))
+        self.process = Ancestral(3)
 
     def evaluate(self) -> torch.Tensor:
         if not self.case.captured:
