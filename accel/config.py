@@ -425,10 +425,9 @@ class Grid(Job):
         "how GPUs share a picture if there are fewer pictures than GPUs. auto: the fastest "
         "layout, measured once per machine; off: one GPU per picture; or a layout, "
         "rows=2,tokens=2,exchange=kv: the batch rows of guidance, their tokens, and how tokens "
-        f"attend ({', '.join(EXCHANGES)}). weights=4 divides every layer, for a network "
-        "that does not fit in one GPU",
+        f"attend ({', '.join(EXCHANGES)})",
         default="auto",
-        metavar="auto|off|rows=N,tokens=N,exchange=NAME|weights=N",
+        metavar="auto|off|rows=N,tokens=N,exchange=NAME",
         ranks_only=True,
     )
     output: str | None = files(

@@ -33,30 +33,6 @@ def unpatchify(tokens: Tensor, patch_size: int) -> Tensor:
     return x.permute(0, 5, 1, 3, 2, 4).reshape(len(x), -1, side * p, side * p)
 
 
-def leave_alone(x: Tensor) -> None:
-    """No-op: the sum over one rank."""
-
-
-class Part(NamedTuple):
-    """A rank's part of every GEMM's weights.
-
-    Heads and hidden width are divided (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
-    """
-
-    rank: int = 0
-    ranks: int = 1
-    all_reduce: Callable[[Tensor], object] = leave_alone  # sums a tensor over the ranks, in place
-
-    def sum(self, x: Tensor) -> Tensor:
-        """Sum x over the ranks, in place, and return it."""
-        if self.ranks > 1:
-            self.all_reduce(x)
-        return x
-
-
-WHOLE = Part()
-
-
 class Batch(NamedTuple):
     """The network evaluations for which a network is compiled, tuned and checked."""
 
@@ -95,7 +71,7 @@ class Stage(NamedTuple):
 
     blocks: Sequence[Any]  # modules of a reference network, or blocks of accel/fast
     width: int
-    num_heads: int  # on this rank
+    num_heads: int
     enter: Callable[[Tensor, Tensor, Any], Tensor] = tokens_as_they_are
     modulate: Callable[[Tensor, Any], Any] = vectors_of_rows
     prepended: int = 0  # tokens in front of the picture's; the head drops them
@@ -225,7 +201,7 @@ class BlockNetwork(Network):
 
     @property
     def num_heads(self) -> int:
-        """Return the number of heads on this rank, of several stages the common divisor."""
+        """Return the number of heads, of several stages the common divisor."""
         return gcd(*(stage.num_heads for stage in self.stages))
 
     @abstractmethod

@@ -1,5 +1,5 @@
-"""A grid on many ranks: the layout of --parallel, the part of the weights that a rank loads, the
-network evaluations that ranks share, and the pictures of all. A process by itself needs none.
+"""A grid on many ranks: the layout of --parallel, the network evaluations that ranks share, and the
+pictures of all. A process by itself needs none.
 """
 
 import logging
@@ -29,13 +29,11 @@ def load(grid: Grid, opened: Opened, ranks: Ranks, watch: Stopwatch) -> Pipeline
     ranks.open_collectives()
     expected = ranks.placement(layout or OFF)
     with watch.phase("load"):
-        part = ranks.part(layout)
         pipeline = ranks.run_collectively(
             lambda: Pipeline.load(
                 opened,
                 expected.sizes(grid.count, grid.batch_size),
                 placement=expected,
-                part=part,
                 tuner=Tuner(share=ranks.from_rank_0),
                 too_large=grid.too_large,
             )
@@ -57,7 +55,7 @@ def choose_layout(grid: Grid, opened: Opened, ranks: Ranks) -> Layout | None:
         if layout.tokens > 1 and not divides_tokens(stages):
             raise UsageError(
                 f"`parallel={layout}`: tokens are not divided where label tokens stand before "
-                "them; take rows=N or weights=N"
+                "them; take rows=N"
             )
     return layout
 

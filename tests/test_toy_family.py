@@ -15,7 +15,6 @@ from jobs import wait_for_pictures
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from accel.errors import USAGE
 from accel.families import families
 
 ALONE = dict(PYTHONPATH="", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
@@ -108,9 +107,9 @@ def test_a_second_network_guides_it(tree):
 
 
 def test_what_its_folder_lacks_is_refused_in_a_line(tree):
-    error = by_two(tree, "--parallel", "weights=2", "--labels", 3, status=USAGE)
-    lacks = "use fp32 or tf32, without --parallel weights=N: the family Toy has no fast.py\n"
-    assert error == "sample_ddp.py: --precision: " + lacks
+    code = "from accel.families import family_of; family_of('Toy/2').pack"  # as on a GPU
+    error = forks.run(["-c", code], tree, **ALONE).stderr
+    assert error.endswith("precision: use fp32 or tf32: the family Toy has no fast.py\n")
 
 
 def test_an_fid_job_that_is_killed_is_resumed_to_the_bit(tree):

@@ -17,7 +17,7 @@ from accel.ranks.placement import OFF, Layout, Placement
 if TYPE_CHECKING:  # torch is slow to import
     import torch
 
-    from accel.network import BlockNetwork, Network, Part
+    from accel.network import BlockNetwork, Network
 
 
 def require_device(wanted: str | None) -> None:
@@ -121,14 +121,6 @@ class Ranks:
     def placement(self, layout: Layout = OFF) -> Placement:
         """Return the pictures, batch rows and tokens of this rank under `layout`."""
         return Placement(layout, self.world, self.rank)
-
-    def part(self, layout: Layout | None) -> "Part":
-        """Return the part of the weights that this rank loads. layout: None if it will be
-        measured.
-        """
-        from accel.network import WHOLE  # brings torch
-
-        return WHOLE
 
     def share(self, network: "BlockNetwork", layout: Layout) -> "Network":
         """Return the network as this rank evaluates it under `layout`."""

@@ -10,7 +10,6 @@ import signal
 from collections.abc import Callable, Iterable, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
 from threading import Thread
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch.distributed as dist
 
 from accel.errors import UsageError, require_equal
 from accel.kernels import cuda
-from accel.network import WHOLE, BlockNetwork, Network, Part
+from accel.network import BlockNetwork, Network
 from accel.ranks import FirstFailure, Ranks, require_device
 from accel.ranks.exchanges import EXCHANGES
 from accel.ranks.placement import Layout, Placement
@@ -231,24 +230,12 @@ class DistributedRanks(Ranks):
 
     # ---- network evaluations that ranks share ----
 
-    def part(self, layout: Layout | None) -> Part:
-        """Return the part of the weights that this rank loads. An idle rank loads one
-        too: it chooses GEMMs with the others.
-        """
-        if layout is None or layout.weights == 1:
-            return WHOLE
-        self.wait_for_collectives()
-        group = self._group(range(layout.ranks))
-        if self.rank >= layout.ranks:
-            return Part(0, layout.ranks, lambda x: None)
-        return Part(self.rank, layout.ranks, partial(dist.all_reduce, group=group))
-
     def share(self, network: BlockNetwork, layout: Layout) -> Network:
         """Return the network as this rank evaluates it under `layout`. Return it unchanged
-        if this rank shares no evaluation, or if the ranks divide the weights: then it was
-        loaded in parts. Every rank calls this: all make the process groups, in one order.
+        if this rank shares no evaluation. Every rank calls this: all make the process groups,
+        in one order.
         """
-        if layout.ranks == 1 or layout.weights > 1:
+        if layout.ranks == 1:
             return network
         everyone = self._group(range(layout.ranks))
         columns = layout.tokens

@@ -3,8 +3,6 @@
 from accel.errors import UsageError, shown
 from accel.ranks.placement import EXCHANGES, OFF, Layout
 
-TOGETHER = {"rows", "tokens", "exchange"}, {"weights"}  # names that a layout may have at once
-
 
 def parse(text: str, exchange: str = "kv") -> Layout:
     """Return the layout that users write as rows=2,tokens=2,exchange=kv. exchange: the
@@ -13,12 +11,11 @@ def parse(text: str, exchange: str = "kv") -> Layout:
     items = [item.partition("=")[::2] for item in text.split(",")]
     values = dict(items)
     once = len(values) == len(items)
-    combined = any(values.keys() <= names for names in TOGETHER)
     for name, value in items:
         valid = value in EXCHANGES if name == "exchange" else _is_count(value)
-        if not (once and combined and valid):
+        if not (once and name in Layout._fields and valid):
             wrong = shown("=".join((name or "nothing", value)))
-            allowed = f"auto, off, rows=N,tokens=N,exchange={'|'.join(EXCHANGES)}, or weights=N"
+            allowed = f"auto, off, or rows=N,tokens=N,exchange={'|'.join(EXCHANGES)}"
             raise UsageError(f"`parallel={shown(text)}`: {wrong}: give {allowed}")
     if "exchange" in values and "tokens" not in values:
         raise UsageError(f"`parallel={text}`: exchange says how tokens are shared; add tokens=N")
@@ -61,9 +58,6 @@ def _problem(layout, tier, tokens, heads, world):
         )
     if world and layout.ranks > world:
         return f"{layout}`: needs {layout.ranks} processes, there are {world}"
-    if heads and heads % layout.weights:
-        remedy = _divisors(heads, world)
-        return f"weights={layout.weights}`: does not divide {heads} heads; {remedy}"
     if tokens and tokens % layout.tokens:
         remedy = _divisors(tokens, world)
         return f"tokens={layout.tokens}`: does not divide the {tokens} tokens of a row; {remedy}"

@@ -16,19 +16,15 @@ class Layout(NamedTuple):
     rows: int = 1  # ranks that divide the batch rows
     tokens: int = 1  # ranks that divide the tokens of each row
     exchange: str = "kv"  # of tokens
-    # Ranks that divide every layer's weights: neither rows nor tokens are divided then.
-    weights: int = 1
 
     @property
     def ranks(self) -> int:
         """Return the number of ranks that share a network evaluation."""
-        return self.rows * self.tokens * self.weights
+        return self.rows * self.tokens
 
     def __str__(self):
         if self.ranks == 1:
             return "one GPU per picture"
-        if self.weights > 1:
-            return f"weights={self.weights}"
         if self.tokens > 1:
             return f"rows={self.rows},tokens={self.tokens},exchange={self.exchange}"
         return f"rows={self.rows}"
@@ -98,7 +94,7 @@ class Placement(NamedTuple):
         """Return the batch of an evaluation of `pictures` on this rank. copies: batch rows
         of a picture.
         """
-        if self.layout.rows * self.layout.tokens > 1:
+        if self.shared:
             return BatchRows(_ceil(copies * pictures, self.layout.rows), 1)
         return BatchRows(pictures, copies)
 

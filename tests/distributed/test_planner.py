@@ -69,10 +69,8 @@ def ranks_of(world):
         (
             "rows=0",
             "--parallel rows=0: rows=0: give auto, off, "
-            "rows=N,tokens=N,exchange=kv|push|ulysses, or weights=N",
+            "or rows=N,tokens=N,exchange=kv|push|ulysses",
         ),
-        ("weights=4", "--parallel weights=4: does not divide 6 heads; try 1 or 2 or 3"),
-        ("weights=2,rows=2", "weights=2: give"),
         ("row=2", "--parallel row=2: row=2: give"),
         ("rows=2,rows=4", "rows=2: give"),
         ("rows=2,exchange=kv", "exchange=kv: exchange says how tokens are shared; add tokens=N"),
@@ -108,7 +106,7 @@ def test_the_flag_knows_what_there_is():
         assert getattr(layouts.parse(text), name) != getattr(OFF, name)
 
 
-@pytest.mark.parametrize("text", ("rows=1", "tokens=1,exchange=ulysses", "weights=1"))
+@pytest.mark.parametrize("text", ("rows=1", "tokens=1,exchange=ulysses"))
 def test_a_mesh_of_one_is_no_mesh(text):
     """Whatever else it names: one process opens no collectives, and a GPU a picture waits
     for none.

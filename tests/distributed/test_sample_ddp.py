@@ -19,7 +19,7 @@ from accel.ranks.layouts import parse
 CUDA = torch.cuda.is_available()
 THREE = ["--num-sampling-steps", 4, "--labels", 1, 2, 3]
 SHORT = ["--num-sampling-steps", 6, "--output-type", "latent", "--seed", 3]
-ONE_PICTURE = "off", "rows=2", "tokens=2", "weights=3"
+ONE_PICTURE = "off", "rows=2", "tokens=2"
 GRIDS = {
     "labels.npy": [*SHORT, "--labels", 1, 2, 3, 4, 5],
     **{f"{layout}.npy": [*SHORT, "--labels", 6, "--parallel", layout] for layout in ONE_PICTURE},
@@ -35,7 +35,6 @@ TUNED = {
     "rows=2": ({64, 128}, [*SLICED, "--labels", 1, 2, 3]),
     "tokens=2": ({32, 64, 128, 256}, [*SLICED, "--labels", 1, 2, 3]),
     "rows=2,tokens=2": ({32, 64, 128}, [*SLICED, "--labels", 1, 2, 3]),
-    "weights=3": ({64, 128, 256}, [*SLICED, "--labels", 1, 2, 3]),
     "auto": ({16, 32, 64, 128}, [*SLICED, "--labels", 6]),
     "FID": ({192, 384}, [*FID, "--num-fid-samples", 13]),
     "FID by picture": (
@@ -67,7 +66,7 @@ def one_process(flags, demo, here, place):
 
 
 def test_a_picture_on_ranks_is_that_of_one_process(grids, demo, here, tmp_path):
-    """On one rank, its batch rows or tokens on two, every layer divided over three."""
+    """On one rank, its batch rows or tokens on two."""
     folder, results = grids
     expected, rounding = one_process([*SHORT, "--labels", 6], demo, here, tmp_path / "one.npy")
     for layout in ONE_PICTURE:
@@ -131,7 +130,7 @@ def test_what_is_tuned_is_what_runs(name, tuned):
         rank["tuned"] == ranks[0]["tuned"] and rank["prepared"] * 64 == max(tokens)
         for rank in ranks
     )
-    busy = {"rows=2": 2, "tokens=2": 2, "weights=3": 3}.get(name, 4)
+    busy = {"rows=2": 2, "tokens=2": 2}.get(name, 4)
     assert name == "auto" or [bool(rank["evaluated"]) for rank in ranks] == [True] * busy + [
         False
     ] * (4 - busy)

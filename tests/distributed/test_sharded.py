@@ -33,19 +33,6 @@ def test_equal_to_one_process(results):
         assert row["size"] > 0.5 and row["error"] <= 1e-5, row
 
 
-def test_accelerated_networks_are_read_in_parts(results):
-    """Of every family and tier a rank reads and holds its part of all large weights, and
-    all ranks sum to the whole.
-    """
-    rows = of_kind(results, "accelerated")
-    assert {row["family"] for row in rows} == {"DiT", "SiT", "LightningDiT", "DiT_Llama"}
-    for row in rows:
-        bound = dict(fp32=1e-5, exact=1e-5, fp16=5e-3)[row["tier"]]
-        assert row["size"] > 0.2 and row["error"] < bound, row
-        # Position embedding, labels and the last layer are everywhere.
-        assert all(0 < row[what] - 1 / row["ranks"] < 0.15 for what in ("held", "read")), row
-
-
 def test_large_dit(results):
     """Tokens know where they stand in the row, and the norm of queries and keys sees all heads."""
     rows = of_kind(results, "large, plain", "large, fast")
