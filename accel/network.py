@@ -10,7 +10,7 @@ p patch side, T = (H/p)² tokens, t of them on this device, D width.
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from math import gcd
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +40,15 @@ class Batch(NamedTuple):
     rows: list[tuple[int, int]]
     side: int  # of a latent
     num_classes: int
+    columns: int = 1  # ranks that divide the tokens of a row
+
+    def row_tokens(self, patch_size: int) -> set[int]:
+        """Return the numbers of tokens in GEMMs: those of whole rows, which are checked for
+        overflow, and of a rank's part of them.
+        """
+        tokens = (self.side // patch_size) ** 2
+        whole = {prod(rows) * tokens for rows in self.rows}
+        return whole | {number // self.columns for number in whole}
 
 
 # ---- Stages ----
@@ -83,21 +92,6 @@ def stages_of(model: Any) -> list[Stage]:
         return list(model.stages)
     weight = next(model.blocks[0].parameters())  # of the block's first layer
     return [Stage(list(model.blocks), weight.shape[-1], model.num_heads)]
-
-
-def divides_tokens(stages: Sequence[Stage]) -> bool:
-    """Return whether ranks can share the stages' tokens: not where some stand in front of
-    the picture's.
-    """
-    return not any(stage.prepended for stage in stages)
-
-
-def shortened(stages: Sequence[Stage], depth: int) -> list[Stage]:
-    """Return the stages with `depth` blocks in all. The longest stage loses blocks first."""
-    counts = [len(stage.blocks) for stage in stages]
-    while sum(counts) > depth:
-        counts[counts.index(max(counts))] -= 1
-    return [stage._replace(blocks=stage.blocks[:count]) for stage, count in zip(stages, counts)]
 
 
 # ---- Networks ----
@@ -175,34 +169,11 @@ class BlockNetwork(Network):
     """A network of stages of transformer blocks, which ranks can share by batch rows or tokens.
 
     attention(qkv, num_heads): packed (N, T, 3·D) → (N, T, D), all tokens on this device.
-    exchanges: names of the token exchanges (accel/ranks/exchanges.py) that keep the accuracy,
-    the fastest first.
     """
 
     stages: Sequence[Stage]
     dtype: torch.dtype
     attention: Callable
-    exchanges: tuple[str, ...] = ("push", "kv", "ulysses")
-
-    @property
-    def divides_tokens(self) -> bool:
-        """Return whether ranks can share the network's tokens."""
-        return divides_tokens(self.stages)
-
-    @property
-    def depth(self) -> int:
-        """Return the number of blocks."""
-        return sum(len(stage.blocks) for stage in self.stages)
-
-    @property
-    def width(self) -> int:
-        """Return the width of the first stage."""
-        return self.stages[0].width
-
-    @property
-    def num_heads(self) -> int:
-        """Return the number of heads, of several stages the common divisor."""
-        return gcd(*(stage.num_heads for stage in self.stages))
 
     @abstractmethod
     def parameters(self) -> Iterator[Tensor]:
@@ -238,20 +209,6 @@ class BlockNetwork(Network):
         attend: `attention`, or an exchange with other devices' tokens. tokens: the slice of each
         row that h holds.
         """
-
-    def shallow(self, depth: int) -> "BlockNetwork":
-        """Return the network with `depth` blocks, sharing the weights; for measurements."""
-        network = copy.copy(self)
-        network.stages = shortened(self.stages, depth)
-        network._replayed = {}
-        return network
-
-    def describe(self) -> str:
-        """Describe the properties that speed depends on: the key of kept measurements."""
-        stages = " and ".join(
-            f"{len(stage.blocks)} blocks of {stage.width}" for stage in self.stages
-        )
-        return f"{type(self).__name__} of {stages}, {self.dtype}"
 
     @torch.no_grad()
     def tokens(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:

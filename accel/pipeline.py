@@ -371,7 +371,8 @@ def _batch(opened, process, guidance, placement, sizes) -> Batch:
     for copies in count_copies(process, guidance):
         rows |= {placement.rows(n, copies) for n in sizes}
     most_first = sorted(rows, key=lambda rows: (prod(rows), rows), reverse=True)
-    return Batch(most_first, opened.latent_size, opened.config.num_classes)
+    columns = placement.layout.tokens
+    return Batch(most_first, opened.latent_size, opened.config.num_classes, columns)
 
 
 def load_network(
@@ -431,7 +432,7 @@ def _load_checked(opened, tier, batch, tuner) -> tuple[Network, str]:
     device = opened.device
     networks = _load_networks(opened, tier, batch, tuner)
     for each in networks:
-        each.tune({prod(rows) * (batch.side // each.patch_size) ** 2 for rows in batch.rows})
+        each.tune(batch.row_tokens(each.patch_size))
     network: Network = networks[0]
     if opened.guide is not None:
         from accel.sampling.autoguidance import WithGuide

@@ -73,7 +73,6 @@ class FastNetwork(BlockNetwork):
         self.last_adaln = partial(ops.last_adaln, rms_eps=packing.last_rms_eps)
         self.attention = ops.attention
         self.tuner = ops.tuner
-        self.exchanges = ops.exchanges
         self.table: ConditioningTable | None = None  # of sampling runs
 
     def embed(self, x: Tensor, tokens: slice = slice(None), copies: int = 1) -> Tensor:

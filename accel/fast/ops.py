@@ -9,7 +9,6 @@ Both have the attributes
     device, tuner
     dtype            of a GEMM's weights as a family gives them
     stream           dtype of the residual stream, norms, conditioning and last layer
-    exchanges        the token exchanges that keep the tier's accuracy
     adaln            the fused adaLN kernel before a GEMM
     last_adaln       the same before the last layer
     attention
@@ -34,7 +33,6 @@ from accel.kernels.qk_norm_rotary import qk_norm_rotary, qk_norm_rotary_split
 from accel.kernels.split_attention import split_attention
 from accel.kernels.split_linear import HighLow, SplitLinear, balance, choose, split_rows
 from accel.kernels.swiglu import swiglu, swiglu_split
-from accel.network import BlockNetwork
 from accel.precision import true_float32
 
 
@@ -132,8 +130,6 @@ class Half:
     tuner: chooses the GEMMs' algorithms. gemm: their backend.
     """
 
-    exchanges = BlockNetwork.exchanges
-
     def __init__(
         self,
         dtype: torch.dtype,
@@ -186,7 +182,6 @@ class Half:
 class Split:
     """High/low splits of float16. gemm: the backend of the GEMMs."""
 
-    exchanges = ("ulysses",)  # the others' attention takes half precision
     dtype = torch.float32
     stream = torch.float32
     tuner = None

@@ -2,10 +2,9 @@
 that a rank then computes. Imports no torch.
 """
 
-from math import prod
 from typing import NamedTuple
 
-EXCHANGES = ("kv", "push", "ulysses")  # of accel/ranks/exchanges.py
+EXCHANGES = ("push", "ulysses")  # of accel/ranks/exchanges.py
 
 
 class Layout(NamedTuple):
@@ -15,7 +14,7 @@ class Layout(NamedTuple):
 
     rows: int = 1  # ranks that divide the batch rows
     tokens: int = 1  # ranks that divide the tokens of each row
-    exchange: str = "kv"  # of tokens
+    exchange: str | None = None  # of tokens; None: push where NVLink allows it, else ulysses
 
     @property
     def ranks(self) -> int:
@@ -25,9 +24,12 @@ class Layout(NamedTuple):
     def __str__(self):
         if self.ranks == 1:
             return "one GPU per picture"
+        text = f"rows={self.rows}"
         if self.tokens > 1:
-            return f"rows={self.rows},tokens={self.tokens},exchange={self.exchange}"
-        return f"rows={self.rows}"
+            text += f",tokens={self.tokens}"
+        if self.exchange:
+            text += f",exchange={self.exchange}"
+        return text
 
 
 OFF = Layout()
@@ -97,12 +99,6 @@ class Placement(NamedTuple):
         if self.shared:
             return BatchRows(_ceil(copies * pictures, self.layout.rows), 1)
         return BatchRows(pictures, copies)
-
-    def row_tokens(self, pictures: int, copies: int, tokens: int) -> int:
-        """Return the tokens in each of this rank's GEMMs: batch rows × its part of a
-        row's `tokens`.
-        """
-        return prod(self.rows(pictures, copies)) * (tokens // self.layout.tokens)
 
 
 def _ceil(number, divisor):

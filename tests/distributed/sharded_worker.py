@@ -28,8 +28,6 @@ CLASSES = 10
 class SplitDiT(Plain):
     """A DiT whose attention is from and to high/low splits, as the exact tier's."""
 
-    exchanges = ("ulysses",)
-
     def __init__(self, model):
         super().__init__(model)
         self.attention = split_attention
@@ -57,27 +55,24 @@ def sharded(ranks, model, generator):
         y = torch.randint(0, CLASSES + 1, (2 * pictures,), generator=generator)
         meshes = [(rows, tokens) for rows in range(1, world + 1) for tokens in range(1, world + 1)]
         for rows, tokens in [mesh for mesh in meshes if 1 < mesh[0] * mesh[1] <= world]:
-            for exchange in ("kv", "ulysses") if tokens > 1 else ("kv",):
-                layout = Layout(rows, tokens, exchange)
-                for kind, network in NETWORKS.items():
-                    alone = network(model)
-                    if tokens > 1 and exchange not in alone.exchanges:
-                        continue
-                    shared = ranks.share(alone, layout)
-                    if ranks.rank >= layout.ranks:
-                        continue
-                    row = {"kind": kind, "layout": layout}
-                    yield row | difference(
-                        evaluate(shared, x, t, y, 4.0), evaluate(alone, x, t, y, 4.0)
-                    )
-                    yield row | difference(shared.forward(x, t, y), alone.forward(x, t, y))
+            layout = Layout(rows, tokens, "ulysses" if tokens > 1 else None)
+            for kind, network in NETWORKS.items():
+                alone = network(model)
+                shared = ranks.share(alone, layout)
+                if ranks.rank >= layout.ranks:
+                    continue
+                row = {"kind": kind, "layout": layout}
+                yield row | difference(
+                    evaluate(shared, x, t, y, 4.0), evaluate(alone, x, t, y, 4.0)
+                )
+                yield row | difference(shared.forward(x, t, y), alone.forward(x, t, y))
 
 
 LARGE = (
     Layout(rows=2),
-    Layout(tokens=4),
+    Layout(tokens=4, exchange="ulysses"),
     Layout(tokens=2, exchange="ulysses"),
-    Layout(rows=2, tokens=2),
+    Layout(rows=2, tokens=2, exchange="ulysses"),
 )
 
 
