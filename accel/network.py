@@ -172,7 +172,6 @@ class BlockNetwork(Network):
     """
 
     stages: Sequence[Stage]
-    dtype: torch.dtype
     attention: Callable
 
     @abstractmethod

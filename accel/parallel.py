@@ -16,18 +16,19 @@ from accel.opening import Opened
 from accel.pipeline import Pipeline, guidance_of
 from accel.progress import Stopwatch
 from accel.ranks import Ranks, layouts
+from accel.ranks.distributed import DistributedRanks
 from accel.ranks.placement import OFF, Layout, Placement
 
 log = logging.getLogger(__name__)
 
 
-def load(grid: Grid, opened: Opened, ranks: Ranks, watch: Stopwatch) -> Pipeline:
+def load(grid: Grid, opened: Opened, ranks: DistributedRanks, watch: Stopwatch) -> Pipeline:
     """Load the network on every rank and divide the pictures, or each network evaluation,
     among the ranks. The pipeline's placement is this rank's.
     """
     layout = ranks.run_collectively(lambda: choose_layout(grid, opened, ranks))
     ranks.open_collectives()
-    placement = ranks.placement(layout)
+    placement = Placement(layout, ranks.world, ranks.rank)
     with watch.phase("load"):
         pipeline = ranks.run_collectively(
             lambda: Pipeline.load(
@@ -86,7 +87,7 @@ def choose_layout(grid: Grid, opened: Opened, ranks: Ranks) -> Layout:
 def gather(
     grid: Grid,
     latents: Tensor,
-    ranks: Ranks,
+    ranks: DistributedRanks,
     placement: Placement,
     decoder: Decoder | NoDecoder | None,
     watch: Stopwatch,

@@ -94,6 +94,10 @@ def cases(possible: Iterable[Layout], pictures: int, world: int) -> Iterator[Cas
 def time_layouts(args: Namespace, ranks: Ranks, network: BlockNetwork, tier: str) -> list[dict]:
     """Return a row for each layout of the batch that `args` names, the first of one GPU."""
     device = ranks.device
+
+    def slowest(times):
+        return [max(of_ranks) for of_ranks in zip(*ranks.all_gather_object(times))]
+
     rows = []
     alone = None  # the output of one GPU, the first case
     side = args.latent_size
@@ -117,7 +121,7 @@ def time_layouts(args: Namespace, ranks: Ranks, network: BlockNetwork, tier: str
             labels=args.pictures,
             gpus=case.ranks,
             plan=case.name,
-            **harness.time_steps(loop, device, args.load, args.window, ranks.max_over_ranks),
+            **harness.time_steps(loop, device, args.load, args.window, slowest),
         )
         rows.append(row)
         row["speedup"] = rows[0]["ms"] / row["ms"]

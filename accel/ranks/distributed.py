@@ -7,7 +7,7 @@ NCCL. Progress and the request to stop are kept in its key-value store.
 import hashlib
 import os
 import signal
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from threading import Thread
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accel.errors import UsageError, require_equal
+from accel.errors import UsageError
 from accel.kernels import cuda
 from accel.network import BlockNetwork, Network
-from accel.ranks import FirstFailure, Ranks, require_device
+from accel.ranks import FirstFailure, Ranks
 from accel.ranks.exchanges import EXCHANGES
 from accel.ranks.placement import Layout, Placement
 from accel.ranks.sharded import Sharded
@@ -65,17 +65,15 @@ def connect(rank: int, world: int, local_rank: int) -> "DistributedRanks":
 
 
 class DistributedRanks(Ranks):
-    """This process among the ranks of its job. `connect` makes it."""
+    """This process among the ranks of its job. `connect` makes it.
 
-    def __init__(
-        self,
-        rank: int,
-        world: int,
-        local_rank: int = 0,
-        store: dist.Store | None = None,
-        device: torch.device | None = None,
-    ):
-        super().__init__(device)
+    device: of this rank, since `take_device`.
+    """
+
+    device: torch.device
+
+    def __init__(self, rank: int, world: int, local_rank: int, store: dist.Store):
+        super().__init__()
         self.rank = rank
         self.world = world
         self.local_rank = local_rank
@@ -126,25 +124,6 @@ class DistributedRanks(Ranks):
             lines += message.splitlines()
         return lines
 
-    def run_in_turns(self, work: Callable[[], Any]) -> Any:
-        result = self.run_collectively(work, only=0)
-        for first_of_node in (True, False):
-            my_turn = self.rank > 0 and (self.local_rank == 0) == first_of_node
-            result = self.run_collectively(lambda: work() if my_turn else result)
-        return result
-
-    def from_rank_0(self, make: Callable[[], Any]) -> Any:
-        return self.all_gather_object(self.run_collectively(make, only=0))[0]
-
-    def require_equal(self, settings: dict, free: Set[str] = frozenset()) -> None:
-        first = self.from_rank_0(lambda: settings)
-        remedy = "start all ranks with the same flags and files"
-        self.run_collectively(lambda: require_equal(settings, first, free, "rank 0 has", remedy))
-
-    def max_over_ranks(self, values: Iterable[float]) -> list[float]:
-        by_rank = self.all_gather_object(list(values))
-        return [max(column) for column in zip(*by_rank)]
-
     def add(self, counter: str, amount: int) -> int:
         return self._store.add(counter, amount)
 
@@ -161,7 +140,6 @@ class DistributedRanks(Ranks):
         return str(self.device)
 
     def _choose_device(self, wanted):
-        require_device(wanted)
         device_type, _, number = (wanted or "cuda").partition(":")
         if device_type == "cpu":
             return "cpu"
@@ -194,6 +172,7 @@ class DistributedRanks(Ranks):
             )
 
     def open_collectives(self) -> None:
+        """Start to connect the GPUs in a thread, while weights are loaded."""
         if self.device.type == "cuda":  # NCCL takes a second to connect
             self._connecting = ThreadPoolExecutor(1).submit(self._connect_gpus)
 
@@ -202,15 +181,12 @@ class DistributedRanks(Ranks):
         self._gather(torch.zeros(1, device=self.device))  # the first collective connects
 
     def wait_for_collectives(self) -> None:
+        """Wait until `open_collectives` is done."""
         if self._connecting is not None:
             self._connecting.result()
 
-    def gather(self, part: torch.Tensor) -> list[torch.Tensor] | None:
-        """Return every rank's `part` on rank 0, None elsewhere. All parts have one shape."""
-        self.wait_for_collectives()
-        return self._gather(part)
-
     def _gather(self, part):
+        """Return every rank's `part` on rank 0, None elsewhere. All parts have one shape."""
         parts = None
         if self.rank == 0:
             parts = [torch.empty_like(part) for _ in range(self.world)]
@@ -262,29 +238,33 @@ class DistributedRanks(Ranks):
         return self._groups[ranks]
 
     def own_pictures(self, latents: torch.Tensor, n: int, placement: Placement) -> torch.Tensor:
+        """Return the latents of this rank's own pictures, of n. latents: of the slices
+        `placement.batches`. Raises RuntimeError if ranks that share evaluations computed
+        different latents.
+        """
         if not placement.shared:
             return latents
-        self._assert_identical(latents, placement.busy)
-        return latents[placement.pictures(n)]
-
-    def _assert_identical(self, tensor, ranks):
-        """Raise RuntimeError unless the first `ranks` ranks hold the same bits in `tensor`."""
-        digest = hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest()[:8]
-        digests = self.all_gather_object(digest)[:ranks]
+        digest = hashlib.sha256(latents.cpu().numpy().tobytes()).hexdigest()[:8]
+        digests = self.all_gather_object(digest)[: placement.busy]
         if len(set(digests)) > 1:
             raise RuntimeError(
                 f"ranks ended with different latents (checksums {', '.join(digests)}): are their "
                 "GPUs of one kind?"
             )
+        return latents[placement.pictures(n)]
 
     def gather_pictures(
         self, pictures: torch.Tensor, n: int, placement: Placement
     ) -> torch.Tensor | None:
+        """Gather every rank's own pictures (n', …). Return all pictures (n, …) on rank 0,
+        None elsewhere.
+        """
         counts = placement.counts(n)
         # A collective wants equal shapes.
         padded = pictures.new_zeros(max(counts), *pictures.shape[1:])
         padded[: len(pictures)] = pictures
-        parts = self.gather(padded)
+        self.wait_for_collectives()
+        parts = self._gather(padded)
         if parts is None:
             return None
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])

@@ -110,7 +110,10 @@ class Push(Exchange):
     def __call__(self, qkv: torch.Tensor, num_heads: int, attention: Callable) -> torch.Tensor:
         n, t, width = qkv.shape
         shape = n, self.size * t, width // 3 * 2
-        buffer = self._buffer(shape, qkv.dtype, qkv.device)
+        key = shape, qkv.dtype
+        if key not in self.buffers:
+            self.buffers[key] = self._allocate(*key, qkv.device)
+        buffer = self.buffers[key]
         self.turn ^= 1
         self.kernel.push(
             qkv[..., width // 3 :],
@@ -121,14 +124,8 @@ class Push(Exchange):
         )
         return attention_to(qkv, buffer.gathered[self.turn], num_heads)
 
-    def _buffer(self, shape, dtype, device):
-        """Return the buffer of gathered tensors of a shape."""
-        key = shape, dtype
-        if key not in self.buffers:
-            self.buffers[key] = self._allocate(shape, dtype, device)
-        return self.buffers[key]
-
     def _allocate(self, shape, dtype, device):
+        """Return the buffer of gathered tensors of a shape."""
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "push: the first call with a shape allocates; run the step once before its capture"

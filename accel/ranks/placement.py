@@ -35,13 +35,6 @@ class Layout(NamedTuple):
 OFF = Layout()
 
 
-class BatchRows(NamedTuple):
-    """The batch of a network evaluation."""
-
-    latents: int
-    copies: int  # batch rows of each latent
-
-
 class Placement(NamedTuple):
     """A rank of a job of `world` ranks that share network evaluations by `layout`. The
     default is one process.
@@ -92,13 +85,13 @@ class Placement(NamedTuple):
             sizes.update(batch.stop - batch.start for batch in batches)
         return sizes
 
-    def rows(self, pictures: int, copies: int) -> BatchRows:
-        """Return the batch of an evaluation of `pictures` on this rank. copies: batch rows
-        of a picture.
+    def rows(self, pictures: int, copies: int) -> tuple[int, int]:
+        """Return the latents of an evaluation of `pictures` on this rank, and the batch rows of
+        each. copies: batch rows of a picture.
         """
         if self.shared:
-            return BatchRows(_ceil(copies * pictures, self.layout.rows), 1)
-        return BatchRows(pictures, copies)
+            return _ceil(copies * pictures, self.layout.rows), 1
+        return pictures, copies
 
 
 def _ceil(number, divisor):

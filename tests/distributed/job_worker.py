@@ -11,7 +11,7 @@ import torch
 
 from accel.errors import Stopped, UsageError
 from accel.ranks import distributed, launched
-from accel.ranks.placement import Layout
+from accel.ranks.placement import Layout, Placement
 
 
 def exchange(ranks):
@@ -26,9 +26,8 @@ def exchange(ranks):
     assert (
         rank == ranks.rank and (turn == 1) == (rank == 0) and ranks.add("turns", 0) == ranks.world
     )
-    assert ranks.max_over_ranks([ranks.rank, -ranks.rank]) == [ranks.world - 1, 0]
     for n, layout in ((7, Layout()), (2, Layout()), (1, Layout(rows=2))):
-        placement = ranks.placement(layout)
+        placement = Placement(layout, ranks.world, ranks.rank)
         numbers = torch.arange(3 * n).view(n, 3)
         gathered = ranks.gather_pictures(numbers[placement.pictures(n)], n, placement)
         assert torch.equal(gathered, numbers) if ranks.rank == 0 else gathered is None
@@ -49,7 +48,8 @@ def different(ranks):
     """A rank that is left idle has no say; those that computed are compared."""
     latents = torch.ones(2, 4)
     for busy, off in ((3, 0), (2, ranks.rank == 2), (3, ranks.rank * 1e-6)):
-        ranks.own_pictures(latents + off, 2, ranks.placement(Layout(rows=busy)))
+        placement = Placement(Layout(rows=busy), ranks.world, ranks.rank)
+        ranks.own_pictures(latents + off, 2, placement)
 
 
 def complain(message):
