@@ -43,7 +43,6 @@ def load(grid: Grid, opened: Opened, ranks: DistributedRanks, watch: Stopwatch) 
     if layout == OFF:
         return pipeline
     with watch.phase("connect"):
-        ranks.wait_for_collectives()
         return pipeline.with_(network=ranks.share(pipeline.network, layout))
 
 

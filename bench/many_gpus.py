@@ -199,7 +199,6 @@ def measure(args: Namespace, ranks: Ranks) -> None:
             "about GPUs"
         )
     ranks.open_collectives()
-    ranks.wait_for_collectives()
     record = dict(
         kind="parallel",
         **harness.provenance(device, args.commit),

@@ -6,8 +6,6 @@ distributed.py, also shares network evaluations. Imports no torch.
 """
 
 import signal
-import socket
-from collections import Counter
 from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
@@ -36,18 +34,10 @@ class Ranks:
     local_rank = 0
 
     def __init__(self) -> None:
-        self._counters: Counter[str] = Counter()
+        self._counter = 0
         self._stop = False
 
-    @property
-    def host(self) -> str:
-        """Return the name of this machine."""
-        return socket.gethostname()
-
     # ---- the exchange of values ----
-
-    def barrier(self) -> None:
-        """Wait until every rank calls this."""
 
     def all_gather_object(self, value: Any) -> list:
         """Return every rank's `value` (anything that pickles), by rank."""
@@ -85,10 +75,10 @@ class Ranks:
         remedy = "start all ranks with the same flags and files"
         self.run_collectively(lambda: require_equal(settings, first, free, "rank 0 has", remedy))
 
-    def add(self, counter: str, amount: int) -> int:
-        """Add to a counter that all ranks share. Return its value."""
-        self._counters[counter] += amount
-        return self._counters[counter]
+    def add(self, amount: int) -> int:
+        """Add to the counter that all ranks share. Return its value."""
+        self._counter += amount
+        return self._counter
 
     # ---- devices ----
 

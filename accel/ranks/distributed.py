@@ -7,6 +7,7 @@ NCCL. Progress and the request to stop are kept in its key-value store.
 import hashlib
 import os
 import signal
+import socket
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -84,9 +85,6 @@ class DistributedRanks(Ranks):
 
     # ---- the exchange of values ----
 
-    def barrier(self) -> None:
-        dist.barrier()
-
     def all_gather_object(self, value: Any) -> list:
         values = [None] * self.world
         dist.all_gather_object(values, value)
@@ -111,7 +109,7 @@ class DistributedRanks(Ranks):
         """Return the lines of every rank's error message, each different message once; a
         message that not every rank has gets the names of its ranks.
         """
-        reports = self.all_gather_object((message, self.host))
+        reports = self.all_gather_object((message, socket.gethostname()))
         messages = dict.fromkeys(text for text, _ in reports if text is not None)
         lines = []
         for message in messages:
@@ -124,8 +122,8 @@ class DistributedRanks(Ranks):
             lines += message.splitlines()
         return lines
 
-    def add(self, counter: str, amount: int) -> int:
-        return self._store.add(counter, amount)
+    def add(self, amount: int) -> int:
+        return self._store.add("counter", amount)
 
     # ---- devices and collectives ----
 
@@ -152,7 +150,7 @@ class DistributedRanks(Ranks):
         # srun may show a task its own GPU only, as number 0.
         index = self.local_rank % max(visible, 1)
         uuid = str(torch.cuda.get_device_properties(index).uuid) if visible else None
-        gpus = self.all_gather_object((self.host, uuid))
+        gpus = self.all_gather_object((socket.gethostname(), uuid))
         if not wanted and all(uuid is None for _, uuid in gpus):
             return "cpu"
         self.run_collectively(lambda: self._require_own_gpu(gpus))
@@ -180,7 +178,7 @@ class DistributedRanks(Ranks):
         torch.cuda.set_device(self.device)  # a thread begins on the first GPU
         self._gather(torch.zeros(1, device=self.device))  # the first collective connects
 
-    def wait_for_collectives(self) -> None:
+    def _wait_for_collectives(self):
         """Wait until `open_collectives` is done."""
         if self._connecting is not None:
             self._connecting.result()
@@ -200,9 +198,8 @@ class DistributedRanks(Ranks):
         visible = torch.cuda.device_count()
         others = [gpu for gpu in range(visible) if gpu != here]
         writes = visible >= self.world and all(cuda.writes_to_peer(here, gpu) for gpu in others)
-        reports = self.all_gather_object((self.host, writes))
-        hosts = {host for host, _ in reports}
-        return len(hosts) == 1 and all(writes for _, writes in reports)
+        reports = self.all_gather_object((socket.gethostname(), writes))
+        return writes and len(set(reports)) == 1
 
     # ---- network evaluations that ranks share ----
 
@@ -213,6 +210,7 @@ class DistributedRanks(Ranks):
         """
         if layout.ranks == 1:
             return network
+        self._wait_for_collectives()
         everyone = self._group(range(layout.ranks))
         columns = layout.tokens
         if columns == 1:
@@ -263,7 +261,7 @@ class DistributedRanks(Ranks):
         # A collective wants equal shapes.
         padded = pictures.new_zeros(max(counts), *pictures.shape[1:])
         padded[: len(pictures)] = pictures
-        self.wait_for_collectives()
+        self._wait_for_collectives()
         parts = self._gather(padded)
         if parts is None:
             return None
@@ -290,8 +288,8 @@ class DistributedRanks(Ranks):
         `os._exit`: gloo's threads may abort one that ends in the interpreter's own way, and
         NCCL waits for CUDA graphs that hold its kernels.
         """
-        self.wait_for_collectives()
-        self.barrier()
+        self._wait_for_collectives()
+        dist.barrier()
         # The launcher sends SIGTERM once the first rank has gone.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         closing = Thread(target=self._close, daemon=True)

@@ -24,12 +24,8 @@ class Layout(NamedTuple):
     def __str__(self):
         if self.ranks == 1:
             return "one GPU per picture"
-        text = f"rows={self.rows}"
-        if self.tokens > 1:
-            text += f",tokens={self.tokens}"
-        if self.exchange:
-            text += f",exchange={self.exchange}"
-        return text
+        given = {name: value for name, value in self._asdict().items() if value not in (1, None)}
+        return ",".join(f"{name}={value}" for name, value in given.items())
 
 
 OFF = Layout()

@@ -22,10 +22,8 @@ def exchange(ranks):
     assert ranks.from_rank_0(lambda: f"made on rank {ranks.rank}") == "made on rank 0"
     assert ranks.run_collectively(lambda: ranks.rank, only=1) == (1 if ranks.rank == 1 else None)
     # each once, rank 0 first
-    rank, turn = ranks.run_in_turns(lambda: (ranks.rank, ranks.add("turns", 1)))
-    assert (
-        rank == ranks.rank and (turn == 1) == (rank == 0) and ranks.add("turns", 0) == ranks.world
-    )
+    rank, turn = ranks.run_in_turns(lambda: (ranks.rank, ranks.add(1)))
+    assert rank == ranks.rank and (turn == 1) == (rank == 0) and ranks.add(0) == ranks.world
     for n, layout in ((7, Layout()), (2, Layout()), (1, Layout(rows=2))):
         placement = Placement(layout, ranks.world, ranks.rank)
         numbers = torch.arange(3 * n).view(n, 3)
@@ -39,7 +37,7 @@ def turns(ranks):
     then by all that are left.
     """
     first, _, second_node, _ = taken = ranks.all_gather_object(
-        ranks.run_in_turns(lambda: ranks.add("turns", 1))
+        ranks.run_in_turns(lambda: ranks.add(1))
     )
     assert first == 1 and second_node == 2 and sorted(taken) == [1, 2, 3, 4], taken
 
@@ -75,13 +73,13 @@ def alone(ranks):
     """Without the others' knowledge, as where one node's disk is full."""
     if ranks.rank == 1:
         complain("--sample-dir: No space left on device")
-    ranks.barrier()
+    ranks.all_gather_object(None)
 
 
 def crash(ranks, rank=1):
     if ranks.rank == rank:
         raise ZeroDivisionError(f"of rank {rank}")
-    ranks.barrier()
+    ranks.all_gather_object(None)
 
 
 crash_on_0 = partial(crash, rank=0)
@@ -99,13 +97,13 @@ def killed(ranks):
         os.kill(os.getpid(), signal.SIGKILL)
     while not ranks.stopping:
         time.sleep(0.05)
-    ranks.barrier()
+    ranks.all_gather_object(None)
 
 
 def killed_in_wait(ranks):
     if ranks.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    ranks.barrier()
+    ranks.all_gather_object(None)
 
 
 def stopped(ranks):

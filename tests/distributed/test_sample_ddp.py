@@ -18,7 +18,7 @@ from accel.errors import USAGE
 CUDA = torch.cuda.is_available()
 THREE = ["--num-sampling-steps", 4, "--labels", 1, 2, 3]
 SHORT = ["--num-sampling-steps", 6, "--output-type", "latent", "--seed", 3]
-MESHES = {"off": None, "rows=2": "rows=2", "tokens=2": "rows=1,tokens=2,exchange=ulysses"}
+MESHES = {"off": None, "rows=2": "rows=2", "tokens=2": "tokens=2,exchange=ulysses"}
 GRIDS = {
     "labels.npy": [*SHORT, "--labels", 1, 2, 3, 4, 5],
     **{f"{layout}.npy": [*SHORT, "--labels", 6, "--parallel", layout] for layout in MESHES},
