@@ -90,9 +90,9 @@ def gather(
     placement: Placement,
     decoder: Decoder | NoDecoder | None,
     watch: Stopwatch,
-) -> Tensor | None:
-    """Decode each rank's own pictures of one seed. Return all pictures on rank 0, None elsewhere;
-    latents where there is no decoder. latents: of this rank.
+) -> Tensor:
+    """Decode each rank's own pictures of one seed, and return all of them; latents where there is
+    no decoder. latents: of this rank.
     """
     pictures = ranks.own_pictures(latents, grid.count, placement)
     if decoder is not None:

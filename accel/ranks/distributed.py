@@ -176,20 +176,12 @@ class DistributedRanks(Ranks):
 
     def _connect_gpus(self):
         torch.cuda.set_device(self.device)  # a thread begins on the first GPU
-        self._gather(torch.zeros(1, device=self.device))  # the first collective connects
+        dist.all_reduce(torch.zeros(1, device=self.device))  # the first collective connects
 
     def _wait_for_collectives(self):
         """Wait until `open_collectives` is done."""
         if self._connecting is not None:
             self._connecting.result()
-
-    def _gather(self, part):
-        """Return every rank's `part` on rank 0, None elsewhere. All parts have one shape."""
-        parts = None
-        if self.rank == 0:
-            parts = [torch.empty_like(part) for _ in range(self.world)]
-        dist.gather(part.contiguous(), parts)
-        return parts
 
     def peers(self) -> bool:
         if self.device.type != "cuda":
@@ -251,20 +243,15 @@ class DistributedRanks(Ranks):
             )
         return latents[placement.pictures(n)]
 
-    def gather_pictures(
-        self, pictures: torch.Tensor, n: int, placement: Placement
-    ) -> torch.Tensor | None:
-        """Gather every rank's own pictures (n', …). Return all pictures (n, …) on rank 0,
-        None elsewhere.
-        """
+    def gather_pictures(self, pictures: torch.Tensor, n: int, placement: Placement) -> torch.Tensor:
+        """Gather every rank's own pictures (n', …) and return all of them (n, …)."""
         counts = placement.counts(n)
         # A collective wants equal shapes.
         padded = pictures.new_zeros(max(counts), *pictures.shape[1:])
         padded[: len(pictures)] = pictures
         self._wait_for_collectives()
-        parts = self._gather(padded)
-        if parts is None:
-            return None
+        parts = padded.new_empty(self.world, *padded.shape)
+        dist.all_gather_into_tensor(parts.flatten(0, 1), padded)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     # ---- the end of a job ----
