@@ -67,7 +67,6 @@ def main() -> None:
     args = parser.parse_args()
     with user_errors(parser):
         job = chosen(args)
-        require_device(job.config.device)
     sample(job, parser)
 
 
@@ -78,6 +77,7 @@ def sample(job: Job, parser: OneLineParser) -> None:
         for number in STOP_SIGNALS:
             signal.signal(number, signals.on_signal)  # there is nothing to record yet
     with user_errors(parser):
+        require_device(job.config.device)
         launch.import_torch(job.config.device)  # after the cheap checks: it is slow
         from accel.ranks.launched import launched_ranks
 

@@ -422,13 +422,12 @@ class Grid(Job):
         bounds=(1, 10**9),
     )
     parallel: str = speed(
-        "how GPUs share a picture if there are fewer pictures than GPUs. auto: the fastest "
-        "layout, measured once per machine; off: one GPU per picture; or a layout, "
-        "rows=2,tokens=2,exchange=kv: the batch rows of guidance, their tokens, and how tokens "
-        f"attend ({', '.join(EXCHANGES)}). weights=4 divides every layer, for a network "
-        "that does not fit in one GPU",
+        "how GPUs share a picture if there are fewer pictures than GPUs. auto: first the batch "
+        "rows of guidance, then tokens over NVLink; off: one GPU per picture; or a layout, "
+        "rows=2,tokens=2,exchange=push: numbers of GPUs for batch rows and tokens, and how tokens "
+        f"attend ({', '.join(EXCHANGES)})",
         default="auto",
-        metavar="auto|off|rows=N,tokens=N,exchange=NAME|weights=N",
+        metavar="auto|off|rows=N,tokens=N,exchange=NAME",
         ranks_only=True,
     )
     output: str | None = files(
@@ -457,16 +456,6 @@ class Grid(Job):
         if self.config.ckpt is None:
             self._require_labels()
         self._require_layout(self.config)
-        if self.layout in (None, OFF):
-            return
-        from accel.ranks import layouts  # most leave it to --parallel auto
-
-        tokens = None
-        if self.config.ckpt is None and self.config.vae is None:
-            size = self.config.image_size or self.config.defaults.image_size
-            side = size // self.config.defaults.factor // patch_of(self.config.named_model)
-            tokens = side**2
-        layouts.check(self.layout, self.config.tier, tokens)
 
     def _require_layout(self, config, null_class=True):
         """Raise UsageError for a layout by which ranks cannot share these evaluations."""
@@ -559,15 +548,14 @@ class Grid(Job):
 
     @property
     def layout(self) -> Layout | None:
-        """Return the layout that `parallel` names; None to measure."""
+        """Return the layout that `parallel` names; None for auto."""
         if self.parallel == "auto":
             return None
         if self.parallel == "off":
             return OFF
         from accel.ranks import layouts
 
-        exchange = "ulysses" if self.config.tier == "exact" else "kv"
-        return layouts.parse(self.parallel, exchange=exchange)
+        return layouts.parse(self.parallel)
 
     @property
     def count(self) -> int:

@@ -70,8 +70,7 @@ def make_grid(grid: Grid, ranks: Ranks) -> None:
     Rank 0 writes and prints.
     """
     decodes = grid.output_type == "image"
-    divided = grid.layout is not None and grid.layout.weights > 1
-    opened, watch = open_on_ranks(grid.config, ranks, decodes, divided)
+    opened, watch = open_on_ranks(grid.config, ranks, decodes)
     grid = grid.filled(opened.config, opened.fit, opened.has_null_label)
     if ranks.world > 1 or grid.layout not in (None, OFF):
         from accel import parallel  # brings torch.distributed

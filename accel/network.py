@@ -10,7 +10,7 @@ p patch side, T = (H/p)² tokens, t of them on this device, D width.
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from math import gcd
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -33,30 +33,6 @@ def unpatchify(tokens: Tensor, patch_size: int) -> Tensor:
     return x.permute(0, 5, 1, 3, 2, 4).reshape(len(x), -1, side * p, side * p)
 
 
-def leave_alone(x: Tensor) -> None:
-    """No-op: the sum over one rank."""
-
-
-class Part(NamedTuple):
-    """A rank's part of every GEMM's weights.
-
-    Heads and hidden width are divided (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
-    """
-
-    rank: int = 0
-    ranks: int = 1
-    all_reduce: Callable[[Tensor], object] = leave_alone  # sums a tensor over the ranks, in place
-
-    def sum(self, x: Tensor) -> Tensor:
-        """Sum x over the ranks, in place, and return it."""
-        if self.ranks > 1:
-            self.all_reduce(x)
-        return x
-
-
-WHOLE = Part()
-
-
 class Batch(NamedTuple):
     """The network evaluations for which a network is compiled, tuned and checked."""
 
@@ -64,6 +40,15 @@ class Batch(NamedTuple):
     rows: list[tuple[int, int]]
     side: int  # of a latent
     num_classes: int
+    columns: int = 1  # ranks that divide the tokens of a row
+
+    def row_tokens(self, patch_size: int) -> set[int]:
+        """Return the numbers of tokens in GEMMs: those of whole rows, which are checked for
+        overflow, and of a rank's part of them.
+        """
+        tokens = (self.side // patch_size) ** 2
+        whole = {prod(rows) * tokens for rows in self.rows}
+        return whole | {number // self.columns for number in whole}
 
 
 # ---- Stages ----
@@ -95,7 +80,7 @@ class Stage(NamedTuple):
 
     blocks: Sequence[Any]  # modules of a reference network, or blocks of accel/fast
     width: int
-    num_heads: int  # on this rank
+    num_heads: int
     enter: Callable[[Tensor, Tensor, Any], Tensor] = tokens_as_they_are
     modulate: Callable[[Tensor, Any], Any] = vectors_of_rows
     prepended: int = 0  # tokens in front of the picture's; the head drops them
@@ -107,21 +92,6 @@ def stages_of(model: Any) -> list[Stage]:
         return list(model.stages)
     weight = next(model.blocks[0].parameters())  # of the block's first layer
     return [Stage(list(model.blocks), weight.shape[-1], model.num_heads)]
-
-
-def divides_tokens(stages: Sequence[Stage]) -> bool:
-    """Return whether ranks can share the stages' tokens: not where some stand in front of
-    the picture's.
-    """
-    return not any(stage.prepended for stage in stages)
-
-
-def shortened(stages: Sequence[Stage], depth: int) -> list[Stage]:
-    """Return the stages with `depth` blocks in all. The longest stage loses blocks first."""
-    counts = [len(stage.blocks) for stage in stages]
-    while sum(counts) > depth:
-        counts[counts.index(max(counts))] -= 1
-    return [stage._replace(blocks=stage.blocks[:count]) for stage, count in zip(stages, counts)]
 
 
 # ---- Networks ----
@@ -199,34 +169,10 @@ class BlockNetwork(Network):
     """A network of stages of transformer blocks, which ranks can share by batch rows or tokens.
 
     attention(qkv, num_heads): packed (N, T, 3·D) → (N, T, D), all tokens on this device.
-    exchanges: names of the token exchanges (accel/ranks/exchanges.py) that keep the accuracy,
-    the fastest first.
     """
 
     stages: Sequence[Stage]
-    dtype: torch.dtype
     attention: Callable
-    exchanges: tuple[str, ...] = ("push", "kv", "ulysses")
-
-    @property
-    def divides_tokens(self) -> bool:
-        """Return whether ranks can share the network's tokens."""
-        return divides_tokens(self.stages)
-
-    @property
-    def depth(self) -> int:
-        """Return the number of blocks."""
-        return sum(len(stage.blocks) for stage in self.stages)
-
-    @property
-    def width(self) -> int:
-        """Return the width of the first stage."""
-        return self.stages[0].width
-
-    @property
-    def num_heads(self) -> int:
-        """Return the number of heads on this rank, of several stages the common divisor."""
-        return gcd(*(stage.num_heads for stage in self.stages))
 
     @abstractmethod
     def parameters(self) -> Iterator[Tensor]:
@@ -262,20 +208,6 @@ class BlockNetwork(Network):
         attend: `attention`, or an exchange with other devices' tokens. tokens: the slice of each
         row that h holds.
         """
-
-    def shallow(self, depth: int) -> "BlockNetwork":
-        """Return the network with `depth` blocks, sharing the weights; for measurements."""
-        network = copy.copy(self)
-        network.stages = shortened(self.stages, depth)
-        network._replayed = {}
-        return network
-
-    def describe(self) -> str:
-        """Describe the properties that speed depends on: the key of kept measurements."""
-        stages = " and ".join(
-            f"{len(stage.blocks)} blocks of {stage.width}" for stage in self.stages
-        )
-        return f"{type(self).__name__} of {stages}, {self.dtype}"
 
     @torch.no_grad()
     def tokens(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:

@@ -101,12 +101,9 @@ def choose_device(name: str | None) -> torch.device:
     return device
 
 
-def weights_of(config: Config, device: torch.device, divided: bool = False) -> Checkpoint:
+def weights_of(config: Config, device: torch.device) -> Checkpoint:
     """Return the weights that a config names, not fetched yet. Raises UsageError if there are
-    none of that name.
-
-    divided: ranks divide the network, so it stays in the file and each rank reads its part.
-    A CPU computes with copies otherwise: writing to the file meanwhile changes no picture.
+    none of that name. A CPU computes with copies: writing to the file changes no picture.
     """
     name = config.ckpt or config.defaults.ckpt
     if name is None:
@@ -120,7 +117,7 @@ def weights_of(config: Config, device: torch.device, divided: bool = False) -> C
             config.image_size or defaults.image_size,
             config.num_classes or defaults.num_classes,
         )
-    return Checkpoint(name, divided or device.type != "cpu", config.weights_entry)
+    return Checkpoint(name, device.type != "cpu", config.weights_entry)
 
 
 def open_model(
@@ -190,9 +187,7 @@ class OpenedOnRanks(NamedTuple):
     watch: Stopwatch
 
 
-def open_on_ranks(
-    config: Config, ranks: Ranks, decodes: bool = True, divided: bool = False
-) -> OpenedOnRanks:
+def open_on_ranks(config: Config, ranks: Ranks, decodes: bool = True) -> OpenedOnRanks:
     """Choose each rank's device and open the files on every rank. Raises UsageError on all
     ranks if one rank lacks a file.
     """
@@ -200,7 +195,7 @@ def open_on_ranks(
     device = ranks.run_collectively(lambda: choose_device(name))
     watch = Stopwatch(device)
     with watch.phase("load"):
-        weights = ranks.run_collectively(lambda: weights_of(config, device, divided))
+        weights = ranks.run_collectively(lambda: weights_of(config, device))
         # One download if the file system is shared, else one per node.
         opened = ranks.run_in_turns(lambda: open_model(config, device, weights, decodes))
     return OpenedOnRanks(opened, watch)

@@ -25,7 +25,7 @@ from accel.errors import UsageError
 from accel.families.recognise import Fit, reference_state
 from accel.latents import LatentSpace
 from accel.latents.decoder import Decoder, NoDecoder
-from accel.network import WHOLE, Batch, BlockNetwork, Network, Part, Plain
+from accel.network import Batch, BlockNetwork, Network, Plain
 from accel.opening import Opened
 from accel.ranks.placement import Placement
 from accel.sampling import (
@@ -97,7 +97,6 @@ class Pipeline:
         guided: bool | None = None,
         scheduler: Any = None,
         placement: Placement = ALONE,
-        part: Part = WHOLE,
         tuner: "Tuner | None" = None,
         many_pictures: bool = False,
         too_large: str = TOO_LARGE,
@@ -108,10 +107,9 @@ class Pipeline:
         sizes: numbers of pictures that a rank denoises at once; the network is tuned and
         checked for them. guided: whether to compute guidance; default: if there is a guide or a
         null class. scheduler: a scheduler of diffusers, in place of the config's sampler.
-        placement: of this rank among those that share an evaluation. part: the part of the
-        weights that this rank loads. tuner: chooses the GEMMs' algorithms. many_pictures: the
-        decoder may spend seconds at the start to decode each picture faster. Raises UsageError
-        for weights that are missing or overflow the tier.
+        placement: of this rank among those that share an evaluation. tuner: chooses the GEMMs'
+        algorithms. many_pictures: the decoder may spend seconds at the start to decode each
+        picture faster. Raises UsageError for weights that are missing or overflow the tier.
         """
         config = opened.config
         fit = opened.fit
@@ -127,7 +125,7 @@ class Pipeline:
             opened = opened._replace(guide=None)  # it would not be evaluated
         batch = _batch(opened, process, guidance, placement, sizes)
         with enough_memory(too_large):
-            network, tier = _load_checked(opened, config.precision, batch, part, tuner)
+            network, tier = _load_checked(opened, config.precision, batch, tuner)
         decoder = None
         if opened.space.decoder is not None:
             otherwise = precision.float32_decoder(config.precision, device)
@@ -373,7 +371,8 @@ def _batch(opened, process, guidance, placement, sizes) -> Batch:
     for copies in count_copies(process, guidance):
         rows |= {placement.rows(n, copies) for n in sizes}
     most_first = sorted(rows, key=lambda rows: (prod(rows), rows), reverse=True)
-    return Batch(most_first, opened.latent_size, opened.config.num_classes)
+    columns = placement.layout.tokens
+    return Batch(most_first, opened.latent_size, opened.config.num_classes, columns)
 
 
 def load_network(
@@ -383,7 +382,6 @@ def load_network(
     device: torch.device,
     batch: Batch,
     tuner: "Tuner | None" = None,
-    part: Part = WHOLE,
 ) -> BlockNetwork:
     """Return the network of a tier, not tuned and not checked. Each weight goes from the
     mapped file to the device.
@@ -397,12 +395,12 @@ def load_network(
 
         require_sinusoid(weights.name, table, "sample at the size that it was trained at")
         state = {**state, "pos_embed": model.position_table()}
-    if precision.TIERS[tier].accelerated or part.ranks > 1:  # a reference network is never divided
+    if precision.TIERS[tier].accelerated:
         pack = fit.family.pack
         from accel import fast  # brings Triton; the other tiers need not wait for it
 
         try:
-            return fast.load(state, model, pack, tier, device, prod(batch.rows[0]), tuner, part)
+            return fast.load(state, model, pack, tier, device, prod(batch.rows[0]), tuner)
         except UsageError:
             raise
         except ValueError as error:
@@ -414,27 +412,27 @@ def load_network(
     return Plain(model.eval().requires_grad_(False))
 
 
-def _load_networks(opened, tier, batch, part, tuner) -> list[BlockNetwork]:
+def _load_networks(opened, tier, batch, tuner) -> list[BlockNetwork]:
     """Return the network, and its guide if there is one."""
     device = opened.device
     with opened.weights.reading():
-        networks = [load_network(opened.weights, opened.fit, tier, device, batch, tuner, part)]
+        networks = [load_network(opened.weights, opened.fit, tier, device, batch, tuner)]
     if opened.guide is not None:
         from accel.guide import about_guide
 
         with about_guide(), opened.guide.weights.reading():
-            networks.append(load_network(*opened.guide, tier, device, batch, tuner, part))
+            networks.append(load_network(*opened.guide, tier, device, batch, tuner))
     return networks
 
 
-def _load_checked(opened, tier, batch, part, tuner) -> tuple[Network, str]:
+def _load_checked(opened, tier, batch, tuner) -> tuple[Network, str]:
     """Return a network that is tuned and does not overflow, with its guide if there is one, and
     their tier: bf16 in place of a float16 that either overflows, unless the user asked for it.
     """
     device = opened.device
-    networks = _load_networks(opened, tier, batch, part, tuner)
+    networks = _load_networks(opened, tier, batch, tuner)
     for each in networks:
-        each.tune({prod(rows) * (batch.side // each.patch_size) ** 2 for rows in batch.rows})
+        each.tune(batch.row_tokens(each.patch_size))
     network: Network = networks[0]
     if opened.guide is not None:
         from accel.sampling.autoguidance import WithGuide
@@ -444,15 +442,12 @@ def _load_checked(opened, tier, batch, part, tuner) -> tuple[Network, str]:
         return network, tier
     from accel.overflow import overflows, remedy  # float32 holds all
 
-    from_rank_0 = tuner.share if part.ranks > 1 else lambda make: make()
-    from_rank_0(lambda: None)  # a rank that failed raises here: none waits for it below
     times = opened.fit.family.some_times
-    too_large = [
-        whose
-        for whose, each in zip(("these", "the guide's"), networks)
+    whose = " and ".join(
+        name
+        for name, each in zip(("these", "the guide's"), networks)
         if overflows(each, batch, device, times)
-    ]
-    whose = " and ".join(from_rank_0(lambda: too_large))
+    )
     if not whose:
         return network, tier
     if opened.tier_is_asked_for or tier == "exact" or not precision.supports("bf16", device):
@@ -463,4 +458,4 @@ def _load_checked(opened, tier, batch, part, tuner) -> tuple[Network, str]:
     log.warning(f"{whose} weights overflow float16: sampling {both}in bfloat16")
     precision.apply_precision("bf16", device)
     del network, networks, each  # free their memory first
-    return _load_checked(opened, "bf16", batch, part, tuner)
+    return _load_checked(opened, "bf16", batch, tuner)

@@ -11,10 +11,10 @@ against fp32's on one GPU.
 if not __package__:
     __import__("_as_module")
 
+import copy
 import gc
 from argparse import Namespace
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import product
@@ -29,34 +29,38 @@ from accel.errors import UsageError
 from accel.families import model_names
 from accel.flags import check_writable, positive
 from accel.kernels.linear import Tuner
-from accel.network import BlockNetwork, Network
-from accel.ranks import Ranks, planner
+from accel.network import Batch, BlockNetwork, Network
+from accel.ranks import Ranks, layouts
 from accel.ranks.launched import launched_ranks, numbers
 from accel.ranks.placement import EXCHANGES, OFF, Layout, Placement
-from accel.ranks.planner import Work
 from accel.sampling.guidance import Guidance
 from bench import harness
 from bench.steps import Judge, verdicts
 
-LAYOUTS = [
-    Layout(rows, tokens, name) for rows, tokens in ((1, 2), (2, 2), (1, 4)) for name in EXCHANGES
-]
+LAYOUTS = [Layout(*mesh, name) for mesh, name in product(((1, 2), (2, 2), (1, 4)), EXCHANGES)]
 LAYOUTS += [Layout(rows=2), Layout(rows=4)]
 
 
-def runnable(network: BlockNetwork, work: Work, ranks: Ranks) -> Iterator[Layout]:
-    """Yield the layouts that can run here."""
+def runnable(network: BlockNetwork, side: int, tier: str, ranks: Ranks) -> Iterator[Layout]:
+    """Yield the layouts that can run here. side: of a latent."""
+    tokens = (side // network.patch_size) ** 2
+    heads = network.stages[0].num_heads
+    peers = ranks.peers()
     for layout in LAYOUTS:
         with suppress(UsageError):
-            planner.check(layout, work.tokens, network.num_heads, ranks)
+            layouts.check(layout, tier, tokens, heads, ranks.world, peers)
             yield layout
 
 
-def laid_out(network: BlockNetwork, work: Work, ranks: Ranks, layout: Layout) -> Network:
+def laid_out(
+    network: BlockNetwork, pictures: int, side: int, ranks: Ranks, layout: Layout
+) -> Network:
     """Return the network as this rank evaluates it under `layout`, its GEMMs chosen.
     Every rank calls this function, since all make the groups.
     """
-    planner.tune(network, work, [Placement(layout, ranks.world)])
+    placement = Placement(layout, ranks.world)
+    rows = [placement.rows(n, Guidance.copies) for n in placement.sizes(pictures)]
+    network.tune(Batch(rows, side, 0, layout.tokens).row_tokens(network.patch_size))
     return ranks.share(network, layout)
 
 
@@ -74,14 +78,12 @@ class Case(NamedTuple):
         return "one GPU" if self.ranks == 1 else "pictures"
 
 
-def cases(network: BlockNetwork, work: Work, ranks: Ranks) -> Iterator[Case]:
+def cases(possible: Iterable[Layout], pictures: int, world: int) -> Iterator[Case]:
     """Yield what to time: one GPU, pictures for each number of ranks, then useful layouts."""
-    world = ranks.world
-    pictures = work.pictures
     for used in (1, 2, 4, 8):
         if used <= world and (pictures >= used or used == world and pictures > 1):
             yield Case(OFF, used)
-    for layout in runnable(network, work, ranks):
+    for layout in possible:
         only_padding = layout.rows > Guidance.copies * pictures
         # each GPU could have a picture
         divides_in_vain = layout.tokens > 1 and pictures >= layout.ranks
@@ -89,15 +91,23 @@ def cases(network: BlockNetwork, work: Work, ranks: Ranks) -> Iterator[Case]:
             yield Case(layout, layout.ranks)
 
 
-def time_layouts(args: Namespace, ranks: Ranks, network: BlockNetwork, work: Work) -> list[dict]:
+def time_layouts(args: Namespace, ranks: Ranks, network: BlockNetwork, tier: str) -> list[dict]:
     """Return a row for each layout of the batch that `args` names, the first of one GPU."""
     device = ranks.device
+
+    def slowest(times):
+        return [max(of_ranks) for of_ranks in zip(*ranks.all_gather_object(times))]
+
     rows = []
     alone = None  # the output of one GPU, the first case
-    to_time = list(cases(network, work, ranks))
+    side = args.latent_size
+    possible = runnable(network, side, tier, ranks)
+    to_time = list(cases(possible, args.pictures, ranks.world))
     for case in tqdm(to_time, desc="layouts", leave=False, disable=ranks.rank > 0):
         # A copy, which shares the weights: the graphs of this layout go when it goes.
-        shared = laid_out(network.shallow(network.depth), work, ranks, case.layout)
+        alike = copy.copy(network)
+        alike._replayed = {}
+        shared = laid_out(alike, args.pictures, side, ranks, case.layout)
         works = ranks.rank < case.ranks
         loop = None
         pictures = slice(None)
@@ -106,12 +116,12 @@ def time_layouts(args: Namespace, ranks: Ranks, network: BlockNetwork, work: Wor
         if works and len(range(args.pictures)[pictures]) > 0:
             loop = harness.sampling(shared, args, device, rows=pictures)
         row = dict(
-            tier=work.tier,
+            tier=tier,
             size=args.image_size,
             labels=args.pictures,
             gpus=case.ranks,
             plan=case.name,
-            **harness.time_steps(loop, device, args.load, args.window, ranks.max_over_ranks),
+            **harness.time_steps(loop, device, args.load, args.window, slowest),
         )
         rows.append(row)
         row["speedup"] = rows[0]["ms"] / row["ms"]
@@ -121,7 +131,7 @@ def time_layouts(args: Namespace, ranks: Ranks, network: BlockNetwork, work: Wor
                 alone = out
             row["error"] = float((out - alone).norm() / alone.norm())
         tqdm.write(line(row))
-        del loop, shared
+        del alike, loop, shared
         gc.collect()
     return rows
 
@@ -143,11 +153,9 @@ def share_pictures(args: Namespace, ranks: Ranks, record: dict) -> None:
         model = harness.model_of(sized, ranks.device)
         tuner = Tuner(share=ranks.from_rank_0)
         network = harness.build(sized.model, model, tier, ranks.device, tuner)
-        tokens = (sized.latent_size // network.patch_size) ** 2
         for pictures in args.labels:
             sized.pictures = pictures
-            work = Work(pictures, None, Counter([Guidance.copies]), tokens, tier)
-            record["plans"] += time_layouts(sized, ranks, network, work)
+            record["plans"] += time_layouts(sized, ranks, network, tier)
             harness.write(args.output, record)
         del model, network
 
@@ -156,10 +164,12 @@ def judge_layouts(args: Namespace, ranks: Ranks, record: dict) -> None:
     """Judge every layout on the demo's 64 pictures in each tier, against fp32 on one GPU."""
     judge = Judge(1, ranks.device)
     alike = dict(tuner=Tuner(share=ranks.from_rank_0))
+    side = judge.reference.side
     for tier in args.precision:
-        work = Work(len(judge.labels), None, Counter([Guidance.copies]), judge.tokens, tier)
-        for layout in (OFF, *runnable(judge.reference.network, work, ranks)):
-            shared = partial(laid_out, work=work, ranks=ranks, layout=layout)
+        for layout in (OFF, *runnable(judge.reference.network, side, tier, ranks)):
+            shared = partial(
+                laid_out, pictures=len(judge.labels), side=side, ranks=ranks, layout=layout
+            )
             if ranks.rank >= layout.ranks:  # idle
                 shared(harness.build(judge.name, judge.model, tier, ranks.device, **alike))
                 continue
@@ -189,7 +199,6 @@ def measure(args: Namespace, ranks: Ranks) -> None:
             "about GPUs"
         )
     ranks.open_collectives()
-    ranks.wait_for_collectives()
     record = dict(
         kind="parallel",
         **harness.provenance(device, args.commit),

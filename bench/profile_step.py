@@ -173,7 +173,9 @@ def adaln_bytes(network: BlockNetwork, row_tokens: int, value_bytes: int) -> int
     stream = 4
     middle = stream + 2 * value_bytes  # reads x and a, writes h
     joined = 2 * stream + 3 * value_bytes  # reads x, a and m, writes x and h
-    return row_tokens * network.width * (network.depth * (middle + joined) + stream + value_bytes)
+    of_blocks = sum(stage.width * len(stage.blocks) for stage in network.stages)
+    last = network.stages[-1].width * (stream + value_bytes)
+    return row_tokens * (of_blocks * (middle + joined) + last)
 
 
 def save_trace(profiler: profile, path: Path) -> None:

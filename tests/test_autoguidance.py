@@ -348,7 +348,7 @@ def test_another_networks_guide_is_refused_in_a_line(name, demo, guides, here, w
     assert error.startswith(f"sample.py: --guide {path}: {REFUSED[name]}")
 
 
-@pytest.mark.parametrize("layout", ("rows=2", "tokens=2", "weights=2"))
+@pytest.mark.parametrize("layout", ("rows=2", "tokens=2"))
 def test_ranks_do_not_share_two_networks(layout, demo, guides, here):
     """Refused before any file is opened."""
     done = here("sample_ddp.py", *demo[2:], "--guide", "missing.pt", "--parallel", layout)

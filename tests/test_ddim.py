@@ -61,7 +61,7 @@ def test_equals_the_loop_that_people_write(demo, eta, tmp_path, here):
 
 def test_two_ranks_equal_one(demo, tmp_path):
     flags, model = demo
-    layouts = "off", "tokens=2,exchange=kv"
+    layouts = "off", "rows=2"
     ddim = [*flags, "--sampler", "ddim", "--eta", 0.5]
     run_each(
         2, *([*ddim, "--parallel", one, "--output", tmp_path / f"{one}.npy"] for one in layouts)

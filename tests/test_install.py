@@ -97,7 +97,7 @@ def test_an_installation_takes_one_name_and_works_beside_any_checkout(
     code = """if True:
         import sys
         from accel import Sampler, accelerate
-        import accel.grid, accel.families, accel.sampler, accel.ranks.planner, accel.fid
+        import accel.grid, accel.families, accel.sampler, accel.parallel, accel.fid
         import torch
         from accel.families.dit.network import DiT
         model = DiT(input_size=16, hidden_size=64, depth=1, num_heads=4, num_classes=8)

@@ -221,7 +221,7 @@ def test_modules_are_accelerated_sampled_and_refreshed():
         assert torch.equal(network.forward(*inputs()), new.forward(*inputs()))
 
 
-def test_two_widths_are_warmed_up_tuned_and_measured():
+def test_two_widths_are_warmed_up_and_tuned():
     """The GEMM of the head's vectors has the size that will run, with the first block alone."""
     model = build()
     zeros = fast.zeros_of(model, torch.device("cpu"))
@@ -238,11 +238,6 @@ def test_two_widths_are_warmed_up_tuned_and_measured():
     shallow.tuner.choose_alike = tuned.extend
     shallow.tune([2 * 16])
     assert [shape[:3] for shape in tuned] == [(32, 512, 144), (32, 14 * 512, 512)]
-    assert network.describe() == "FastNetwork of 3 blocks of 144 and 2 blocks of 512, torch.float16"
-    x, t, y = inputs()
-    for measured in (network.shallow(2), Plain(model).shallow(2)):
-        assert [len(stage.blocks) for stage in measured.stages] == [1, 1]
-        assert measured.forward(x, t, y).isfinite().all()
 
 
 def test_ranks_share_a_picture(tmp_path, here):
@@ -251,7 +246,7 @@ def test_ranks_share_a_picture(tmp_path, here):
     words += ["--output-type", "latent", "--num-sampling-steps", 2, "--cfg-scale", 2.0, "--output"]
     succeeds(here("sample.py", *words, tmp_path / "off.npy"))
     want = np.load(tmp_path / "off.npy")
-    layouts = "rows=2", "weights=2", "tokens=2"
+    layouts = "rows=2", "tokens=2"
     run_each(2, *([*words, tmp_path / f"{one}.npy", "--parallel", one] for one in layouts))
     for layout in layouts:
         got = np.load(tmp_path / f"{layout}.npy")

@@ -116,8 +116,7 @@ class Family(NamedTuple):
         """
         if not self.fast:
             raise UsageError(
-                f"`precision`: use fp32 or tf32, without `parallel=weights=N`: the family "
-                f"{self.name} has no fast.py"
+                f"`precision`: use fp32 or tf32: the family {self.name} has no fast.py"
             )
         return import_module(self.fast).pack
 

@@ -11,7 +11,7 @@ from accel.fast.network import FastNetwork, Packing
 from accel.fast.ops import Half, Split
 from accel.fast.reader import Reader
 from accel.kernels.linear import Tuner
-from accel.network import WHOLE, Part, stages_of
+from accel.network import stages_of
 from accel.precision import TIERS
 
 State = dict[str, torch.Tensor]
@@ -26,7 +26,7 @@ def assemble(state: State, model: torch.nn.Module, pack: Pack, ops: Half | Split
     embedding. pack: its family's. Raises ValueError, naming the layer, for weights that the tier
     cannot hold, and for tensors that the packing did not read.
     """
-    read = Reader(state, ops.device, ops.stream, ops.part)
+    read = Reader(state, ops.device, ops.stream)
     packing = pack(read, model, ops)
     read.require_all_read()
     return FastNetwork(packing, ops)
@@ -40,19 +40,14 @@ def build(
     device: torch.device,
     tuner: Tuner | None = None,
     gemm: str = "auto",
-    part: Part = WHOLE,
 ) -> FastNetwork:
     """Make the accelerated network as `assemble` does, with the ops of a tier.
 
-    tuner: chooses the GEMMs' algorithms. gemm: their backend. part: the part of the weights that
-    this rank holds.
+    tuner: chooses the GEMMs' algorithms. gemm: their backend.
     """
-    ops: Half | Split
     if tier == "exact":
-        ops = Split(device, gemm, part)
-    else:
-        ops = Half(TIERS[tier].dtype, device, tuner, gemm, part)
-    return assemble(state, model, pack, ops)
+        return assemble(state, model, pack, Split(device, gemm))
+    return assemble(state, model, pack, Half(TIERS[tier].dtype, device, tuner, gemm))
 
 
 def load(
@@ -63,15 +58,13 @@ def load(
     device: torch.device,
     rows: int,
     tuner: Tuner | None = None,
-    part: Part = WHOLE,
 ) -> FastNetwork:
     """Make the accelerated network as `build` does; compile its kernels while weights are copied.
 
     model: of the same shape, without values (on the meta device). rows: batch rows of one
     evaluation on this rank.
     """
-    alone = part._replace(all_reduce=lambda x: None)  # threads must not exchange anything
-    shallow = build(zeros_of(model, device), model, pack, tier, device, tuner, part=alone)
+    shallow = build(zeros_of(model, device), model, pack, tier, device, tuner)
     calls = kernel_calls(shallow, rows)
 
     # The threads' tensors are freed below: in the order of this stream.
@@ -89,7 +82,7 @@ def load(
 
     with ThreadPoolExecutor(len(calls)) as pool:
         compiling = pool.map(warm_up, calls)  # begins at once
-        network = build(state, model, pack, tier, device, tuner, part=part)
+        network = build(state, model, pack, tier, device, tuner)
         list(compiling)  # raises what a call has raised
     return network
 
@@ -154,5 +147,5 @@ def _attend(network, block, num_heads, rows, tokens):
     """Run a block's rotation and attention on zeros."""
     packed = block.qkv.zeros(rows, tokens)
     if block.rotate:
-        packed = block.rotate(packed, 0)
+        packed = block.rotate(packed)
     network.attention(packed, num_heads)

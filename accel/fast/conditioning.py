@@ -7,7 +7,7 @@ loop looks them up by an index on the device. The null label is computed once, n
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,13 +22,6 @@ MOST_EVALUATIONS = 4096  # of a run: two per step, of at most 1000 steps
 TABLE_BYTES = 256 << 20  # on XL/2: 38 steps for eight labels and the null label
 
 
-class Overlap(NamedTuple):
-    """The rows of a layer that a rank holds, as two slices."""
-
-    held: slice  # counted from the rank's first row
-    of_layer: slice  # counted from the layer's first row
-
-
 class Conditioning:
     """(t, y) → the modulation vectors of all blocks and of the final layer, from a state dict.
 
@@ -36,8 +29,6 @@ class Conditioning:
     two are the final layer's shift and scale. layers: the names of the adaLN projections, in that
     order. sinusoid(t, width): the embedding of t. dtype: of the projections' weights in memory,
     if it is not the stream's. gemms: over the picture's tokens, of a modulation by token.
-
-    Ranks that divide the weights hold a part of the projections' rows each, and sum their results.
     """
 
     gemms: tuple[Any, ...] = ()
@@ -49,7 +40,6 @@ class Conditioning:
         sinusoid: Callable[[Tensor, int], Tensor],
         dtype: torch.dtype | None = None,
     ):
-        self.part = read.part
         self.sinusoid = sinusoid
         self.time_mlp = [
             read("t_embedder.mlp.0.weight"),
@@ -60,29 +50,12 @@ class Conditioning:
         self.labels = read("y_embedder.embedding_table.weight")  # (classes + 1, C)
         weights = [read.original(f"{layer}.weight") for layer in layers]  # each (·D, C)
         self.width = len(weights[0]) // BLOCK_VECTORS
-        rows = sum(map(len, weights))
-        self.vectors = rows // self.width
-        begin = rows * self.part.rank // self.part.ranks
-        end = rows * (self.part.rank + 1) // self.part.ranks
-        self.rank_rows = slice(begin, end)
-        bias = torch.cat([read(f"{layer}.bias") for layer in layers])
-        self.bias = bias[self.rank_rows]  # (V·D / ranks,)
+        self.bias = torch.cat([read(f"{layer}.bias") for layer in layers])  # (V·D,)
+        self.vectors = len(self.bias) // self.width
         # Filled layer by layer: concatenating would hold the 0.9 GB of XL/2 twice.
         self.weight = self.bias.new_empty(len(self.bias), self.labels.shape[1], dtype=dtype)
-        first = 0
-        for weight in weights:
-            overlap = self._overlap(first, first + len(weight))
-            self.weight[overlap.held] = weight[overlap.of_layer]
-            first += len(weight)
-
-    def _overlap(self, first: int, last: int) -> Overlap:
-        """Return this rank's part of the projections' rows `first` to `last`."""
-        begin = max(first, self.rank_rows.start)
-        end = max(begin, min(last, self.rank_rows.stop))
-        return Overlap(
-            held=slice(begin - self.rank_rows.start, end - self.rank_rows.start),
-            of_layer=slice(begin - first, end - first),
-        )
+        for rows, weight in zip(self.weight.split([*map(len, weights)]), weights):
+            rows.copy_(weight)
 
     def parameters(self) -> Iterator[Tensor]:
         """Return all tensors that depend on the weights."""
@@ -97,12 +70,10 @@ class Conditioning:
         """
         if out is None:
             out = self.bias.new_empty(len(t), self.vectors, self.width)
-        if self.part.ranks > 1:
-            out.zero_()
         with true_float32():
             condition = F.silu(self.embed(t, y))  # (E, C)
-            self._project(condition, out.flatten(1)[:, self.rank_rows])
-        return self.part.sum(out)
+            self._project(condition, out.flatten(1)[:, : len(self.bias)])
+        return out
 
     def embed(self, t: Tensor, y: Tensor) -> Tensor:
         """Return the sum of the embeddings of timesteps t (E,) and labels y (E,), (E, C)."""
@@ -116,7 +87,7 @@ class Conditioning:
         return F.linear(hidden, w2, b2)
 
     def _project(self, condition: Tensor, out: Tensor) -> None:
-        """Write this rank's part of the vectors, (E, V·D / ranks), of condition (E, C)."""
+        """Write the vectors (E, V·D) of condition (E, C)."""
         rows = len(self.bias)
         # Weights in another dtype are converted in turn: all of them at once would take the
         # memory that was saved.
@@ -131,10 +102,9 @@ class Conditioning:
 
         gain·(1 + scale) − 1 takes scale's place.
         """
-        overlap = self._overlap(vector * self.width, (vector + 1) * self.width)
-        gain = gain[overlap.of_layer]
-        self.weight[overlap.held] *= gain[:, None]
-        self.bias[overlap.held] = gain * (1 + self.bias[overlap.held]) - 1
+        rows = slice(vector * self.width, (vector + 1) * self.width)
+        self.weight[rows] *= gain[:, None]
+        self.bias[rows] = gain * (1 + self.bias[rows]) - 1
 
 
 class ConditioningTable:

@@ -8,8 +8,6 @@ between two GEMMs. What depends on (timestep, label) alone comes from a table. P
     h ← adaLN(x + gate·a)       x is not written: the next kernel adds a again, which is cheaper
     m ← fc2(act(fc1(h)))        two GEMMs; GELU in the epilogue, SwiGLU by a kernel
     x ← x + gate·a + gate·m     already in the next block's first kernel, h ← adaLN(x)
-
-Ranks that divide the weights hold a part of each GEMM, and sum a and m.
 """
 
 import logging
@@ -69,14 +67,12 @@ class FastNetwork(BlockNetwork):
         self.last = Float32Linear(Weights("final_layer", packing.last_weight, packing.last_bias))
         self.conditioning = packing.conditioning
         self.ops = ops
-        self.part = ops.part
         self.dtype = ops.dtype
         self.device = ops.device
         self.adaln = partial(ops.adaln, rms_eps=packing.rms_eps)
         self.last_adaln = partial(ops.last_adaln, rms_eps=packing.last_rms_eps)
         self.attention = ops.attention
         self.tuner = ops.tuner
-        self.exchanges = ops.exchanges
         self.table: ConditioningTable | None = None  # of sampling runs
 
     def embed(self, x: Tensor, tokens: slice = slice(None), copies: int = 1) -> Tensor:
@@ -122,18 +118,18 @@ class FastNetwork(BlockNetwork):
         return branches
 
     def _attend(self, stage, block, h, attend, first):
-        """Return the attention branch of a block (N, t, D), summed over the ranks."""
+        """Return the attention branch of a block (N, t, D)."""
         packed = block.qkv(h)  # (N, t, 3·D)
         if block.rotate:
-            packed = block.rotate(packed, first)
-        return self.part.sum(block.proj(attend(packed, stage.num_heads)))
+            packed = block.rotate(packed, first=first)
+        return block.proj(attend(packed, stage.num_heads))
 
     def _mlp(self, block, h):
-        """Return the MLP branch of a block (N, t, D), summed over the ranks."""
+        """Return the MLP branch of a block (N, t, D)."""
         hidden = block.fc1(h)
         if block.activate:
             hidden = block.activate(hidden)
-        return self.part.sum(block.fc2(hidden))
+        return block.fc2(hidden)
 
     def schedule(self, times, labels, at_once=1) -> Scheduled:
         if not self.hoists:

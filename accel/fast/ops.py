@@ -6,10 +6,9 @@
 
 Both have the attributes
 
-    device, part, tuner
+    device, tuner
     dtype            of a GEMM's weights as a family gives them
     stream           dtype of the residual stream, norms, conditioning and last layer
-    exchanges        the token exchanges that keep the tier's accuracy
     adaln            the fused adaLN kernel before a GEMM
     last_adaln       the same before the last layer
     attention
@@ -30,16 +29,15 @@ from torch import Tensor
 from accel.kernels.adaln import adaln, adaln_split
 from accel.kernels.attention import attention
 from accel.kernels.linear import Linear, Tuner
-from accel.kernels.qk_norm_rotary import normalise, qk_norm_rotary, qk_norm_rotary_split
+from accel.kernels.qk_norm_rotary import qk_norm_rotary, qk_norm_rotary_split
 from accel.kernels.split_attention import split_attention
 from accel.kernels.split_linear import HighLow, SplitLinear, balance, choose, split_rows
 from accel.kernels.swiglu import swiglu, swiglu_split
-from accel.network import WHOLE, BlockNetwork, Part
 from accel.precision import true_float32
 
 
 class Weights(NamedTuple):
-    """A GEMM as a family packs it: one rank's part."""
+    """A GEMM as a family packs it."""
 
     name: str  # of the layer, for errors
     weight: Tensor  # (N, K)
@@ -103,7 +101,7 @@ class Gemms(NamedTuple):
 class Rotation(NamedTuple):
     """The rotation of queries and keys, and their norm before it."""
 
-    table: Tensor  # (T, d/2, 2): cosine and sine
+    rotation: Tensor  # (T, d/2, 2): cosine and sine
     norms: Tensor | None = None  # (2, 2, D): weight and bias of the norm of queries, then of keys
     rms_eps: float | None = None  # ε of RMSNorm over each head; None: LayerNorm over all
 
@@ -115,7 +113,7 @@ class Block(NamedTuple):
     proj: Linear | SplitLinear
     fc1: Linear | SplitLinear
     fc2: Linear | SplitLinear
-    # (packed projection, its first token) → the same with q and k rotated; None: no rotation.
+    # (packed projection, first=its first token) → q and k rotated; None: no rotation.
     rotate: Callable | None
     activate: Callable | None  # between fc1 and fc2; None: GELU, in the epilogue of fc1
     norms: Tensor | None  # as Rotation has them
@@ -132,21 +130,17 @@ class Half:
     tuner: chooses the GEMMs' algorithms. gemm: their backend.
     """
 
-    exchanges = BlockNetwork.exchanges
-
     def __init__(
         self,
         dtype: torch.dtype,
         device: torch.device,
         tuner: Tuner | None = None,
         gemm: str = "auto",
-        part: Part = WHOLE,
     ):
         self.dtype = dtype
         self.device = device
         self.tuner = tuner or Tuner()
         self.gemm = gemm
-        self.part = part
         self.stream = torch.promote_types(dtype, torch.float32)
         self.adaln = partial(adaln, dtype=dtype)
         self.last_adaln = partial(adaln, dtype=self.stream)
@@ -160,7 +154,7 @@ class Half:
         rotate = None
         norms = None
         if rotation is not None:
-            rotate = partial(_rotate, qk_norm_rotary, self.part, rotation)
+            rotate = partial(qk_norm_rotary, **rotation._asdict())
             norms = rotation.norms
         return Block(
             qkv=self.linear(gemms.qkv),
@@ -188,14 +182,12 @@ class Half:
 class Split:
     """High/low splits of float16. gemm: the backend of the GEMMs."""
 
-    exchanges = ("ulysses",)  # the others' attention takes half precision
     dtype = torch.float32
     stream = torch.float32
     tuner = None
 
-    def __init__(self, device: torch.device, gemm: str = "auto", part: Part = WHOLE):
+    def __init__(self, device: torch.device, gemm: str = "auto"):
         self.device = device
-        self.part = part
         self.gemm = choose(device) if gemm == "auto" else gemm
         self.watched: dict[str, Tensor] = {}  # name of a layer → a flag on the device
         self.stack = self.gemm == "cublas"  # its GEMMs take high, low, high
@@ -216,8 +208,8 @@ class Split:
         overflow = self._watch(gemms.qkv.name)
         rotate = None
         if rotation is not None:  # its kernel splits the projection and watches it
-            kernel = partial(qk_norm_rotary_split, overflow=overflow)
-            rotate = partial(_rotate, kernel, self.part, rotation._replace(norms=factors.norms))
+            rotation = rotation._replace(norms=factors.norms)
+            rotate = partial(qk_norm_rotary_split, overflow=overflow, **rotation._asdict())
             overflow = None
         qkv = self.linear(
             gemms.qkv._replace(
@@ -271,19 +263,6 @@ class Split:
         """
         flags = torch.cat([*self.watched.values()]).tolist()
         return next((layer for layer, flag in zip(self.watched, flags) if flag), None)
-
-
-def _rotate(kernel, part, rotation, qkv, first):
-    """Normalise and rotate q and k of the packed projection by `kernel`.
-
-    A norm over heads that ranks divide is applied before, by tensor operations with the
-    statistics of all ranks.
-    """
-    norms = rotation.norms
-    if norms is not None and part.ranks > 1 and not rotation.rms_eps:
-        normalise(qkv, norms, lambda mean: part.sum(mean) / part.ranks)
-        norms = None
-    return kernel(qkv, rotation.table, first=first, norms=norms, rms_eps=rotation.rms_eps)
 
 
 class _Factors(NamedTuple):

@@ -154,9 +154,9 @@ def _make_pictures(pipeline, watch, order, ranks, batches, finished):
             written.result()  # at most one batch waits in memory
             numbers = batches.pictures(batch)
             written = background.submit(write_pictures, order.folder, numbers, pixels)
-            bar.update(already + ranks.add("pictures", len(pixels)) - bar.n)
+            bar.update(already + ranks.add(len(pixels)) - bar.n)
         written.result()
-        ranks.barrier()
-        bar.update(already + ranks.add("pictures", 0) - bar.n)
-    if any(ranks.all_gather_object(len(todo))):
+        left = ranks.all_gather_object(len(todo))  # waits for all ranks
+        bar.update(already + ranks.add(0) - bar.n)
+    if any(left):
         raise Stopped(f"stopped; start again with the same command to resume {order.folder}")

@@ -11,8 +11,6 @@ As tensor operations q and k cross memory ten times, here twice. All arithmetic 
 wider. For the exact tier q, k and v leave split into high and low.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -75,19 +73,6 @@ def qk_norm_rotary_split(
     _torch(qkv, rotation, first, norms, rms_eps)
     overflow |= (qkv.abs() > LARGEST).any().int()
     return split(qkv, per_row=False)
-
-
-def normalise(qkv: Tensor, norms: Tensor, average: Callable[[Tensor], Tensor]) -> None:
-    """Apply LayerNorm alone, in place by tensor operations.
-
-    average: over ranks that have other heads of the same tokens.
-    """
-    x = qkv.unflatten(-1, (3, -1))[..., :2, :]  # q and k, (N, t, 2, D)
-    wide = x.to(norms.dtype)
-    wide = wide - average(wide.mean(-1, keepdim=True))
-    variance = average(wide.square().mean(-1, keepdim=True))
-    wide = wide * torch.rsqrt(variance + EPS)
-    x.copy_(wide * norms[:, 0] + norms[:, 1])
 
 
 def _torch(qkv, rotation, first, norms, rms_eps):

@@ -1,23 +1,15 @@
 """Ranks: this process among the processes of one job.
 
 A process by itself is a world of one: nothing is exchanged, and nothing is imported.
-launched.py joins the ranks that torchrun, srun or --gpus started (distributed.py).
-Imports no torch.
+launched.py joins the ranks that torchrun, srun or --gpus started. Their class, in
+distributed.py, also shares network evaluations. Imports no torch.
 """
 
 import signal
-import socket
-from collections import Counter
-from collections.abc import Callable, Iterable, Set
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Set
+from typing import Any, NamedTuple
 
-from accel.errors import UsageError
-from accel.ranks.placement import OFF, Layout, Placement
-
-if TYPE_CHECKING:  # torch is slow to import
-    import torch
-
-    from accel.network import BlockNetwork, Network, Part
+from accel.errors import UsageError, require_equal
 
 
 def require_device(wanted: str | None) -> None:
@@ -35,30 +27,17 @@ class FirstFailure(NamedTuple):
 
 
 class Ranks:
-    """A world of one process, and the interface of all ranks. Every rank of a job makes the
-    same calls.
-
-    device: the device of this rank, once it is known.
-    """
+    """A world of one process, and what all ranks do. Every rank of a job makes the same calls."""
 
     rank = 0
     world = 1
     local_rank = 0
 
-    def __init__(self, device: "torch.device | None" = None):
-        self.device = device
-        self._counters: Counter[str] = Counter()
+    def __init__(self) -> None:
+        self._counter = 0
         self._stop = False
 
-    @property
-    def host(self) -> str:
-        """Return the name of this machine."""
-        return socket.gethostname()
-
     # ---- the exchange of values ----
-
-    def barrier(self) -> None:
-        """Wait until every rank calls this."""
 
     def all_gather_object(self, value: Any) -> list:
         """Return every rank's `value` (anything that pickles), by rank."""
@@ -78,27 +57,30 @@ class Ranks:
         a download happens once if the file system is shared, else once per node.
         Otherwise as `run_collectively`.
         """
-        return work()
+        result = self.run_collectively(work, only=0)
+        for first_of_node in (True, False):
+            my_turn = self.rank > 0 and (self.local_rank == 0) == first_of_node
+            result = self.run_collectively(lambda: work() if my_turn else result)
+        return result
 
     def from_rank_0(self, make: Callable[[], Any]) -> Any:
         """Return on every rank the result of `make` on rank 0."""
-        return make()
+        return self.all_gather_object(self.run_collectively(make, only=0))[0]
 
     def require_equal(self, settings: dict, free: Set[str] = frozenset()) -> None:
         """Raise UsageError on every rank if one has other settings than rank 0. free: names
         that may differ.
         """
+        first = self.from_rank_0(lambda: settings)
+        remedy = "start all ranks with the same flags and files"
+        self.run_collectively(lambda: require_equal(settings, first, free, "rank 0 has", remedy))
 
-    def max_over_ranks(self, values: Iterable[float]) -> list[float]:
-        """Return the elementwise maximum of `values` over the ranks."""
-        return list(values)
+    def add(self, amount: int) -> int:
+        """Add to the counter that all ranks share. Return its value."""
+        self._counter += amount
+        return self._counter
 
-    def add(self, counter: str, amount: int) -> int:
-        """Add to a counter that all ranks share. Return its value."""
-        self._counters[counter] += amount
-        return self._counters[counter]
-
-    # ---- devices and collectives ----
+    # ---- devices ----
 
     def take_device(self, wanted: str | None) -> str | None:
         """Return the name of this rank's device. wanted: as the user gave it. A process by
@@ -106,48 +88,9 @@ class Ranks:
         """
         return wanted
 
-    def open_collectives(self) -> None:
-        """Start to connect the GPUs in a thread, while weights are loaded."""
-
-    def wait_for_collectives(self) -> None:
-        """Wait until `open_collectives` is done."""
-
     def peers(self) -> bool:
         """Return whether every rank's GPU can write into every other's memory."""
         return False
-
-    # ---- network evaluations that ranks share ----
-
-    def placement(self, layout: Layout = OFF) -> Placement:
-        """Return the pictures, batch rows and tokens of this rank under `layout`."""
-        return Placement(layout, self.world, self.rank)
-
-    def part(self, layout: Layout | None) -> "Part":
-        """Return the part of the weights that this rank loads. layout: None if it will be
-        measured.
-        """
-        from accel.network import WHOLE  # brings torch
-
-        return WHOLE
-
-    def share(self, network: "BlockNetwork", layout: Layout) -> "Network":
-        """Return the network as this rank evaluates it under `layout`."""
-        return network
-
-    def own_pictures(self, latents: "torch.Tensor", n: int, placement: Placement) -> "torch.Tensor":
-        """Return the latents of this rank's own pictures, of n. latents: of the slices
-        `placement.batches`. Raises RuntimeError if ranks that share evaluations computed
-        different latents.
-        """
-        return latents
-
-    def gather_pictures(
-        self, pictures: "torch.Tensor", n: int, placement: Placement
-    ) -> "torch.Tensor | None":
-        """Gather every rank's own pictures (n', …). Return all pictures (n, …) on rank 0,
-        None elsewhere.
-        """
-        return pictures
 
     # ---- the end of a job ----
 

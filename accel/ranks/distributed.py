@@ -7,20 +7,20 @@ NCCL. Progress and the request to stop are kept in its key-value store.
 import hashlib
 import os
 import signal
-from collections.abc import Callable, Iterable, Set
+import socket
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
 from threading import Thread
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from accel.errors import UsageError, require_equal
+from accel.errors import UsageError
 from accel.kernels import cuda
-from accel.network import WHOLE, BlockNetwork, Network, Part
-from accel.ranks import FirstFailure, Ranks, require_device
+from accel.network import BlockNetwork, Network
+from accel.ranks import FirstFailure, Ranks
 from accel.ranks.exchanges import EXCHANGES
 from accel.ranks.placement import Layout, Placement
 from accel.ranks.sharded import Sharded
@@ -66,17 +66,15 @@ def connect(rank: int, world: int, local_rank: int) -> "DistributedRanks":
 
 
 class DistributedRanks(Ranks):
-    """This process among the ranks of its job. `connect` makes it."""
+    """This process among the ranks of its job. `connect` makes it.
 
-    def __init__(
-        self,
-        rank: int,
-        world: int,
-        local_rank: int = 0,
-        store: dist.Store | None = None,
-        device: torch.device | None = None,
-    ):
-        super().__init__(device)
+    device: of this rank, since `take_device`.
+    """
+
+    device: torch.device
+
+    def __init__(self, rank: int, world: int, local_rank: int, store: dist.Store):
+        super().__init__()
         self.rank = rank
         self.world = world
         self.local_rank = local_rank
@@ -86,9 +84,6 @@ class DistributedRanks(Ranks):
         self._exchanges: dict = {}  # by their ranks and the exchange's name
 
     # ---- the exchange of values ----
-
-    def barrier(self) -> None:
-        dist.barrier()
 
     def all_gather_object(self, value: Any) -> list:
         values = [None] * self.world
@@ -114,7 +109,7 @@ class DistributedRanks(Ranks):
         """Return the lines of every rank's error message, each different message once; a
         message that not every rank has gets the names of its ranks.
         """
-        reports = self.all_gather_object((message, self.host))
+        reports = self.all_gather_object((message, socket.gethostname()))
         messages = dict.fromkeys(text for text, _ in reports if text is not None)
         lines = []
         for message in messages:
@@ -127,27 +122,8 @@ class DistributedRanks(Ranks):
             lines += message.splitlines()
         return lines
 
-    def run_in_turns(self, work: Callable[[], Any]) -> Any:
-        result = self.run_collectively(work, only=0)
-        for first_of_node in (True, False):
-            my_turn = self.rank > 0 and (self.local_rank == 0) == first_of_node
-            result = self.run_collectively(lambda: work() if my_turn else result)
-        return result
-
-    def from_rank_0(self, make: Callable[[], Any]) -> Any:
-        return self.all_gather_object(self.run_collectively(make, only=0))[0]
-
-    def require_equal(self, settings: dict, free: Set[str] = frozenset()) -> None:
-        first = self.from_rank_0(lambda: settings)
-        remedy = "start all ranks with the same flags and files"
-        self.run_collectively(lambda: require_equal(settings, first, free, "rank 0 has", remedy))
-
-    def max_over_ranks(self, values: Iterable[float]) -> list[float]:
-        by_rank = self.all_gather_object(list(values))
-        return [max(column) for column in zip(*by_rank)]
-
-    def add(self, counter: str, amount: int) -> int:
-        return self._store.add(counter, amount)
+    def add(self, amount: int) -> int:
+        return self._store.add("counter", amount)
 
     # ---- devices and collectives ----
 
@@ -162,7 +138,6 @@ class DistributedRanks(Ranks):
         return str(self.device)
 
     def _choose_device(self, wanted):
-        require_device(wanted)
         device_type, _, number = (wanted or "cuda").partition(":")
         if device_type == "cpu":
             return "cpu"
@@ -175,7 +150,7 @@ class DistributedRanks(Ranks):
         # srun may show a task its own GPU only, as number 0.
         index = self.local_rank % max(visible, 1)
         uuid = str(torch.cuda.get_device_properties(index).uuid) if visible else None
-        gpus = self.all_gather_object((self.host, uuid))
+        gpus = self.all_gather_object((socket.gethostname(), uuid))
         if not wanted and all(uuid is None for _, uuid in gpus):
             return "cpu"
         self.run_collectively(lambda: self._require_own_gpu(gpus))
@@ -195,28 +170,18 @@ class DistributedRanks(Ranks):
             )
 
     def open_collectives(self) -> None:
+        """Start to connect the GPUs in a thread, while weights are loaded."""
         if self.device.type == "cuda":  # NCCL takes a second to connect
             self._connecting = ThreadPoolExecutor(1).submit(self._connect_gpus)
 
     def _connect_gpus(self):
         torch.cuda.set_device(self.device)  # a thread begins on the first GPU
-        self._gather(torch.zeros(1, device=self.device))  # the first collective connects
+        dist.all_reduce(torch.zeros(1, device=self.device))  # the first collective connects
 
-    def wait_for_collectives(self) -> None:
+    def _wait_for_collectives(self):
+        """Wait until `open_collectives` is done."""
         if self._connecting is not None:
             self._connecting.result()
-
-    def gather(self, part: torch.Tensor) -> list[torch.Tensor] | None:
-        """Return every rank's `part` on rank 0, None elsewhere. All parts have one shape."""
-        self.wait_for_collectives()
-        return self._gather(part)
-
-    def _gather(self, part):
-        parts = None
-        if self.rank == 0:
-            parts = [torch.empty_like(part) for _ in range(self.world)]
-        dist.gather(part.contiguous(), parts)
-        return parts
 
     def peers(self) -> bool:
         if self.device.type != "cuda":
@@ -225,31 +190,19 @@ class DistributedRanks(Ranks):
         visible = torch.cuda.device_count()
         others = [gpu for gpu in range(visible) if gpu != here]
         writes = visible >= self.world and all(cuda.writes_to_peer(here, gpu) for gpu in others)
-        reports = self.all_gather_object((self.host, writes))
-        hosts = {host for host, _ in reports}
-        return len(hosts) == 1 and all(writes for _, writes in reports)
+        reports = self.all_gather_object((socket.gethostname(), writes))
+        return writes and len(set(reports)) == 1
 
     # ---- network evaluations that ranks share ----
 
-    def part(self, layout: Layout | None) -> Part:
-        """Return the part of the weights that this rank loads. An idle rank loads one
-        too: it chooses GEMMs with the others.
-        """
-        if layout is None or layout.weights == 1:
-            return WHOLE
-        self.wait_for_collectives()
-        group = self._group(range(layout.ranks))
-        if self.rank >= layout.ranks:
-            return Part(0, layout.ranks, lambda x: None)
-        return Part(self.rank, layout.ranks, partial(dist.all_reduce, group=group))
-
     def share(self, network: BlockNetwork, layout: Layout) -> Network:
         """Return the network as this rank evaluates it under `layout`. Return it unchanged
-        if this rank shares no evaluation, or if the ranks divide the weights: then it was
-        loaded in parts. Every rank calls this: all make the process groups, in one order.
+        if this rank shares no evaluation. Every rank calls this: all make the process groups,
+        in one order.
         """
-        if layout.ranks == 1 or layout.weights > 1:
+        if layout.ranks == 1:
             return network
+        self._wait_for_collectives()
         everyone = self._group(range(layout.ranks))
         columns = layout.tokens
         if columns == 1:
@@ -275,31 +228,30 @@ class DistributedRanks(Ranks):
         return self._groups[ranks]
 
     def own_pictures(self, latents: torch.Tensor, n: int, placement: Placement) -> torch.Tensor:
+        """Return the latents of this rank's own pictures, of n. latents: of the slices
+        `placement.batches`. Raises RuntimeError if ranks that share evaluations computed
+        different latents.
+        """
         if not placement.shared:
             return latents
-        self._assert_identical(latents, placement.busy)
-        return latents[placement.pictures(n)]
-
-    def _assert_identical(self, tensor, ranks):
-        """Raise RuntimeError unless the first `ranks` ranks hold the same bits in `tensor`."""
-        digest = hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest()[:8]
-        digests = self.all_gather_object(digest)[:ranks]
+        digest = hashlib.sha256(latents.cpu().numpy().tobytes()).hexdigest()[:8]
+        digests = self.all_gather_object(digest)[: placement.busy]
         if len(set(digests)) > 1:
             raise RuntimeError(
                 f"ranks ended with different latents (checksums {', '.join(digests)}): are their "
                 "GPUs of one kind?"
             )
+        return latents[placement.pictures(n)]
 
-    def gather_pictures(
-        self, pictures: torch.Tensor, n: int, placement: Placement
-    ) -> torch.Tensor | None:
+    def gather_pictures(self, pictures: torch.Tensor, n: int, placement: Placement) -> torch.Tensor:
+        """Gather every rank's own pictures (n', …) and return all of them (n, …)."""
         counts = placement.counts(n)
         # A collective wants equal shapes.
         padded = pictures.new_zeros(max(counts), *pictures.shape[1:])
         padded[: len(pictures)] = pictures
-        parts = self.gather(padded)
-        if parts is None:
-            return None
+        self._wait_for_collectives()
+        parts = padded.new_empty(self.world, *padded.shape)
+        dist.all_gather_into_tensor(parts.flatten(0, 1), padded)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     # ---- the end of a job ----
@@ -323,8 +275,8 @@ class DistributedRanks(Ranks):
         `os._exit`: gloo's threads may abort one that ends in the interpreter's own way, and
         NCCL waits for CUDA graphs that hold its kernels.
         """
-        self.wait_for_collectives()
-        self.barrier()
+        self._wait_for_collectives()
+        dist.barrier()
         # The launcher sends SIGTERM once the first rank has gone.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         closing = Thread(target=self._close, daemon=True)

@@ -4,10 +4,9 @@ An exchange is called with a rank's packed projection qkv (N, t, 3·D) of its t 
 tokens and returns their attention over all T (N, t, D). Bytes that a rank receives in a
 layer, with e bytes an element and s ranks:
 
-    kv       all-gather of keys and values            2·N·(T−t)·D·e       one collective
-    push     the same, written over NVLink            2·N·(T−t)·D·e       no collective: one kernel
-    ulysses  all-to-all over heads and back           4·N·t·D·e·(s−1)/s   two   (Jacobs et al. 2023,
-             arXiv:2309.14509)
+    push     keys and values, written over NVLink     2·N·(T−t)·D·e       one kernel
+    ulysses  all-to-all over heads and back           4·N·t·D·e·(s−1)/s   two collectives
+             (Jacobs et al. 2023, arXiv:2309.14509)
 """
 
 import os
@@ -37,19 +36,6 @@ class Exchange:
         self, qkv: torch.Tensor, num_heads: int, attention: Callable
     ) -> torch.Tensor | HighLow:
         raise NotImplementedError
-
-
-class KeysValues(Exchange):
-    """All-gather of keys and values; queries stay."""
-
-    def __call__(self, qkv: torch.Tensor, num_heads: int, attention: Callable) -> torch.Tensor:
-        n, t, width = qkv.shape
-        local = qkv[..., width // 3 :].contiguous()  # (N, t, 2·D)
-        parts = local.new_empty(self.size, *local.shape)
-        dist.all_gather_into_tensor(parts.flatten(0, 1), local, group=self.group)
-        # A view for one batch row, the usual case.
-        kv = parts.transpose(0, 1).reshape(n, self.size * t, -1)
-        return attention_to(qkv, kv, num_heads)
 
 
 class Ulysses(Exchange):
@@ -124,7 +110,10 @@ class Push(Exchange):
     def __call__(self, qkv: torch.Tensor, num_heads: int, attention: Callable) -> torch.Tensor:
         n, t, width = qkv.shape
         shape = n, self.size * t, width // 3 * 2
-        buffer = self._buffer(shape, qkv.dtype, qkv.device)
+        key = shape, qkv.dtype
+        if key not in self.buffers:
+            self.buffers[key] = self._allocate(*key, qkv.device)
+        buffer = self.buffers[key]
         self.turn ^= 1
         self.kernel.push(
             qkv[..., width // 3 :],
@@ -135,14 +124,8 @@ class Push(Exchange):
         )
         return attention_to(qkv, buffer.gathered[self.turn], num_heads)
 
-    def _buffer(self, shape, dtype, device):
-        """Return the buffer of gathered tensors of a shape."""
-        key = shape, dtype
-        if key not in self.buffers:
-            self.buffers[key] = self._allocate(shape, dtype, device)
-        return self.buffers[key]
-
     def _allocate(self, shape, dtype, device):
+        """Return the buffer of gathered tensors of a shape."""
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "push: the first call with a shape allocates; run the step once before its capture"
@@ -162,4 +145,4 @@ class Push(Exchange):
         return _Buffer((first, second), addresses, addresses + 2 * size, size, (memory, handle))
 
 
-EXCHANGES = {"kv": KeysValues, "ulysses": Ulysses, "push": Push}
+EXCHANGES = {"ulysses": Ulysses, "push": Push}

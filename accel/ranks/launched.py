@@ -176,7 +176,8 @@ def _fail(ranks, program, error, worded) -> NoReturn:
     if is_first and mistake:
         text = "\n".join(f"{program}: {line}" for line in worded(mistake).splitlines())
     elif is_first:
-        text = f"rank {ranks.rank} of {ranks.world} on {ranks.host}:\n{traceback.format_exc()}"
+        text = f"rank {ranks.rank} of {ranks.world} on {socket.gethostname()}:\n"
+        text += traceback.format_exc()
     elif first.status == 1:
         cause = printable(f"{type(error).__name__}: {error}".splitlines()[0])
         text = f"rank {ranks.rank}: {cause} (after rank {first.rank} failed)"

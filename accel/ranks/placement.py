@@ -2,10 +2,9 @@
 that a rank then computes. Imports no torch.
 """
 
-from math import prod
 from typing import NamedTuple
 
-EXCHANGES = ("kv", "push", "ulysses")  # of accel/ranks/exchanges.py
+EXCHANGES = ("push", "ulysses")  # of accel/ranks/exchanges.py
 
 
 class Layout(NamedTuple):
@@ -15,33 +14,21 @@ class Layout(NamedTuple):
 
     rows: int = 1  # ranks that divide the batch rows
     tokens: int = 1  # ranks that divide the tokens of each row
-    exchange: str = "kv"  # of tokens
-    # Ranks that divide every layer's weights: neither rows nor tokens are divided then.
-    weights: int = 1
+    exchange: str | None = None  # of tokens; None: push where NVLink allows it, else ulysses
 
     @property
     def ranks(self) -> int:
         """Return the number of ranks that share a network evaluation."""
-        return self.rows * self.tokens * self.weights
+        return self.rows * self.tokens
 
     def __str__(self):
         if self.ranks == 1:
             return "one GPU per picture"
-        if self.weights > 1:
-            return f"weights={self.weights}"
-        if self.tokens > 1:
-            return f"rows={self.rows},tokens={self.tokens},exchange={self.exchange}"
-        return f"rows={self.rows}"
+        given = {name: value for name, value in self._asdict().items() if value not in (1, None)}
+        return ",".join(f"{name}={value}" for name, value in given.items())
 
 
 OFF = Layout()
-
-
-class BatchRows(NamedTuple):
-    """The batch of a network evaluation."""
-
-    latents: int
-    copies: int  # batch rows of each latent
 
 
 class Placement(NamedTuple):
@@ -94,19 +81,13 @@ class Placement(NamedTuple):
             sizes.update(batch.stop - batch.start for batch in batches)
         return sizes
 
-    def rows(self, pictures: int, copies: int) -> BatchRows:
-        """Return the batch of an evaluation of `pictures` on this rank. copies: batch rows
-        of a picture.
+    def rows(self, pictures: int, copies: int) -> tuple[int, int]:
+        """Return the latents of an evaluation of `pictures` on this rank, and the batch rows of
+        each. copies: batch rows of a picture.
         """
-        if self.layout.rows * self.layout.tokens > 1:
-            return BatchRows(_ceil(copies * pictures, self.layout.rows), 1)
-        return BatchRows(pictures, copies)
-
-    def row_tokens(self, pictures: int, copies: int, tokens: int) -> int:
-        """Return the tokens in each of this rank's GEMMs: batch rows × its part of a
-        row's `tokens`.
-        """
-        return prod(self.rows(pictures, copies)) * (tokens // self.layout.tokens)
+        if self.shared:
+            return _ceil(copies * pictures, self.layout.rows), 1
+        return pictures, copies
 
 
 def _ceil(number, divisor):

@@ -11,7 +11,7 @@ import torch
 
 from accel.errors import Stopped, UsageError
 from accel.ranks import distributed, launched
-from accel.ranks.placement import Layout
+from accel.ranks.placement import Layout, Placement
 
 
 def exchange(ranks):
@@ -22,16 +22,13 @@ def exchange(ranks):
     assert ranks.from_rank_0(lambda: f"made on rank {ranks.rank}") == "made on rank 0"
     assert ranks.run_collectively(lambda: ranks.rank, only=1) == (1 if ranks.rank == 1 else None)
     # each once, rank 0 first
-    rank, turn = ranks.run_in_turns(lambda: (ranks.rank, ranks.add("turns", 1)))
-    assert (
-        rank == ranks.rank and (turn == 1) == (rank == 0) and ranks.add("turns", 0) == ranks.world
-    )
-    assert ranks.max_over_ranks([ranks.rank, -ranks.rank]) == [ranks.world - 1, 0]
+    rank, turn = ranks.run_in_turns(lambda: (ranks.rank, ranks.add(1)))
+    assert rank == ranks.rank and (turn == 1) == (rank == 0) and ranks.add(0) == ranks.world
     for n, layout in ((7, Layout()), (2, Layout()), (1, Layout(rows=2))):
-        placement = ranks.placement(layout)
+        placement = Placement(layout, ranks.world, ranks.rank)
         numbers = torch.arange(3 * n).view(n, 3)
         gathered = ranks.gather_pictures(numbers[placement.pictures(n)], n, placement)
-        assert torch.equal(gathered, numbers) if ranks.rank == 0 else gathered is None
+        assert torch.equal(gathered, numbers)
     print("exchanged")
 
 
@@ -40,7 +37,7 @@ def turns(ranks):
     then by all that are left.
     """
     first, _, second_node, _ = taken = ranks.all_gather_object(
-        ranks.run_in_turns(lambda: ranks.add("turns", 1))
+        ranks.run_in_turns(lambda: ranks.add(1))
     )
     assert first == 1 and second_node == 2 and sorted(taken) == [1, 2, 3, 4], taken
 
@@ -49,7 +46,8 @@ def different(ranks):
     """A rank that is left idle has no say; those that computed are compared."""
     latents = torch.ones(2, 4)
     for busy, off in ((3, 0), (2, ranks.rank == 2), (3, ranks.rank * 1e-6)):
-        ranks.own_pictures(latents + off, 2, ranks.placement(Layout(rows=busy)))
+        placement = Placement(Layout(rows=busy), ranks.world, ranks.rank)
+        ranks.own_pictures(latents + off, 2, placement)
 
 
 def complain(message):
@@ -75,13 +73,13 @@ def alone(ranks):
     """Without the others' knowledge, as where one node's disk is full."""
     if ranks.rank == 1:
         complain("--sample-dir: No space left on device")
-    ranks.barrier()
+    ranks.all_gather_object(None)
 
 
 def crash(ranks, rank=1):
     if ranks.rank == rank:
         raise ZeroDivisionError(f"of rank {rank}")
-    ranks.barrier()
+    ranks.all_gather_object(None)
 
 
 crash_on_0 = partial(crash, rank=0)
@@ -99,13 +97,13 @@ def killed(ranks):
         os.kill(os.getpid(), signal.SIGKILL)
     while not ranks.stopping:
         time.sleep(0.05)
-    ranks.barrier()
+    ranks.all_gather_object(None)
 
 
 def killed_in_wait(ranks):
     if ranks.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    ranks.barrier()
+    ranks.all_gather_object(None)
 
 
 def stopped(ranks):

@@ -8,14 +8,10 @@ from itertools import product
 
 import torch
 from conftest import fill
-from networks import evaluate, network_of, pack_of, with_norms
-from torch.utils._python_dispatch import TorchDispatchMode
+from networks import evaluate, network_of
 
 from accel.families.dit.network import DiT
 from accel.families.large_dit.network import DiT_Llama
-from accel.families.lightning_dit.network import LightningDiT
-from accel.families.sit.network import SiT
-from accel.fast import build
 from accel.kernels.split_attention import split_attention
 from accel.kernels.split_linear import split
 from accel.network import Plain
@@ -31,8 +27,6 @@ CLASSES = 10
 
 class SplitDiT(Plain):
     """A DiT whose attention is from and to high/low splits, as the exact tier's."""
-
-    exchanges = ("ulysses",)
 
     def __init__(self, model):
         super().__init__(model)
@@ -61,84 +55,24 @@ def sharded(ranks, model, generator):
         y = torch.randint(0, CLASSES + 1, (2 * pictures,), generator=generator)
         meshes = [(rows, tokens) for rows in range(1, world + 1) for tokens in range(1, world + 1)]
         for rows, tokens in [mesh for mesh in meshes if 1 < mesh[0] * mesh[1] <= world]:
-            for exchange in ("kv", "ulysses") if tokens > 1 else ("kv",):
-                layout = Layout(rows, tokens, exchange)
-                for kind, network in NETWORKS.items():
-                    alone = network(model)
-                    if tokens > 1 and exchange not in alone.exchanges:
-                        continue
-                    shared = ranks.share(alone, layout)
-                    if ranks.rank >= layout.ranks:
-                        continue
-                    row = {"kind": kind, "layout": layout}
-                    yield row | difference(
-                        evaluate(shared, x, t, y, 4.0), evaluate(alone, x, t, y, 4.0)
-                    )
-                    yield row | difference(shared.forward(x, t, y), alone.forward(x, t, y))
-
-
-class BytesRead(TorchDispatchMode):
-    """Counts the bytes that are copied out of a state dict."""
-
-    def __init__(self, state):
-        super().__init__()
-        self.storages = {value.untyped_storage().data_ptr() for value in state.values()}
-        self.total = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.__name__.startswith(("_to_copy", "clone", "copy_")):
-            source = args[1] if func.__name__.startswith("copy_") else args[0]
-            if source.untyped_storage().data_ptr() in self.storages:
-                self.total += source.nbytes
-        return func(*args, **(kwargs or {}))
-
-
-def held(network):
-    """Bytes of an accelerated network."""
-    return sum(tensor.nbytes for tensor in network.parameters())
-
-
-def accelerated(ranks, model, generator):
-    """Accelerated networks of every family and tier, of which ranks read and hold a part."""
-    shape = dict(
-        input_size=SIDE, dim=96, n_layers=3, n_heads=4, num_classes=CLASSES, multiple_of=32
-    )
-    large = (fill(DiT_Llama(**shape, n_kv_heads=kv, qk_norm=kv == 2)) for kv in (4, 2))
-    sizes = dict(input_size=SIDE, hidden_size=D, depth=DEPTH, num_heads=HEADS, num_classes=CLASSES)
-    flows = (
-        fill(SiT(**sizes)),
-        with_norms(LightningDiT(**sizes, patch_size=2, in_channels=4, qk_norm=True)),
-    )
-    x = torch.randn(2, 4, SIDE, SIDE, generator=generator)
-    t = torch.tensor([7, 7])
-    y = torch.tensor([3, CLASSES])
-    cases = (2, "fp16"), (ranks.world, "fp32"), (ranks.world, "exact")
-    for (count, tier), one in product(cases, (model, *flows, *large)):
-        part = ranks.part(Layout(weights=count))
-        state = one.state_dict()
-        with BytesRead(state) as whole_read:
-            whole = build(state, one, pack_of(one), tier, torch.device("cpu"))
-        with BytesRead(state) as read:
-            network = build(state, one, pack_of(one), tier, torch.device("cpu"), part=part)
-        if ranks.rank >= count:  # idle
-            continue
-        row = dict(kind="accelerated", tier=tier, family=type(one).__name__, ranks=count)
-        row |= dict(held=held(network) / held(whole), read=read.total / whole_read.total)
-        # which fills the table by parts
-        scheduled = [one.schedule([7], [3, CLASSES]) for one in (network, whole)]
-        index = torch.zeros(2, dtype=torch.int64)
-        for _, advance in scheduled:
-            advance(0)
-        got, want = (evaluate(one, x, index, y, 4.0) for one, _ in scheduled)
-        yield row | difference(got, want)
-        yield row | difference(evaluate(network, x, t, y, 4.0), want)
+            layout = Layout(rows, tokens, "ulysses" if tokens > 1 else None)
+            for kind, network in NETWORKS.items():
+                alone = network(model)
+                shared = ranks.share(alone, layout)
+                if ranks.rank >= layout.ranks:
+                    continue
+                row = {"kind": kind, "layout": layout}
+                yield row | difference(
+                    evaluate(shared, x, t, y, 4.0), evaluate(alone, x, t, y, 4.0)
+                )
+                yield row | difference(shared.forward(x, t, y), alone.forward(x, t, y))
 
 
 LARGE = (
     Layout(rows=2),
-    Layout(tokens=4),
+    Layout(tokens=4, exchange="ulysses"),
     Layout(tokens=2, exchange="ulysses"),
-    Layout(rows=2, tokens=2),
+    Layout(rows=2, tokens=2, exchange="ulysses"),
 )
 
 
@@ -172,7 +106,7 @@ def main():
     with launched_ranks("sharded_worker.py") as ranks:
         ranks.take_device("cpu")
         results = []
-        for part in (sharded, accelerated, large):
+        for part in (sharded, large):
             results += part(ranks, model, torch.Generator().manual_seed(1))
         print(json.dumps(ranks.all_gather_object(results)))
 

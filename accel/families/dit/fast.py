@@ -5,32 +5,19 @@ from collections.abc import Callable
 from accel.families.dit.network import DiT
 from accel.fast.conditioning import Conditioning
 from accel.fast.network import Packing
-from accel.fast.ops import Block, Gemms, Half, Split, Weights
+from accel.fast.ops import Block, Gemms, Half, Split
 from accel.fast.reader import Reader
 from accel.network import Stage
 
 
 def block(read: Reader, name: str, ops: Half | Split) -> Block:
     """Pack the block `name`."""
-
-    def outputs(layer, matrices=1):
-        """Divide the outputs of a GEMM among the ranks."""
-        weight = read.rows(f"{layer}.weight", ops.dtype, matrices)
-        bias = read.rows(f"{layer}.bias", ops.dtype, matrices)
-        return Weights(layer, weight, bias)
-
-    def inputs(layer):
-        """Divide the inputs of a GEMM among the ranks, which sum its results."""
-        weight = read.columns(f"{layer}.weight", ops.dtype)
-        bias = read.once(f"{layer}.bias", ops.dtype)
-        return Weights(layer, weight, bias)
-
     return ops.block(
         Gemms(
-            qkv=outputs(f"{name}.attn.qkv", matrices=3),
-            proj=inputs(f"{name}.attn.proj"),
-            fc1=outputs(f"{name}.mlp.fc1"),
-            fc2=inputs(f"{name}.mlp.fc2"),
+            qkv=read.layer(f"{name}.attn.qkv", ops.dtype),
+            proj=read.layer(f"{name}.attn.proj", ops.dtype),
+            fc1=read.layer(f"{name}.mlp.fc1", ops.dtype),
+            fc2=read.layer(f"{name}.mlp.fc2", ops.dtype),
         )
     )
 
@@ -58,7 +45,7 @@ def pack(
             Stage(
                 blocks=[block(read, name, ops) for name in names],
                 width=len(kernel),
-                num_heads=model.num_heads // ops.part.ranks,
+                num_heads=model.num_heads,
             )
         ],
         last_weight=read("final_layer.linear.weight"),

@@ -64,7 +64,7 @@ def pack(read: Reader, model: JiT, ops: Half | Split) -> Packing:
     def stage(names, front):
         rotation = rotations(width // heads, model.side, front, ops.stream, ops.device)
         blocks = [block(read, name, ops, heads, rotation) for name in names]
-        return Stage(blocks, width, heads // ops.part.ranks, prepended=front)
+        return Stage(blocks, width, heads, prepended=front)
 
     before = [name for name in names if int(name.rpartition(".")[2]) < model.in_context_start]
     vectors = BLOCK_VECTORS * len(before)  # that the first stage reads

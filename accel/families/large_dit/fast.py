@@ -40,7 +40,7 @@ def pack(read: Reader, model: DiT_Llama, ops: Half | Split) -> Packing:
             Stage(
                 blocks=[_block(read, name, model.n_heads, rotation, ops) for name in names],
                 width=width,
-                num_heads=model.n_heads // ops.part.ranks,
+                num_heads=model.n_heads,
             )
         ],
         last_weight=read("final_layer.linear.weight"),
@@ -70,13 +70,13 @@ def _block(read: Reader, name: str, heads: int, rotation: Tensor, ops: Half | Sp
     mlp = f"{name}.feed_forward"
     head_dim = 2 * rotation.shape[1]
     qkv = [
-        read.heads(f"{attention}.{layer}.weight", heads, head_dim, ops.dtype)
+        _of_query_heads(read(f"{attention}.{layer}.weight", ops.dtype), heads, head_dim)
         for layer in ("wq", "wk", "wv")
     ]
-    w1 = read.rows(f"{mlp}.w1.weight", ops.dtype)
-    w3 = read.rows(f"{mlp}.w3.weight", ops.dtype)
-    wo = read.columns(f"{attention}.wo.weight", ops.dtype)
-    w2 = read.columns(f"{mlp}.w2.weight", ops.dtype)
+    w1 = read(f"{mlp}.w1.weight", ops.dtype)
+    w3 = read(f"{mlp}.w3.weight", ops.dtype)
+    wo = read(f"{attention}.wo.weight", ops.dtype)
+    w2 = read(f"{mlp}.w2.weight", ops.dtype)
     gemms = Gemms(
         qkv=Weights(f"{attention}.wq, wk, wv", torch.cat(qkv)),  # (3·D, D)
         proj=Weights(f"{attention}.wo", wo),
@@ -85,6 +85,14 @@ def _block(read: Reader, name: str, heads: int, rotation: Tensor, ops: Half | Sp
     )
     norms = _norms(read, attention, heads, head_dim)
     return ops.block(gemms, gated=True, rotation=Rotation(rotation, norms))
+
+
+def _of_query_heads(rows, heads, head_dim):
+    """Return the rows (H·d, …) of every query head. Several may share a head of keys or values,
+    which is then repeated.
+    """
+    by_head = rows.unflatten(0, (-1, head_dim))  # (kv heads, d, …)
+    return by_head.repeat_interleave(heads // len(by_head), dim=0).flatten(0, 1)
 
 
 def _norms(read, attention, heads, head_dim):
@@ -96,8 +104,7 @@ def _norms(read, attention, heads, head_dim):
         return None
 
     def norm(name):
-        weight = read.heads(f"{attention}.{name}.weight", heads, head_dim)
-        bias = read.heads(f"{attention}.{name}.bias", heads, head_dim)
-        return torch.stack([weight, bias])
+        parameters = [read(f"{attention}.{name}.weight"), read(f"{attention}.{name}.bias")]
+        return torch.stack([_of_query_heads(each, heads, head_dim) for each in parameters])
 
     return torch.stack([norm("q_norm"), norm("k_norm")])

@@ -12,7 +12,7 @@ from accel.families.lightning_dit.network import EPS, LightningDiT, rotation_tab
 from accel.families.sit import fast as sit
 from accel.fast.conditioning import Conditioning
 from accel.fast.network import Packing
-from accel.fast.ops import Block, Gemms, Half, Rotation, Split, Weights
+from accel.fast.ops import Block, Gemms, Half, Rotation, Split
 from accel.fast.reader import Reader
 
 # The GEMM kernels' multiple, to which the hidden width is padded with zeros. They add nothing:
@@ -49,34 +49,25 @@ def fold_norms(read: Reader, norms: list[str], conditioning: Conditioning) -> No
 
 def block(read: Reader, name: str, ops: Half | Split, heads: int, rotation: Tensor) -> Block:
     """Pack the block `name`. rotation: the table (T, d/2, 2)."""
-    qkv = f"{name}.attn.qkv"
-    proj = f"{name}.attn.proj"
-    w12 = f"{name}.mlp.w12"
-    w3 = f"{name}.mlp.w3"
+    fc1 = read.layer(f"{name}.mlp.w12", ops.dtype)  # (2·F, D)
+    fc2 = read.layer(f"{name}.mlp.w3", ops.dtype)  # (D, F)
     gemms = Gemms(
-        qkv=Weights(
-            qkv,
-            read.rows(f"{qkv}.weight", ops.dtype, matrices=3),
-            read.rows(f"{qkv}.bias", ops.dtype, matrices=3),
+        qkv=read.layer(f"{name}.attn.qkv", ops.dtype),
+        proj=read.layer(f"{name}.attn.proj", ops.dtype),
+        fc1=fc1._replace(
+            weight=_aligned(fc1.weight.unflatten(0, (2, -1))).flatten(0, 1),
+            bias=_aligned(fc1.bias.unflatten(0, (2, -1))).flatten(),
         ),
-        proj=Weights(
-            proj,
-            read.columns(f"{proj}.weight", ops.dtype),
-            read.once(f"{proj}.bias", ops.dtype),
-        ),
-        fc1=Weights(
-            w12,
-            read.rows(f"{w12}.weight", ops.dtype, 2, ALIGNED),  # (2·F, D)
-            read.rows(f"{w12}.bias", ops.dtype, 2, ALIGNED),  # (2·F,)
-        ),
-        fc2=Weights(
-            w3,
-            read.columns(f"{w3}.weight", ops.dtype, ALIGNED),
-            read.once(f"{w3}.bias", ops.dtype),
-        ),
+        fc2=fc2._replace(weight=_aligned(fc2.weight)),
     )
-    norms = _norms(read, f"{name}.attn", heads // ops.part.ranks)
+    norms = _norms(read, f"{name}.attn", heads)
     return ops.block(gemms, gated=True, rotation=Rotation(rotation, norms, EPS))
+
+
+def _aligned(x):
+    """Return x with zeros in dimension 1 up to a multiple of ALIGNED."""
+    missing = -x.shape[1] % ALIGNED
+    return torch.cat([x, x.new_zeros(len(x), missing, *x.shape[2:])], dim=1)
 
 
 def _norms(read, attention, heads):

@@ -43,11 +43,10 @@ class TokenConditioning(Conditioning):
         self.vectors += 1
         self.frequencies = read("t_embedder.W")
         self.operand: Callable[[Tensor], Any] = ops.operand
-        weight = read(f"{PROJECTOR}.weight", ops.dtype)  # (W, D)
-        bias = read(f"{PROJECTOR}.bias", ops.dtype)
-        self.head_width = len(bias)
+        projector = read.layer(PROJECTOR, ops.dtype)
+        self.head_width = len(projector.weight)
         self.gemms = (
-            ops.linear(Weights(PROJECTOR, weight, bias)),
+            ops.linear(projector),
             ops.linear(_head_vectors(read, head, self.head_width, ops.dtype)),
         )
 
@@ -75,7 +74,7 @@ class TokenConditioning(Conditioning):
 
 
 def _head_vectors(read: Reader, blocks: list[str], width: int, dtype: torch.dtype) -> Weights:
-    """Return the GEMM of the vectors of `blocks` and of the last layer, whole on every rank.
+    """Return the GEMM of the vectors of `blocks` and of the last layer.
 
     The norms' weights are folded into the scales, as Conditioning.fold does.
     """
@@ -116,7 +115,7 @@ def pack(read: Reader, model: DiTwDDTHead, ops: Half | Split) -> Packing:
         return Stage(
             [block(read, name, ops, heads, rotation) for name in names],
             width,
-            heads // ops.part.ranks,
+            heads,
             enter=lambda x, embedded, condition: embedded[..., part].contiguous(),
         )
 

@@ -85,19 +85,6 @@ def test_two_stages_compute_what_is_written_out(model, tier, tolerance):
     assert error(scheduled.forward(x, torch.arange(4), y), want) < tolerance
 
 
-def test_depth_heads_and_measured_blocks_are_those_of_all_stages(model):
-    for network in (Plain(model), in_two(network_of(model, "fp32"))):
-        assert (network.depth, network.width, network.num_heads) == (4, WIDTH, 2)
-        name = type(network).__name__
-        assert network.describe() == (
-            f"{name} of 1 blocks of {WIDTH} and 3 blocks of {WIDTH}, torch.float32"
-        )
-        shallow = network.shallow(2)
-        assert [len(stage.blocks) for stage in shallow.stages] == [1, 1]
-        x, t, y = inputs(model, 2)
-        assert shallow.forward(x, t, y).shape == network.forward(x, t, y).shape
-
-
 def test_kernels_of_every_stage_are_warmed_up_and_tuned(model):
     """GEMMs for the tokens of each stage; of each stage's blocks the first is loaded as zeros."""
     network = in_two(network_of(model, "fp16"))
