@@ -134,7 +134,7 @@ def convert(
         )
     if vae:
         decoder = find(vae).decoder
-        if decoder.kind is not AUTOENCODER_KL or decoder.path.is_file():
+        if decoder.kind is not AUTOENCODER_KL:
             raise UsageError(
                 f"`vae={vae}`: a pipeline needs the folder of an AutoencoderKL; give one"
             )

@@ -68,13 +68,11 @@ class Decoder:
         # imports are long stretches of Python; the loop that feeds the GPU goes first
         sys.setswitchinterval(1e-4)
         try:
-            self.compile()
+            if self.precision == "fp16":
+                self.kind.compile_half(self.device)
             return files.load(self.space, "cpu")
         finally:
             sys.setswitchinterval(interval)
-
-    def compile(self) -> None:
-        """Compile the kernels of the decoder's arithmetic."""
 
     def load(self) -> "Decoder":
         """Load the network onto the device, at the first call. Returns this decoder."""
