@@ -50,15 +50,12 @@ def writes_to_peer(index: int, peer: int) -> bool:
 
     GPUs can over NVLink, rarely over PCIe.
     """
+    if not torch.cuda.can_device_access_peer(index, peer):
+        return False
     driver = _bindings("driver")
-    source = call(driver.cuDeviceGet, index)
-    target = call(driver.cuDeviceGet, peer)
-
-    def has(name):
-        attribute = getattr(driver.CUdevice_P2PAttribute, f"CU_DEVICE_P2P_ATTRIBUTE_{name}")
-        return call(driver.cuDeviceGetP2PAttribute, attribute, source, target)
-
-    return bool(has("ACCESS_SUPPORTED") and has("NATIVE_ATOMIC_SUPPORTED"))
+    devices = [call(driver.cuDeviceGet, number) for number in (index, peer)]
+    atomics = driver.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+    return bool(call(driver.cuDeviceGetP2PAttribute, atomics, *devices))
 
 
 @lru_cache(None)
@@ -110,29 +107,23 @@ def wgmma(name: str, columns: int, half: str, a_in_registers: bool = False) -> s
     a_in_registers: A is in registers and B lies column by column.
     """
     count = columns // 2  # registers of d, which are the operands %0 and following
-    if a_in_registers:
-        a_types = ["unsigned"] * 4
-        a_names = [f"a{i}" for i in range(4)]
-        layouts = "1"
-    else:
-        a_types = ["unsigned long long"]
-        a_names = ["a"]
-        layouts = "0, 0"
-    types = [*a_types, "unsigned long long", "int"]
-    names = [*a_names, "b", "accumulate"]
-    inputs = ", ".join(f"{type_} {name_}" for type_, name_ in zip(types, names))
-    numbers = [f"%{count + i}" for i in range(len(names))]
-    a_operand = "{" + ", ".join(numbers[:4]) + "}" if a_in_registers else numbers[0]
-    b_operand = numbers[-2]
-    condition = numbers[-1]
     d = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    constraints = ["l" if "long" in type_ else "r" for type_ in types]
-    operands = ", ".join(f'"{letter}"({name_})' for letter, name_ in zip(constraints, names))
+    if a_in_registers:
+        a = [("unsigned", "r", f"a{i}") for i in range(4)]
+        a_operand = f"{{%{count}, %{count + 1}, %{count + 2}, %{count + 3}}}"
+        layouts = "1"
+    else:
+        a = [("unsigned long long", "l", "a")]
+        a_operand = f"%{count}"
+        layouts = "0, 0"
+    parameters = [*a, ("unsigned long long", "l", "b"), ("int", "r", "accumulate")]
+    inputs = ", ".join(f"{type_} {name_}" for type_, _, name_ in parameters)
+    operands = ", ".join(f'"{letter}"({name_})' for _, letter, name_ in parameters)
     return f"""__device__ __forceinline__ void {name}(float (&d)[{count}], {inputs}) {{
-    asm volatile("{{ .reg .pred p; setp.ne.b32 p, {condition}, 0; "
+    asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{count + len(a) + 1}, 0; "
                  "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{half}.{half} "
-                 "{{{d}}}, {a_operand}, {b_operand}, p, 1, 1, {layouts}; }}"
+                 "{{{d}}}, {a_operand}, %{count + len(a)}, p, 1, 1, {layouts}; }}"
                  : {outputs} : {operands});
 }}
 """
@@ -163,15 +154,11 @@ def source(
     It has the fields of `config` and the constants as macros, generated functions, hopper.cuh, and
     the kernel's own files. half: the operands' type, as PTX names it.
     """
-    macros: dict[str, int | str] = {}
-    for name, number in config._asdict().items():
-        macros[name.upper()] = int(number)
-    macros.update(constants)
-    macros["HALF"] = f'"{half}"'
-    defines = [f"#define {name} {value}\n" for name, value in macros.items()]
+    macros = {**config._asdict(), **constants}
+    defines = [f"#define {name.upper()} {int(value)}\n" for name, value in macros.items()]
     shared = Path(__file__).with_name("hopper.cuh")
     texts = [file.read_text() for file in (shared, *files)]
-    return "".join([*defines, functions, *texts])
+    return "".join([*defines, f'#define HALF "{half}"\n', functions, *texts])
 
 
 def compile_cubin(text: str, name: str) -> bytes:
@@ -253,17 +240,17 @@ class Kernel:
         driver = _bindings("driver")
         values, types = zip(*map(_argument, arguments))
         with torch.cuda.device(self.device):
-            stream = torch.cuda.current_stream(self.device).cuda_stream
-            configuration = driver.CUlaunchConfig()
-            configuration.gridDimX = blocks
-            configuration.gridDimY = 1
-            configuration.gridDimZ = 1
-            configuration.blockDimX = self.threads
-            configuration.blockDimY = 1
-            configuration.blockDimZ = 1
-            configuration.sharedMemBytes = self.shared_bytes
-            configuration.hStream = driver.CUstream(stream)
-            call(driver.cuLaunchKernelEx, configuration, self.function, (values, types), 0)
+            stream = driver.CUstream(torch.cuda.current_stream(self.device).cuda_stream)
+            call(
+                driver.cuLaunchKernel,
+                self.function,
+                *(blocks, 1, 1),
+                *(self.threads, 1, 1),
+                self.shared_bytes,
+                stream,
+                (values, types),
+                0,
+            )
 
 
 _C_TYPES = {int: ctypes.c_int, float: ctypes.c_float}

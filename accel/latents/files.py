@@ -37,11 +37,6 @@ def kind_of(name: str) -> DecoderKind:
     return import_module(f"{latents.__name__}.{name}").KIND
 
 
-def without_files(name: str) -> LatentSpace | None:
-    """Return the latent space of a kind without files; None if `name` is not of one."""
-    return kind_of(name).without_files if name in kind_names() else None
-
-
 def find(name: str, statistics: str | None = None) -> LatentSpace:
     """Return the latent space of a decoder, with its files.
 
@@ -50,9 +45,8 @@ def find(name: str, statistics: str | None = None) -> LatentSpace:
     stabilityai/sd-vae-ft-NAME, which is fetched; or pixels. statistics: a file of the latents'
     mean and deviation; default: the one beside a decoder that says none. Raises UsageError.
     """
-    space = without_files(name)
-    if space is not None:
-        return space
+    if name in kind_names() and kind_of(name).without_files:
+        return kind_of(name).without_files
     path = _locate(str(name))
     kind = _recognise(path, _content(path))
     files = DecoderFiles(path, _stamps(kind, path, statistics), kind, statistics)
@@ -95,9 +89,14 @@ def _locate(name):
     return folder
 
 
+def _first_file(path):
+    """Return a decoder's file, or its folder's config.json."""
+    return path if path.is_file() else path / FILES[0]
+
+
 def _content(path: Path) -> Mapping[str, Any]:
-    """Return the content of a decoder's file, or of its folder's config.json."""
-    file = path if path.is_file() else path / FILES[0]
+    """Return the content of a decoder's first file."""
+    file = _first_file(path)
     if not mode_of(file, "vae"):
         raise UsageError(f"`vae={path}`: must hold {' and '.join(FILES)}")
     return _read_content(file, tuple(file_stamps([file], "vae")))
@@ -114,13 +113,10 @@ def _recognise(path, content):
         kind = kind_of(name)
         if kind.holds(content):
             return kind
-    names = ", ".join(kind_names())
-    if path.is_file():
-        raise UsageError(f"`vae={path}`: holds no decoder of a kind that is known here ({names})")
-    described = content.get("_class_name") or content.get("model_type")
+    described = content.get("_class_name") or content.get("model_type") or "something else"
     raise UsageError(
-        f"`vae={path / FILES[0]}`: describes {shown(described)}, no decoder of a kind that is "
-        f"known here ({names})"
+        f"`vae={_first_file(path)}`: holds no decoder of a kind that is known here "
+        f"({', '.join(kind_names())}), but {shown(described)}"
     )
 
 
