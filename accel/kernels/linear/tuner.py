@@ -5,6 +5,7 @@ measuring takes a fraction of a second, once for a GPU and library, and gains 4 
 """
 
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,20 +39,11 @@ class Problem(NamedTuple):
     device: torch.device
 
     @property
-    def shape(self) -> str:
-        """Return the sides and the epilogue, as files name them."""
-        return f"{self.m}x{self.n}x{self.k}"
-
-    @property
     def name(self) -> str:
         """Return the name in files of measurements."""
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.shape} {dtype}{self.epilogue}"
-
-    @property
-    def epilogue(self) -> str:
-        """Return the end of a name."""
-        return " gelu" if self.gelu else ""
+        epilogue = " gelu" if self.gelu else ""
+        return f"{self.m}x{self.n}x{self.k} {dtype}{epilogue}"
 
 
 class Choice(NamedTuple):
@@ -87,7 +79,7 @@ class Tuner:
         self, m: int, n: int, k: int, gelu: bool, dtype: torch.dtype, device: torch.device
     ) -> Choice:
         """Return the algorithm of a GEMM."""
-        problem = Problem(m, n, k, gelu, dtype, _numbered(device))
+        problem = _problem(m, n, k, gelu, dtype, device)
         if problem not in self.chosen:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
@@ -121,20 +113,20 @@ class Tuner:
         """
         algorithms = self.share(lambda: [self.choose(*problem).algorithm for problem in problems])
         for arguments, algorithm in zip(problems, algorithms, strict=True):
-            problem = Problem(*arguments)
-            problem = problem._replace(device=_numbered(problem.device))
+            problem = _problem(*arguments)
             self.chosen[problem] = _restored(algorithm, problem)
 
 
-def _numbered(device):
-    """Return a device with its number, as tensors name it."""
-    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+def _problem(m, n, k, gelu, dtype, device):
+    """Return the problem of `choose`'s arguments; its device has a number, as those of tensors."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return Problem(m, n, k, gelu, dtype, torch.device("cuda", index))
 
 
 def _winner(problem):
     """Return the recorded choice that won on this kind of GPU under long load, or None."""
     of_gpu = WINNERS.get(gpu.name(problem.device), {})
-    wanted = of_gpu.get(f"{problem.shape}{problem.epilogue}")
+    wanted = of_gpu.get(re.sub(" b?float16", "", problem.name))  # one for both
     if wanted is None:
         return None
     gemm = cublaslt.Gemm(*problem)
