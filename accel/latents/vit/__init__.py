@@ -21,7 +21,7 @@ from torch import Tensor
 from accel.errors import UsageError, shown
 from accel.latents import DecoderFiles, DecoderKind, LatentSpace
 from accel.latents.statistics import read_statistics
-from accel.latents.vit.network import HalfViT, Sizes, ViTDecoder
+from accel.latents.vit.network import Sizes, ViTDecoder, half_of
 from accel.weights.shapes import require_fit, shapes_only
 from accel.weights.tensor_files import file_stamps, read_json, read_tensors, require_floats
 
@@ -114,7 +114,7 @@ class ViT(DecoderKind):
 
     def half(self, network: Any) -> Callable[[Tensor], Tensor]:
         """Return the decoder in float16."""
-        return HalfViT(network)
+        return half_of(network)
 
     def levels(self, pixels: Tensor) -> Tensor:
         """Return 255·v of pixels v = (x + 1)/2: exact for v ≥ 1/4, else v has 25 bits."""
