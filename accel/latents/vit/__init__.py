@@ -45,11 +45,8 @@ def _entries(content: Mapping[str, Any]) -> dict[str, Any]:
     training run, under the names that they have in the former.
     """
     whole = content["ema"] if isinstance(content.get("ema"), dict) else content
-    entries = {}
-    for name, value in whole.items():
-        name = re.sub(r"^(module\.|_orig_mod\.)*(decoder\.)?", "", str(name))
-        entries[name] = value
-    return entries
+    prefix = re.compile(r"^(module\.|_orig_mod\.)*(decoder\.)?")
+    return {prefix.sub("", str(name)): value for name, value in whole.items()}
 
 
 class ViT(DecoderKind):
@@ -61,12 +58,10 @@ class ViT(DecoderKind):
 
     def files(self, path: Path, statistics: str | None) -> list[Path]:
         """Return the weights, the statistics, and the facts beside the weights."""
-        weights = path
-        if not path.is_file():
-            present = [path / name for name in WEIGHTS if (path / name).is_file()]
-            if not present:
-                raise UsageError(f"`vae={path}`: must hold {CONFIG} and {' or '.join(WEIGHTS)}")
-            weights = present[0]
+        possible = [path, *(path / name for name in WEIGHTS)]
+        weights = next(filter(Path.is_file, possible), None)
+        if weights is None:
+            raise UsageError(f"`vae={path}`: must hold {CONFIG} and {' or '.join(WEIGHTS)}")
         beside = weights.parent
         if statistics is None and not (beside / STATISTICS).is_file():
             raise UsageError(
@@ -170,18 +165,17 @@ def _sizes(name: str, state: Mapping[str, Tensor], metadata: Mapping[str, Any]) 
 
 def _log_assumptions(weights, metadata, sizes):
     """Print what no file says, and the remedy."""
-    assumed = []
-    remedies = []
+    remedies = {}  # of what is assumed
     if HEADS not in metadata:
-        assumed.append(f"{sizes['heads']} heads, as a width of {sizes['width']} usually has")
-        remedies.append(f"{CONFIG} with {HEADS}")
+        heads = f"{sizes['heads']} heads, as a width of {sizes['width']} usually has"
+        remedies[heads] = f"{CONFIG} with {HEADS}"
     if not IMAGENET.keys() <= metadata.keys():
-        assumed.append("ImageNet's mean and deviation of pixels")
-        remedies.append(f"{COLOURS} with {' and '.join(IMAGENET)}")
-    if assumed:
+        colours = "ImageNet's mean and deviation of pixels"
+        remedies[colours] = f"{COLOURS} with {' and '.join(IMAGENET)}"
+    if remedies:
         log.warning(
-            f"{shown(str(weights), 300)}: taken with {', and '.join(assumed)}; if it has others: "
-            f"put {' and '.join(remedies)} beside it"
+            f"{shown(str(weights), 300)}: taken with {', and '.join(remedies)}; if it has others: "
+            f"put {' and '.join(remedies.values())} beside it"
         )
 
 
