@@ -110,6 +110,8 @@ class Gemm:
         self.gelu = gelu
         self.dtype = dtype
         self.device = device
+        dtype_name = str(dtype).removeprefix("torch.")
+        self.name = f"{m}x{n}x{k} {dtype_name}{' gelu' if gelu else ''}"  # in files
         self.description = ctypes.c_void_p()
         _call(
             "cublasLtMatmulDescCreate",
