@@ -15,8 +15,6 @@ from accel.latents import DecoderKind, LatentSpace, files
 from accel.network import require_no_gradients
 from accel.precision import convolutions
 
-OF_DECODER = "this decoder has none; call diffusers' own for gradients"
-
 
 class NoDecoder:
     """The decoder of a space whose latents are pixels: it returns them."""
@@ -89,7 +87,7 @@ class Decoder:
         shape that the decoder does not take, or if it makes pixels that are not finite: they would
         become black. It has no gradients: raises UsageError where they are asked for.
         """
-        require_no_gradients(OF_DECODER, latents)
+        require_no_gradients("this decoder has none; call diffusers' own for gradients", latents)
         if latents.ndim != 4 or latents.shape[1] != self.space.channels:
             raise UsageError(
                 f"latents: are {tuple(latents.shape)}, must be (n, {self.space.channels}, L, L)"

@@ -9,6 +9,7 @@ float16 version.
 # Our own, because `import diffusers` takes 2.6 to 8 s: longer than four GPUs need to
 # sample.
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -51,9 +52,6 @@ SD_VAE_FT = {
     "layers_per_block": 2,
     "up_block_types": ["UpDecoderBlock2D"] * 4,
 }
-MOST_CHANNELS = 8192
-MOST_LAYERS = 64
-MOST_LEVELS = 8  # far beyond any: a damaged config.json should not take minutes
 LARGEST = 1e6  # of scales and shifts, far beyond any
 
 
@@ -63,7 +61,8 @@ def check_config(config: Mapping[str, Any]) -> dict[str, Any]:
     another function than is computed here.
     """
 
-    def is_size(value, most=MOST_CHANNELS):
+    # far beyond any: a damaged config.json should not take minutes
+    def is_size(value, most=8192):
         return type(value) is int and 0 < value <= most
 
     def is_number(value, least=-LARGEST):
@@ -87,8 +86,8 @@ def check_config(config: Mapping[str, Any]) -> dict[str, Any]:
         "out_channels": entries["out_channels"] == 3,
         "latent_channels": is_size(channels),
         "norm_num_groups": is_size(entries["norm_num_groups"]),
-        "layers_per_block": is_size(entries["layers_per_block"], MOST_LAYERS),
-        "block_out_channels": 0 < levels <= MOST_LEVELS and all(map(is_size, widths or ())),
+        "layers_per_block": is_size(entries["layers_per_block"], most=64),
+        "block_out_channels": 0 < levels <= 8 and all(map(is_size, widths)),
         "up_block_types": is_list(entries["up_block_types"], levels, list(UP_BLOCKS).__contains__),
         "scaling_factor": is_scale(entries["scaling_factor"]),
         "shift_factor": shift is None or is_number(shift) and (is_plain or shift == 0),
@@ -137,13 +136,10 @@ class Attention(nn.Module):
         return h.transpose(1, 2).reshape(x.shape) + x
 
 
-class Upsample(nn.Module):
-    def __init__(self, width: int):
-        super().__init__()
-        self.conv = nn.Conv2d(width, width, 3, padding=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
+def doubling(width: int) -> nn.Module:
+    """Return nearest upsampling and a convolution."""
+    conv = nn.Conv2d(width, width, 3, padding=1)
+    return nn.Sequential(OrderedDict(nearest=nn.Upsample(scale_factor=2.0), conv=conv))
 
 
 class Block(nn.Module):
@@ -159,7 +155,7 @@ class Block(nn.Module):
             [Residual(width if i else width_in, width, groups) for i in range(layers)]
         )
         self.attentions = nn.ModuleList([Attention(width, groups) for _ in range(attentions)])
-        self.upsamplers = nn.ModuleList([Upsample(width)] if upsample else [])
+        self.upsamplers = nn.ModuleList([doubling(width)] if upsample else [])
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -179,9 +175,10 @@ class Layers(nn.Module):
         widths = config["block_out_channels"][::-1]
         layers = config["layers_per_block"] + 1
         groups = config["norm_num_groups"]
-        attention = config["mid_block_add_attention"]
         self.conv_in = nn.Conv2d(config["latent_channels"], widths[0], 3, padding=1)
-        self.mid_block = Block(widths[0], widths[0], 2, groups, attention, upsample=False)
+        self.mid_block = Block(
+            widths[0], widths[0], 2, groups, config["mid_block_add_attention"], upsample=False
+        )
         self.up_blocks = nn.ModuleList(
             Block(
                 widths[max(i - 1, 0)],
