@@ -1,8 +1,8 @@
 """CUDA kernels without a toolkit.
 
 NVRTC compiles the text, the cubin stays on disk, the driver loads and launches it. Both are called
-through cuda.bindings, which torch installs. The first launch on a machine compiles for seconds,
-later processes load some 50 KB.
+through cuda.bindings, which torch installs, and imported late: older GPUs need neither. The first
+launch on a machine compiles for seconds, later processes load some 50 KB.
 """
 
 import ctypes
@@ -10,8 +10,6 @@ import gc
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,24 +50,11 @@ def writes_to_peer(index: int, peer: int) -> bool:
     """
     if not torch.cuda.can_device_access_peer(index, peer):
         return False
-    driver = _bindings("driver")
+    from cuda.bindings import driver
+
     devices = [call(driver.cuDeviceGet, number) for number in (index, peer)]
     atomics = driver.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
     return bool(call(driver.cuDeviceGetP2PAttribute, atomics, *devices))
-
-
-@lru_cache(None)
-def _bindings(name):
-    """Import cuda.bindings' driver or nvrtc on first use.
-
-    Older GPUs need neither, and a full cache needs no compiler.
-    """
-    try:
-        return import_module(f"cuda.bindings.{name}")
-    except ImportError:
-        raise RuntimeError(
-            "CUDA's driver is called through cuda.bindings: pip install cuda-bindings"
-        ) from None
 
 
 def call(function: Callable, *arguments: Any) -> Any:
@@ -166,7 +151,8 @@ def compile_cubin(text: str, name: str) -> bytes:
 
     Raises RuntimeError with the compiler's log.
     """
-    nvrtc = _bindings("nvrtc")
+    from cuda.bindings import nvrtc
+
     program = call(nvrtc.nvrtcCreateProgram, text.encode(), name.encode(), 0, None, None)
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(OPTIONS), OPTIONS)
@@ -216,7 +202,8 @@ class Kernel:
         self.threads = threads
         self.shared_bytes = shared_bytes
         self.device = device
-        driver = _bindings("driver")
+        from cuda.bindings import driver
+
         with torch.cuda.device(device):
             torch.cuda.current_stream()  # makes the device's context
             module = call(driver.cuModuleLoadData, cached_cubin(text, name))
@@ -237,7 +224,8 @@ class Kernel:
         arguments: tensors (their pointers), None (no pointer), int and float (32 bits), tensor
         maps.
         """
-        driver = _bindings("driver")
+        from cuda.bindings import driver
+
         values, types = zip(*map(_argument, arguments))
         with torch.cuda.device(self.device):
             stream = driver.CUstream(torch.cuda.current_stream(self.device).cuda_stream)
@@ -281,7 +269,8 @@ def tensor_map(
     box: the size of one copy. swizzle: bytes that the box's lines are swizzled over. Raises
     ValueError for another dtype, a tensor with gaps, or an unaligned one.
     """
-    driver = _bindings("driver")
+    from cuda.bindings import driver
+
     if tensor.dtype not in HALF or not tensor.is_contiguous() or tensor.data_ptr() % 16:
         raise ValueError(
             "backend 'hopper' takes contiguous tensors in half precision, aligned to 16 bytes"
