@@ -50,7 +50,7 @@ def find(name: str, statistics: str | None = None) -> LatentSpace:
     path = _locate(str(name))
     kind = _recognise(path, _content(path))
     files = DecoderFiles(path, _stamps(kind, path, statistics), kind, statistics)
-    return kind.space(files, _open(files)[0])
+    return kind.space(files, _read(files)[0])
 
 
 def _locate(name):
@@ -119,7 +119,7 @@ def load(space: LatentSpace, device: torch.device | str) -> torch.nn.Module:
     """Return the float32 decoder of a space from `find`, on `device`. Raises UsageError as
     find does, and for files that were changed since.
     """
-    entries, state = _open(space.decoder)
+    entries, state = _read(space.decoder)
     with shapes_only():
         decoder = space.decoder.kind.build(entries)
     # strides decide rounding
@@ -139,7 +139,8 @@ def digest(space: LatentSpace) -> str:
         return str(space.decoder)
     from accel.weights.digests import cached_digest  # a grid needs none
 
-    entries, state = _open(space.decoder)
+    entries, state = _read(space.decoder)
+    require_unchanged(space.decoder)
     of_weights = cached_digest(space.decoder.stamps, lambda: state)
     numbers = space._replace(decoder=None)._asdict()
     del numbers["side"]  # of the weights
@@ -159,16 +160,11 @@ def _stamps(kind: DecoderKind, path: Path, statistics: str | None) -> tuple[tupl
     return tuple(file_stamps(kind.files(path, statistics), "vae"))
 
 
-def _open(decoder: DecoderFiles) -> tuple[dict, dict[str, torch.Tensor]]:
-    """Return (the entries that build the decoder, its weights, memory-mapped). Read the files
-    once. Raises UsageError if they were changed since.
-    """
-    require_unchanged(decoder)
-    return _read(decoder)
-
-
 @lru_cache(maxsize=1)
 def _read(decoder: DecoderFiles) -> tuple[dict, dict[str, torch.Tensor]]:
+    """Return (the entries that build the decoder, its weights, memory-mapped). Read the files
+    once. Whoever uses the weights checks that they were not changed.
+    """
     content = _content(decoder.path)
     _read_content.cache_clear()  # it may hold an encoder too
     return decoder.kind.read(decoder, content)
