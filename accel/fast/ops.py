@@ -68,11 +68,9 @@ class Float32Linear:
             large = weight.dtype == torch.float32 and weight.numel() >= LARGE
             in_eights = all(side % 8 == 0 for side in weight.shape)  # as the kernel takes them
             split = large and in_eights and choose(weight.device) == "hopper"
-        self.tensors = [weight] if gemm.bias is None else [weight, gemm.bias]
-        self.split: SplitLinear | None = None
-        if split:
-            self.split = SplitLinear(weight, gemm.bias_or_zeros(), name=gemm.name)
-            self.tensors = list(self.split.parameters())
+        plain = [weight] if gemm.bias is None else [weight, gemm.bias]
+        self.split = SplitLinear(weight, gemm.bias_or_zeros(), name=gemm.name) if split else None
+        self.tensors = list(self.split.parameters()) if self.split else plain
 
     def prepare(self, m: int) -> None:
         """Compile and load the kernels for M tokens, by a call on zeros."""
