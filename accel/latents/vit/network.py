@@ -8,6 +8,7 @@ ViT over a token a latent position, each of which becomes a patch of pixels.
 In float32, and in float16 with a float32 residual stream, LayerNorm and softmax statistics.
 """
 
+from collections import OrderedDict
 from copy import deepcopy
 from typing import Any, NamedTuple
 
@@ -43,57 +44,32 @@ class Linear(nn.Linear):
         return super().forward(x.to(self.weight.dtype))
 
 
-class Dense(nn.Module):
-    """A linear layer under the name that files give it."""
-
-    def __init__(self, inputs: int, outputs: int):
-        super().__init__()
-        self.dense = Linear(inputs, outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.dense(x)
+def dense(inputs: int, outputs: int) -> nn.Module:
+    """Return a linear layer under the name that files give it."""
+    return nn.Sequential(OrderedDict(dense=Linear(inputs, outputs)))
 
 
-class Projections(nn.Module):
-    """Queries, keys and values of tokens."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.query = Linear(width, width)
-        self.key = Linear(width, width)
-        self.value = Linear(width, width)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.query(x), self.key(x), self.value(x)
-
-
-class FusedProjections(nn.Module):
-    """Projections computed by one GEMM."""
-
-    def __init__(self, parts: Projections):
-        super().__init__()
-        layers = parts.query, parts.key, parts.value
-        self.linear = Linear(1, 1, device="meta")
-        self.linear.weight = nn.Parameter(torch.cat([layer.weight for layer in layers]))
-        self.linear.bias = nn.Parameter(torch.cat([layer.bias for layer in layers]))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.linear(x).chunk(3, -1)
+def fused(layers: list[Any]) -> Linear:
+    """Return layers of one input as one: a single GEMM."""
+    layer = Linear(1, 1, device="meta")
+    layer.weight = nn.Parameter(torch.cat([part.weight for part in layers]))
+    layer.bias = nn.Parameter(torch.cat([part.bias for part in layers]))
+    return layer
 
 
 class Attention(nn.Module):
     """Self-attention over all tokens (N, T, D)."""
 
-    attention: Any  # Projections, fused or not
-
     def __init__(self, width: int, heads: int):
         super().__init__()
         self.heads = heads
-        self.attention = Projections(width)
-        self.output = Dense(width, width)
+        layers = {name: Linear(width, width) for name in ("query", "key", "value")}
+        self.attention = nn.ModuleDict(layers)  # or one, which computes all
+        self.output = dense(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.attention(x)
+        outputs = [layer(x) for layer in self.attention.values()]
+        q, k, v = outputs if len(outputs) == 3 else outputs[0].chunk(3, -1)
         return self.output(attend(q, k, v, self.heads))
 
 
@@ -105,8 +81,8 @@ class Layer(nn.Module):
         self.layernorm_before = nn.LayerNorm(sizes.width, sizes.eps)
         self.attention = Attention(sizes.width, sizes.heads)
         self.layernorm_after = nn.LayerNorm(sizes.width, sizes.eps)
-        self.intermediate = Dense(sizes.width, sizes.mlp)
-        self.output = Dense(sizes.mlp, sizes.width)
+        self.intermediate = dense(sizes.width, sizes.mlp)
+        self.output = dense(sizes.mlp, sizes.width)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.layernorm_before(x))
@@ -163,7 +139,7 @@ def half_of(decoder: ViTDecoder, dtype: torch.dtype = torch.float16) -> ViTDecod
     half = deepcopy(decoder)
     for module in list(half.modules()):
         if isinstance(module, Attention):
-            module.attention = FusedProjections(module.attention)
+            module.attention = nn.ModuleDict({"qkv": fused(list(module.attention.values()))})
     for module in half.modules():
         if isinstance(module, Linear):
             module.to(dtype)
