@@ -118,7 +118,7 @@ class Decoder:
             pixels = self.each(self.network, latents)
         if not_finite(pixels):
             raise UsageError(
-                f"`vae={self.space.decoder}`: decodes finite latents to pixels that are not "
+                f"`vae={self.space.decoder.path}`: decodes finite latents to pixels that are not "
                 "finite; check its weights, or choose another"
             )
         return pixels

@@ -136,7 +136,7 @@ def digest(space: LatentSpace) -> str:
     digest the cache folder keeps for later runs. Of a kind without files: its name.
     """
     if space.decoder.kind.without_files is not None:
-        return str(space.decoder)
+        return str(space.decoder.path)
     from accel.weights.digests import cached_digest  # a grid needs none
 
     entries, state = _read(space.decoder)

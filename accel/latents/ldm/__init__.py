@@ -67,11 +67,11 @@ class LDM(AutoencoderKL):
         usual = LatentSpace()
         if (space.channels, space.factor) != (usual.channels, usual.factor):
             raise UsageError(
-                f"`vae={files}`: says no scale of its latents; put {STATISTICS} beside it, or give "
-                "`latent_stats`"
+                f"`vae={files.path}`: says no scale of its latents; put {STATISTICS} beside it, or "
+                "give `latent_stats`"
             )
         log.warning(
-            f"{shown(str(files), 300)}: says no scale of its latents, taken for Stable "
+            f"{shown(str(files.path), 300)}: says no scale of its latents, taken for Stable "
             f"Diffusion's {usual.scale}; if it has another: --latent-stats FILE"
         )
         return space._replace(scale=usual.scale)
