@@ -134,7 +134,7 @@ def convert(
         )
     if vae:
         decoder = find(vae).decoder
-        if decoder.kind is not AUTOENCODER_KL:
+        if decoder.kind is not AUTOENCODER_KL or decoder.path.is_file():
             raise UsageError(
                 f"`vae={vae}`: a pipeline needs the folder of an AutoencoderKL; give one"
             )
