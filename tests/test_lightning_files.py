@@ -18,8 +18,8 @@ from accel.families import Defaults
 from accel.families.lightning_dit.recipe import recipe
 from accel.families.recognise import Recipe
 from accel.latents.autoencoder_kl.half import HalfDecoder
-from accel.latents.autoencoder_kl.ldm_layout import STATISTICS
 from accel.latents.files import find, load
+from accel.latents.ldm import STATISTICS
 from accel.network import Plain
 from accel.opening import open_model
 from accel.output import to_grid

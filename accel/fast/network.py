@@ -160,13 +160,13 @@ class FastNetwork(BlockNetwork):
     def tune(self, row_tokens: Iterable[int]) -> None:
         gemms = []
         for m in sorted(set(row_tokens)):
+            rows = m // len(self.position)
+            layers = [(layer, m) for layer in self.conditioning.gemms]
             for stage in self.stages:
-                rows = m // len(self.position)
-                tuned = [layer for layer in stage.blocks[0].gemms if layer.backend == "tuned"]
-                shapes = [layer.shape(m + rows * stage.prepended) for layer in tuned]
-                gemms += [(*shape, self.dtype, self.device) for shape in shapes]
-            tuned = [layer for layer in self.conditioning.gemms if layer.backend == "tuned"]
-            gemms += [(*layer.shape(m), self.dtype, self.device) for layer in tuned]
+                tokens = m + rows * stage.prepended
+                layers += [(layer, tokens) for layer in stage.blocks[0].gemms]
+            tuned = [layer.shape(tokens) for layer, tokens in layers if layer.backend == "tuned"]
+            gemms += [(*shape, self.dtype, self.device) for shape in tuned]
         if self.tuner is None or not gemms:
             return
         before = len(self.tuner.seconds)

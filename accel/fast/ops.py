@@ -66,11 +66,9 @@ class Float32Linear:
             large = weight.dtype == torch.float32 and weight.numel() >= LARGE
             in_eights = all(side % 8 == 0 for side in weight.shape)  # as the kernel takes them
             split = large and in_eights and choose(weight.device) == "hopper"
-        self.tensors = [weight] if gemm.bias is None else [weight, gemm.bias]
-        self.split: SplitLinear | None = None
-        if split:
-            self.split = SplitLinear(weight, gemm.bias_or_zeros(), name=gemm.name)
-            self.tensors = list(self.split.parameters())
+        plain = [weight] if gemm.bias is None else [weight, gemm.bias]
+        self.split = SplitLinear(weight, gemm.bias_or_zeros(), name=gemm.name) if split else None
+        self.tensors = list(self.split.parameters()) if self.split else plain
 
     def prepare(self, m: int) -> None:
         """Compile and load the kernels for M tokens, by a call on zeros."""
@@ -277,23 +275,19 @@ def _balanced(weight, bias, rotation):
 
     Outputs that are rotated into each other have the same factor.
     """
-    q, k, v = balance(weight, bias).chunk(3)  # each (D,)
+    *weights, v_weight = weight.chunk(3)  # of q and k
+    *biases, v_bias = bias.chunk(3)
     norms = None if rotation is None else rotation.norms
-    if norms is not None:
-        q_norm, k_norm = norms  # each (2, D): weight, bias
-        q = _balance_pairs(q_norm[0, :, None], q_norm[1])
-        k = _balance_pairs(k_norm[0, :, None], k_norm[1])
-    elif rotation is not None:
-        q_weight, k_weight, _ = weight.chunk(3)
-        q_bias, k_bias, _ = bias.chunk(3)
-        q = _balance_pairs(q_weight, q_bias)
-        k = _balance_pairs(k_weight, k_bias)
+    if norms is not None:  # they decide the size
+        weights = norms[:, 0, :, None]
+        biases = norms[:, 1]
+    q, k = map(balance if rotation is None else _balance_pairs, weights, biases)  # each (D,)
     even = torch.exp2(torch.log2(q / k).div(2).round())
-    if norms is None:
-        return _Factors(torch.cat([even, 1 / even, v]), None)
-    ones = torch.ones_like(even)
-    of_norms = torch.stack([even, 1 / even])[:, None]  # (2, 1, D)
-    return _Factors(torch.cat([ones, ones, v]), norms * of_norms)
+    factors = torch.stack([even, 1 / even])  # (2, D), of q and k
+    if norms is not None:
+        norms = norms * factors[:, None]
+        factors = torch.ones_like(factors)
+    return _Factors(torch.cat([*factors, balance(v_weight, v_bias)]), norms)
 
 
 def _balance_pairs(weight, bias):

@@ -1,8 +1,8 @@
 """CUDA kernels without a toolkit.
 
 NVRTC compiles the text, the cubin stays on disk, the driver loads and launches it. Both are called
-through cuda.bindings, which torch installs. The first launch on a machine compiles for seconds,
-later processes load some 50 KB.
+through cuda.bindings, which torch installs, and imported late: older GPUs need neither. The first
+launch on a machine compiles for seconds, later processes load some 50 KB.
 """
 
 import ctypes
@@ -10,8 +10,6 @@ import gc
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,29 +48,13 @@ def writes_to_peer(index: int, peer: int) -> bool:
 
     GPUs can over NVLink, rarely over PCIe.
     """
-    driver = _bindings("driver")
-    source = call(driver.cuDeviceGet, index)
-    target = call(driver.cuDeviceGet, peer)
+    if not torch.cuda.can_device_access_peer(index, peer):
+        return False
+    from cuda.bindings import driver
 
-    def has(name):
-        attribute = getattr(driver.CUdevice_P2PAttribute, f"CU_DEVICE_P2P_ATTRIBUTE_{name}")
-        return call(driver.cuDeviceGetP2PAttribute, attribute, source, target)
-
-    return bool(has("ACCESS_SUPPORTED") and has("NATIVE_ATOMIC_SUPPORTED"))
-
-
-@lru_cache(None)
-def _bindings(name):
-    """Import cuda.bindings' driver or nvrtc on first use.
-
-    Older GPUs need neither, and a full cache needs no compiler.
-    """
-    try:
-        return import_module(f"cuda.bindings.{name}")
-    except ImportError:
-        raise RuntimeError(
-            "CUDA's driver is called through cuda.bindings: pip install cuda-bindings"
-        ) from None
+    devices = [call(driver.cuDeviceGet, number) for number in (index, peer)]
+    atomics = driver.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+    return bool(call(driver.cuDeviceGetP2PAttribute, atomics, *devices))
 
 
 def call(function: Callable, *arguments: Any) -> Any:
@@ -110,29 +92,23 @@ def wgmma(name: str, columns: int, half: str, a_in_registers: bool = False) -> s
     a_in_registers: A is in registers and B lies column by column.
     """
     count = columns // 2  # registers of d, which are the operands %0 and following
-    if a_in_registers:
-        a_types = ["unsigned"] * 4
-        a_names = [f"a{i}" for i in range(4)]
-        layouts = "1"
-    else:
-        a_types = ["unsigned long long"]
-        a_names = ["a"]
-        layouts = "0, 0"
-    types = [*a_types, "unsigned long long", "int"]
-    names = [*a_names, "b", "accumulate"]
-    inputs = ", ".join(f"{type_} {name_}" for type_, name_ in zip(types, names))
-    numbers = [f"%{count + i}" for i in range(len(names))]
-    a_operand = "{" + ", ".join(numbers[:4]) + "}" if a_in_registers else numbers[0]
-    b_operand = numbers[-2]
-    condition = numbers[-1]
     d = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    constraints = ["l" if "long" in type_ else "r" for type_ in types]
-    operands = ", ".join(f'"{letter}"({name_})' for letter, name_ in zip(constraints, names))
+    if a_in_registers:
+        a = [("unsigned", "r", f"a{i}") for i in range(4)]
+        a_operand = f"{{%{count}, %{count + 1}, %{count + 2}, %{count + 3}}}"
+        layouts = "1"
+    else:
+        a = [("unsigned long long", "l", "a")]
+        a_operand = f"%{count}"
+        layouts = "0, 0"
+    parameters = [*a, ("unsigned long long", "l", "b"), ("int", "r", "accumulate")]
+    inputs = ", ".join(f"{type_} {name_}" for type_, _, name_ in parameters)
+    operands = ", ".join(f'"{letter}"({name_})' for _, letter, name_ in parameters)
     return f"""__device__ __forceinline__ void {name}(float (&d)[{count}], {inputs}) {{
-    asm volatile("{{ .reg .pred p; setp.ne.b32 p, {condition}, 0; "
+    asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{count + len(a) + 1}, 0; "
                  "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{half}.{half} "
-                 "{{{d}}}, {a_operand}, {b_operand}, p, 1, 1, {layouts}; }}"
+                 "{{{d}}}, {a_operand}, %{count + len(a)}, p, 1, 1, {layouts}; }}"
                  : {outputs} : {operands});
 }}
 """
@@ -163,15 +139,11 @@ def source(
     It has the fields of `config` and the constants as macros, generated functions, hopper.cuh, and
     the kernel's own files. half: the operands' type, as PTX names it.
     """
-    macros: dict[str, int | str] = {}
-    for name, number in config._asdict().items():
-        macros[name.upper()] = int(number)
-    macros.update(constants)
-    macros["HALF"] = f'"{half}"'
-    defines = [f"#define {name} {value}\n" for name, value in macros.items()]
+    macros = {**config._asdict(), **constants}
+    defines = [f"#define {name.upper()} {int(value)}\n" for name, value in macros.items()]
     shared = Path(__file__).with_name("hopper.cuh")
     texts = [file.read_text() for file in (shared, *files)]
-    return "".join([*defines, functions, *texts])
+    return "".join([*defines, f'#define HALF "{half}"\n', functions, *texts])
 
 
 def compile_cubin(text: str, name: str) -> bytes:
@@ -179,7 +151,8 @@ def compile_cubin(text: str, name: str) -> bytes:
 
     Raises RuntimeError with the compiler's log.
     """
-    nvrtc = _bindings("nvrtc")
+    from cuda.bindings import nvrtc
+
     program = call(nvrtc.nvrtcCreateProgram, text.encode(), name.encode(), 0, None, None)
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(OPTIONS), OPTIONS)
@@ -229,7 +202,8 @@ class Kernel:
         self.threads = threads
         self.shared_bytes = shared_bytes
         self.device = device
-        driver = _bindings("driver")
+        from cuda.bindings import driver
+
         with torch.cuda.device(device):
             torch.cuda.current_stream()  # makes the device's context
             module = call(driver.cuModuleLoadData, cached_cubin(text, name))
@@ -250,20 +224,21 @@ class Kernel:
         arguments: tensors (their pointers), None (no pointer), int and float (32 bits), tensor
         maps.
         """
-        driver = _bindings("driver")
+        from cuda.bindings import driver
+
         values, types = zip(*map(_argument, arguments))
         with torch.cuda.device(self.device):
-            stream = torch.cuda.current_stream(self.device).cuda_stream
-            configuration = driver.CUlaunchConfig()
-            configuration.gridDimX = blocks
-            configuration.gridDimY = 1
-            configuration.gridDimZ = 1
-            configuration.blockDimX = self.threads
-            configuration.blockDimY = 1
-            configuration.blockDimZ = 1
-            configuration.sharedMemBytes = self.shared_bytes
-            configuration.hStream = driver.CUstream(stream)
-            call(driver.cuLaunchKernelEx, configuration, self.function, (values, types), 0)
+            stream = driver.CUstream(torch.cuda.current_stream(self.device).cuda_stream)
+            call(
+                driver.cuLaunchKernel,
+                self.function,
+                *(blocks, 1, 1),
+                *(self.threads, 1, 1),
+                self.shared_bytes,
+                stream,
+                (values, types),
+                0,
+            )
 
 
 _C_TYPES = {int: ctypes.c_int, float: ctypes.c_float}
@@ -294,7 +269,8 @@ def tensor_map(
     box: the size of one copy. swizzle: bytes that the box's lines are swizzled over. Raises
     ValueError for another dtype, a tensor with gaps, or an unaligned one.
     """
-    driver = _bindings("driver")
+    from cuda.bindings import driver
+
     if tensor.dtype not in HALF or not tensor.is_contiguous() or tensor.data_ptr() % 16:
         raise ValueError(
             "backend 'hopper' takes contiguous tensors in half precision, aligned to 16 bytes"

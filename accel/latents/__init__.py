@@ -77,9 +77,6 @@ class DecoderFiles(NamedTuple):
     kind: DecoderKind
     statistics: str | None = None
 
-    def __str__(self):
-        return str(self.path)
-
 
 class LatentSpace(NamedTuple):
     """The space of a network's latents. The defaults are those of sd-vae-ft-*.
@@ -111,9 +108,9 @@ class LatentSpace(NamedTuple):
 
     def require_side(self, side: int) -> None:
         """Raise UsageError if the decoder does not take latents of this side."""
-        if self.side not in (None, side):
+        if self.decoder is not None and self.side not in (None, side):
             raise UsageError(
-                f"`vae={self.decoder}`: decodes latents of {self.side}×{self.side} alone, "
+                f"`vae={self.decoder.path}`: decodes latents of {self.side}×{self.side} alone, "
                 f"{self.side * self.factor} px, and these are {side}×{side}; give the decoder of "
                 f"{side * self.factor} px"
             )

@@ -15,8 +15,6 @@ from accel.latents import DecoderKind, LatentSpace, files
 from accel.network import require_no_gradients
 from accel.precision import convolutions
 
-OF_DECODER = "this decoder has none; call diffusers' own for gradients"
-
 
 class NoDecoder:
     """The decoder of a space whose latents are pixels: it returns them."""
@@ -68,13 +66,11 @@ class Decoder:
         # imports are long stretches of Python; the loop that feeds the GPU goes first
         sys.setswitchinterval(1e-4)
         try:
-            self.compile()
+            if self.precision == "fp16":
+                self.kind.compile_half(self.device)
             return files.load(self.space, "cpu")
         finally:
             sys.setswitchinterval(interval)
-
-    def compile(self) -> None:
-        """Compile the kernels of the decoder's arithmetic."""
 
     def load(self) -> "Decoder":
         """Load the network onto the device, at the first call. Returns this decoder."""
@@ -91,7 +87,7 @@ class Decoder:
         shape that the decoder does not take, or if it makes pixels that are not finite: they would
         become black. It has no gradients: raises UsageError where they are asked for.
         """
-        require_no_gradients(OF_DECODER, latents)
+        require_no_gradients("this decoder has none; call diffusers' own for gradients", latents)
         if latents.ndim != 4 or latents.shape[1] != self.space.channels:
             raise UsageError(
                 f"latents: are {tuple(latents.shape)}, must be (n, {self.space.channels}, L, L)"
@@ -122,7 +118,7 @@ class Decoder:
             pixels = self.each(self.network, latents)
         if not_finite(pixels):
             raise UsageError(
-                f"`vae={self.space.decoder}`: decodes finite latents to pixels that are not "
+                f"`vae={self.space.decoder.path}`: decodes finite latents to pixels that are not "
                 "finite; check its weights, or choose another"
             )
         return pixels

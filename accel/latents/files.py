@@ -37,11 +37,6 @@ def kind_of(name: str) -> DecoderKind:
     return import_module(f"{latents.__name__}.{name}").KIND
 
 
-def without_files(name: str) -> LatentSpace | None:
-    """Return the latent space of a kind without files; None if `name` is not of one."""
-    return kind_of(name).without_files if name in kind_names() else None
-
-
 def find(name: str, statistics: str | None = None) -> LatentSpace:
     """Return the latent space of a decoder, with its files.
 
@@ -50,13 +45,12 @@ def find(name: str, statistics: str | None = None) -> LatentSpace:
     stabilityai/sd-vae-ft-NAME, which is fetched; or pixels. statistics: a file of the latents'
     mean and deviation; default: the one beside a decoder that says none. Raises UsageError.
     """
-    space = without_files(name)
-    if space is not None:
-        return space
+    if name in kind_names() and kind_of(name).without_files:
+        return kind_of(name).without_files
     path = _locate(str(name))
     kind = _recognise(path, _content(path))
     files = DecoderFiles(path, _stamps(kind, path, statistics), kind, statistics)
-    return kind.space(files, _open(files)[0])
+    return kind.space(files, _read(files)[0])
 
 
 def _locate(name):
@@ -66,38 +60,38 @@ def _locate(name):
     is_tensors = folder.suffix in FILE_SUFFIXES
     if not stat.S_ISDIR(mode) and not (stat.S_ISREG(mode) and is_tensors):
         both = " and ".join(FILES)
-        on_hub = HUB_FILE.fullmatch(name)
-        if name in PUBLISHED:
-            repository = f"stabilityai/sd-vae-ft-{name}"
-            remedy = f"put {both} of {repository} into {folder}"
-        elif HUB_ID.fullmatch(name) and not mode and not is_tensors and not folder.parent.exists():
-            repository = name
-            remedy = (
-                f"fetch https://huggingface.co/{name} by other means and give its folder, or its "
-                ".pt file"
-            )
-        elif on_hub and is_tensors and not mode and not Path(folder.parts[0]).exists():
-            raise UsageError(
-                f"`vae={name}`: is not here; if it is a file of the hub: `hf download "
-                f"{on_hub[1]} {on_hub[2]} --local-dir models`, then give models/{on_hub[2]}"
-            )
-        else:
+        is_absent_file = is_tensors and not mode
+        is_hub_id = HUB_ID.fullmatch(name) and not mode and not is_absent_file
+        if name not in PUBLISHED and (not is_hub_id or folder.parent.exists()):
+            on_hub = HUB_FILE.fullmatch(name)
+            if on_hub and is_absent_file and not Path(folder.parts[0]).exists():
+                raise UsageError(
+                    f"`vae={name}`: is not here; if it is a file of the hub: `hf download "
+                    f"{on_hub[1]} {on_hub[2]} --local-dir models`, then give models/{on_hub[2]}"
+                )
             raise UsageError(
                 f"`vae={name}`: no such file; give a decoder's file or folder"
-                if is_tensors and not mode
+                if is_absent_file
                 else f"`vae={name}`: neither ema nor mse nor a folder; give a folder with {both}"
             )
         from accel.weights import fetch
 
+        repository = f"stabilityai/{folder.name}" if name in PUBLISHED else name
+        remedy = f"put {both} of {repository} into {folder}"
         folder = fetch.from_hub(repository, "", "vae", remedy)
     if not mode_of(folder / FILES[0], "vae") and stat.S_ISDIR(mode_of(folder / "vae", "vae")):
         return folder / "vae"
     return folder
 
 
+def _first_file(path):
+    """Return a decoder's file, or its folder's config.json."""
+    return path if path.is_file() else path / FILES[0]
+
+
 def _content(path: Path) -> Mapping[str, Any]:
-    """Return the content of a decoder's file, or of its folder's config.json."""
-    file = path if path.is_file() else path / FILES[0]
+    """Return the content of a decoder's first file."""
+    file = _first_file(path)
     if not mode_of(file, "vae"):
         raise UsageError(f"`vae={path}`: must hold {' and '.join(FILES)}")
     return _read_content(file, tuple(file_stamps([file], "vae")))
@@ -114,13 +108,10 @@ def _recognise(path, content):
         kind = kind_of(name)
         if kind.holds(content):
             return kind
-    names = ", ".join(kind_names())
-    if path.is_file():
-        raise UsageError(f"`vae={path}`: holds no decoder of a kind that is known here ({names})")
-    described = content.get("_class_name") or content.get("model_type")
+    described = content.get("_class_name") or content.get("model_type") or "something else"
     raise UsageError(
-        f"`vae={path / FILES[0]}`: describes {shown(described)}, no decoder of a kind that is "
-        f"known here ({names})"
+        f"`vae={_first_file(path)}`: holds no decoder of a kind that is known here "
+        f"({', '.join(kind_names())}), but {shown(described)}"
     )
 
 
@@ -128,7 +119,7 @@ def load(space: LatentSpace, device: torch.device | str) -> torch.nn.Module:
     """Return the float32 decoder of a space from `find`, on `device`. Raises UsageError as
     find does, and for files that were changed since.
     """
-    entries, state = _open(space.decoder)
+    entries, state = _read(space.decoder)
     with shapes_only():
         decoder = space.decoder.kind.build(entries)
     # strides decide rounding
@@ -145,10 +136,11 @@ def digest(space: LatentSpace) -> str:
     digest the cache folder keeps for later runs. Of a kind without files: its name.
     """
     if space.decoder.kind.without_files is not None:
-        return str(space.decoder)
+        return str(space.decoder.path)
     from accel.weights.digests import cached_digest  # a grid needs none
 
-    entries, state = _open(space.decoder)
+    entries, state = _read(space.decoder)
+    require_unchanged(space.decoder)
     of_weights = cached_digest(space.decoder.stamps, lambda: state)
     numbers = space._replace(decoder=None)._asdict()
     del numbers["side"]  # of the weights
@@ -168,16 +160,11 @@ def _stamps(kind: DecoderKind, path: Path, statistics: str | None) -> tuple[tupl
     return tuple(file_stamps(kind.files(path, statistics), "vae"))
 
 
-def _open(decoder: DecoderFiles) -> tuple[dict, dict[str, torch.Tensor]]:
-    """Return (the entries that build the decoder, its weights, memory-mapped). Read the files
-    once. Raises UsageError if they were changed since.
-    """
-    require_unchanged(decoder)
-    return _read(decoder)
-
-
 @lru_cache(maxsize=1)
 def _read(decoder: DecoderFiles) -> tuple[dict, dict[str, torch.Tensor]]:
+    """Return (the entries that build the decoder, its weights, memory-mapped). Read the files
+    once. Whoever uses the weights checks that they were not changed.
+    """
     content = _content(decoder.path)
     _read_content.cache_clear()  # it may hold an encoder too
     return decoder.kind.read(decoder, content)

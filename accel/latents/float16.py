@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from accel.graphs import Replayed
 from accel.latents import LatentSpace
 from accel.latents.decoder import Decoder, not_finite
 
@@ -46,9 +47,6 @@ class Float16Decoder(Decoder):
         self.captured = captured
         self._warned = False
 
-    def compile(self) -> None:
-        self.kind.compile_half(self.device)
-
     def load(self) -> "Float16Decoder":
         """Load the network onto the device and check float16, at the first call. Returns
         this decoder.
@@ -57,23 +55,15 @@ class Float16Decoder(Decoder):
         if self.precision != "fp16" or self.half is not None:
             return self
         half = self.kind.half(self.network)
-        if half is None:
-            self._fall_back("has no float16 version")
-            return self
-        problem = self._problem(half)
-        if problem:
-            self._fall_back(problem)
-            return self
-        self.half = half
-        if self.captured and self.device.type == "cuda":
-            from accel.graphs import Replayed
-
+        problem = "has no float16 version" if half is None else self._problem(half)
+        if half is None or problem:
+            self.precision = self.otherwise
+            log.warning(f"this decoder {problem}: decoding in {NAMES[self.otherwise]}")
+        elif self.captured and self.device.type == "cuda":
             self.half = Replayed(half)
+        else:
+            self.half = half
         return self
-
-    def _fall_back(self, problem: str) -> None:
-        self.precision = self.otherwise
-        log.warning(f"this decoder {problem}: decoding in {NAMES[self.otherwise]}")
 
     @torch.inference_mode()
     def _problem(self, half: Callable[[Tensor], Tensor]) -> str | None:

@@ -2,6 +2,8 @@
 GPUs are stand-ins: nothing is launched.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -53,7 +55,8 @@ def test_winners_of_another_gpu_are_not_taken(seen, monkeypatch):
     """Nor is its file of measurements."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     assert gpu.name(GPU) == f"NVIDIA H200 as {seen[0]}.{seen[1]}"
-    assert not tuner._winner(tuner.Problem(2048, 3456, 1152, False, torch.float16, GPU))
+    gemm = SimpleNamespace(name="2048x3456x1152 float16", device=GPU)
+    assert not tuner._winner(gemm)
 
 
 def test_tiers(seen):

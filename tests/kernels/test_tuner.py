@@ -4,6 +4,7 @@ or on a GPU.
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,10 @@ GEMM = 8, 8, 8, False, torch.float16, torch.device("cuda", 0)
 WORDS = [1, 2**63, 3, 4, 5, 6, 7, 8]
 
 
+def stand_in(m, n, k, gelu, dtype, device):
+    return SimpleNamespace(name=f"{m}x{n}x{k} {str(dtype).removeprefix('torch.')}", device=device)
+
+
 @pytest.fixture
 def measured(monkeypatch, tmp_path):
     """A GPU and a library that are not there; the GEMMs that are measured. Each
@@ -27,7 +32,7 @@ def measured(monkeypatch, tmp_path):
     found = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(cublaslt, "version", lambda: 1)
-    monkeypatch.setattr(cublaslt, "Gemm", lambda *gemm: gemm)
+    monkeypatch.setattr(cublaslt, "Gemm", stand_in)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU 1/2")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 

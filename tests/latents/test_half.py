@@ -15,7 +15,7 @@ from accel.errors import UsageError
 from accel.families import DEMO
 from accel.graphs import Replayed
 from accel.latents import DecoderFiles, LatentSpace
-from accel.latents.autoencoder_kl import KIND, SD_VAE_FT, KLDecoder, space_of
+from accel.latents.autoencoder_kl import KIND, SD_VAE_FT, KLDecoder
 from accel.latents.autoencoder_kl.half import HalfDecoder
 from accel.latents.files import FILES, find, load
 from accel.latents.float16 import REQUIRED_PSNR
@@ -151,7 +151,7 @@ def test_the_check_is_in_the_decoders_own_space(gain, precision):
     """
     config = {**SD_VAE_FT, **WIDE, "latents_mean": [0.0] * 16, "latents_std": [gain] * 16}
     plain = random_decoder(**WIDE)
-    space = space_of(config, FILES_OF_NONE)
+    space = KIND.space(FILES_OF_NONE, config)
     assert (space.channels, space.factor) == (16, 16)
     decoder = checked(plain, space=space)
     z = noise(2, 4, channels=16)

@@ -29,9 +29,8 @@ def launch(
     unused = (x, 0)
     first, second = (*branches, unused, unused)[:2]
     by_token = modulation.entry.ndim == 2
-    config = tile_config(width, n * tokens)
-    if by_token:
-        config["TURNS"] = 1  # tokens share no vectors
+    # Tokens with entries of their own share no vectors: one a program, as if there were no others.
+    config = tile_config(width, 1 if by_token else n * tokens)
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
         _adaln[(triton.cdiv(tokens, config["TURNS"]), n)](
             x,

@@ -115,9 +115,8 @@ def _by_torch(q, k, v, backend):
 
 def _heads(qkv, kv, num_heads):
     """Return views of the queries (N, h, t, d), the keys and the values, each (N, h, T, d)."""
-    if kv is None:
-        return qkv.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
     width = qkv.shape[-1] // 3
     q = qkv[..., :width].unflatten(-1, (num_heads, -1)).transpose(1, 2)
+    kv = qkv[..., width:] if kv is None else kv
     k, v = kv.unflatten(-1, (2, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
     return q, k, v

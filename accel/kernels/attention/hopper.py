@@ -104,11 +104,9 @@ def head_maps(packed: Tensor) -> list:
     line = 2 * HEAD_DIM  # bytes of a token's head
     sizes = (HEAD_DIM, heads, tokens, n)
     strides = (line, heads * line, tokens * heads * line)
-    main_box = (64, 1, BOX_TOKENS, 1)
-    rest_box = (16, 1, BOX_TOKENS, 1)
     return [
-        cuda.tensor_map(packed, sizes, strides, main_box, swizzle=128),
-        cuda.tensor_map(packed, sizes, strides, rest_box, swizzle=32),
+        cuda.tensor_map(packed, sizes, strides, (64, 1, BOX_TOKENS, 1), swizzle=128),
+        cuda.tensor_map(packed, sizes, strides, (16, 1, BOX_TOKENS, 1), swizzle=32),
     ]
 
 
@@ -130,8 +128,7 @@ def attention(
     items = config.items(n * num_heads, queries)
     query_maps = head_maps(qkv)
     key_maps = query_maps if kv is None else head_maps(kv)
-    kernel = _kernel(config, qkv.dtype, qkv.device)
-    kernel.launch(
+    _kernel(config, qkv.dtype, qkv.device).launch(
         min(items, multiprocessors * config.blocks),
         *query_maps,
         *key_maps,

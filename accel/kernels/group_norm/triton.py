@@ -1,7 +1,5 @@
 """The decoder's sum and GroupNorm by Triton kernels."""
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -17,22 +15,15 @@ TILE = {"PIXELS": PIXELS, "CHANNELS": CHANNELS, "num_warps": 4}
 PROGRAMS = 1024
 
 
-class Stretches(NamedTuple):
-    """How programs cover the pixels of a picture."""
-
-    number: int
-    tiles: int  # of a stretch
-
-
-def stretches(pixels: int, channels: int) -> Stretches:
-    """Return the stretches that cover `pixels` pixels.
+def stretches(pixels: int, channels: int) -> tuple[int, int]:
+    """Return the number of stretches that cover `pixels` pixels, and the tiles of each.
 
     They depend on the picture's size alone, so that every GPU rounds alike.
     """
     tiles = -(-pixels // PIXELS)
     most = max(1, PROGRAMS * CHANNELS // max(channels, CHANNELS))
     of_stretch = -(-tiles // most)
-    return Stretches(number=-(-tiles // of_stretch), tiles=of_stretch)
+    return -(-tiles // of_stretch), of_stretch
 
 
 def add(
@@ -41,11 +32,11 @@ def add(
     """Launch the kernel of accel.kernels.group_norm.add."""
     _, channels, height, width = x.shape
     pixels = height * width
-    parts = stretches(pixels, channels)
+    parts, tiles = stretches(pixels, channels)
     out = x if dtype is None else torch.empty_like(x, dtype=dtype)
-    partial = torch.empty(2, parts.number, channels, device=x.device) if statistics else None
+    partial = torch.empty(2, parts, channels, device=x.device) if statistics else None
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
-        _add[(parts.number, triton.cdiv(channels, CHANNELS))](
+        _add[(parts, triton.cdiv(channels, CHANNELS))](
             x,
             x if branch is None else branch,
             bias,
@@ -53,8 +44,8 @@ def add(
             bias if partial is None else partial,
             pixels,
             channels,
-            parts.tiles,
-            parts.number * channels,
+            tiles,
+            parts * channels,
             BRANCH=branch is not None,
             WRITE=dtype is not None,
             STATISTICS=statistics,
@@ -71,7 +62,7 @@ def group_norm(
     assert len(x) == 1 and x.is_contiguous(memory_format=torch.channels_last)
     _, channels, height, width = x.shape
     pixels = height * width
-    parts = stretches(pixels, channels)
+    parts, tiles = stretches(pixels, channels)
     out = torch.empty_like(x, dtype=dtype)
     affine = torch.empty(2, channels, device=x.device)
     # One compiled kernel serves all sizes that decoders have.
@@ -84,8 +75,8 @@ def group_norm(
             affine,
             pixels,
             channels,
-            parts.number,
-            parts.tiles * PIXELS,
+            parts,
+            tiles * PIXELS,
             channels // groups,
             float(total.bias is not None),
             IN_GROUP=in_group,

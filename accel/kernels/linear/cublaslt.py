@@ -13,18 +13,12 @@ import torch
 from torch import Tensor
 
 # Values of the library's public enumerations (cublasLt.h, library_types.h).
-_CUDA_TYPE = {torch.float16: 2, torch.bfloat16: 14}
-_CUDA_R_32F = 0
+_CUDA_TYPE = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 _COMPUTE_32F = 68
 _TRANSPOSED = 1
-_DESC_TRANSA = 3
-_DESC_EPILOGUE = 7
-_DESC_BIAS_POINTER = 8
-_DESC_BIAS_TYPE = 26
-_EPILOGUE_BIAS = 4
-_EPILOGUE_GELU_BIAS = 36
-_PREFERENCE_WORKSPACE = 1
-_PREFERENCE_REDUCTION = 3
+_DESCRIPTION = {"transposed a": 3, "epilogue": 7, "bias pointer": 8, "bias type": 26}
+_EPILOGUE = {"bias": 4, "bias and gelu": 36}
+_PREFERENCE = {"workspace": 1, "reduction": 3}
 _REDUCTION_COMPUTE_TYPE = 2
 # Tile, stages, custom option, cluster shape.
 _CONFIGURATION = {1: ctypes.c_uint32, 6: ctypes.c_uint32, 5: ctypes.c_uint32, 8: ctypes.c_uint16}
@@ -116,27 +110,30 @@ class Gemm:
         self.gelu = gelu
         self.dtype = dtype
         self.device = device
+        dtype_name = str(dtype).removeprefix("torch.")
+        self.name = f"{m}x{n}x{k} {dtype_name}{' gelu' if gelu else ''}"  # in files
         self.description = ctypes.c_void_p()
-        _call("cublasLtMatmulDescCreate", ctypes.byref(self.description), _COMPUTE_32F, _CUDA_R_32F)
-        self._describe(_DESC_TRANSA, ctypes.c_int32(_TRANSPOSED))
-        epilogue = _EPILOGUE_GELU_BIAS if gelu else _EPILOGUE_BIAS
-        self._describe(_DESC_EPILOGUE, ctypes.c_int32(epilogue))
-        self._describe(_DESC_BIAS_TYPE, ctypes.c_int32(_CUDA_TYPE[dtype]))
-        self.weight_t = _matrix(dtype, k, n)
-        self.x_t = _matrix(dtype, k, m)
-        self.source_t = _matrix(dtype, n, m)  # what beta would multiply
-        self.y_t = _matrix(dtype, n, m)
+        _call(
+            "cublasLtMatmulDescCreate",
+            ctypes.byref(self.description),
+            _COMPUTE_32F,
+            _CUDA_TYPE[torch.float32],
+        )
+        epilogue = _EPILOGUE["bias and gelu" if gelu else "bias"]
+        self._describe("transposed a", ctypes.c_int32(_TRANSPOSED))
+        self._describe("epilogue", ctypes.c_int32(epilogue))
+        self._describe("bias type", ctypes.c_int32(_CUDA_TYPE[dtype]))
         self.problem = (
             _handle(device),
             self.description,
-            self.weight_t,
-            self.x_t,
-            self.source_t,
-            self.y_t,
+            _matrix(dtype, k, n),  # Wᵀ
+            _matrix(dtype, k, m),  # xᵀ
+            _matrix(dtype, n, m),  # what beta would multiply
+            _matrix(dtype, n, m),  # yᵀ
         )
 
     def _describe(self, attribute, value):
-        _set("cublasLtMatmulDescSetAttribute", self.description, attribute, value)
+        _set("cublasLtMatmulDescSetAttribute", self.description, _DESCRIPTION[attribute], value)
 
     def suggestions(self) -> list[Algorithm]:
         """Return the algorithms that the library proposes for this shape.
@@ -145,14 +142,15 @@ class Gemm:
         """
         preference = ctypes.c_void_p()
         _call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
-
-        def prefer(attribute, value):
+        preferred = {
+            "workspace": ctypes.c_size_t(_WORKSPACE_BYTES),
+            # Partial sums of a split K stay float32 and are added in a fixed order: the same bits
+            # on every run.
+            "reduction": ctypes.c_uint32(_REDUCTION_COMPUTE_TYPE),
+        }
+        for name, value in preferred.items():
+            attribute = _PREFERENCE[name]
             _set("cublasLtMatmulPreferenceSetAttribute", preference, attribute, value)
-
-        prefer(_PREFERENCE_WORKSPACE, ctypes.c_size_t(_WORKSPACE_BYTES))
-        # Partial sums of a split K stay float32 and are added in a fixed order: the same bits on
-        # every run.
-        prefer(_PREFERENCE_REDUCTION, ctypes.c_uint32(_REDUCTION_COMPUTE_TYPE))
         results = (_Heuristic * _SUGGESTIONS)()
         count = ctypes.c_int()
         _call(
@@ -212,23 +210,22 @@ class Gemm:
         Operands: contiguous, of this shape, dtype and device.
         """
         workspace = torch.empty(max(1, algorithm.workspace), dtype=torch.uint8, device=self.device)
-        self._describe(_DESC_BIAS_POINTER, _address(bias))
-        alpha = ctypes.c_float(1)
-        beta = ctypes.c_float(0)
+        self._describe("bias pointer", _address(bias))
+        handle, description, weight_t, x_t, source_t, y_t = self.problem
         _call(
             "cublasLtMatmul",
-            _handle(self.device),
-            self.description,
-            ctypes.byref(alpha),
+            handle,
+            description,
+            ctypes.byref(ctypes.c_float(1)),  # alpha
             _address(weight),
-            self.weight_t,
+            weight_t,
             _address(x),
-            self.x_t,
-            ctypes.byref(beta),
+            x_t,
+            ctypes.byref(ctypes.c_float(0)),  # beta
             _address(out),
-            self.source_t,
+            source_t,
             _address(out),
-            self.y_t,
+            y_t,
             _words(algorithm),
             _address(workspace),
             ctypes.c_size_t(algorithm.workspace),

@@ -5,6 +5,7 @@ measuring takes a fraction of a second, once for a GPU and library, and gains 4 
 """
 
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,33 +26,6 @@ WINNERS = json.loads(Path(__file__).with_name("known.json").read_text())
 MARGIN = 0.97  # of the library's own choice's time, which another algorithm must beat
 LAUNCHES = 5  # of an algorithm in a graph
 REPLAYS = 3  # of the graph, of which the median counts
-
-
-class Problem(NamedTuple):
-    """A GEMM (M, K) · (K, N) on one GPU, the key of a choice."""
-
-    m: int
-    n: int
-    k: int
-    gelu: bool
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def shape(self) -> str:
-        """Return the sides and the epilogue, as files name them."""
-        return f"{self.m}x{self.n}x{self.k}"
-
-    @property
-    def name(self) -> str:
-        """Return the name in files of measurements."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.shape} {dtype}{self.epilogue}"
-
-    @property
-    def epilogue(self) -> str:
-        """Return the end of a name."""
-        return " gelu" if self.gelu else ""
 
 
 class Choice(NamedTuple):
@@ -80,37 +54,37 @@ class Tuner:
     ):
         self.folders = [cache_folder()] if folders is None else [Path(folder) for folder in folders]
         self.share = share
-        self.chosen: dict[Problem, Choice] = {}
+        self.chosen: dict[tuple, Choice] = {}  # by the arguments of `choose`
         self.seconds: list[float] = []  # of each GEMM measured by this process
 
     def choose(
         self, m: int, n: int, k: int, gelu: bool, dtype: torch.dtype, device: torch.device
     ) -> Choice:
         """Return the algorithm of a GEMM."""
-        problem = Problem(m, n, k, gelu, dtype, _numbered(device))
+        problem = (m, n, k, gelu, dtype, _numbered(device))
         if problem not in self.chosen:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     "linear: first used inside a CUDA graph; run the step once before capturing it"
                 )
-            self.chosen[problem] = self._choose(problem)
+            self.chosen[problem] = self._choose(cublaslt.Gemm(*problem))
         return self.chosen[problem]
 
-    def _choose(self, problem):
-        device = gpu.name(problem.device).replace(" ", "-").replace("/", "-")
+    def _choose(self, gemm):
+        device = gpu.name(gemm.device).replace(" ", "-").replace("/", "-")
         name = f"products-{device}-cublaslt-{cublaslt.version()}.json"
         files = [folder / name for folder in self.folders]
-        choice = _winner(problem) or _measured_before(files, problem)
+        choice = _winner(gemm) or _measured_before(files, gemm)
         if choice is None:
             start = time.perf_counter()
-            fastest = _fastest(problem)
+            fastest = _fastest(gemm)
             self.seconds.append(time.perf_counter() - start)
             # Another process's choice, if that was done first.
-            choice = _measured_before(files, problem) or fastest
+            choice = _measured_before(files, gemm) or fastest
         for file in files:
             algorithms = _read(file)
-            if problem.name not in algorithms:
-                algorithms = {**algorithms, problem.name: choice.algorithm}
+            if gemm.name not in algorithms:
+                algorithms = {**algorithms, gemm.name: choice.algorithm}
                 keep(file, json.dumps(algorithms).encode())
         return choice
 
@@ -120,10 +94,9 @@ class Tuner:
         problems: of each GEMM `choose`'s arguments.
         """
         algorithms = self.share(lambda: [self.choose(*problem).algorithm for problem in problems])
-        for arguments, algorithm in zip(problems, algorithms, strict=True):
-            problem = Problem(*arguments)
-            problem = problem._replace(device=_numbered(problem.device))
-            self.chosen[problem] = _restored(algorithm, problem)
+        for (*gemm, device), algorithm in zip(problems, algorithms, strict=True):
+            problem = (*gemm, _numbered(device))
+            self.chosen[problem] = _restored(algorithm, cublaslt.Gemm(*problem))
 
 
 def _numbered(device):
@@ -131,63 +104,62 @@ def _numbered(device):
     return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
 
-def _winner(problem):
+def _winner(gemm):
     """Return the recorded choice that won on this kind of GPU under long load, or None."""
-    of_gpu = WINNERS.get(gpu.name(problem.device), {})
-    wanted = of_gpu.get(f"{problem.shape}{problem.epilogue}")
+    of_gpu = WINNERS.get(gpu.name(gemm.device), {})
+    wanted = of_gpu.get(re.sub(" b?float16", "", gemm.name))  # one for both
     if wanted is None:
         return None
-    gemm = cublaslt.Gemm(*problem)
     for algorithm in gemm.candidates():
         if cublaslt.configuration(algorithm) == wanted:
             return Choice(gemm, algorithm)
     return None
 
 
-def _measured_before(files, problem):
+def _measured_before(files, gemm):
     """Return the choice in the first of `files` that has one, or None."""
     for file in files:
         algorithms = _read(file)
-        if problem.name in algorithms:
-            return _restored(algorithms[problem.name], problem)
+        if gemm.name in algorithms:
+            return _restored(algorithms[gemm.name], gemm)
     return None
 
 
-def _fastest(problem):
+def _fastest(gemm):
     """Return the choice with the least time on random operands.
 
     It must beat the library's own, the first, by 3 %: timings jitter, and a short burst says little
     about a GPU at its power limit.
     """
-    device = problem.device
+    device = gemm.device
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
-        gemm = cublaslt.Gemm(*problem)
-        choices = [Choice(gemm, algorithm) for algorithm in gemm.candidates()]
-        times = _milliseconds(choices, problem)
+        algorithms = gemm.candidates()
+        times = _milliseconds(gemm, algorithms)
     best = int(times.argmin())
-    return choices[best if times[best] < MARGIN * times[0] else 0]
+    return Choice(gemm, algorithms[best if times[best] < MARGIN * times[0] else 0])
 
 
-def _milliseconds(choices, problem):
-    """Return the median time of LAUNCHES of each choice, replayed from graphs in turns."""
-    device = problem.device
+def _milliseconds(gemm, algorithms):
+    """Return the median time of LAUNCHES of each algorithm, replayed from graphs in turns."""
+    m, n, k = gemm.shape
+    device = gemm.device
     # A generator of its own: a run's random stream must not depend on measurements.
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(*shape):
-        return torch.randn(shape, generator=generator, device=device).to(problem.dtype)
+        return torch.randn(shape, generator=generator, device=device).to(gemm.dtype)
 
-    x = draw(problem.m, problem.k)
-    weight = draw(problem.n, problem.k)
-    bias = draw(problem.n)
-    out = torch.empty(problem.m, problem.n, dtype=problem.dtype, device=device)
+    x = draw(m, k)
+    weight = draw(n, k)
+    bias = draw(n)
+    out = torch.empty(m, n, dtype=gemm.dtype, device=device)
     graphs = []
-    for choice in choices:
-        choice.run(x, weight, bias, out)  # loads the kernel
+    for algorithm in algorithms:
+        gemm.run(algorithm, x, weight, bias, out)  # loads the kernel
         graph = torch.cuda.CUDAGraph()
         with cuda.recording(graph, torch.cuda.current_stream()):
             for _ in range(LAUNCHES):
-                choice.run(x, weight, bias, out)
+                gemm.run(algorithm, x, weight, bias, out)
         graphs.append(graph)
     spans = []
     for graph in graphs * REPLAYS:
@@ -202,10 +174,10 @@ def _milliseconds(choices, problem):
     return times.view(REPLAYS, -1).median(0).values
 
 
-def _restored(algorithm, problem):
+def _restored(algorithm, gemm):
     """Return the choice of an algorithm (words, workspace), also as JSON has it: two lists."""
     words, workspace = algorithm
-    return Choice(cublaslt.Gemm(*problem), cublaslt.Algorithm(tuple(words), workspace))
+    return Choice(gemm, cublaslt.Algorithm(tuple(words), workspace))
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -29,8 +29,6 @@ def centre(pair: Tensor, num_heads: int) -> Tensor:
     """
     n, tokens, width = pair.shape[1:]
     out = torch.empty(n, num_heads, width // (3 * num_heads), device=pair.device)
-    config = tile(out.shape[-1])
-    config["ROWS"] = CENTRE_ROWS
     with torch.cuda.device_of(pair):  # Triton launches on the current GPU
         _attention_centre[(n * num_heads,)](
             pair,
@@ -38,7 +36,7 @@ def centre(pair: Tensor, num_heads: int) -> Tensor:
             num_heads,
             TOKENS=tokens,
             num_warps=8,
-            **config,
+            **tile(out.shape[-1]) | {"ROWS": CENTRE_ROWS},
         )
     return out
 
@@ -78,23 +76,17 @@ def softmax(scores: Tensor, dim: int) -> Tensor:
     count, tokens, _ = scores.shape
     weights = scores.view(torch.float16)
     block = triton.next_power_of_2(tokens)
-    scale = 1 / (math.sqrt(dim) * math.log(2))  # of a score in powers of two
     with torch.cuda.device_of(scores):
         _attention_softmax[tokens, count](
             scores,
             weights,
             tokens,
-            scale,
+            1 / (math.sqrt(dim) * math.log(2)),  # of a score in powers of two
             LIFT=LIFT,
             BLOCK=block,
-            num_warps=warps(block),
+            num_warps=min(16, max(1, block // 1024)),  # few: sums need no barrier
         )
     return weights
-
-
-def warps(block: int) -> int:
-    """Return the warps of a program. A warp serves 1024 keys: its sums need no barrier."""
-    return min(16, max(1, block // 1024))
 
 
 def merge(mixed: Tensor, centre: Tensor, out: Tensor, first: int) -> None:

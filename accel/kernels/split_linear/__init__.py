@@ -87,11 +87,9 @@ class SplitLinear:
         self.gelu = after is not None
         self.high_low = overflow is not None
         self.scaled = scaled
-        self.pair, self.scale = split(weight)  # (2, N, K), (N,)
-        if self.backend == "hopper":
-            self.pair, _ = split(hopper.arrange(weight))
-        if self.backend == "cublas":
-            self.pair = cublas.arrange(weight)  # (N, 3·K)
+        self.kernels = {"hopper": hopper, "cublas": cublas, "torch": reference}[self.backend]
+        self.pair = self.kernels.arrange(weight)
+        self.scale = split(weight).scale  # (N,)
 
     def prepare(self, m: int) -> None:
         """Compile and load the kernels for M tokens, by a launch on zeros."""
@@ -112,18 +110,4 @@ class SplitLinear:
 
     def __call__(self, x: HighLow) -> Tensor | HighLow:
         """Apply the layer: x (…, K) → (…, N), float32 or HighLow."""
-        if self.backend == "torch":
-            return reference.linear(self, x)
-        if self.backend == "cublas":
-            return cublas.linear(self, x)
-        # The kernel finishes its results itself. Only a `new_stack` is copied, which cuBLAS's
-        # attention has made.
-        x = HighLow(x.pair.contiguous(), x.scale)
-        device = x.pair.device
-        shape = (*x.pair.shape[1:-1], self.columns)
-        if self.high_low:
-            out = torch.empty(2, *shape, dtype=torch.float16, device=device)
-        else:
-            out = torch.empty(shape, dtype=torch.float32, device=device)
-        hopper.linear(self, x, out)
-        return HighLow(out, None) if self.high_low else out
+        return self.kernels.linear(self, x)

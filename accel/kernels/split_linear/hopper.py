@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from accel.kernels import cuda
-from accel.kernels.split_linear.high_low import HighLow
+from accel.kernels.split_linear.high_low import HighLow, split
 
 FILE = Path(__file__).with_suffix(".cu")
 
@@ -54,14 +54,15 @@ def _kernel(result, device):
 
 
 def arrange(weight: Tensor) -> Tensor:
-    """Arrange the rows of W (N, K) for the kernel; pad N with zeros to a multiple of 32.
+    """Return weights (N, K) float32 as a pair, N in the kernel's order and padded with zeros to a
+    multiple of 32.
 
     After a warpgroup MMA a lane has columns 2c, 2c + 1 of each eight. With rows 8c + 2j + i of W at
     8j + 2c + i, four eights give it eight neighbouring columns to store.
     """
     n, k = weight.shape
     weight = torch.cat([weight, weight.new_zeros(-n % 32, k)])
-    return weight.unflatten(0, (-1, 4, 4, 2)).transpose(1, 2).flatten(0, 3)
+    return split(weight.unflatten(0, (-1, 4, 4, 2)).transpose(1, 2).flatten(0, 3)).pair
 
 
 def _pair_map(pair, box_rows):
@@ -77,22 +78,28 @@ def _pair_map(pair, box_rows):
     )
 
 
-def linear(layer: Any, x: HighLow, out: Tensor) -> None:
-    """Launch the kernel: x HighLow (…, K) → out (…, N) float32, or (2, …, N) float16.
+def linear(layer: Any, x: HighLow) -> Tensor | HighLow:
+    """Launch the kernel: x HighLow (…, K) → (…, N), float32 or HighLow.
 
     A shape must be run once before it is captured.
     """
     fits = layer.depth % 8 == 0 and layer.columns % 8 == 0
     assert fits, "backend 'hopper' takes sides in eights; take 'cublas'"
-    device = x.pair.device
-    rows = x.pair[0].numel() // layer.depth
+    pair = x.pair.contiguous()  # only a `new_stack` is copied, which cuBLAS's attention has made
+    device = pair.device
+    shape = (*pair.shape[1:-1], layer.columns)
+    if layer.high_low:
+        out = torch.empty(2, *shape, dtype=torch.float16, device=device)
+    else:
+        out = torch.empty(shape, dtype=torch.float32, device=device)
+    result = HighLow(out, None) if layer.high_low else out
+    rows = pair[0].numel() // layer.depth
     tiles = -(-rows // TILE.rows) * -(-layer.columns // TILE.columns)
     if not tiles:
-        return
-    kernel = _kernel(layer.high_low + layer.gelu, device)
-    kernel.launch(
+        return result
+    _kernel(layer.high_low + layer.gelu, device).launch(
         min(tiles, cuda.multiprocessors(device)),
-        _pair_map(x.pair, TILE.rows),
+        _pair_map(pair, TILE.rows),
         _pair_map(layer.pair, TILE.columns),
         out,
         x.scale,
@@ -104,3 +111,4 @@ def linear(layer: Any, x: HighLow, out: Tensor) -> None:
         layer.columns,
         layer.depth,
     )
+    return result

@@ -8,6 +8,11 @@ from torch import Tensor
 from accel.kernels.split_linear.high_low import LARGEST, HighLow, split
 
 
+def arrange(weight: Tensor) -> Tensor:
+    """Return weights (N, K) float32 as a pair (2, N, K)."""
+    return split(weight).pair
+
+
 def linear(layer: Any, x: HighLow) -> Tensor | HighLow:
     """Apply the layer: x HighLow (…, K) → (…, N), float32 or HighLow."""
     x_high, x_low = x.pair.double().unbind(0)

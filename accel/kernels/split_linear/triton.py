@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from accel.kernels.split_linear.high_low import new_stack
+from accel.kernels.split_linear.high_low import new_pair
 
 TILE = {"ROWS": 16, "COLUMNS": 128, "num_warps": 4}
 
@@ -24,19 +24,7 @@ def finish(layer: Any, y: Tensor, row_scale: Tensor | None) -> Tensor:
     follows; another is contiguous, for attention. row_scale: (M,).
     """
     m, n = y.shape
-    # From one row to the next, and from high to low.
-    if not layer.high_low:
-        out = y
-        row_stride = n
-        low_offset = 0
-    elif layer.gelu:
-        out = new_stack(m, n, device=y.device)
-        row_stride = 3 * n
-        low_offset = n
-    else:
-        out = torch.empty(2, m, n, dtype=torch.float16, device=y.device)
-        row_stride = n
-        low_offset = m * n
+    out = new_pair(m, n, device=y.device, stack=layer.gelu) if layer.high_low else y
     with torch.cuda.device_of(y):  # Triton launches on the current GPU
         _finish[(triton.cdiv(n, TILE["COLUMNS"]), triton.cdiv(m, TILE["ROWS"]))](
             y,
@@ -48,8 +36,8 @@ def finish(layer: Any, y: Tensor, row_scale: Tensor | None) -> Tensor:
             layer.overflow,
             m,
             n,
-            row_stride,
-            low_offset,
+            out.stride(-2),  # from one row to the next
+            out.stride(0) if layer.high_low else 0,  # from high to low
             SCALED=row_scale is not None,
             RESULT=layer.high_low + layer.gelu,
             **TILE,

@@ -3,12 +3,13 @@ arXiv:2112.10752).
 
 It gives the same bits as diffusers' AutoencoderKL from the same files, of any sizes and
 numbers of levels and latent channels. Other kinds of blocks are refused. half.py is its
-float16 version, ldm_layout.py reads files in another layout than diffusers'.
+float16 version.
 """
 
 # Our own, because `import diffusers` takes 2.6 to 8 s: longer than four GPUs need to
 # sample.
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 
 from accel.errors import UsageError, shown
 from accel.latents import DecoderFiles, DecoderKind, LatentSpace
-from accel.weights.shapes import shapes_only
+from accel.weights.shapes import require_fit, shapes_only
 from accel.weights.tensor_files import read_tensors, require_floats, weight_files
 
 EPS = 1e-6
@@ -51,19 +52,17 @@ SD_VAE_FT = {
     "layers_per_block": 2,
     "up_block_types": ["UpDecoderBlock2D"] * 4,
 }
-MOST_CHANNELS = 8192
-MOST_LAYERS = 64
-MOST_LEVELS = 8  # far beyond any: a damaged config.json should not take minutes
 LARGEST = 1e6  # of scales and shifts, far beyond any
 
 
-def check_config(config: dict[str, Any]) -> dict[str, Any]:
+def check_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a config.json that decide the decoder's function, with
     AutoencoderKL's defaults. Raises ValueError for an entry that is damaged or asks for
     another function than is computed here.
     """
 
-    def is_size(value, most=MOST_CHANNELS):
+    # far beyond any: a damaged config.json should not take minutes
+    def is_size(value, most=8192):
         return type(value) is int and 0 < value <= most
 
     def is_number(value, least=-LARGEST):
@@ -87,8 +86,8 @@ def check_config(config: dict[str, Any]) -> dict[str, Any]:
         "out_channels": entries["out_channels"] == 3,
         "latent_channels": is_size(channels),
         "norm_num_groups": is_size(entries["norm_num_groups"]),
-        "layers_per_block": is_size(entries["layers_per_block"], MOST_LAYERS),
-        "block_out_channels": 0 < levels <= MOST_LEVELS and all(map(is_size, widths or ())),
+        "layers_per_block": is_size(entries["layers_per_block"], most=64),
+        "block_out_channels": 0 < levels <= 8 and all(map(is_size, widths)),
         "up_block_types": is_list(entries["up_block_types"], levels, list(UP_BLOCKS).__contains__),
         "scaling_factor": is_scale(entries["scaling_factor"]),
         "shift_factor": shift is None or is_number(shift) and (is_plain or shift == 0),
@@ -99,19 +98,6 @@ def check_config(config: dict[str, Any]) -> dict[str, Any]:
         if not is_valid:
             raise ValueError(f"{name} is {shown(entries[name])}")
     return entries
-
-
-def space_of(entries: dict[str, Any], files: DecoderFiles) -> LatentSpace:
-    """Return the latent space that the entries of `check_config` describe."""
-    return LatentSpace(
-        channels=entries["latent_channels"],
-        factor=2 ** (len(entries["block_out_channels"]) - 1),
-        scale=entries["scaling_factor"],
-        shift=entries["shift_factor"] or 0.0,
-        mean=tuple(entries["latents_mean"] or ()),
-        std=tuple(entries["latents_std"] or ()),
-        decoder=files,
-    )
 
 
 class Residual(nn.Module):
@@ -150,13 +136,10 @@ class Attention(nn.Module):
         return h.transpose(1, 2).reshape(x.shape) + x
 
 
-class Upsample(nn.Module):
-    def __init__(self, width: int):
-        super().__init__()
-        self.conv = nn.Conv2d(width, width, 3, padding=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
+def doubling(width: int) -> nn.Module:
+    """Return nearest upsampling and a convolution."""
+    conv = nn.Conv2d(width, width, 3, padding=1)
+    return nn.Sequential(OrderedDict(nearest=nn.Upsample(scale_factor=2.0), conv=conv))
 
 
 class Block(nn.Module):
@@ -172,7 +155,7 @@ class Block(nn.Module):
             [Residual(width if i else width_in, width, groups) for i in range(layers)]
         )
         self.attentions = nn.ModuleList([Attention(width, groups) for _ in range(attentions)])
-        self.upsamplers = nn.ModuleList([Upsample(width)] if upsample else [])
+        self.upsamplers = nn.ModuleList([doubling(width)] if upsample else [])
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -192,9 +175,10 @@ class Layers(nn.Module):
         widths = config["block_out_channels"][::-1]
         layers = config["layers_per_block"] + 1
         groups = config["norm_num_groups"]
-        attention = config["mid_block_add_attention"]
         self.conv_in = nn.Conv2d(config["latent_channels"], widths[0], 3, padding=1)
-        self.mid_block = Block(widths[0], widths[0], 2, groups, attention, upsample=False)
+        self.mid_block = Block(
+            widths[0], widths[0], 2, groups, config["mid_block_add_attention"], upsample=False
+        )
         self.up_blocks = nn.ModuleList(
             Block(
                 widths[max(i - 1, 0)],
@@ -229,14 +213,14 @@ class KLDecoder(nn.Module):
     check_config, which may raise ValueError.
     """
 
-    def __init__(self, config: dict[str, Any]):
+    def __init__(self, config: Mapping[str, Any]):
         super().__init__()
-        self.entries = config = check_config(config)
-        channels = config["latent_channels"]
+        self.entries = check_config(config)
+        channels = self.entries["latent_channels"]
         self.post_quant_conv = (
-            nn.Conv2d(channels, channels, 1) if config["use_post_quant_conv"] else None
+            nn.Conv2d(channels, channels, 1) if self.entries["use_post_quant_conv"] else None
         )
-        self.decoder = Layers(config)
+        self.decoder = Layers(self.entries)
 
     def forward(self, z: torch.Tensor) -> torch.Tensor:
         return self.decoder(z if self.post_quant_conv is None else self.post_quant_conv(z))
@@ -248,84 +232,72 @@ class KLDecoder(nn.Module):
         want = self.state_dict()
         needed = {}
         for name, tensor in state.items():
-            parts = name.split(".")
-            if "attentions" in parts and parts[-2] in _OLD_NAMES:
-                parts[-2] = _OLD_NAMES[parts[-2]]
-            name = ".".join(parts)
+            name = ".".join([_OLD_NAMES.get(part, part) for part in name.split(".")])
             if name in want:
-                needed[name] = (
-                    tensor.reshape(want[name].shape)
-                    if tensor.numel() == want[name].numel()
-                    else tensor
-                )
+                shape = want[name].shape
+                needed[name] = tensor.reshape(shape) if tensor.numel() == shape.numel() else tensor
         return needed
 
 
 class AutoencoderKL(DecoderKind):
-    """diffusers' AutoencoderKL: a folder in its layout, or a file in LDM's."""
+    """diffusers' AutoencoderKL: a folder in its layout."""
 
     def holds(self, content: Mapping[str, Any]) -> bool:
-        """Return whether a config.json names the class, or a file has LDM's names."""
-        if "_class_name" in content:
-            return content["_class_name"] == "AutoencoderKL"
-        from accel.latents.autoencoder_kl import ldm_layout  # most people have a folder
-
-        return ldm_layout.holds(content)
+        """Return whether a config.json names the class."""
+        return content.get("_class_name") == "AutoencoderKL"
 
     def files(self, path: Path, statistics: str | None) -> list[Path]:
         """Return config.json and the weights. Statistics are numbers of the latent space."""
-        if path.is_file():
-            return [path]
         return [path / "config.json", *weight_files(path, "vae")]
 
     def read(
         self, files: DecoderFiles, content: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Return the entries of config.json that the decoder takes, and its weights."""
-        first, *weights = self.files(files.path, files.statistics)
-        config = dict(content)
+        config, *weights = self.files(files.path, files.statistics)
         state: dict[str, torch.Tensor] = {}
-        if not weights:
-            from accel.latents.autoencoder_kl import ldm_layout
+        for file in weights:
+            state |= read_tensors(file, "vae")
+        return self.checked(config, content, weights[-1], state)
 
-            config, state = ldm_layout.read(first, content)
+    def checked(
+        self,
+        config_file: Path,
+        config: Mapping[str, Any],
+        weight_file: Path,
+        state: dict[str, torch.Tensor],
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Return what `read` does, of the content of these files. Raises UsageError."""
         try:
             with shapes_only():
                 decoder = KLDecoder(config)
         except ValueError as error:
             raise UsageError(
-                f"`vae={first}`: {error}, which is not computed here; give another AutoencoderKL"
+                f"`vae={config_file}`: {error}, which is not computed here; give another "
+                "AutoencoderKL"
             ) from None
-        for file in weights:
-            state |= read_tensors(file, "vae")
-        last = [first, *weights][-1]
-        require_floats(state, f"`vae={last}`")
+        name = f"`vae={weight_file}`"
+        require_floats(state, name)
         state = decoder.renamed(state)
-        want = decoder.state_dict()
-        wrong = [
-            name for name in want if name not in state or state[name].shape != want[name].shape
-        ]
-        if wrong:
-            raise UsageError(
-                f"`vae={last}`: these weights are not those of "
-                f"{'config.json' if weights else 'an AutoencoderKL'} ({len(wrong)} entries differ, "
-                f"first {wrong[0]}); copy them again"
-            )
+        require_fit(name, state, decoder)
         return decoder.entries, state
 
     def space(self, files: DecoderFiles, entries: dict[str, Any]) -> LatentSpace:
-        """Return the latent space, with the statistics that the user gives, or that lie beside
-        a file in LDM's layout.
-        """
-        space = space_of(entries, files)
-        if not files.statistics and not files.path.is_file():
+        """Return the latent space, with the statistics that the user gives."""
+        space = LatentSpace(
+            channels=entries["latent_channels"],
+            factor=2 ** (len(entries["block_out_channels"]) - 1),
+            scale=entries["scaling_factor"],
+            shift=entries["shift_factor"] or 0.0,
+            mean=tuple(entries["latents_mean"] or ()),
+            std=tuple(entries["latents_std"] or ()),
+            decoder=files,
+        )
+        if not files.statistics:
             return space
-        # a folder in diffusers' layout says all itself
-        from accel.latents.autoencoder_kl import ldm_layout
+        from accel.latents.statistics import with_statistics  # config.json usually says all
 
-        if files.statistics:
-            return ldm_layout.with_statistics(space, files.statistics)
-        return ldm_layout.scaled(space, files.path)
+        return with_statistics(space, files.statistics)
 
     def build(self, entries: dict[str, Any]) -> KLDecoder:
         """Return the decoder."""

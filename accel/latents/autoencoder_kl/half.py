@@ -29,31 +29,34 @@ class HalfDecoder:
         self.dtype = dtype
         self.weights: dict[torch.nn.Conv2d, Tensor] = {}  # in dtype
         self.biases: dict[Residual, Tensor] = {}  # all that its sum receives
-        # weight and bias of q, k and v, and the output's weight
-        self.attention_weights: dict[Attention, tuple[Tensor, Tensor, Tensor]] = {}
+        # weight and bias of q, k and v, then of the output
+        self.attention_weights: dict[Attention, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
         layers = decoder.decoder
         for layer in layers.modules():
             if isinstance(layer, torch.nn.Conv2d):
                 self.weights[layer] = layer.weight.to(dtype, memory_format=torch.channels_last)
-        # The convolution before a Residual, while its bias is not yet added to the
-        # Residual's input.
-        before: torch.nn.Conv2d | None = layers.conv_in
+        # The bias that a Residual's input lacks: of the convolution before, not yet added.
+        pending = _bias(layers.conv_in)
         for block in (layers.mid_block, *layers.up_blocks):
             for layer in block.resnets:
-                self.biases[layer] = _bias(layer.conv2) + _pending(before, layer.conv_shortcut)
-                before = None
+                shortcut = layer.conv_shortcut
+                if shortcut is not None:
+                    pending = _bias(shortcut) + shortcut.weight[:, :, 0, 0] @ pending
+                self.biases[layer] = _bias(layer.conv2) + pending
+                pending = torch.zeros_like(_bias(layer.conv2))
+            for layer in block.attentions:
+                qkv = layer.to_q, layer.to_k, layer.to_v
+                self.attention_weights[layer] = (
+                    torch.cat([linear.weight for linear in qkv]).to(dtype),
+                    torch.cat([linear.bias for linear in qkv]).to(dtype),
+                    layer.to_out[0].weight.to(dtype),
+                    layer.to_out[0].bias,
+                )
             for layer in block.upsamplers:
                 self.weights[layer.conv] = _doubling(layer.conv.weight).to(
                     dtype, memory_format=torch.channels_last
                 )
-                before = layer.conv
-        for attention in (layer for layer in layers.modules() if isinstance(layer, Attention)):
-            qkv = attention.to_q, attention.to_k, attention.to_v
-            self.attention_weights[attention] = (
-                torch.cat([layer.weight for layer in qkv]).to(dtype),
-                torch.cat([layer.bias for layer in qkv]).to(dtype),
-                _output(attention).weight.to(dtype),
-            )
+                pending = _bias(layer.conv)
 
     def __call__(self, z: torch.Tensor) -> torch.Tensor:
         before = torch.backends.cudnn.deterministic
@@ -102,7 +105,7 @@ class HalfDecoder:
         return add(stream, self.biases[layer], h, dtype, statistics=not last)
 
     def _attend(self, layer: Attention, x: Sum, last: bool) -> Sum:
-        weight, bias, out = self.attention_weights[layer]
+        weight, bias, out, out_bias = self.attention_weights[layer]
         h = self._norm(layer.group_norm, x, silu=False)
         _, channels, height, width = h.shape
         h = h.permute(0, 2, 3, 1).reshape(1, 1, height * width, channels)
@@ -111,7 +114,7 @@ class HalfDecoder:
         h = h.view(1, height, width, channels).permute(0, 3, 1, 2)
         return add(
             x.value,
-            _output(layer).bias,
+            out_bias,
             h,
             self.dtype if last else torch.float32,
             statistics=not last,
@@ -122,25 +125,6 @@ def _bias(layer: torch.nn.Conv2d) -> Tensor:
     """Return the bias that every convolution of this decoder has."""
     assert layer.bias is not None
     return layer.bias
-
-
-def _output(layer: Attention) -> torch.nn.Linear:
-    """Return the last layer of an attention, which has diffusers' name to_out.0."""
-    (linear,) = layer.to_out
-    assert isinstance(linear, torch.nn.Linear)
-    return linear
-
-
-def _pending(before: torch.nn.Conv2d | None, shortcut: torch.nn.Conv2d | None) -> Tensor | float:
-    """Return the biases that the input of a Residual's sum lacks. before: the convolution
-    whose bias is not yet added to it. shortcut: the Residual's.
-    """
-    pending = 0.0 if before is None else _bias(before)
-    if shortcut is None:
-        return pending
-    if before is not None:
-        return _bias(shortcut) + shortcut.weight[:, :, 0, 0] @ _bias(before)
-    return _bias(shortcut)
 
 
 def _doubling(weight: torch.Tensor) -> torch.Tensor:

@@ -13,15 +13,17 @@ import re
 from collections.abc import Callable, Mapping
 from math import isqrt
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from accel.errors import UsageError, shown
 from accel.latents import DecoderFiles, DecoderKind, LatentSpace
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from accel.latents.vit.network import ViTDecoder
+from accel.latents.statistics import read_statistics
+from accel.latents.vit.network import Sizes, ViTDecoder, half_of
+from accel.weights.shapes import require_fit, shapes_only
+from accel.weights.tensor_files import file_stamps, read_json, read_tensors, require_floats
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +38,6 @@ STATISTICS_EPS = 1e-5
 IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 # Other parts of an autoencoder, and a leftover of the ViT's own training, which no decoder reads.
 IGNORED = re.compile(r"encoder\.|mask_token$")
-LARGEST = 1e6  # of statistics, far beyond any
 
 
 def _entries(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,11 +45,8 @@ def _entries(content: Mapping[str, Any]) -> dict[str, Any]:
     training run, under the names that they have in the former.
     """
     whole = content["ema"] if isinstance(content.get("ema"), dict) else content
-    entries = {}
-    for name, value in whole.items():
-        name = re.sub(r"^(module\.|_orig_mod\.)*(decoder\.)?", "", str(name))
-        entries[name] = value
-    return entries
+    prefix = re.compile(r"^(module\.|_orig_mod\.)*(decoder\.)?")
+    return {prefix.sub("", str(name)): value for name, value in whole.items()}
 
 
 class ViT(DecoderKind):
@@ -60,12 +58,10 @@ class ViT(DecoderKind):
 
     def files(self, path: Path, statistics: str | None) -> list[Path]:
         """Return the weights, the statistics, and the facts beside the weights."""
-        weights = path
-        if not path.is_file():
-            present = [path / name for name in WEIGHTS if (path / name).is_file()]
-            if not present:
-                raise UsageError(f"`vae={path}`: must hold {CONFIG} and {' or '.join(WEIGHTS)}")
-            weights = present[0]
+        possible = [path, *(path / name for name in WEIGHTS)]
+        weights = next(filter(Path.is_file, possible), None)
+        if weights is None:
+            raise UsageError(f"`vae={path}`: must hold {CONFIG} and {' or '.join(WEIGHTS)}")
         beside = weights.parent
         if statistics is None and not (beside / STATISTICS).is_file():
             raise UsageError(
@@ -73,20 +69,14 @@ class ViT(DecoderKind):
                 "give `latent_stats`"
             )
         if statistics is not None:
-            from accel.weights.tensor_files import file_stamps
-
             file_stamps([Path(statistics)], "latent_stats")  # an error names this option
         facts = [beside / name for name in (CONFIG, COLOURS) if (beside / name).is_file()]
         return [weights, Path(statistics or beside / STATISTICS), *facts]
 
     def read(
         self, files: DecoderFiles, content: Mapping[str, Any]
-    ) -> "tuple[dict[str, Any], dict[str, Tensor]]":
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the sizes, and the tensors of weights and statistics."""
-        from accel.latents.vit.network import Sizes, ViTDecoder
-        from accel.weights.shapes import require_fit, shapes_only
-        from accel.weights.tensor_files import read_json, read_tensors, require_floats
-
         weights, statistics, *facts = self.files(files.path, files.statistics)
         name = f"`vae={weights}`"
         entries = _entries(content if files.path.is_file() else read_tensors(weights, "vae"))
@@ -96,34 +86,32 @@ class ViT(DecoderKind):
         for file in facts:
             metadata |= read_json(file, "vae")
         sizes = _sizes(name, state, metadata)
-        colours = {key: metadata.get(key, value) for key, value in IMAGENET.items()}
         _log_assumptions(weights, metadata, sizes)
-        of_latents = _statistics(statistics, read_tensors(statistics, "latent_stats"), sizes)
-        state |= of_latents | _colours(weights.parent / COLOURS, colours)
+        latent_shape = (sizes["channels"], sizes["side"], sizes["side"])
+        mean, var = read_statistics(statistics, "var", latent_shape)
+        state["latent_mean"] = mean.float()
+        state["latent_std"] = (var.float() + STATISTICS_EPS).sqrt()
+        state |= _colours(weights.parent / COLOURS, metadata)
         with shapes_only():
-            decoder = ViTDecoder(Sizes(**sizes))
+            decoder = self.build(sizes)
         require_fit(name, state, decoder)
         return sizes, state
 
     def space(self, files: DecoderFiles, entries: dict[str, Any]) -> LatentSpace:
         """Return the space of normalised latents: the decoder has the statistics."""
-        channels = entries["channels"]
-        side = entries["side"]
-        return LatentSpace(channels, entries["patch"], scale=1.0, decoder=files, side=side)
+        return LatentSpace(
+            entries["channels"], entries["patch"], scale=1.0, side=entries["side"], decoder=files
+        )
 
-    def build(self, entries: dict[str, Any]) -> "ViTDecoder":
+    def build(self, entries: dict[str, Any]) -> ViTDecoder:
         """Return the decoder."""
-        from accel.latents.vit.network import Sizes, ViTDecoder
-
         return ViTDecoder(Sizes(**entries))
 
-    def half(self, network: Any) -> "Callable[[Tensor], Tensor]":
+    def half(self, network: Any) -> Callable[[Tensor], Tensor]:
         """Return the decoder in float16."""
-        from accel.latents.vit.network import HalfViT
+        return half_of(network)
 
-        return HalfViT(network)
-
-    def levels(self, pixels: "Tensor") -> "Tensor":
+    def levels(self, pixels: Tensor) -> Tensor:
         """Return 255·v of pixels v = (x + 1)/2: exact for v ≥ 1/4, else v has 25 bits."""
         return (pixels + 1) / 2 * 255
 
@@ -131,7 +119,7 @@ class ViT(DecoderKind):
 KIND = ViT()
 
 
-def _sizes(name: str, state: "Mapping[str, Tensor]", metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _sizes(name: str, state: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sizes of a decoder by its tensors; the heads as config.json says, else by the
     width. Raises UsageError about `name` where they contradict each other.
     """
@@ -172,60 +160,28 @@ def _sizes(name: str, state: "Mapping[str, Tensor]", metadata: Mapping[str, Any]
         )
     if type(eps) is not float or not 0 < eps < 1:
         raise UsageError(f"{name}: {CONFIG} beside it says layer_norm_eps {shown(eps)}")
-    sizes = dict(channels=channels, side=side, patch=patch, width=width, depth=depth)
-    return {**sizes, "heads": heads, "mlp": mlp, "eps": eps}
+    return Sizes(channels, side, patch, width, depth, heads, mlp, eps)._asdict()
 
 
 def _log_assumptions(weights, metadata, sizes):
     """Print what no file says, and the remedy."""
-    assumed = []
-    remedies = []
+    remedies = {}  # of what is assumed
     if HEADS not in metadata:
-        assumed.append(f"{sizes['heads']} heads, as a width of {sizes['width']} usually has")
-        remedies.append(f"{CONFIG} with {HEADS}")
+        heads = f"{sizes['heads']} heads, as a width of {sizes['width']} usually has"
+        remedies[heads] = f"{CONFIG} with {HEADS}"
     if not IMAGENET.keys() <= metadata.keys():
-        assumed.append("ImageNet's mean and deviation of pixels")
-        remedies.append(f"{COLOURS} with {' and '.join(IMAGENET)}")
-    if assumed:
+        colours = "ImageNet's mean and deviation of pixels"
+        remedies[colours] = f"{COLOURS} with {' and '.join(IMAGENET)}"
+    if remedies:
         log.warning(
-            f"{shown(str(weights), 300)}: taken with {', and '.join(assumed)}; if it has others: "
-            f"put {' and '.join(remedies)} beside it"
+            f"{shown(str(weights), 300)}: taken with {', and '.join(remedies)}; if it has others: "
+            f"put {' and '.join(remedies.values())} beside it"
         )
 
 
-def _statistics(
-    file: Path, content: Mapping[str, Any], sizes: Mapping[str, Any]
-) -> "dict[str, Tensor]":
-    """Return mean and √(var + ε) of the latents, (C, L, L) float32. Raises UsageError."""
-    import torch
-
-    shape = torch.Size((sizes["channels"], sizes["side"], sizes["side"]))
-    values = {}
-    for name, least in (("mean", -LARGEST), ("var", 0.0)):
-        value = content.get(name)
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            raise UsageError(f"`latent_stats={file}`: must hold tensors mean and var; lacks {name}")
-        try:
-            values[name] = value.float().expand(1, *shape)[0]
-        except RuntimeError:
-            raise UsageError(
-                f"`latent_stats={file}`: {name} is of shape {tuple(value.shape)}, and the "
-                f"decoder's latents are {tuple(shape)}; give its own"
-            ) from None
-        if not ((value >= least) & (value <= LARGEST)).all():
-            raise UsageError(
-                f"`latent_stats={file}`: holds values that are no {name}; compute it again"
-            )
-    return {
-        "latent_mean": values["mean"],
-        "latent_std": (values["var"] + STATISTICS_EPS).sqrt(),
-    }
-
-
-def _colours(file: Path, colours: Mapping[str, Any]) -> "dict[str, Tensor]":
+def _colours(file: Path, metadata: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return mean and deviation of pixels in (0, 1), (3, 1, 1). Raises UsageError."""
-    import torch
-
+    colours = {name: metadata.get(name, usual) for name, usual in IMAGENET.items()}
     for name, values in colours.items():
         numbers = values if isinstance(values, list) else []
         valid = [type(x) in (int, float) and 0 <= x <= 1 for x in numbers]

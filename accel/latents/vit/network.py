@@ -8,7 +8,9 @@ ViT over a token a latent position, each of which becomes a patch of pixels.
 In float32, and in float16 with a float32 residual stream, LayerNorm and softmax statistics.
 """
 
-from typing import NamedTuple
+from collections import OrderedDict
+from copy import deepcopy
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -35,25 +37,24 @@ def attend(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-class Dense(nn.Module):
-    """A linear layer under the name that files give it."""
-
-    def __init__(self, inputs: int, outputs: int):
-        super().__init__()
-        self.dense = nn.Linear(inputs, outputs)
+class Linear(nn.Linear):
+    """A linear layer that reads its input in the dtype of its weight."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dense(x)
+        return super().forward(x.to(self.weight.dtype))
 
 
-class Projections(nn.Module):
-    """Queries, keys and values of tokens."""
+def dense(inputs: int, outputs: int) -> nn.Module:
+    """Return a linear layer under the name that files give it."""
+    return nn.Sequential(OrderedDict(dense=Linear(inputs, outputs)))
 
-    def __init__(self, width: int):
-        super().__init__()
-        self.query = nn.Linear(width, width)
-        self.key = nn.Linear(width, width)
-        self.value = nn.Linear(width, width)
+
+def fused(layers: list[Any]) -> Linear:
+    """Return layers of one input as one: a single GEMM."""
+    layer = Linear(1, 1, device="meta")
+    layer.weight = nn.Parameter(torch.cat([part.weight for part in layers]))
+    layer.bias = nn.Parameter(torch.cat([part.bias for part in layers]))
+    return layer
 
 
 class Attention(nn.Module):
@@ -62,12 +63,14 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int):
         super().__init__()
         self.heads = heads
-        self.attention = Projections(width)
-        self.output = Dense(width, width)
+        layers = {name: Linear(width, width) for name in ("query", "key", "value")}
+        self.attention = nn.ModuleDict(layers)  # or one, which computes all
+        self.output = dense(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        qkv = self.attention
-        return self.output(attend(qkv.query(x), qkv.key(x), qkv.value(x), self.heads))
+        outputs = [layer(x) for layer in self.attention.values()]
+        q, k, v = outputs if len(outputs) == 3 else outputs[0].chunk(3, -1)
+        return self.output(attend(q, k, v, self.heads))
 
 
 class Layer(nn.Module):
@@ -78,8 +81,8 @@ class Layer(nn.Module):
         self.layernorm_before = nn.LayerNorm(sizes.width, sizes.eps)
         self.attention = Attention(sizes.width, sizes.heads)
         self.layernorm_after = nn.LayerNorm(sizes.width, sizes.eps)
-        self.intermediate = Dense(sizes.width, sizes.mlp)
-        self.output = Dense(sizes.mlp, sizes.width)
+        self.intermediate = dense(sizes.width, sizes.mlp)
+        self.output = dense(sizes.mlp, sizes.width)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.layernorm_before(x))
@@ -104,89 +107,40 @@ class ViTDecoder(nn.Module):
             self.register_buffer(name, torch.empty(sizes.channels, sizes.side, sizes.side))
         for name in ("image_mean", "image_std"):
             self.register_buffer(name, torch.empty(3, 1, 1))
-        self.decoder_embed = nn.Linear(sizes.channels, width)
+        self.decoder_embed = Linear(sizes.channels, width)
         self.trainable_cls_token = nn.Parameter(torch.empty(1, 1, width))
         self.decoder_pos_embed = nn.Parameter(torch.empty(1, sizes.side**2 + 1, width))
         self.decoder_layers = nn.ModuleList([Layer(sizes) for _ in range(sizes.depth)])
         self.decoder_norm = nn.LayerNorm(width, sizes.eps)
-        self.decoder_pred = nn.Linear(width, 3 * sizes.patch**2)
-
-    @property
-    def layers(self) -> list[Layer]:
-        """Return the layers in their order."""
-        return [layer for layer in self.decoder_layers if isinstance(layer, Layer)]
+        self.decoder_pred = Linear(width, 3 * sizes.patch**2)
 
     def forward(self, z: Tensor) -> Tensor:
-        x = self.with_positions(self.decoder_embed(self.tokens(z)))
-        for layer in self.layers:
+        z = z * self.latent_std + self.latent_mean  # of the autoencoder
+        tokens = self.decoder_embed(z.flatten(2).transpose(1, 2))  # (N, L·L, D)
+        cls = self.trainable_cls_token.expand(len(z), -1, -1)
+        x = torch.cat([cls, tokens], 1) + self.decoder_pos_embed
+        for layer in self.decoder_layers:
             x = layer(x)
-        return self.pixels(self.decoder_pred(self.decoder_norm(x)))
-
-    def tokens(self, z: Tensor) -> Tensor:
-        """Return the latents of the autoencoder, (N, L·L, C)."""
-        return (z * self.latent_std + self.latent_mean).flatten(2).transpose(1, 2)
-
-    def with_positions(self, x: Tensor) -> Tensor:
-        """Prepend the cls token to (N, L·L, D) and add the positions."""
-        cls = self.trainable_cls_token.expand(len(x), -1, -1)
-        return torch.cat([cls, x], 1) + self.decoder_pos_embed
-
-    def pixels(self, patches: Tensor) -> Tensor:
-        """Lay out the patches (N, 1 + L·L, p·p·3) of all tokens as pixels."""
+        x = self.decoder_pred(self.decoder_norm(x))[:, 1:]  # (N, L·L, p·p·3)
         side = self.sizes.side
         patch = self.sizes.patch
-        x = patches[:, 1:].reshape(-1, side, side, patch, patch, 3)
-        x = x.permute(0, 5, 1, 3, 2, 4).reshape(-1, 3, side * patch, side * patch)
+        x = x.reshape(-1, side, side, patch, patch, 3).permute(0, 5, 1, 3, 2, 4)
+        x = x.reshape(-1, 3, side * patch, side * patch)
         return 2 * (x * self.image_std + self.image_mean) - 1
 
 
-class HalfLayer:
-    """The weights of a layer's GEMMs in half precision; queries, keys and values are one."""
+def half_of(decoder: ViTDecoder, dtype: torch.dtype = torch.float16) -> ViTDecoder:
+    """Return the decoder with linear layers in half precision.
 
-    def __init__(self, layer: Layer, dtype: torch.dtype):
-        self.layer = layer
-        self.dtype = dtype
-        attention = layer.attention
-        qkv = attention.attention.query, attention.attention.key, attention.attention.value
-        self.heads = attention.heads
-        self.qkv_weight = torch.cat([linear.weight for linear in qkv]).to(dtype)
-        self.qkv_bias = torch.cat([linear.bias for linear in qkv]).to(dtype)
-        self.out = _half(attention.output.dense, dtype)
-        self.up = _half(layer.intermediate.dense, dtype)
-        self.down = _half(layer.output.dense, dtype)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the residual stream (1, T, D) float32 after the layer."""
-        h = self.layer.layernorm_before(x).to(self.dtype)
-        q, k, v = F.linear(h, self.qkv_weight, self.qkv_bias).chunk(3, -1)
-        x = x + F.linear(attend(q, k, v, self.heads), *self.out)
-        h = self.layer.layernorm_after(x).to(self.dtype)
-        return x + F.linear(F.gelu(F.linear(h, *self.up)), *self.down)
-
-
-class HalfViT:
-    """A latent (1, C, L, L) → pixels (1, 3, H, W), both float32.
-
-    GEMMs and attention read and write half precision and accumulate in float32. A value that
-    overflows float16 enters the residual stream, and turns the picture into NaN.
+    GEMMs and attention read and write half precision and accumulate in float32; sums with the
+    residual stream are float32. A value that overflows float16 enters the residual stream, and
+    turns the picture into NaN.
     """
-
-    def __init__(self, decoder: ViTDecoder, dtype: torch.dtype = torch.float16):
-        self.decoder = decoder
-        self.dtype = dtype
-        self.embed = _half(decoder.decoder_embed, dtype)
-        self.layers = [HalfLayer(layer, dtype) for layer in decoder.layers]
-        self.pred = _half(decoder.decoder_pred, dtype)
-
-    def __call__(self, z: Tensor) -> Tensor:
-        decoder = self.decoder
-        x = F.linear(decoder.tokens(z).to(self.dtype), *self.embed)
-        x = decoder.with_positions(x.float())
-        for layer in self.layers:
-            x = layer(x)
-        patches = F.linear(decoder.decoder_norm(x).to(self.dtype), *self.pred)
-        return decoder.pixels(patches.float())
-
-
-def _half(linear: nn.Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return linear.weight.to(dtype), linear.bias.to(dtype)
+    half = deepcopy(decoder)
+    for module in list(half.modules()):
+        if isinstance(module, Attention):
+            module.attention = nn.ModuleDict({"qkv": fused(list(module.attention.values()))})
+    for module in half.modules():
+        if isinstance(module, Linear):
+            module.to(dtype)
+    return half

@@ -1,5 +1,4 @@
-"""An AutoencoderKL in the layout of latent diffusion's training (arXiv:2112.10752), and
-statistics of its latents.
+"""An AutoencoderKL in the layout of latent diffusion's training (arXiv:2112.10752).
 
 VA-VAE (Yao et al. 2025, arXiv:2501.01423) comes so: one file with encoder, decoder and
 losses, and latents_stats.pt.
@@ -14,9 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from accel.errors import UsageError, shown
-from accel.latents import LatentSpace
-from accel.latents.autoencoder_kl import LARGEST, SD_VAE_FT
-from accel.weights.tensor_files import read_tensors, require_floats
+from accel.latents import DecoderFiles, LatentSpace
+from accel.latents.autoencoder_kl import SD_VAE_FT, AutoencoderKL
+from accel.latents.statistics import with_statistics
+from accel.weights.tensor_files import require_floats
 
 log = logging.getLogger(__name__)
 
@@ -35,14 +35,52 @@ def _entries(content: Mapping[str, Any]) -> dict[str, Any]:
     return {str(name).removeprefix(INSIDE): value for name, value in whole.items()}
 
 
-def holds(content: Mapping[str, Any]) -> bool:
-    """Return whether a file's content has names of an AutoencoderKL's decoder."""
-    return any(
-        re.match(r"decoder\.(conv_in|mid|up|conv_out)\.", name) for name in _entries(content)
-    )
+class LDM(AutoencoderKL):
+    """An AutoencoderKL in a file of LDM's layout."""
+
+    def holds(self, content: Mapping[str, Any]) -> bool:
+        """Return whether a file's content has names of the decoder."""
+        pattern = re.compile(r"decoder\.(conv_in|mid|up|conv_out)\.")
+        return any(map(pattern.match, _entries(content)))
+
+    def files(self, path: Path, statistics: str | None) -> list[Path]:
+        """Return the file. Statistics are numbers of the latent space."""
+        return [path]
+
+    def read(
+        self, files: DecoderFiles, content: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return the entries that config.json would have, and the decoder's weights."""
+        config, state = _translated(files.path, content)
+        return self.checked(files.path, config, files.path, state)
+
+    def space(self, files: DecoderFiles, entries: dict[str, Any]) -> LatentSpace:
+        """Return the latent space: with the statistics that the user gives or that lie beside
+        the file, else by Stable Diffusion's scale if it may be its decoder.
+        """
+        space = super().space(files, entries)
+        beside = files.path.parent / STATISTICS
+        if space.std:
+            return space
+        if beside.is_file():
+            return with_statistics(space, beside)
+        usual = LatentSpace()
+        if (space.channels, space.factor) != (usual.channels, usual.factor):
+            raise UsageError(
+                f"`vae={files.path}`: says no scale of its latents; put {STATISTICS} beside it, or "
+                "give `latent_stats`"
+            )
+        log.warning(
+            f"{shown(str(files.path), 300)}: says no scale of its latents, taken for Stable "
+            f"Diffusion's {usual.scale}; if it has another: --latent-stats FILE"
+        )
+        return space._replace(scale=usual.scale)
 
 
-def read(file: Path, content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+KIND = LDM()
+
+
+def _translated(file: Path, content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return (config.json's entries, the decoder's weights under diffusers' names) of the
     content of a file. Raises UsageError about --vae.
     """
@@ -50,14 +88,13 @@ def read(file: Path, content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     state = {
         name: value
         for name, value in whole.items()
-        if re.match(r"decoder\.|post_quant_conv\.", str(name))
+        if re.match(r"decoder\.|post_quant_conv\.", name)
     }
     require_floats(state, f"`vae={file}`")
     of_levels = [name.split(".")[2] for name in state if name.startswith("decoder.up.")]
     levels = sorted({int(level) for level in of_levels if level.isdecimal()})
-    blocks = sum(
-        bool(re.fullmatch(r"decoder\.up\.0\.block\.\d+\.conv1\.weight", name)) for name in state
-    )
+    pattern = re.compile(r"decoder\.up\.0\.block\.\d+\.conv1\.weight")
+    blocks = len(list(filter(pattern.fullmatch, state)))
     try:
         widths = [len(state[f"decoder.up.{level}.block.0.conv1.weight"]) for level in levels]
         channels = state["decoder.conv_in.weight"].shape[1]
@@ -91,50 +128,3 @@ def _renamed(name, last):
         case ["decoder", "up", level, where, *number] if level.isdecimal():
             path = "decoder", "up_blocks", str(last - int(level)), _LEVEL.get(where, where), *number
     return ".".join((*path, _LAYER.get(layer, layer), parameter))
-
-
-def scaled(space: LatentSpace, file: Path) -> LatentSpace:
-    """Return the space of a decoder that says no scale: with the statistics in the file
-    beside it, else by Stable Diffusion's scale if it may be its decoder. Raises UsageError for
-    others.
-    """
-    statistics = file.parent / STATISTICS
-    if statistics.is_file():
-        return with_statistics(space, statistics)
-    usual = LatentSpace()
-    if (space.channels, space.factor) != (usual.channels, usual.factor):
-        raise UsageError(
-            f"`vae={file}`: says no scale of its latents; put {STATISTICS} beside it, or give "
-            "`latent_stats`"
-        )
-    log.warning(
-        f"{shown(str(file), 300)}: says no scale of its latents, taken for Stable Diffusion's "
-        f"{usual.scale}; if it has another: --latent-stats FILE"
-    )
-    return space._replace(scale=usual.scale)
-
-
-def with_statistics(space: LatentSpace, file: str | Path) -> LatentSpace:
-    """Return a space whose latents have these statistics: mean and std (1, C, 1, 1).
-    Raises UsageError.
-    """
-    content = read_tensors(Path(file), "latent_stats")
-    statistics: dict[str, tuple[float, ...]] = {}
-    for name, least in (("mean", -LARGEST), ("std", 1 / LARGEST)):
-        value = content.get(name)
-        if (
-            not isinstance(value, Tensor)
-            or not value.is_floating_point()
-            or value.numel() != space.channels
-        ):
-            raise UsageError(
-                f"`latent_stats={file}`: must hold mean and std of {space.channels} channels; has "
-                f"no such {name}"
-            )
-        statistics[name] = tuple(value.flatten().tolist())
-        if not all(least <= number <= LARGEST for number in statistics[name]):
-            raise UsageError(
-                f"`latent_stats={file}`: holds values that are no mean or deviation; compute it "
-                "again"
-            )
-    return space._replace(mean=statistics["mean"], std=statistics["std"], scale=1.0, shift=0.0)

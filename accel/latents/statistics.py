@@ -1,0 +1,47 @@
+"""Files of the statistics of latents, by which some decoders' latents are normalised."""
+
+from pathlib import Path
+
+from torch import Tensor
+
+from accel.errors import UsageError
+from accel.latents import LatentSpace
+from accel.weights.tensor_files import read_tensors
+
+LARGEST = 1e6  # of statistics, far beyond any
+LEAST = {"mean": -LARGEST, "std": 1 / LARGEST, "var": 0.0}
+
+
+def read_statistics(file: Path, spread: str, shape: tuple[int, ...]) -> list[Tensor]:
+    """Return a file's mean and `spread`, std or var, of latents, expanded to `shape` (C, H, W).
+    Raises UsageError.
+    """
+    content = read_tensors(file, "latent_stats")
+    found = []
+    for name in ("mean", spread):
+        value = content.get(name)
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            raise UsageError(
+                f"`latent_stats={file}`: must hold tensors mean and {spread}; lacks {name}"
+            )
+        try:
+            value = value.expand(1, *shape)[0]
+        except RuntimeError:
+            raise UsageError(
+                f"`latent_stats={file}`: {name} is of shape {tuple(value.shape)}, and the "
+                f"decoder's latents are {tuple(shape)}; give its own"
+            ) from None
+        if not ((value >= LEAST[name]) & (value <= LARGEST)).all():
+            raise UsageError(
+                f"`latent_stats={file}`: holds values that are no {name}; compute it again"
+            )
+        found.append(value)
+    return found
+
+
+def with_statistics(space: LatentSpace, file: str | Path) -> LatentSpace:
+    """Return a space whose latents have the mean and std of a file, by channel, and no scale."""
+    mean, std = read_statistics(Path(file), "std", (space.channels, 1, 1))
+    return space._replace(
+        mean=tuple(mean.flatten().tolist()), std=tuple(std.flatten().tolist()), scale=1.0, shift=0.0
+    )
