@@ -95,7 +95,6 @@ class Pipeline:
         sizes: Iterable[int] = (1,),
         *,
         guided: bool | None = None,
-        scheduler: Any = None,
         placement: Placement = ALONE,
         part: Part = WHOLE,
         tuner: "Tuner | None" = None,
@@ -107,11 +106,10 @@ class Pipeline:
 
         sizes: numbers of pictures that a rank denoises at once; the network is tuned and
         checked for them. guided: whether to compute guidance; default: if there is a guide or a
-        null class. scheduler: a scheduler of diffusers, in place of the config's sampler.
-        placement: of this rank among those that share an evaluation. part: the part of the
-        weights that this rank loads. tuner: chooses the GEMMs' algorithms. many_pictures: the
-        decoder may spend seconds at the start to decode each picture faster. Raises UsageError
-        for weights that are missing or overflow the tier.
+        null class. placement: of this rank among those that share an evaluation. part: the part
+        of the weights that this rank loads. tuner: chooses the GEMMs' algorithms. many_pictures:
+        the decoder may spend seconds at the start to decode each picture faster. Raises
+        UsageError for weights that are missing or overflow the tier.
         """
         config = opened.config
         fit = opened.fit
@@ -121,7 +119,7 @@ class Pipeline:
                 f"{config.model}: weights trained at {fit.image_size} px, sampling at "
                 f"{config.image_size} px"
             )
-        process = process_of(opened, scheduler)
+        process = process_of(opened)
         guidance = guidance_of(opened, guided)
         if isinstance(guidance, Unguided):
             opened = opened._replace(guide=None)  # it would not be evaluated
@@ -292,33 +290,20 @@ def hardware(device: torch.device) -> str:
     return f"CPU, {threads} thread{'s' * (threads > 1)}"
 
 
-def process_of(opened: Opened, scheduler: Any = None) -> Process:
-    """Return the process of the options.
-
-    scheduler: one of diffusers, in place of the config's sampler. Raises UsageError for a
-    scheduler and a flow: a flow does not estimate noise.
-    """
+def process_of(opened: Opened) -> Process:
+    """Return the process of the options."""
     config = opened.config
-    if scheduler is None:
-        return make_process(
-            config.sampler,
-            config.num_sampling_steps,
-            shift=config.timestep_shift,
-            eta=config.eta,
-            learn_sigma=opened.fit.learn_sigma,
-            data=_data_prediction(opened),
-            by_start=opened.fit.family.heun_by_start,
-            last_time=opened.fit.family.last_time,
-        )
     family = opened.fit.family
-    if family.prediction != "noise":
-        raise UsageError(
-            "`sampler`: a scheduler takes estimates of noise, and this is a flow; give "
-            f"{', '.join(family.samplers)}"
-        )
-    from accel.sampling.solvers import Solver
-
-    return Solver(scheduler, config.num_sampling_steps)
+    return make_process(
+        config.sampler,
+        config.num_sampling_steps,
+        shift=config.timestep_shift,
+        eta=config.eta,
+        learn_sigma=opened.fit.learn_sigma,
+        data=_data_prediction(opened),
+        by_start=family.heun_by_start,
+        last_time=family.last_time,
+    )
 
 
 def _data_prediction(opened):

@@ -75,10 +75,9 @@ class Sampler:
     an AutoencoderKL; a pipeline brings its own. config: a configuration file of the model's own
     repository, for options that are open. guide: autoguidance by a second network of the same
     family, weights as --guide has them or a network that the caller has. check: compare networks
-    that the caller has with their copies on noise, as `accelerate` does. sampler: a name, or a
-    scheduler of diffusers that draws no noise. The other options are those of sample.py's flags;
-    None leaves one open. Arguments of `sample` have the constructor's values as defaults. With
-    output_type="latent" no decoder is needed.
+    that the caller has with their copies on noise, as `accelerate` does. The other options are
+    those of sample.py's flags; None leaves one open. Arguments of `sample` have the
+    constructor's values as defaults. With output_type="latent" no decoder is needed.
 
     Pictures equal those of sample.py with the same flags, to the bit. On a GPU a step is
     captured at its first use with a number of pictures, steps and guidance, then replayed.
@@ -102,7 +101,7 @@ class Sampler:
         guidance_channels: int | None = None,
         noise_scale: float | None = None,
         t_eps: float | None = None,
-        sampler: str | Any = None,
+        sampler: str | None = None,
         eta: float | None = None,
         seed: int | None = None,
         num_classes: int | None = None,
@@ -155,7 +154,6 @@ class Sampler:
             given["guide"] = loaded_guide.name
         if device is not None:
             given["device"] = str(device)
-        self._scheduler = None if isinstance(sampler, (str, type(None))) else given.pop("sampler")
         is_module = isinstance(vae, torch.nn.Module)
         if is_module:
             vae = _autoencoder(vae)
@@ -174,7 +172,7 @@ class Sampler:
         grid = Grid.of(**options)
         grid.check()
         with alone():
-            self.grid, self.opened, self._pipeline = ready(grid, loaded, self._scheduler, guide)
+            self.grid, self.opened, self._pipeline = ready(grid, loaded, guide)
             self._embedding = loaded.rules.timestep_embedding if loaded else None
             self._check = check
             scale = self.opened.config.cfg_scale
@@ -367,8 +365,7 @@ class Sampler:
             before.cfg_scale,
         ):
             self._pipeline = self._pipeline.with_(
-                process=process_of(opened, self._scheduler),
-                guidance=guidance_of(opened),
+                process=process_of(opened), guidance=guidance_of(opened)
             )
             self._sampled = opened
         return self._pipeline
