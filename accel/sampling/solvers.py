@@ -75,10 +75,6 @@ class Solver(Process):
     number: int  # of steps
 
     @property
-    def evaluation_counts(self) -> list[int]:
-        return [1] * self.number
-
-    @property
     def draws(self) -> int:
         return 0
 
