@@ -236,30 +236,18 @@ class Pipeline:
             with enough_memory(self.too_large):
                 denoise(self.network, self.process, self.guidance, *noise, steps=[*first.values()])
 
-    def like(self, weights: Weights, fit: Fit, num_classes: int) -> Network:
-        """Return a network of the same tier and shape with other weights, for `refresh`; a
+    def like(self, weights: Weights, fit: Fit) -> BlockNetwork:
+        """Return a network of the same tier and shape with other weights, to copy them from; a
         guide is not among them. Raises UsageError if they overflow the tier.
         """
         copies = count_copies(self.process, self.guidance)
         rows = sorted(((1, rows) for rows in copies), reverse=True)
-        batch = Batch(rows, self.side, num_classes)
+        batch = Batch(rows, self.side, fit.num_classes)
         network = load_network(weights, fit, self.tier, self.device, batch)
-        if not precision.TIERS[self.tier].accelerated:
-            return network
-        from accel.overflow import overflows
+        from accel.overflow import require_finite
 
-        if overflows(network, batch, self.device, fit.family.some_times):
-            raise UsageError(
-                f"`precision={self.tier}`: overflows on these weights; make another pipeline of "
-                "them"
-            )
+        require_finite(network, self.tier, batch, self.device, fit.family.some_times)
         return network
-
-    def refresh(self, network: Network) -> None:
-        """Copy the weights of a network from `like` in place: captured steps stay valid, and
-        a guide keeps its weights.
-        """
-        self.network.copy_weights(network)
 
     def _noise(self, labels, seed, part):
         """Return z (n', C, L, L), labels (n',) and the function that draws a step's noise,
