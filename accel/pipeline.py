@@ -288,19 +288,11 @@ def process_of(opened: Opened) -> Process:
         shift=config.timestep_shift,
         eta=config.eta,
         learn_sigma=opened.fit.learn_sigma,
-        data=_data_prediction(opened),
+        t_eps=config.t_eps if family.prediction == "data" else None,
+        noise_scale=config.noise_scale,
         by_start=family.heun_by_start,
         last_time=family.last_time,
     )
-
-
-def _data_prediction(opened):
-    """Return the constants of a flow whose network estimates the data, None for others."""
-    if opened.fit.family.prediction != "data":
-        return None
-    from accel.sampling.flow import DataPrediction
-
-    return DataPrediction(opened.config.t_eps, opened.config.noise_scale)
 
 
 def guidance_of(opened: Opened, guided: bool | None = None) -> Guidance | Unguided:

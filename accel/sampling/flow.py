@@ -19,7 +19,6 @@ then v = (x̂ − x) / max(1 − t, ε). Guidance is linear, so it may come befo
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,24 +29,19 @@ from accel.sampling.process import Process, State
 LAST = 0.04  # of the SDE: the length of its last step, as SiT has it
 
 
-class DataPrediction(NamedTuple):
-    """Constants of a flow whose network estimates the data."""
-
-    t_eps: float = 0.05  # the least 1 − t that an estimate is divided by
-    noise_scale: float = 1.0  # of the first noise
-
-
 @dataclass(frozen=True)
 class Euler(Process):
-    """The flow's ODE by Euler's method. shift: of the times; 1 keeps them even. data: of a
-    network that estimates data; None: it estimates the velocity. by_start: whether both
-    evaluations of Heun's step have the guidance of its start, or each that of its own time.
-    last_time: the end of the even times; below 1 some noise is left.
+    """The flow's ODE by Euler's method. shift: of the times; 1 keeps them even. t_eps: of a
+    network that estimates the data, the least 1 − t that its estimate is divided by; None: it
+    estimates the velocity. noise_scale: of the first noise. by_start: whether both evaluations of
+    Heun's step have the guidance of its start, or each that of its own time. last_time: the end of
+    the even times; below 1 some noise is left.
     """
 
     number: int  # of steps
     shift: float = 1.0
-    data: DataPrediction | None = None
+    t_eps: float | None = None
+    noise_scale: float = 1.0
     by_start: bool = True
     last_time: float = 1.0
 
@@ -74,14 +68,14 @@ class Euler(Process):
         """Return the length of the step of every evaluation, and the number that its estimate
         of the data is divided by, two lists.
         """
-        least = self.data.t_eps if self.data else 1.0
+        least = self.t_eps or 1.0
         return [self.lengths(), [max(1 - t, least) for t in self.times()]]
 
     def begin(self, x) -> State:
-        return (self.data.noise_scale * x if self.data else x,)
+        return (self.noise_scale * x,)
 
     def finished(self, x, t, out) -> Tensor:
-        return out if self.data else x + (self._ends()[-1] - t) * out
+        return x + (self._ends()[-1] - t) * out if self.t_eps is None else out
 
     def prepare(self, device) -> None:
         _upload(self, device)
@@ -95,7 +89,7 @@ class Euler(Process):
     def _velocity(self, evaluate, x, at):
         """Evaluate the velocity at x (n, C, H, W). at (n,): the index of the evaluation."""
         out = evaluate(x)
-        if self.data is None:
+        if self.t_eps is None:
             return out
         return (out - x) / _upload(self, x.device)[1, at, None, None, None]
 
