@@ -40,7 +40,7 @@ from accel.weights.tensor_files import require_finite_floats
 log = logging.getLogger(__name__)
 
 # Options for weights on disk, not for a module.
-FOR_FILES = "model", "ckpt", "weights_entry", "num_heads"
+FOR_FILES = "ckpt", "weights_entry", "num_heads"
 # Names of other libraries for options and arguments here.
 ALSO_CALLED = {
     "guidance_scale": "cfg_scale",
@@ -117,7 +117,7 @@ class Sampler:
         **unknown: Any,
     ):
         given = {name: value for name, value in locals().items() if value is not None}
-        for name in ("self", "model", "check", "unknown"):
+        for name in ("self", "check", "unknown"):
             given.pop(name, None)
         _refuse(unknown, "an option of Sampler", Sampler.__init__.__kwdefaults__)
         self._check = check
@@ -128,18 +128,16 @@ class Sampler:
                 raise UsageError(
                     f"`{wrong}`: is for weights on disk, and the model was given; drop it"
                 )
-            loaded = _load_module(model)
+            loaded = _load_module(given.pop("model"))
             given["ckpt"] = loaded.name
             if not isinstance(model, torch.nn.Module):
-                given.setdefault("vae", model.vae)  # a pipeline's
+                given.setdefault("vae", getattr(model, "vae", None))  # a pipeline's
         elif model not in (None, *model_names()) and _names_weights(model):
             if ckpt is not None:
                 raise UsageError(
                     f"`ckpt={ckpt}`: conflicts with {model}, which are weights too; give one"
                 )
-            given["ckpt"] = str(model)
-        elif model is not None:
-            given["model"] = model
+            given["ckpt"] = str(given.pop("model"))
         loaded_guide = None
         if _is_object(guide):
             try:
@@ -243,8 +241,17 @@ class Sampler:
     ) -> list[Image.Image]:
         """Return one picture per label, (image_size, image_size) RGB. Arguments: of `latents`."""
         self._require_decoder()
-        options = dict(noise=noise, progress=progress, **unknown)
-        return self.decode(self.latents(labels, seed, num_sampling_steps, cfg_scale, **options))
+        return self.decode(
+            self.latents(
+                labels,
+                seed,
+                num_sampling_steps,
+                cfg_scale,
+                noise=noise,
+                progress=progress,
+                **unknown,
+            )
+        )
 
     def decode(self, latents: Array) -> list[Image.Image]:
         """Return a picture for each of latents (n, channels, side, side), such as `latents`
