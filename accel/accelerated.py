@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel.compare import OwnGuidance, build, own_guidance, require_finite, require_same
+from accel.compare import build, own_guidance, require_same
 from accel.errors import UsageError
-from accel.families.loaded_module import LoadedModule, from_module
-from accel.families.recognise import reference_state
+from accel.families.loaded_module import LoadedModule, read_state
 from accel.graphs import Replayed
 from accel.isolation import alone
-from accel.network import KEPT, require_no_gradients, unpatchify
+from accel.network import KEPT, Batch, BlockNetwork, require_no_gradients, unpatchify
+from accel.overflow import require_finite
 from accel.precision import apply_precision, default_tier
-from accel.sampling.guidance import guided
-from accel.weights.shapes import require_fit
+from accel.sampling.guidance import guided_halves
+from accel.weights import Weights
 
 OF_COPY = "this copy has none; call the model itself for gradients"
 
@@ -47,7 +47,7 @@ def accelerate(
     overflow, and for a network that computes another function.
     """
     with alone():
-        loaded = from_module(model)
+        loaded = LoadedModule(model)
         device = _device(next(iter(loaded.state.values())).device if device is None else device)
         tier = default_tier(device) if precision is None else precision
         if guidance_channels is not None and not 1 <= guidance_channels <= loaded.fit.in_channels:
@@ -55,12 +55,10 @@ def accelerate(
                 f"`guidance_channels={guidance_channels}`: must be from 1 to "
                 f"{loaded.fit.in_channels}"
             )
+        copy_type = Accelerated
         face = loaded.rules.face
-        copy_type = (
-            type(face.__name__, (face, Accelerated), {"__doc__": face.__doc__})
-            if face
-            else Accelerated
-        )
+        if face:
+            copy_type = type(face.__name__, (face, Accelerated), {"__doc__": face.__doc__})
         return copy_type(loaded, tier, device, check, guidance_channels)
 
 
@@ -97,25 +95,20 @@ class Accelerated:
         self.precision = tier
         self.device = device
         self._loaded = loaded
-        state = reference_state(loaded, loaded.fit)
+        fit = loaded.fit
+        self.in_channels = fit.in_channels
+        self.out_channels = fit.out_channels
+        self.num_classes = fit.num_classes
+        self.input_size = fit.latent_size
         with self._running():
-            self.network = network = build(state, loaded, tier, device)
-            require_finite(network, loaded, tier)
+            self.network = network = self._build(loaded)
             if check:
-                require_same(network, loaded, tier)
-            guidance = OwnGuidance()
-            if check and guidance_channels is None:
-                guidance = own_guidance(loaded)
-        self._guides = not guidance.is_other
-        self.guidance_channels = (
-            guidance_channels
-            or guidance.channels
-            or min(loaded.fit.family.recipe.guidance_channels, loaded.fit.in_channels)
-        )
-        self.in_channels = loaded.model.in_channels
-        self.out_channels = loaded.model.out_channels
-        self.num_classes = loaded.fit.num_classes
-        self.input_size = loaded.fit.latent_size
+                require_same(network, loaded, tier, fit.latent_size)
+                if guidance_channels is None:
+                    guidance_channels = own_guidance(loaded)
+        if guidance_channels is None:
+            guidance_channels = min(fit.family.recipe.guidance_channels, fit.in_channels)
+        self.guidance_channels = guidance_channels  # 0: the model guides in a way of its own
         self._forward = network.forward
         self._guided = self._forward_guided
         if network.captures and device.type == "cuda":  # one graph per shape
@@ -123,6 +116,14 @@ class Accelerated:
             self._guided = Replayed(self._guided, KEPT)
         self._source = weakref.ref(loaded.module)
         loaded.release()
+
+    def _build(self, weights: Weights) -> BlockNetwork:
+        """Return a network with a copy of the weights. Raises UsageError for an overflow."""
+        fit = self._loaded.fit
+        network = build(weights, fit, self.precision, self.device)
+        batch = Batch([(1, 1)], fit.latent_size, fit.num_classes)
+        require_finite(network, self.precision, batch, self.device, fit.family.some_times)
+        return network
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -151,8 +152,7 @@ class Accelerated:
     def _forward_guided(self, x, t, y, scale):
         # (2N, C', H, W)
         out = unpatchify(self.network.tokens(x[: len(x) // 2], t, y), self.network.patch_size)
-        eps = guided(out, scale, self.guidance_channels)
-        return torch.cat([torch.cat([eps, eps]), out[:, self.guidance_channels :]], dim=1)
+        return guided_halves(out, scale, self.guidance_channels)
 
     def forward_with_cfg(
         self, x: Tensor, t: Tensor, y: Tensor, cfg_scale: float | Tensor
@@ -160,7 +160,7 @@ class Accelerated:
         """Return the guided output, as models.DiT.forward_with_cfg. x: (2N, C, H, W), N
         rows are read; t, y: (2N,). It has no gradients, as `forward`.
         """
-        if not self._guides:
+        if not self.guidance_channels:
             raise UsageError(
                 f"forward_with_cfg: that of {self._loaded.name} guides in a way of its own; call "
                 "forward and guide its output yourself, or give accelerate(model, "
@@ -195,6 +195,8 @@ class Accelerated:
             if not torch.is_tensor(value) or value.is_nested or value.layout != torch.strided:
                 form = "nested or sparse" if torch.is_tensor(value) else type(value).__name__
                 raise UsageError(f"{name} is {form}, must be a dense tensor")
+            if value.device != self.device:
+                raise UsageError(f"{name} is on {value.device}, the weights are on {self.device}")
         if not x.is_floating_point():
             raise UsageError(f"x is {x.dtype}, must be a tensor of floats")
         if y.dtype not in (torch.int64, torch.int32):
@@ -206,10 +208,8 @@ class Accelerated:
         if x.shape[1:] != shape or n % multiple or not n:
             rows = "2N" if multiple == 2 else "N"
             raise UsageError(f"x is {tuple(x.shape)}, must be {(rows, *shape)}".replace("'", ""))
-        for name, value in (("x", x), ("t", t), ("y", y)):
-            if value.device != self.device:
-                raise UsageError(f"{name} is on {value.device}, the weights are on {self.device}")
-            if name != "x" and value.shape != (n,):
+        for name, value in (("t", t), ("y", y)):
+            if value.shape != (n,):
                 raise UsageError(
                     f"{name} is {tuple(value.shape)}, must be ({n},), one for each row of x"
                 )
@@ -285,11 +285,7 @@ class Accelerated:
                 "load_state_dict(strict=False): all weights are needed; give the whole state dict"
             )
         with self._running():
-            state = self._loaded.read(state)
             loaded = self._loaded
-            old = self.network
-            require_fit("load_state_dict", state, loaded.model)
-            new = build(state, loaded, self.precision, self.device, getattr(old, "tuner", None))
-            require_finite(new, loaded, self.precision)
-            old.copy_weights(new)
+            weights = read_state("load_state_dict", state, loaded, loaded.fit, self.input_size)
+            self.network.copy_weights(self._build(weights))
         self._source = None

@@ -65,13 +65,13 @@ def checked(value: Any, item: Field) -> Any:
         if not values:
             raise UsageError(f"`{name}`: give at least one")
         return values
+    choices = item.metadata.get("choices")
+    bounds = item.metadata.get("bounds")
+    if choices and not (isinstance(value, str) and value in choices):
+        raise UsageError(f"`{name}={shown(value)}`: choose from {', '.join(choices)}")
     value = _converted(name, value, base_type(item))
     if value == "":
         raise UsageError(f"`{name}`: is empty; give a value, or leave it out")
-    choices = item.metadata.get("choices")
-    bounds = item.metadata.get("bounds")
-    if choices and value not in choices:
-        raise UsageError(f"`{name}={shown(value)}`: choose from {', '.join(choices)}")
     if bounds and not bounds[0] <= value <= bounds[1]:
         raise UsageError(f"`{name}={shown(str(value))}`: must be from {bounds[0]} to {bounds[1]}")
     return value

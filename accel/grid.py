@@ -11,7 +11,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -37,27 +37,18 @@ class Ready(NamedTuple):
     pipeline: Pipeline
 
 
-def ready(
-    grid: Grid,
-    weights: Weights | None = None,
-    scheduler: Any = None,
-    guide: Weights | None = None,
-) -> Ready:
-    """Open and load a grid in this process.
-
-    weights, guide: in place of those that it names. scheduler: one of diffusers, in place of
-    its sampler.
-    """
+def ready(grid: Grid, weights: Weights | None = None, guide: Weights | None = None) -> Ready:
+    """Open and load a grid in this process. weights, guide: in place of those that it names."""
     decodes = grid.output_type == "image"
     opened = open_model(grid.config, weights=weights, decodes=decodes, guide=guide)
     grid = grid.filled(opened.config, opened.fit, opened.has_null_label)
-    return Ready(grid, opened, load(grid, opened, scheduler))
+    return Ready(grid, opened, load(grid, opened))
 
 
-def load(grid: Grid, opened: Opened, scheduler: Any = None) -> Pipeline:
-    """Load the pipeline of a grid in this process. scheduler: as for `ready`."""
+def load(grid: Grid, opened: Opened) -> Pipeline:
+    """Load the pipeline of a grid in this process."""
     sizes = ALONE.sizes(grid.count, grid.batch_size)
-    return Pipeline.load(opened, sizes, scheduler=scheduler, too_large=grid.too_large)
+    return Pipeline.load(opened, sizes, too_large=grid.too_large)
 
 
 def batches_of(grid: Grid) -> list[slice]:

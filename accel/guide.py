@@ -100,17 +100,17 @@ def open_guide(weights: Weights, guided: Weights, fit: Fit, config: Config) -> G
         require_network(config.config, "guide", weights.name, of_guide)
     _require_noise(weights.name, of_guide, guided.name, fit, config)
     _say_assumed_divisor(weights.name, of_guide, fit, config)
-    if _is_same_file(weights, guided):
+    if (
+        isinstance(weights, Checkpoint)
+        and isinstance(guided, Checkpoint)
+        and guided.entry is None
+        and os.path.samefile(weights.path, guided.path)
+    ):
         log.warning(
             f"{shown(weights.name, 300)}: is the file of the network that it guides; both "
             "estimates are equal, so guidance changes nothing"
         )
     return Guide(weights, of_guide)
-
-
-def _is_same_file(weights, guided):
-    both = isinstance(weights, Checkpoint) and isinstance(guided, Checkpoint)
-    return both and guided.entry is None and os.path.samefile(weights.path, guided.path)
 
 
 def _trained(fit: Fit, name: str) -> float | None:
@@ -195,18 +195,16 @@ def _recognised(weights: Checkpoint, fit: Fit) -> Fit:
     recogniser = recogniser_of(family)
     classes = None
     rows = shapes[recogniser.labels][0]
-    is_alike = rows in (fit.num_classes, fit.num_classes + 1)
-    if "num_classes" not in metadata:
-        classes = fit.num_classes if is_alike else max(rows - 1, 1)
-    if is_alike and classes == rows:
-        log.warning(
-            f"{shown(name, 300)}: has a label table of {rows} rows, taken for {rows} classes and "
-            "no null class, as the network that it guides has so many classes"
-        )
-    metadata = {**metadata, "family": family.name}
-    guide = recognise(name, weights.state, metadata, None, classes, shipped)
-    if family != fit.family:
-        return guide  # it is refused
+    if "num_classes" not in metadata and rows in (fit.num_classes, fit.num_classes + 1):
+        classes = fit.num_classes
+        if rows == classes:
+            log.warning(
+                f"{shown(name, 300)}: has a label table of {rows} rows, taken for {rows} classes "
+                "and no null class, as the network that it guides has so many classes"
+            )
+    guide = recognise(
+        name, weights.state, {**metadata, "family": family.name}, None, classes, shipped
+    )
     # Not printed: its steps and guidance are not used.
-    recipe = recogniser.recipe(guide.model, weights.metadata, weights.path)
+    recipe = recogniser.recipe(guide.model, metadata, weights.path)
     return guide._replace(recipe={**guide.recipe, **recipe.options})

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
+from accel.errors import UsageError
 from accel.network import Batch, Network
-from accel.precision import supports
+from accel.precision import TIERS, supports
 
 
 @torch.inference_mode()
@@ -28,6 +29,16 @@ def overflows(network: Network, batch: Batch, device: torch.device, times: Seque
     # On the rows of the run: other shapes would be compiled and tuned for nothing.
     outputs = (network.tokens(x, torch.full(y.shape, t, device=device), y) for t in times)
     return not all(out.isfinite().all() for out in outputs)
+
+
+def require_finite(
+    network: Network, tier: str, batch: Batch, device: torch.device, times: Sequence[float]
+) -> None:
+    """Raise UsageError if the values of an accelerated network leave its tier's range."""
+    if TIERS[tier].accelerated and overflows(network, batch, device, times):
+        raise UsageError(
+            f"`precision={tier}`: overflows on these weights; {remedy(network, tier, device)}"
+        )
 
 
 def remedy(network: Network, tier: str, device: torch.device) -> str:

@@ -95,7 +95,6 @@ class Pipeline:
         sizes: Iterable[int] = (1,),
         *,
         guided: bool | None = None,
-        scheduler: Any = None,
         placement: Placement = ALONE,
         tuner: "Tuner | None" = None,
         many_pictures: bool = False,
@@ -106,10 +105,9 @@ class Pipeline:
 
         sizes: numbers of pictures that a rank denoises at once; the network is tuned and
         checked for them. guided: whether to compute guidance; default: if there is a guide or a
-        null class. scheduler: a scheduler of diffusers, in place of the config's sampler.
-        placement: of this rank among those that share an evaluation. tuner: chooses the GEMMs'
-        algorithms. many_pictures: the decoder may spend seconds at the start to decode each
-        picture faster. Raises UsageError for weights that are missing or overflow the tier.
+        null class. placement: of this rank among those that share an evaluation. tuner: chooses
+        the GEMMs' algorithms. many_pictures: the decoder may spend seconds at the start to decode
+        each picture faster. Raises UsageError for weights that are missing or overflow the tier.
         """
         config = opened.config
         fit = opened.fit
@@ -119,7 +117,7 @@ class Pipeline:
                 f"{config.model}: weights trained at {fit.image_size} px, sampling at "
                 f"{config.image_size} px"
             )
-        process = process_of(opened, scheduler)
+        process = process_of(opened)
         guidance = guidance_of(opened, guided)
         if isinstance(guidance, Unguided):
             opened = opened._replace(guide=None)  # it would not be evaluated
@@ -236,30 +234,18 @@ class Pipeline:
             with enough_memory(self.too_large):
                 denoise(self.network, self.process, self.guidance, *noise, steps=[*first.values()])
 
-    def like(self, weights: Weights, fit: Fit, num_classes: int) -> Network:
-        """Return a network of the same tier and shape with other weights, for `refresh`; a
+    def like(self, weights: Weights, fit: Fit) -> BlockNetwork:
+        """Return a network of the same tier and shape with other weights, to copy them from; a
         guide is not among them. Raises UsageError if they overflow the tier.
         """
         copies = count_copies(self.process, self.guidance)
         rows = sorted(((1, rows) for rows in copies), reverse=True)
-        batch = Batch(rows, self.side, num_classes)
+        batch = Batch(rows, self.side, fit.num_classes)
         network = load_network(weights, fit, self.tier, self.device, batch)
-        if not precision.TIERS[self.tier].accelerated:
-            return network
-        from accel.overflow import overflows
+        from accel.overflow import require_finite
 
-        if overflows(network, batch, self.device, fit.family.some_times):
-            raise UsageError(
-                f"`precision={self.tier}`: overflows on these weights; make another pipeline of "
-                "them"
-            )
+        require_finite(network, self.tier, batch, self.device, fit.family.some_times)
         return network
-
-    def refresh(self, network: Network) -> None:
-        """Copy the weights of a network from `like` in place: captured steps stay valid, and
-        a guide keeps its weights.
-        """
-        self.network.copy_weights(network)
 
     def _noise(self, labels, seed, part):
         """Return z (n', C, L, L), labels (n',) and the function that draws a step's noise,
@@ -290,42 +276,21 @@ def hardware(device: torch.device) -> str:
     return f"CPU, {threads} thread{'s' * (threads > 1)}"
 
 
-def process_of(opened: Opened, scheduler: Any = None) -> Process:
-    """Return the process of the options.
-
-    scheduler: one of diffusers, in place of the config's sampler. Raises UsageError for a
-    scheduler and a flow: a flow does not estimate noise.
-    """
+def process_of(opened: Opened) -> Process:
+    """Return the process of the options."""
     config = opened.config
-    if scheduler is None:
-        return make_process(
-            config.sampler,
-            config.num_sampling_steps,
-            shift=config.timestep_shift,
-            eta=config.eta,
-            learn_sigma=opened.fit.learn_sigma,
-            data=_data_prediction(opened),
-            by_start=opened.fit.family.heun_by_start,
-            last_time=opened.fit.family.last_time,
-        )
     family = opened.fit.family
-    if family.prediction != "noise":
-        raise UsageError(
-            "`sampler`: a scheduler takes estimates of noise, and this is a flow; give "
-            f"{', '.join(family.samplers)}"
-        )
-    from accel.sampling.solvers import Solver
-
-    return Solver(scheduler, config.num_sampling_steps)
-
-
-def _data_prediction(opened):
-    """Return the constants of a flow whose network estimates the data, None for others."""
-    if opened.fit.family.prediction != "data":
-        return None
-    from accel.sampling.flow import DataPrediction
-
-    return DataPrediction(opened.config.t_eps, opened.config.noise_scale)
+    return make_process(
+        config.sampler,
+        config.num_sampling_steps,
+        shift=config.timestep_shift,
+        eta=config.eta,
+        learn_sigma=opened.fit.learn_sigma,
+        t_eps=config.t_eps if family.prediction == "data" else None,
+        noise_scale=config.noise_scale,
+        by_start=family.heun_by_start,
+        last_time=family.last_time,
+    )
 
 
 def guidance_of(opened: Opened, guided: bool | None = None) -> Guidance | Unguided:

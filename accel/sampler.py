@@ -6,8 +6,8 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,31 +16,31 @@ import numpy as np
 import torch
 from PIL import Image
 
-from accel.compare import build, own_guidance, require_same
+from accel.compare import own_guidance, require_same
 from accel.config import Config, Grid, require_seed
-from accel.errors import UsageError, path_errors, shown
+from accel.errors import UsageError, path_errors
 from accel.families import model_names
-from accel.families.loaded_module import LoadedModule, from_module, unwrapped
+from accel.families.loaded_module import LoadedModule, read_state, unwrapped
 from accel.families.recognise import reference_state
-from accel.grid import ready
+from accel.flags import checked
+from accel.grid import batches_of, ready
 from accel.isolation import alone
 from accel.latents.autoencoder_kl import OF_LATENTS
 from accel.latents.files import FILES
 from accel.network import require_no_gradients
 from accel.opening import require_schedule
 from accel.output import to_grid
-from accel.pipeline import ALONE, Pipeline, free_memory, guidance_of, process_of
+from accel.pipeline import Pipeline, free_memory, guidance_of, process_of
 from accel.precision import apply_precision
 from accel.progress import step_bar
 from accel.weights.checkpoint import FILE_SUFFIXES, HUB_ID
-from accel.weights.safetensors_layout import without_prefix
 from accel.weights.shapes import require_fit
-from accel.weights.tensor_files import require_finite_floats, require_floats
+from accel.weights.tensor_files import require_finite_floats
 
 log = logging.getLogger(__name__)
 
 # Options for weights on disk, not for a module.
-FOR_FILES = "model", "ckpt", "weights_entry", "num_heads"
+FOR_FILES = "ckpt", "weights_entry", "num_heads"
 # Names of other libraries for options and arguments here.
 ALSO_CALLED = {
     "guidance_scale": "cfg_scale",
@@ -53,10 +53,6 @@ ALSO_CALLED = {
     "torch_dtype": "precision",
     "checkpoint": "ckpt",
 }
-# Facts that decide the network's function or its labels, and that shapes do not give in
-# every family.
-BESIDE_SHAPES = "num_heads", "num_classes", "null_class", "patch_size", "in_channels"
-OF_SAMPLING = "sampling has none for noise; call the model itself in your own loop for gradients"
 Labels = int | str | Iterable[int | str]
 Array = torch.Tensor | np.ndarray
 
@@ -75,10 +71,9 @@ class Sampler:
     an AutoencoderKL; a pipeline brings its own. config: a configuration file of the model's own
     repository, for options that are open. guide: autoguidance by a second network of the same
     family, weights as --guide has them or a network that the caller has. check: compare networks
-    that the caller has with their copies on noise, as `accelerate` does. sampler: a name, or a
-    scheduler of diffusers that draws no noise. The other options are those of sample.py's flags;
-    None leaves one open. Arguments of `sample` have the constructor's values as defaults. With
-    output_type="latent" no decoder is needed.
+    that the caller has with their copies on noise, as `accelerate` does. The other options are
+    those of sample.py's flags; None leaves one open. Arguments of `sample` have the
+    constructor's values as defaults. With output_type="latent" no decoder is needed.
 
     Pictures equal those of sample.py with the same flags, to the bit. On a GPU a step is
     captured at its first use with a number of pictures, steps and guidance, then replayed.
@@ -90,10 +85,8 @@ class Sampler:
 
     def __init__(
         self,
-        source: str | torch.nn.Module | None = None,
-        /,
-        *,
         model: str | torch.nn.Module | None = None,
+        *,
         image_size: int | None = None,
         cfg_scale: float | None = None,
         num_sampling_steps: int | None = None,
@@ -102,7 +95,7 @@ class Sampler:
         guidance_channels: int | None = None,
         noise_scale: float | None = None,
         t_eps: float | None = None,
-        sampler: str | Any = None,
+        sampler: str | None = None,
         eta: float | None = None,
         seed: int | None = None,
         num_classes: int | None = None,
@@ -124,76 +117,71 @@ class Sampler:
         **unknown: Any,
     ):
         given = {name: value for name, value in locals().items() if value is not None}
-        for name in ("self", "source", "model", "vae", "check", "unknown", "device"):
+        for name in ("self", "check", "unknown"):
             given.pop(name, None)
-        _refuse(unknown)
-        if None not in (source, model):
-            raise UsageError(
-                f"`model={model}`: the first argument is the model already; give weights as ckpt="
-            )
-        model = source if model is None else model
+        _refuse(unknown, "an option of Sampler", Sampler.__init__.__kwdefaults__)
+        self._check = check
         loaded = None
-        if not isinstance(model, (str, Path, type(None))):
-            loaded = _load_module(model, given, check)
-            if not isinstance(model, torch.nn.Module) and output_type != "latent":
-                vae = model.vae if vae is None else vae  # a pipeline's
+        if _is_object(model):
+            wrong = next((name for name in FOR_FILES if name in given), None)
+            if wrong:
+                raise UsageError(
+                    f"`{wrong}`: is for weights on disk, and the model was given; drop it"
+                )
+            loaded = _load_module(given.pop("model"))
             given["ckpt"] = loaded.name
+            if not isinstance(model, torch.nn.Module):
+                given.setdefault("vae", getattr(model, "vae", None))  # a pipeline's
         elif model not in (None, *model_names()) and _names_weights(model):
             if ckpt is not None:
                 raise UsageError(
                     f"`ckpt={ckpt}`: conflicts with {model}, which are weights too; give one"
                 )
-            given["ckpt"] = str(model)
-        elif model is not None:
-            given["model"] = model
+            given["ckpt"] = str(given.pop("model"))
         loaded_guide = None
-        if not isinstance(guide, (str, Path, type(None))):
+        if _is_object(guide):
             try:
-                loaded_guide = _copied(guide)
+                loaded_guide = _load_module(guide)
             except UsageError as error:
                 raise UsageError(f"`guide`: {error.marked}") from None
             given["guide"] = loaded_guide.name
         if device is not None:
             given["device"] = str(device)
-        self._scheduler = None if isinstance(sampler, (str, type(None))) else given.pop("sampler")
-        is_module = isinstance(vae, torch.nn.Module)
-        if is_module:
-            vae = _autoencoder(vae)
-        elif vae is not None:
-            given["vae"] = str(vae)
-        if not is_module or output_type == "latent":  # latents need no decoder
-            self._open(given, loaded, loaded_guide, check)
-            return
-        with _written(vae) as given["vae"]:
-            self._open(given, loaded, loaded_guide, check)
-            if self._pipeline.decoder is not None:
-                with alone():
-                    self._pipeline.decoder.load()  # while the folder is there
+        decoder = given.get("vae")
+        if not isinstance(decoder, torch.nn.Module):
+            self._open(given, loaded, loaded_guide)
+        elif output_type == "latent":  # needs no decoder
+            del given["vae"]
+            self._open(given, loaded, loaded_guide)
+        else:
+            with _written(decoder) as given["vae"]:
+                self._open(given, loaded, loaded_guide)
+                with self._running() as pipeline:
+                    pipeline.decoder.load()  # while the folder is there
 
-    def _open(self, options, loaded, guide, check):
+    def _open(self, options, loaded, guide):
         grid = Grid.of(**options)
         grid.check()
+        self._guidance_is_given = grid.config.guidance_channels is not None
         with alone():
-            self.grid, self.opened, self._pipeline = ready(grid, loaded, self._scheduler, guide)
-            self._embedding = loaded.rules.timestep_embedding if loaded else None
-            self._check = check
-            scale = self.opened.config.cfg_scale
-            if self.opened.guide and scale <= 1 and "cfg_scale" not in options:
-                log.warning(
-                    f"{self.opened.guide.weights.name}: guides only where cfg_scale is above 1, "
-                    f"and it is {scale:g}"
-                )
-            self._checked = type(loaded.module) if loaded else None
-            self._guidance_is_given = grid.config.guidance_channels is not None
+            if loaded and self._check and not self._guidance_is_given:
+                channels = {"guidance_channels": _guided_channels(loaded)}
+                loaded.fit = loaded.fit._replace(recipe={**loaded.fit.recipe, **channels})
+            self.grid, self.opened, self._pipeline = ready(grid, loaded, guide)
             network = self._pipeline.network
             networks = (network.network, network.guide) if self.opened.guide else (network,)
             for part, module in zip(networks, (loaded, guide)):
                 if module is None:
                     continue
-                if check:
-                    _require_same(part, module, self._pipeline)
+                if self._check:
+                    require_same(part, module, self._pipeline.tier, self._pipeline.side)
                 module.release()  # the network has a copy of its weights by now
-            self._sampled = self.opened
+        scale = self.config.cfg_scale
+        if self.opened.guide and scale <= 1 and "cfg_scale" not in options:
+            log.warning(
+                f"{self.opened.guide.weights.name}: guides only where cfg_scale is above 1, and it "
+                f"is {scale:g}"
+            )
 
     @property
     def config(self) -> Config:
@@ -205,76 +193,40 @@ class Sampler:
         Sampler's to the bit, and captured steps stay valid. A guide stays as it is. model: a
         network, or the state dict of one like that of this Sampler or of a wrapper around it,
         such as an average of its weights. Raises ValueError, and keeps the old weights, if they
-        do not fit, overflow or are not finite. A network is compared with its copy, at one time
-        where its class is as before.
+        do not fit, overflow or are not finite. A network is compared with its copy.
         """
         with self._running() as pipeline:
-            classes = self.opened.config.num_classes
+            first = self.opened.weights
+            fit = self.opened.fit
             if isinstance(model, Mapping):
-                weights = self._read_state(model)
-                pipeline.refresh(pipeline.like(weights, self.opened.fit, classes))
-                return
-            if isinstance(model, (str, Path, list, tuple)):
-                kind = type(model).__name__
-                raise UsageError(f"refresh: takes a network or a state dict, and this is a {kind}")
-            loaded = from_module(model, copy=True)
-            require_finite_floats(loaded.state, loaded.name)
-            changed = loaded.patched or type(loaded.module) is not self._checked
-            self._require_alike(loaded, self._check and changed)
-            network = pipeline.like(loaded, loaded.fit, classes)
-            if self._check:
-                # Of a known class this sees replaced parts. All times would take as long as ten
-                # steps do.
-                times = loaded.fit.family.some_times
-                _require_same(network, loaded, pipeline, times if changed else times[:1])
-            pipeline.refresh(network)
-            self._checked = type(loaded.module)
+                weights = read_state("refresh", model, first, fit, pipeline.side)
+                network = pipeline.like(weights, fit)
+            else:
+                loaded = LoadedModule(model)
+                self._require_alike(loaded)
+                network = pipeline.like(loaded, fit)
+                if self._check:
+                    require_same(network, loaded, pipeline.tier, pipeline.side)
+            pipeline.network.copy_weights(network)
 
-    def _require_alike(self, loaded, check):
-        """Raise UsageError for a module of another class, shape or guidance. check: evaluate
-        its guidance.
-        """
-        fit = loaded.fit
-        require_schedule(loaded.name, fit)
+    def _require_alike(self, loaded):
+        """Raise UsageError for a module of another family, other classes, guidance or shapes."""
+        require_finite_floats(loaded.state, loaded.name)
+        require_schedule(loaded.name, loaded.fit)
         mine = self.opened.fit
-        embedding = loaded.rules.timestep_embedding
-        if (fit.family, embedding) != (mine.family, self._embedding):
-            raise UsageError(
-                f"{loaded.name}: is of another class than the model of this Sampler; make another "
-                "of it"
-            )
-        empty = mine.empty(self.opened.latent_size)
-        require_fit(loaded.name, reference_state(loaded, fit), empty)
-        wanted = {name: getattr(mine, name) for name in BESIDE_SHAPES}
-        has = {name: getattr(fit, name) for name in BESIDE_SHAPES}
-        if check and not self._guidance_is_given:
-            channels = _guided_channels(loaded)
-            if channels is not None:
-                has["guidance_channels"] = channels
-                wanted["guidance_channels"] = self.opened.config.guidance_channels
+        wanted = _classes(mine)
+        has = _classes(loaded.fit)
+        if self._check and not self._guidance_is_given:
+            wanted["guidance_channels"] = self.config.guidance_channels
+            has["guidance_channels"] = _guided_channels(loaded) or self.config.guidance_channels
         for name, value in has.items():
             if value != wanted[name]:
                 raise UsageError(
                     f"{loaded.name}: has {name} {value}, unlike the model of this Sampler; make "
                     "another of it"
                 )
-
-    def _read_state(self, state):
-        """Return a state dict with the names of the Sampler's model, or of its file. Raises
-        UsageError if it does not fit.
-        """
-        name = "refresh"
-        require_floats(state, name)
-        require_finite_floats(state, name)
-        first = self.opened.weights
-        state = first.renamed(state) if isinstance(first, LoadedModule) else without_prefix(state)
-        weights = _State(name, state, first.metadata)
-        try:
-            state = reference_state(weights, self.opened.fit)
-        except KeyError as missing:
-            raise UsageError(f"{name}: is not such a state dict: no {missing.args[0]}") from None
-        require_fit(name, state, self.opened.fit.empty(self.opened.latent_size))
-        return weights
+        state = reference_state(loaded, loaded.fit)
+        require_fit(loaded.name, state, mine.empty(self.opened.latent_size))
 
     def sample(
         self,
@@ -288,17 +240,22 @@ class Sampler:
         **unknown: Any,
     ) -> list[Image.Image]:
         """Return one picture per label, (image_size, image_size) RGB. Arguments: of `latents`."""
-        _refuse_arguments(unknown)
         self._require_decoder()
         return self.decode(
             self.latents(
-                labels, seed, num_sampling_steps, cfg_scale, noise=noise, progress=progress
+                labels,
+                seed,
+                num_sampling_steps,
+                cfg_scale,
+                noise=noise,
+                progress=progress,
+                **unknown,
             )
         )
 
-    def decode(self, latents: Array | str | Path) -> list[Image.Image]:
+    def decode(self, latents: Array) -> list[Image.Image]:
         """Return a picture for each of latents (n, channels, side, side), such as `latents`
-        returns or `sample.py --output-type latent` writes. latents: an array, or a .npy file.
+        returns or `sample.py --output-type latent` writes: np.load reads these.
         """
         self._require_decoder()
         with self._running() as pipeline:
@@ -333,45 +290,31 @@ class Sampler:
         noise of later steps is the seed's.
         Arguments that are None are the constructor's. progress: show a bar of the steps.
         """
-        _refuse_arguments(unknown)
+        arguments = inspect.signature(self.latents).parameters.keys() - {"unknown"}
+        _refuse(unknown, "an argument of sample and latents", arguments)
         several = _listed("labels", labels)
         seeds = _listed("seed", seed)
         options = dict(num_sampling_steps=num_sampling_steps, cfg_scale=cfg_scale)
         if seeds is None:
             options["seed"] = seed
         changes = {name: value for name, value in options.items() if value is not None}
-        require_no_gradients(OF_SAMPLING, noise)
+        require_no_gradients(
+            "sampling has none for noise; call the model itself in your own loop for gradients",
+            noise,
+        )
         with self._running() as pipeline:
             opened = self.opened.changed(**changes)
             grid = replace(self.grid, labels=(labels,) if several is None else several)
             grid = grid.filled(opened.config, opened.fit, opened.has_null_label)
-            if seeds is not None:
-                seeds = _seeds(seeds, grid)
+            seed = opened.config.seed if seeds is None else _seeds(seeds, grid.count)
             if noise is not None:
-                side = pipeline.side
-                shape = (len(grid.labels), opened.space.channels, side, side)
+                shape = (grid.count, opened.space.channels, pipeline.side, pipeline.side)
                 noise = _floats("noise", noise, shape, pipeline.device)
-            pipeline = self._pipeline_for(opened)
-            batches = ALONE.batches(len(grid.labels), grid.batch_size)
+            pipeline = pipeline.with_(process=process_of(opened), guidance=guidance_of(opened))
+            batches = batches_of(grid)
             steps = pipeline.process.steps * len(batches)
             with step_bar(steps, pipeline.device, disable=not progress) as on_step:
-                seed = opened.config.seed if seeds is None else seeds
                 return pipeline.latents(grid.labels, seed, batches, on_step, noise)
-
-    def _pipeline_for(self, opened):
-        """Return the pipeline with the steps and the guidance of `opened`."""
-        before = self._sampled.config
-        config = opened.config
-        if (config.num_sampling_steps, config.cfg_scale) != (
-            before.num_sampling_steps,
-            before.cfg_scale,
-        ):
-            self._pipeline = self._pipeline.with_(
-                process=process_of(opened, self._scheduler),
-                guidance=guidance_of(opened),
-            )
-            self._sampled = opened
-        return self._pipeline
 
     def close(self) -> None:
         """Free the memory of network and decoder. The sampler cannot be used afterwards."""
@@ -398,53 +341,25 @@ class Sampler:
             yield self._pipeline
 
 
-@dataclass(frozen=True)
-class _State:
-    """A state dict in place of a file's weights."""
-
-    name: str
-    state: dict[str, torch.Tensor]
-    metadata: dict[str, Any]
-
-
-def _refuse(unknown):
-    """Raise UsageError for an option that Sampler does not have, naming the nearest."""
+def _refuse(unknown, owner, options):
+    """Raise UsageError for a name that `owner` does not have, naming the nearest one."""
     for name in sorted(unknown):
-        names = {item.name for item in (*fields(Config), *fields(Grid))}
-        options = Sampler.__init__.__kwdefaults__
-        if name in names:
-            raise UsageError(f"`{name}`: is for commands; drop it")
-        raise UsageError(f"`{name}`: is not an option of Sampler; {_meant(name, options)}")
+        near = ALSO_CALLED.get(name) or next(
+            iter(difflib.get_close_matches(name, options, 1)), name
+        )
+        remedy = "docs/python.md lists them"
+        if near in options:
+            remedy = f"did you mean {near}?"
+        elif near in Sampler.__init__.__kwdefaults__:
+            remedy = f"give {near} to Sampler(…)"
+        raise UsageError(f"`{name}`: is not {owner}; {remedy}")
 
 
-def _refuse_arguments(unknown):
-    """Raise UsageError for an argument that `sample` and `latents` do not have, naming the
-    nearest, or the constructor if it is an option.
+def _classes(fit):
+    """Return the family and the facts of the label table, which may have other meanings for the
+    same shapes.
     """
-    arguments = list(inspect.signature(Sampler.latents).parameters)[1:-1]
-    for name in sorted(unknown):
-        meant = _meant(name, arguments)
-        if ALSO_CALLED.get(name, name) in Sampler.__init__.__kwdefaults__.keys() - {*arguments}:
-            meant = f"give {ALSO_CALLED.get(name, name)} to Sampler(…)"
-        raise UsageError(f"`{name}`: is not an argument of sample and latents; {meant}")
-
-
-def _meant(name, options):
-    """Return which of some options a name may stand for, in words."""
-    close = difflib.get_close_matches(name, options, 1)
-    near = ALSO_CALLED.get(name) or next(iter(close), None)
-    return f"did you mean {near}?" if near else "docs/python.md lists them"
-
-
-def _require_same(network, loaded, pipeline, times=None):
-    """Raise UsageError unless a network for the pipeline computes the module's function; times:
-    as for require_same. For latents of another size than the module's, one of the module's own
-    size is compared.
-    """
-    if loaded.fit.latent_size != pipeline.side:
-        state = reference_state(loaded, loaded.fit)
-        network = build(state, loaded, pipeline.tier, pipeline.device)
-    require_same(network, loaded, pipeline.tier, times)
+    return {"family": fit.family.name, "num_classes": fit.num_classes, "null_class": fit.null_class}
 
 
 def _listed(name, values):
@@ -458,43 +373,34 @@ def _listed(name, values):
     return tuple(values) if getattr(values, "ndim", 1) else None
 
 
-def _seeds(seeds, grid):
-    """Return a seed for each label, checked. Raises UsageError."""
-    labels = len(grid.labels)
-    if len(seeds) != labels:
+def _seeds(seeds, count):
+    """Return a seed for each of `count` labels, checked. Raises UsageError."""
+    if len(seeds) != count:
         raise UsageError(
-            f"`seed`: {len(seeds)} given, and `labels`: {labels}; give one seed for each label, or "
+            f"`seed`: {len(seeds)} given, and `labels`: {count}; give one seed for each label, or "
             "one number"
         )
-    if None in seeds:
-        raise UsageError("`seed=None`: must be a whole number in a list of seeds")
-    configs = [replace(grid.config, seed=seed) for seed in seeds]
-    for config in configs:
-        require_seed(config.seed)
-    return [config.seed for config in configs]
+    seeds = [checked(seed, Config.__dataclass_fields__["seed"]) for seed in seeds]
+    for seed in seeds:
+        require_seed(seed)
+    return seeds
 
 
 def _floats(name, values, shape, device):
-    """Return an array, or that of a .npy file, as float32 on `device`. shape: of its
-    dimensions, a text for one of any size. Raises UsageError about the parameter `name`.
+    """Return an array as float32 on `device`. shape: of its dimensions, a text for one of any
+    size. Raises UsageError about the parameter `name`.
     """
     owner = f"`{name}`"
-    if isinstance(values, (str, Path)):
-        owner = f"`{name}={shown(str(values))}`"
-        with path_errors(name, shown(str(values)), "give a .npy file or an array"):
-            try:
-                values = np.load(values, allow_pickle=False)
-            except (ValueError, EOFError):
-                raise UsageError(f"{owner}: is not a .npy file of numbers") from None
     if not torch.is_tensor(values):
         values = np.asarray(values)
-        if values.dtype.kind != "f":
-            raise UsageError(f"{owner}: has dtype {values.dtype}; give an array of floats")
-        values = torch.from_numpy(np.array(values, np.float32, order="C"))
-    if values.is_meta or not values.is_nested and values.layout is not torch.strided:
-        raise UsageError(f"{owner}: is sparse or holds no values; give a dense array of floats")
-    if values.is_nested or not values.is_floating_point():
+        if values.dtype.kind == "f":
+            values = torch.from_numpy(values.astype(np.float32))
+    if not torch.is_tensor(values) or not values.is_floating_point():
         raise UsageError(f"{owner}: has dtype {values.dtype}; give a dense array of floats")
+    if values.is_meta or values.is_nested or values.layout is not torch.strided:
+        raise UsageError(
+            f"{owner}: is sparse, nested or holds no values; give a dense array of floats"
+        )
     fits = len(shape) == values.ndim and all(
         isinstance(wanted, str) or wanted == size for wanted, size in zip(shape, values.shape)
     )
@@ -515,25 +421,15 @@ def _names_weights(name):
     )
 
 
-def _load_module(model, options, check):
-    """Copy a network that the caller holds. Raises UsageError for options that are for
-    weights on disk.
-    """
-    wrong = [name for name in FOR_FILES if name in options]
-    if wrong:
-        raise UsageError(f"`{wrong[0]}`: is for weights on disk, and the model was given; drop it")
-    loaded = _copied(model)
-    with alone():
-        if check and "guidance_channels" not in options:
-            channels = {"guidance_channels": _guided_channels(loaded)}
-            loaded.fit = loaded.fit._replace(recipe={**loaded.fit.recipe, **channels})
-    return loaded
+def _is_object(value):
+    """Return whether a network is given itself, not by a name."""
+    return not isinstance(value, (str, Path, type(None)))
 
 
-def _copied(model):
+def _load_module(model):
     """Copy the weights of a network that the caller holds. Print what is assumed of it."""
     with alone():
-        loaded = from_module(model, copy=True)
+        loaded = LoadedModule(model, copy=True)
         if loaded.assumed:
             log.warning(f"{loaded.name}: {loaded.assumed}")
     return loaded
@@ -543,44 +439,31 @@ def _guided_channels(loaded):
     """Return the number of channels that the module guides, None without
     forward_with_cfg. Raises UsageError for guidance of another kind.
     """
-    guidance = own_guidance(loaded)
-    if guidance.is_other:
+    channels = own_guidance(loaded)
+    if channels == 0:
         raise UsageError(
             f"{loaded.name}: its forward_with_cfg guides in a way of its own; call "
             "accelerate(model).forward in your loop, or give `guidance_channels`"
         )
-    return guidance.channels
+    return channels
 
 
-def _autoencoder(vae):
-    """Return a decoder that the caller holds, without wrappers. Raises UsageError for a module of
-    another class.
+def _written(vae: torch.nn.Module) -> TemporaryDirectory:
+    """Write a decoder that the caller holds into a temporary folder in diffusers' layout.
+    Raises UsageError for a module of another class.
     """
     vae = unwrapped(vae)
-    vae_class = type(vae)
-    if vae_class.__name__ != "AutoencoderKL" or not vae_class.__module__.startswith("diffusers."):
-        raise UsageError(
-            f"`vae={vae_class.__name__}`: give ema, mse, a folder or an AutoencoderKL of diffusers"
-        )
+    name = type(vae).__name__
+    if name != "AutoencoderKL" or not type(vae).__module__.startswith("diffusers."):
+        raise UsageError(f"`vae={name}`: give ema, mse, a folder or an AutoencoderKL of diffusers")
     if any(value.is_meta for value in vae.parameters()):
-        raise UsageError(f"`vae={vae_class.__name__}`: holds no values; load the weights first")
-    return vae
-
-
-@contextmanager
-def _written(vae: torch.nn.Module) -> Iterator[str]:
-    """Write a decoder that the caller holds as a folder in diffusers' layout. Yield the
-    folder, which is removed after the block.
-    """
-    with ExitStack() as stack:
-        with path_errors(
-            "vae", type(vae).__name__, "set TMPDIR to a folder with space, or give a folder"
-        ):
-            folder = stack.enter_context(TemporaryDirectory())
-            vae.save_pretrained(folder)
-            file = Path(folder, FILES[0])
-            # Pipelines read attributes, which a caller may have set. The file has the entries that
-            # the module was made with.
-            scales = {name: getattr(vae.config, name, None) for name in OF_LATENTS}
-            file.write_text(json.dumps(json.loads(file.read_text()) | scales, default=str))
-        yield folder
+        raise UsageError(f"`vae={name}`: holds no values; load the weights first")
+    with path_errors("vae", name, "set TMPDIR to a folder with space, or give a folder"):
+        folder = TemporaryDirectory()
+        vae.save_pretrained(folder.name)
+        file = Path(folder.name, FILES[0])
+        # Pipelines read attributes, which a caller may have set. The file has the entries that
+        # the module was made with.
+        scales = {name: getattr(vae.config, name, None) for name in OF_LATENTS}
+        file.write_text(json.dumps(json.loads(file.read_text()) | scales, default=str))
+    return folder

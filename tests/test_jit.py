@@ -30,7 +30,7 @@ from accel.latents.pixels import PIXELS
 from accel.network import Plain
 from accel.opening import fit_of_file, open_model
 from accel.sampling import denoise
-from accel.sampling.flow import DataPrediction, Euler, Heun
+from accel.sampling.flow import Euler, Heun
 from accel.sampling.guidance import Guidance, Unguided
 from accel.weights import metadata
 from accel.weights.checkpoint import open_checkpoint
@@ -145,14 +145,14 @@ def test_sampling_is_what_is_written_out(heun, low, high):
     model = build()
     z = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(2))
     want = written_out(model, 1.5 * z, LABELS, 4, heun, low=low, high=high)
-    data = DataPrediction(t_eps=0.2, noise_scale=1.5)
-    process = (Heun if heun else Euler)(4, data=data, by_start=False)
+    data = dict(t_eps=0.2, noise_scale=1.5)
+    process = (Heun if heun else Euler)(4, **data, by_start=False)
     guidance = Guidance(2.5, 8, 3, (1 - high, 1 - low), ends=False)
     assert process.evaluations == (7 if heun else 4)
     for network, most in ((Plain(model), 5e-6), (network_of(model, "fp16"), 5e-3)):
         assert error(denoise(network, process, guidance, z, LABELS, None), want) < most
     inside = Guidance(2.5, 8, 3, (1 - high, 1 - low))
-    by_start = (Heun if heun else Euler)(4, data=data)
+    by_start = (Heun if heun else Euler)(4, **data)
     if low:
         got = denoise(Plain(model), process, inside, z, LABELS, None)
         assert error(got, want) > 1e-3

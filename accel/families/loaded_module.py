@@ -6,20 +6,28 @@ its own modules by `of_module`.
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from accel.errors import UsageError
 from accel.families import families
-from accel.families.recognise import OfModule, families_with, recognise, recogniser_of
+from accel.families.recognise import (
+    Fit,
+    OfModule,
+    families_with,
+    recognise,
+    recogniser_of,
+    reference_state,
+)
+from accel.weights import Weights
 from accel.weights.digests import digest
 from accel.weights.positions import trained
 from accel.weights.safetensors_layout import without_prefix
-from accel.weights.shapes import shapes_of
+from accel.weights.shapes import require_fit, shapes_of
 from accel.weights.tensor_files import require_finite_floats, require_floats
 
 COMPILER = "torch._dynamo.eval_frame"  # the module of torch.compile's wrapper
@@ -74,8 +82,7 @@ class LoadedModule:
 
     module: a network, or a pipeline with one; wrapped and compiled modules are unwrapped.
     `state`: the weights under the names of the family's files, not copied unless `copy`.
-    `fit`: their family and sizes; `model`: the reference network of their shape, without
-    values. Raises UsageError, naming the difference, for another network.
+    `fit`: their family and sizes. Raises UsageError, naming the difference, for another network.
     """
 
     def __init__(self, module: nn.Module, copy: bool = False):
@@ -108,9 +115,9 @@ class LoadedModule:
         if classes not in (rows, rows - 1):
             classes = rows - 1
         # Of no classes the one label, the null class, is sampled without guidance.
-        facts = dict(family=rules.family.name, num_classes=max(classes, 1))
         self.metadata = {
-            **facts,
+            "family": rules.family.name,
+            "num_classes": max(classes, 1),
             "class_names": names,
             "schedule": schedule and dict(schedule),
             **rules.metadata,
@@ -128,7 +135,6 @@ class LoadedModule:
                 build=partial(_with_embedding, self.fit.build, rules.timestep_embedding)
             )
         self.state = {name: value.clone() for name, value in raw.items()} if copy else raw
-        self.model = self.fit.empty(self.fit.latent_size)
         self._require_attributes()
 
     @property
@@ -144,16 +150,6 @@ class LoadedModule:
             return ""
         family = self.rules.family
         return f"names no family, taken for a {family.name} ({family.prediction})"
-
-    @property
-    def patched(self) -> bool:
-        """Return whether hooks or methods of their own may make the module or a part of it
-        another function than its class.
-        """
-        return "forward_with_cfg" in vars(self.module) or any(
-            part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part)
-            for part in self.module.modules()
-        )
 
     def _recognised(self, state) -> OfModule:
         for name, part in self.module.named_children():
@@ -182,22 +178,9 @@ class LoadedModule:
         except ValueError as error:
             raise UsageError(f"{self.name}: {error}") from None
 
-    def read(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a state dict of the module under the names of the reference network.
-        Raises UsageError for anything but dense tensors of finite floats by name.
-        """
-        if not isinstance(state, Mapping):
-            raise UsageError(
-                f"{self.name}: a state dict maps names to tensors, and this is a "
-                f"{type(state).__name__}"
-            )
-        require_floats(state, self.name)
-        require_finite_floats(state, self.name)
-        return recogniser_of(self.rules.family).converted(self.renamed(state), self.metadata)
-
     def _require_attributes(self):
         theirs = _not_wrapped(dict(self.module.named_modules()))
-        for name, module in self.model.named_modules():
+        for name, module in self.fit.empty(self.fit.latent_size).named_modules():
             for attribute in COMPARED:
                 want = getattr(module, attribute, None)
                 if want is not None and getattr(theirs.get(name), attribute, want) != want:
@@ -219,39 +202,38 @@ class LoadedModule:
         """Drop the module and its weights; keep the facts."""
         self.module = self.state = None
 
-    def evaluate(
-        self,
-        x: Tensor,
-        t: Tensor,
-        y: Tensor,
-        state: dict[str, Tensor] | None = None,
-        method: str = "__call__",
-        *more: Any,
-    ) -> Tensor:
-        """Return the module's output, converted to the reference network's: x (N, C, H,
-        W), t (N,), y (N,) → (N, C', H, W). state: replaces the module's weights. method: what
-        is called, by default the module with its hooks; more: arguments after x, t, y.
-        """
-        arguments, named = self.rules.arguments(x, t, y)
-        weights = {f"module.{name}": value for name, value in (state or {}).items()}
-        called = _Method(self.module, method)
-        return self.rules.output(functional_call(called, weights, (*arguments, *more), named))
+
+@dataclass(frozen=True)
+class LoadedState:
+    """A state dict in place of the weights that a network was made from."""
+
+    name: str
+    state: dict[str, Tensor]
+    metadata: dict[str, Any]
 
 
-def from_module(module: nn.Module, copy: bool = False) -> LoadedModule:
-    """Return the weights of a module that the caller holds. Arguments, and errors: those of
-    LoadedModule.
+def read_state(
+    name: str, state: Mapping[str, Tensor], weights: Weights, fit: Fit, side: int
+) -> LoadedState:
+    """Return the weights of a state dict. Its names are those of the module or of the file
+    `weights`, whose family and sizes are `fit`. side: of latents. Raises UsageError about `name`
+    for another network's, and for anything but dense tensors of finite floats by name.
     """
-    return LoadedModule(module, copy)
-
-
-class _Method(nn.Module):
-    """A wrapper whose forward is a method of the module, for functional_call."""
-
-    def __init__(self, module: nn.Module, method: str):
-        super().__init__()
-        self.module = module
-        self.forward = getattr(module, method)
+    if not isinstance(state, Mapping):
+        raise UsageError(
+            f"{name}: a state dict maps names to tensors, and this is a {type(state).__name__}"
+        )
+    require_floats(state, name)
+    require_finite_floats(state, name)
+    is_module = isinstance(weights, LoadedModule)
+    state = weights.renamed(state) if is_module else without_prefix(state)
+    loaded = LoadedState(name, state, weights.metadata)
+    try:
+        state = reference_state(loaded, fit)
+    except KeyError as missing:
+        raise UsageError(f"{name}: is not such a state dict: no {missing.args[0]}") from None
+    require_fit(name, state, fit.empty(side))
+    return loaded
 
 
 def _not_wrapped(named):

@@ -41,9 +41,9 @@ def make_process(
 
         return FLOWS[sampler](steps, shift, **flow)
     if sampler in ("dpm++", "unipc"):
-        from accel.sampling.solvers import Solver, make_scheduler
+        from accel.sampling.solvers import Solver
 
-        return Solver(make_scheduler(sampler), steps)
+        return Solver(sampler, steps)
     from accel.sampling.ancestral import Ancestral, Ddim
 
     if sampler == "ddim":

@@ -67,10 +67,6 @@ class Ancestral(Process):
     number: int  # of steps
     learn_sigma: bool = True
 
-    @property
-    def evaluation_counts(self) -> list[int]:
-        return [1] * self.number
-
     def times(self) -> list[int]:
         return kept_timesteps(self.number)[::-1]
 

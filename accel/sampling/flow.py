@@ -19,9 +19,8 @@ then v = (x̂ − x) / max(1 − t, ε). Guidance is linear, so it may come befo
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, pairwise
-from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,24 +29,19 @@ from accel.sampling.process import Process, State
 LAST = 0.04  # of the SDE: the length of its last step, as SiT has it
 
 
-class DataPrediction(NamedTuple):
-    """Constants of a flow whose network estimates the data."""
-
-    t_eps: float = 0.05  # the least 1 − t that an estimate is divided by
-    noise_scale: float = 1.0  # of the first noise
-
-
 @dataclass(frozen=True)
 class Euler(Process):
-    """The flow's ODE by Euler's method. shift: of the times; 1 keeps them even. data: of a
-    network that estimates data; None: it estimates the velocity. by_start: whether both
-    evaluations of Heun's step have the guidance of its start, or each that of its own time.
-    last_time: the end of the even times; below 1 some noise is left.
+    """The flow's ODE by Euler's method. shift: of the times; 1 keeps them even. t_eps: of a
+    network that estimates the data, the least 1 − t that its estimate is divided by; None: it
+    estimates the velocity. noise_scale: of the first noise. by_start: whether both evaluations of
+    Heun's step have the guidance of its start, or each that of its own time. last_time: the end of
+    the even times; below 1 some noise is left.
     """
 
     number: int  # of steps
     shift: float = 1.0
-    data: DataPrediction | None = None
+    t_eps: float | None = None
+    noise_scale: float = 1.0
     by_start: bool = True
     last_time: float = 1.0
 
@@ -55,41 +49,33 @@ class Euler(Process):
     def draws(self) -> int:
         return 0
 
-    @property
-    def evaluation_counts(self) -> list[int]:
-        return [1] * self.number
-
-    def _shifted(self, t):
-        return self.shift * t / (1 + (self.shift - 1) * t)
-
     def _ends(self) -> list[float]:
         """Return the times at the ends of all steps, N + 1 numbers."""
-        even = (self.last_time * i / self.number for i in range(self.number + 1))
-        return [self._shifted(t) for t in even]
+        even = [self.last_time * i / self.number for i in range(self.number + 1)]
+        return [self.shift * t / (1 + (self.shift - 1) * t) for t in even]
 
     def times(self) -> list[float]:
         return self._ends()[:-1]
 
     def levels(self) -> list[float]:
-        return [1 - t for t in self._ends()[:-1]]
+        return [1 - t for t in self.times()]
 
     def lengths(self) -> list[float]:
         """Return the length of the step of every evaluation, in order."""
-        return [end - start for start, end in pairwise(self._ends())]
+        return np.diff(self._ends()).tolist()
 
     def coefficients(self) -> list:
         """Return the length of the step of every evaluation, and the number that its estimate
         of the data is divided by, two lists.
         """
-        least = self.data.t_eps if self.data else 1.0
+        least = self.t_eps or 1.0
         return [self.lengths(), [max(1 - t, least) for t in self.times()]]
 
     def begin(self, x) -> State:
-        scale = self.data.noise_scale if self.data else 1.0
-        return (x if scale == 1 else scale * x,)
+        return (self.noise_scale * x,)
 
     def finished(self, x, t, out) -> Tensor:
-        return out if self.data else x + (self._shifted(self.last_time) - t) * out
+        return x + (self._ends()[-1] - t) * out if self.t_eps is None else out
 
     def prepare(self, device) -> None:
         _upload(self, device)
@@ -103,7 +89,7 @@ class Euler(Process):
     def _velocity(self, evaluate, x, at):
         """Evaluate the velocity at x (n, C, H, W). at (n,): the index of the evaluation."""
         out = evaluate(x)
-        if self.data is None:
+        if self.t_eps is None:
             return out
         return (out - x) / _upload(self, x.device)[1, at, None, None, None]
 
@@ -121,15 +107,15 @@ class Heun(Euler):
         return [2] * (self.number - 1) + [1]
 
     def times(self) -> list[float]:
-        return _at_both_ends(super().times())
+        """Return the times at both ends of every step but the last, and at that one's start."""
+        return np.repeat(super().times(), 2)[1:].tolist()
 
     def levels(self) -> list[float]:
-        if self.by_start:
-            return _twice(super().levels())[:-1]
-        return _at_both_ends(super().levels())
+        levels = super().levels()
+        return np.repeat(levels[::2], 2)[:-1].tolist() if self.by_start else levels
 
     def lengths(self) -> list[float]:
-        return _twice(super().lengths())[:-1]
+        return np.repeat(super().lengths(), 2)[:-1].tolist()
 
     def step(self, state, at, noise, networks) -> State:
         if len(networks) == 1:  # the last step
@@ -140,11 +126,6 @@ class Heun(Euler):
         v = self._velocity(at_start, x, at)
         at_next = self._velocity(at_end, x + length * v, at + 1)
         return (x + length / 2 * (v + at_next),)
-
-
-def _at_both_ends(starts):
-    """Return the values at both ends of every step but the last, and at that one's start."""
-    return [*chain.from_iterable(pairwise(starts)), starts[-1]]
 
 
 class Sde(Euler):
@@ -160,9 +141,6 @@ class Sde(Euler):
 
     def times(self) -> list[float]:
         return [i * (1 - LAST) / (self.number - 1) for i in range(self.number)]
-
-    def levels(self) -> list[float]:
-        return [1 - t for t in self.times()]
 
     def coefficients(self) -> list:
         """Return the coefficients of x, v and the noise in the step of every evaluation,
@@ -180,11 +158,6 @@ class Sde(Euler):
         (evaluate,) = networks
         of_x, of_v, of_noise = _upload(self, x.device)[:, at, None, None, None]  # each (n, 1, 1, 1)
         return (of_x * x + of_v * evaluate(x) + of_noise * noise,)
-
-
-def _twice(values: list[float]) -> list[float]:
-    """Return the values, each twice."""
-    return [*chain.from_iterable(zip(values, values))]
 
 
 FLOWS = {"euler": Euler, "heun": Heun, "sde": Sde}

@@ -22,6 +22,14 @@ def guided(out: Tensor, scale: float | Tensor, channels: int = CHANNELS) -> Tens
     return uncond + scale * (cond - uncond)
 
 
+def guided_halves(out: Tensor, scale: float | Tensor, channels: int) -> Tensor:
+    """Guide as models.DiT.forward_with_cfg does: both halves of out (2n, C', H, W) get the guided
+    channels, and keep the others → (2n, C', H, W).
+    """
+    eps = guided(out, scale, channels)
+    return torch.cat([torch.cat([eps, eps]), out[:, channels:]], dim=1)
+
+
 @dataclass(frozen=True)
 class Unguided:
     """The class-conditional estimate alone: one batch row a latent."""

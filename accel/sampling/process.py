@@ -21,23 +21,24 @@ class Process(ABC):
     """A way from noise to latents. Compared by value: a captured step serves all equal
     processes.
 
-    captured: whether a step may be a CUDA graph; else its network evaluations are.
-    noise_from_cpu: whether the CPU's generator draws the noise of the steps; else the
+    number: of steps. captured: whether a step may be a CUDA graph; else its network evaluations
+    are. noise_from_cpu: whether the CPU's generator draws the noise of the steps; else the
     device's does.
     """
 
+    number: int
     captured = True
     noise_from_cpu = False
 
     @property
-    @abstractmethod
     def evaluation_counts(self) -> list[int]:
         """Return the number of network evaluations of each step, in order."""
+        return [1] * self.number
 
     @property
     def steps(self) -> int:
         """Return the number of steps."""
-        return len(self.evaluation_counts)
+        return self.number
 
     @property
     def draws(self) -> int:

@@ -18,7 +18,7 @@ class Contents(NamedTuple):
 
 class Weights(Protocol):
     """The weights of a network. `checkpoint.open_checkpoint` makes them of a file, a folder or
-    a hub id, `families.loaded_module.from_module` of a module that the caller holds.
+    a hub id, `families.loaded_module.LoadedModule` of a module that the caller holds.
 
     name: as the user or the class says it. metadata: checked facts beside the tensors, by
     their names in metadata.py. state: float tensors under the names of their family's files;

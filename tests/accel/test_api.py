@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, fill
-from diffusers import AutoencoderKL, DDIMScheduler, FlowMatchEulerDiscreteScheduler
+from diffusers import AutoencoderKL, DDIMScheduler
 from networks import (
     DEVICES,
     FourChannels,
@@ -223,19 +223,11 @@ def test_close_frees_the_network():
     [
         (lambda: Sampler(""), "ckpt: is empty"),
         (lambda: Sampler("x" * 300), "model=xxx.*: unknown; choose from"),
-        (
-            lambda: Sampler("weights.pt", model="DiT-XL/2"),
-            "model=DiT-XL/2: the first argument is the model already",
-        ),
         (lambda: demo(weights=3), "weights: is not an option of Sampler"),
         (lambda: Sampler("weights.pt"), "ckpt=weights.pt: no such file"),
         (
-            lambda: demo(sampler=DDIMScheduler),
-            "sampler=<class .*>: give a sampler's name, or a scheduler of diffusers",
-        ),
-        (
-            lambda: demo(sampler=FlowMatchEulerDiscreteScheduler()),
-            "FlowMatchEulerDiscreteScheduler has no betas",
+            lambda: demo(sampler=DDIMScheduler()),
+            "^sampler=DDIMScheduler .*: choose from ddpm, ddim, dpm.., unipc, ",
         ),
         (lambda: pickle.dumps(demo()), "cannot be pickled or copied; make another"),
         (
@@ -289,22 +281,18 @@ def test_close_frees_the_network():
         ),
         (
             lambda: demo().latents([1, 2], noise=Z.long().numpy()),
-            "noise: has dtype int64; give an array of",
+            "noise: has dtype int64; give a dense array",
         ),
         (lambda: demo().latents([1, 2], noise=Z / 0), "noise: has values that are not finite"),
         (
             lambda: demo().decode(NESTED),
-            "latents: has dtype torch.float32; give a dense array of floats",
+            "latents: is sparse, nested or holds no values; give a dense array",
         ),
         (
             lambda: demo().decode(Z[0]),
             r"latents: is of shape \(4, 16, 16\), must be \(n, 4, side, side\)",
         ),
-        (
-            lambda: demo().decode("x.npy"),
-            "latents=x.npy: No such file or directory; give a .npy file",
-        ),
-        (lambda: demo().decode(__file__), "latents=.*test_api.py: is not a .npy file of numbers"),
+        (lambda: demo().decode("x.npy"), "latents: has dtype <U5; give a dense array of floats"),
         (lambda: demo(output_type="latent").decode(Z), "output_type=latent: loads no decoder"),
         (
             lambda: demo(num_steps=5),
@@ -312,7 +300,7 @@ def test_close_frees_the_network():
         ),
         (lambda: demo(guidance_scale=5), "guidance_scale: is not an .*; did you mean cfg_scale"),
         (lambda: demo(sampling_method="euler"), "sampling_method: .* did you mean sampler"),
-        (lambda: demo().refresh("x.pt"), "refresh: takes a network or a state dict, and .* a str"),
+        (lambda: demo().refresh("x.pt"), "str: is not a DiT; give a torch.nn.Module"),
         (lambda: demo(outputs=5), "outputs: is not an option of Sampler; did you mean output_type"),
         (lambda: demo(xyzzy=5), "xyzzy: is not an option of Sampler; docs/python.md lists them"),
         (
@@ -322,13 +310,19 @@ def test_close_frees_the_network():
         (lambda: demo().latents(1, steps=3), "steps: is not .* did you mean num_sampling_steps"),
         (lambda: demo().latents(1, sampler="ddim"), "sampler: .* give sampler to Sampler"),
         (lambda: demo().latents(1, x=3), "x: is not an argument .* docs/python.md lists them"),
-        (lambda: demo().latents(1, noise=Z.to_sparse()), "noise: is sparse or holds no values"),
-        (lambda: demo().latents(1, noise=Z.to("meta")), "noise: is sparse or holds no values"),
+        (
+            lambda: demo().latents(1, noise=Z.to_sparse()),
+            "noise: is sparse, nested or holds no values",
+        ),
+        (
+            lambda: demo().latents(1, noise=Z.to("meta")),
+            "noise: is sparse, nested or holds no values",
+        ),
         (
             lambda: demo().latents(1, noise=Z.clone().requires_grad_()),
             "gradients: sampling has none for noise; call the model itself in your own loop",
         ),
-        (lambda: demo().refresh([]), "refresh: takes a network or a state dict, and .* a list"),
+        (lambda: demo().refresh([]), "list: is not a DiT; give a torch.nn.Module"),
         (lambda: demo().refresh({}), "refresh: is not a DiT: no pos_embed"),
         (
             lambda: demo().refresh({"pos_embed": 1}),
@@ -380,7 +374,7 @@ def test_weights_are_renewed_in_place(precision, device):
                 fill(DiT(input_size=16, hidden_size=48, depth=2, num_heads=2, num_classes=8)),
                 "must be ",
             ),
-            (fill(build(num_heads=2)), "has num_heads 2, unlike"),
+            (fill(build(num_heads=2)), "computes another function"),
             (fill(build(num_classes=9, class_dropout_prob=0)), "has num_classes 9, unlike"),
             (fill(FourChannels(**build.config)), "has guidance_channels 4, unlike"),
             (fill(Otherwise(**build.config)), "Otherwise: computes another function"),
@@ -435,12 +429,10 @@ def test_noise_of_the_callers_own(device):
 
 
 @DEVICES
-def test_latents_are_decoded_from_arrays_and_files(device, here, tmp_path):
+def test_latents_are_decoded(device, here, tmp_path):
     with demo(device) as sampler:
         latents = sampler.latents([1, 5], seed=3)
         want = [np.asarray(picture) for picture in sampler.sample([1, 5], seed=3)]
-        file = tmp_path / "latents.npy"
-        np.save(file, latents.cpu().numpy())
         of_command = tmp_path / "command.npy"
         flags = [
             "--model",
@@ -455,7 +447,7 @@ def test_latents_are_decoded_from_arrays_and_files(device, here, tmp_path):
         ]
         flags += ["--output-type", "latent", "--device", device, "--output", of_command]
         forks.succeeds(here("sample.py", *flags))
-        for given in (latents, latents.cpu().numpy(), file, str(file), of_command):
+        for given in (latents, latents.cpu().numpy(), np.load(of_command)):
             pictures = [np.asarray(picture) for picture in sampler.decode(given)]
             assert all(map(np.array_equal, pictures, want)) and len(pictures) == 2
         assert sampler.decode(latents[:0]) == []

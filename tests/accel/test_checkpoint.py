@@ -17,7 +17,7 @@ from unprivileged import unprivileged
 
 from accel.errors import UsageError
 from accel.families import DEMO
-from accel.families.loaded_module import from_module
+from accel.families.loaded_module import LoadedModule
 from accel.families.published import find_model
 from accel.weights import digests, tensor_files
 from accel.weights.checkpoint import Checkpoint
@@ -332,9 +332,9 @@ def test_one_digest_for_every_layout(tmp_path, state, folder):
     want = Checkpoint(tmp_path / "a.pt").digest()
     assert len(want) == 16 and Checkpoint(folder).digest() == want
     module = small(num_classes=10)
-    assert from_module(module).digest() == want
+    assert LoadedModule(module).digest() == want
     module.pos_embed.data += 0.1
-    assert from_module(module).digest() != want
+    assert LoadedModule(module).digest() != want
 
 
 @pytest.mark.parametrize(

@@ -272,7 +272,7 @@ def test_a_sampler_of_a_sit_and_of_repas(kind):
             one, **how, cfg_scale=4.0, guidance_channels=3, guidance_interval=(0, 1)
         ) as sampler:
             found.append(sampler.latents([1, 5, 2], seed=7))
-            with pytest.raises(UsageError, match="is of another class"):
+            with pytest.raises(UsageError, match="has family DiT, unlike"):
                 sampler.refresh(networks.small(learn_sigma=False))
     torch.manual_seed(7)
     z = torch.randn(3, 4, 8, 8)

@@ -16,14 +16,14 @@ from accel.sampling import initial_noise
 from accel.sampling.ancestral import Ancestral, Ddim
 from accel.sampling.flow import Euler, Heun, Sde
 from accel.sampling.guidance import Guidance
-from accel.sampling.solvers import Solver, make_scheduler
+from accel.sampling.solvers import Solver
 
 Z = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(0))
 LABELS = torch.tensor([1, 5, 5])
 PROCESSES = {
     "ancestral": Ancestral(6),
     "ddim": Ddim(6, eta=0.5),
-    "solver": Solver(make_scheduler("unipc"), 6),
+    "solver": Solver("unipc", 6),
     "euler": Euler(6),
     "heun": Heun(6),
     "sde": Sde(6),

@@ -13,7 +13,7 @@ from accel.sampling import denoise
 from accel.sampling.ancestral import Ancestral, Ddim
 from accel.sampling.flow import FLOWS, Euler, Sde
 from accel.sampling.guidance import Guidance
-from accel.sampling.solvers import Solver, make_scheduler
+from accel.sampling.solvers import Solver
 
 CPU = torch.device("cpu")
 DRAWS = 3
@@ -65,7 +65,7 @@ def test_upstreams_stream_is_drawn_again(copies):
 PROCESSES = [
     Ancestral(6),
     Ddim(6),
-    Solver(make_scheduler("dpm++"), 6),
+    Solver("dpm++", 6),
     *(flow(6) for flow in FLOWS.values()),
 ]
 

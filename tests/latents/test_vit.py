@@ -222,7 +222,7 @@ def test_a_grid_rounds(file, network, tmp_path, here):
     succeeds(here(*words, tmp_path / "x.npy", "--output-type", "latent"))
     how = dict(num_classes=10, vae=file, device="cpu", num_sampling_steps=2)
     with Sampler(tmp_path / "own.pt", **how) as sampler:
-        [picture] = sampler.decode(tmp_path / "x.npy")
+        [picture] = sampler.decode(np.load(tmp_path / "x.npy"))
         with pytest.raises(UsageError, match="decodes latents of 4×4 alone, 16 px[^\n]*$"):
             sampler.decode(torch.randn(1, 16, 8, 8))
     v = written_out(torch.from_numpy(np.load(tmp_path / "x.npy"))).clamp(0, 1)
