@@ -38,11 +38,7 @@ REFUSED = [
     ("steps", ["--vs", "compile", *NO_GPU], "--vs: compares float16 on a GPU"),
     ("steps", ["--seen-as", "8"], "--seen-as: 8: must be a compute capability, as 8.0"),
     ("profile_step", ["--output", "x.txt"], "--output x.txt: must end in .json"),
-    (
-        "profile_step",
-        ["--baseline", "--precision", "fp16", *NO_GPU],
-        "--precision fp16: upstream samples in fp32",
-    ),
+    ("profile_step", ["--precision", "fp16", *NO_GPU], "--precision fp16: cpu has no "),
     ("jobs", ["--contest", "fp32", "bf16", *NO_GPU], "--contest bf16: cpu has no bfloat16"),
     ("jobs", ["--fid", "4", "--batch", "4", *NO_GPU], "--fid 4: needs a second batch"),
     ("jobs", ["--fid", "4", "--batch", "2", "--gpus", "2", *NO_GPU], "give more than 4"),
