@@ -16,7 +16,6 @@ from datetime import date
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -307,9 +306,9 @@ def time_steps(
     [expected] = slowest([statistics.median(first_steps)])
     timed = max(3, round(1e3 * window / expected))
     warm = round(1e3 * load / expected)
-    times = sorted(step_times(loop, warm + timed, device)[-timed:])
-    tenth = timed // 10
-    median, p10, p90 = slowest([statistics.median(times), times[tenth], times[-1 - tenth]])
+    times = step_times(loop, warm + timed, device)[-timed:]
+    deciles = statistics.quantiles(times, n=10, method="inclusive")
+    p10, median, p90 = slowest([deciles[0], deciles[4], deciles[8]])
     return dict(ms=median, p10=p10, p90=p90, steps=timed)
 
 
@@ -396,19 +395,14 @@ def build(
     return network
 
 
-class Pictures(NamedTuple):
-    """The beginning of a batch of pictures."""
-
-    noise: torch.Tensor  # (n, C, L, L)
-    labels: torch.Tensor  # (n,)
-
-
-def batch(network: Network, args: Namespace, device: torch.device) -> Pictures:
-    """Return the batch that `args` names, the same on every call."""
+def batch(network: Network, args: Namespace, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return noise (n, C, L, L) and labels (n,) of the batch that `args` names, the same on
+    every call.
+    """
     shape = args.pictures, network.in_channels, args.latent_size, args.latent_size
     generator = torch.Generator(device).manual_seed(1)
     noise = torch.randn(shape, generator=generator, device=device)
-    return Pictures(noise, torch.arange(args.pictures, device=device) % args.num_classes)
+    return noise, torch.arange(args.pictures, device=device) % args.num_classes
 
 
 def sampling(
