@@ -74,10 +74,7 @@ def add_output(parser: ArgumentParser) -> None:
 
 
 def add_seconds(parser: ArgumentParser, load: float = 5.0, window: float = 3.0) -> None:
-    """Add --load and --window; without a GPU their defaults are short."""
-    if not torch.cuda.is_available():
-        load *= 0.1
-        window *= 0.3
+    """Add --load and --window."""
     parser.add_argument(
         "--load",
         type=float,
@@ -100,7 +97,7 @@ def add_batch(parser: ArgumentParser) -> None:
     add_seconds(parser)
     parser.add_argument(
         "--seen-as",
-        type=seen_as.version,
+        type=seen_as.compute_capability,
         metavar="X.Y",
         help="take the GPU for one of this compute capability: docs/gpus.md#rehearsals",
     )

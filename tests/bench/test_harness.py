@@ -36,7 +36,7 @@ REFUSED = [
         "--image-size 144: must be a multiple of 64",
     ),
     ("steps", ["--vs", "compile", *NO_GPU], "--vs: compares float16 on a GPU"),
-    ("steps", ["--seen-as", "8"], "--seen-as: 8: must be a compute capability, as 8.0"),
+    ("steps", ["--seen-as", "8"], "--seen-as: invalid compute_capability value: '8'"),
     ("profile_step", ["--output", "x.txt"], "--output x.txt: must end in .json"),
     ("profile_step", ["--precision", "fp16", *NO_GPU], "--precision fp16: cpu has no "),
     ("jobs", ["--contest", "fp32", "bf16", *NO_GPU], "--contest bf16: cpu has no bfloat16"),
