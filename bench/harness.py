@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import date
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import torch
@@ -185,13 +185,13 @@ def about(kind: str, args: Namespace, device: torch.device) -> dict:
         model=args.model,
         image_size=args.image_size,
         pictures=args.pictures,
-        weights=weights_name(args),
+        weights=name_of(args.ckpt),
     )
 
 
-def weights_name(args: Namespace) -> str:
-    """Return the name of the weights of `args` in records."""
-    return Path(args.ckpt).name if args.ckpt else RANDOM
+def name_of(path: str | None) -> str:
+    """Return the name of weights or a decoder in records."""
+    return Path(path).name if path else RANDOM
 
 
 def decoder_of(args: Namespace) -> str | None:
@@ -202,24 +202,16 @@ def decoder_of(args: Namespace) -> str | None:
     return None if vae in files.PUBLISHED else vae
 
 
-def decoder_name(args: Namespace) -> str:
-    """Return the name of the decoder of `args` in records."""
-    vae = decoder_of(args)
-    return Path(vae).name if vae else RANDOM
-
-
 def require_alike(records: list[dict], names: Iterable[str]) -> None:
     """Raise UsageError unless these entries are the same in all records, each read from
     its `path`: figures of other jobs are not compared.
     """
-    for record in records:
-        for name in names:
-            if record[name] != records[0][name]:
-                files = (
-                    f"{records[0]['path']} is of {name} {records[0][name]}, {record['path']} of "
-                    f"{record[name]}"
-                )
-                raise UsageError(f"{files}: move one of them elsewhere")
+    for record, name in product(records, names):
+        if record[name] != records[0][name]:
+            raise UsageError(
+                f"{records[0]['path']} is of {name} {records[0][name]}, {record['path']} of "
+                f"{record[name]}: move one of them elsewhere"
+            )
 
 
 def read(path: Path, owner: str, remedy: str) -> dict:

@@ -216,8 +216,8 @@ def prepare(args: Namespace) -> torch.device:
     args.steps = args.steps or (10 if args.fid else harness.STEPS)
     args.pictures = args.fid or 8
     args.vae = harness.decoder_of(args)
-    args.weights = harness.weights_name(args)
-    args.decoder = harness.decoder_name(args)
+    args.weights = harness.name_of(args.ckpt)
+    args.decoder = harness.name_of(args.vae)
     if args.contest is not None and harness.RANDOM in (args.weights, args.decoder):
         print(
             f"weights: {args.weights}; decoder: {args.decoder}. A picture of random ones is a "
