@@ -44,10 +44,8 @@ class Archive:
             record = read_json(self.record)
             with open_regular(self.path) as file:
                 intact = record == {"sha256": sha256_of(file)}
-        except FileNotFoundError:
-            return "has no record of its contents"
-        except (OSError, ValueError) as error:
-            return f"cannot be read, or its record is damaged ({error})"
+        except (OSError, ValueError):
+            return "has no readable record of its contents"
         return None if intact else "is not as it was written"
 
     def forget(self) -> None:
