@@ -105,8 +105,8 @@ def is_utf8(path: str | Path) -> bool:
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> IO[bytes]:
-    """Open a regular file in binary; flags: of os.open. Raises OSError for others, and
-    with O_NOFOLLOW for a link.
+    """Open a regular file in binary, with O_RDWR without a buffer; flags: of os.open. Raises
+    OSError for others, and with O_NOFOLLOW for a link.
     """
     mode = stat.S_IFREG
     with suppress(FileNotFoundError):  # os.open says so, or makes it
@@ -114,7 +114,7 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> IO[bytes]:
     if not stat.S_ISREG(mode):  # opening a pipe would wait for its other end
         raise OSError(errno.EINVAL, NO_FILE, str(path))
     handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    return open(handle, "r+b" if flags & os.O_RDWR else "rb")
+    return open(handle, "r+b", buffering=0) if flags & os.O_RDWR else open(handle, "rb")
 
 
 def read_small(path: str | Path, most: int = SMALL) -> bytes:

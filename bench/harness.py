@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import date
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -75,10 +74,7 @@ def add_output(parser: ArgumentParser) -> None:
 
 
 def add_seconds(parser: ArgumentParser, load: float = 5.0, window: float = 3.0) -> None:
-    """Add --load and --window; without a GPU their defaults are short."""
-    if not torch.cuda.is_available():
-        load *= 0.1
-        window *= 0.3
+    """Add --load and --window."""
     parser.add_argument(
         "--load",
         type=float,
@@ -101,7 +97,7 @@ def add_batch(parser: ArgumentParser) -> None:
     add_seconds(parser)
     parser.add_argument(
         "--seen-as",
-        type=seen_as.version,
+        type=seen_as.compute_capability,
         metavar="X.Y",
         help="take the GPU for one of this compute capability: docs/gpus.md#rehearsals",
     )
@@ -189,13 +185,13 @@ def about(kind: str, args: Namespace, device: torch.device) -> dict:
         model=args.model,
         image_size=args.image_size,
         pictures=args.pictures,
-        weights=weights_name(args),
+        weights=name_of(args.ckpt),
     )
 
 
-def weights_name(args: Namespace) -> str:
-    """Return the name of the weights of `args` in records."""
-    return Path(args.ckpt).name if args.ckpt else RANDOM
+def name_of(path: str | None) -> str:
+    """Return the name of weights or a decoder in records."""
+    return Path(path).name if path else RANDOM
 
 
 def decoder_of(args: Namespace) -> str | None:
@@ -206,24 +202,16 @@ def decoder_of(args: Namespace) -> str | None:
     return None if vae in files.PUBLISHED else vae
 
 
-def decoder_name(args: Namespace) -> str:
-    """Return the name of the decoder of `args` in records."""
-    vae = decoder_of(args)
-    return Path(vae).name if vae else RANDOM
-
-
 def require_alike(records: list[dict], names: Iterable[str]) -> None:
     """Raise UsageError unless these entries are the same in all records, each read from
     its `path`: figures of other jobs are not compared.
     """
-    for record in records:
-        for name in names:
-            if record[name] != records[0][name]:
-                files = (
-                    f"{records[0]['path']} is of {name} {records[0][name]}, {record['path']} of "
-                    f"{record[name]}"
-                )
-                raise UsageError(f"{files}: move one of them elsewhere")
+    for record, name in product(records, names):
+        if record[name] != records[0][name]:
+            raise UsageError(
+                f"{records[0]['path']} is of {name} {records[0][name]}, {record['path']} of "
+                f"{record[name]}: move one of them elsewhere"
+            )
 
 
 def read(path: Path, owner: str, remedy: str) -> dict:
@@ -307,9 +295,9 @@ def time_steps(
     [expected] = slowest([statistics.median(first_steps)])
     timed = max(3, round(1e3 * window / expected))
     warm = round(1e3 * load / expected)
-    times = sorted(step_times(loop, warm + timed, device)[-timed:])
-    tenth = timed // 10
-    median, p10, p90 = slowest([statistics.median(times), times[tenth], times[-1 - tenth]])
+    times = step_times(loop, warm + timed, device)[-timed:]
+    deciles = statistics.quantiles(times, n=10, method="inclusive")
+    p10, median, p90 = slowest([deciles[0], deciles[4], deciles[8]])
     return dict(ms=median, p10=p10, p90=p90, steps=timed)
 
 
@@ -396,19 +384,14 @@ def build(
     return network
 
 
-class Pictures(NamedTuple):
-    """The beginning of a batch of pictures."""
-
-    noise: torch.Tensor  # (n, C, L, L)
-    labels: torch.Tensor  # (n,)
-
-
-def batch(network: Network, args: Namespace, device: torch.device) -> Pictures:
-    """Return the batch that `args` names, the same on every call."""
+def batch(network: Network, args: Namespace, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return noise (n, C, L, L) and labels (n,) of the batch that `args` names, the same on
+    every call.
+    """
     shape = args.pictures, network.in_channels, args.latent_size, args.latent_size
     generator = torch.Generator(device).manual_seed(1)
     noise = torch.randn(shape, generator=generator, device=device)
-    return Pictures(noise, torch.arange(args.pictures, device=device) % args.num_classes)
+    return noise, torch.arange(args.pictures, device=device) % args.num_classes
 
 
 def sampling(

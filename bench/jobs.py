@@ -21,10 +21,8 @@ if not __package__:
 import hashlib
 import json
 import math
-import os
 import re
 import shlex
-import shutil
 import statistics
 import subprocess
 import sys
@@ -37,7 +35,6 @@ from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
-from tqdm import tqdm
 
 from accel import precision
 from accel.cli import OneLineParser, user_errors
@@ -55,30 +52,25 @@ CONTEST = dict(model="DiT-XL/2", image_size=512, steps=250, pictures=8)
 
 
 class Done(NamedTuple):
-    """A command that has succeeded: the lines that it printed, and its seconds."""
+    """A command that has succeeded: the lines that it printed, and seconds by phase, from the
+    last line, with those of the whole process.
+    """
 
     lines: list[str]
-    seconds: float
-
-    @property
-    def phases(self) -> dict[str, float]:
-        """Return seconds by phase, from the last line that sample.py and sample_ddp.py print,
-        and those of the whole process.
-        """
-        phases = re.findall(r"([\w-]+) ([\d.]+) s", self.lines[-1])
-        return {name: float(value) for name, value in phases} | {"process": self.seconds}
+    phases: dict[str, float]
 
 
-def run(command: list, **environment) -> Done:
+def run(command: list) -> Done:
     """Run a command of the repository. Raises UsageError with its complaint if it fails."""
     started = time.perf_counter()
     command = [sys.executable, *map(str, command)]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env=os.environ | environment
-    )
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     seconds = time.perf_counter() - started
     if done.returncode == 0:
-        return Done(done.stdout.splitlines(), seconds)
+        lines = done.stdout.splitlines()
+        phases = re.findall(r"([\w-]+) ([\d.]+) s", lines[-1])
+        by_name = {name: float(value) for name, value in phases}
+        return Done(lines, by_name | {"process": seconds})
     for line in done.stderr.splitlines():
         if line.startswith(("sample.py: ", "sample_ddp.py: ")):
             raise UsageError(line)
@@ -106,21 +98,8 @@ def rehearsal(record: dict) -> bool:
 
 
 def score(seconds: float) -> float:
-    """Return the contest's points for T seconds: 50 below 100 s, none from 300 s on."""
-    if seconds >= 300:
-        return 0.0
-    if seconds < 100:
-        return 50.0
-    return 50 * math.log(300 / seconds) / math.log(3)
-
-
-def threads(ranks: int) -> dict[str, str]:
-    """Return the variable that divides the CPU's cores among several ranks, unless the user
-    has set it.
-    """
-    if ranks == 1 or "OMP_NUM_THREADS" in os.environ:
-        return {}
-    return dict(OMP_NUM_THREADS=str(max(1, min(4, os.cpu_count() // ranks))))
+    """Return the contest's points for T seconds: 50 up to 100 s, none from 300 s on."""
+    return 50 * min(1.0, max(0.0, math.log(300 / seconds) / math.log(3)))
 
 
 def torchrun(ranks: int) -> list[str]:
@@ -139,16 +118,16 @@ def program_of(args: Namespace) -> list:
 
 def contest(args: Namespace, flags: list, folder: Path, record: Callable) -> None:
     """Time a grid in each tier, score it, and record and keep its picture."""
-    no_points = rehearsal(vars(args))
     results = []
-    picture = folder / "sample.png"
-    environment = threads(args.gpus)
-    for tier in tqdm(args.contest or [args.precision], desc="tiers", leave=False):
+    for tier in args.contest or [args.precision]:
         command = [*program_of(args), *flags, "--precision", tier, "--num-sampling-steps"]
-        run([*command, min(3, args.steps), "--output", picture], **environment)
+        run([*command, min(3, args.steps), "--output", folder / "first.png"])
+        picture = folder / "sample.png"
+        if args.output:
+            picture = Path(args.output).with_name(f"{Path(args.output).stem}-{tier}.png")
         runs = []
         while len(runs) < args.repeats and sum(phases["total"] for phases in runs) < ENOUGH:
-            done = run([*command, args.steps, "--output", picture], **environment)
+            done = run([*command, args.steps, "--output", picture.absolute()])
             runs.append(done.phases)
         seconds = [phases["total"] for phases in runs]
         row = dict(
@@ -157,33 +136,20 @@ def contest(args: Namespace, flags: list, folder: Path, record: Callable) -> Non
             runs=runs,
             picture=hashlib.sha256(picture.read_bytes()).hexdigest(),
             settings=next(line for line in done.lines if " · " in line),
-            command=shown(["python", *command, args.steps]),
+            # to be typed in the repository's folder
+            command=shlex.join(map(str, ["python", *command, args.steps])).replace(f"{ROOT}/", ""),
+            file=picture.name,
         )
-        points = "a rehearsal, no points"
-        if not no_points:
-            row["points"] = score(row["seconds"])
-            points = f"{row['points']:.1f} of 50 points"
-        if args.output:
-            kept = kept_at(args.output, tier)
-            shutil.copyfile(picture, kept)
-            row["file"] = kept.name
         results.append(row)
         record(dict(contest=results))
-        tqdm.write(
+        points = "a rehearsal, no points"
+        if not rehearsal(vars(args)):
+            points = f"{score(row['seconds']):.1f} of 50 points"
+        print(
             f"{tier:6} T = {row['seconds']:.2f} s, {min(seconds):.2f} to {max(seconds):.2f}; "
-            f"process {done.seconds:.2f}: {points}"
+            f"process {done.phases['process']:.2f}: {points}",
+            flush=True,
         )
-
-
-def shown(command: list) -> str:
-    """Return a command line, to be typed in the repository's folder."""
-    return shlex.join(map(str, command)).replace(f"{ROOT}/", "")
-
-
-def kept_at(output: str, tier: str) -> Path:
-    """Return the path of a tier's picture: beside the record `output`."""
-    record = Path(output)
-    return record.with_name(f"{record.stem}-{tier}.png")
 
 
 def fid(args: Namespace, flags: list, folder: Path, record: Callable) -> None:
@@ -193,16 +159,14 @@ def fid(args: Namespace, flags: list, folder: Path, record: Callable) -> None:
     command += ["--precision", args.precision, "--sampler", "dpm++"]
     command += ["--num-sampling-steps", args.steps, "--per-proc-batch-size", args.batch]
     runs = []
-    for index in tqdm(range(1 + args.repeats), desc="jobs", unit="job", leave=False):
-        count = args.fid if index else 1
-        place = folder / f"fid{index}"  # the first fills the caches
-        size = ["--num-fid-samples", count, "--sample-dir", place]
-        done = run([*command, *size], **threads(args.gpus))
-        if index:
-            steady = pictures_per_second(place, args.batch * args.gpus)
-            rates = dict(whole=args.fid / done.seconds, steady=steady)
-            runs.append(dict(**done.phases, pictures_per_s=rates))
-            record(dict(batch=args.batch, sampler="dpm++", fid=runs))
+    run([*command, "--num-fid-samples", 1, "--sample-dir", folder / "first"])  # fills the caches
+    for index in range(args.repeats):
+        place = folder / f"fid{index}"
+        phases = run([*command, "--num-fid-samples", args.fid, "--sample-dir", place]).phases
+        steady = pictures_per_second(place, args.batch * args.gpus)
+        rates = dict(whole=args.fid / phases["process"], steady=steady)
+        runs.append(dict(**phases, pictures_per_s=rates))
+        record(dict(batch=args.batch, sampler="dpm++", fid=runs))
     for name in ("whole", "steady"):
         rates = sorted(phases["pictures_per_s"][name] for phases in runs)
         print(
@@ -252,8 +216,8 @@ def prepare(args: Namespace) -> torch.device:
     args.steps = args.steps or (10 if args.fid else harness.STEPS)
     args.pictures = args.fid or 8
     args.vae = harness.decoder_of(args)
-    args.weights = harness.weights_name(args)
-    args.decoder = harness.decoder_name(args)
+    args.weights = harness.name_of(args.ckpt)
+    args.decoder = harness.name_of(args.vae)
     if args.contest is not None and harness.RANDOM in (args.weights, args.decoder):
         print(
             f"weights: {args.weights}; decoder: {args.decoder}. A picture of random ones is a "

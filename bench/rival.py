@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import torch
 
-from accel.graphs import Replayed
 from accel.network import Network, Plain
 
 RIVALS = {  # name of --vs → name of the rung
@@ -13,17 +12,11 @@ RIVALS = {  # name of --vs → name of the rung
     "compile": "torch.compile default",
     "max-autotune": "torch.compile max-autotune",
 }
-# parameters above which the compiler would be busy with the whole network for many
-# minutes
-LARGE = 10**9
 
 
 class Rival(Plain):
     """A plain network in `dtype` under one of RIVALS. `model` is converted to that dtype;
     eager runs under autocast.
-
-    A LARGE network's blocks are compiled one by one and share a compilation; a CUDA graph
-    then holds a step.
     """
 
     def __init__(self, what: str, model: torch.nn.Module, dtype: torch.dtype, device: torch.device):
@@ -32,10 +25,6 @@ class Rival(Plain):
         if what == "eager":
             autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
             self.evaluate = autocast(evaluate)
-        elif sum(value.numel() for value in model.parameters()) > LARGE:
-            for block in model.blocks:
-                block.compile(mode="max-autotune-no-cudagraphs", dynamic=False)
-            self.evaluate = Replayed(evaluate)
         else:
             mode = "default" if what == "compile" else what
             self.evaluate = torch.compile(evaluate, mode=mode, dynamic=False)

@@ -5,8 +5,6 @@ the PTX for this GPU. cuBLAS and cuDNN see the real GPU: their kernels may be fa
 those they would choose on the older GPU.
 """
 
-import re
-from argparse import ArgumentTypeError
 from contextlib import ExitStack
 
 import torch
@@ -16,12 +14,10 @@ from accel import gpu
 PROCESS = ExitStack()  # contexts that last until the process ends
 
 
-def version(text: str) -> tuple[int, int]:
+def compute_capability(text: str) -> tuple[int, int]:
     """Convert a compute capability such as 8.0, for argparse."""
-    match = re.fullmatch(r"(\d+)\.(\d)", text)
-    if match is None:
-        raise ArgumentTypeError(f"{text}: must be a compute capability, as 8.0")
-    return int(match[1]), int(match[2])
+    major, minor = text.split(".")
+    return int(major), int(minor)
 
 
 def compile_for(capability: tuple[int, int]) -> None:

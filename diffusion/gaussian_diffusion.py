@@ -253,26 +253,18 @@ class GaussianDiffusion:
         self, x_start: Tensor, x_t: Tensor, t: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return mean, variance and log variance (clipped at t = 0) of q(x_{t-1} | x_t,
-        x_0), Ho eq. 6 and 7.
-        """
-        variance = self._at("posterior_variance", t, x_t)
-        log_variance = self._at("posterior_log_variance_clipped", t, x_t)
-        return (
-            self._posterior_mean(x_start, x_t, t),
-            variance.expand(x_t.shape),
-            log_variance.expand(x_t.shape),
-        )
+        x_0), Ho eq. 6 and 7:
 
-    def _posterior_mean(self, x_start, x_t, t):
-        """Return Ho eq. 7's (sqrt(abar_{t-1}) beta_t x_0 + sqrt(alpha_t) (1 - abar_{t-1})
-        x_t) / (1 - abar_t).
+            mean = (sqrt(abar_{t-1}) beta_t x_0 + sqrt(alpha_t) (1 - abar_{t-1}) x_t) / (1 - abar_t)
         """
         mean = (
             self._at("posterior_mean_coef1", t, x_t) * x_start
             + self._at("posterior_mean_coef2", t, x_t) * x_t
         )
-        # as upstream's: randn_like draws the next step's noise in x's memory order
-        return mean.contiguous()
+        variance = self._at("posterior_variance", t, x_t)
+        log_variance = self._at("posterior_log_variance_clipped", t, x_t)
+        # contiguous, as upstream's: randn_like draws the next step's noise in x's memory order
+        return mean.contiguous(), variance.expand(x_t.shape), log_variance.expand(x_t.shape)
 
     # ---- p: from the model's output to a Gaussian over x_{t-1} ----
 
@@ -298,15 +290,6 @@ class GaussianDiffusion:
             )
         output = model(x, self._scale_timesteps(t), **(model_kwargs or {}))
         output, extra = output if isinstance(output, tuple) else (output, None)
-        return {
-            **self._output_mean_variance(output, x, t, clip_denoised, denoised_fn),
-            "extra": extra,
-        }
-
-    def _output_mean_variance(self, output, x, t, clip_denoised, denoised_fn=None):
-        """Return p_mean_variance's dict, without extra, for the model's output (N, C or
-        2C, ...).
-        """
         prediction, variance_values = self._split_output(output, x)
         variance, log_variance = self._variance(variance_values, x, t)
         pred_xstart = self._predict_xstart(prediction, x, t)
@@ -324,6 +307,7 @@ class GaussianDiffusion:
             "variance": variance,
             "log_variance": log_variance,
             "pred_xstart": pred_xstart,
+            "extra": extra,
         }
 
     def _split_output(self, output, x):
@@ -371,7 +355,11 @@ class GaussianDiffusion:
         learned variance, else None.
         """
         if self.model_var_type is ModelVarType.LEARNED_RANGE:
-            log_variance = self._range_log_variance(values, x, t)
+            # Nichol eq. 15: v log beta_t + (1 - v) log(posterior variance), v = (values + 1) / 2
+            min_log = self._at("posterior_log_variance_clipped", t, x)
+            max_log = self._at("log_betas", t, x)
+            frac = (values + 1) / 2
+            log_variance = frac * max_log + (1 - frac) * min_log
             return torch.exp(log_variance), log_variance
         if self.model_var_type is ModelVarType.LEARNED:
             return torch.exp(values), values
@@ -383,21 +371,8 @@ class GaussianDiffusion:
         variance, log_variance = (self._at(name, t, x).expand(x.shape) for name in names)
         return variance, log_variance
 
-    def _range_log_variance(self, values, x, t):
-        """Return v log beta_t + (1 - v) log(posterior variance), v = (values + 1) / 2:
-        Nichol eq. 15.
-        """
-        min_log = self._at("posterior_log_variance_clipped", t, x)
-        max_log = self._at("log_betas", t, x)
-        frac = (values + 1) / 2
-        return frac * max_log + (1 - frac) * min_log
-
     def _scale_timesteps(self, t):
         """Return what the model and cond_fn receive for t (N,). A subclass may scale it."""
-        return t
-
-    def original_timesteps(self, t: Tensor) -> Tensor:
-        """Return the trained process's timesteps for t (N,)."""
         return t
 
     # ---- classifier guidance ----

@@ -60,8 +60,8 @@ def facts(args: Namespace, device: torch.device) -> dict:
         gpu=gpu.name(device) if device.type == "cuda" else None,
         model=args.model,
         image_size=args.image_size,
-        weights=harness.weights_name(args),
-        decoder=harness.decoder_name(args),
+        weights=harness.name_of(args.ckpt),
+        decoder=harness.name_of(harness.decoder_of(args)),
         steps=args.steps,
     )
 

@@ -70,11 +70,13 @@ else
   shared=(--labels 1 2) verify=(--model DiT-Demo/2)
 fi
 profile=(python bench/profile_step.py "${network[@]}")
-measure profile-baseline.json "${profile[@]}" --baseline --output "$log/profile-baseline.json"
-measure profile-fast.json "${profile[@]}" --output "$log/profile-fast.json"
+upstream=fp32
+[[ $tiers == *tf32* ]] && upstream=tf32 # upstream's setting where the GPU has it
+measure profile-baseline.json "${profile[@]}" --precision $upstream --output "$log/profile-baseline.json"
 steps=(python bench/steps.py "${network[@]}")
 measure ladder.json "${steps[@]}" "${ladder[@]}" --output "$log/ladder.json"
 if ((gpus)); then
+  measure profile-fast.json "${profile[@]}" --output "$log/profile-fast.json"
   measure versus.json "${steps[@]}" --only "CUDA graph" --vs compile --output "$log/versus.json"
 fi
 jobs=(python bench/jobs.py "${network[@]}" "${decoder[@]}" "${run[@]}")

@@ -66,14 +66,8 @@ def draw(data: dict, lang: str = "en") -> dict[str, bytes]:
 
     if data["front"]:
         figures["pictures.jpg"] = report_plots.pictures(data["front"]["shown"])
-    profiles = data.get("profile", {}).get("kinds")
-    if profiles:
-        runs = {f"{say(run['who'])}{say(', ')}{run['tier']}": run["kinds"] for run in profiles}
-        figures["kinds.svg"] = report_plots.kinds(runs, say)
-    if "single" in data and data["device"] != "CPU":  # a CPU has no ladder and no floor
-        rungs = data["single"]["rungs"]
-        floor = data["single"]["floor"]
-        figures["ladder.svg"] = report_plots.ladder(rungs, floor["floor_ms"], floor["tier"], say)
+    if "single" in data and data["device"] != "CPU":  # a CPU has no ladder
+        figures["ladder.svg"] = report_plots.ladder(data["single"]["rungs"], say)
     series = data.get("many", {}).get("series")
     if series and data["device"] != "CPU":  # a CPU's ranks share its cores
         figures["scaling.svg"] = report_plots.scaling(series, say)

@@ -26,9 +26,10 @@ from scripts import verify
 NEEDS = {  # of each section: roles of records
     1: "ladder",
     2: "baseline fast",
-    3: "ladder fast contest versus verify",
+    3: "ladder contest versus verify",
     4: "parallel",
 }
+UPSTREAM = "fp32", "tf32"  # tiers of upstream's arithmetic
 RIVALS = r"torch\.compile|diffusers|eager"  # in the name of a rung
 
 
@@ -60,9 +61,8 @@ def read_log(folder: Path) -> dict[str, list[dict]]:
     if len(devices) > 1:
         files = ", ".join(f"{path} is of {gpu}" for gpu, path in devices.items())
         raise UsageError(f"{files}: a report is of one GPU; name a folder of one by --log")
-    # The longest is the ladder, the fastest the fast path.
+    # The longest is the ladder.
     log.get("ladder", []).sort(key=lambda record: -len(record["rungs"]))
-    log.get("fast", []).sort(key=lambda record: record["timed"]["ms"])
     return log
 
 
@@ -78,7 +78,7 @@ def _is_cut_short(path, record):
 def roles(record: dict) -> list[str]:
     """Return the roles that a record can have in the report."""
     if record.get("kind") == "profile":
-        return ["baseline" if record["baseline"] else "fast"]
+        return ["baseline" if record["tier"] in UPSTREAM else "fast"]
     if record.get("kind") == "steps":
         names = [rung["rung"] for rung in record["rungs"] if "ms" in rung]
         of_rivals = [bool(re.search(RIVALS, name)) for name in names]
@@ -168,13 +168,11 @@ def profile(log: dict) -> dict:
     """Return the profiles, upstream's first. Raises UsageError for profiles of different
     networks or batches.
     """
-    runs = [*log["baseline"], *reversed(log["fast"])]
-    require_alike(runs, SAME_STEPS)
+    runs = [*log["baseline"], *log.get("fast", ())]
+    require_alike([*runs, *log.get("ladder", ())[:1]], SAME_STEPS)
     for run in runs:
-        run["who"] = "upstream" if run["baseline"] else "here"
-        if "kinds" in run:  # of a GPU
-            run["largest"] = max(run["kinds"], key=lambda work: run["kinds"][work]["ms"])
-    return dict(runs=runs, kinds=[run for run in runs if "kinds" in run])
+        run["who"] = "upstream" if run["tier"] in UPSTREAM else "here"
+    return dict(runs=runs)
 
 
 def single(log: dict) -> dict:
@@ -183,7 +181,6 @@ def single(log: dict) -> dict:
     """
     ladder = log["ladder"][0]
     today = dict(steps.STEPS)
-    require_alike([ladder, log["fast"][0]], SAME_STEPS)
     rungs = []
     for rung in _measured(ladder):
         _, _, step = rung["rung"].partition(" + ")
@@ -202,7 +199,6 @@ def single(log: dict) -> dict:
     return dict(
         ladder=ladder,
         rungs=rungs,
-        floor=log["fast"][0],
         versus=versus,
         contest=contest(log),
         verified=verified(log),
@@ -277,7 +273,7 @@ def front_page(data: dict, tier: str | None = None) -> dict:
     job = data["single"]["contest"][0]["job"]
     tiers = verified["tiers"]
     judged = {plain(tier["tier"]): tier for tier in tiers}
-    upstreams = {tier: first(rows, tier) for tier in ("fp32", "tf32")}
+    upstreams = {tier: first(rows, tier) for tier in UPSTREAM}
     before = upstreams["fp32"] or upstreams["tf32"]
     if before is None:
         raise UsageError(
@@ -360,7 +356,7 @@ def collect(
         tier = add_result(log, result, tier)
     needs = " ".join(NEEDS[section] for section in sections).split()
     for need in needs:
-        if need == "versus" and device == "CPU":
+        if need in ("versus", "fast") and device == "CPU":  # fp32 alone runs there
             continue
         if need not in log:
             raise UsageError(
@@ -393,8 +389,6 @@ def sources_of(data: dict, log: dict) -> list[dict]:
     if "single" in data:
         single = data["single"]
         records += [single["ladder"], single["verified"], *single["versus"]]
-        if data["device"] != "CPU":
-            records.append(single["floor"])
         shown = {row["file"] for row in single["contest"]}
         records += [record for record in log["contest"] if record["file"] in shown]
     if "many" in data and data["device"] != "CPU":

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 from PIL import Image
 
-BLUE, ORANGE, GREEN, RED, *_ = COLOURS = (
+BLUE, _, _, RED, *_ = COLOURS = (
     "#0072B2",
     "#E69F00",
     "#009E73",
@@ -24,13 +24,6 @@ BLUE, ORANGE, GREEN, RED, *_ = COLOURS = (
     "#CC79A7",
 )
 MARKS = "osD^vP"
-KINDS = {  # colour, hatch
-    "GEMM": (BLUE, None),
-    "attention": (ORANGE, "//"),
-    "norm/elementwise": (GREEN, None),
-    "copies": (RED, "xx"),
-    "idle": ("#BBBBBB", ".."),
-}
 matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "report"}
 
 
@@ -58,9 +51,9 @@ def rung_name(rung: str, say: Callable[[str], str]) -> str:
     return " + ".join(map(say, rung.split(" + ")))
 
 
-def ladder(rungs: list[dict], floor_ms: float, floor_tier: str, say: Callable[[str], str]) -> bytes:
-    """Draw a dot at ms per step for each rung (rung, ms, p10, p90), and the floor as a line.
-    A logarithmic axis has no zero, so that bars would have no length.
+def ladder(rungs: list[dict], say: Callable[[str], str]) -> bytes:
+    """Draw a dot at ms per step for each rung (rung, ms, p10, p90). A logarithmic axis has
+    no zero, so that bars would have no length.
     """
     figure, axis = canvas(8, 0.36 * len(rungs) + 1.4)
     ms = np.array([rung["ms"] for rung in rungs])
@@ -79,40 +72,12 @@ def ladder(rungs: list[dict], floor_ms: float, floor_tier: str, say: Callable[[s
         offset = dict(xytext=(7, 0), textcoords="offset points")
         axis.annotate(text, (value, place), va="center", fontsize=8, **offset)
     axis.grid(True, axis="x", color="#dddddd", linewidth=0.6)
-    axis.set(xscale="log", xlim=(floor_ms / 1.6, max(ms) * 1.7))
+    axis.set(xscale="log", xlim=(min(ms) / 1.6, max(ms) * 1.7))
     axis.xaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), minor_locator=NullLocator())
     axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    floor = f"{say('floor')} ({floor_tier}): {floor_ms:.1f}"
-    axis.axvline(floor_ms, color="black", linestyle="--", linewidth=1.2, label=floor)
     axis.set_yticks(places, [rung_name(rung["rung"], say) for rung in rungs], fontsize=9)
     axis.set_ylim(len(rungs) - 0.4, -0.6)
     axis.set_xlabel(say("ms per step (median; lines: 10th to 90th percentile; log scale)"))
-    return svg(with_legend(figure))
-
-
-def kinds(runs: dict[str, dict], say: Callable[[str], str]) -> bytes:
-    """Draw the shares of kinds of work in a step's time, a bar a run. runs: {name: {work:
-    {share}}}.
-    """
-    figure, axis = canvas(8, 0.45 * len(runs) + 1.2)
-    ends = [0.0] * len(runs)
-    for work, (colour, hatch) in KINDS.items():
-        shares = [100 * parts[work]["share"] if work in parts else 0.0 for parts in runs.values()]
-        if not any(shares):
-            continue
-        axis.barh(
-            list(runs),
-            shares,
-            0.62,
-            ends,
-            color=colour,
-            hatch=hatch,
-            edgecolor="white",
-            label=say(work),
-        )
-        ends = [end + share for end, share in zip(ends, shares)]
-    axis.invert_yaxis()
-    axis.set(xlim=(0, 100), xlabel=say("share of a step, %"))
     return svg(with_legend(figure))
 
 

@@ -377,14 +377,15 @@ def test_labels_of_an_fid_job_are_class_by_class(tmp_path):
         batches = Batches(order, rank, 2)
         noise = UpstreamNoise(order, batches, torch.device("cpu"), Heun(2))
         torch_noise = torch.Generator().manual_seed(5 + rank)
-        for batch in batches.left(()):
-            of_batch = noise.batch(batch)
-            assert torch.equal(of_batch.z, torch.randn(2, 3, 32, 32, generator=torch_noise))
-            made |= dict(zip(batches.pictures(batch), of_batch.labels.tolist()))
+        for batch in batches.to_draw(()):
+            z, labels, _ = noise.batch(batch)
+            assert torch.equal(z, torch.randn(2, 3, 32, 32, generator=torch_noise))
+            made |= dict(zip(batches.pictures(batch), labels.tolist()))
             by_picture = PictureNoise(order, Batches(order, 0, 1), torch.device("cpu"), Heun(2))
         assert list(Batches(order, rank, 2).pictures(2 + rank)) == [4 + 2 * rank, 5 + 2 * rank]
     assert [made[number] for number in range(16)] == [i // 4 for i in range(16)]
-    assert by_picture.batch(3).labels.tolist() == [1, 1]
+    _, labels, _ = by_picture.batch(3)
+    assert labels.tolist() == [1, 1]
 
 
 def test_classes_of_unequal_number_are_said(tmp_path, here):

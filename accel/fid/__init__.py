@@ -11,7 +11,6 @@ with the same command.
 A command makes an `Order` (job.py). Inside `locked` it loads its Pipeline, and calls `run`.
 """
 
-import errno
 import logging
 import os
 from collections.abc import Iterator
@@ -102,10 +101,9 @@ def disk_errors(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno is None:
             raise
-        remedy = "free some" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "mend that"
         raise UsageError(
-            f"`sample_dir`: {error.strerror} at {error.filename or folder}; {remedy} and start "
-            "again with the same command to resume"
+            f"`sample_dir`: {error.strerror} at {error.filename or folder}; mend that or free some "
+            "space, and start again with the same command to resume"
         ) from None
 
 
@@ -123,9 +121,8 @@ def _make_pictures(pipeline, watch, order, ranks, batches, finished):
     """Make this rank's share of the batches that are not finished. Raises Stopped if any
     rank was asked to stop.
     """
-    todo = batches.left(finished)
-    missing_here = sum(len(batches.pictures(batch)) for batch in todo)
-    already = batches.total - sum(ranks.all_gather_object(missing_here))
+    todo = batches.to_draw(finished)
+    already = sum(len(batches.pictures(batch)) for batch in finished)
     noise_type = PictureNoise if order.independent else UpstreamNoise
     noise = noise_type(order, batches, pipeline.device, pipeline.process)
     with (
@@ -140,13 +137,14 @@ def _make_pictures(pipeline, watch, order, ranks, batches, finished):
     ):
         written = background.submit(lambda: None)
         while todo and not ranks.stopping:
-            if finished:
-                with watch.phase("noise"):
-                    skipped = noise.skip(todo[0])
-                if skipped:
-                    continue
-            batch, *todo = todo
+            batch = todo.pop(0)
             z, labels, draw = noise.batch(batch)
+            if batch in finished:
+                # A CUDA generator's offset could be advanced, a CPU's not.
+                with watch.phase("noise"):
+                    for _ in range(pipeline.process.draws):
+                        draw()
+                continue
             with watch.phase("sample"):
                 latents = pipeline.denoise(z, labels, draw)
             with watch.phase("decode"):

@@ -41,7 +41,6 @@ OF_MACHINE = {"device", "torch", "number of threads", CODE}
 # Threads that compress PNGs: 16 ms per picture of 256 px, 60 ms of 512 px. Four keep up
 # with twice what an H200 makes.
 WRITERS = 4
-ANEW = "delete it and start again: it is made anew"
 
 
 class Order(NamedTuple):
@@ -88,32 +87,32 @@ class Batches:
     def finished(self) -> set[int]:
         """Return the batches of all ranks whose pictures are all in the folder."""
         files = {entry.name for entry in os.scandir(self.order.folder) if entry.is_file()}
-        finished = set()
-        for batch in range(self.count):
-            names = map(picture_name, self.pictures(batch))
-            if files.issuperset(names):
-                finished.add(batch)
-        return finished
+        return {
+            batch
+            for batch in range(self.count)
+            if files.issuperset(map(picture_name, self.pictures(batch)))
+        }
 
-    def left(self, finished: Collection[int]) -> list[int]:
-        """Return this rank's share of the batches that are not in `finished`, in order."""
+    def to_draw(self, finished: Collection[int]) -> list[int]:
+        """Return the batches whose noise this rank draws, in order: its share of those that are
+        not in `finished`; in upstream's stream also the finished ones before its last.
+        """
         if self.order.independent:
             left = [batch for batch in range(self.count) if batch not in finished]
             return left[self.rank :: self.world]
         batches = range(self.rank, self.count, self.world)
-        return [batch for batch in batches if batch not in finished]
+        last = max((batch for batch in batches if batch not in finished), default=-1)
+        return [batch for batch in batches if batch <= last]
 
     def pictures(self, batch: int) -> range:
         """Return the picture numbers of a batch. In upstream's way, batch i·world + rank
         is the i-th of that rank.
         """
-        if self.order.labels == "class_by_class":
-            first = batch * self.order.batch_size
-            return range(first, min(first + self.order.batch_size, self.total))
-        index, offset = divmod(batch, self.in_round)
-        size = self.in_round * self.order.batch_size  # pictures of a round
+        step = 1 if self.order.labels == "class_by_class" else self.in_round
+        index, offset = divmod(batch, step)
+        size = step * self.order.batch_size
         first = index * size
-        return range(first + offset, min(first + size, self.total), self.in_round)
+        return range(first + offset, min(first + size, self.total), step)
 
     def first_of_rank(self, batch: int) -> int:
         """Return the position of a batch's first picture where each rank's pictures stand in
@@ -145,18 +144,9 @@ def write_pictures(folder: Path, numbers: range, pixels: np.ndarray) -> None:
     sync_folder(folder)
 
 
-def side_of(path: Path) -> int:
-    """Return the width of a PNG in pixels; 0 for any other file."""
-    try:
-        with Image.open(path, formats=["PNG"]) as image:
-            return image.width
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
-        return 0
-
-
-def read_picture(path: Path, size: int, remedy: str = ANEW) -> np.ndarray:
-    """Return pixels (size, size, 3) uint8 of a whole PNG. Raises UsageError, with
-    `remedy`, for any other file.
+def read_picture(path: Path, size: int) -> np.ndarray:
+    """Return pixels (size, size, 3) uint8 of a whole PNG. Raises UsageError for any other
+    file. It takes half the time of accel.picture_files, whose checks of colours it leaves out.
     """
     try:
         content = read_small(path, 2**28)
@@ -167,8 +157,11 @@ def read_picture(path: Path, size: int, remedy: str = ANEW) -> np.ndarray:
                 return np.asarray(image)
     # SyntaxError: a damaged chunk
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
-        pass  # SyntaxError: a damaged chunk
-    raise UsageError(f"{path}: is not a whole PNG of {size}×{size} pixels; {remedy}")
+        pass
+    raise UsageError(
+        f"{path}: is not a whole PNG of {size}×{size} pixels; delete it and start again the job "
+        "that made it"
+    )
 
 
 def begin(folder: Path, settings: dict) -> None:

@@ -18,12 +18,29 @@ from accel.opening import Opened
 from accel.pipeline import Pipeline
 
 # Options that are recorded by their outcome, or decide no bit.
-LEFT_OUT = {"ckpt", "guide", "vae", "latent_stats", "device", "precision", "vae_precision", "tf32"}
-LEFT_OUT |= {"config", "sample_dir", "num_heads", "weights_entry"}
+LEFT_OUT = {
+    "ckpt",
+    "config",
+    "device",
+    "guide",
+    "latent_stats",
+    "num_heads",
+    "precision",
+    "sample_dir",
+    "tf32",
+    "vae",
+    "vae_precision",
+    "weights_entry",
+}
 # Options that older folders, which may be resumed, lack: recorded only where they differ
 # from these values.
-LATER = {"guidance_interval": (0.0, 1.0), "guidance_channels": CHANNELS, "timestep_shift": 1.0}
-LATER |= {"noise_scale": Defaults().noise_scale, "t_eps": Defaults().t_eps}
+LATER = {
+    "guidance_interval": (0.0, 1.0),
+    "guidance_channels": CHANNELS,
+    "timestep_shift": 1.0,
+    "noise_scale": Defaults().noise_scale,
+    "t_eps": Defaults().t_eps,
+}
 # Published files, and the last ones of training runs, have these names in a folder each, whose
 # name tells them apart.
 SHARED_NAMES = {"model", "stage2_model", "checkpoint-last"}
@@ -114,16 +131,18 @@ def record_of(job: FidJob, opened: Opened, pipeline: Pipeline, world: int) -> di
             value = list(value) if isinstance(value, tuple) else value  # as in JSON
             record[flag_names(item, ranks=True)[0]] = value
     device = pipeline.device
-    record["--precision"] = pipeline.tier
-    record["--ckpt (contents)"] = opened.digest()
+    record |= {
+        "--precision": pipeline.tier,
+        "--ckpt (contents)": opened.digest(),
+        "scale and shift of latents": [opened.space.scale, opened.space.shift],
+        "--vae (contents)": digest(opened.space),
+        "--vae-precision": pipeline.decoder.load().precision,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu(),
+        "torch": torch.__version__,
+        CODE: kernels.version(kernels.FOLDER),
+    }
     if opened.guide is not None:
         record["--guide (contents)"] = opened.guide.digest()
-    record["scale and shift of latents"] = [opened.space.scale, opened.space.shift]
-    record["--vae (contents)"] = digest(opened.space)
-    record["--vae-precision"] = pipeline.decoder.load().precision
-    record["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu()
-    record["torch"] = torch.__version__
-    record[CODE] = kernels.version(kernels.FOLDER)
     if device.type == "cpu":
         record["number of threads"] = torch.get_num_threads()
     if not job.world_independent_noise:

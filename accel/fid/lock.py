@@ -29,42 +29,28 @@ def sole_job(folder: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
     with path_errors("sample_dir", path, "remove it or free some space, or use another"):
         file = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)  # never through a link
-    with _closed(file):
-        # Unbuffered: closing writes nothing, which a full disk would refuse once more.
-        handle = file.fileno()
+    with file:  # unbuffered: closing writes nothing, which a full disk would refuse once more
         with path_errors("sample_dir", folder, "free some space or mend that, or use another"):
-            _lock(folder, handle)
-            os.ftruncate(handle, 0)
+            _lock(folder, file)
+            file.truncate(0)
             now = time.strftime("%Y-%m-%d %H:%M:%S")
-            os.pwrite(
-                handle, f"process {os.getpid()} on {socket.gethostname()} since {now}".encode(), 0
-            )
+            file.write(f"process {os.getpid()} on {socket.gethostname()} since {now}".encode())
         try:
             yield
         finally:
             with suppress(OSError):  # such as ESTALE of NFS: the text is for people
-                os.ftruncate(handle, 0)
+                file.truncate(0)
 
 
-@contextmanager
-def _closed(file):
-    """Close the file at the end. Nothing was written that an error could lose."""
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            file.close()
-
-
-def _lock(folder, handle):
+def _lock(folder, file):
     """Lock an open file. Raises UsageError if another process holds the lock."""
     deadline = time.monotonic() + PATIENCE
     while True:
         try:
-            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:
-                holder = shown(os.pread(handle, 1000, 0).decode(errors="replace"), 200)
+                holder = shown(file.read(1000).decode(errors="replace"), 200)
                 raise UsageError(
                     f"`sample_dir`: {folder} is in use by another job ({holder}); wait for it, or "
                     "use another"

@@ -2,26 +2,19 @@
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from accel.fid.folder import Batches, Order
 from accel.sampling import upstream_noise
 from accel.sampling.process import Process
 
-Draw = Callable[[], torch.Tensor]  # returns the noise of a step, (n, C, L, L)
+# z (n, C, L, L) and labels (n,) of a batch, and the function that draws the noise of a step
+BatchNoise = tuple[Tensor, Tensor, Callable[[], Tensor]]
 
 
-class BatchNoise(NamedTuple):
-    """The random values of a batch."""
-
-    z: torch.Tensor  # (n, C, L, L)
-    labels: torch.Tensor  # (n,)
-    draw: Draw
-
-
-def labels_of(batches: Batches, batch: int, drawn: torch.Tensor) -> torch.Tensor:
+def labels_of(batches: Batches, batch: int, drawn: Tensor) -> Tensor:
     """Return labels (n,) of a batch in the order's `LabelOrder`. drawn (n,): random labels,
     on the device. They are drawn for labels by number too, so the noise is that of a job with
     random labels.
@@ -44,7 +37,7 @@ def labels_of(batches: Batches, batch: int, drawn: torch.Tensor) -> torch.Tensor
 
 
 @lru_cache(maxsize=1)
-def permuted_labels(count: int, num_classes: int, seed: int, total: int) -> torch.Tensor:
+def permuted_labels(count: int, num_classes: int, seed: int, total: int) -> Tensor:
     """Return labels (total,): count // num_classes of each class, permuted by the CPU's
     generator of `seed`, then random ones of the same generator.
     """
@@ -67,38 +60,24 @@ class UpstreamNoise:
         self.order = order
         self.batches = batches
         self.device = device
-        self.draws = process.draws
         self.of_steps = torch.default_generator if process.noise_from_cpu else None
-        self.next = batches.rank  # of this rank's batches, the first that is not drawn yet
         by_class = order.labels == "class_by_class"
         first_seed = order.seed if by_class else order.seed * batches.world
         torch.manual_seed(first_seed + batches.rank)
 
-    def skip(self, batch: int) -> bool:
-        """Draw one batch before `batch` without the network, so a resumed job has the
-        stream of an undisturbed one. Return False if there is none: `batch` is the next.
-        A CUDA generator's offset could be advanced, a CPU's not.
-        """
-        if self.next == batch:
-            return False
-        noise = self.batch(self.next)
-        for _ in range(self.draws):
-            noise.draw()
-        return True
-
     def batch(self, batch: int) -> BatchNoise:
-        """Draw z and labels of this rank's next batch."""
+        """Draw z and labels of this rank's next batch. The noise of all its steps must be drawn
+        before the batch after it.
+        """
         order = self.order
         device = self.device
         n = self.order.batch_size
-        assert batch == self.next
-        self.next += self.batches.world
         z = torch.randn(n, *order.latent, device=device)
         drawn = z[:0]
         if order.labels in ("random", "by_number"):
             drawn = torch.randint(0, order.num_classes, (n,), device=device)
         draw = upstream_noise(z, order.copies, generator=self.of_steps)
-        return BatchNoise(z, labels_of(self.batches, batch, drawn), draw)
+        return z, labels_of(self.batches, batch, drawn), draw
 
 
 class PictureNoise:
@@ -110,10 +89,6 @@ class PictureNoise:
         self.order = order
         self.batches = batches
         self.device = device
-
-    def skip(self, batch: int) -> bool:
-        """Return False: there is no stream."""
-        return False
 
     def batch(self, batch: int) -> BatchNoise:
         """Draw z and labels of a batch."""
@@ -133,4 +108,4 @@ class PictureNoise:
 
         drawn = draw(torch.randint, 0, order.num_classes, ())
         draw_step = partial(draw, torch.randn, *order.latent)
-        return BatchNoise(draw_step(), labels_of(self.batches, batch, drawn), draw_step)
+        return draw_step(), labels_of(self.batches, batch, drawn), draw_step

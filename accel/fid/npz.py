@@ -10,12 +10,14 @@ import logging
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
 
+from accel import picture_files
 from accel.errors import Stopped, UsageError
-from accel.fid.folder import npz_of, picture_name, read_picture, side_of
+from accel.fid.folder import npz_of, picture_name, read_picture
 from accel.files import atomic_write, open_regular, read_json, sha256_of, sync_folder
 
 log = logging.getLogger(__name__)
@@ -42,10 +44,8 @@ class Archive:
             record = read_json(self.record)
             with open_regular(self.path) as file:
                 intact = record == {"sha256": sha256_of(file)}
-        except FileNotFoundError:
-            return "has no record of its contents"
-        except (OSError, ValueError) as error:
-            return f"cannot be read, or its record is damaged ({error})"
+        except (OSError, ValueError):
+            return "has no readable record of its contents"
         return None if intact else "is not as it was written"
 
     def forget(self) -> None:
@@ -68,29 +68,22 @@ class Archive:
         Raises UsageError for a file that is not a whole picture, Stopped when
         `stopping()` says so.
         """
-
-        def stop():
-            if stopping():
-                raise Stopped(
-                    f"stopped while writing {self.path}; start again with the same command"
-                )
-
         with atomic_write(self.path, mode="w+b", durable=True) as file:
-            _write_pictures(file, self.count, self.size, self._read, stop)
+            _write_pictures(file, self.folder, self.count, self.size, stopping)
             record = {"sha256": sha256_of(file)}
             with atomic_write(self.record, "w", durable=True, through_link=False) as out:
                 json.dump(record, out)
         sync_folder(self.path.parent)
 
-    def _read(self, number):
-        return read_picture(self.folder / picture_name(number), self.size).tobytes()
 
-
-def _write_pictures(file, count, size, read, between=lambda: None):
-    """Write an archive of `count` pictures of side `size` to a file, a few in memory at a time.
-
-    read: number → the bytes of its pixels. between: called between a few pictures.
+def _write_pictures(file, folder, count, size, stopping):
+    """Write an archive of pictures 0 … count - 1 of `folder`, each (size, size, 3), to a file, a
+    few in memory at a time. Raises Stopped when `stopping()` says so.
     """
+
+    def read(number):
+        return read_picture(folder / picture_name(number), size).tobytes()
+
     shape = count, size, size, 3
     with (
         zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive,
@@ -103,7 +96,10 @@ def _write_pictures(file, count, size, read, between=lambda: None):
         for first in range(0, count, RUN):
             for pixels in pool.map(read, range(first, min(first + RUN, count))):
                 member.write(pixels)
-            between()
+            if stopping():
+                raise Stopped(
+                    f"stopped while writing {npz_of(folder)}; start again with the same command"
+                )
 
 
 def create_npz(folder: Path, count: int) -> Path:
@@ -113,22 +109,16 @@ def create_npz(folder: Path, count: int) -> Path:
     UsageError for a picture that is missing, damaged, not square or of another size than
     the first.
     """
-    names = [folder / picture_name(number) for number in range(count)]
-    there = next((n for n, name in enumerate(names) if not name.is_file()), len(names))
-    if there < len(names) or not names:
-        if not folder.is_dir():
-            raise UsageError(f"`sample_dir={folder}`: no such folder")
-        if not there:
-            raise UsageError(f"`sample_dir={folder}`: has no picture {picture_name(0)}")
+    names = (folder / picture_name(number) for number in range(count))
+    there = sum(1 for _ in takewhile(Path.is_file, names))
+    if there == 0:
+        raise UsageError(f"`sample_dir={folder}`: has no picture {picture_name(0)}")
+    if there < count:
         raise UsageError(
             f"`num={count}`: {folder} has {there} pictures in a row; use `num={there}`"
         )
-    size = side_of(names[0])
-
-    def read(number):
-        return read_picture(names[number], size, "make it anew").tobytes()
-
+    size = len(picture_files.read_picture(folder / picture_name(0)).pixels)
     path = npz_of(folder)
     with atomic_write(path, mode="w+b") as file:
-        _write_pictures(file, count, size, read)
+        _write_pictures(file, folder, count, size, lambda: False)
     return path

@@ -19,11 +19,11 @@ def forked(monkeypatch):
     anew in each.
     """
 
-    def run(command, cwd, env, **_):
+    def run(command, cwd, **_):
         words = command[1:]
         if words[:3] != forks.torchrun(1)[:3]:
-            return forks.run(words, cwd, **env)
-        ranks = forks.ranks(int(words[3].removeprefix("--nproc_per_node=")), words[4:], cwd, **env)
+            return forks.run(words, cwd)
+        ranks = forks.ranks(int(words[3].removeprefix("--nproc_per_node=")), words[4:], cwd)
         texts = [rank.communicate(timeout=240) for rank in ranks]
         return CompletedProcess(command, max(rank.returncode for rank in ranks), *texts[0])
 
@@ -59,6 +59,7 @@ def test_contest_of_two_ranks(forked, tmp_path, log):
     """sample.py's own start and torchrun make one picture, which is kept beside the record."""
     small = "--gpus", 2, "--device", "cpu", "--steps", 1
     own, _ = log("jobs", "--contest", "fp32", *small)
+    (tmp_path / "log-fp32.png").unlink()
     record, _ = log("jobs", "--contest", "fp32", *small, "--torchrun")
     [row] = record["contest"]
     assert record["gpus"] == own["gpus"] == 2 and row["settings"].endswith(" 2 ranks")

@@ -40,17 +40,20 @@ def test_batches_cover_every_picture_once(wanted, n, world, independent):
     chosen = order(count=wanted, batch_size=n, independent=independent)
     ranks = [Batches(chosen, rank, world) for rank in range(world)]
     made = sorted(
-        number for rank in ranks for batch in rank.left(set()) for number in rank.pictures(batch)
+        number for rank in ranks for batch in rank.to_draw(set()) for number in rank.pictures(batch)
     )
     assert made == list(range(ranks[0].total))
     assert ranks[0].total == (wanted if independent else -(-wanted // (n * world)) * n * world)
     assert chosen.batch_sizes == {
-        len(rank.pictures(batch)) for rank in ranks for batch in rank.left(set())
+        len(rank.pictures(batch)) for rank in ranks for batch in rank.to_draw(set())
     }
     done = {0, 2}
-    assert {batch for rank in ranks for batch in rank.left(done)} == set(
+    to_draw = [rank.to_draw(done) for rank in ranks]
+    assert {batch for of_rank in to_draw for batch in of_rank} - done == set(
         range(ranks[0].count)
     ) - done
+    assert not any(of_rank and of_rank[-1] in done for of_rank in to_draw)
+    assert not independent or not any(done & set(of_rank) for of_rank in to_draw)
 
 
 def test_bytes_are_on_disk_before_the_names_that_rely_on_them(folder, monkeypatch):

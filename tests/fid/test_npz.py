@@ -109,10 +109,11 @@ def test_an_archive_that_is_not_as_it_was_written_is_seen(tmp_path):
     path.write_bytes(whole)
     assert archive.problem() is None  # what it holds counts, not when it was written
     archive.record.write_bytes(b"{")
-    assert "record is damaged" in archive.problem()
+    assert archive.problem() == "has no readable record of its contents"
+    archive.write(never)
     path.unlink()
     os.mkfifo(path)
-    assert "\n" not in archive.problem()
+    assert archive.problem() == "has no readable record of its contents"
 
 
 def test_upstreams_function_makes_the_archive_of_any_folder(tmp_path, monkeypatch):
@@ -130,11 +131,11 @@ def test_upstreams_function_makes_the_archive_of_any_folder(tmp_path, monkeypatc
         with pytest.raises(UsageError, match=f"num={num}: pictures has 20 pictures in a row"):
             create_npz_from_sample_folder("pictures", num)
     Image.new("RGB", (8, 9)).save(folder / "000003.png")
-    with pytest.raises(UsageError, match="000003.png: is not a whole PNG of 8×8 pixels; make"):
+    with pytest.raises(UsageError, match="000003.png: is not a whole PNG of 8×8 pixels; delete"):
         create_npz_from_sample_folder("pictures", 20)
     assert np.array_equal(np.load("pictures.npz")["arr_0"], array)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pictures", "pictures.npz"]
     (tmp_path / "empty").mkdir()
-    for folder, words in (("nosuch", "no such folder"), ("empty", "has no picture 000000.png")):
-        with pytest.raises(UsageError, match=f"sample_dir={folder}: {words}"):
+    for folder in ("nosuch", "empty"):
+        with pytest.raises(UsageError, match=f"sample_dir={folder}: has no picture 000000.png"):
             create_npz_from_sample_folder(folder)
