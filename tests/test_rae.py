@@ -26,6 +26,7 @@ from accel.sampling.flow import Euler
 from accel.sampling.guidance import Guidance
 from accel.weights import metadata
 from accel.weights.shapes import shapes_only
+from scripts.convert_checkpoint import facts_of
 
 # heads of 72 and 128 as in XL; the head's hidden width is 1365, which is odd as the published one
 TRUNK = 3
@@ -116,8 +117,8 @@ def test_published_sizes_are_recognised():
             fit = recognise("x.pt", state, {})
             assert (fit.family.name, fit.model, fit.latent_size) == ("RAE", name, side)
             assert fit.recipe["timestep_shift"] == pytest.approx(1 / (6.928203 * side / 16))
-            written = metadata.checked("y", fit.metadata())
-            assert recognise("y", state, written).metadata() == fit.metadata()
+            written = metadata.checked("y", facts_of(fit))
+            assert facts_of(recognise("y", state, written)) == facts_of(fit)
         counts[name] = len(state)
         assert fit.empty(32).heads == make.config["num_heads"]
     assert [*counts.values()] == [382, 334, 190, 190]

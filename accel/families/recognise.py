@@ -195,34 +195,6 @@ class Fit(NamedTuple):
             text += f" {name} {value}"
         return digest if text == digest else hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def metadata(self) -> dict[str, Any]:
-        """Return the facts to write into a file of these weights, by their names in
-        weights/metadata.py.
-        """
-        facts = {
-            **self.facts,
-            "family": self.family.name,
-            "prediction": self.family.prediction,
-            "model": self.model if self.model in self.family.models else None,
-            "num_classes": self.num_classes,
-            "num_heads": self.num_heads,
-            "image_size": self.image_size,
-            "vae": _without_folder(self.vae),
-            "class_names": list(self.class_names) or None,
-            "guidance_channels": self.recipe.get("guidance_channels"),
-            "recipe": {
-                name: value for name, value in self.recipe.items() if name != "guidance_channels"
-            }
-            or None,
-        }
-        return {name: value for name, value in facts.items() if value is not None}
-
-
-def _without_folder(name):
-    """Return the name of a decoder, of a path of this machine its last part."""
-    is_path = name and (Path(name).is_absolute() or Path(name).exists())
-    return Path(name).name if is_path else name
-
 
 def recognise(
     source: str,

@@ -48,10 +48,10 @@ def rounding(table: torch.Tensor) -> float:
     return max(AVERAGED, torch.finfo(table.dtype).eps)
 
 
-def require_sinusoid(source: str, table: torch.Tensor, remedy: str) -> float:
-    """Return how far a position table (1, T, D) is from the sine-cosine table of its
-    grid. Raises UsageError, with `remedy`, for more than the rounding of a moving
-    average: a table that was trained is no function of the grid.
+def require_sinusoid(source: str, table: torch.Tensor, remedy: str) -> None:
+    """Raise UsageError, with `remedy`, if a position table (1, T, D) is further from the
+    sine-cosine table of its grid than a moving average's rounding: a table that was trained is
+    no function of the grid.
     """
     off = distance(table)
     allowed = rounding(table)
@@ -60,7 +60,6 @@ def require_sinusoid(source: str, table: torch.Tensor, remedy: str) -> float:
             f"`ckpt={source}`: its position table is up to {off:.2g} off the sine-cosine table of "
             f"its grid, more than the rounding of an average ({allowed:.1g}); {remedy}"
         )
-    return off
 
 
 def trained(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -144,7 +144,7 @@ def require_floats(state: dict, source: str) -> None:
 def require_finite_floats(state: dict[str, torch.Tensor], source: str) -> None:
     """Raise UsageError about `source` for a tensor with an infinity or NaN. It reads them all."""
     for name, tensor in state.items():
-        if not tensor.isfinite().all():
+        if not tensor.float().isfinite().all():  # float8 has no isfinite
             raise UsageError(
                 f"{source}: {shown(name)} has values that are not finite; check the weights"
             )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from forks import refused, succeeds
 from hub import Hub
-from networks import identify, small, write_transformer
+from networks import identify, small, to_diffusers, write_transformer
 from safetensors.torch import save_file
 from unprivileged import unprivileged
 
@@ -21,7 +21,6 @@ from accel.families.loaded_module import from_module
 from accel.families.published import find_model
 from accel.weights import digests, tensor_files
 from accel.weights.checkpoint import Checkpoint
-from accel.weights.diffusers_layout import to_diffusers
 from models import DiT_models
 
 
