@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from accel.errors import UsageError, shown
 from accel.families import jit
+from accel.families.config_file import in_words
 from accel.families.dit.weights import PATCHES, DiTRecogniser
 from accel.families.jit.network import JiT, JiT_models
 from accel.families.lightning_dit.weights import LightningDiTRecogniser
@@ -85,8 +86,9 @@ class JiTRecogniser(DiTRecogniser):
         if metadata.keys() & {"interval_min", "interval_max"}:  # of times: a level is 1 − time
             options["guidance_interval"] = 1 - high, 1 - low
         if options:
-            listed = ", ".join(f"{name} {shown(value)}" for name, value in options.items())
-            notices.append(f"{path}: its training arguments say {listed}; flags override it")
+            notices.append(
+                f"{path}: its training arguments say {in_words(options)}; flags override it"
+            )
         return Recipe(options, tuple(notices))
 
     def of_module(self, module: nn.Module, state: dict[str, Tensor]) -> OfModule | None:
