@@ -1,7 +1,7 @@
 """DiT in the layout of diffusers: a folder with config.json and weights under
 DiTTransformer2DModel's names.
 
-No position table is stored there: the class computes it for its `sample_size`.
+No position table is stored there: as the class does, `read` computes it for `sample_size`.
 """
 
 import os
@@ -13,6 +13,7 @@ import torch
 
 from accel.errors import UsageError, as_usage_error, shown
 from accel.weights import Contents
+from accel.weights.positions import sine_cosine
 from accel.weights.tensor_files import read_json, read_tensors, require_floats, weight_files
 
 _PARAMETERS = ("weight", "bias")
@@ -90,6 +91,7 @@ def read(folder: Path, mapped: bool, entry: str | None = None) -> Contents:
     try:
         state = from_diffusers(state)
         facts = check_config(config, state)
+        state = with_table(state, config["sample_size"])
     except ValueError as error:
         raise UsageError(f"`ckpt={folder / 'config.json'}`: {error}") from None
     if folder.name == "transformer":
@@ -99,8 +101,8 @@ def read(folder: Path, mapped: bool, entry: str | None = None) -> Contents:
 
 def check_config(config: dict[str, Any], state: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Return the facts that a config of DiTTransformer2DModel holds beside its weights
-    `state`, which are under DiT's names: family, side of the latent, heads, classes.
-    Raises ValueError where it describes another function.
+    `state`, which are under DiT's names: family, heads, classes. Raises ValueError where it
+    describes another function, or latents of no side.
     """
     width, channels, patch, _ = state["x_embedder.proj.weight"].shape
     side = config.get("sample_size")
@@ -136,8 +138,14 @@ def check_config(config: dict[str, Any], state: dict[str, torch.Tensor]) -> dict
                 f"{shown(name)} {shown(value)} is unknown, so it cannot be computed; remove it if "
                 "idle"
             )
-    classes = config.get(CLASSES)
-    return {"family": "DiT", "latent_size": side, "num_heads": heads, "num_classes": classes}
+    return {"family": "DiT", "num_heads": heads, "num_classes": config.get(CLASSES)}
+
+
+def with_table(state: dict[str, torch.Tensor], side: int) -> dict[str, torch.Tensor]:
+    """Return a state dict under DiT's names with the position table for latents of a side."""
+    kernel = state["x_embedder.proj.weight"]  # (D, C, p, p)
+    table = sine_cosine(side // kernel.shape[-1], len(kernel))
+    return {**state, "pos_embed": torch.from_numpy(table).to(kernel)}
 
 
 def has_vae(folder: Path) -> bool:
