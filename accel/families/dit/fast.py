@@ -10,27 +10,29 @@ from accel.fast.reader import Reader
 from accel.network import Stage
 
 
+def outputs(
+    read: Reader, layer: str, ops: Half | Split, matrices: int = 1, multiple: int = 1
+) -> Weights:
+    """Divide the outputs of a GEMM among the ranks. Other arguments: as for Reader.rows."""
+    weight = read.rows(f"{layer}.weight", ops.dtype, matrices, multiple)
+    bias = read.rows(f"{layer}.bias", ops.dtype, matrices, multiple)
+    return Weights(layer, weight, bias)
+
+
+def inputs(read: Reader, layer: str, ops: Half | Split, multiple: int = 1) -> Weights:
+    """Divide the inputs of a GEMM among the ranks, which sum its results."""
+    weight = read.columns(f"{layer}.weight", ops.dtype, multiple)
+    return Weights(layer, weight, read.once(f"{layer}.bias", ops.dtype))
+
+
 def block(read: Reader, name: str, ops: Half | Split) -> Block:
     """Pack the block `name`."""
-
-    def outputs(layer, matrices=1):
-        """Divide the outputs of a GEMM among the ranks."""
-        weight = read.rows(f"{layer}.weight", ops.dtype, matrices)
-        bias = read.rows(f"{layer}.bias", ops.dtype, matrices)
-        return Weights(layer, weight, bias)
-
-    def inputs(layer):
-        """Divide the inputs of a GEMM among the ranks, which sum its results."""
-        weight = read.columns(f"{layer}.weight", ops.dtype)
-        bias = read.once(f"{layer}.bias", ops.dtype)
-        return Weights(layer, weight, bias)
-
     return ops.block(
         Gemms(
-            qkv=outputs(f"{name}.attn.qkv", matrices=3),
-            proj=inputs(f"{name}.attn.proj"),
-            fc1=outputs(f"{name}.mlp.fc1"),
-            fc2=inputs(f"{name}.mlp.fc2"),
+            qkv=outputs(read, f"{name}.attn.qkv", ops, matrices=3),
+            proj=inputs(read, f"{name}.attn.proj", ops),
+            fc1=outputs(read, f"{name}.mlp.fc1", ops),
+            fc2=inputs(read, f"{name}.mlp.fc2", ops),
         )
     )
 

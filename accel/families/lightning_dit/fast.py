@@ -8,11 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from accel.families.dit.fast import inputs, outputs
+from accel.families.large_dit.fast import fold_norms
 from accel.families.lightning_dit.network import EPS, LightningDiT, rotation_table
 from accel.families.sit import fast as sit
-from accel.fast.conditioning import Conditioning
 from accel.fast.network import Packing
-from accel.fast.ops import Block, Gemms, Half, Rotation, Split, Weights
+from accel.fast.ops import Block, Gemms, Half, Rotation, Split
 from accel.fast.reader import Reader
 
 # The GEMM kernels' multiple, to which the hidden width is padded with zeros. They add nothing:
@@ -40,40 +41,13 @@ def norms_of(blocks: list[str]) -> list[str]:
     return [f"{name}.{norm}" for name in blocks for norm in ("norm1", "norm2")]
 
 
-def fold_norms(read: Reader, norms: list[str], conditioning: Conditioning) -> None:
-    """Fold the weights of consecutive norms, from the first block's on, into the scales."""
-    for index, norm in enumerate(norms):
-        # Every norm has a scale, the second of the three vectors that belong to it.
-        conditioning.fold(3 * index + 1, read(f"{norm}.weight"))
-
-
 def block(read: Reader, name: str, ops: Half | Split, heads: int, rotation: Tensor) -> Block:
     """Pack the block `name`. rotation: the table (T, d/2, 2)."""
-    qkv = f"{name}.attn.qkv"
-    proj = f"{name}.attn.proj"
-    w12 = f"{name}.mlp.w12"
-    w3 = f"{name}.mlp.w3"
     gemms = Gemms(
-        qkv=Weights(
-            qkv,
-            read.rows(f"{qkv}.weight", ops.dtype, matrices=3),
-            read.rows(f"{qkv}.bias", ops.dtype, matrices=3),
-        ),
-        proj=Weights(
-            proj,
-            read.columns(f"{proj}.weight", ops.dtype),
-            read.once(f"{proj}.bias", ops.dtype),
-        ),
-        fc1=Weights(
-            w12,
-            read.rows(f"{w12}.weight", ops.dtype, 2, ALIGNED),  # (2·F, D)
-            read.rows(f"{w12}.bias", ops.dtype, 2, ALIGNED),  # (2·F,)
-        ),
-        fc2=Weights(
-            w3,
-            read.columns(f"{w3}.weight", ops.dtype, ALIGNED),
-            read.once(f"{w3}.bias", ops.dtype),
-        ),
+        qkv=outputs(read, f"{name}.attn.qkv", ops, matrices=3),
+        proj=inputs(read, f"{name}.attn.proj", ops),
+        fc1=outputs(read, f"{name}.mlp.w12", ops, matrices=2, multiple=ALIGNED),  # (2·F, D)
+        fc2=inputs(read, f"{name}.mlp.w3", ops, multiple=ALIGNED),
     )
     norms = _norms(read, f"{name}.attn", heads // ops.part.ranks)
     return ops.block(gemms, gated=True, rotation=Rotation(rotation, norms, EPS))
@@ -86,9 +60,6 @@ def _norms(read, attention, heads):
     """
     if f"{attention}.q_norm.weight" not in read:
         return None
-    weights = [
-        read(f"{attention}.q_norm.weight").repeat(heads),
-        read(f"{attention}.k_norm.weight").repeat(heads),
-    ]
-    weights = torch.stack(weights)  # (2, D)
+    names = f"{attention}.q_norm.weight", f"{attention}.k_norm.weight"
+    weights = torch.stack([read(name).repeat(heads) for name in names])  # (2, D)
     return torch.stack([weights, torch.zeros_like(weights)], dim=1)
