@@ -108,7 +108,6 @@ def test_the_options_of_a_file():
     assert options.pop("timestep_shift") == pytest.approx((4096 / (768 * 16 * 16)) ** 0.5)
     assert options == dict(
         **{name: f"models/{path}" for name, path in NAMES.items()},
-        model="DiTDH-XL/1",
         image_size=256,
         num_classes=1000,
         guidance_channels=768,

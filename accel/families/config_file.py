@@ -180,23 +180,24 @@ def taken(path: str, options: Mapping[str, Any], decodes: bool = True) -> dict[s
             f"`model={model}`: is a {family.name}, and `config={path}` is of a {file.family}; drop "
             "one"
         )
-    given = {name for name, value in options.items() if value is not None} - {"config"}
-    scale = options.get("cfg_scale")
-    scale = file.options.get("cfg_scale") if scale is None else scale
-    if scale is not None and scale <= 1:
-        given.add("guide")  # it is not used
-    if "ckpt" in given:
-        given.add("model")  # the file's model is that of its weights
+    given = {name: value for name, value in options.items() if value is not None}
+    if {**file.options, **given}.get("cfg_scale", 2.0) <= 1:
+        given["guide"] = None  # it is not used
     for name, reason in file.refused.items():
-        if name not in given:
+        if name not in given or name == "config":
             raise UsageError(f"`config={path}`: {reason}")
-    left_out = given | (set() if decodes else OF_DECODER)
-    needed = [name for name in file.missing if name not in left_out]
-    missing = [file.missing[name] for name in needed]
-    if missing:
-        others = f" (and {len(missing) - 1} more)" if missing[1:] else ""
-        remedy = file.fetch(missing) or f"put it there, or give `{needed[0]}`"
-        raise UsageError(f"`config={path}`: names {missing[0]}{others}, which is missing; {remedy}")
+    needed = {
+        name: file_path
+        for name, file_path in file.missing.items()
+        if name not in given and (decodes or name not in OF_DECODER)
+    }
+    if needed:
+        first, *others = needed
+        more = f" (and {len(others)} more)" if others else ""
+        remedy = file.fetch([*needed.values()]) or f"put it there, or give `{first}`"
+        raise UsageError(
+            f"`config={path}`: names {needed[first]}{more}, which is missing; {remedy}"
+        )
     return {name: value for name, value in file.options.items() if name not in given}
 
 

@@ -70,13 +70,6 @@ PIXEL_STATISTICS = "preprocessor_config.json"  # of other encoders
 DECODERS = ("ViTB", "ViTL", "ViTXL")  # whose heads follow from their width
 WIDTHS_AND_HEADS = ([768, 12], [1024, 16], [1152, 16])  # of these decoders
 LAYER_NORM_EPS = 1e-12  # of these decoders
-# Widths and depths of trunk and head.
-MODELS = {
-    "DiTDH-XL/1": ([1152, 2048], [28, 2]),
-    "DiTDH-L/1": ([1024, 2048], [24, 2]),
-    "DiTDH-B/1": ([768, 2048], [12, 2]),
-    "DiTDH-S/1": ([384, 2048], [12, 2]),
-}
 MOST = 10**6  # classes, or pixels of a patch
 
 
@@ -119,14 +112,9 @@ class RAEReader(Reader):
             self.require(name, usual, computed, option)
 
     def read_stages(self) -> None:
-        """Read the files of network and decoder, and the name of the model."""
+        """Read the files of network and decoder."""
         self.take_file("ckpt", "stage_2.ckpt")
         self.require_network("stage_2", "ckpt")
-        widths = self.get("stage_2.params.hidden_size", [1152, 2048])
-        depths = self.get("stage_2.params.depth", [28, 2])
-        for model, sizes in MODELS.items():
-            if sizes == (widths, depths):
-                self.options["model"] = model
         self.take_file("vae", "stage_1.params.pretrained_decoder_path")
         self.require_decoder()
         self.take_file("latent_stats", "stage_1.params.normalization_stat_path")
