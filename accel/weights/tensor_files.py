@@ -114,7 +114,7 @@ def require_floats(state: dict, source: str) -> None:
     """
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor) or tensor.is_nested:
-            description = f"a {type(tensor).__name__}, not a dense tensor"
+            description = f"of type {type(tensor).__name__}"  # nested tensors have no shape
         elif (
             tensor.layout is torch.strided
             and not tensor.is_meta
