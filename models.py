@@ -293,17 +293,14 @@ class DiT(nn.Module):
         if self.final_layer.linear.weight.is_meta:
             return
 
-        def xavier(module):
+        for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-
-        self.apply(xavier)
         self.initialize_patches()
-        nn.init.normal_(self.y_embedder.embedding_table.weight, std=0.02)
-        nn.init.normal_(self.t_embedder.mlp.get_parameter("0.weight"), std=0.02)
-        nn.init.normal_(self.t_embedder.mlp.get_parameter("2.weight"), std=0.02)
+        for name in ("y_embedder.embedding_table", "t_embedder.mlp.0", "t_embedder.mlp.2"):
+            nn.init.normal_(self.get_parameter(f"{name}.weight"), std=0.02)
         modulations = [module.adaLN_modulation[-1] for module in (*self.blocks, self.final_layer)]
         for linear in (*modulations, self.final_layer.linear):
             for weight in linear.parameters():

@@ -28,7 +28,6 @@ from accel.pipeline import ALONE
 from accel.sampling import denoise, upstream_noise
 from accel.sampling.guidance import Guidance, Unguided
 from accel.weights.checkpoint import Checkpoint
-from accel.weights.diffusers_layout import to_diffusers
 from accel.weights.tensor_files import WEIGHTS
 
 # heads of 72 as in XL; 64 px
@@ -98,6 +97,45 @@ def identify(path, *given):
     """Return the fit of a checkpoint. given: a model's name, and a number of classes."""
     weights = Checkpoint(path)
     return recognise(weights.name, weights.state, weights.metadata, *given)
+
+
+def to_diffusers(state):
+    """Return diffusers' state dict from that of models.DiT."""
+    blocks = {
+        "adaLN_modulation.1": "norm1.linear",
+        "attn.proj": "attn1.to_out.0",
+        "mlp.fc1": "ff.net.0.proj",
+        "mlp.fc2": "ff.net.2",
+    }
+    outer = {
+        "x_embedder.proj": "pos_embed.proj",
+        "final_layer.adaLN_modulation.1": "proj_out_1",
+        "final_layer.linear": "proj_out_2",
+    }
+    embedders = {
+        "t_embedder.mlp.0": "timestep_embedder.linear_1",
+        "t_embedder.mlp.2": "timestep_embedder.linear_2",
+        "y_embedder.embedding_table": "class_embedder.embedding_table",
+    }
+    numbers = {name.split(".")[1] for name in state if name.startswith("blocks.")}
+    out = {}
+    for name, value in state.items():
+        layer, _, parameter = name.rpartition(".")
+        if layer in outer:
+            out[f"{outer[layer]}.{parameter}"] = value
+        for number in numbers:
+            theirs = f"transformer_blocks.{number}"
+            inner = layer.removeprefix(f"blocks.{number}.")
+            if layer in embedders:
+                out[f"{theirs}.norm1.emb.{embedders[layer]}.{parameter}"] = value
+            elif inner == layer:
+                continue
+            elif inner == "attn.qkv":
+                for part, third in zip("qkv", value.chunk(3)):
+                    out[f"{theirs}.attn1.to_{part}.{parameter}"] = third
+            else:
+                out[f"{theirs}.{blocks[inner]}.{parameter}"] = value
+    return out
 
 
 def write_transformer(folder, state, config):

@@ -17,7 +17,7 @@ import torch
 from conftest import fill
 from forks import refused, succeeds
 from hub import Hub
-from networks import identify, latents_of, upstream, write_transformer
+from networks import identify, latents_of, to_diffusers, upstream, write_transformer
 from safetensors.torch import load_file, save_file
 
 from accel import Sampler
@@ -25,7 +25,6 @@ from accel.config import Grid
 from accel.errors import UsageError
 from accel.families import constructor_of
 from accel.grid import ready
-from accel.weights.diffusers_layout import config_of, to_diffusers
 from accel.weights.tensor_files import WEIGHTS
 from models import DiT, DiT_models
 
@@ -454,15 +453,24 @@ def test_a_pipelines_hub_id_is_enough(pipeline, tmp_path, run):
     [
         (
             dict(num_attention_heads=6, attention_head_dim=36),
-            "attention_head_dim is 36, and its weights have 16",
+            "attention_head_dim is 36, and a DiT of these weights has 16",
         ),
-        (dict(norm_eps=0.1), "norm_eps is 0.1, and a DiT has 1e-05 or 1e-06"),
-        (dict(activation_fn="geglu"), "activation_fn is geglu, and a DiT has gelu-approximate"),
-        (dict(attention_bias=False), "attention_bias is False, and a DiT has True"),
-        (dict(patch_size=3), "patch_size is 3, and its weights have 2"),
+        (dict(norm_eps=0.1), "norm_eps is 0.1, and a DiT of these weights has 1e-05 or 1e-06"),
+        (
+            dict(activation_fn="geglu"),
+            "activation_fn is geglu, and a DiT of these weights has gelu-approximate",
+        ),
+        (
+            dict(attention_bias=False),
+            "attention_bias is False, and a DiT of these weights has True",
+        ),
+        (dict(patch_size=3), "patch_size is 3, and a DiT of these weights has 2"),
         (dict(_class_name="PixArtTransformer2DModel"), "_class_name is PixArtTransformer2DModel"),
-        (dict(num_layers=28), "num_layers is 28, and its weights have 2"),
-        (dict(num_embeds_ada_norm=1000), "num_embeds_ada_norm is 1000, and its weights have 10"),
+        (dict(num_layers=28), "num_layers is 28, and a DiT of these weights has 2"),
+        (
+            dict(num_embeds_ada_norm=1000),
+            "num_embeds_ada_norm is 1000, and a DiT of these weights has 10",
+        ),
         (dict(qk_norm="layer_norm"), "qk_norm layer_norm is unknown"),
         *(
             (dict(num_attention_heads=n, attention_head_dim=None), "num_attention_heads is")
@@ -570,11 +578,8 @@ def test_a_table_for_a_huge_picture_is_a_line(ten, tmp_path, here):
 
 def test_the_heads_that_a_config_says_are_computed(ten, tmp_path, here):
     """No tensor holds their number: the same weights with other heads are another network."""
-    write_transformer(
-        tmp_path,
-        ten,
-        config_of(ten, 6, 8, 10) | dict(num_attention_heads=12, attention_head_dim=32),
-    )
+    config = dict(sample_size=8, num_embeds_ada_norm=10, num_attention_heads=12)
+    write_transformer(tmp_path, ten, config | dict(attention_head_dim=32))
     flags = [
         *COMMON,
         "--ckpt",

@@ -164,7 +164,10 @@ def test_a_guide_of_another_trained_size_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "section, words",
     (
-        (dict(transport=dict(path_type="GVP")), "says path_type GVP, and only Linear is computed"),
+        (
+            dict(transport=dict(path_type="GVP")),
+            "says transport.path_type GVP, and only Linear is computed",
+        ),
         (dict(data=dict(latent_multiplier=0.18)), "has latent_scale 0.18, and .* 1"),
         (dict(data=dict(latent_multiplier=1.0)), "has latent_norm False, and .* True"),
         (dict(data=dict(latent_multiplier=1.0, latent_norm=True)), None),

@@ -35,6 +35,7 @@ from accel.sampling.guidance import Guidance, Unguided
 from accel.weights import metadata
 from accel.weights.checkpoint import open_checkpoint
 from accel.weights.shapes import shapes_only
+from scripts.convert_checkpoint import facts_of
 
 # heads of 80 as in H; 16 tokens of the picture and 3 of the label
 START = 2
@@ -228,10 +229,10 @@ def test_a_file_written_here_keeps_the_facts(tmp_path):
     """A converted file names the facts that no tensor says, and the recipe."""
     weights = open_checkpoint(checkpoint(tmp_path, build()))
     fit = fit_of_file(weights)
-    kept = metadata.checked("y", json.loads(json.dumps(fit.metadata())))
+    kept = metadata.checked("y", json.loads(json.dumps(facts_of(fit))))
     again = recognise("y", weights.state, kept)
     assert again.recipe == fit.recipe and again.recipe["guidance_interval"] == (0.0, 0.75)
-    assert again.empty(32).in_context_start == START and again.metadata() == fit.metadata()
+    assert again.empty(32).in_context_start == START and facts_of(again) == facts_of(fit)
 
 
 def test_the_digest_covers_where_label_tokens_enter(tmp_path):

@@ -113,7 +113,7 @@ def test_published_sizes_are_recognised():
 def test_what_is_not_computed_is_named():
     state = as_file(build())
     for gone, words in (
-        ("feat_rope", "is a LightningDiT without rotation, which is not computed"),
+        ("feat_rope", "is not a LightningDiT: no feat_rope.freqs_cos"),
         ("norm1", "is not a LightningDiT: no blocks.0.norm1.weight"),
         ("w12", "is not a DiT: no blocks.0.mlp.fc1.weight"),
     ):

@@ -151,7 +151,10 @@ def test_the_command_believes_the_files(tmp_path, here):
                 "latent",
             )
         )
-        assert "run.yaml beside it says cfg scale 2.5, guidance at levels 0 to 0.89" in text
+        assert (
+            "run.yaml beside it says guidance interval 0 0.89, timestep shift 0.3, cfg scale 2.5"
+            in text
+        )
         torch.manual_seed(3)
         z = torch.randn(2, 32, 4, 4)
         guidance = Guidance(2.5, 8, 3, (0.0, 0.89))

@@ -26,6 +26,7 @@ from accel.sampling.flow import Euler
 from accel.sampling.guidance import Guidance
 from accel.weights import metadata
 from accel.weights.shapes import shapes_only
+from scripts.convert_checkpoint import facts_of
 
 # heads of 72 and 128 as in XL; the head's hidden width is 1365, which is odd as the published one
 TRUNK = 3
@@ -116,8 +117,8 @@ def test_published_sizes_are_recognised():
             fit = recognise("x.pt", state, {})
             assert (fit.family.name, fit.model, fit.latent_size) == ("RAE", name, side)
             assert fit.recipe["timestep_shift"] == pytest.approx(1 / (6.928203 * side / 16))
-            written = metadata.checked("y", fit.metadata())
-            assert recognise("y", state, written).metadata() == fit.metadata()
+            written = metadata.checked("y", facts_of(fit))
+            assert facts_of(recognise("y", state, written)) == facts_of(fit)
         counts[name] = len(state)
         assert fit.empty(32).heads == make.config["num_heads"]
     assert [*counts.values()] == [382, 334, 190, 190]
@@ -142,12 +143,18 @@ def test_each_size_has_its_own_decoder(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "change, words",
     (
-        (lambda s: drop(s, "feat_rope"), "with use_rope False"),
-        (lambda s: drop(s, "mlp.w"), "with use_swiglu False"),
-        (lambda s: drop(s, ".norm1"), "with use_rmsnorm False"),
-        (lambda s: drop(s, "pos_embed"), "with use_pos_embed False"),
-        (lambda s: s | {ADALN: s[ADALN][: 4 * 144]}, "with wo_shift True"),
-        (lambda s: s | {X: torch.zeros(512, 24, 2, 2)}, "with patches of 2, and only 1"),
+        (lambda s: drop(s, "feat_rope"), "is not a RAE: no enc_feat_rope.freqs_cos"),
+        (lambda s: drop(s, "mlp.w"), "no blocks.0.mlp.w3.weight"),
+        (lambda s: drop(s, ".norm1"), "no blocks.0.norm1.weight"),
+        (lambda s: drop(s, "pos_embed"), "no pos_embed"),
+        (
+            lambda s: s | {ADALN: s[ADALN][: 4 * 144]},
+            r"adaLN_modulation.1.weight is \(576, 144\), must be \(864, 144\)",
+        ),
+        (
+            lambda s: s | {X: torch.zeros(512, 24, 2, 2)},
+            r"x_embedder.proj.weight is \(512, 24, 2, 2\), must be",
+        ),
         (lambda s: s | {X: torch.zeros(144, 24, 1, 1)}, "is for heads of 128"),
         (lambda s: s | {S: torch.zeros(512, 24, 1, 1)}, "is for heads of 72"),
     ),

@@ -108,7 +108,6 @@ def test_the_options_of_a_file():
     assert options.pop("timestep_shift") == pytest.approx((4096 / (768 * 16 * 16)) ** 0.5)
     assert options == dict(
         **{name: f"models/{path}" for name, path in NAMES.items()},
-        model="DiTDH-XL/1",
         image_size=256,
         num_classes=1000,
         guidance_channels=768,
@@ -176,7 +175,7 @@ def test_a_decoders_own_configuration_is_not_ignored(tmp_path):
     folder = tmp_path / "configs" / "decoder" / "ViTXL"
     folder.mkdir(parents=True)
     content = dict(decoder_hidden_size=1152, decoder_num_attention_heads=16, layer_norm_eps=1e-12)
-    line = "config=run.yaml: [^\n]*ViTXL, whose config.json has other heads [^\n]*; copy it beside"
+    line = "config=run.yaml: [^\n]*ViTXL, whose config.json may have other heads [^\n]*; copy it beside"
     others = (dict(decoder_num_attention_heads=18), dict(layer_norm_eps=1e-6))
     for changes in ({}, *others):
         (folder / "config.json").write_text(json.dumps({**content, **changes}))
@@ -220,7 +219,7 @@ def test_flags_override_a_file():
         (dict(sampler__params__sampling_method="heun2"), "heun2, and only euler"),
         (dict(sampler__mode="SDE"), "sampler.mode SDE, and only ODE"),
         (dict(sampler__params__reverse=True), "sampler.params.reverse True"),
-        (dict(sampler__params__num_steps=1), "num_steps 1, which must be a number from 2"),
+        (dict(sampler__params__num_steps=1), "num_steps 1, which must be a whole number from 2"),
         (dict(transport__params__path_type="GVP"), "path_type GVP, and only Linear"),
         (dict(transport__params__prediction="noise"), "prediction noise, and only velocity"),
         (dict(transport__params__sigma=1), "transport.params.sigma, which is not known"),
@@ -232,7 +231,7 @@ def test_flags_override_a_file():
         (dict(stage_2__params__patch_size=[2, 1]), r"patch_size \[2, 1\]"),
         (dict(stage_2__target="stage2.models.lightningDiT.LightningDiT"), "stage_2.target stage2"),
         (dict(stage_2__ckpt=None), "no stage_2.ckpt; give ckpt"),
-        (dict(stage_2=None), "has no stage_2"),
+        (dict(stage_2=None), "says no stage_2"),
         (dict(stage_1__ckpt="rae.pt"), "stage_1.ckpt rae.pt"),
         (dict(stage_1__params__encoder_cls="SigLIP2wNorm"), "encoder_cls SigLIP2wNorm"),
         (dict(stage_1__params__decoder_config_path=None), "decoder_config_path vit_mae-base"),

@@ -10,7 +10,7 @@ config_file.py reads configuration files of the families' own repositories.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from importlib import import_module
 from itertools import chain
@@ -120,13 +120,11 @@ class Family(NamedTuple):
             )
         return import_module(self.fast).pack
 
-    def claims(self, names: Iterable[str]) -> list[str]:
+    def claims(self, names: Collection[str]) -> list[str]:
         """Return the marks that begin some of the `names` of tensors."""
-        claims = []
-        for mark in self.marks:
-            if any(name.startswith(mark) for name in names):
-                claims.append(mark.rstrip("."))
-        return claims
+        return [
+            mark.rstrip(".") for mark in self.marks if any(name.startswith(mark) for name in names)
+        ]
 
     def trained_by(self, arguments: Mapping[str, Any]) -> list[str]:
         """Return the names of the arguments of a training run that are spelled as the family's

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from accel.errors import UsageError, shown
+from accel.errors import MISSING, UsageError, shown
 from accel.families import families, family_of
 from accel.files import read_small
 
@@ -55,19 +55,87 @@ def read(path: str) -> ConfigFile:
         reason = getattr(error, "strerror", None) or error
         wanted = "give its path" if isinstance(error, FileNotFoundError) else "mend it"
         raise UsageError(f"`config={path}`: cannot be read ({reason}); {wanted}") from None
-    names = []
-    remedies = []
-    for family in families():
-        remedy = family.script_flags.get("config")
-        if family.config_reader:
-            names.append(family.name)
-            file = import_module(family.config_reader).read(content, Path(path))
-            if file is not None:
-                return file._replace(family=family.name)
-        elif remedy:
-            remedies.append(f"; of a {family.name}: {remedy}")
-    readers = " or ".join(names) or "a family that is read here"
-    raise UsageError(f"`config={path}`: is not a configuration of {readers}{''.join(remedies)}")
+    readers = [family for family in families() if family.config_reader]
+    for family in readers:
+        file = import_module(family.config_reader).read(content, Path(path))
+        if file is not None:
+            return file._replace(family=family.name)
+    names = " or ".join(family.name for family in readers) or "a family that is read here"
+    remedies = [
+        f"; of a {family.name}: {family.script_flags['config']}"
+        for family in families()
+        if "config" in family.script_flags
+    ]
+    raise UsageError(f"`config={path}`: is not a configuration of {names}{''.join(remedies)}")
+
+
+class Reader:
+    """The entries of a configuration, by dotted names such as sampler.params.num_steps.
+
+    where: the file, as errors begin.
+    """
+
+    def __init__(self, content: dict, where: str):
+        self.content = content
+        self.where = where
+
+    def section(self, name: str) -> dict[str, Any]:
+        """Return a section, of the name "" the whole; {} if it is missing or empty."""
+        section: Any = self.content
+        for part in filter(None, name.split(".")):
+            section = section.get(part)
+            if section is None:
+                return {}
+            if not isinstance(section, dict):
+                raise self.error(f"says {name} {plain(section)}, which must be a section")
+        return section
+
+    def get(self, name: str, usual: Any = None) -> Any:
+        """Return an entry of a section, `usual` if it is missing."""
+        section, _, entry = name.rpartition(".")
+        return self.section(section).get(entry, usual)
+
+    def number(
+        self,
+        name: str,
+        usual: float,
+        low: float,
+        high: float,
+        kind: type[int] | type[float] = float,
+    ) -> Any:
+        """Return a number, `usual` if it is missing. kind: int for a whole number."""
+        value = self.get(name, usual)
+        if type(value) not in (int, float) or not low <= value <= high or kind(value) != value:
+            word = "whole number" if kind is int else "number"
+            raise self.error(
+                f"says {name} {plain(value)}, which must be a {word} from {low:g} to {high:g}"
+            )
+        return kind(value)
+
+    def otherwise(self, name: str, usual: Any, computed: Any) -> str:
+        """Return what an entry says in words if it is not the computed value, else "". A pair may
+        stand for one value.
+        """
+        value = self.get(name, usual)
+        if value in (computed, [computed, computed]):
+            return ""
+        says = f"says {name} {plain(value)}"
+        if self.get(name, MISSING) is MISSING:
+            says = f"says no {name}, which is then {plain(usual)}"
+        return f"{says}, and only {plain(computed)} is computed"
+
+    def error(self, reason: str) -> UsageError:
+        """Return the error for an entry that the file's author must change."""
+        return UsageError(f"{self.where} {reason}; mend it")
+
+
+def plain(value: Any) -> str:
+    """Return a value as text; of a long list or a mapping, which in YAML can be huge, the type
+    alone.
+    """
+    short = isinstance(value, (str, int, float, bool, type(None)))
+    short = short or isinstance(value, list) and len(value) < 5 and "[" not in str(value)[1:]
+    return shown(str(value)) if short else f"of type {type(value).__name__}"
 
 
 def read_yaml(path: str | Path) -> Any:
@@ -112,23 +180,24 @@ def taken(path: str, options: Mapping[str, Any], decodes: bool = True) -> dict[s
             f"`model={model}`: is a {family.name}, and `config={path}` is of a {file.family}; drop "
             "one"
         )
-    given = {name for name, value in options.items() if value is not None} - {"config"}
-    scale = options.get("cfg_scale")
-    scale = file.options.get("cfg_scale") if scale is None else scale
-    if scale is not None and scale <= 1:
-        given.add("guide")  # it is not used
-    if "ckpt" in given:
-        given.add("model")  # the file's model is that of its weights
+    given = {name: value for name, value in options.items() if value is not None}
+    if {**file.options, **given}.get("cfg_scale", 2.0) <= 1:
+        given["guide"] = None  # it is not used
     for name, reason in file.refused.items():
-        if name not in given:
+        if name not in given or name == "config":
             raise UsageError(f"`config={path}`: {reason}")
-    left_out = given | (set() if decodes else OF_DECODER)
-    needed = [name for name in file.missing if name not in left_out]
-    missing = [file.missing[name] for name in needed]
-    if missing:
-        others = f" (and {len(missing) - 1} more)" if missing[1:] else ""
-        remedy = file.fetch(missing) or f"put it there, or give `{needed[0]}`"
-        raise UsageError(f"`config={path}`: names {missing[0]}{others}, which is missing; {remedy}")
+    needed = {
+        name: file_path
+        for name, file_path in file.missing.items()
+        if name not in given and (decodes or name not in OF_DECODER)
+    }
+    if needed:
+        first, *others = needed
+        more = f" (and {len(others)} more)" if others else ""
+        remedy = file.fetch([*needed.values()]) or f"put it there, or give `{first}`"
+        raise UsageError(
+            f"`config={path}`: names {needed[first]}{more}, which is missing; {remedy}"
+        )
     return {name: value for name, value in file.options.items() if name not in given}
 
 
@@ -154,11 +223,16 @@ def require_network(path: str, option: str, name: str, fit: "Fit") -> None:
 
 def notice(path: str, options: Mapping[str, Any]) -> str:
     """Return the line that says which of `options` the file gave."""
+    given = read(path).options.items()
+    same = {name: value for name, value in given if options.get(name) == value}
+    return f"{Path(path).name} says {in_words(same)}; flags override it"
+
+
+def in_words(options: Mapping[str, Any]) -> str:
+    """Return options with their values, such as "cfg scale 1.5, guidance interval 0 0.7"."""
     words = []
-    for name, value in read(path).options.items():
-        if options.get(name) != value:
-            continue
+    for name, value in options.items():
         values = value if isinstance(value, tuple) else (value,)
         text = " ".join(f"{part:g}" if isinstance(part, float) else str(part) for part in values)
         words.append(f"{name.replace('_', ' ')} {shown(text, 300)}")
-    return f"{Path(path).name} says {', '.join(words)}; flags override it"
+    return ", ".join(words)

@@ -62,15 +62,7 @@ def published_name(family: Family, model: str, image_size: int, num_classes: int
         raise UsageError(
             f"`ckpt`: {model} needs a file; the family's are fetched by: {family.fetch}"
         )
-    there = [
-        (name, sorted(defaults.published))
-        for name, defaults in family.models.items()
-        if defaults.published
-    ]
-    listed = "".join(
-        f" (there are {name} at {' and '.join(map(str, sizes))})" for name, sizes in there
-    )
     raise UsageError(
-        f"`ckpt`: no published weights for {model} at {image_size} px with {num_classes} "
-        f"classes{listed}; give a file or a folder"
+        f"`ckpt`: no published weights for {model} at {image_size} px with {num_classes} classes; "
+        f"the names are {', '.join(sorted(pretrained_models))}; give a file or a folder"
     )

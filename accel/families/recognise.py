@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import combinations
+from itertools import chain
 from math import isqrt
 from pathlib import Path
 from types import MappingProxyType
@@ -32,21 +32,6 @@ class Claim(NamedTuple):
     text: str
     families: tuple[Family, ...]
     certain: bool = False  # whether the weights have entries that no other family has
-
-
-class Form(NamedTuple):
-    """The network that weights are of."""
-
-    model: str  # the model's name; a model without a name is called by its sizes: DiT-2x96/2
-    # (input_size=, num_classes=, class_dropout_prob=) → the reference network
-    build: Callable[..., torch.nn.Module]
-    num_heads: int
-    # whether no file says the number of heads: it is that of the model of this size
-    assumes_heads: bool = False
-    usual: bool = True  # whether the model of this size has this number of heads
-    # that decide its function and follow neither from tensors nor from the model's name
-    facts: Mapping[str, Any] = MappingProxyType({})
-    recipe: Mapping[str, Any] = MappingProxyType({})  # values of settings that the shapes imply
 
 
 class Recipe(NamedTuple):
@@ -95,8 +80,8 @@ class Recogniser:
     labels: str = "y_embedder.embedding_table.weight"
     computed: Mapping[str, tuple] = MappingProxyType({})
 
-    def form(self, shapes: Shapes, metadata: Mapping[str, Any]) -> Form:
-        """Return the network of weights with these shapes.
+    def form(self, shapes: Shapes, metadata: Mapping[str, Any]) -> "Fit":
+        """Return the network of weights with these shapes; `recognise` adds the rest.
 
         Raises KeyError for a missing entry, ValueError for unsupported weights.
         """
@@ -144,11 +129,13 @@ class Fit(NamedTuple):
 
     family: Family
     model: str  # the model's name; a model without a name is called by its sizes: DiT-2x96/2
-    build: Callable[..., torch.nn.Module]  # (input_size=, num_classes=) → the reference network
+    # (input_size=, num_classes=, class_dropout_prob=) → the reference network
+    build: Callable[..., torch.nn.Module]
     num_heads: int
-    in_channels: int
-    patch_size: int
-    num_classes: int
+    # `recognise` fills these in.
+    in_channels: int = 0
+    patch_size: int = 0
+    num_classes: int = 0
     # whether the label table ends with a row for the unconditional estimate
     null_class: bool = True
     learn_sigma: bool = True
@@ -159,8 +146,11 @@ class Fit(NamedTuple):
     # values of settings that these weights imply, not their family
     recipe: Mapping[str, Any] = MappingProxyType({})
     schedule: dict | None = None  # a pipeline's scheduler configuration
-    usual: bool = True  # whether shapes and family imply the number of heads
-    facts: Mapping[str, Any] = MappingProxyType({})  # of the family: see Form
+    # whether no file says the number of heads: it is that of the model of this size
+    assumes_heads: bool = False
+    usual: bool = True  # whether the model of this size has this number of heads
+    # that decide its function and follow neither from tensors nor from the model's name
+    facts: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def out_channels(self) -> int:
@@ -188,40 +178,11 @@ class Fit(NamedTuple):
         family's facts.
         """
         digest = weights.digest()
-        text = digest
+        others = [f"{name} {value}" for name, value in sorted(self.facts.items())]
         if not self.usual:
-            text += f" {self.num_heads} heads"
-        for name, value in sorted(self.facts.items()):
-            text += f" {name} {value}"
-        return digest if text == digest else hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    def metadata(self) -> dict[str, Any]:
-        """Return the facts to write into a file of these weights, by their names in
-        weights/metadata.py.
-        """
-        facts = {
-            **self.facts,
-            "family": self.family.name,
-            "prediction": self.family.prediction,
-            "model": self.model if self.model in self.family.models else None,
-            "num_classes": self.num_classes,
-            "num_heads": self.num_heads,
-            "image_size": self.image_size,
-            "vae": _without_folder(self.vae),
-            "class_names": list(self.class_names) or None,
-            "guidance_channels": self.recipe.get("guidance_channels"),
-            "recipe": {
-                name: value for name, value in self.recipe.items() if name != "guidance_channels"
-            }
-            or None,
-        }
-        return {name: value for name, value in facts.items() if value is not None}
-
-
-def _without_folder(name):
-    """Return the name of a decoder, of a path of this machine its last part."""
-    is_path = name and (Path(name).is_absolute() or Path(name).exists())
-    return Path(name).name if is_path else name
+            others.insert(0, f"{self.num_heads} heads")
+        text = " ".join([digest, *others])
+        return hashlib.sha256(text.encode()).hexdigest()[:16] if others else digest
 
 
 def recognise(
@@ -308,23 +269,18 @@ def recognise(
         log.warning(f"{shown(source, 300)}: {words}")
     table = state.get("pos_embed")
     schedule = metadata.get("schedule")
-    return Fit(
-        family,
-        form.model,
-        build,
-        form.num_heads,
-        network.in_channels,
-        network.patch_size,
-        classes,
-        null_class,
+    return form._replace(
+        build=build,
+        in_channels=network.in_channels,
+        patch_size=network.patch_size,
+        num_classes=classes,
+        null_class=null_class,
         learn_sigma=learn_sigma,
         latent_size=isqrt(table.shape[1]) * network.patch_size if table is not None else None,
-        class_names=tuple(metadata.get("class_names", ())),
-        recipe={**form.recipe, **_recipe(metadata)},
-        usual=form.usual,
-        facts=form.facts,
         image_size=metadata.get("image_size"),
         vae=metadata.get("vae"),
+        class_names=tuple(metadata.get("class_names", ())),
+        recipe={**form.recipe, **_recipe(metadata)},
         # else an argument of a training run
         schedule=schedule if isinstance(schedule, dict) else None,
     )
@@ -370,22 +326,17 @@ def choose_family(
     possible = alike
     for claim in claims:
         possible = [family for family in possible if family in claim.families]
-    if not possible:
-        first, other = next(pair for pair in combinations(claims, 2) if _disagree(*pair))
-        raise UsageError(
-            f"`ckpt={source}`: says {first.text}, as a {first.families[0].name} does, and "
-            f"{other.text}, as a {other.families[0].name} does; give `model`"
-        )
+        if not possible:
+            others = [each for each in claims if claim.families[0] not in each.families]
+            raise UsageError(
+                f"`ckpt={source}`: says {others[0].text}, as a {others[0].families[0].name} does, "
+                f"and {claim.text}, as a {claim.families[0].name} does; give `model`"
+            )
     if not claims:
-        return _by_file_name(source, alike) or alike[0], len(alike) > 1
+        return _by_file_name(source, alike), len(alike) > 1
     # Several train models of one name; it is the family's whose model is called so.
     owner = family_of(str(metadata.get("model")))
     return owner if owner in possible else possible[0], False
-
-
-def _disagree(first, other):
-    """Return whether no family makes both claims."""
-    return not any(family in other.families for family in first.families)
 
 
 def _claims(source, alike, have, metadata, shipped_as):
@@ -403,11 +354,12 @@ def _claims(source, alike, have, metadata, shipped_as):
         return [Claim(f"family {family_name}", owners)]
     claims = []
     for family in alike:
-        names = family.claims(have)
-        claims += [Claim(name, (family,), certain=True) for name in names]
-    for family in alike:
-        arguments = family.trained_by(metadata)
-        claims += [Claim(f"{name} {shown(metadata[name])}", (family,)) for name in arguments]
+        claims += [Claim(name, (family,), certain=True) for name in family.claims(have)]
+        claims += [
+            Claim(f"{name} {shown(metadata[name])}", (family,))
+            for name in family.trained_by(metadata)
+        ]
+    claims.sort(key=lambda claim: not claim.certain)
     for name in (metadata.get("model"), shipped_as):
         owners = tuple(family for family in alike if family.has_model(name))
         if owners:
@@ -423,10 +375,9 @@ def _require_allowed(source, wanted, model, alike, claims):
         raise UsageError(
             f"`ckpt={source}`: is not a {wanted.name} but a {alike[0].name}; drop `model`"
         )
-    against = [claim for claim in claims if wanted not in claim.families]
-    if not against:
+    claim = next((claim for claim in claims if wanted not in claim.families), None)
+    if claim is None:
         return
-    claim = against[0]
     if claim.certain:
         raise UsageError(
             f"`ckpt={source}`: was trained as a {claim.families[0].name} ({claim.text}), not as "
@@ -440,17 +391,13 @@ def _require_allowed(source, wanted, model, alike, claims):
 
 def _by_file_name(source, alike):
     """Return the family whose name is the first word of the file's name, as in published
-    files, or None.
+    files; else the first family.
     """
-    file = source.replace("\\", "/").rpartition("/")[2].lower()
-    return next(
-        (
-            family
-            for family in alike
-            if re.match(rf"{re.escape(family.name.lower())}(\b|[-_])", file)
-        ),
-        None,
-    )
+    file = source.replace("\\", "/").rpartition("/")[2]
+    for family in alike:
+        if re.match(rf"{re.escape(family.name)}(\b|[-_])", file, re.IGNORECASE):
+            return family
+    return alike[0]
 
 
 def _say_what_is_assumed(source, family, have, model):
@@ -458,16 +405,12 @@ def _say_what_is_assumed(source, family, have, model):
     the same size, of an unusual size its first model.
     """
     size = model.removeprefix(family.name)
-    others = [other for other in families_with(have) if other != family]
-    models = [
-        next((name for name in other.models if name.endswith(size)), next(iter(other.models)))
-        for other in others
-    ]
+    others = [other.models for other in families_with(have) if other != family]
+    models = [min(names, key=lambda name: not name.endswith(size)) for names in others]
     flags = " or ".join(f"--model {name}" for name in models)
-    remedy = f"; if it is not: {flags}" if flags else ""
     log.warning(
         f"{shown(source, 300)}: names no family, taken for a {family.name} "
-        f"({family.prediction}){remedy}"
+        f"({family.prediction}); if it is not: {flags}"
     )
 
 
@@ -500,9 +443,8 @@ def shipped_as(name: str) -> str | None:
     """Return the model whose weights, shipped or published, have this name or path; None if
     there is none.
     """
-    for family in families():
-        for model, defaults in family.models.items():
-            ships = defaults.ckpt and Path(defaults.ckpt).resolve() == Path(name).resolve()
-            if ships or Path(name).name in defaults.published.values():
-                return model
+    for model, defaults in chain.from_iterable(family.models.items() for family in families()):
+        ships = defaults.ckpt and Path(defaults.ckpt).resolve() == Path(name).resolve()
+        if ships or Path(name).name in defaults.published.values():
+            return model
     return None

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from accel.errors import UsageError, path_errors
+from accel.errors import UsageError, path_errors, shown
 from accel.files import weights_folder
 from accel.weights import Contents
 from accel.weights import metadata as schema
@@ -27,7 +27,6 @@ FOLDER = weights_folder()
 pretrained_models = {"DiT-XL-2-512x512.pt", "DiT-XL-2-256x256.pt"}
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]*[^\W\d][\w.-]*")  # owner/name, unlike DiT-XL/2
-MOST_NAMED = 5  # of the files in a folder: the last ones
 FILE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 # Modules with holds(path) and read(path, mapped, entry) → Contents. The first that holds a path
 # reads it; later ones are not imported.
@@ -145,11 +144,8 @@ class Checkpoint:
         """Return the stamps of every file that the weights may come from."""
         path = self.fetch()
         with path_errors("ckpt", path):
-            files = (
-                sorted(file for file in path.rglob("*") if file.is_file())
-                if path.is_dir()
-                else [path]
-            )
+            inside = path.rglob("*") if path.is_dir() else [path]
+            files = sorted(file for file in inside if file.is_file())
         return file_stamps(files, "ckpt")
 
 
@@ -158,22 +154,17 @@ def open_checkpoint(name: str | Path, entry: str | None = None) -> Checkpoint:
     of Checkpoint.
     """
     weights = Checkpoint(name, entry=entry)
-    weights.fetch()
     _ = weights.state
     return weights
 
 
 def _no_layout(folder: Path) -> str:
     """Return the error for a folder in no layout. Files of weights in it are named."""
-    files = [file for file in sorted(folder.iterdir()) if file.suffix in FILE_SUFFIXES]
-    if len(files) == 1:
-        return f"`ckpt={folder}`: is a folder with one file of weights; give `ckpt={files[0]}`"
-    if files:
-        names = ", ".join(file.name for file in files[-MOST_NAMED:])
-        more = f" and {len(files) - MOST_NAMED} more" if len(files) > MOST_NAMED else ""
+    names = [file.name for file in sorted(folder.iterdir()) if file.suffix in FILE_SUFFIXES]
+    if names:
         return (
-            f"`ckpt={folder}`: is a folder with {len(files)} files of weights, {names}{more}; give "
-            "one of them"
+            f"`ckpt={folder}`: is a folder with files of weights, {shown(', '.join(names), 200)}; "
+            f"give one of them, such as `ckpt={folder / names[-1]}`"
         )
     return (
         f"`ckpt={folder}`: a folder must hold transformer/config.json and its weights (diffusers' "

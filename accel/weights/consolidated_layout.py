@@ -2,13 +2,14 @@
 consolidated.00-of-01.pth (weights), and model_args.pth (arguments of the run).
 """
 
+import argparse
 import os
 import re
 from pathlib import Path
 
 from accel.errors import UsageError
 from accel.weights import Contents, training_layout
-from accel.weights.pickles import read_namespace
+from accel.weights.pickles import read_pickle
 from accel.weights.training_arguments import of_training
 
 # the first that is there is used
@@ -26,19 +27,21 @@ def read(folder: Path, mapped: bool, entry: str | None = None) -> Contents:
     """Return the state dict and the arguments of the run, nothing if their file is not there.
     Raises UsageError about --ckpt.
     """
-    whole = [folder / name for name in WEIGHTS if (folder / name).exists()]
-    parts = [part for part in map(PART.fullmatch, sorted(os.listdir(folder))) if part]
+    names = sorted(os.listdir(folder))
+    parts = [part for part in map(PART.fullmatch, names) if part]
+    whole = [name for name in WEIGHTS if name in names]
     if not whole and parts:
-        world = int(parts[0][1])
         raise UsageError(
-            f"`ckpt={folder}`: {parts[0][0]} holds a part of each tensor, for {world} processes; "
-            f"join them to {WEIGHTS[0]}"
+            f"`ckpt={folder}`: {parts[0][0]} holds a part of each tensor, for {int(parts[0][1])} "
+            f"processes; join them to {WEIGHTS[0]}"
         )
     if not whole:
         raise UsageError(
             f"`ckpt={folder}`: holds neither {WEIGHTS[0]} nor {WEIGHTS[1]}; copy the weights there"
         )
-    state, _ = training_layout.read(whole[0], mapped, entry)
-    if not (folder / ARGUMENTS).exists():
-        return Contents(state, {})
-    return Contents(state, of_training(read_namespace(folder / ARGUMENTS, "ckpt")))
+    state, facts = training_layout.read(folder / whole[0], mapped, entry)
+    if ARGUMENTS in names:
+        meaning = "the arguments of a training run"
+        arguments = read_pickle(folder / ARGUMENTS, "ckpt", argparse.Namespace, meaning)
+        facts = of_training(vars(arguments))
+    return Contents(state, facts)

@@ -1,7 +1,7 @@
 """DiT in the layout of diffusers: a folder with config.json and weights under
 DiTTransformer2DModel's names.
 
-No position table is stored there: the class computes it for its `sample_size`.
+No position table is stored there: as the class does, `read` computes it for `sample_size`.
 """
 
 import os
@@ -13,6 +13,7 @@ import torch
 
 from accel.errors import UsageError, as_usage_error, shown
 from accel.weights import Contents
+from accel.weights.positions import sine_cosine
 from accel.weights.tensor_files import read_json, read_tensors, require_floats, weight_files
 
 _PARAMETERS = ("weight", "bias")
@@ -65,7 +66,6 @@ CLASSES = "num_embeds_ada_norm"
 WITHOUT_EFFECT = (
     "sample_size",
     "num_attention_heads",
-    "attention_head_dim",
     "dropout",
     "norm_num_groups",
 )
@@ -91,6 +91,7 @@ def read(folder: Path, mapped: bool, entry: str | None = None) -> Contents:
     try:
         state = from_diffusers(state)
         facts = check_config(config, state)
+        state = with_table(state, config["sample_size"])
     except ValueError as error:
         raise UsageError(f"`ckpt={folder / 'config.json'}`: {error}") from None
     if folder.name == "transformer":
@@ -100,48 +101,51 @@ def read(folder: Path, mapped: bool, entry: str | None = None) -> Contents:
 
 def check_config(config: dict[str, Any], state: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Return the facts that a config of DiTTransformer2DModel holds beside its weights
-    `state`, which are under DiT's names: family, side of the latent, heads, classes.
-    Raises ValueError where it describes another function.
+    `state`, which are under DiT's names: family, heads, classes. Raises ValueError where it
+    describes another function, or latents of no side.
     """
-    side, heads, classes = (
-        config.get(name) for name in ("sample_size", "num_attention_heads", CLASSES)
-    )
-    if type(side) is not int or not 0 < side <= 4096:
-        raise ValueError(f"sample_size is {shown(side)}, must be from 1 to 4096; copy it again")
-    has = _sizes(state)
-    has[CLASSES] = len(state["y_embedder.embedding_table.weight"]) - 1
-    width = len(state["x_embedder.proj.weight"])
-    patch = has["patch_size"]
-    if heads is not None:
-        if type(heads) is not int or heads < 1 or width % heads:
-            raise ValueError(
-                f"num_attention_heads is {shown(heads)}, which must divide {width}; copy both again"
-            )
-        has["attention_head_dim"] = width // heads
-    for name, value in config.items():
-        if name in has and value not in (None, has[name]):
-            raise ValueError(
-                f"{name} is {shown(value)}, and its weights have {has[name]}; copy both again"
-            )
-        if name in COMPUTED and value not in COMPUTED[name]:
-            wanted = " or ".join(map(str, COMPUTED[name]))
-            raise ValueError(
-                f"{name} is {shown(value)}, and a DiT has {wanted}; such a network cannot be "
-                "computed"
-            )
-        understood = (
-            name in has or name in COMPUTED or name in WITHOUT_EFFECT or name.startswith("_")
+    width, channels, patch, _ = state["x_embedder.proj.weight"].shape
+    side = config.get("sample_size")
+    heads = config.get("num_attention_heads")
+    if type(side) is not int or not 0 < side <= 4096 or side % patch:
+        raise ValueError(
+            f"sample_size is {shown(side)}, must be from 1 to 4096 and a multiple of {patch}, the "
+            "patch; copy both again"
         )
-        if not understood and value not in (None, False):
+    if heads is not None and (type(heads) is not int or heads < 1 or width % heads):
+        raise ValueError(
+            f"num_attention_heads is {shown(heads)}, which must divide {width}; copy both again"
+        )
+    sizes = {
+        "in_channels": channels,
+        "num_layers": sum(name.endswith("attn.qkv.weight") for name in state),
+        "out_channels": len(state["final_layer.linear.weight"]) // patch**2,
+        "patch_size": patch,
+        CLASSES: len(state["y_embedder.embedding_table.weight"]) - 1,
+        "attention_head_dim": width // heads if heads else config.get("attention_head_dim"),
+    }
+    computed = COMPUTED | {name: (size, None) for name, size in sizes.items()}
+    for name, value in config.items():
+        if name in computed:
+            if value not in computed[name]:
+                wanted = " or ".join(str(each) for each in computed[name] if each is not None)
+                raise ValueError(
+                    f"{name} is {shown(value)}, and a DiT of these weights has {wanted}; copy both "
+                    "again, since no other network is computed"
+                )
+        elif value not in (None, False) and name not in WITHOUT_EFFECT and name[:1] != "_":
             raise ValueError(
                 f"{shown(name)} {shown(value)} is unknown, so it cannot be computed; remove it if "
                 "idle"
             )
-    if side % patch:
-        raise ValueError(
-            f"sample_size is {side}, which {patch}, the patch, must divide; copy both again"
-        )
-    return {"family": "DiT", "latent_size": side, "num_heads": heads, "num_classes": classes}
+    return {"family": "DiT", "num_heads": heads, "num_classes": config.get(CLASSES)}
+
+
+def with_table(state: dict[str, torch.Tensor], side: int) -> dict[str, torch.Tensor]:
+    """Return a state dict under DiT's names with the position table for latents of a side."""
+    kernel = state["x_embedder.proj.weight"]  # (D, C, p, p)
+    table = sine_cosine(side // kernel.shape[-1], len(kernel))
+    return {**state, "pos_embed": torch.from_numpy(table).to(kernel)}
 
 
 def has_vae(folder: Path) -> bool:
@@ -172,79 +176,34 @@ def _of_pipeline(folder):
     return facts | {"class_names": [names[str(number)] for number in numbers]}
 
 
-def to_diffusers(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return diffusers' state dict from that of models.DiT, without the position table,
-    which diffusers computes.
-    """
-    depth = 1 + max(int(key.split(".")[1]) for key in state if key.startswith("blocks."))
-    out = {theirs: state[ours] for ours, theirs in _OUTER.items()}
-    for n in range(depth):
-        ours = f"blocks.{n}"
-        theirs = f"transformer_blocks.{n}"
-        out |= {f"{theirs}.norm1.{key}": state[name] for name, key in _EMBEDDERS.items()}
-        out |= {f"{theirs}.{key}": state[f"{ours}.{name}"] for name, key in _BLOCK.items()}
-        for parameter in _PARAMETERS:
-            for name, part in zip("qkv", state[f"{ours}.attn.qkv.{parameter}"].chunk(3)):
-                out[f"{theirs}.attn1.to_{name}.{parameter}"] = part
-    return out
-
-
 def from_diffusers(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Invert `to_diffusers`. Raises ValueError if an entry is missing or the blocks'
-    copies of the embedders differ.
+    """Return the state dict of models.DiT from diffusers'. Raises ValueError if an entry is
+    missing or unknown, or the blocks' copies of the embedders differ.
     """
+    rest = {name: value for name, value in state.items() if name != "pos_embed.pos_embed"}
+    depth = len({name.split(".")[1] for name in rest if name.startswith("transformer_blocks.")})
     try:
-        numbers = (int(key.split(".")[1]) for key in state if key.startswith("transformer_blocks."))
-        depth = 1 + max(numbers, default=0)
-        out = {ours: state[theirs] for ours, theirs in _OUTER.items()}
-        for name, key in _EMBEDDERS.items():
-            copies = [state[f"transformer_blocks.{n}.norm1.{key}"] for n in range(depth)]
-            if not all(torch.equal(copies[0], copy) for copy in copies[1:]):
-                raise ValueError(
-                    f"the blocks' copies of {key} differ, and a DiT has one for all; train it in "
-                    "DiT's own layout"
-                )
-            out[name] = copies[0]
+        out = {ours: rest.pop(theirs) for ours, theirs in _OUTER.items()}
         for n in range(depth):
-            ours = f"blocks.{n}"
-            theirs = f"transformer_blocks.{n}"
-            out |= {f"{ours}.{name}": state[f"{theirs}.{key}"] for name, key in _BLOCK.items()}
+            block = f"transformer_blocks.{n}"
+            for ours, theirs in _EMBEDDERS.items():
+                copy = rest.pop(f"{block}.norm1.{theirs}")
+                if not torch.equal(out.setdefault(ours, copy), copy):
+                    raise ValueError(
+                        f"the blocks' copies of {theirs} differ, and a DiT has one for all; train "
+                        "it in DiT's own layout"
+                    )
+            for ours, theirs in _BLOCK.items():
+                out[f"blocks.{n}.{ours}"] = rest.pop(f"{block}.{theirs}")
             for parameter in _PARAMETERS:
-                qkv = [state[f"{theirs}.attn1.to_{name}.{parameter}"] for name in "qkv"]
-                out[f"{ours}.attn.qkv.{parameter}"] = torch.cat(qkv)
+                qkv = [rest.pop(f"{block}.attn1.to_{part}.{parameter}") for part in "qkv"]
+                out[f"blocks.{n}.attn.qkv.{parameter}"] = torch.cat(qkv)
     except (KeyError, RuntimeError) as error:
         raise as_usage_error(error) or ValueError(
             f"not a DiT in diffusers' layout ({error})"
         ) from None
-    unknown = sorted(state.keys() - to_diffusers(out).keys() - {"pos_embed.pos_embed"})
-    if unknown:
+    if rest:
         raise ValueError(
-            f"{unknown[0]} is not of a DiT in diffusers' layout ({len(unknown)} such entries)"
+            f"{min(rest)} is not of a DiT in diffusers' layout ({len(rest)} such entries)"
         )
     return out
-
-
-def config_of(
-    state: dict[str, torch.Tensor], num_heads: int, latent_size: int, num_classes: int
-) -> dict[str, Any]:
-    """Return config.json of diffusers' DiTTransformer2DModel for a state dict under DiT's names."""
-    entries = {
-        "_class_name": "DiTTransformer2DModel",
-        "attention_head_dim": len(state["x_embedder.proj.weight"]) // num_heads,
-        "norm_eps": 1e-6,
-        "num_attention_heads": num_heads,
-        CLASSES: num_classes,
-        "sample_size": latent_size,
-    }
-    return dict(sorted((entries | _sizes(state)).items()))
-
-
-def _sizes(state):
-    """Return the entries of config.json that the weights decide. state: under DiT's names."""
-    _, channels, patch, _ = state["x_embedder.proj.weight"].shape
-    return {
-        "in_channels": channels,
-        "num_layers": sum(name.endswith("attn.qkv.weight") for name in state),
-        "out_channels": len(state["final_layer.linear.weight"]) // patch**2,
-        "patch_size": patch,
-    }

@@ -1,5 +1,6 @@
 """Fetch weights: published files from their address, others from the hub."""
 
+import shutil
 import urllib.request
 from contextlib import suppress
 from http.client import HTTPException
@@ -25,10 +26,8 @@ def download(target: Path) -> None:
             atomic_write(target, durable=True) as file,
         ):
             total = int(response.headers.get("Content-Length", 0)) or None
-            with tqdm(total=total, unit="B", unit_scale=True, desc=target.name) as bar:
-                while block := response.read(1 << 20):
-                    file.write(block)
-                    bar.update(len(block))
+            with tqdm.wrapattr(response, "read", total=total, desc=target.name) as stream:
+                shutil.copyfileobj(stream, file)
             if total is not None and file.tell() != total:
                 raise OSError(f"the connection ended after {file.tell()} of {total} bytes")
     except (OSError, HTTPException) as error:  # URLError, time-outs and a full disk are OSErrors

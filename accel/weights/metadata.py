@@ -62,9 +62,9 @@ RECIPE = {  # settings of a recipe → whether a value is valid
 
 def _is_recipe(value):
     """Return whether a value is a dict of settings that this program wrote."""
-    if not isinstance(value, dict) or value.keys() - RECIPE.keys():
-        return False
-    return all(RECIPE[name](setting) for name, setting in value.items())
+    return isinstance(value, dict) and all(
+        name in RECIPE and RECIPE[name](setting) for name, setting in value.items()
+    )
 
 
 _TEXT = _Entry(lambda value: isinstance(value, str) and len(value) <= 4096, "text")
@@ -74,7 +74,6 @@ SCHEMA = {
     "vae": _TEXT,
     "num_classes": _whole(1, 10**6),
     "image_size": _whole(1, 8192),  # pixels of a side, at which the weights were trained
-    "latent_size": _whole(1, 4096),  # of a side, for which a position table is made
     "num_heads": _whole(1, 1024),
     "patch_size": _whole(1, 64),
     "in_channels": _whole(1, 1024),  # of the latents
@@ -90,17 +89,13 @@ def checked(source: object, facts: dict[str, Any]) -> dict[str, Any]:
     """
     kept = {}
     for name, value in facts.items():
-        if value is None or not isinstance(name, str):
-            continue
-        if name in SCHEMA:
-            if not SCHEMA[name].valid(value):
-                raise UsageError(
-                    f"`ckpt={source}`: says {name} {shown(value)}, which must be "
-                    f"{SCHEMA[name].meaning}; save it again without that entry"
-                )
-        elif not isinstance(value, (str, int, float, bool, dict, list, tuple)):
-            continue
-        kept[name] = value
+        if name in SCHEMA and value is not None and not SCHEMA[name].valid(value):
+            raise UsageError(
+                f"`ckpt={source}`: says {name} {shown(value)}, which must be "
+                f"{SCHEMA[name].meaning}; save it again without that entry"
+            )
+        if isinstance(name, str) and isinstance(value, (str, int, float, bool, dict, list, tuple)):
+            kept[name] = value
     return kept
 
 

@@ -5,6 +5,7 @@ import pickle
 import re
 import warnings
 import zipfile
+from itertools import product
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -16,13 +17,6 @@ from accel.files import is_utf8, open_regular
 
 # numpy's numbers and texts that a pickle may hold.
 NUMBERS = "?", "b", "B", "h", "H", "i", "I", "l", "L", "q", "Q", "e", "f", "d", "U"
-
-
-def read_namespace(path: Path, parameter: str) -> dict:
-    """Return the arguments of a training run, an argparse.Namespace of torch.save. Raises
-    UsageError about `parameter`.
-    """
-    return vars(read_pickle(path, parameter, argparse.Namespace, "the arguments of a training run"))
 
 
 def read_pickle(
@@ -61,11 +55,11 @@ def _plain_data() -> list:
     """
     scalar = np.float64(0).__reduce__()[0]
     dtypes = {type(np.dtype(name)) for name in NUMBERS}
-    paths = []
-    for module in ("pathlib", "pathlib._local"):
-        for pure in (PurePosixPath, PureWindowsPath):
-            paths.append((pure, f"{module}.{pure.__name__}"))
-            paths.append((pure, f"{module}.{pure.__name__.removeprefix('Pure')}"))
+    pure = product(("pathlib", "pathlib._local"), ("", "Pure"), (PurePosixPath, PureWindowsPath))
+    paths = [
+        (path, f"{module}.{prefix}{path.__name__.removeprefix('Pure')}")
+        for module, prefix, path in pure
+    ]
     scalars = [(scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")]
     return [argparse.Namespace, np.dtype, *dtypes, *scalars, *paths]
 

@@ -33,12 +33,12 @@ def distance(table: torch.Tensor) -> float:
 
     It is infinite for a shape that no such table has, and for a table that is not finite.
     """
-    if table.ndim != 3 or len(table) != 1 or table.shape[2] % 4:
+    if table.ndim != 3:
         return math.inf
     side = math.isqrt(table.shape[1])
-    if side**2 != table.shape[1]:
-        return math.inf
     want = torch.from_numpy(sine_cosine(side, table.shape[2])).float()
+    if want.shape != table.shape:
+        return math.inf
     difference = (table.detach().cpu().float() - want).abs().max().item()
     return math.inf if math.isnan(difference) else difference
 
@@ -48,10 +48,10 @@ def rounding(table: torch.Tensor) -> float:
     return max(AVERAGED, torch.finfo(table.dtype).eps)
 
 
-def require_sinusoid(source: str, table: torch.Tensor, remedy: str) -> float:
-    """Return how far a position table (1, T, D) is from the sine-cosine table of its
-    grid. Raises UsageError, with `remedy`, for more than the rounding of a moving
-    average: a table that was trained is no function of the grid.
+def require_sinusoid(source: str, table: torch.Tensor, remedy: str) -> None:
+    """Raise UsageError, with `remedy`, if a position table (1, T, D) is further from the
+    sine-cosine table of its grid than a moving average's rounding: a table that was trained is
+    no function of the grid.
     """
     off = distance(table)
     allowed = rounding(table)
@@ -60,7 +60,6 @@ def require_sinusoid(source: str, table: torch.Tensor, remedy: str) -> float:
             f"`ckpt={source}`: its position table is up to {off:.2g} off the sine-cosine table of "
             f"its grid, more than the rounding of an average ({allowed:.1g}); {remedy}"
         )
-    return off
 
 
 def trained(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

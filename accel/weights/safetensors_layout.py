@@ -3,7 +3,6 @@
 import logging
 import os
 import re
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -80,29 +79,23 @@ def _prefix(state: State) -> str:
 def _without_wrappers(path: Path, state: State) -> State:
     """Return a state dict without the parts of names that wrappers add. Print them."""
     prefix = _prefix(state)
-    state = without_prefix(state)
-    held = {name: value for name, value in state.items() if name.startswith(HOLDER)}
-    beside = dict.fromkeys(name.partition(".")[0] for name in state if name not in held)
-    if held and beside:
-        log.warning(
-            f'{path}: the network is under "{HOLDER}"; not sampled: {shown(", ".join(beside))}'
-        )
-        state = {name.removeprefix(HOLDER): value for name, value in held.items()}
-    first: dict[str, str] = {}
-    for name in state:
-        plain = INNER.sub("", name)
-        if first.setdefault(plain, name) != name and not _equal(state[first[plain]], state[name]):
+    plain: State = {}
+    for name, value in state.items():
+        short = INNER.sub("", name.removeprefix(prefix))
+        first = plain.setdefault(short, value)
+        if first is not value and not torch.equal(first, value):
             raise UsageError(
-                f"`ckpt={path}`: has {shown(first[plain])} and {shown(name)}, with other values; "
-                "save one of them"
+                f"`ckpt={path}`: has {shown(short)} and {shown(name)}, with other values; save one "
+                "of them"
             )
-    inner = sorted(set(chain.from_iterable(map(INNER.findall, state))))
-    parts = [f'"{prefix}"'] * bool(prefix) + [f'"{part}."' for part in inner]
-    if parts:
-        words = " and ".join(parts)
-        log.warning(f"{path}: names have {words}, as a wrapped model is saved; loading without")
-    return {INNER.sub("", name): value for name, value in state.items()}
-
-
-def _equal(first: torch.Tensor, other: torch.Tensor) -> bool:
-    return first.shape == other.shape and torch.equal(first, other)
+    wrapped = [name for name in state if name not in plain]
+    if wrapped:
+        log.warning(
+            f'{path}: has "{shown(wrapped[0])}", as a wrapped model is saved; loading without'
+        )
+    held = {name: value for name, value in plain.items() if name.startswith(HOLDER)}
+    beside = dict.fromkeys(name.partition(".")[0] for name in plain if name not in held)
+    if not held or not beside:
+        return plain
+    log.warning(f'{path}: the network is under "{HOLDER}"; not sampled: {shown(", ".join(beside))}')
+    return {name.removeprefix(HOLDER): value for name, value in held.items()}

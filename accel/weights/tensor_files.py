@@ -8,24 +8,17 @@ memory-mapped where the format allows it.
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from accel.errors import UsageError, path_errors, shown
 from accel.files import is_utf8, open_regular
 from accel.files import read_json as read_object
+from accel.weights import Contents
 
 # The weights of a folder in diffusers' layout, beside its config.json.
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 PICKLED = "diffusion_pytorch_model.bin"
-
-
-class Safetensors(NamedTuple):
-    """The content of a .safetensors file."""
-
-    tensors: dict[str, torch.Tensor]
-    header: dict[str, str]
 
 
 def mode_of(path: Path, parameter: str) -> int:
@@ -45,15 +38,15 @@ def read_tensors(path: Path, parameter: str, mapped: bool = True) -> dict:
     `parameter`.
     """
     if path.suffix == ".safetensors":
-        return read_safetensors(path, parameter, mapped).tensors
+        return read_safetensors(path, parameter, mapped).state
     from accel.weights.pickles import read_pickle
 
     return read_pickle(path, parameter, dict, "a state dict", mapped)
 
 
-def read_safetensors(path: Path, parameter: str, mapped: bool = True) -> Safetensors:
-    """Return the content of a .safetensors file; mapped: as for `read_tensors`.
-    Raises UsageError about `parameter`.
+def read_safetensors(path: Path, parameter: str, mapped: bool = True) -> Contents:
+    """Return the content of a .safetensors file, its facts as the header has them; mapped:
+    as for `read_tensors`. Raises UsageError about `parameter`.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -67,10 +60,10 @@ def read_safetensors(path: Path, parameter: str, mapped: bool = True) -> Safeten
         try:
             with safe_open(path, "pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                header = file.metadata() or {}
+                header = dict(file.metadata() or {})
             if not mapped:
                 tensors = {name: value.clone() for name, value in tensors.items()}
-            return Safetensors(tensors, header)
+            return Contents(tensors, header)
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             reason = str(error).splitlines()[0][:120]
             raise UsageError(
@@ -84,12 +77,8 @@ def weight_files(folder: Path, parameter: str) -> list[Path]:
     """
     with path_errors(parameter, folder):
         names = os.listdir(folder)
-    others = sorted(name for name in names if name.endswith(".safetensors"))
     for plain in (WEIGHTS, PICKLED):
         index = f"{plain}.index.json"
-        indices = [name for name in names if name.startswith(f"{plain}.index.")]
-        if plain not in names and len(indices) == 1:
-            index = indices[0]  # also a variant's, such as fp16's
         if index in names:
             shards = read_json(folder / index, parameter).get("weight_map")
             listed = {str(name) for name in shards.values()} if isinstance(shards, dict) else set()
@@ -102,6 +91,7 @@ def weight_files(folder: Path, parameter: str) -> list[Path]:
             return [folder / name for name in sorted(listed)]
         if plain in names and "config.json" in names:
             return [folder / plain]
+    others = sorted(name for name in names if name.endswith(".safetensors"))
     if len(others) > 1:
         raise UsageError(f"`{parameter}={folder}`: {', '.join(others)} conflict; keep one of them")
     if not others or "config.json" not in names:
@@ -123,18 +113,20 @@ def require_floats(state: dict, source: str) -> None:
     tensor of floats, not empty, with at least one dimension.
     """
     for name, tensor in state.items():
-        if not isinstance(tensor, torch.Tensor):
-            description = f"of type {type(tensor).__name__}"
-        elif tensor.is_nested:
-            description = "a nested tensor"
-        elif tensor.layout is not torch.strided or tensor.is_meta:
-            description = f"{tensor.layout} on {tensor.device}"
+        if not isinstance(tensor, torch.Tensor) or tensor.is_nested:
+            description = f"of type {type(tensor).__name__}"  # nested tensors have no shape
         elif (
-            tensor.ndim and tensor.numel() and tensor.is_floating_point() and isinstance(name, str)
+            tensor.layout is torch.strided
+            and not tensor.is_meta
+            and tensor.ndim
+            and tensor.numel()
+            and tensor.is_floating_point()
+            and isinstance(name, str)
         ):
             continue
         else:
-            description = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+            place = f"{tensor.layout} on {tensor.device}"
+            description = f"{tensor.dtype} of shape {tuple(tensor.shape)}, {place}"
         raise UsageError(
             f"{source}: {shown(name)} is {description}; weights are dense tensors of floats, save "
             "them as such"
@@ -144,7 +136,7 @@ def require_floats(state: dict, source: str) -> None:
 def require_finite_floats(state: dict[str, torch.Tensor], source: str) -> None:
     """Raise UsageError about `source` for a tensor with an infinity or NaN. It reads them all."""
     for name, tensor in state.items():
-        if not tensor.isfinite().all():
+        if not tensor.float().isfinite().all():  # float8 has no isfinite
             raise UsageError(
                 f"{source}: {shown(name)} has values that are not finite; check the weights"
             )

@@ -8,7 +8,7 @@ import argparse
 import logging
 from collections.abc import Iterator
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,20 +25,13 @@ ARGUMENTS = "args", "hyper_parameters", "hparams", "config", "cfg", "opt", "opti
 PLAIN = str, int, float, bool, list, tuple
 MOST_VALUES = 16  # of a tensor that is an argument
 ALSO_CALLED = {"class_num": "num_classes"}  # arguments → our entries
-OURS = "family", "latent_size", "recipe"  # entries that this program alone writes
+OURS = "family", "recipe"  # entries that this program alone writes
 # Arguments with one meaning in any section of a configuration. Others are read at the top of
 # ARGUMENTS alone: model, patch_size or in_channels may be another network's.
 IN_SECTIONS = {"diffusion_steps", "learn_sigma", "noise_schedule", "parameterization", "path_type"}
 IN_SECTIONS |= {"predict_xstart", "prediction", "prediction_type", "sigma_small"}
 IN_SECTIONS |= {"image_size", "img_size", "num_classes", "num_heads", "vae"}
 IN_SECTIONS |= {"enc_type", "in_context_start", "noise_scale", "t_eps", "use_nonlinear"}
-
-
-class Argument(NamedTuple):
-    """The value of an argument, and the place that says it."""
-
-    value: Any
-    place: str  # an entry of the file and sections in it, with dots between
 
 
 def facts_of(path: Path, content: dict) -> dict[str, Any]:
@@ -52,27 +45,34 @@ def facts_of(path: Path, content: dict) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for name in ARGUMENTS:
         merged = {**_section(content.get(name)), **merged}
+    places: dict[str, str] = {}  # of the arguments in IN_SECTIONS, with dots between sections
+    in_sections: dict[str, Any] = {}
     try:
         facts = of_training({"config": content.get("config"), **merged})
-        arguments = in_sections(content)
+        for place, name, value in _leaves(content):
+            value = of_training({name: value}).get(name)
+            if not isinstance(value, PLAIN):
+                continue
+            first = in_sections.setdefault(name, value)
+            # Some programs save numbers as text.
+            if value != first and str(value) != str(first):
+                raise UsageError(
+                    f"`ckpt={path}`: says {name} {shown(first)} ({places[name]}) and "
+                    f"{shown(value)} ({place}); save it again with one of them"
+                )
+            places.setdefault(name, place)
     except RecursionError:
         raise UsageError(
             f"`ckpt={path}`: its training arguments contain themselves; save it again without them"
         ) from None
-    printed = []
-    for name, (first, *others) in arguments.items():
-        text = f"{name} {shown(first.value)} ({first.place})"
-        if others:
-            raise UsageError(
-                f"`ckpt={path}`: says {text} and {shown(others[0].value)} ({others[0].place}); "
-                "save it again with one of them"
-            )
-        facts[name] = first.value
-        if first.place not in ARGUMENTS:
-            printed.append(text)
+    printed = [
+        f"{name} {shown(value)} ({places[name]})"
+        for name, value in in_sections.items()
+        if places[name] not in ARGUMENTS
+    ]
     if printed:
         log.warning(f"{path}: its configuration says {shown(', '.join(printed), 300)}")
-    return facts
+    return facts | in_sections
 
 
 def _section(value: Any) -> dict[str, Any]:
@@ -92,56 +92,35 @@ def of_training(arguments: dict[str, Any]) -> dict[str, Any]:
     for name, value in arguments.items():
         name = ALSO_CALLED.get(name, name)
         value = _plain(value)
-        is_list = isinstance(value, (list, tuple)) and len(value) == 1
-        if is_list and not (name in SCHEMA and SCHEMA[name].valid(value)):
-            value = _plain(value[0])
-        is_fact = name not in SCHEMA or name not in OURS and SCHEMA[name].valid(value)
-        if is_fact:
+        if name not in SCHEMA or name not in OURS and SCHEMA[name].valid(value):
             facts[name] = value
     return facts
 
 
-def in_sections(content: dict) -> dict[str, list[Argument]]:
-    """Return the arguments of IN_SECTIONS by name, each value once, from a file and all sections
-    in it.
-    """
-    arguments: dict[str, list[Argument]] = {}
-    for place, name, value in _leaves(content):
-        name = ALSO_CALLED.get(name, name)
-        if name not in IN_SECTIONS:
-            continue
-        plain = of_training({name: value}).get(name)
-        others = arguments.get(name, [])
-        if isinstance(plain, PLAIN) and not any(_alike(plain, other.value) for other in others):
-            arguments[name] = [*others, Argument(plain, place or "beside the weights")]
-    return arguments
-
-
-def _alike(value, other):
-    """Return whether two values are the same: some programs save numbers as text."""
-    if isinstance(value, (int, float)) and isinstance(other, (int, float)):
-        return value == other
-    return str(value) == str(other)
-
-
 def _leaves(section: dict, place: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Yield (place, name, value) of all values in a section and in the sections inside it."""
+    """Yield (place, name, value) of the arguments of IN_SECTIONS in a section and in the sections
+    inside it.
+    """
     for name, value in section.items():
         path = f"{place}.{name}".replace("/", ".").lstrip(".")
         yield from _leaves(_section(value), path)
         # A flattened configuration has its sections in names.
         inside, _, last = path.rpartition(".")
-        yield inside, last, value
+        last = ALSO_CALLED.get(last, last)
+        if last in IN_SECTIONS:
+            yield inside or "beside the weights", last, value
 
 
 def _plain(value):
-    """Return a value of a configuration without tensors, numpy's numbers, paths, and bools that
-    are text.
+    """Return a value of a configuration without tensors, numpy's numbers, paths, lists of one
+    value, and bools that are text.
     """
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, torch.Tensor) and not value.is_nested and value.numel() <= MOST_VALUES:
         return _plain(value.tolist())
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        return _plain(value[0])
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
     if isinstance(value, PurePath):

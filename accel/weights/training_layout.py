@@ -71,10 +71,9 @@ def _chosen(path: Path, content: dict, entry: str | None) -> State:
     if len(states) == 1:
         if name == RAW:
             log.warning(f'{path}: holds "{RAW}" alone, without a moving average of the weights')
-        return _named(path, name, states)
-    if _rank(name) == len(ENTRIES):
+    elif _rank(name) == len(ENTRIES):
         raise UsageError(f"`ckpt={path}`: has the entries {listed}; give `weights_entry`")
-    if _rank(name) > 0:
+    elif _rank(name) > 0:
         others = shown(", ".join(other for other in states if other != name))
         log.warning(
             f'{path}: the weights are those of "{name}", not of {others}; for those: '
@@ -91,17 +90,11 @@ def _states(content: dict) -> dict[str, Any]:
         return {"": content}
     states = {}
     for name, value in content.items():
-        if not isinstance(value, dict):
-            inside = {"": value} if name == AVERAGE else {}
-        elif _is_state(value):
-            inside = {"": value}
-        else:
-            inside = {
-                f".{part}": state
-                for part, state in value.items()
-                if _is_state(state) or part == AVERAGE and isinstance(state, (list, tuple))
-            }
-        states |= {f"{name}{part}": state for part, state in inside.items()}
+        inside = value if isinstance(value, dict) and not _is_state(value) else {"": value}
+        for part, state in inside.items():
+            is_average = AVERAGE in (name, part) and isinstance(state, (list, tuple))
+            if is_average or _is_state(state):
+                states[f"{name}.{part}".rstrip(".")] = state
     return states
 
 

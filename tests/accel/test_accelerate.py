@@ -708,11 +708,11 @@ def test_another_guidance_is_refused_and_forward_is_not():
 
 
 class AsPublished(DiT_Llama):
-    """Large-DiT's original class has no n_heads and no dim: its attention has head_dim."""
+    """Large-DiT's original class has no n_heads: its attention has head_dim."""
 
     def __init__(self, **shape):
         super().__init__(**shape)
-        del self.n_heads, self.dim
+        del self.n_heads
 
     def rotation(self, x):
         length = (self.input_size // self.patch_size) ** 2

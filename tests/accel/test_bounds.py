@@ -53,7 +53,7 @@ BOUNDS = [  # names of a check and of its argument, least and most
     ("grid.num_classes checkpoint.num_classes", 1, 10**6),
     ("grid.batch_size grid.repeats fid.num_fid_samples", 1, 10**9),
     ("fid.per_proc_batch_size", 1, 10**5),
-    ("checkpoint.latent_size transformer.sample_size", 1, 4096),
+    ("transformer.sample_size", 1, 4096),
     ("checkpoint.patch_size decoder.layers_per_block", 1, 64),
     ("transformer.num_attention_heads", 1, 12),
     ("grid.seed", -(2**63), 2**64 - 1),

@@ -18,6 +18,7 @@ from accel.families.recognise import recognise
 from accel.opening import fit_of_file
 from accel.weights.checkpoint import Checkpoint
 from accel.weights.shapes import shapes_only
+from scripts.convert_checkpoint import facts_of
 
 NO_FAMILY = "own.pt: names no family, taken for a DiT (noise)"
 HEADS = "own.pt: says no number of heads, taken for 6, as models of its depth and width have; if"
@@ -156,9 +157,9 @@ def test_the_decoder_that_a_file_names_is_believed(said, decoder):
     for given, chosen in ((None, decoder), ("ema", "ema")):
         config = Config(ckpt="own.pt", vae=given)
         assert opening._with_decoder(config, None, fit, None, decodes=False)[0].vae == chosen
-    assert fit.metadata()["vae"] == said  # a converted file says it too
+    assert facts_of(fit)["vae"] == said  # a converted file says it too
     there = fit._replace(vae="/somebody/decoder")  # but no path of this machine
-    assert there.metadata()["vae"] == "decoder"
+    assert facts_of(there)["vae"] == "decoder"
 
 
 def test_a_decoder_that_is_not_here_is_refused_by_name(tmp_path, tiny_vae, here):

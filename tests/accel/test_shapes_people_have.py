@@ -93,10 +93,12 @@ def test_a_folder_of_null_labels_and_weights_without_one(tmp_path, tiny_vae, her
 
 def test_the_one_file_in_a_folder_is_named(tmp_path):
     torch.save(small().state_dict(), tmp_path / "last.ckpt")
-    with pytest.raises(UsageError, match="with one file of weights; give ckpt=.*last.ckpt"):
+    with pytest.raises(
+        UsageError, match="with files of weights, last.ckpt; give .* ckpt=.*last.ckpt"
+    ):
         open_checkpoint(tmp_path)
     torch.save(small().state_dict(), tmp_path / "0500000.pt")
-    words = "is a folder with 2 files of weights, 0500000.pt, last.ckpt; give one of them"
+    words = "is a folder with files of weights, 0500000.pt, last.ckpt; give one of them"
     with pytest.raises(UsageError, match=words):
         open_checkpoint(tmp_path)
 

@@ -31,7 +31,6 @@ from accel.families.sit.network import SiT_models
 from accel.graphs import Replayed
 from accel.latents.autoencoder_kl.half import HalfDecoder
 from accel.latents.float16 import Float16Decoder
-from accel.weights.diffusers_layout import config_of
 
 WANTED = 42
 MADE = 44  # two ranks make two at a time
@@ -456,7 +455,7 @@ def test_another_config_beside_the_same_weights_is_another_setting(tiny_vae, one
     """No tensor holds the number of heads."""
     state = fill(DiT_models["DiT-S/4"](input_size=8, num_classes=8)).state_dict()
     ckpt = tmp_path / "ckpt"
-    config = config_of(state, 6, 8, 8)
+    config = dict(sample_size=8, num_embeds_ada_norm=8)
     ckpt.mkdir()
     command = [
         "--ckpt",

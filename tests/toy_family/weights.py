@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from accel.families.recognise import Form, OfModule, Recogniser
+from accel.families.recognise import Fit, OfModule, Recogniser
 
 from . import FAMILY
 from .network import Toy
@@ -15,7 +15,7 @@ class ToyRecogniser(Recogniser):
 
     def form(self, shapes, metadata):
         """The model with weights of these shapes."""
-        return Form("Toy/2", partial(Toy, width=shapes[self.labels][1]), Toy.num_heads)
+        return Fit(FAMILY, "Toy/2", partial(Toy, width=shapes[self.labels][1]), Toy.num_heads)
 
     def of_module(self, module, state):
         """How a module is read if it is a Toy."""

@@ -12,17 +12,18 @@ from torch import Tensor, nn
 
 from accel.families import dit
 from accel.families.recognise import OfModule
-from accel.weights.diffusers_layout import check_config, from_diffusers
+from accel.weights.diffusers_layout import check_config, from_diffusers, with_table
 
 
 def of_module(module: nn.Module) -> OfModule:
     """Return the rules to read the module. Raises ValueError for a configuration that is
     not a DiT's.
     """
+    config = dict(module.config)
     return OfModule(
         dit.FAMILY,
-        check_config(dict(module.config), from_diffusers(module.state_dict())),
-        read=from_diffusers,
+        check_config(config, from_diffusers(module.state_dict())),
+        read=lambda state: with_table(from_diffusers(state), config["sample_size"]),
         arguments=lambda x, t, y: ((x,), dict(timestep=t, class_labels=y)),
         output=lambda out: out.sample,
         timestep_embedding=timestep_embedding,

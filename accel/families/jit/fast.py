@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from accel.families.jit.network import JiT, rotations
-from accel.families.lightning_dit.fast import LAST_NORM, block, fold_norms, norms_of
+from accel.families.large_dit.fast import fold_norms
+from accel.families.lightning_dit.fast import LAST_NORM, block, norms_of
 from accel.families.lightning_dit.network import EPS
 from accel.fast.conditioning import BLOCK_VECTORS, Conditioning
 from accel.fast.network import Packing

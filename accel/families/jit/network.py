@@ -7,6 +7,7 @@ clean picture. Names and state-dict keys are those of the published checkpoints.
 Shapes: N batch, T picture tokens, F label tokens in front, D width, h heads, d head dim.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from accel.families.dit.network import DiT, _constructor, attention
 from accel.families.lightning_dit.network import FinalLayer, LightningDiTBlock, rotation_table
-from accel.network import Stage
+from accel.network import Plain, Stage
 
 
 class Condition(NamedTuple):
@@ -76,10 +77,8 @@ class JiT(DiT):
         self.in_context_start = in_context_start
         self.side = input_size // patch_size  # of the grid of tokens
         few = nn.Conv2d(in_channels, bottleneck_dim, patch_size, stride=patch_size, bias=False)
-        embedder = nn.Sequential()
-        embedder.add_module("proj1", few)
-        embedder.add_module("proj2", nn.Conv2d(bottleneck_dim, hidden_size, 1))
-        self.add_module("x_embedder", embedder)
+        many = nn.Conv2d(bottleneck_dim, hidden_size, 1)
+        self.add_module("x_embedder", nn.Sequential(OrderedDict(proj1=few, proj2=many)))
         self.in_context_posemb = nn.Parameter(torch.randn(1, in_context_len, hidden_size) * 0.02)
         self.blocks = nn.ModuleList(
             LightningDiTBlock(hidden_size, num_heads, mlp_ratio, qk_norm=True) for _ in range(depth)
@@ -127,7 +126,7 @@ class JiT(DiT):
     ) -> Tensor:
         """Apply `blocks`, by default all: tokens x (N, F + T, D), conditioning c (N, D) → the same.
 
-        F may be 0. attend: in place of `attention`. tokens: all of them.
+        F may be 0. attend: in place of `attention`. tokens: all of the picture's.
         """
         front = x.shape[1] - self.side**2
         dtype = torch.promote_types(x.dtype, torch.float32)
@@ -140,11 +139,7 @@ class JiT(DiT):
     def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
         """Estimate the clean picture: x (N, C, H, W), t (N,), y (N,) → (N, C, H, W)."""
         condition = self.condition(t, y)
-        h = self.embed(x)  # (N, T, D)
-        for stage in self.stages:
-            h = stage.enter(h, h, condition)
-            h = self.transform(h, condition.vector, blocks=stage.blocks)
-        return self.unpatchify(self.head(h[:, stage.prepended :], condition.vector))
+        return self.unpatchify(Plain(self).forward_blocks(self.embed(x), condition, attention))
 
 
 # ---- Configurations ----

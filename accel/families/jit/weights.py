@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from accel.errors import UsageError, shown
 from accel.families import jit
-from accel.families.dit.weights import PATCHES, DiTRecogniser
+from accel.families.config_file import in_words
+from accel.families.dit.weights import PATCHES, DiTRecogniser, models_with
 from accel.families.jit.network import JiT, JiT_models
-from accel.families.lightning_dit.weights import LightningDiTRecogniser
-from accel.families.recognise import STRUCTURE, Form, OfModule, Recipe
+from accel.families.lightning_dit.weights import swiglu_ratio
+from accel.families.recognise import STRUCTURE, Fit, OfModule, Recipe
 from accel.weights.metadata import RECIPE
 from accel.weights.shapes import Shapes
 
@@ -35,18 +36,14 @@ class JiTRecogniser(DiTRecogniser):
     models = JiT_models
     network = JiT
     computed = {"use_nonlinear": (False,)}  # a SiLU between the projections, without an entry
-    mlp_ratio = LightningDiTRecogniser.mlp_ratio
 
-    def form(self, shapes: Shapes, metadata: Mapping[str, Any]) -> Form:
+    def form(self, shapes: Shapes, metadata: Mapping[str, Any]) -> Fit:
         """Return the network of weights with these shapes, as Recogniser.form does."""
         width = shapes[SECOND][0]
         form = super().form({**shapes, PATCHES: (width, *shapes[FIRST][1:])}, metadata)
         depth = sum(name.endswith(".attn.qkv.weight") for name in shapes)
-        starts = [
-            build.config[START]
-            for build in self.models.values()
-            if (build.config["depth"], build.config["hidden_size"]) == (depth, width)
-        ]
+        alike = models_with(self.models, depth=depth, hidden_size=width)
+        starts = [config[START] for config in alike.values()]
         start = metadata.get(START, *starts[:1])
         if not isinstance(start, int) or not 0 < start < depth:
             raise ValueError(
@@ -57,13 +54,15 @@ class JiTRecogniser(DiTRecogniser):
         facts = {} if start in starts else {START: start}
         return form._replace(build=partial(form.build, in_context_start=start), facts=facts)
 
-    def heads(self, shapes: Shapes, metadata: Mapping[str, Any]) -> int:
-        """Return the number of heads, from the norm of a head."""
-        return shapes[SECOND][0] // shapes["blocks.0.attn.q_norm.weight"][0]
-
     def options(self, shapes: Shapes) -> dict[str, Any]:
-        """Return the widths that are a JiT's own."""
-        return dict(bottleneck_dim=shapes[FIRST][0], in_context_len=shapes[FRONT][1])
+        """Return arguments of the constructor that only this family's entries say."""
+        width = shapes[SECOND][0]
+        return dict(
+            num_heads=width // shapes["blocks.0.attn.q_norm.weight"][0],
+            mlp_ratio=swiglu_ratio(shapes, width),
+            bottleneck_dim=shapes[FIRST][0],
+            in_context_len=shapes[FRONT][1],
+        )
 
     def recipe(self, model: str, metadata: Mapping[str, Any], path: Path) -> Recipe:
         """Return the options that the arguments of the training run imply."""
@@ -85,8 +84,9 @@ class JiTRecogniser(DiTRecogniser):
         if metadata.keys() & {"interval_min", "interval_max"}:  # of times: a level is 1 − time
             options["guidance_interval"] = 1 - high, 1 - low
         if options:
-            listed = ", ".join(f"{name} {shown(value)}" for name, value in options.items())
-            notices.append(f"{path}: its training arguments say {listed}; flags override it")
+            notices.append(
+                f"{path}: its training arguments say {in_words(options)}; flags override it"
+            )
         return Recipe(options, tuple(notices))
 
     def of_module(self, module: nn.Module, state: dict[str, Tensor]) -> OfModule | None:

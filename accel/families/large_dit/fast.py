@@ -9,15 +9,11 @@ import torch
 from torch import Tensor
 
 from accel.families.large_dit.network import DiT_Llama, rotation_table
-from accel.fast.conditioning import BLOCK_VECTORS, Conditioning
+from accel.fast.conditioning import Conditioning
 from accel.fast.network import Packing
 from accel.fast.ops import Block, Gemms, Half, Rotation, Split, Weights
 from accel.fast.reader import Reader
 from accel.network import Stage
-
-# Places of the scales among a block's vectors.
-ATTENTION_SCALE = 1
-MLP_SCALE = 4
 
 
 def pack(read: Reader, model: DiT_Llama, ops: Half | Split) -> Packing:
@@ -57,11 +53,16 @@ def _conditioning(
     projections = [f"{name}.adaLN_modulation.1" for name in (*names, "final_layer")]
     sinusoid = model.t_embedder.timestep_embedding
     conditioning = Conditioning(read, projections, sinusoid, ops.dtype)
-    for index, name in enumerate(names):
-        vectors = BLOCK_VECTORS * index
-        conditioning.fold(vectors + ATTENTION_SCALE, read(f"{name}.attention_norm.weight"))
-        conditioning.fold(vectors + MLP_SCALE, read(f"{name}.ffn_norm.weight"))
+    norms = [f"{name}.{norm}" for name in names for norm in ("attention_norm", "ffn_norm")]
+    fold_norms(read, norms, conditioning)
     return conditioning
+
+
+def fold_norms(read: Reader, norms: list[str], conditioning: Conditioning) -> None:
+    """Fold the weights of consecutive norms, from the first block's on, into the scales."""
+    for index, norm in enumerate(norms):
+        # Every norm has a scale, the second of the three vectors that belong to it.
+        conditioning.fold(3 * index + 1, read(f"{norm}.weight"))
 
 
 def _block(read: Reader, name: str, heads: int, rotation: Tensor, ops: Half | Split) -> Block:

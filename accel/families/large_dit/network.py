@@ -12,7 +12,7 @@ h heads, d head dim.
 """
 
 from collections.abc import Callable, Iterable
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 import torch.nn as nn
@@ -213,7 +213,6 @@ class DiT_Llama(dit.DiT):
         self.in_channels = in_channels
         self.out_channels = in_channels * 2 if learn_sigma else in_channels
         self.patch_size = patch_size
-        self.dim = dim
         self.norm_eps = norm_eps
         self.n_heads = n_heads
         self.num_heads = n_heads  # DiT's name
@@ -222,17 +221,8 @@ class DiT_Llama(dit.DiT):
         self.x_embedder = nn.Linear(patch_size * patch_size * in_channels, dim)
         self.t_embedder = TimestepEmbedder(condition)
         self.y_embedder = LabelEmbedder(num_classes, condition, class_dropout_prob)
-        block = partial(
-            TransformerBlock,
-            dim,
-            n_heads,
-            n_kv_heads,
-            multiple_of,
-            ffn_dim_multiplier,
-            norm_eps,
-            qk_norm,
-        )
-        self.layers = nn.ModuleList([block() for _ in range(n_layers)])
+        form = (dim, n_heads, n_kv_heads, multiple_of, ffn_dim_multiplier, norm_eps, qk_norm)
+        self.layers = nn.ModuleList(TransformerBlock(*form) for _ in range(n_layers))
         self.final_layer = FinalLayer(dim, patch_size, self.out_channels)
         self.initialize_weights()
 
@@ -243,7 +233,7 @@ class DiT_Llama(dit.DiT):
         """Return the rotations of all positions (T, d/2, 2) on x's device, in float32 or wider."""
         length = (self.input_size // self.patch_size) ** 2
         dtype = torch.promote_types(x.dtype, torch.float32)
-        return rotation_table(self.dim // self.n_heads, length, dtype, x.device)
+        return rotation_table(x.shape[-1] // self.n_heads, length, dtype, x.device)
 
     @property
     def blocks(self) -> nn.ModuleList:

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from accel.families import large_dit
-from accel.families.dit.weights import GAUSSIAN, LAST, require_heads
+from accel.families.dit.weights import GAUSSIAN, LAST, models_with, require_heads
 from accel.families.large_dit.network import DiT_Llama, Large_DiT_models
-from accel.families.recognise import Form, OfModule, Recogniser
+from accel.families.recognise import Fit, OfModule, Recogniser
 from accel.weights.shapes import Shapes
 
 PATCHES = "x_embedder.weight"  # (D, C·p·p)
@@ -23,7 +23,7 @@ class LargeDiTRecogniser(Recogniser):
     models = Large_DiT_models
     computed = GAUSSIAN
 
-    def form(self, shapes: Shapes, metadata: Mapping[str, Any]) -> Form:
+    def form(self, shapes: Shapes, metadata: Mapping[str, Any]) -> Fit:
         """Return the network of weights with these shapes, as Recogniser.form does.
 
         No tensor holds the number of heads, the patch and the channels. The metadata give
@@ -33,14 +33,9 @@ class LargeDiTRecogniser(Recogniser):
         depth = sum(name.endswith(".attention.wq.weight") for name in shapes)
         dim = shapes[PATCHES][0]
         sizes = dict(n_layers=depth, dim=dim)
-        alike = {
-            name: build.config
-            for name, build in self.models.items()
-            if sizes.items() <= build.config.items()
-        }
-        unnamed = f"{self.family.name}-{depth}x{dim}/2", {}
-        name, config = next(iter(alike.items()), unnamed)
-        usual = config.get("n_heads")
+        alike = models_with(self.models, **sizes)
+        name = next(iter(alike), f"{self.family.name}-{depth}x{dim}/2")
+        usual = next((config["n_heads"] for config in alike.values()), None)
         of_file = metadata.get("num_heads")
         heads = require_heads(of_file or usual, f"{self.family.name} of {depth} blocks", dim)
         qk_norm = QK_NORM in shapes
@@ -56,7 +51,6 @@ class LargeDiTRecogniser(Recogniser):
         build = partial(
             DiT_Llama,
             **sizes,
-            input_size=config.get("input_size", 32),
             patch_size=patch,
             in_channels=channels,
             n_heads=heads,
@@ -66,13 +60,15 @@ class LargeDiTRecogniser(Recogniser):
             learn_sigma=shapes[LAST][0] == 2 * channels * patch**2,
             qk_norm=qk_norm,
         )
-        return Form(name, build, heads, assumes_heads=of_file is None, usual=heads == usual)
+        return Fit(
+            self.family, name, build, heads, assumes_heads=of_file is None, usual=heads == usual
+        )
 
     def of_module(self, module: nn.Module, state: dict[str, Tensor]) -> OfModule | None:
         """Return the rules to read a module with a Large-DiT's entries, or None for another
         module.
         """
-        if not all(name in state for name in self.family.keys):
+        if not state.keys() >= {*self.family.keys}:
             return None
         facts = dict(
             num_heads=len(state[PATCHES]) // module.layers[0].attention.head_dim,

@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from accel.families.large_dit.fast import fold_norms
 from accel.families.lightning_dit.network import EPS, LightningDiT, rotation_table
 from accel.families.sit import fast as sit
-from accel.fast.conditioning import Conditioning
 from accel.fast.network import Packing
 from accel.fast.ops import Block, Gemms, Half, Rotation, Split
 from accel.fast.reader import Reader
@@ -38,13 +38,6 @@ def pack(read: Reader, model: LightningDiT, ops: Half | Split) -> Packing:
 def norms_of(blocks: list[str]) -> list[str]:
     """Return the names of the norms of blocks."""
     return [f"{name}.{norm}" for name in blocks for norm in ("norm1", "norm2")]
-
-
-def fold_norms(read: Reader, norms: list[str], conditioning: Conditioning) -> None:
-    """Fold the weights of consecutive norms, from the first block's on, into the scales."""
-    for index, norm in enumerate(norms):
-        # Every norm has a scale, the second of the three vectors that belong to it.
-        conditioning.fold(3 * index + 1, read(f"{norm}.weight"))
 
 
 def block(read: Reader, name: str, ops: Half | Split, heads: int, rotation: Tensor) -> Block:
@@ -77,9 +70,6 @@ def _norms(read, attention, heads):
     """
     if f"{attention}.q_norm.weight" not in read:
         return None
-    weights = [
-        read(f"{attention}.q_norm.weight").repeat(heads),
-        read(f"{attention}.k_norm.weight").repeat(heads),
-    ]
-    weights = torch.stack(weights)  # (2, D)
+    names = f"{attention}.q_norm.weight", f"{attention}.k_norm.weight"
+    weights = torch.stack([read(name).repeat(heads) for name in names])  # (2, D)
     return torch.stack([weights, torch.zeros_like(weights)], dim=1)

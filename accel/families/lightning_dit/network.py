@@ -9,7 +9,7 @@ Shapes: N batch, T tokens, D width, h heads, d head dim, L side of the grid of t
 """
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 import torch.nn as nn
@@ -153,8 +153,9 @@ class LightningDiT(SiT):
             num_classes=num_classes,
             learn_sigma=learn_sigma,
         )
-        block = partial(LightningDiTBlock, hidden_size, num_heads, mlp_ratio, qk_norm)
-        self.blocks = nn.ModuleList([block() for _ in range(depth)])
+        self.blocks = nn.ModuleList(
+            LightningDiTBlock(hidden_size, num_heads, mlp_ratio, qk_norm) for _ in range(depth)
+        )
         self.final_layer = FinalLayer(hidden_size, patch_size, self.out_channels)
         self.initialize_weights()
 

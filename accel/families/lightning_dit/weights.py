@@ -11,12 +11,20 @@ from accel.families import lightning_dit
 from accel.families.dit.weights import PATCHES, DiTRecogniser
 from accel.families.lightning_dit.network import LightningDiT, LightningDiT_models, rotation_table
 from accel.families.lightning_dit.recipe import recipe
-from accel.families.recognise import STRUCTURE, Form, OfModule, Recipe
+from accel.families.recognise import STRUCTURE, Fit, OfModule, Recipe
 from accel.weights.shapes import Shapes
 
 COS = "feat_rope.freqs_cos"
 SIN = "feat_rope.freqs_sin"  # each (T, d), every number twice
 MODULATION = ".adaLN_modulation.1."
+
+
+def swiglu_ratio(shapes: Shapes, width: int) -> float:
+    """Return the constructor's `mlp_ratio`: the hidden width is two thirds of a DiT's, rounded
+    down.
+    """
+    hidden = shapes["blocks.0.mlp.w3.weight"][1]
+    return (hidden * 3 // 2 + 1.5) / width
 
 
 class LightningDiTRecogniser(DiTRecogniser):
@@ -27,33 +35,25 @@ class LightningDiTRecogniser(DiTRecogniser):
     network = LightningDiT
     computed = {}
 
-    def form(self, shapes: Shapes, metadata: Mapping[str, Any]) -> Form:
+    def form(self, shapes: Shapes, metadata: Mapping[str, Any]) -> Fit:
         """Return the network of weights with these shapes, as Recogniser.form does."""
-        if COS not in shapes:
-            raise ValueError("is a LightningDiT without rotation, which is not computed here")
         width = shapes[PATCHES][0]
         head = shapes[COS][-1]
-        if shapes[SIN] != shapes[COS] or head % 4 or width % head:
+        if head % 4 or width % head:
             raise ValueError(
                 f"{COS} is {shapes[COS]}, which is no table of heads of a width of {width}; save "
                 "it again"
             )
         return super().form(shapes, metadata)
 
-    def heads(self, shapes: Shapes, metadata: Mapping[str, Any]) -> int:
-        """Return the number of heads, which the table of rotations gives."""
-        return shapes[PATCHES][0] // shapes[COS][-1]
-
-    def mlp_ratio(self, shapes: Shapes, width: int) -> float:
-        """Return the constructor's `mlp_ratio`: the hidden width is two thirds of a DiT's,
-        rounded down.
-        """
-        hidden = shapes["blocks.0.mlp.w3.weight"][1]
-        return (hidden * 3 // 2 + 1.5) / width
-
     def options(self, shapes: Shapes) -> dict[str, Any]:
-        """Return whether queries and keys are normalised."""
-        return dict(qk_norm="blocks.0.attn.q_norm.weight" in shapes)
+        """Return arguments of the constructor that only this family's entries say."""
+        width = shapes[PATCHES][0]
+        return dict(
+            num_heads=width // shapes[COS][-1],
+            mlp_ratio=swiglu_ratio(shapes, width),
+            qk_norm="blocks.0.attn.q_norm.weight" in shapes,
+        )
 
     def converted(self, state: dict[str, Tensor], metadata: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the state dict of the reference network. The network computes the table of
@@ -72,10 +72,6 @@ class LightningDiTRecogniser(DiTRecogniser):
                 kept[name] = torch.cat([shifts, halves], dim=1).flatten(0, 1)
         return kept
 
-    def sampled(self, state: dict[str, Tensor], metadata: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return `state`: sampling needs all entries."""
-        return state
-
     def recipe(self, model: str, metadata: Mapping[str, Any], path: Path) -> Recipe:
         """Return the settings that the configuration in or beside a file implies."""
         return recipe(model, metadata, path)
@@ -84,7 +80,7 @@ class LightningDiTRecogniser(DiTRecogniser):
         """Return the rules to read a module with a LightningDiT's entries, or None for
         another module.
         """
-        if not state.keys() >= set(self.family.keys):
+        if not state.keys() >= {*self.family.keys}:
             if any(self.family.name in base.__name__ for base in type(module).__mro__):
                 raise ValueError("is a LightningDiT without SwiGLU, which is not computed here")
             return None

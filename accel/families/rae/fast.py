@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel.families.lightning_dit.fast import LAST_NORM, block, fold_norms, norms_of
+from accel.families.large_dit.fast import fold_norms
+from accel.families.lightning_dit.fast import LAST_NORM, block, norms_of
 from accel.families.lightning_dit.network import EPS
 from accel.families.rae.network import DiTwDDTHead, fourier
 from accel.fast.conditioning import Conditioning

@@ -15,7 +15,7 @@ the other flows: the network embeds 1 − t and negates its output.
 Shapes: N batch, T tokens, D width of the trunk, W width of the head, h heads, d head dim.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from math import gcd
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accel.families.dit.network import DiT, PatchEmbed, TimestepEmbedder, _constructor, attention
+from accel.families.large_dit.network import DiT_Llama
 from accel.families.lightning_dit.network import FinalLayer, LightningDiTBlock, rotation_table
 from accel.network import Plain, Stage
 
@@ -157,24 +158,12 @@ class DiTwDDTHead(DiT):
         """Return the head's modulation (N, T, W) from the trunk's tokens x (N, T, D)."""
         return self.s_projector(F.silu(condition.time.unsqueeze(1) + x))
 
-    def transform(
-        self,
-        x: Tensor,
-        c: Tensor,
-        attend: Callable = attention,
-        tokens: slice = slice(None),
-        blocks: Iterable[nn.Module] | None = None,
-    ) -> Tensor:
-        """Apply `blocks` of the trunk, c (N, D), or of the head, c (N, T, W), to tokens x.
+    def rotation(self, x: Tensor) -> Tensor:
+        """Return the rotations (T, d/2, 2) of tokens of the trunk's or of the head's width."""
+        of_trunk = x.shape[-1] == self.s_projector.in_features
+        return self.enc_feat_rope() if of_trunk else self.dec_feat_rope()
 
-        x (N, T, D) or (N, T, W). attend: in place of `attention`. tokens: the slice of each row
-        that x and c hold.
-        """
-        rope = self.enc_feat_rope if c.ndim == 2 else self.dec_feat_rope
-        rotation = rope()[tokens]  # (T, d/2, 2)
-        for block in blocks or ():
-            x = block(x, c, rotation, attend)
-        return x
+    transform = DiT_Llama.transform  # its blocks take `rotation` too
 
     def head(self, x: Tensor, c: Tensor) -> Tensor:
         """Project tokens x (N, T, W), conditioning c (N, T, W), to velocities (N, T, C)."""

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from accel.families import rae
-from accel.families.dit.weights import DiTRecogniser
+from accel.families.dit.weights import DiTRecogniser, models_with
 from accel.families.rae.network import DiTDH_models, DiTwDDTHead
-from accel.families.recognise import STRUCTURE, Form, OfModule
+from accel.families.recognise import STRUCTURE, Fit, OfModule
 from accel.families.repa.weights import TurnedFaceAlone
 from accel.weights.shapes import Shapes
 
@@ -20,13 +20,6 @@ PARTS = (
     ("s_embedder.proj.weight", "enc_feat_rope.freqs_cos"),
     ("x_embedder.proj.weight", "dec_feat_rope.freqs_cos"),
 )
-# An entry that every supported file has → the argument of the original that leaves it out.
-NEEDED = {
-    "pos_embed": "use_pos_embed",
-    "enc_feat_rope.freqs_cos": "use_rope",
-    "blocks.0.norm1.weight": "use_rmsnorm",
-    "blocks.0.mlp.w12.weight": "use_swiglu",
-}
 UNSHIFTED = 4096  # numbers in a latent whose times are not shifted
 
 
@@ -37,18 +30,13 @@ class RAERecogniser(DiTRecogniser):
     models = DiTDH_models
     computed = {}
 
-    def form(self, shapes: Shapes, metadata: Mapping[str, Any]) -> Form:
+    def form(self, shapes: Shapes, metadata: Mapping[str, Any]) -> Fit:
         """Return the network of weights with these shapes, as Recogniser.form does."""
-        for name, argument in NEEDED.items():
-            if name not in shapes:
-                raise ValueError(f"is a DiTDH with {argument} False, which is not computed here")
         widths: tuple[int, ...] = ()  # of trunk and head
         heads: tuple[int, ...] = ()
         for embedder, table in PARTS:
-            width, channels, patch, _ = shapes[embedder]
+            width, channels = shapes[embedder][:2]
             tokens, head_dim = shapes[table]
-            if patch > 1:
-                raise ValueError(f"is a DiTDH with patches of {patch}, and only 1 is computed here")
             if head_dim % 4 or width % head_dim:
                 raise ValueError(
                     f"{table} is for heads of {head_dim}, into which a width of {width} does not "
@@ -61,13 +49,10 @@ class RAERecogniser(DiTRecogniser):
                 "is a DiTDH whose trunk is as wide as its head, which is not computed here: no "
                 "tensor says where the head begins"
             )
-        if shapes["blocks.0.adaLN_modulation.1.weight"][0] == 4 * widths[0]:
-            raise ValueError("is a DiTDH with wo_shift True, which is not computed here")
         of_blocks = [shape[1] for name, shape in shapes.items() if name.endswith("attn.qkv.weight")]
         depth = tuple(map(of_blocks.count, widths))
         config: dict[str, Any] = dict(hidden_size=widths, depth=depth, num_heads=heads)
         sizes = "+".join(f"{count}x{width}" for count, width in zip(depth, widths))
-        named = [name for name, build in self.models.items() if build.config == config]
         hidden = [shapes[f"blocks.{block}.mlp.w3.weight"][1] for block in (0, depth[0])]
         build = partial(
             DiTwDDTHead,
@@ -80,8 +65,8 @@ class RAERecogniser(DiTRecogniser):
         )
         # The original moves times that run from data to noise by σ: here a shift by 1/σ.
         sigma = sqrt(channels * tokens / UNSHIFTED)
-        model = named[0] if named else f"DiTDH-{sizes}/1"
-        return Form(model, build, gcd(*heads), recipe={"timestep_shift": 1 / sigma})
+        model = next(iter(models_with(self.models, **config)), f"DiTDH-{sizes}/1")
+        return Fit(self.family, model, build, gcd(*heads), recipe={"timestep_shift": 1 / sigma})
 
     def of_module(self, module: nn.Module, state: dict[str, Tensor]) -> OfModule | None:
         """Return the rules to read a module with a DiT^DH's entries, None for another module."""

@@ -8,16 +8,13 @@ sin(f·t), so the linear layer after the timestep's sinusoid can absorb the chan
 """
 
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from accel.families import repa
 from accel.families.dit.network import TimestepEmbedder
-from accel.families.dit.weights import PATCHES
 from accel.families.recognise import STRUCTURE, OfModule
 from accel.families.repa import PROJECTORS
 from accel.families.sit.network import SiT_models
@@ -55,15 +52,11 @@ class RepaRecogniser(SiTRecogniser):
         """Return the rules to read a SiT of REPA's code, recognised by its projectors or
         attributes, or None for another module.
         """
-        by_entries = any(name.startswith(PROJECTORS) for name in state)
+        with_features = any(name.startswith(PROJECTORS) for name in state)  # beside the velocity
         by_class = any(hasattr(module, name) for name in ATTRIBUTES)
-        if (
-            not is_sit(module)
-            or not (by_entries or by_class)
-            or not state.keys() >= {*self.family.keys}
-        ):
+        known = with_features or by_class
+        if not is_sit(module) or not known or not state.keys() >= {*self.family.keys}:
             return None
-        with_features = _returns_features(module, state)
         return self.of_entries(
             module,
             state,
@@ -75,25 +68,6 @@ class RepaRecogniser(SiTRecogniser):
 
 
 RECOGNISER = RepaRecogniser()
-
-
-def _returns_features(module: nn.Module, state: dict[str, Tensor]) -> bool:
-    """Return whether the module's forward returns a tuple, of velocity and features. A module
-    that cannot be evaluated counts as REPA's own, which does.
-    """
-    _, channels, patch, _ = state[PATCHES].shape
-    side = patch * round(state["pos_embed"].shape[1] ** 0.5)
-    kernel = state[PATCHES]
-    without_values = {name: value.to("meta") for name, value in module.state_dict().items()}
-    # Without values it takes no time; but some modules hold tensors that no state dict names.
-    for device, weights in ((torch.device("meta"), without_values), (kernel.device, {})):
-        x = torch.zeros(1, channels, side, side, device=device, dtype=kernel.dtype)
-        t = torch.zeros(1, device=device)
-        y = torch.zeros(1, dtype=torch.long, device=device)
-        gpus = [device] if device.type == "cuda" else []
-        with suppress(Exception), torch.no_grad(), torch.random.fork_rng(gpus):
-            return isinstance(functional_call(module, weights, (x, t, y)), tuple)
-    return True
 
 
 def _of_time_turned(weight: Tensor) -> Tensor:
