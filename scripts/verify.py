@@ -78,8 +78,8 @@ def parts(a: np.ndarray, b: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarra
     picture as "row,column".
     """
     pixels = {"grid": (a, b)}
-    for name, rows, columns in evaluate.find_tiles(a, b):
-        pixels[name] = a[rows, columns], b[rows, columns]
+    for name, place in evaluate.find_tiles(a, b):
+        pixels[name] = a[place], b[place]
     return pixels
 
 
