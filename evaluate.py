@@ -28,7 +28,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain
 from operator import ge, gt, le
 from pathlib import Path
@@ -143,7 +143,6 @@ class Lpips:
             raise UsageError(f"--vgg-weights {weights}: no such file; it should be {VGG16_URL}")
         self.weights = weights
         self.source = None
-        self._network = None  # the network, or why there is none
 
     def __call__(self, a: np.ndarray, b: np.ndarray) -> float:
         """Return the distance of two pictures. Raises NotComputed."""
@@ -154,12 +153,13 @@ class Lpips:
                 "LPIPS: VGG16 halves four times: pictures need 16x16 px, not "
                 f"{a.shape[1]}x{a.shape[0]}"
             )
-        self._network = self._network or self._load()
         if isinstance(self._network, NotComputed):
             raise self._network
         return math.fsum(self._slices(self._network, a, b))
 
-    def _load(self):
+    @cached_property
+    def _network(self):
+        """Return the network, or a NotComputed with the reason why there is none."""
         import lpips
         import torch
 

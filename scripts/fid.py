@@ -339,15 +339,15 @@ def caveats(samples: Pictures, reference: Pictures, published: bool) -> Iterator
         sides = ["×".join(map(str, side.shape[1:3])) for side in (samples, reference)]
         yield f"pictures of {' against '.join(sides)} pixels: FID compares one size"
     if ours and theirs:
-        differences = []
-        for name in sorted({**ours, **theirs}):
-            values = ours.get(name), theirs.get(name)
-            if values[0] != values[1]:
-                differences.append(f"{shown(name)} ({shown(values[0])}, {shown(values[1])})")
-        if differences:
-            yield f"two jobs that differ in {', '.join(differences)}"
-        else:
-            yield "two jobs of the same settings"
+        differences = [
+            f"{shown(name)} ({shown(ours.get(name))}, {shown(theirs.get(name))})"
+            for name in sorted({**ours, **theirs})
+            if ours.get(name) != theirs.get(name)
+        ]
+        likeness = (
+            f"that differ in {', '.join(differences)}" if differences else "of the same settings"
+        )
+        yield f"two jobs {likeness}"
 
 
 def main() -> None:
@@ -403,8 +403,8 @@ def report(args: Namespace) -> None:
     for side in looked_at:
         side.check()
     metrics = compare(samples, reference, network, device, args)
-    contents = "statistics" if reference.statistics else f"{len(reference)} pictures"
     print(f"{samples.path}: {len(samples)} pictures")
+    contents = "statistics" if reference.statistics else f"{len(reference)} pictures"
     print(f"{reference.path}: {contents}")
     print(f"FID              {metrics[FID]:.6g}")
     sfid = "none: the reference has statistics, but not mu_s, sigma_s"

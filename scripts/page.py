@@ -73,8 +73,9 @@ NAMES = dict(
     num_sampling_steps="Steps",
     cfg_scale="Guidance",
     sampler="Sampler",
+    guidance_interval="Guidance interval",
+    precision="Arithmetic",
 )
-NAMES |= dict(guidance_interval="Guidance interval", precision="Arithmetic")
 CSS = """.pixels :is(.image-frame, img) {
   width: 100%; max-height: 75vh; object-fit: contain !important
 }

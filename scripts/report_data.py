@@ -10,7 +10,6 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Collection
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -149,11 +148,6 @@ def contest(log: dict) -> list[dict]:
     return rows
 
 
-def baseline(log: dict) -> dict:
-    """Return the ladder, whose first rungs are upstream's arithmetic."""
-    return dict(ladder=log["ladder"][0], sources=log["ladder"][:1])
-
-
 def profile(log: dict) -> dict:
     """Return the profiles, upstream's first. Raises UsageError for profiles of different
     networks or batches.
@@ -170,12 +164,9 @@ def single(log: dict) -> dict:
     the likeness of pictures.
     """
     ladder = log["ladder"][0]
-    today = dict(steps.STEPS)
-    rungs = []
-    for rung in _measured(ladder):
-        _, _, step = rung["rung"].partition(" + ")
-        if step in ("", *today):  # others were removed since
-            rungs.append(rung)
+    # A rung is of a tier, or adds a step to it. Other steps were removed since.
+    steps_today = {"", *dict(steps.STEPS)}
+    rungs = [rung for rung in _measured(ladder) if rung["rung"].partition(" + ")[2] in steps_today]
     versus = []
     for record in log["versus"]:
         if record["model"] != ladder["model"]:
@@ -273,9 +264,7 @@ def front_page(data: dict, tier: str | None = None) -> dict:
             "--log: no contest measurement of fp32; bench/jobs.py --contest fp32 --output "
             "LOG/fp32.json"
         )
-    upstream = on_fewest.get("tf32")
-    if upstream is before:
-        upstream = None
+    upstream = on_fewest.get("tf32") if "fp32" in on_fewest else None
     chosen = tier or plain(verified["best"]["tier"])
     of_tier = [row for row in everything if row["tier"] == chosen]
     if tier and not of_tier:
@@ -351,9 +340,15 @@ def collect(
             raise UsageError(
                 f"{folder}: holds no {need} measurement; bash scripts/measure.sh {folder} makes it"
             )
-    parts = {1: baseline, 2: profile, 3: single, 4: partial(many, tier=tier)}
-    names = {1: "baseline", 2: "profile", 3: "single", 4: "many"}
-    data = {names[section]: parts[section](log) for section in sections}
+    data = {}
+    if 1 in sections:
+        data["baseline"] = dict(ladder=log["ladder"][0], sources=log["ladder"][:1])
+    if 2 in sections:
+        data["profile"] = profile(log)
+    if 3 in sections:
+        data["single"] = single(log)
+    if 4 in sections:
+        data["many"] = many(log, tier)
     records = chain.from_iterable(section["sources"] for section in data.values())
     by_path = {str(record["path"]): record for record in records}
     sources = [by_path[path] for path in sorted(by_path)]
