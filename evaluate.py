@@ -592,21 +592,19 @@ def run(args: argparse.Namespace, report: dict) -> None:
         )
     failed = sum(record["verdict"] != "PASS" for record in records)
     vgg = lpips.source if lpips else None
-    caveats = [f"gate {args.gate}"]
-    if verdict == "NONE":
-        caveats.append("a metric could not be computed")
-    if failed and len(records) > 1:
-        caveats.append(f"{failed} of {len(records)} pictures do not pass")
-    if args.every_tile:
-        caveats.append("every tile held to it")
-    if len(args.thresholds) < len(METRICS):
-        caveats.append(f"judged by {', '.join(args.thresholds).upper()}")
-    if vgg and not vgg["published"]:
-        caveats.append("not the published VGG16")
+    caveats = {
+        f"gate {args.gate}": True,
+        "a metric could not be computed": verdict == "NONE",
+        f"{failed} of {len(records)} pictures do not pass": failed and len(records) > 1,
+        "every tile held to it": args.every_tile,
+        f"judged by {', '.join(args.thresholds).upper()}": len(args.thresholds) < len(METRICS),
+        "not the published VGG16": vgg and not vgg["published"],
+    }
+    applying = "; ".join(caveat for caveat, applies in caveats.items() if applies)
     # a dict keeps the order
     for reason in dict.fromkeys(chain.from_iterable(record["reasons"] for record in judged)):
         print(f"evaluate.py: {printable(reason)}", file=sys.stderr)
-    print(f"VERDICT: {verdict} ({'; '.join(caveats)})")
+    print(f"VERDICT: {verdict} ({applying})")
     report.update(
         verdict=verdict,
         exit_status=EXIT_STATUS[verdict],

@@ -206,21 +206,21 @@ def _check_header(image):
     """Raise UsageError if a viewer shows an opened picture otherwise than Pillow decodes it."""
     _check_size(image.width, image.height)
     frames = getattr(image, "n_frames", 1)
-    if frames > 1:
-        raise UsageError(f"has {frames} frames; {PLAIN}")
     bits = _bits(image)
-    if bits > 8:
-        raise UsageError(f"has {bits} bits a channel; {PLAIN}")
-    if image.has_transparency_data:
-        raise UsageError(f"has transparency (mode {image.mode}); {PLAIN}")
-    if image.mode not in OPAQUE_MODES:
-        raise UsageError(f"has the mode {image.mode}; {PLAIN}")
     orientation = image.getexif().get(ORIENTATION, 1)
-    if orientation not in (0, 1):
-        raise UsageError(f"is rotated or mirrored by its EXIF orientation, {orientation}; {PLAIN}")
     profile = image.info.get("icc_profile")
-    if profile and not _is_srgb(profile, grey=image.mode in ("1", "L")):
-        raise UsageError(f"has a colour profile other than sRGB; {PLAIN}")
+    other_colours = bool(profile) and not _is_srgb(profile, grey=image.mode in ("1", "L"))
+    reasons = {
+        f"has {frames} frames": frames > 1,
+        f"has {bits} bits a channel": bits > 8,
+        f"has transparency (mode {image.mode})": image.has_transparency_data,
+        f"has the mode {image.mode}": image.mode not in OPAQUE_MODES,
+        f"is rotated or mirrored by its EXIF orientation, {orientation}": orientation not in (0, 1),
+        "has a colour profile other than sRGB": other_colours,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise UsageError(f"{reason}; {PLAIN}")
 
 
 def _bits(image):
