@@ -403,20 +403,23 @@ def report(args: Namespace) -> None:
     for side in looked_at:
         side.check()
     metrics = compare(samples, reference, network, device, args)
-    print(f"{samples.path}: {len(samples)} pictures")
     contents = "statistics" if reference.statistics else f"{len(reference)} pictures"
+    print(f"{samples.path}: {len(samples)} pictures")
     print(f"{reference.path}: {contents}")
-    print(f"FID              {metrics[FID]:.6g}")
-    sfid = "none: the reference has statistics, but not mu_s, sigma_s"
+    figures = {
+        "FID": f"{metrics[FID]:.6g}",
+        "sFID": "none: the reference has statistics, but not mu_s, sigma_s",
+        "Inception Score": "{inception_score_mean:.6g} ± {inception_score_std:.2g}".format(
+            **metrics
+        ),
+    }
     if SFID in metrics:
-        sfid = f"{metrics[SFID]:.6g}"
-    print(f"sFID             {sfid}")
-    mean = metrics["inception_score_mean"]
-    deviation = metrics["inception_score_std"]
-    print(f"Inception Score  {mean:.6g} ± {deviation:.2g}")
+        figures["sFID"] = f"{metrics[SFID]:.6g}"
     if args.precision_recall:
-        print(f"Precision        {metrics['precision']:.4f}")
-        print(f"Recall           {metrics['recall']:.4f}")
+        figures["Precision"] = f"{metrics['precision']:.4f}"
+        figures["Recall"] = f"{metrics['recall']:.4f}"
+    for name, text in figures.items():
+        print(f"{name:17}{text}")
     for line in caveats(samples, reference, published):
         print(f"note: {line}")
 
