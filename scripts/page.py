@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from contextlib import redirect_stdout
 from dataclasses import fields, replace
@@ -243,7 +243,7 @@ def choose(labels, seed, scale, low, high, sampler, steps, tier) -> dict:
     pictures.
     """
     # The browser sends lists of strings, and numbers; other clients may send anything.
-    if isinstance(labels, list) and len(labels) > MOST:
+    if isinstance(labels, Collection) and len(labels) > MOST:
         raise UsageError(
             f"`labels`: {len(labels)} pictures are too many for this page; choose up to {MOST}"
         )
