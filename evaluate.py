@@ -12,9 +12,13 @@ Exit status: 0 pass · 1 fail · 2 bad input · 3 none: no metric fails, and one
 computed · 130 Ctrl-C.
 """
 
+from accel import launch
+
+if __name__ == "__main__":
+    launch.begin()
+
 import argparse
 import hashlib
-import io
 import json
 import math
 import os
@@ -23,39 +27,18 @@ import socket
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable
-from contextlib import redirect_stdout, suppress
-from functools import lru_cache
+from collections.abc import Iterable, Sequence
+from functools import cached_property, lru_cache
 from itertools import chain
 from operator import ge, gt, le
 from pathlib import Path
 from typing import NamedTuple
 
 
-def _end(status, text, stream=sys.stderr):
-    """Print `text` and exit. A stream that is closed, full or no longer read does not
-    change the status.
-    """
-    with suppress(OSError, AttributeError):
-        # an ASCII terminal degrades a file's name, not the run
-        stream.reconfigure(errors="backslashreplace")
-        print(text, end="", file=stream, flush=True)
-    os._exit(status)
-
-
-def _traced(error):
-    """Return where `error` was raised, for whoever changes this file: with DIT_TRACEBACK=1,
-    which tests set.
-    """
-    if os.environ.get("DIT_TRACEBACK") != "1" or isinstance(error, KeyboardInterrupt):
-        return ""
-    return "".join(traceback.format_exception(error))
-
-
-def _crash(error_type, error, _):
+def _crash(*error):
     """End with status 3: Python's own status for a crash is 1, which would say FAIL."""
-    status = 130 if error_type is KeyboardInterrupt else 3
-    _end(status, f"{_traced(error)}evaluate.py: {error!r}\n")
+    sys.__excepthook__(*error)
+    os._exit(3)
 
 
 if __name__ == "__main__":
@@ -63,8 +46,9 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from accel.errors import UsageError, printable
-from accel.picture_files import SUFFIXES, Picture, read_picture
+from accel.errors import USAGE, UsageError, printable
+from accel.files import atomic_write
+from accel.picture_files import SUFFIXES, read_picture
 
 METRICS = {  # the lines of the contest's script
     "mae": "Pixel-wise Mean Absolute Difference: {:.4f}",
@@ -76,42 +60,28 @@ GATES = {  # mae of the 0..1 range; strict allows 0.01 of a 0..255 level
     "contest": {"mae": 0.01, "lpips": 0.01, "psnr": 40.0, "ssim": 0.99},
     "strict": {"mae": 0.01 / 255, "lpips": 0.01, "psnr": 40.0, "ssim": 0.99},
 }
+SHORT = {
+    "mae": "MAE {:.4f} of 0-255",
+    "lpips": "LPIPS {:.4f}",
+    "psnr": "PSNR {:.4f}",
+    "ssim": "SSIM {:.4f}",
+}
 CRITERIA = {"mae": ("<=", le), "lpips": ("<=", le), "psnr": (">", gt), "ssim": (">=", ge)}
 LEVELS = "of 0-255"  # the unit of MAE where people read it
-FRACTION = "of 0-1"  # the unit of MAE in thresholds
-BAD_INPUT = 2
 EXIT_STATUS = {"PASS": 0, "FAIL": 1, "NONE": 3}
 VGG16_URL = "https://download.pytorch.org/models/vgg16-397923af.pth"
 VGG16_SHA256 = "397923af"  # its first eight digits, as torch's hub names the file
-
-
-class Pair(NamedTuple):
-    """Two files to compare."""
-
-    baseline: Path
-    candidate: Path
 
 
 class Tile(NamedTuple):
     """A picture of a grid."""
 
     name: str  # "row,column", from 1
-    rows: slice  # pixels
-    columns: slice
+    place: tuple[slice, slice]  # pixels
 
 
 class NotComputed(Exception):
     """A metric has no value (exit status 3)."""
-
-
-def pixel_pair(pair: Pair, baseline: Picture, candidate: Picture) -> tuple[np.ndarray, np.ndarray]:
-    """Return both pictures as (H, W, 3) uint8. Raises UsageError for different sizes or modes."""
-    if (baseline.size, baseline.mode) != (candidate.size, candidate.mode):
-        raise UsageError(
-            f"{pair.baseline} has {baseline.size} px, {baseline.mode}, "
-            f"{pair.candidate} has {candidate.size} px, {candidate.mode}; save both alike"
-        )
-    return baseline.pixels, candidate.pixels
 
 
 def mae(a: np.ndarray, b: np.ndarray) -> float:
@@ -125,11 +95,12 @@ def psnr(a: np.ndarray, b: np.ndarray) -> float:
     """Return 10·log10(R²/MSE) in dB, R the largest value of b, as in torchmetrics. NaN
     for two black pictures.
     """
-    a = np.float32(a) / 255
-    b = np.float32(b) / 255
-    mse = np.square(a - b).mean(dtype=np.float64)
+    from skimage.metrics import peak_signal_noise_ratio
+
+    a = np.float64(np.float32(a) / 255)
+    b = np.float64(np.float32(b) / 255)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return float(20 * np.log10(np.float64(b.max())) - 10 * np.log10(mse))
+        return float(peak_signal_noise_ratio(a, b, data_range=b.max()))
 
 
 def ssim(a: np.ndarray, b: np.ndarray) -> float:
@@ -164,13 +135,14 @@ class Lpips:
 
     weights: a torchvision VGG16 checkpoint; None is the one in torch's hub cache, fetched
     on first use. Once loaded, `source` has its path, its sha256 and whether it is the
-    published one.
+    published one. Raises UsageError if `weights` is not a file.
     """
 
     def __init__(self, weights: Path | None = None):
+        if weights is not None and not weights.is_file():
+            raise UsageError(f"--vgg-weights {weights}: no such file; it should be {VGG16_URL}")
         self.weights = weights
         self.source = None
-        self._network = None  # the network, or why there is none
 
     def __call__(self, a: np.ndarray, b: np.ndarray) -> float:
         """Return the distance of two pictures. Raises NotComputed."""
@@ -181,12 +153,13 @@ class Lpips:
                 "LPIPS: VGG16 halves four times: pictures need 16x16 px, not "
                 f"{a.shape[1]}x{a.shape[0]}"
             )
-        self._network = self._network or self._load()
         if isinstance(self._network, NotComputed):
             raise self._network
         return math.fsum(self._slices(self._network, a, b))
 
-    def _load(self):
+    @cached_property
+    def _network(self):
+        """Return the network, or a NotComputed with the reason why there is none."""
         import lpips
         import torch
 
@@ -238,6 +211,7 @@ class Lpips:
         """Return the distance that each of VGG16's five slices adds. A slice's maps
         replace the previous slice's.
         """
+        import lpips
         import torch
 
         distances = []
@@ -247,17 +221,10 @@ class Lpips:
             maps = [network.scaling_layer(2 * x - 1) for x in maps]
             for run, head in zip(network.net.children(), network.lins):
                 maps = [run(x) for x in maps]  # each (1, C, H', W')
-                difference = _unit(maps[0]).sub_(_unit(maps[1])).square_()
+                units = [lpips.normalize_tensor(x) for x in maps]
+                difference = units[0].sub_(units[1]).square_()
                 distances.append(head(difference).mean().item())
         return distances
-
-
-def _unit(maps):
-    """Return unit vectors along C, with 1e-8 inside the root as in torchmetrics."""
-    import torch
-
-    squares = torch.linalg.vector_norm(maps, dim=1, keepdim=True).square()
-    return maps * (squares + 1e-8).rsqrt()
 
 
 def measure(
@@ -284,18 +251,17 @@ def measure(
     return values, reasons
 
 
-def judge(values: dict[str, float], thresholds: dict[str, float]) -> dict[str, bool | None]:
+def judge(values: dict[str, float], thresholds: dict[str, float]) -> dict[str, str]:
     """Return whether each value (mae in levels) meets its threshold (mae of 0..1), if it
-    has one; None for NaN.
+    has one: PASS or FAIL; NONE for NaN.
     """
-    scaled = values | {"mae": values["mae"] / 255}
     results = {}
-    for metric, threshold in thresholds.items():
-        if metric not in values:
-            continue
+    for metric in thresholds.keys() & values.keys():
+        value = values[metric] / 255 if metric == "mae" else values[metric]
         _, meets = CRITERIA[metric]
-        undefined = math.isnan(scaled[metric])
-        results[metric] = None if undefined else meets(scaled[metric], threshold)
+        results[metric] = "PASS" if meets(value, thresholds[metric]) else "FAIL"
+        if math.isnan(value):
+            results[metric] = "NONE"
     return results
 
 
@@ -307,35 +273,30 @@ def find_tiles(a: np.ndarray, b: np.ndarray) -> list[Tile]:
     line = 2
     height = a.shape[0] - line
     width = a.shape[1] - line
-    for rows, columns in [(height * 4 // max(width, 1), 4), (1, 3), (1, 2)]:
-        if min(rows, columns) < 1 or height % rows or width % columns:
+    for columns in (4, 3, 2):
+        stride = width // columns  # a picture and the line before it
+        if stride < 16 + line or width % columns or height % stride:
             continue
-        tall = height // rows  # a picture and the line before it
-        wide = width // columns
-        if tall != wide or tall < 16 + line:
-            continue
+        rows = height // stride
         y, x = np.ogrid[: a.shape[0], : a.shape[1]]
-        lines = (y % tall < line) | (x % wide < line)
-        if a[lines].any():
+        lines = (y % stride < line) | (x % stride < line)
+        if a[lines].any() or (columns < 4 and rows > 1):
             continue
         tiles = []
         for row, column in np.ndindex(rows, columns):
-            top = row * tall
-            left = column * wide
-            tile = Tile(
-                f"{row + 1},{column + 1}",
-                slice(top + line, top + tall),
-                slice(left + line, left + wide),
-            )
-            tiles.append(tile)
-        while tiles and _is_black(a, tiles[-1]) and _is_black(b, tiles[-1]):
+            top = row * stride
+            left = column * stride
+            place = slice(top + line, top + stride), slice(left + line, left + stride)
+            tiles.append(Tile(f"{row + 1},{column + 1}", place))
+        while tiles and not a[tiles[-1].place].any() and not b[tiles[-1].place].any():
             tiles.pop()  # the last row may be unfilled
         return tiles
     return []
 
 
-def _is_black(picture, tile):
-    return not picture[tile.rows, tile.columns].any()
+def verdict_of(values: dict[str, float], thresholds: dict[str, float]) -> str:
+    """Return the verdict on the values of a picture."""
+    return overall(judge(values, thresholds).values())
 
 
 def judge_pixels(
@@ -346,37 +307,31 @@ def judge_pixels(
     return {"values": values, "verdict": verdict_of(values, thresholds), "reasons": reasons}
 
 
-def verdict_of(values: dict[str, float], thresholds: dict[str, float]) -> str:
-    """Return the verdict on the values of a picture."""
-    words = {True: "PASS", False: "FAIL", None: "NONE"}
-    return overall(words[meets] for meets in judge(values, thresholds).values())
-
-
 def judge_pair(
     args: argparse.Namespace,
-    pair: Pair,
-    pixels: tuple[np.ndarray, np.ndarray],
+    pair: tuple[Path, Path],
+    a: np.ndarray,
+    b: np.ndarray,
     lpips: Lpips | None,
 ) -> dict:
     """Return values and verdict of a candidate and of its tiles; of tiles LPIPS only with
     --every-tile.
     """
-    a, b = pixels
+    baseline, candidate = pair
     tiles = find_tiles(a, b)
     if args.every_tile and not tiles:
         raise UsageError(
-            f"{pair.candidate}: {a.shape[1]}x{a.shape[0]} px is not a grid in sample.png's layout; "
+            f"{candidate}: {a.shape[1]}x{a.shape[0]} px is not a grid in sample.png's layout; "
             "drop --every-tile"
         )
     records = []
     for tile in tiles:
-        place = tile.rows, tile.columns
         lpips_of_tile = lpips if args.every_tile else None
-        record = judge_pixels(a[place], b[place], args.thresholds, lpips_of_tile)
+        record = judge_pixels(a[tile.place], b[tile.place], args.thresholds, lpips_of_tile)
         records.append({"tile": tile.name, **record})
     return {
-        "file": str(pair.candidate),
-        "baseline": str(pair.baseline),
+        "file": str(candidate),
+        "baseline": str(baseline),
         **judge_pixels(a, b, args.thresholds, lpips),
         "tiles": records,
     }
@@ -384,12 +339,7 @@ def judge_pair(
 
 def summary(values: dict[str, float]) -> str:
     """Return the values in one line, MAE in levels."""
-    texts = []
-    for metric in METRICS:
-        if metric in values:
-            unit = f" {LEVELS}" if metric == "mae" else ""
-            texts.append(f"{metric.upper()} {values[metric]:.4f}{unit}")
-    return "   ".join(texts)
+    return "   ".join(SHORT[metric].format(values[metric]) for metric in SHORT if metric in values)
 
 
 def json_ready(value: dict) -> dict:
@@ -398,7 +348,7 @@ def json_ready(value: dict) -> dict:
 
 
 def heatmap(
-    path: Path, a: np.ndarray, b: np.ndarray, values: dict, names: tuple[str, str], verdict: str
+    path: Path, a: np.ndarray, b: np.ndarray, values: dict, names: Sequence[str], verdict: str
 ) -> None:
     """Write baseline, candidate and their difference as a PNG: of each pixel the channel
     that differs most.
@@ -425,7 +375,8 @@ def heatmap(
         drawn, ax=axes[2], fraction=0.046, pad=0.015, label="largest difference of a channel, 0–255"
     )
     figure.suptitle(f"{verdict}     {summary(values)}", fontsize=13, fontweight="bold")
-    figure.savefig(path, format="png", dpi=110)
+    with atomic_write(path) as file:
+        figure.savefig(file, format="png", dpi=110)
 
 
 def metric_names(text: str) -> list[str]:
@@ -440,18 +391,14 @@ def join_metrics(words: list[str]) -> list[str]:
     """Return the words of a command with the names after --metrics as one word, so that
     files may follow them: --metrics mae psnr A B → --metrics=mae,psnr A B.
     """
-    words = list(words)
-    while "--metrics" in words:
-        first = words.index("--metrics")
-        end = first + 1
-        while end < len(words) and words[end] in METRICS:
-            end += 1
-        names = words[first + 1 : end]
-        if not names and end < len(words):
-            names = [words[end]]  # no metric: the error names the word
-            end += 1
-        words[first:end] = ["--metrics=" + ",".join(names)]
-    return words
+    joined = [""]
+    for word in words:
+        flag, _, names = joined[-1].partition("=")
+        if flag == "--metrics" and word in METRICS:
+            joined[-1] = f"--metrics={names},{word}" if names else f"--metrics={word}"
+        else:
+            joined.append(word)
+    return joined[1:]
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -474,6 +421,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     add(
         "--metrics",
+        nargs="?",
+        const="",  # no name: metric_names refuses it
         type=metric_names,
         default=[*METRICS],
         metavar="NAME",
@@ -517,14 +466,14 @@ def pictures_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("*") if path.suffix.lower() in SUFFIXES)
 
 
-def find_pairs(baseline: Path, candidate: Path) -> list[Pair]:
-    """Return the files to compare: a baseline with a candidate or with every picture in a
-    folder, or the pictures of the same name in two folders.
+def find_pairs(baseline: Path, candidate: Path) -> list[tuple[Path, Path]]:
+    """Return the files to compare, the baseline first: a baseline with a candidate or with
+    every picture in a folder, or the pictures of the same name in two folders.
     """
     candidates = pictures_in(candidate) or [candidate]
     if baseline.is_dir() and candidate.is_dir():
-        return [Pair(baseline / path.name, path) for path in candidates]
-    return [Pair(baseline, path) for path in candidates]
+        return [(baseline / path.name, path) for path in candidates]
+    return [(baseline, path) for path in candidates]
 
 
 def prepare(args: argparse.Namespace, report: dict) -> None:
@@ -532,10 +481,8 @@ def prepare(args: argparse.Namespace, report: dict) -> None:
     inputs or cannot be written.
     """
     args.pairs = find_pairs(args.baseline, args.candidate)
-    args.inputs = list(dict.fromkeys(chain.from_iterable(args.pairs)))
-    if args.vgg_weights:
-        args.inputs.append(args.vgg_weights)
-    taken = [path.resolve() for path in args.inputs]
+    inputs = {*chain.from_iterable(args.pairs), args.vgg_weights}
+    taken = [path.resolve() for path in inputs if path is not None]
     for flag, path in (("--heatmap", args.heatmap), ("--json", args.json)):
         if path is not None:
             try:
@@ -550,16 +497,11 @@ def prepare(args: argparse.Namespace, report: dict) -> None:
 
 
 def check_inputs(args: argparse.Namespace) -> None:
-    """Raise UsageError unless all inputs are files, and two folders hold the same names."""
+    """Raise UsageError unless two folders hold pictures of the same names."""
     for folder in (args.baseline, args.candidate):
         if folder.is_dir() and not pictures_in(folder):
             raise UsageError(f"{folder}: holds no picture; name another")
-    if args.baseline.is_dir():
-        if not args.candidate.is_dir():
-            raise UsageError(
-                f"{args.baseline}: is a folder, and {args.candidate} is not; name two pictures or "
-                "two folders"
-            )
+    if args.baseline.is_dir() and args.candidate.is_dir():
         names = {path.name for path in pictures_in(args.baseline)}
         alone = sorted(names ^ {path.name for path in pictures_in(args.candidate)})
         if alone:
@@ -568,9 +510,6 @@ def check_inputs(args: argparse.Namespace) -> None:
                 f"{folder}: lacks {alone[0]} ({len(alone)} names are in one folder only); compare "
                 "folders with the same names"
             )
-    for path in args.inputs:
-        if not path.is_file():  # a FIFO or a device could block or never end
-            raise UsageError(f"{path}: no such regular file; name another")
 
 
 def print_table(mean: dict[str, float], args: argparse.Namespace) -> None:
@@ -579,19 +518,17 @@ def print_table(mean: dict[str, float], args: argparse.Namespace) -> None:
     for metric, value in mean.items():
         print(METRICS[metric].format(value))
     print(f"\nMAE is for pixels {LEVELS}. The gate divides it by 255.\nGate: {args.gate}")
-    words = {True: "PASS", False: "FAIL", None: "NOT COMPUTED"}
-    for metric, meets in judge(mean, args.thresholds).items():
-        name = metric.upper()
-        sign, _ = CRITERIA[metric]
-        rows = [(name, mean[metric], args.thresholds[metric])]
+    results = judge(mean, args.thresholds)
+    for metric, threshold in args.thresholds.items():
+        value = mean[metric]
+        rows = {metric.upper(): (value, threshold)}
         if metric == "mae":
-            threshold = args.thresholds[metric]
-            rows = [
-                (f"{name} {FRACTION}", mean[metric] / 255, threshold),
-                (f"{name} {LEVELS}", mean[metric], threshold * 255),
-            ]
-        for label, value, threshold in rows:
-            print(f"  {label:14}{value:<12.6g}{sign:3}{threshold:<12.6g}{words[meets]}")
+            rows = {"MAE of 0-1": (value / 255, threshold)}
+            rows[f"MAE {LEVELS}"] = value, threshold * 255
+        sign, _ = CRITERIA[metric]
+        result = results[metric].replace("NONE", "NOT COMPUTED")
+        for label, (value, threshold) in rows.items():
+            print(f"  {label:14}{value:<12.6g}{sign:3}{threshold:<12.6g}{result}")
 
 
 def print_records(records: list[dict], every_tile: bool) -> None:
@@ -607,9 +544,9 @@ def print_records(records: list[dict], every_tile: bool) -> None:
 def draw_worst(args: argparse.Namespace, records: list[dict]) -> None:
     """Write the heatmap of the record with the least PSNR."""
     worst = min(records, key=lambda record: record["values"]["psnr"])
-    pair = Pair(Path(worst["baseline"]), Path(worst["file"]))
-    a, b = pixel_pair(pair, *map(read_picture, pair))
-    names = pair.baseline.name, pair.candidate.name
+    pair = Path(worst["baseline"]), Path(worst["file"])
+    a, b = [read_picture(path).pixels for path in pair]
+    names = [path.name for path in pair]
     heatmap(args.heatmap, a, b, worst["values"], names, worst["verdict"])
 
 
@@ -622,17 +559,19 @@ def run(args: argparse.Namespace, report: dict) -> None:
     """Judge what the arguments name, print the figures and fill the report."""
     check_inputs(args)
     lpips = Lpips(args.vgg_weights) if "lpips" in args.metrics else None
-    read_baseline = lru_cache(maxsize=1)(read_picture)  # the same for all candidates, or another
+    read = lru_cache(maxsize=2)(read_picture)  # a baseline may be that of all candidates
     records = []
     lossy = {}  # file → its compression
     for pair in args.pairs:
-        baseline = read_baseline(pair.baseline)
-        candidate = read_picture(pair.candidate)
-        for path, picture in zip(pair, (baseline, candidate)):
-            if picture.lossy:
-                lossy[path] = picture.lossy
-        pixels = pixel_pair(pair, baseline, candidate)
-        records.append(judge_pair(args, pair, pixels, lpips))
+        pictures = [read(path) for path in pair]
+        lossy |= {path: each.lossy for path, each in zip(pair, pictures) if each.lossy}
+        a, b = pictures
+        if (a.size, a.mode) != (b.size, b.mode):
+            raise UsageError(
+                f"{pair[0]} has {a.size} px, {a.mode}, {pair[1]} has {b.size} px, {b.mode}; save "
+                "both alike"
+            )
+        records.append(judge_pair(args, pair, a.pixels, b.pixels, lpips))
     mean = {}
     for metric in records[0]["values"]:
         mean[metric] = float(np.mean([record["values"][metric] for record in records]))
@@ -642,8 +581,7 @@ def run(args: argparse.Namespace, report: dict) -> None:
         draw_worst(args, records)
     judged = list(records)
     if args.every_tile:
-        for record in records:
-            judged += record["tiles"]
+        judged += chain.from_iterable(record["tiles"] for record in records)
     verdict = overall(record["verdict"] for record in judged)
     if lossy:
         path, compression = next(iter(lossy.items()))
@@ -654,23 +592,19 @@ def run(args: argparse.Namespace, report: dict) -> None:
         )
     failed = sum(record["verdict"] != "PASS" for record in records)
     vgg = lpips.source if lpips else None
-    caveats = [f"gate {args.gate}"]
-    if verdict == "NONE":
-        caveats.append("a metric could not be computed")
-    if failed and len(records) > 1:
-        caveats.append(f"{failed} of {len(records)} pictures do not pass")
-    if args.every_tile:
-        caveats.append("every tile held to it")
-    if len(args.thresholds) < len(METRICS):
-        caveats.append(f"judged by {', '.join(args.thresholds).upper()}")
-    if vgg and not vgg["published"]:
-        caveats.append("not the published VGG16")
-    reasons = {}  # a dict keeps the order
-    for record in judged:
-        reasons |= dict.fromkeys(record["reasons"])
-    for reason in reasons:
+    caveats = {
+        f"gate {args.gate}": True,
+        "a metric could not be computed": verdict == "NONE",
+        f"{failed} of {len(records)} pictures do not pass": failed and len(records) > 1,
+        "every tile held to it": args.every_tile,
+        f"judged by {', '.join(args.thresholds).upper()}": len(args.thresholds) < len(METRICS),
+        "not the published VGG16": vgg and not vgg["published"],
+    }
+    applying = "; ".join(caveat for caveat, applies in caveats.items() if applies)
+    # a dict keeps the order
+    for reason in dict.fromkeys(chain.from_iterable(record["reasons"] for record in judged)):
         print(f"evaluate.py: {printable(reason)}", file=sys.stderr)
-    print(f"VERDICT: {verdict} ({'; '.join(caveats)})")
+    print(f"VERDICT: {verdict} ({applying})")
     report.update(
         verdict=verdict,
         exit_status=EXIT_STATUS[verdict],
@@ -685,43 +619,34 @@ def run(args: argparse.Namespace, report: dict) -> None:
 
 def write_json(args: argparse.Namespace, report: dict) -> None:
     if args.json:
-        args.json.write_text(json.dumps(json_ready(report), indent=1) + "\n")
+        with atomic_write(args.json, "w") as file:
+            file.write(json.dumps(json_ready(report), indent=1) + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = arguments(argv)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="PIL")  # the reader's error is the line
-        return run_steps(args)
-
-
-def run_steps(args: argparse.Namespace) -> int:
     """Compare the pictures; draw the heatmap and write the JSON report if asked for. Return
     the exit status. The report includes the error of an earlier step that failed.
     """
+    args = arguments(argv)
+    warnings.filterwarnings("ignore", module="PIL")  # the reader's error is the line
     report = {"verdict": "NONE", "exit_status": 0}
-    for step, output in ((prepare, None), (run, args.heatmap), (write_json, args.json)):
+    for step in (prepare, run, write_json):
         try:
             step(args, report)
         except Exception as error:
             # a name that no file system takes too
             bad = step is prepare or isinstance(error, (UsageError, OSError))
             report["error"] = f"{error!s:.500}" if bad else repr(error)
-            report["exit_status"] = BAD_INPUT if bad else EXIT_STATUS["NONE"]
-            if output:
-                # torn by a full disk; a run that failed is still reported
-                output.unlink(missing_ok=True)
-            trace = "" if bad else _traced(error)
-            print(f"{trace}evaluate.py: {printable(report['error'])}", file=sys.stderr)
+            report["exit_status"] = USAGE if bad else EXIT_STATUS["NONE"]
+            if not bad:
+                traceback.print_exc()
+            print(f"evaluate.py: {printable(report['error'])}", file=sys.stderr)
             if step is prepare:
                 break
     return report["exit_status"]
 
 
 if __name__ == "__main__":
-    with redirect_stdout(io.StringIO()) as output:
-        try:
-            status = main()
-        except SystemExit as leaving:  # argparse's
-            status = leaving.code
-    _end(status, output.getvalue(), sys.stdout)
+    # an ASCII terminal degrades a file's name, not the run
+    sys.stdout.reconfigure(errors="backslashreplace")
+    sys.exit(main())

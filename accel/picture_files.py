@@ -8,13 +8,12 @@ colour profiles, transparency, animation.
 import io
 import struct
 import zlib
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageCms, UnidentifiedImageError
 
 from accel.errors import UsageError, shown
 from accel.files import read_small
@@ -40,9 +39,9 @@ PASSES = [
     (1, 0, 2, 2),
     (0, 1, 1, 2),
 ]
-SRGB_GAMMA = 45455  # the values of sRGB in a PNG's chunks gAMA, cHRM and cICP
-SRGB_PRIMARIES = (31270, 32900, 64000, 33000, 30000, 60000, 15000, 6000)
-SRGB_CODES = bytes([1, 13, 0, 1])
+SRGB_CODES = bytes([1, 13, 0, 1])  # sRGB in a PNG's chunks cICP, gAMA and cHRM
+SRGB_GAMMA = struct.pack(">I", 45455)
+SRGB_PRIMARIES = struct.pack(">8I", 31270, 32900, 64000, 33000, 30000, 60000, 15000, 6000)
 ORIENTATION = 0x0112  # tags of EXIF and TIFF
 BITS_PER_SAMPLE = 0x0102
 OPAQUE_MODES = ("1", "L", "P", "RGB")
@@ -65,25 +64,6 @@ class Picture(NamedTuple):
         return f"{width}x{height}"
 
 
-class Chunk(NamedTuple):
-    """A chunk of a PNG."""
-
-    name: bytes
-    data: bytes
-
-
-class _Damaged(ValueError):
-    """The file's bytes are not those of a whole picture."""
-
-
-class _NoPicture(ValueError):
-    """The file is beside a picture, and none itself."""
-
-
-class _NotPlain(ValueError):
-    """A viewer shows other values than the file stores."""
-
-
 def read_picture(path: Path) -> Picture:
     """Return the picture in `path`. Raises UsageError, which names the file, unless it is
     one undamaged picture whose stored values are what a viewer shows: 8 bits, upright,
@@ -93,77 +73,84 @@ def read_picture(path: Path) -> Picture:
         return _decode(read_small(path, MOST_BYTES))
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}; name another file") from None
-    except _NotPlain as error:
-        raise UsageError(f"{path}: {error}; {PLAIN}") from None
-    except _NoPicture as error:
-        raise UsageError(f"{path}: {error}, and no picture; delete it") from None
-    except _Damaged as error:
-        raise UsageError(f"{path}: {error}; {WHOLE}") from None
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
 
 
 def _decode(content):
     """Return the Picture in the bytes of a file."""
     if content.startswith(APPLE_DOUBLE):
-        raise _NoPicture("holds attributes that macOS kept beside a file")
-    chunks = []
+        raise UsageError(
+            "holds attributes that macOS kept beside a file, and no picture; delete it"
+        )
+    chunks = []  # of a PNG
     if content.startswith(SIGNATURE):
-        chunks = list(_chunks(content))
+        chunks = _chunks(content)
         _check_rows(chunks)
-        _check_colours(chunks)
+        _check_colours(dict(chunks))
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             _check_header(image)
             image.load()
-    except _NotPlain:
+    except UsageError:
         raise
     except UnidentifiedImageError:
-        raise _Damaged(f"is not a picture, or damaged; {', '.join(FORMATS)} are read") from None
+        raise UsageError(
+            f"is not a picture, or damaged; {', '.join(FORMATS)} are read; {WHOLE}"
+        ) from None
     except Exception as error:  # Pillow raises many types on damaged files
-        raise _Damaged(f"is not a whole picture ({shown(str(error), 200)})") from None
-    if image.mode == "P":
-        _check_palette(image, chunks)
+        raise UsageError(f"is not a whole picture ({shown(str(error), 200)}); {WHOLE}") from None
+    palette = dict(chunks).get(b"PLTE")
+    if image.mode == "P" and palette is not None and np.asarray(image).max() >= len(palette) // 3:
+        raise UsageError(
+            f"is damaged: its palette has {len(palette) // 3} colours, its pixels need more; "
+            f"{WHOLE}"
+        )
     return Picture(np.asarray(image.convert("RGB")), image.mode, _lossy(image, content))
 
 
-def _chunks(content: bytes) -> Iterator[Chunk]:
-    """Yield a PNG's chunks, from IHDR to IEND. Raises _Damaged unless they are whole."""
+def _chunks(content: bytes) -> list[tuple[bytes, bytes]]:
+    """Return the names and data of a PNG's chunks, from IHDR to IEND. Raises UsageError unless
+    they are whole.
+    """
+    chunks: list[tuple[bytes, bytes]] = []
     place = len(SIGNATURE)
-    before = b""  # the name of the previous chunk
-    while before != b"IEND":
+    name = b""
+    while name != b"IEND":
         length, name = struct.unpack(">I4s", content[place : place + 8].ljust(8, b"\0"))
         end = place + 12 + length
         if end > len(content):
-            raise _Damaged("is truncated: its chunk IEND is missing")
+            raise UsageError(f"is truncated: its chunk IEND is missing; {WHOLE}")
         data = content[place + 8 : end - 4]
-        [checksum] = struct.unpack(">I", content[end - 4 : end])
+        checksum = int.from_bytes(content[end - 4 : end], "big")
         label = shown(name.decode("latin-1"))
         if zlib.crc32(name + data) != checksum:
-            raise _Damaged(f"is damaged: a chunk {label} has a wrong checksum")
-        if (name == b"IHDR") != (before == b""):
-            raise _Damaged(f"is damaged: its chunk {label} is out of place")
+            raise UsageError(f"is damaged: a chunk {label} has a wrong checksum; {WHOLE}")
+        if (name == b"IHDR") != (chunks == []):
+            raise UsageError(f"is damaged: its chunk {label} is out of place; {WHOLE}")
         if name[:1].isupper() and name not in CRITICAL:
-            raise _Damaged(f"has a chunk {label}, which is unknown and changes the picture")
-        yield Chunk(name, data)
-        before = name
+            raise UsageError(
+                f"has a chunk {label}, which is unknown and changes the picture; {WHOLE}"
+            )
+        chunks.append((name, data))
         place = end
+    return chunks
 
 
 def _check_rows(chunks):
-    """Raise _Damaged unless a PNG's compressed data are those of its rows, _NotPlain for
-    more than 8 bits.
-    """
-    header = chunks[0].data
+    """Raise UsageError unless a PNG's compressed data are those of its rows, of at most 8 bits."""
+    _, header = chunks[0]
     if len(header) != 13:
-        raise _Damaged("is damaged: its chunk IHDR has a wrong length")
+        raise UsageError(f"is damaged: its chunk IHDR has a wrong length; {WHOLE}")
     width, height, depth, colour, *methods = struct.unpack(">IIBBBBB", header)
     if colour not in CHANNELS or methods not in (PLAIN_ROWS, INTERLACED):
-        raise _Damaged("is damaged: its chunk IHDR holds unknown values")
+        raise UsageError(f"is damaged: its chunk IHDR holds unknown values; {WHOLE}")
     _check_size(width, height)
     if depth > 8:
-        raise _NotPlain(f"has {depth} bits a channel")
-    places = [index for index, chunk in enumerate(chunks) if chunk.name == b"IDAT"]
+        raise UsageError(f"has {depth} bits a channel; {PLAIN}")
+    places = [index for index, (name, _) in enumerate(chunks) if name == b"IDAT"]
     if not places or places[-1] - places[0] + 1 != len(places):
-        raise _Damaged("is damaged: its chunks IDAT are missing or not in one run")
+        raise UsageError(f"is damaged: its chunks IDAT are missing or not in one run; {WHOLE}")
     passes = PASSES if methods == INTERLACED else [(0, 0, 1, 1)]
     expected = 0  # bytes: each row begins with the number of its filter
     for left, top, across, down in passes:
@@ -171,67 +158,69 @@ def _check_rows(chunks):
         rows = -(-(height - top) // down)
         if columns > 0 and rows > 0:
             expected += rows * (1 + -(-columns * CHANNELS[colour] * depth // 8))
-    compressed = b"".join(chunks[place].data for place in places)
+    compressed = b"".join(data for name, data in chunks if name == b"IDAT")
     stream = zlib.decompressobj()
     try:
         size = len(stream.decompress(compressed, expected + 1))
     except zlib.error as error:
-        raise _Damaged(f"is damaged ({error})") from None
+        raise UsageError(f"is damaged ({error}); {WHOLE}") from None
     if size != expected or not stream.eof:
-        raise _Damaged(f"is damaged: its rows do not have the {expected:,} bytes that they need")
+        raise UsageError(
+            f"is damaged: its rows do not have the {expected:,} bytes that they need; {WHOLE}"
+        )
 
 
 def _check_colours(chunks):
-    """Raise _NotPlain if a PNG's chunks say that its colours are not sRGB, or that it
-    moves. `_check_header` looks at the colour profile.
+    """Raise UsageError if a PNG's chunks, data by name, say that its colours are not sRGB, or
+    that it moves. `_check_header` looks at the colour profile.
     """
-    values = {chunk.name: chunk.data for chunk in chunks}
-    if b"acTL" in values:
-        raise _NotPlain("is animated")
-    if b"cICP" in values and values[b"cICP"] != SRGB_CODES:
-        raise _NotPlain(f"has other colours than sRGB (cICP {tuple(values[b'cICP'])})")
-    if b"sRGB" in values or b"cICP" in values or b"iCCP" in values:
+    if b"acTL" in chunks:
+        raise UsageError(f"is animated; {PLAIN}")
+    codes = chunks.get(b"cICP", SRGB_CODES)
+    if codes != SRGB_CODES:
+        raise UsageError(f"has other colours than sRGB (cICP {tuple(codes)}); {PLAIN}")
+    if chunks.keys() & {b"sRGB", b"cICP", b"iCCP"}:
         return  # each goes before gAMA and cHRM
-    if b"gAMA" in values:
-        gamma = int.from_bytes(values[b"gAMA"], "big")
-        if abs(gamma - SRGB_GAMMA) > 50:
-            raise _NotPlain(f"has a gamma of {gamma / 1e5:g}, not sRGB's 0.45455 (gAMA)")
-    if b"cHRM" in values and not _near_srgb(values[b"cHRM"]):
-        raise _NotPlain("has other primaries than sRGB's (cHRM)")
+    gamma = chunks.get(b"gAMA", SRGB_GAMMA)
+    if not _near(gamma, SRGB_GAMMA):
+        gamma = int.from_bytes(gamma, "big") / 1e5
+        raise UsageError(f"has a gamma of {gamma:g}, not sRGB's 0.45455 (gAMA); {PLAIN}")
+    if not _near(chunks.get(b"cHRM", SRGB_PRIMARIES), SRGB_PRIMARIES):
+        raise UsageError(f"has other primaries than sRGB's (cHRM); {PLAIN}")
 
 
-def _near_srgb(primaries):
-    """Return whether a chunk cHRM holds sRGB's white point and primaries."""
-    if len(primaries) != 32:
+def _near(data, expected):
+    """Return whether a chunk's numbers are those of another within rounding."""
+    if len(data) != len(expected):
         return False
-    values = np.array(struct.unpack(">8I", primaries))
-    return abs(values - SRGB_PRIMARIES).max() <= 50
+    numbers, others = (np.frombuffer(each, ">u4").astype(np.int64) for each in (data, expected))
+    return abs(numbers - others).max() <= 50
 
 
 def _check_size(width, height):
     if width * height > MOST_PIXELS:
-        raise _NotPlain(f"has {width}x{height} pixels, a decompression bomb")
+        raise UsageError(f"has {width}x{height} pixels, a decompression bomb; {PLAIN}")
 
 
 def _check_header(image):
-    """Raise _NotPlain if a viewer shows an opened picture otherwise than Pillow decodes it."""
+    """Raise UsageError if a viewer shows an opened picture otherwise than Pillow decodes it."""
     _check_size(image.width, image.height)
     frames = getattr(image, "n_frames", 1)
-    if frames > 1:
-        raise _NotPlain(f"has {frames} frames")
     bits = _bits(image)
-    if bits > 8:
-        raise _NotPlain(f"has {bits} bits a channel")
-    if image.has_transparency_data:
-        raise _NotPlain(f"has transparency (mode {image.mode})")
-    if image.mode not in OPAQUE_MODES:
-        raise _NotPlain(f"has the mode {image.mode}")
     orientation = image.getexif().get(ORIENTATION, 1)
-    if orientation not in (0, 1):
-        raise _NotPlain(f"is rotated or mirrored by its EXIF orientation, {orientation}")
     profile = image.info.get("icc_profile")
-    if profile and not _is_srgb(profile, grey=image.mode in ("1", "L")):
-        raise _NotPlain("has a colour profile other than sRGB")
+    other_colours = bool(profile) and not _is_srgb(profile, grey=image.mode in ("1", "L"))
+    reasons = {
+        f"has {frames} frames": frames > 1,
+        f"has {bits} bits a channel": bits > 8,
+        f"has transparency (mode {image.mode})": image.has_transparency_data,
+        f"has the mode {image.mode}": image.mode not in OPAQUE_MODES,
+        f"is rotated or mirrored by its EXIF orientation, {orientation}": orientation not in (0, 1),
+        "has a colour profile other than sRGB": other_colours,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise UsageError(f"{reason}; {PLAIN}")
 
 
 def _bits(image):
@@ -249,39 +238,26 @@ def _bits(image):
 def _is_srgb(profile: bytes, grey: bool) -> bool:
     """Return whether a colour profile leaves sRGB's colours, or its greys, within two levels."""
     levels = np.linspace(0, 255, 9).round().astype(np.uint8)
+    colours = np.stack(np.meshgrid(levels, levels, levels), -1).reshape(1, -1, 3)
     if grey:
-        swatches = Image.fromarray(levels[None])
-    else:
-        cube = np.stack(np.meshgrid(levels, levels, levels), -1)  # (9, 9, 9, 3)
-        swatches = Image.fromarray(cube.reshape(1, -1, 3))
-    stored = swatches.convert("RGB")
+        colours = np.stack([levels, levels, levels], -1)[None]
+    stored = Image.fromarray(colours)
     try:
-        from PIL import ImageCms
-
         source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
-        if source.profile.xcolor_space.strip() == "RGB":
-            swatches = stored
+        of_rgb = source.profile.xcolor_space.strip() == "RGB"
+        swatches = stored if of_rgb else stored.convert("L")
         target = ImageCms.createProfile("sRGB")
         seen = ImageCms.profileToProfile(swatches, source, target, outputMode="RGB")
     except Exception:  # a damaged profile, or one of another colour space, such as LAB
         return False
-    difference = np.asarray(stored, np.int16) - np.asarray(seen)
-    return bool(abs(difference).max() <= 2)
-
-
-def _check_palette(image, chunks):
-    """Raise _Damaged if a PNG's pixels name colours that its palette lacks."""
-    sizes = [len(chunk.data) // 3 for chunk in chunks if chunk.name == b"PLTE"]
-    if sizes and np.asarray(image).max() >= sizes[0]:
-        raise _Damaged(f"is damaged: its palette has {sizes[0]} colours, its pixels need more")
+    return bool(abs(colours.astype(np.int16) - np.asarray(seen)).max() <= 2)
 
 
 def _lossy(image, content):
     """Return the name of the file's lossy compression; empty if it has none."""
-    file_format = image.format
-    if file_format == "JPEG" or "jpeg" in str(image.info.get("compression")):  # of a TIFF
+    compression = str(image.info.get("compression"))  # of a TIFF
+    if image.format == "JPEG" or "jpeg" in compression:
         return "JPEG"
-    if image.info.get("compression") == "webp":  # of a TIFF
-        return "WebP"
     # A lossless WebP has a chunk VP8L in place of this one.
-    return "WebP" if file_format == "WEBP" and b"VP8 " in content else ""
+    lossy_webp = image.format == "WEBP" and b"VP8 " in content
+    return "WebP" if lossy_webp or compression == "webp" else ""

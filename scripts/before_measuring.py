@@ -25,31 +25,25 @@ from bench import harness
 OF_THE_NETWORK = "profile", "steps", "contest"  # kinds of records
 
 
-def require_continuable(folder: Path, expected: dict, gpus: int) -> None:
+def require_continuable(folder: Path, expected: dict) -> None:
     """Raise UsageError if a record in `folder` differs from a new one. expected: entries of a
-    new record. gpus: the number of processes of a record of several.
+    new record; its gpus are those of a record of several.
     """
     for path in sorted([*folder.glob("*.json"), *folder.glob("verify/verify.json")]):
         record = harness.read(path, str(path), "remove it")
         names = ["gpu"]
         if record.get("kind") in OF_THE_NETWORK:
             names += ["model", "image_size", "weights"]
-        for name in names:
-            require(path, name, record.get(name), expected[name])
-        for name in ("decoder", "steps"):  # of the contest's job
-            if record.get("kind") == "contest" and name in record:
-                require(path, name, record[name], expected[name])
+        if record.get("kind") == "contest":
+            names += [name for name in ("decoder", "steps") if name in record]
         if record.get("gpus", 1) > 1:
-            require(path, "gpus", record["gpus"], gpus)
-
-
-def require(path: Path, name: str, recorded: object, expected: object) -> None:
-    """Raise UsageError unless a record's entry is that of a new record."""
-    if recorded != expected:
-        raise UsageError(
-            f"{path} is of {name} {recorded or 'CPU'}, and this run of {expected or 'CPU'}; name "
-            "another folder, or remove that one"
-        )
+            names.append("gpus")
+        for name in names:
+            if record.get(name) != expected[name]:
+                raise UsageError(
+                    f"{path} is of {name} {record.get(name) or 'CPU'}, and this run of "
+                    f"{expected[name] or 'CPU'}; name another folder, or remove that one"
+                )
 
 
 def facts(args: Namespace, device: torch.device) -> dict:
@@ -63,6 +57,7 @@ def facts(args: Namespace, device: torch.device) -> dict:
         weights=harness.name_of(args.ckpt),
         decoder=harness.name_of(harness.decoder_of(args)),
         steps=args.steps,
+        gpus=torch.cuda.device_count() or 2,
     )
 
 
@@ -81,10 +76,9 @@ def main() -> None:
     args = parser.parse_args()
     with user_errors(parser):
         device = choose_device(args.device)
-        count = torch.cuda.device_count()
-        require_continuable(args.folder, facts(args, device), count or 2)
+        require_continuable(args.folder, facts(args, device))
         tiers = [tier for tier in precision.TIERS if precision.supports(tier, device)]
-        print(count, *tiers)
+        print(torch.cuda.device_count(), *tiers)
 
 
 if __name__ == "__main__":

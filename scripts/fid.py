@@ -3,17 +3,14 @@
     python -m scripts.fid samples.npz VIRTUAL_imagenet256_labeled.npz  # ADM's statistics
     python -m scripts.fid fp16.npz fp32.npz                            # two jobs
     python -m scripts.fid pictures/ classes/                           # folders of pictures
-    python -m scripts.fid fp16.npz fp32.npz --features dinov2          # DINOv2's distance, too
 
 Network and metrics are torch-fidelity's: Inception as ported from the TensorFlow graph
 that ADM's evaluator runs, FID (Heusel et al. 2017, arXiv:1706.08500), Inception Score
 (Salimans et al. 2016, arXiv:1606.03498), precision and recall (Kynkäänniemi et al. 2019,
-arXiv:1904.06991), DINOv2 ViT-L/14 (Oquab et al. 2023, arXiv:2304.07193), whose Fréchet
-distance follows human judgement more closely (Stein et al. 2023, arXiv:2306.04675). Added
-here: sFID (Nash et al. 2021, arXiv:2103.03841), the FID of features that keep their place
-in the picture, archives of pictures (arr_0, uint8, N×H×W×3) and of statistics (mu, sigma,
-mu_s, sigma_s; they go first), float32 without TF32, weights of a known hash, and the
-reasons why a figure may not be compared.
+arXiv:1904.06991). Added here: sFID (Nash et al. 2021, arXiv:2103.03841), the FID of features
+that keep their place in the picture, archives of pictures (arr_0, uint8, N×H×W×3) and of
+statistics (mu, sigma, mu_s, sigma_s; they go first), float32 without TF32, weights of a known
+hash, and the reasons why a figure may not be compared.
 """
 
 if not __package__:
@@ -29,7 +26,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import IO, NamedTuple
 
 import numpy as np
 import torch
@@ -40,6 +36,7 @@ from accel.config import MOST_PIXELS
 from accel.errors import UsageError, path_errors, shown
 from accel.files import open_regular, read_json, sha256_of
 from accel.flags import positive
+from accel.opening import choose_device
 from accel.picture_files import SUFFIXES, read_picture
 from accel.precision import convolutions
 from accel.signals import take_failure
@@ -55,14 +52,9 @@ SPATIAL = "spatial"  # the name of sFID's features
 CHANNELS = 7  # of TensorFlow's mixed_6/conv, 17×17 each, as ADM's evaluator takes them
 # names in an archive
 STATISTICS = {POOL: ("mu", "sigma", 2048), SPATIAL: ("mu_s", "sigma_s", CHANNELS * 17 * 17)}
-DINOV2 = "dinov2"  # torch-fidelity's name of its output
-DINOV2_SIDE = 224  # pixels
-DINOV2_CODE = "https://github.com/facebookresearch/dinov2"
-DINOV2_URL = "https://dl.fbaipublicfiles.com/dinov2/dinov2_vitl14/dinov2_vitl14_pretrain.pth"
 FID = "frechet_inception_distance"
 SFID = "spatial_frechet_inception_distance"
-FD_DINOV2 = "frechet_dinov2_distance"
-METRICS = {POOL: FID, SPATIAL: SFID, DINOV2: FD_DINOV2}  # FID's name is torch-fidelity's
+METRICS = {POOL: FID, SPATIAL: SFID}  # FID's name is torch-fidelity's
 
 # pictures (n, 3, H, W) uint8 → features (n, D) by name
 Features = Callable[[torch.Tensor], dict[str, torch.Tensor]]
@@ -97,30 +89,37 @@ class Pictures:
             }
         if "arr_0.npy" not in names:
             return
-        array = _open_array(archive, "arr_0")
-        if array.dtype != np.uint8 or not _holds_pictures(array.shape):
-            raise ValueError(f"arr_0 is {array.dtype} {array.shape}, not uint8 (N, H, W, 3)")
-        if array.fortran_order:
+        _, shape, fortran_order, dtype = _open_array(archive, "arr_0")
+        sides = shape[1:3] if len(shape) == 4 and shape[3] == 3 else (0, 0)
+        if dtype != np.uint8 or min(sides) < 1 or max(sides) > MOST_PIXELS:
+            raise ValueError(f"arr_0 is {dtype} {shape}, not uint8 (N, H, W, 3)")
+        if fortran_order:
             raise ValueError(
                 "arr_0 is in Fortran order, whose values are not picture after picture: save "
                 "numpy.ascontiguousarray(arr_0)"
             )
         self.archive = archive
-        self.shape = array.shape
+        self.shape = shape
 
-    def batches(self, size: int) -> Iterator[torch.Tensor]:
-        """Yield all pictures in order, (n, 3, H, W) uint8 of at most `size` each. Raises
-        UsageError, which names the file, for damaged pictures.
+    def batches(self, size: int, work: str = "") -> Iterator[torch.Tensor]:
+        """Yield all pictures in order, (n, 3, H, W) uint8 of at most `size` each, with a bar for
+        `work`. Raises UsageError, which names the file, for damaged pictures.
         """
-        with self.errors():
+        label = f"{work}{self.path.name}"
+        with (
+            self.errors(),
+            tqdm(total=len(self), unit="picture", desc=label, leave=False) as bar,
+        ):
             read = self._read_files if self.files else self._read_archive
             for pixels in read(size):
                 yield torch.tensor(pixels).permute(0, 3, 1, 2)
+                bar.update(len(pixels))
 
     def _read_archive(self, size):
         each = prod(self.shape[1:])
         # zipfile compares the checksum at the member's end.
-        with _open_array(self.archive, "arr_0").member as member:
+        member, *_ = _open_array(self.archive, "arr_0")
+        with member:
             while block := member.read(size * each):
                 yield np.frombuffer(block, np.uint8).reshape(-1, *self.shape[1:])
 
@@ -133,10 +132,8 @@ class Pictures:
         """Read all pictures once, so that damage is found before features are computed.
         Raises UsageError, which names the file.
         """
-        name = f"checking {self.path.name}"
-        with tqdm(total=len(self), unit="picture", desc=name, leave=False) as bar:
-            for pictures in self.batches(64):
-                bar.update(len(pictures))
+        for _ in self.batches(64, "checking "):
+            pass
 
     @contextmanager
     def errors(self) -> Iterator[None]:
@@ -198,49 +195,25 @@ def _pictures_below(folder):
     return sorted(files)
 
 
-class Array(NamedTuple):
-    """An array of an archive, open at its values."""
-
-    member: IO[bytes]
-    shape: tuple[int, ...]
-    fortran_order: bool
-    dtype: np.dtype
-
-
 def _open_array(archive, name):
-    """Return an archive's array. Raises ValueError, before anything is inflated, if the
-    size in the archive's directory is not that of the shape.
+    """Return an archive's array, open at its values: file, shape, whether it is in Fortran order,
+    dtype. Raises ValueError, before anything is inflated, if the size in the archive's directory
+    is not that of the shape.
     """
     info = archive.getinfo(f"{name}.npy")
     member = archive.open(info)
-    version = np.lib.format.read_magic(member)
-    if version == (1, 0):
-        header = np.lib.format.read_array_header_1_0(member)
-    else:
-        header = np.lib.format.read_array_header_2_0(member)
-    array = Array(member, *header)
-    if info.file_size != member.tell() + prod(array.shape) * array.dtype.itemsize:
-        raise ValueError(
-            f"{name} holds {info.file_size:,} bytes, not those of {array.dtype} {array.shape}"
-        )
-    return array
+    np.lib.format.read_magic(member)
+    shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(member)
+    if info.file_size != member.tell() + prod(shape) * dtype.itemsize:
+        raise ValueError(f"{name} holds {info.file_size:,} bytes, not those of {dtype} {shape}")
+    return member, shape, fortran_order, dtype
 
 
-def _holds_pictures(shape):
-    """Return whether a shape is (N, H, W, 3), and no side is too large."""
-    if len(shape) != 4:
-        return False
-    _, height, width, channels = shape
-    return channels == 3 and min(height, width) > 0 and max(height, width) <= MOST_PIXELS
-
-
-def _statistics(archive, name, *shape):
-    """Return an array of statistics in float64."""
-    array = _open_array(archive, name)
-    if array.shape != shape or array.dtype.kind != "f":
-        raise ValueError(
-            f"{name} is {array.dtype} {array.shape}, not of Inception's {shape[0]} features"
-        )
+def _statistics(archive, name, *expected):
+    """Return an array of statistics of the expected shape in float64."""
+    _, shape, _, dtype = _open_array(archive, name)
+    if shape != expected or dtype.kind != "f":
+        raise ValueError(f"{name} is {dtype} {shape}, not of Inception's {expected[0]} features")
     values = np.lib.format.read_array(archive.open(f"{name}.npy")).astype(np.float64)
     if not np.isfinite(values).all():
         raise ValueError(f"{name} holds values that are not finite")
@@ -267,7 +240,7 @@ def find_weights(given: Path | None) -> tuple[Path, bool]:
         return path, sha256_of(file).startswith(SHA256)
 
 
-def load_inception(path: Path, cuda: bool) -> Features:
+def load_inception(path: Path, device: torch.device) -> Features:
     """Load torch-fidelity's Inception: features (n, 2048), logits without bias (n, 1008),
     sFID's features (n, 2023).
     """
@@ -279,7 +252,7 @@ def load_inception(path: Path, cuda: bool) -> Features:
         network = create_feature_extractor(
             "inception-v3-compat",
             [POOL, LOGITS],
-            cuda=cuda,
+            cuda=device.type == "cuda",
             feature_extractor_weights_path=str(path),
             verbose=False,
         )
@@ -306,78 +279,35 @@ def load_inception(path: Path, cuda: bool) -> Features:
     return features
 
 
-def load_dinov2(cuda: bool) -> Features:
-    """Load torch-fidelity's DINOv2 ViT-L/14: features (n, 1024). torch's hub fetches its
-    code and weights. Raises UsageError if it cannot.
-    """
-    from torch_fidelity.utils import create_feature_extractor
-
-    hub = Path(torch.hub.get_dir())
-    code = hub / "facebookresearch_dinov2_main"
-    weights = hub / "checkpoints" / DINOV2_URL.rpartition("/")[2]
-    if not (code.exists() and weights.exists()):
-        print(f"fetching {DINOV2_CODE} to {code} and {DINOV2_URL} to {weights} (1.2 GB, once)")
-    try:
-        network = create_feature_extractor("dinov2-vit-l-14", [DINOV2], cuda=cuda, verbose=False)
-    except Exception as error:  # the fetched code's own, too
-        reason = shown(str(error).split("\n")[0], 200)
-        raise UsageError(
-            f"--features dinov2: cannot be loaded ({reason}); fetch {DINOV2_CODE} to {code} and "
-            f"{DINOV2_URL} to {weights} by other means, or drop it"
-        ) from None
-
-    def features(pictures):
-        # Antialiased, as the papers that report this distance do; torch-fidelity's own
-        # resize has nothing left to do.
-        side = DINOV2_SIDE, DINOV2_SIDE
-        resized = torch.nn.functional.interpolate(
-            pictures.float(), side, mode="bicubic", antialias=True
-        )
-        return {DINOV2: network(resized.round().clamp(0, 255).to(torch.uint8))[0]}
-
-    return features
-
-
 def features_of(
-    pictures: Pictures, extractors: list[Features], cuda: bool, batch_size: int
+    pictures: Pictures, network: Features, device: torch.device, batch_size: int
 ) -> dict[str, torch.Tensor]:
     """Return features (N, D) of all pictures, by name, in one pass."""
     batches = defaultdict(list)
-    bar = tqdm(total=len(pictures), unit="picture", desc=pictures.path.name, leave=False)
-    with torch.no_grad(), convolutions("fp32"), bar:
+    with torch.no_grad(), convolutions("fp32"):
         for batch in pictures.batches(batch_size):
-            if cuda:
-                batch = batch.cuda()
-            for extractor in extractors:
-                for name, values in extractor(batch).items():
-                    batches[name].append(values.cpu())
-            bar.update(len(batch))
+            for name, values in network(batch.to(device)).items():
+                batches[name].append(values.cpu())
     return {name: torch.cat(values) for name, values in batches.items()}
 
 
 def compare(
-    samples: Pictures, reference: Pictures, networks: list[Features], cuda: bool, args: Namespace
+    samples: Pictures, reference: Pictures, network: Features, device: torch.device, args: Namespace
 ) -> dict:
-    """Return the metrics of `samples` by torch-fidelity's names; networks: Inception, and
-    DINOv2 if asked for. There is no sFID where the reference's statistics lack its own,
-    and no DINOv2's distance without its pictures.
+    """Return the metrics of `samples` by torch-fidelity's names. There is no sFID where the
+    reference's statistics lack its own.
     """
     from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
     from torch_fidelity.metric_isc import isc_features_to_metric
     from torch_fidelity.metric_prc import prc_features_to_metric
 
-    inception, *others = networks
-    needed = []  # the networks that look at the reference's pictures
+    features = features_of(samples, network, device, args.batch_size)
+    of_reference = {}
     if args.precision_recall or not reference.statistics:
-        needed.append(inception)
-    if len(reference):
-        needed += others
-    features = features_of(samples, networks, cuda, args.batch_size)
-    of_reference = features_of(reference, needed, cuda, args.batch_size) if needed else {}
-    statistics = dict(reference.statistics)
-    for layer in [DINOV2] if reference.statistics else METRICS:
-        if layer in of_reference:
-            statistics[layer] = fid_features_to_statistics(of_reference[layer])
+        of_reference = features_of(reference, network, device, args.batch_size)
+    statistics = reference.statistics
+    if not statistics:
+        statistics = {layer: fid_features_to_statistics(of_reference[layer]) for layer in METRICS}
     metrics = isc_features_to_metric(features[LOGITS])
     for layer, theirs in statistics.items():
         ours = fid_features_to_statistics(features[layer])
@@ -390,9 +320,7 @@ def compare(
     return metrics
 
 
-def caveats(
-    samples: Pictures, reference: Pictures, published: bool, dinov2: bool = False
-) -> Iterator[str]:
+def caveats(samples: Pictures, reference: Pictures, published: bool) -> Iterator[str]:
     """Yield the reasons why a figure may not be compared with others, one line each."""
     ours = samples.settings()
     theirs = reference.settings()
@@ -401,11 +329,6 @@ def caveats(
         yield (
             f"FID of {fewest} pictures is larger than of {FULL}: compare it with that of as many "
             "only"
-        )
-    if dinov2 and reference.statistics and len(reference):
-        yield (
-            f"FD-DINOv2 is against the {len(reference)} pictures of the reference, FID against "
-            "its statistics"
         )
     if not published:
         yield (
@@ -416,15 +339,15 @@ def caveats(
         sides = ["×".join(map(str, side.shape[1:3])) for side in (samples, reference)]
         yield f"pictures of {' against '.join(sides)} pixels: FID compares one size"
     if ours and theirs:
-        differences = []
-        for name in sorted({**ours, **theirs}):
-            values = ours.get(name), theirs.get(name)
-            if values[0] != values[1]:
-                differences.append(f"{shown(name)} ({shown(values[0])}, {shown(values[1])})")
-        if differences:
-            yield f"two jobs that differ in {', '.join(differences)}"
-        else:
-            yield "two jobs of the same settings"
+        differences = [
+            f"{shown(name)} ({shown(ours.get(name))}, {shown(theirs.get(name))})"
+            for name in sorted({**ours, **theirs})
+            if ours.get(name) != theirs.get(name)
+        ]
+        likeness = (
+            f"that differ in {', '.join(differences)}" if differences else "of the same settings"
+        )
+        yield f"two jobs {likeness}"
 
 
 def main() -> None:
@@ -449,13 +372,6 @@ def main() -> None:
         action="store_true",
         help="precision and recall, too: minutes for 50,000 pictures",
     )
-    add(
-        "--features",
-        choices=("inception", "dinov2"),
-        default="inception",
-        help="dinov2: the Fréchet distance of DINOv2's features, beside Inception's figures, in "
-        "the same pass",
-    )
     add("--batch-size", type=positive, default=64, help="pictures at a time (default: 64)")
     add("--device", choices=("cuda", "cpu"), help="default: a GPU if there is one")
     args = parser.parse_args()
@@ -473,47 +389,39 @@ def report(args: Namespace) -> None:
     """
     samples = Pictures(args.samples)
     reference = Pictures(args.reference)
-    dinov2 = args.features == "dinov2"
     looked_at = [samples]  # the sides whose pictures are needed
-    if args.precision_recall or not reference.statistics or (dinov2 and len(reference)):
+    if args.precision_recall or not reference.statistics:
         looked_at.append(reference)
     for side in looked_at:
         if len(side) < LEAST:
             raise UsageError(
                 f"{side.path}: holds {len(side)} pictures (arr_0, or PNGs); at least {LEAST} needed"
             )
-    cuda = args.device != "cpu" and torch.cuda.is_available()
-    if args.device == "cuda" and not cuda:
-        raise UsageError("`device=cuda`: torch finds no GPU; use `device=cpu`")
+    device = choose_device(args.device)
     weights, published = find_weights(args.inception_weights)
-    networks = [load_inception(weights, cuda)]
-    if dinov2:
-        networks.append(load_dinov2(cuda))
+    network = load_inception(weights, device)
     for side in looked_at:
         side.check()
-    metrics = compare(samples, reference, networks, cuda, args)
+    metrics = compare(samples, reference, network, device, args)
     contents = "statistics" if reference.statistics else f"{len(reference)} pictures"
     print(f"{samples.path}: {len(samples)} pictures")
     print(f"{reference.path}: {contents}")
-    print(f"FID              {metrics[FID]:.6g}")
-    missing = "none: the reference has statistics, but not mu_s, sigma_s"
-    print(f"sFID             {figure(metrics, SFID, missing)}")
-    mean = metrics["inception_score_mean"]
-    deviation = metrics["inception_score_std"]
-    print(f"Inception Score  {mean:.6g} ± {deviation:.2g}")
-    if dinov2:
-        missing = "none: the reference has no pictures"
-        print(f"FD-DINOv2        {figure(metrics, FD_DINOV2, missing)}")
+    figures = {
+        "FID": f"{metrics[FID]:.6g}",
+        "sFID": "none: the reference has statistics, but not mu_s, sigma_s",
+        "Inception Score": "{inception_score_mean:.6g} ± {inception_score_std:.2g}".format(
+            **metrics
+        ),
+    }
+    if SFID in metrics:
+        figures["sFID"] = f"{metrics[SFID]:.6g}"
     if args.precision_recall:
-        print(f"Precision        {metrics['precision']:.4f}")
-        print(f"Recall           {metrics['recall']:.4f}")
-    for line in caveats(samples, reference, published, dinov2):
+        figures["Precision"] = f"{metrics['precision']:.4f}"
+        figures["Recall"] = f"{metrics['recall']:.4f}"
+    for name, text in figures.items():
+        print(f"{name:17}{text}")
+    for line in caveats(samples, reference, published):
         print(f"note: {line}")
-
-
-def figure(metrics: dict, name: str, missing: str) -> str:
-    """Return the text of a metric, or of why there is none."""
-    return f"{metrics[name]:.6g}" if name in metrics else missing
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from contextlib import redirect_stdout
 from dataclasses import fields, replace
@@ -57,6 +57,9 @@ if __name__ == "__main__":  # gradio and matplotlib look for their folders when 
     )
 try:
     import gradio as gr
+    from starlette.middleware import Middleware
+
+    from scripts.page_guard import Guard
 except ImportError:  # main says so
     gr = None
 
@@ -70,8 +73,9 @@ NAMES = dict(
     num_sampling_steps="Steps",
     cfg_scale="Guidance",
     sampler="Sampler",
+    guidance_interval="Guidance interval",
+    precision="Arithmetic",
 )
-NAMES |= dict(guidance_interval="Guidance interval", precision="Arithmetic")
 CSS = """.pixels :is(.image-frame, img) {
   width: 100%; max-height: 75vh; object-fit: contain !important
 }
@@ -239,9 +243,7 @@ def choose(labels, seed, scale, low, high, sampler, steps, tier) -> dict:
     pictures.
     """
     # The browser sends lists of strings, and numbers; other clients may send anything.
-    if not isinstance(labels, list):
-        raise UsageError(f"`labels={shown(repr(labels))}`: must be a list")
-    if len(labels) > MOST:
+    if isinstance(labels, Collection) and len(labels) > MOST:
         raise UsageError(
             f"`labels`: {len(labels)} pictures are too many for this page; choose up to {MOST}"
         )
@@ -254,7 +256,7 @@ def choose(labels, seed, scale, low, high, sampler, steps, tier) -> dict:
         precision=tier,
     )
     filled_in = {name: value for name, value in options.items() if value is not None}
-    return {"labels": tuple(labels) or None, **filled_in}
+    return {"labels": labels or None, **filled_in}
 
 
 def whole(value: object) -> object:
@@ -371,17 +373,6 @@ def address_of(host: str | None, port: int, token: str) -> str:
     return f"http://{name}:{port}/" + (f"?token={token}" if token else "")
 
 
-def _guard(page, token):
-    from starlette.middleware import Middleware  # gradio brings it
-
-    from scripts.page_guard import Guard
-
-    def inputs_of():
-        return {index: len(function.inputs) for index, function in page.fns.items()}
-
-    return Middleware(Guard, inputs_of=inputs_of, token=token)
-
-
 def port_of(text: str) -> int:
     """Return the number of a port, for argparse."""
     if not text.isdecimal() or not 1 <= int(text[:9]) <= 65535:
@@ -439,7 +430,7 @@ def main() -> None:
                     server_port=port,
                     theme=theme,
                     css=CSS,
-                    app_kwargs=dict(middleware=[_guard(page, token)]),
+                    app_kwargs=dict(middleware=[Middleware(Guard, page=page, token=token)]),
                 )
             address = address_of(host, page.server_port, token)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)

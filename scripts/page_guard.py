@@ -8,12 +8,16 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from starlette.datastructures import MutableHeaders
+from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, Response
 
 from accel.errors import shown
+
+if TYPE_CHECKING:  # gradio is slow to import
+    from gradio import Blocks
 
 LARGEST = 2**20  # bytes of a request's body: a page sends a few hundred
 # gradio asks its own server for the first, browsers ask for the second without cookies.
@@ -23,7 +27,7 @@ LOOPBACK = "127.0.0.1", "localhost"
 CALLS = re.compile(r"/(queue/join|run/[^/]+|api/[^/]+|call/.+)/?$")
 
 
-class Guard:
+class Guard(BaseHTTPMiddleware):
     """Answer this machine's own browser alone or, with a token, whoever has it.
 
     Without a token the Host of a request is a name of this machine's loopback address with
@@ -32,95 +36,76 @@ class Guard:
 
     With a token the first request has it in its query (`?token=…`), and later ones in a
     cookie that other sites' requests do not carry.
-
-    inputs_of: returns the number of inputs of each of the page's functions, by index.
     """
 
-    def __init__(self, app: Callable, inputs_of: Callable[[], dict[int, int]], token: str = ""):
-        self.app = app
-        self.inputs_of = inputs_of
+    def __init__(self, app: Callable, page: "Blocks", token: str = ""):
+        super().__init__(app)
+        self.page = page
         self.token = token
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
-        if scope["type"] == "lifespan":
-            return await self.app(scope, receive, send)
-        if scope["type"] != "http":
+        if scope["type"] == "websocket":  # the page has none
             return await send({"type": "websocket.close", "code": 1008})
-        request = Request(scope, receive)
-        status, problem = self._stranger(request)
-        is_call = request.method == "POST" and CALLS.search(request.scope["path"])
-        if not problem and is_call:
-            body = await _body(request)
-            receive = _again(body, receive)
-            status = 400
-            problem = self._problem(body)
-        if problem:
-            return await _answer(request, send, status, problem)
-        await self._run(request, receive, send)
+        await super().__call__(scope, receive, send)
+
+    async def dispatch(self, request: Request, call_next: Callable) -> Response:
+        """Answer a request. An error is a line, here and for the client."""
+        refusal = self._stranger(request) or await self._wrong_call(request)
+        if refusal:
+            return refusal
+        try:
+            response = await call_next(request)
+        except Exception as error:
+            line = shown(f"{type(error).__name__}: {error}", 300)
+            where = f"{request.method} {shown(request.scope['path'])}"
+            print(f"page.py: {where}: {line}", file=sys.stderr)
+            return _line(400, line)
+        if self.token:
+            response.set_cookie(_cookie(request), self.token, httponly=True, samesite="strict")
+        return response
 
     def _stranger(self, request):
-        """Return (status, line) for a request that is not answered, or (200, "")."""
+        """Return the answer to a request that may not use the page, or None."""
         if self.token:
             if request.scope["path"].endswith(PUBLIC) or self._has_token(request):
-                return 200, ""
-            return 401, "open the address with ?token=… that page.py has printed"
+                return None
+            return _line(401, "open the address with ?token=… that page.py has printed")
         port = _port(request)
         hosts = [f"{name}:{port}" for name in LOOPBACK]
         hosts += LOOPBACK * (port == 80)
         host = request.headers.get("host", "")
         if host not in hosts:
             line = f"{shown(host)} is not this page; open http://{hosts[0]}/ on its machine"
-            return 403, f"{line}, or start it with --host"
+            return _line(403, f"{line}, or start it with --host")
         origin = request.headers.get("origin", f"http://{host}")
         if origin != f"http://{host}":
-            return 403, f"{shown(origin)} is another site, and may not use this page"
-        return 200, ""
+            return _line(403, f"{shown(origin)} is another site, and may not use this page")
+        return None
 
     def _has_token(self, request):
         given = request.query_params.getlist("token")
         given.append(request.cookies.get(_cookie(request), ""))
         return any(hmac.compare_digest(text.encode(), self.token.encode()) for text in given)
 
-    def _problem(self, body):
-        """Return what is wrong with the body of a call of a function, or ""."""
+    async def _wrong_call(self, request):
+        """Return the answer to a call that the page does not send, or None."""
+        if request.method != "POST" or not CALLS.search(request.scope["path"]):
+            return None
+        right = False
         try:
-            call = json.loads(body)
-        except (ValueError, RecursionError):
-            call = None
-        if not isinstance(call, dict):
-            return f"a call is a JSON object of at most {LARGEST} bytes"
-        index = call.get("fn_index")
-        data = call.get("data")
-        wanted = self.inputs_of()
-        if type(index) is not int or index not in wanted:
-            return (
-                f"fn_index {shown(repr(index))}: this page has no such function; give a number "
-                "from its /config"
-            )
-        if not isinstance(data, list) or len(data) != wanted[index]:
-            return f"data: function {index} takes a list of {wanted[index]} values"
-        return ""
-
-    async def _run(self, request, receive, send):
-        """Answer a request. An error is a line, here and for the client."""
-        begun = False
-
-        async def sends(message):
-            nonlocal begun
-            if message["type"] == "http.response.start" and self.token:
-                cookie = f"{_cookie(request)}={self.token}; HttpOnly; SameSite=Strict"
-                MutableHeaders(raw=message["headers"]).append("set-cookie", cookie)
-            begun = True
-            await send(message)
-
-        try:
-            await self.app(request.scope, receive, sends)
-        except Exception as error:
-            line = shown(f"{type(error).__name__}: {error}", 300)
-            where = f"{request.method} {shown(request.scope['path'])}"
-            print(f"page.py: {where}: {line}", file=sys.stderr)
-            if not begun:
-                await _answer(request, send, 400, line)
+            if int(request.headers["content-length"]) <= LARGEST:
+                call = json.loads(await request.body())
+                function = self.page.fns[call["fn_index"]]
+                right = len(call["data"]) == len(function.inputs)
+        except (ValueError, TypeError, LookupError, RecursionError):
+            pass
+        if right:
+            return None
+        return _line(
+            400,
+            f"a call is a JSON object of at most {LARGEST} bytes with fn_index, the number of a "
+            "function of this page, and data, a list of its inputs; see /config",
+        )
 
 
 def _port(request):
@@ -131,26 +116,5 @@ def _cookie(request):
     return f"page-{_port(request)}"  # cookies of a host are shared by all its ports
 
 
-async def _body(request):
-    """Return the body of a request; b"" for one that is too large."""
-    body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > LARGEST:
-            return b""
-    return body
-
-
-def _again(body, receive):
-    """Return a `receive` that has the whole body first."""
-    left = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def again():
-        return left.pop() if left else await receive()
-
-    return again
-
-
-async def _answer(request, send, status, line):
-    response = PlainTextResponse(f"{line}\n", status)
-    await response(request.scope, request.receive, send)
+def _line(status, text):
+    return PlainTextResponse(f"{text}\n", status)

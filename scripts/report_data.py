@@ -10,7 +10,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Collection
-from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -42,51 +42,49 @@ def read_log(folder: Path) -> dict[str, list[dict]]:
         raise UsageError(
             f"--log {folder}: no such folder; bash scripts/measure.sh {folder} fills one"
         )
-    log = {}
+    log = defaultdict(list)
     devices = {}
     for path in sorted([*folder.glob("*.json"), *folder.glob("verify*/verify.json")]):
-        record = harness.read(path, str(path), "measure again or remove it")
-        if _is_cut_short(path, record):
+        name = path.relative_to(folder)
+        record = _read(path, name, str(path), "measure again or remove it")
+        unfinished = path.with_name(path.name + ".unfinished").exists()
+        if unfinished or (record.get("kind") == "parallel" and not record.get("plans")):
             raise UsageError(
                 f"{path}: is not finished: wait, or if nothing runs, give the same measure.sh "
                 "command again"
             )
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
-        device = record.get("gpu") or "CPU"
         for role in roles(record):
-            devices.setdefault(device, path)
-            entry = dict(record)  # each role has its own: sections add to it
-            entry.update(path=path, file=path.relative_to(folder), digest=digest, device=device)
-            log.setdefault(role, []).append(entry)
+            devices.setdefault(record["device"], path)
+            log[role].append(dict(record))  # each role has its own: sections add to it
     if len(devices) > 1:
         files = ", ".join(f"{path} is of {gpu}" for gpu, path in devices.items())
         raise UsageError(f"{files}: a report is of one GPU; name a folder of one by --log")
     # The longest is the ladder.
-    log.get("ladder", []).sort(key=lambda record: -len(record["rungs"]))
+    log["ladder"].sort(key=lambda record: -len(record["rungs"]))
     return log
 
 
-def _is_cut_short(path, record):
-    """Return whether the measurement that writes a record did not end."""
-    if path.with_name(path.name + ".unfinished").exists():
-        return True
-    if record.get("kind") == "verify":
-        return "recommended" not in record
-    return record.get("kind") == "parallel" and not record.get("plans")
+def _read(path, name, owner, remedy):
+    """Return a record with `path`, `file` (its name in the report), `digest`, `device`, and the
+    number of its GPUs, on a CPU of processes.
+    """
+    record = harness.read(path, owner, remedy)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+    machine = dict(device=record.get("gpu") or "CPU", gpus=record.get("gpus", 1))
+    return record | machine | dict(path=path, file=name, digest=digest)
 
 
 def roles(record: dict) -> list[str]:
     """Return the roles that a record can have in the report."""
-    if record.get("kind") == "profile":
+    kind = record.get("kind")
+    if kind == "profile":
         return ["baseline" if record["tier"] in UPSTREAM else "fast"]
-    if record.get("kind") == "steps":
-        names = [rung["rung"] for rung in record["rungs"] if "ms" in rung]
-        of_rivals = [bool(re.search(RIVALS, name)) for name in names]
-        has_roles = {"ladder": "fp32" in names, "versus": len(set(of_rivals)) == 2}
+    if kind == "steps":
+        names = [rung["rung"] for rung in _measured(record)]
+        of_rivals = {bool(re.search(RIVALS, name)) for name in names}
+        has_roles = {"ladder": "fp32" in names, "versus": len(of_rivals) == 2}
         return [role for role, has_role in has_roles.items() if has_role]
-    if record.get("kind") in ("contest", "verify", "parallel"):
-        return [record["kind"]]
-    return []
+    return [kind] if kind in ("contest", "verify", "parallel") else []
 
 
 JOB = (*CONTEST, "weights")  # entries of a contest record that say what is sampled
@@ -105,16 +103,12 @@ def add_result(log: dict, path: Path, tier: str | None) -> str:
     the one row of its tier. Return the tier. Raises UsageError if it is of another job, GPU or
     weights, or lacks the tier, or has several and `tier` is None.
     """
-    record = harness.read(path, f"--result {path}", "name another")
+    shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+    record = _read(path, shown, f"--result {path}", "name another")
     if roles(record) != ["contest"]:
         raise UsageError(f"--result {path}: is not of bench/jobs.py --contest; name another")
-    others = [log[role][0] for role in ("contest", "ladder") if role in log][:1]
-    device = record.get("gpu") or "CPU"
-    shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
-    record |= dict(path=shown, file=shown, device=device, result=True)
-    record["digest"] = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
-    require_alike([*others, record], ("device",))
-    require_alike([*log.get("contest", ()), record], JOB)
+    require_alike([*log["contest"], *log["ladder"], record], ("device",))
+    require_alike([*log["contest"], record], JOB)
     tiers = [row["tier"] for row in record["contest"]]
     if tier is None and len(tiers) == 1:
         tier = tiers[0]
@@ -123,56 +117,46 @@ def add_result(log: dict, path: Path, tier: str | None) -> str:
             f"--tier{f' {tier}' if tier else ''}: {path} has {' '.join(tiers)}; give --tier the "
             "one that you hand in, or name its record by --result"
         )
+    for other in log["contest"]:
+        if other["gpus"] == record["gpus"]:
+            other["contest"] = [row for row in other["contest"] if row["tier"] != tier]
     record["contest"] = [row for row in record["contest"] if row["tier"] == tier]
-    log.setdefault("contest", []).append(record)
+    record["result"] = True
+    log["contest"].append(record)
     return tier
 
 
 def contest(log: dict) -> list[dict]:
-    """Return the contest's rows, fewest GPUs first, each with the phases of its median
-    run and its file. Of a tier and a number of GPUs there is one: the picture's that is handed
-    in, if measured. Only the contest's job has points. Raises UsageError for records of
+    """Return the contest's rows, fewest GPUs first, each with its record, the job, and the phases
+    of its median run. Only the contest's job has points. Raises UsageError for records of
     different jobs.
     """
-    records = sorted(log["contest"], key=gpus_of)
+    records = sorted(log["contest"], key=lambda record: record["gpus"])
     require_alike(records, JOB)
     job = {key: records[0][key] for key in JOB}
     job["rehearsal"] = other_job(records[0])
-    results = [record for record in records if record.get("result")]
-    replaced = {(each["contest"][0]["tier"], gpus_of(each)) for each in results}
     rows = []
     for record in records:
+        of_record = dict(record=record, gpus=record["gpus"], file=record["file"], job=job)
+        of_record["result"] = record.get("result", False)
         for row in record["contest"]:
-            if record not in results and (row["tier"], gpus_of(record)) in replaced:
-                continue
             seconds = row["seconds"]
             run = min(row["runs"], key=lambda run: abs(run["total"] - seconds))
             points = None if job["rehearsal"] else score(seconds)
             phases = {name: run[name] for name in run if name not in ("total", "process")}
-            more = dict(gpus=gpus_of(record), phases=phases, points=points, job=job)
-            rows.append(row | more | dict(file=record["file"], result=record in results))
+            rows.append(row | of_record | dict(phases=phases, points=points))
     return rows
-
-
-def gpus_of(record: dict) -> int:
-    """Return the number of GPUs of a record; on a CPU, of processes."""
-    return record.get("gpus", 1)
-
-
-def baseline(log: dict) -> dict:
-    """Return the ladder, whose first rungs are upstream's arithmetic."""
-    return dict(ladder=log["ladder"][0])
 
 
 def profile(log: dict) -> dict:
     """Return the profiles, upstream's first. Raises UsageError for profiles of different
     networks or batches.
     """
-    runs = [*log["baseline"], *log.get("fast", ())]
-    require_alike([*runs, *log.get("ladder", ())[:1]], SAME_STEPS)
+    runs = [*log["baseline"], *log["fast"]]
+    require_alike([*runs, *log["ladder"][:1]], SAME_STEPS)
     for run in runs:
         run["who"] = "upstream" if run["tier"] in UPSTREAM else "here"
-    return dict(runs=runs)
+    return dict(runs=runs, sources=runs)
 
 
 def single(log: dict) -> dict:
@@ -180,14 +164,11 @@ def single(log: dict) -> dict:
     the likeness of pictures.
     """
     ladder = log["ladder"][0]
-    today = dict(steps.STEPS)
-    rungs = []
-    for rung in _measured(ladder):
-        _, _, step = rung["rung"].partition(" + ")
-        if step in ("", *today):  # others were removed since
-            rungs.append(rung)
+    # A rung is of a tier, or adds a step to it. Other steps were removed since.
+    steps_today = {"", *dict(steps.STEPS)}
+    rungs = [rung for rung in _measured(ladder) if rung["rung"].partition(" + ")[2] in steps_today]
     versus = []
-    for record in log.get("versus", ()):
+    for record in log["versus"]:
         if record["model"] != ladder["model"]:
             continue
         rivals = [rung for rung in _measured(record) if re.search(RIVALS, rung["rung"])]
@@ -196,12 +177,16 @@ def single(log: dict) -> dict:
         tier, _, _ = fastest["rung"].partition(" + ")
         first = fastest | {"rung": f"{tier} + ours"}
         versus.append(record | {"rungs": [first, *rivals]})
+    rows = contest(log)
+    judged = verified(log)
+    sources = [ladder, *versus, judged, *(row["record"] for row in rows)]
     return dict(
         ladder=ladder,
         rungs=rungs,
         versus=versus,
-        contest=contest(log),
-        verified=verified(log),
+        contest=rows,
+        verified=judged,
+        sources=sources,
     )
 
 
@@ -231,28 +216,29 @@ def many(log: dict, tier: str | None = None) -> dict:
     label by its best layout. Those of `tier` come first.
     """
     series = defaultdict(dict)  # of the figure: name → {GPUs: speed over one}
-    files = defaultdict(list)  # name → the records that it is of
-    rows = contest(log) if "contest" in log else []
+    records = defaultdict(list)  # name → the records that it is of
+    rows = contest(log) if log["contest"] else []
     alone = {row["tier"]: row["phases"]["sample"] for row in rows if row["gpus"] == 1}
     for row in rows:
         if row["tier"] in alone:
-            job = row["job"]
-            name = f"{row['tier']}, {job['image_size']} px + {job['pictures']} labels"
+            name = "{}, {image_size} px + {pictures} labels".format(row["tier"], **row["job"])
             series[name][row["gpus"]] = alone[row["tier"]] / row["phases"]["sample"]
-            files[name].append(row["file"])
+            records[name].append(row["record"])
     for parallel in log["parallel"]:
         for row in parallel["plans"]:
             if row["labels"] == 1 and row["plan"] != "auto":
                 name = f"{row['tier']}, {row['size']} px + 1 label"
                 points = series[name]
                 points[row["gpus"]] = max(row["speedup"], points.get(row["gpus"], 0))
-                files[name].append(parallel["file"])
-    of_many = [item for item in series.items() if len(item[1]) > 1]
+                records[name].append(parallel)
+    names = [name for name in series if len(series[name]) > 1]
     # Those of the tier come first, then those with the most numbers of GPUs.
-    ranked = sorted(of_many, key=lambda item: (not item[0].startswith(f"{tier},"), -len(item[1])))
-    ranked = ranked[:6]
-    used = {file for name, _ in ranked for file in files[name]}
-    return dict(series=dict(ranked), files=used)
+    names.sort(key=lambda name: (not name.startswith(f"{tier},"), -len(series[name])))
+    names = names[:6]
+    sources = []
+    if log["parallel"][0]["device"] != "CPU":  # a CPU's ranks share its cores
+        sources += chain.from_iterable(records[name] for name in names)
+    return dict(series={name: series[name] for name in names}, sources=sources)
 
 
 def front_page(data: dict, tier: str | None = None) -> dict:
@@ -266,34 +252,33 @@ def front_page(data: dict, tier: str | None = None) -> dict:
     missing.
     """
     everything = data["single"]["contest"]
+    verified = data["single"]["verified"]
+    job = everything[0]["job"]
     rows = everything
     if data["device"] == "CPU":
         rows = [row for row in rows if row["gpus"] == rows[0]["gpus"]]
-    verified = data["single"]["verified"]
-    job = data["single"]["contest"][0]["job"]
-    tiers = verified["tiers"]
-    judged = {plain(tier["tier"]): tier for tier in tiers}
-    upstreams = {tier: first(rows, tier) for tier in UPSTREAM}
-    before = upstreams["fp32"] or upstreams["tf32"]
+    on_fewest = {row["tier"]: row for row in reversed(rows)}
+    before = on_fewest.get("fp32") or on_fewest.get("tf32")
     if before is None:
         raise UsageError(
             "--log: no contest measurement of fp32; bench/jobs.py --contest fp32 --output "
             "LOG/fp32.json"
         )
+    upstream = on_fewest.get("tf32") if "fp32" in on_fewest else None
     chosen = tier or plain(verified["best"]["tier"])
     of_tier = [row for row in everything if row["tier"] == chosen]
     if tier and not of_tier:
         raise UsageError(f"--tier {tier}: was not measured; bench/jobs.py --contest {tier}")
     results = [row for row in everything if row["result"]]
     after = min(results or of_tier or rows, key=lambda row: row["seconds"])
-    upstream = upstreams["tf32"] if before is not upstreams["tf32"] else None
+    judged = {plain(tier["tier"]): tier for tier in verified["tiers"]}
     best = judged.get(after["tier"], verified["best"])
     weights = verified["vgg_weights"]
     missing = dict(
         weights=job["weights"] == RANDOM,
         likeness=any(verified[key] != job[key] for key in ("model", "image_size")),
         lpips=weights and not weights["published"],
-        vgg=any(math.isnan(tier["lpips"]) for tier in tiers),
+        vgg=any(math.isnan(tier["lpips"]) for tier in verified["tiers"]),
         contest=job["rehearsal"],
     )
     return dict(
@@ -330,11 +315,6 @@ def pictures_of(verified: dict, tier: dict) -> dict:
     raise UsageError(f"{heatmap}: missing beside {verified['path']}; run scripts/verify.py again")
 
 
-def first(rows: list[dict], tier: str) -> dict | None:
-    """Return the first of the contest's rows of a tier."""
-    return next((row for row in rows if row["tier"] == tier), None)
-
-
 def plain(tier: str) -> str:
     """Return a tier's name without "again", by which verify.py calls a second fp32."""
     return tier.removesuffix(" again")
@@ -351,48 +331,35 @@ def collect(
     missing or damaged files and files of another GPU.
     """
     log = read_log(folder)
-    device = next((records[0]["device"] for records in log.values()), "CPU")
+    device = next(chain.from_iterable(log.values()), {"device": "CPU"})["device"]
     if result:
         tier = add_result(log, result, tier)
     needs = " ".join(NEEDS[section] for section in sections).split()
     for need in needs:
-        if need in ("versus", "fast") and device == "CPU":  # fp32 alone runs there
-            continue
-        if need not in log:
+        if not log[need] and not (need in ("versus", "fast") and device == "CPU"):  # fp32 only
             raise UsageError(
                 f"{folder}: holds no {need} measurement; bash scripts/measure.sh {folder} makes it"
             )
-    parts = {1: baseline, 2: profile, 3: single, 4: partial(many, tier=tier)}
-    names = {1: "baseline", 2: "profile", 3: "single", 4: "many"}
-    data = {names[section]: parts[section](log) for section in sections}
+    data = {}
+    if 1 in sections:
+        data["baseline"] = dict(ladder=log["ladder"][0], sources=log["ladder"][:1])
+    if 2 in sections:
+        data["profile"] = profile(log)
+    if 3 in sections:
+        data["single"] = single(log)
+    if 4 in sections:
+        data["many"] = many(log, tier)
+    records = chain.from_iterable(section["sources"] for section in data.values())
+    by_path = {str(record["path"]): record for record in records}
+    sources = [by_path[path] for path in sorted(by_path)]
     data["device"] = device
-    sources = sources_of(data, log)
     about = {}
     for key in ("driver", "torch", "version", "cores", "date"):
         values = [str(record[key]) for record in sources if record.get(key)]
         about[key] = "; ".join(dict.fromkeys(sorted(values) if key == "date" else values))
     return data | dict(
         about=about,
-        gpus=max((gpus_of(record) for record in sources), default=1),
+        gpus=max((record["gpus"] for record in sources), default=1),
         sources=sources,
         front=front_page(data, tier) if "single" in data else None,
     )
-
-
-def sources_of(data: dict, log: dict) -> list[dict]:
-    """Return the records that the sections have figures from, by their paths."""
-    records = []
-    if "baseline" in data:
-        records.append(data["baseline"]["ladder"])
-    if "profile" in data:
-        records += data["profile"]["runs"]
-    if "single" in data:
-        single = data["single"]
-        records += [single["ladder"], single["verified"], *single["versus"]]
-        shown = {row["file"] for row in single["contest"]}
-        records += [record for record in log["contest"] if record["file"] in shown]
-    if "many" in data and data["device"] != "CPU":
-        both = log["parallel"] + log.get("contest", [])
-        records += [record for record in both if record["file"] in data["many"]["files"]]
-    used = {str(record["path"]): record for record in records}
-    return [record for _, record in sorted(used.items())]

@@ -36,7 +36,9 @@ def canvas(width: float, height: float) -> tuple[Figure, matplotlib.axes.Axes]:
     return figure, axis
 
 
-def svg(figure: Figure) -> bytes:
+def svg(figure: Figure, columns: int = 5) -> bytes:
+    """Put the legend below the axis; return the figure's file."""
+    figure.legend(loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
     buffer = io.BytesIO()
     same_bytes = {"Date": None, "Creator": None}
     with warnings.catch_warnings():
@@ -56,9 +58,7 @@ def ladder(rungs: list[dict], say: Callable[[str], str]) -> bytes:
     no zero, so that bars would have no length.
     """
     figure, axis = canvas(8, 0.36 * len(rungs) + 1.4)
-    ms = np.array([rung["ms"] for rung in rungs])
-    p10 = np.array([rung["p10"] for rung in rungs])
-    p90 = np.array([rung["p90"] for rung in rungs])
+    ms, p10, p90 = np.array([(rung["ms"], rung["p10"], rung["p90"]) for rung in rungs]).T
     upstream = np.array([rung["rung"] in ("fp32", "tf32") for rung in rungs])
     places = np.arange(len(rungs))
     axis.hlines(places, p10, p90, color="#444444")
@@ -78,7 +78,7 @@ def ladder(rungs: list[dict], say: Callable[[str], str]) -> bytes:
     axis.set_yticks(places, [rung_name(rung["rung"], say) for rung in rungs], fontsize=9)
     axis.set_ylim(len(rungs) - 0.4, -0.6)
     axis.set_xlabel(say("ms per step (median; lines: 10th to 90th percentile; log scale)"))
-    return svg(with_legend(figure))
+    return svg(figure)
 
 
 def scaling(series: dict[str, dict[int, float]], say: Callable[[str], str]) -> bytes:
@@ -102,13 +102,7 @@ def scaling(series: dict[str, dict[int, float]], say: Callable[[str], str]) -> b
         xlabel=say("GPUs"), ylabel=say("speed over one GPU, same setting"), ylim=(0, most * 1.08)
     )
     axis.grid(True, color="#dddddd", linewidth=0.6)
-    return svg(with_legend(figure, 3))
-
-
-def with_legend(figure: Figure, columns: int = 5) -> Figure:
-    """Put the legend below the axis; return the figure."""
-    figure.legend(loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
-    return figure
+    return svg(figure, columns=3)
 
 
 def pictures(shown: dict) -> bytes:

@@ -23,8 +23,8 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -48,15 +48,12 @@ from bench import harness
 AGAIN = "fp32 again"  # a device without other tiers is compared with itself
 
 
-class Sampled(NamedTuple):
-    """The grids of a tier by their seeds, each (H, W, 3) uint8, and the seconds of each."""
-
-    grids: dict[int, np.ndarray]
-    seconds: list[float]
-
-
-def sample(grid: Grid, opened: Opened, seeds: range, name: str) -> Sampled:
-    """Return a grid for each seed, timed after a warm-up. name: of the tier, for the bar."""
+def sample(
+    grid: Grid, opened: Opened, seeds: range, tier: str, out: Path
+) -> tuple[dict[int, np.ndarray], dict[str, float]]:
+    """Write a grid for each seed. Return them by seed, each (H, W, 3) uint8, and the median, least
+    and most seconds of one, timed after a warm-up.
+    """
     device = opened.device
     free_memory(device)  # captured graphs keep an earlier network's memory until then
     pipeline = load(grid, opened)
@@ -66,11 +63,14 @@ def sample(grid: Grid, opened: Opened, seeds: range, name: str) -> Sampled:
     watch = Stopwatch(device)
     grids = {}
     for seed in seeds:
-        bar = step_bar(steps, device, desc=f"{name}, seed {seed}", leave=False)
+        bar = step_bar(steps, device, desc=f"{tier}, seed {seed}", leave=False)
         with watch.phase(str(seed)), bar as on_step:
             latents = pipeline.latents(grid.labels, seed, batches, on_step)
         grids[seed] = to_grid(pipeline.decode(latents)).numpy()
-    return Sampled(grids, [watch.seconds[str(seed)] for seed in seeds])
+        with atomic_write(out / f"seed{seed}-{harness.safe(tier)}.png") as file:
+            Image.fromarray(grids[seed]).save(file, "PNG")
+    times = watch.seconds.values()
+    return grids, dict(median=statistics.median(times), least=min(times), most=max(times))
 
 
 def parts(a: np.ndarray, b: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -78,8 +78,8 @@ def parts(a: np.ndarray, b: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarra
     picture as "row,column".
     """
     pixels = {"grid": (a, b)}
-    for name, rows, columns in evaluate.find_tiles(a, b):
-        pixels[name] = a[rows, columns], b[rows, columns]
+    for name, place in evaluate.find_tiles(a, b):
+        pixels[name] = a[place], b[place]
     return pixels
 
 
@@ -158,11 +158,10 @@ def shown(record: dict, gate: str) -> dict[str, dict]:
     rows = {}
     failed = []
     for row in record["parts"]:
-        if row["part"] != "grid":
-            if row["verdict"][gate] == "FAIL":
-                failed.append(row)
-        elif row["seed"] == record["worst_seed"]:
+        if row["part"] == "grid" and row["seed"] == record["worst_seed"]:
             rows[""] = row
+        if row["part"] != "grid" and row["verdict"][gate] == "FAIL":
+            failed.append(row)
     if failed:
         rows["-picture"] = min(failed, key=lambda row: float(row["psnr"]))
     return rows
@@ -189,10 +188,8 @@ def verify(args: Namespace, grid: Grid, opened: Opened, tiers: list[str], out: P
         print(f"{opened.device} runs fp32 only: it is compared with a second run of itself.")
     # First all the sampling: its times are the GPU's alone, and the pictures are on disk
     # before they are judged.
-    want, seconds = sample(grid, opened, range(args.seeds), "fp32")
-    reference = median_and_range(seconds)
+    want, reference = sample(grid, opened, range(args.seeds), "fp32", out)
     print(f"  {'fp32':22}{reference['median']:9.2f} s   the reference", flush=True)
-    save_grids(out, want, "fp32")
     records = []
     grids = {}
     for tier in tiers:
@@ -201,13 +198,12 @@ def verify(args: Namespace, grid: Grid, opened: Opened, tiers: list[str], out: P
             in_tier = opened.changed(
                 precision=tier.partition(" ")[0], vae_precision=args.vae_precision
             )
-            grids[tier], seconds = sample(grid, in_tier, range(args.seeds), tier)
+            grids[tier], seconds = sample(grid, in_tier, range(args.seeds), tier, out)
         except UsageError as error:  # such as weights that overflow float16
             records.append(dict(tier=tier, refused=error.by_flags()))
             continue
-        speedup = reference["median"] / statistics.median(seconds)
-        records.append(dict(tier=tier, seconds=median_and_range(seconds), speedup=speedup))
-        save_grids(out, grids[tier], tier)
+        speedup = reference["median"] / seconds["median"]
+        records.append(dict(tier=tier, seconds=seconds, speedup=speedup))
     for record in records:
         if "refused" not in record:
             got = grids[record["tier"]]
@@ -244,30 +240,16 @@ def verify(args: Namespace, grid: Grid, opened: Opened, tiers: list[str], out: P
     return record
 
 
-def save_grids(out: Path, grids: dict, tier: str) -> None:
-    for seed, grid in grids.items():
-        with atomic_write(out / f"seed{seed}-{harness.safe(tier)}.png") as file:
-            Image.fromarray(grid).save(file, "PNG")
-
-
-def median_and_range(times: list[float]) -> dict:
-    """Return median, least and most of a few times, as fields of a record."""
-    return dict(median=statistics.median(times), least=min(times), most=max(times))
-
-
 def count(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
 def conclude(record: dict) -> int:
     """Print the recommendation. Return the exit status."""
-    reasons = {}  # a dict keeps the order
-    for tier in record["tiers"]:
-        reasons |= dict.fromkeys(tier.get("reasons", ()))
-    for reason in reasons:
+    reasons = chain.from_iterable(tier.get("reasons", ()) for tier in record["tiers"])
+    for reason in dict.fromkeys(reasons):  # a dict keeps the order
         print(f"verify.py: {reason}", file=sys.stderr)
     gate = record["gate"]
-    judged = [tier for tier in record["tiers"] if "verdicts" in tier]
     seeds = count(record["seeds"], "seed")
     best = recommend(record["tiers"], gate)
     if best and best["tier"] == AGAIN:
@@ -280,7 +262,7 @@ def conclude(record: dict) -> int:
             f"--precision {best['tier']} ({speedup}; all grids and pictures of {seeds} meet the "
             f"{gate} criterion)"
         )
-    elif any(tier["verdicts"][gate] == "NONE" for tier in judged):
+    elif any(tier.get("verdicts", {}).get(gate) == "NONE" for tier in record["tiers"]):
         status = 3
         text = f"nothing yet: a metric of the {gate} criterion could not be computed"
     else:
@@ -329,10 +311,6 @@ def main() -> None:
         args.seeds = args.seeds or (3 if device.type == "cuda" else 1)
         grid = job_from(args)
         check_writable(out / "verify.json")
-        if args.vgg_weights is not None and not args.vgg_weights.is_file():
-            raise UsageError(
-                f"--vgg-weights {args.vgg_weights}: no such file; it should be {evaluate.VGG16_URL}"
-            )
         opened = open_model(replace(grid.config, precision="fp32"), device)
         grid = grid.filled(opened.config, opened.fit, opened.has_null_label)
         sys.exit(conclude(verify(args, grid, opened, tiers, out)))

@@ -22,7 +22,6 @@ import torch
 from safetensors.torch import save_file
 
 ROOT = forks.ROOT
-os.environ.setdefault("DIT_TRACEBACK", "1")  # evaluate.py shows where a crash was raised
 LONG = "fid", "slurm", "distributed", "demo", "scripts"
 
 

@@ -239,7 +239,7 @@ def test_each_threshold_alone_decides(command, loosened, metric, at, beyond):
 
 def test_metrics_judges_by_those_alone(command, pair, monkeypatch):
     monkeypatch.setattr(
-        evaluate.Lpips, "_load", lambda self: pytest.fail("LPIPS was not asked for")
+        evaluate.Lpips, "__init__", lambda *_: pytest.fail("LPIPS was not asked for")
     )
     save("far.png", noisy(BASE, 40)), save("black.png", np.zeros_like(BASE))
     three = ("--metrics", "mae", "psnr", "ssim")
@@ -268,7 +268,7 @@ def test_a_folder_fails_with_one_file(command, loosened):
     assert "1 of 3 pictures do not pass" in out
     Path("many/2.webp").unlink()
     assert command("a.png", "many")[0] == 0
-    assert "many: is a folder, and a.png is not" in command("many", "a.png")[2]
+    assert "many: is a folder, " in command("many", "a.png")[2]
     Path("many/3.png").write_text("no picture")
     assert command("a.png", "many")[0] == command("a.png", "none")[0] == 2
 
@@ -376,7 +376,8 @@ def test_a_crash_is_not_a_verdict(command, pair, monkeypatch):
     status, _, err = command(*pair, "--json", "o.json")
     assert (
         status == 3
-        and "ZeroDivisionError" in err
+        and "in <lambda>" in err
+        and err.count("evaluate.py: ZeroDivisionError") == 1
         and json.loads(Path("o.json").read_text())["verdict"] == "NONE"
     )
 
@@ -400,35 +401,23 @@ def test_the_status_is_the_verdict_whatever_becomes_of_the_text(redirection, com
         ), done
 
 
+INTERRUPT = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+
+
 @pytest.mark.parametrize(
-    "raised, status", [("KeyboardInterrupt", 130), ("ImportError('numpy')", 3)]
+    "module, status, words",
+    [
+        (INTERRUPT, 130, "evaluate.py: interrupted\n"),
+        ("raise ImportError('numpy')", 3, 'numpy.py", line 1'),
+    ],
 )
-def test_what_ends_in_an_import_is_no_verdict(raised, status, command, tmp_path):
-    (tmp_path / "numpy.py").write_text(f"raise {raised}")
-    env = {**os.environ, "PYTHONPATH": str(tmp_path), "DIT_TRACEBACK": ""}
+def test_what_ends_in_an_import_is_no_verdict(module, status, words, command, tmp_path):
+    (tmp_path / "numpy.py").write_text(module)
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, PROGRAM, "a.png", "a.png"], capture_output=True, text=True, env=env
     )
-    assert (
-        done.returncode == status
-        and done.stderr.count("\n") == 1
-        and done.stderr.startswith("evaluate.py: ")
-    )
-
-
-def test_a_contributor_sees_where_a_crash_was_raised(command, pair, tmp_path, monkeypatch):
-    """Tests set DIT_TRACEBACK=1. A user gets the line alone."""
-    monkeypatch.setattr(evaluate, "ssim", lambda a, b: 1 / 0)
-    status, _, error = command(*pair)
-    assert status == 3 and "in <lambda>" in error and error.count("evaluate.py: ZeroDiv") == 1
-    monkeypatch.delenv("DIT_TRACEBACK")
-    assert command(*pair)[2].startswith("evaluate.py: ZeroDivisionError")
-    (tmp_path / "numpy.py").write_text("1 / 0")
-    env = {**os.environ, "PYTHONPATH": str(tmp_path), "DIT_TRACEBACK": "1"}
-    done = subprocess.run(
-        [sys.executable, PROGRAM, "a.png"], capture_output=True, text=True, env=env
-    )
-    assert done.returncode == 3 and 'numpy.py", line 1' in done.stderr
+    assert done.returncode == status and words in done.stderr and "VERDICT" not in done.stdout
 
 
 def test_names_of_files_are_shown_on_one_line(command):
@@ -438,7 +427,7 @@ def test_names_of_files_are_shown_on_one_line(command):
     status, out, _ = command("a.png", name, "--metrics", "mae")
     assert status == 1 and r"größe\n\x1b[2JVERDICT.png" in out and "\x1b" not in out
     status, _, err = command("a.png", "b\n\x1b.png")
-    assert status == 2 and r"b\n\x1b.png: no such" in err
+    assert status == 2 and r"b\n\x1b.png: No such file" in err
     ascii = {**os.environ, "PYTHONIOENCODING": "ascii"}
     run = subprocess.run([sys.executable, PROGRAM, name, name], capture_output=True, env=ascii)
     assert run.returncode == 0 and b"VERDICT: PASS" in run.stdout and b"gr\\xf6\\xdfe" in run.stdout
@@ -469,7 +458,8 @@ def test_vgg_weights_from_anywhere(command, pair, vgg, monkeypatch, tmp_path):
     assert cached == command(*pair, "--vgg-weights", "old.pth", "--json", "2.json")[0] == 0
     first, second = (json.loads(Path(f).read_text())["mean"]["lpips"] for f in ("1.json", "2.json"))
     assert first == second > 0
-    assert command(*pair, "--vgg-weights", "none.pth")[0] == 2
+    status, _, err = command(*pair, "--vgg-weights", "none.pth")
+    assert status == 2 and "--vgg-weights none.pth: no such file; it should be " in err
 
 
 @pytest.mark.parametrize("damage", ["zeros", "missing", "text"])

@@ -15,7 +15,6 @@ import tracemalloc
 import zipfile
 from argparse import Namespace
 from pathlib import Path
-from urllib.error import URLError
 
 import forks
 import numpy as np
@@ -132,27 +131,16 @@ def test_the_pages_own_recipe_makes_a_reference(tree, tmp_path, monkeypatch):
 
 
 def test_the_command_gives_torch_fidelitys_figures_to_the_bit(
-    data, tree, dinov2, inception, theirs, here, monkeypatch
+    data, tree, inception, theirs, here, monkeypatch
 ):
-    """The reasons why a figure may not be compared stand below it. DINOv2's distance
-    stands beside them, from the same pass.
-    """
+    """The reasons why a figure may not be compared stand below it."""
     figures = []
     compare = fid.compare
     monkeypatch.setattr(fid, "compare", lambda *how: figures.append(compare(*how)) or figures[0])
-    how = (
-        "--inception-weights",
-        inception,
-        "--device",
-        "cpu",
-        "--precision-recall",
-        "--features",
-        "dinov2",
-    )
+    how = "--inception-weights", inception, "--device", "cpu", "--precision-recall"
     done = here("scripts/fid.py", data / "samples.npz", tree, *how)
     assert done.returncode == 0 and "fetching" not in done.stdout, done.stderr
     sfid = figures[0].pop(fid.SFID)
-    dino = figures[0].pop(fid.FD_DINOV2)
     assert (
         figures == [theirs]
         and theirs["frechet_inception_distance"] > 0.01
@@ -163,12 +151,6 @@ def test_the_command_gives_torch_fidelitys_figures_to_the_bit(
     assert math.isclose(float(lines["sFID"]), sfid, rel_tol=1e-5)
     assert float(lines["Precision"]) == round(theirs["precision"], 4)
     assert float(lines["Recall"]) == round(theirs["recall"], 4)
-    assert math.isclose(float(lines["FD-DINOv2"]), dino, rel_tol=1e-5)
-    reference = by_dinov2(draw(24, seed=1))
-    expected = exact_distance(
-        by_dinov2(draw(20)), reference.mean(0), np.cov(reference, rowvar=False)
-    )
-    assert math.isclose(dino, expected, rel_tol=1e-3) and expected > 0.01
     assert "samples.npz: 20 pictures\n" in done.stdout and "tree: 24 pictures\n" in done.stdout
     assert "note: FID of 20 pictures is larger than of 50000" in done.stdout
     assert "note: these are not the published Inception weights" in done.stdout
@@ -225,18 +207,18 @@ def test_adms_statistics_against_a_direct_computation(data, inception, tmp_path)
     )
     samples = fid.Pictures(data / "samples.npz")
     reference = fid.Pictures(tmp_path / "adm.npz")
-    network = fid.load_inception(inception, cuda=False)
-    mine = fid.compare(
-        samples, reference, [network], False, Namespace(batch_size=7, precision_recall=False)
-    )
+    cpu = torch.device("cpu")
+    network = fid.load_inception(inception, cpu)
+    how = Namespace(batch_size=7, precision_recall=False)
+    mine = fid.compare(samples, reference, network, cpu, how)
     for name, found, (mu, sigma) in zip(
         (fid.FID, fid.SFID), features(inception, draw(20)), of_reference, strict=True
     ):
         assert math.isclose(mine[name], exact_distance(found, mu, sigma), rel_tol=1e-5), name
 
 
-def test_figures_that_statistics_do_not_give(data, inception, dinov2, tmp_path, here):
-    """Without sFID's there is no sFID, without pictures neither precision nor DINOv2's distance."""
+def test_figures_that_statistics_do_not_give(data, inception, tmp_path, here):
+    """Without sFID's there is no sFID, without pictures no precision."""
     np.savez(tmp_path / "fid.npz", mu=MU, sigma=SIGMA)
     command = (
         "scripts/fid.py",
@@ -245,11 +227,7 @@ def test_figures_that_statistics_do_not_give(data, inception, dinov2, tmp_path, 
         "--inception-weights",
         inception,
     )
-    text = forks.succeeds(here(*command, "--device", "cpu", "--features", "dinov2"))
-    assert (
-        "\nFD-DINOv2        none: the reference has no pictures" in text
-        and "FD-DINOv2 is against" not in text
-    )
+    text = forks.succeeds(here(*command, "--device", "cpu"))
     assert "\nsFID             none: the reference has statistics, but not mu_s" in text
     assert "fid.npz: holds 0 pictures" in forks.refused(
         here(*command, "--device", "cpu", "--precision-recall")
@@ -276,12 +254,12 @@ def jobs(tmp_path_factory):
     return [next((folder / steps).glob("*.npz")) for steps in "23"]
 
 
-def notes(samples, reference, *how):
-    return list(fid.caveats(fid.Pictures(samples), fid.Pictures(reference), *how))
+def notes(samples, reference, published):
+    return list(fid.caveats(fid.Pictures(samples), fid.Pictures(reference), published))
 
 
 def test_two_jobs_are_compared_by_what_they_record(jobs):
-    few, other = notes(*jobs, True, True)
+    few, other = notes(*jobs, True)
     assert (
         few.startswith("FID of 10 pictures")
         and other == "two jobs that differ in --num-sampling-steps (2, 3)"
@@ -291,8 +269,7 @@ def test_two_jobs_are_compared_by_what_they_record(jobs):
 
 def test_what_is_unlike_the_published_figure(jobs, tmp_path):
     np.savez(tmp_path / "adm.npz", arr_0=draw(10), mu=np.zeros(2048), sigma=np.eye(2048))
-    assert notes(jobs[0], tmp_path / "adm.npz", False, True)[1:] == [
-        "FD-DINOv2 is against the 10 pictures of the reference, FID against its statistics",
+    assert notes(jobs[0], tmp_path / "adm.npz", False)[1:] == [
         "these are not the published Inception weights: the figures compare with each other only",
         "pictures of 128×128 against 24×24 pixels: FID compares one size",
     ]
@@ -469,86 +446,17 @@ def test_other_weights_are_one_line_and_code_is_not_run(inception, tmp_path):
         with pytest.raises(
             UsageError, match="--inception-weights .*: are not Inception's"
         ) as error:
-            fid.load_inception(tmp_path / "w.pth", cuda=False)
+            fid.load_inception(tmp_path / "w.pth", torch.device("cpu"))
         assert "\n" not in str(error.value)
     assert not (tmp_path / "touched").exists()
     with pytest.raises(UsageError, match="a device"):
         fid.find_weights(Path("/dev/zero"))
 
 
-# ---- DINOv2, and the distance itself ----
-
-DINO = """
-import torch
-
-class Network(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = torch.nn.Linear(3 * 16, 1024)
-        torch.nn.init.normal_(self.linear.weight, generator=torch.Generator().manual_seed(0))
-
-    def forward(self, x):
-        return self.linear(torch.nn.functional.adaptive_avg_pool2d(x, 4).flatten(1))
-
-def dinov2_vitl14():
-    return Network()
-"""
-
-
-@pytest.fixture
-def dinov2(tmp_path, monkeypatch):
-    """A hub's folder as torch.hub leaves it, with a small network in DINOv2's place."""
-    monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path / "hub"))
-    monkeypatch.setattr(torch.hub, "urlopen", offline)
-    code = tmp_path / "hub" / "facebookresearch_dinov2_main"
-    code.mkdir(parents=True)
-    (code / "hubconf.py").write_text(DINO)
-    (tmp_path / "hub" / "checkpoints").mkdir()
-    (tmp_path / "hub" / "checkpoints" / fid.DINOV2_URL.rpartition("/")[2]).touch()
-    return code
-
-
-def offline(*_, **__):
-    raise URLError("no network here")
-
-
-def by_dinov2(pictures):
-    """Features of the network in DINOv2's place, by Pillow's resize as dgm-eval has it."""
-    scope = {}
-    exec(DINO, scope)
-    mean, std = (
-        torch.tensor(values)[:, None, None]
-        for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    )
-    resized = [
-        np.asarray(Image.fromarray(one).resize((224, 224), Image.Resampling.BICUBIC))
-        for one in pictures
-    ]
-    x = torch.from_numpy(np.stack(resized)).permute(0, 3, 1, 2) / 255
-    with torch.no_grad():
-        return scope["dinov2_vitl14"]()((x - mean) / std).double().numpy()
-
-
-def test_dinov2_that_is_not_here_is_named(data, inception, dinov2, here, capsys):
-    next((dinov2.parent / "checkpoints").iterdir()).unlink()
-    fid.load_dinov2(cuda=False)
-    assert "fetching" in capsys.readouterr().out
-    shutil.rmtree(dinov2)
-    how = "--inception-weights", inception, "--device", "cpu", "--features", "dinov2"
-    done = here("scripts/fid.py", data / "samples.npz", data / "reference", *how)
-    [line] = [line for line in done.stderr.splitlines() if line.startswith("fid.py: ")]
-    assert (
-        done.returncode == 2
-        and "--features dinov2: cannot be loaded" in line
-        and "Traceback" not in done.stderr
-    )
-    assert fid.DINOV2_URL in line and fid.DINOV2_CODE in line and "fetching" in done.stdout
-
-
 def test_without_torch_fidelity():
     code = (
         "import sys; sys.modules['torch_fidelity'] = None; from scripts import fid; "
-        "fid.load_inception('x', False)"
+        "fid.load_inception('x', None)"
     )
     done = forks.run(["-c", code])
     assert (
