@@ -1,6 +1,7 @@
 """The flags of a Config, and errors as one line with an exit status."""
 
 import argparse
+import difflib
 import io
 import logging
 import sys
@@ -52,8 +53,6 @@ class OneLineParser(argparse.ArgumentParser):
     package's notices are part of that output.
     """
 
-    samples = False  # whether people come to it from other repositories' sampling scripts
-
     def __init__(self, **options):
         super().__init__(formatter_class=_Help, **options)
         for stream in (sys.stdout, sys.stderr):
@@ -64,35 +63,16 @@ class OneLineParser(argparse.ArgumentParser):
     def parse_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Parse the arguments as argparse does. For an unknown flag of another script the error
-        names the flag to use here.
+        """Parse the arguments as argparse does. The error about an unknown flag names the
+        nearest one.
         """
-        words = sys.argv[1:] if args is None else list(args)
-        if self.samples:
-            self._refuse_foreign(words)
-        parsed, left = self.parse_known_args(words, namespace)
-        for action in self._actions:
-            if action.nargs is None and getattr(parsed, action.dest, None) == []:  # --gpus=--
-                self.error(f"{action.option_strings[0]}: is empty; give a value")
+        parsed, left = self.parse_known_args(args, namespace)
         if left:
-            from accel.foreign_flags import nearest
-
-            near = nearest(left, self._option_string_actions)
-            self.error(f"unrecognized arguments: {' '.join(left)}{near}")
+            flag = next((word for word in left if word.startswith("--")), "").partition("=")[0]
+            near = difflib.get_close_matches(flag, self._option_string_actions, 1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(left)}{meant}")
         return parsed
-
-    def _refuse_foreign(self, words):
-        """End the command at a flag or a sampler of another script, or a mode before all flags."""
-        flags = self._option_string_actions
-        names = {word.partition("=")[0] for word in words}
-        unknown = any(name.startswith("--") and name not in flags for name in names)
-        has_mode = words and not words[0].startswith("-")
-        if unknown or has_mode or "--sampler" in names:
-            from accel.foreign_flags import remedy  # most command lines have none
-
-            line = remedy(words, flags)
-            if line:
-                self.error(line)
 
     def error(self, message: str) -> None:
         self.exit(USAGE, f"{self.prog}: {printable(message)}\n")
@@ -113,8 +93,6 @@ class RankParser(OneLineParser):
     as one exits.
     """
 
-    samples = True
-
     def exit(self, status: int = 0, message: str | None = None) -> None:
         if not signals.IS_FIRST_RANK:
             time.sleep(2)
@@ -122,18 +100,6 @@ class RankParser(OneLineParser):
         elif message:
             record(message.rstrip())
         super().exit(status, message)
-
-
-class _Once(argparse.Action):
-    """Store a value; refuse a second, different one: of two checkpoints only one can be meant."""
-
-    def __call__(self, parser, namespace, value, option_string=None):
-        earlier = getattr(namespace, self.dest)
-        if earlier is not None and earlier != value:
-            parser.error(
-                f"{option_string} {value}: conflicts with {option_string} {earlier}; give one"
-            )
-        setattr(namespace, self.dest, value)
 
 
 def add_arguments(
@@ -165,11 +131,7 @@ def _argument(item: Field) -> dict[str, Any]:
     """Return argparse's keywords for an option."""
     argument = {key: value for key, value in item.metadata.items() if key not in OWN}
     if not argument.keys() & {"action", "nargs"}:
-        base = base_type(item)
-        if item.default is None and base is str:
-            argument["action"] = _Once
-        else:
-            argument["type"] = base
+        argument["type"] = base_type(item)
     if base_type(item) is not bool and item.default is not None:
         argument["help"] += f" (default: {item.default})"
     return argument

@@ -10,7 +10,7 @@ weights, once they are open. Imports no torch.
 """
 
 import argparse
-import difflib
+import re
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from accel.errors import UsageError, shown
 from accel.families import Defaults, Family, family_of, model_names, sampler_names
-from accel.flags import checked, flag
+from accel.flags import check_writable, checked, flag
 from accel.labels import NULL, find_label, imagenet, read_class_names
 from accel.latents import LatentSpace
-from accel.output import SUFFIX, is_folder, of_seed, require_writable
+from accel.output import SUFFIX, is_folder, of_seed
 from accel.ranks.placement import EXCHANGES, OFF, Layout
 
 if TYPE_CHECKING:  # the second brings torch
@@ -31,15 +31,17 @@ if TYPE_CHECKING:  # the second brings torch
 
 DEFAULT_MODEL = "DiT-XL/2"
 MOST_PIXELS = 8192  # of a side: a mistyped size should not ask for terabytes
+SEEDS = -(2**63), 2**64 - 1  # that torch's generators take
 LABELS = (207, 360, 387, 974, 88, 979, 417, 279)  # of ImageNet; of other classes the first eight
 # least and most steps, where a sampler has limits of its own: of 1000 diffusers rounds two
 # to one time
 STEPS = {"sde": (2, 1000), "dpm++": (1, 999), "unipc": (1, 999)}
 
+PUBLISHED_DECODER = re.compile(r"^(?:stabilityai/)?sd-vae-ft-(ema|mse)$")
+# Options that the weights' model does not fill: the weights are open, the size depends on their
+# decoder.
+AFTERWARDS = {"ckpt", "image_size"}
 CHANNELS = 3  # guided of four, as for the published pictures
-# options that name files: a value that is open stays open, since the weights are open
-FILES = {"ckpt", "config", "weights_entry", "guide", "latent_stats", "num_heads"}
-FILES |= {"device", "precision", "tf32"}
 
 SPEED = "speed"  # a group of --help
 sampled = partial(flag, group="what to sample")
@@ -68,7 +70,6 @@ class Config(Options):
     model: str | None = sampled(
         f"network: {', '.join(model_names())}; Demo models ship with their weights and run "
         "anywhere; default: that of --ckpt, else DiT-XL/2",
-        action="store",
         metavar="NAME",
     )
     image_size: int | None = sampled(
@@ -96,6 +97,7 @@ class Config(Options):
         nargs=2,
         type=float,
         metavar=("LOW", "HIGH"),
+        bounds=(0, 1),
     )
     guidance_channels: int | None = sampled(
         "number of latent channels that are guided: the first 3, as published, or all 4, as "
@@ -120,12 +122,15 @@ class Config(Options):
         choices=sampler_names(),
     )
     eta: float = sampled(
-        "ddim: noise of a step, from 0, none, to 1, as much as ddpm draws", default=0.0
+        "ddim: noise of a step, from 0, none, to 1, as much as ddpm draws",
+        default=0.0,
+        bounds=(0, 1),
     )
     seed: int = sampled(
         "seed of the noise; the same seed, device and number of GPUs give the same pictures; a CPU "
         "uses only the lower 32 bits",
         default=0,
+        bounds=SEEDS,
         ranks=("--global-seed", "--seed"),
     )
     num_classes: int | None = sampled(
@@ -226,108 +231,133 @@ class Config(Options):
 
         return replace(self, **config_file.taken(self.config, vars(self), decodes))
 
-    def check(self) -> None:
-        """Raise UsageError for options that contradict each other, as far as that is known
-        without weights.
-        """
-        if self.model is not None and family_of(self.model) is None:
-            near = difflib.get_close_matches(self.model, model_names(), 1)
-            meant = f"did you mean {near[0]}? All are" if near else "choose from"
-            raise UsageError(
-                f"`model={shown(self.model)}`: unknown; {meant} {', '.join(model_names())}"
-            )
+    def __post_init__(self):
+        super().__post_init__()
         if self.precision not in (None, self.tier):
             raise UsageError(
                 f"`tf32={self.tf32}`: conflicts with `precision={self.precision}`; give one"
             )
-        self.check_values()
-        model = self.named_model
-        if model is None:
-            return
-        family = family_of(model)
-        sampler = self.sampler
-        if sampler is None and self.ckpt is None:
-            sampler = family.samplers[0]
-        _require_family(self, model, family, sampler)
-        if self.image_size is not None and self.vae in (None, self.defaults.vae):
-            require_unit(self.image_size, self.defaults.factor, patch_of(model))
+        levels = self.guidance_interval
+        if levels is not None and not (len(levels) == 2 and levels[0] < levels[1]):
+            given = " ".join(f"{level:g}" for level in levels)
+            raise UsageError(
+                f"`guidance_interval={given}`: must be two numbers from 0 to 1, the lower first"
+            )
 
-    def check_values(self) -> None:
-        """Raise UsageError for a seed, guidance interval or eta that no model accepts."""
-        require_seed(self.seed)
-        _require_interval(self.guidance_interval)
-        if not 0 <= self.eta <= 1 or self.eta and self.sampler != "ddim":
-            raise UsageError(f"`eta={self.eta:g}`: must be from 0 to 1, and is for `sampler=ddim`")
+    def check(self) -> None:
+        """Raise UsageError for a model that there is not, and for options that it does not have."""
+        if self.model not in (None, *model_names()):
+            raise UsageError(
+                f"`model={shown(self.model)}`: unknown; choose from {', '.join(model_names())}"
+            )
+        if self.named_model is not None:
+            self.require_family(self.named_model, family_of(self.named_model))
 
-    def require_family(self, fit: "Fit") -> None:
-        """Raise UsageError for a sampler, options of one, or a decoder that the weights'
-        family does not have.
+    def require_family(self, model: str, family: Family) -> None:
+        """Raise UsageError for a sampler, options of one, or a decoder that a model's family does
+        not have.
         """
-        sampler = self.sampler or fit.recipe.get("sampler")
-        _require_family(self, fit.model, fit.family, sampler)
+        defaults = family.models.get(model, family.recipe)
+        sampler = self.sampler
+        for name, usual in (("vae", defaults.vae), ("latent_stats", None)):
+            if defaults.factor == 1 and getattr(self, name) not in (None, usual):
+                raise UsageError(
+                    f"`{name}={getattr(self, name)}`: {model} samples pixels, without a decoder; "
+                    "drop it"
+                )
+        if sampler not in (None, *family.samplers):
+            raise UsageError(
+                f"`sampler={sampler}`: is not for a {family.name}, which {model} is; use "
+                f"{', '.join(family.samplers)}"
+            )
+        if self.eta and sampler != "ddim":
+            raise UsageError(f"`eta={self.eta:g}`: is for `sampler=ddim`; drop it")
+        shifted = self.timestep_shift not in (None, 1)
+        if shifted and (family.prediction == "noise" or sampler == "sde"):
+            raise UsageError(
+                f"`timestep_shift={self.timestep_shift:g}`: is for euler and heun of a flow; drop "
+                "it"
+            )
+        for name in ("noise_scale", "t_eps"):
+            value = getattr(self, name)
+            if family.prediction != "data" and value not in (None, getattr(Defaults(), name)):
+                raise UsageError(
+                    f"`{name}={value:g}`: is for networks that estimate the clean picture; drop it"
+                )
+        least, most = STEPS.get(sampler, (1, 1000))
+        steps = self.num_sampling_steps
+        if steps is not None and not least <= steps <= most:
+            raise UsageError(
+                f"`num_sampling_steps={steps}`: must be from {least} to {most} for "
+                f"`sampler={sampler}`"
+            )
 
-    def filled(self, fit: "Fit", space: LatentSpace) -> "Config":
-        """Return the options with every open one filled: by the weights, else by their model
-        or family. fit: family and sizes of the weights; space: of their latents. Raises
-        UsageError for options that contradict the weights.
+    def filled(self, fit: "Fit") -> "Config":
+        """Return the options with every open one filled, but the size: by the weights, else by
+        their model or family. fit: family and sizes of the weights. Raises UsageError for options
+        that contradict the weights.
         """
         family = fit.family
-        defaults = family.models.get(fit.model, family.recipe)
-        implied = {**defaults._asdict(), "sampler": family.samplers[0]}
+        implied: dict[str, Any] = {**fit.defaults._asdict(), "sampler": family.samplers[0]}
         # All that there are, of latents with fewer channels than the model guides.
-        implied["guidance_channels"] = min(defaults.guidance_channels, fit.in_channels)
-        if fit.image_size is not None:
-            implied["image_size"] = fit.image_size
-        if self.image_size is None and implied["image_size"] > MOST_PIXELS:
-            raise UsageError(
-                f"`image_size={fit.image_size}`: by these weights, and at most {MOST_PIXELS}; give "
-                "another `image_size`"
-            )
+        implied["guidance_channels"] = min(fit.defaults.guidance_channels, fit.in_channels)
+        of_size = fit.defaults.decoders.get(fit.latent_size)
+        if fit.vae is not None:
+            implied["vae"] = PUBLISHED_DECODER.sub(r"\1", fit.vae)
+        elif of_size is not None and self.vae is None:
+            implied["vae"], implied["latent_stats"] = of_size
         implied |= {name: value for name, value in fit.recipe.items() if value is not None}
-        values = {
-            item.name: implied.get(item.name)
-            for item in fields(self)
-            if getattr(self, item.name) is None and item.name not in FILES
-        }
-        values["model"] = fit.model
-        values["num_classes"] = fit.num_classes
-        return replace(self, **values).consistent(fit, space)
-
-    def consistent(self, fit: "Fit", space: LatentSpace) -> "Config":
-        """Return these options, all filled. Raises UsageError if they contradict the
-        weights.
-        """
-        require_unit(self.image_size, space.factor, fit.patch_size)
-        trained = fit.image_size
-        if trained not in (None, self.image_size) and not fit.family.any_size:
+        implied["num_classes"] = fit.num_classes
+        if self.num_classes not in (None, fit.num_classes):
             raise UsageError(
-                f"`image_size={self.image_size}`: a {fit.family.name} samples the size that it was "
-                f"trained for alone; use {trained}"
+                f"`num_classes={self.num_classes}`: these weights have {fit.num_classes}; drop it"
             )
-        _require_family(self, self.model, fit.family, self.sampler)
-        if not fit.null_class and self.guide is None and self.cfg_scale != 1:
-            rows = self.num_classes
+        if self.sampler is None and implied["sampler"] not in family.samplers:
+            raise UsageError(
+                f"`sampler={implied['sampler']}`: is not for a {family.name}, which {fit.model} "
+                f"is; use {', '.join(family.samplers)}"
+            )
+        open_options = {name for name, value in vars(self).items() if value is None}
+        values = {name: implied[name] for name in open_options & implied.keys() - AFTERWARDS}
+        config = replace(self, **{**values, "model": fit.model})
+        config.require_family(fit.model, family)
+        if not fit.null_class and config.guide is None and config.cfg_scale != 1:
+            rows = fit.num_classes
             remedy = "use `cfg_scale=1`"
             if rows > 1:
                 remedy += f", or `num_classes={rows - 1}` if the last row is the null class"
             raise UsageError(
-                f"`cfg_scale={self.cfg_scale:g}`: guidance needs a null class, and these weights "
+                f"`cfg_scale={config.cfg_scale:g}`: guidance needs a null class, and these weights "
                 f"were trained without (label table of {rows} rows); {remedy}, or give a `guide`"
             )
         # A module's own guidance may reach the learned sigma.
         most = max(fit.in_channels, fit.recipe.get("guidance_channels") or 0)
-        if self.guidance_channels > most:
+        if config.guidance_channels > most:
             raise UsageError(
-                f"`guidance_channels={self.guidance_channels}`: these latents have {most}"
+                f"`guidance_channels={config.guidance_channels}`: these latents have {most}"
             )
-        return self
+        return config
 
-    @property
-    def named_decoder(self) -> str | None:
-        """Return the decoder that is named, or the named model's where no weights are given."""
-        if self.vae is None and self.ckpt is None:
-            return self.defaults.vae
-        return self.vae
+    def sized(self, fit: "Fit", space: LatentSpace) -> "Config":
+        """Return the options with the size of pictures, by default that of the training
+        pictures. fit: decoded by the space's factor. Raises UsageError for a size that patches,
+        the decoder or the family do not take.
+        """
+        size = self.image_size or fit.recipe.get("image_size") or fit.image_size
+        size = size or fit.defaults.image_size
+        unit = space.factor * fit.patch_size
+        if size % unit:
+            raise UsageError(
+                f"`image_size={size}`: must be a multiple of {unit} (VAE factor {space.factor}, "
+                f"patch {fit.patch_size})"
+            )
+        if fit.image_size not in (None, size) and not fit.family.any_size:
+            raise UsageError(
+                f"`image_size={size}`: a {fit.family.name} samples the size that it was trained "
+                f"for alone; use {fit.image_size}"
+            )
+        space.require_side(size // space.factor)
+        return replace(self, image_size=size)
 
     def steps_and_guidance(self) -> str:
         """Describe steps and guidance in words. The options are filled."""
@@ -409,16 +439,12 @@ class Grid(Job):
         names=("--seeds",),
         nargs="+",
         type=int,
+        bounds=SEEDS,
         metavar="SEED",
     )
     batch_size: int | None = speed(
         "pictures to sample at a time, for a GPU with too little memory for all; the pictures "
         "stay the same except for rounding; default: all of --labels",
-        bounds=(1, 10**9),
-    )
-    repeats: int = speed(
-        "time the sampling this often after a warm-up: median and spread",
-        default=1,
         bounds=(1, 10**9),
     )
     parallel: str = speed(
@@ -450,46 +476,20 @@ class Grid(Job):
             raise UsageError(
                 "`seed_list`: names a seed twice, and each has a file of its own; name it once"
             )
-        for seed in seeds:
-            require_seed(seed)
-        self._require_suffix()
-        if self.config.ckpt is None:
-            self._require_labels()
-        self._require_layout(self.config)
-
-    def _require_layout(self, config, null_class=True):
-        """Raise UsageError for a layout by which ranks cannot share these evaluations."""
-        if self.layout in (None, OFF):
-            return
-        if config.guide is not None:
-            raise UsageError(
-                f"`parallel={self.parallel}`: two networks are not divided, and there is a "
-                "`guide`; use off"
-            )
-        if not null_class:
-            raise UsageError(
-                f"`parallel={self.parallel}`: shares evaluations with guidance only; use off"
-            )
-
-    def _require_suffix(self):
         suffix = SUFFIX[self.output_type]
-        if self.output is None or Path(self.output).suffix.lower() == suffix:
-            return
-        if is_folder(self.output, self.output_type):
-            return
-        folder = ", or name a folder (FOLDER/)" if self.output_type == "image" else ""
-        raise UsageError(
-            f"`output={shown(self.output)}`: must end in {suffix} for "
-            f"`output_type={self.output_type}`{folder}"
-        )
-
-    def _require_labels(self):
-        """Raise UsageError for a label that the named model does not know."""
-        defaults = self.config.defaults
-        classes = self.config.num_classes or defaults.num_classes
-        names = self._names_of(classes, defaults.class_names)
-        for label in self.labels or ():
-            find_label(label, names, classes)
+        output = self.output or f"sample{suffix}"
+        if not (is_folder(output, self.output_type) or output.lower().endswith(suffix)):
+            folder = ", or name a folder (FOLDER/)" if self.output_type == "image" else ""
+            raise UsageError(
+                f"`output={shown(output)}`: must end in {suffix} for "
+                f"`output_type={self.output_type}`{folder}"
+            )
+        if self.config.ckpt is None:
+            defaults = self.config.defaults
+            classes = self.config.num_classes or defaults.num_classes
+            names = self._names_of(classes, defaults.class_names)
+            for label in self.labels or ():
+                find_label(label, names, classes)
 
     def _names_of(self, num_classes, *others):
         """Return the names of all classes: those given, else the first of `others` for so
@@ -506,27 +506,31 @@ class Grid(Job):
                 return names
         return ()
 
-    def filled(self, config: Config, fit: "Fit", has_null_label: bool | None = None) -> "Grid":
+    def filled(self, config: Config, fit: "Fit", has_null_label: bool = True) -> "Grid":
         """Return the grid with `config`, which is filled: its labels are numbers, and
         class_names are of every class, or () where they are unknown. has_null_label: whether
-        the null label can be sampled; default: where the weights have a null class.
+        the null label can be sampled, if the weights have a null class.
         """
         classes = fit.num_classes
-        defaults = fit.family.models.get(fit.model, fit.family.recipe)
-        names = self._names_of(classes, fit.class_names, defaults.class_names)
+        names = self._names_of(classes, fit.class_names, fit.defaults.class_names)
         labels = self.labels
         if labels is None:
             labels = LABELS if classes == 1000 else range(min(classes, 8))
         numbers = tuple(find_label(label, names, classes) for label in labels)
-        if has_null_label is None:
-            has_null_label = fit.null_class
-        if not has_null_label and classes in numbers:
-            whose = "these weights were" if not fit.null_class else "the guide was"
-            raise UsageError(f"`labels={NULL}`: {whose} trained without a null label; give classes")
-        self._require_layout(config, fit.null_class)
-        shares = config.guide is None and fit.null_class
-        parallel = self.parallel if shares else "off"
-        return replace(self, config=config, labels=numbers, class_names=names, parallel=parallel)
+        if classes in numbers and not (fit.null_class and has_null_label):
+            raise UsageError(
+                f"`labels={NULL}`: these weights or their guide were trained without a null "
+                "label; give classes"
+            )
+        grid = replace(self, config=config, labels=numbers, class_names=names)
+        if config.guide is None and fit.null_class:
+            return grid
+        if grid.layout not in (None, OFF):
+            raise UsageError(
+                f"`parallel={self.parallel}`: ranks share evaluations with guidance by the null "
+                "class alone, without a `guide`; use off"
+            )
+        return replace(grid, parallel="off")
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -542,9 +546,11 @@ class Grid(Job):
         return tuple(of_seed(output, self.output_type, seed) for seed in self.seed_list)
 
     def require_outputs(self) -> None:
-        """Raise UsageError unless every output can be written."""
+        """Make the folders of all outputs and prove that files can be written there. Raises
+        UsageError.
+        """
         for path in self.outputs:
-            require_writable(path, self.output_type)
+            check_writable(Path(path, "000.png") if is_folder(path, self.output_type) else path)
 
     @property
     def layout(self) -> Layout | None:
@@ -573,20 +579,10 @@ class Grid(Job):
         """Return the error for a batch that does not fit in memory: the parameter that asks
         for it, and the remedy.
         """
-        n = self.count
-        size = self.config.image_size
-        if 1 in (n, self.batch_size):
-            return (
-                f"`image_size={size}`: a picture does not fit in free GPU memory; use a smaller one"
-            )
-        if self.batch_size:
-            return (
-                f"`batch_size={self.batch_size}`: does not fit in free GPU memory; use a smaller "
-                "one"
-            )
+        at_once = self.batch_size or self.count
         return (
-            f"`labels`: {n} pictures at a time do not fit in free GPU memory; use "
-            f"`batch_size={n // 2}`"
+            f"`batch_size={at_once}`: does not fit in free GPU memory; use a smaller one, or a "
+            f"smaller `image_size` than {self.config.image_size}"
         )
 
 
@@ -634,69 +630,4 @@ class FidJob(Job):
         return (
             f"`per_proc_batch_size={self.per_proc_batch_size}`: does not fit in free GPU memory; "
             "use a smaller one"
-        )
-
-
-def require_seed(seed: int) -> None:
-    """Raise UsageError for a seed that torch's generators do not take."""
-    if not -(2**63) <= seed < 2**64:
-        raise UsageError(f"`seed={shown(str(seed))}`: must fit in 64 bits")
-
-
-def patch_of(model: str) -> int:
-    """Return the patch size that a model's name ends with."""
-    return int(model.rpartition("/")[2])
-
-
-def require_unit(size: int, factor: int, patch_size: int) -> None:
-    """Raise UsageError for a picture's side that latents or patches do not divide."""
-    unit = factor * patch_size
-    if size % unit:
-        raise UsageError(
-            f"`image_size={size}`: must be a multiple of {unit} (VAE factor {factor}, patch "
-            f"{patch_size})"
-        )
-
-
-def _require_interval(levels):
-    if levels is None or (len(levels) == 2 and 0 <= levels[0] < levels[1] <= 1):
-        return
-    given = " ".join(f"{level:g}" for level in levels)
-    raise UsageError(
-        f"`guidance_interval={given}`: must be two numbers from 0 to 1, the lower first"
-    )
-
-
-def _require_family(config, model: str, family: Family, sampler: str | None):
-    """Raise UsageError for a sampler, a shift, a number of steps or a decoder that the model's
-    family does not have.
-    """
-    defaults = family.models.get(model, family.recipe)
-    for name, usual in (("vae", defaults.vae), ("latent_stats", None)):
-        if defaults.factor == 1 and getattr(config, name) not in (None, usual):
-            raise UsageError(
-                f"`{name}={getattr(config, name)}`: {model} samples pixels, without a decoder; "
-                "drop it"
-            )
-    if sampler not in (None, *family.samplers):
-        raise UsageError(
-            f"`sampler={sampler}`: is not for a {family.name}, which {model} is; use "
-            f"{', '.join(family.samplers)}"
-        )
-    shifted = config.timestep_shift not in (None, 1)
-    if shifted and (family.prediction == "noise" or sampler == "sde"):
-        raise UsageError(
-            f"`timestep_shift={config.timestep_shift:g}`: is for euler and heun of a flow; drop it"
-        )
-    for name in ("noise_scale", "t_eps"):
-        value = getattr(config, name)
-        if family.prediction != "data" and value not in (None, getattr(Defaults(), name)):
-            raise UsageError(
-                f"`{name}={value:g}`: is for networks that estimate the clean picture; drop it"
-            )
-    least, most = STEPS.get(sampler, (1, 1000))
-    steps = config.num_sampling_steps
-    if steps is not None and not least <= steps <= most:
-        raise UsageError(
-            f"`num_sampling_steps={steps}`: must be from {least} to {most} for `sampler={sampler}`"
         )

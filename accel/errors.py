@@ -14,8 +14,6 @@ USAGE = 2  # a mistake in the user's request
 STOPPED = 75  # the job was asked to stop and can be continued: EX_TEMPFAIL of sysexits.h
 INTERRUPTED = 130  # Ctrl-C: 128 + SIGINT
 
-MISSING = object()  # in place of a setting that one side lacks
-
 PARAMETER = re.compile(r"`([a-z]\w*)(?:=([^`]*))?`")
 
 
@@ -23,16 +21,12 @@ def printable(text: str, most: int = 1000) -> str:
     """Return `text` on one line. Control characters are escaped; beyond `most` characters
     the middle is left out.
     """
-    if not text.isprintable():
-        text = "".join(map(_escaped, text))
+    shown_as_they_are = "\u00a0\u3000"  # spaces
+    text = "".join(
+        each if each.isprintable() or each in shown_as_they_are else ascii(each)[1:-1]
+        for each in text
+    )
     return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 4 :]}"
-
-
-def _escaped(character):
-    """Return a character, or its escape if a terminal would not show it as one."""
-    if character.isprintable() or character in "\u00a0\u3000":
-        return character
-    return ascii(character)[1:-1]
 
 
 class UsageError(ValueError):
@@ -110,13 +104,10 @@ def require_equal(settings: dict, others: dict, free: Set[str], owner: str, reme
     end of the line, such as "start all ranks with the same flags".
     """
     for name in {**settings, **others}:
-        if name in free or settings.get(name, MISSING) == others.get(name, MISSING):
-            continue
-        if name not in others:
-            raise UsageError(f"{name} {settings[name]}: {owner} none; {remedy}")
-        if name not in settings:
-            raise UsageError(f"no {name}: {owner} {others[name]}; {remedy}")
-        raise UsageError(f"{name} {settings[name]}: {owner} {others[name]}; {remedy}")
+        value = settings.get(name, "none")
+        other = others.get(name, "none")
+        if name not in free and value != other:
+            raise UsageError(f"{name} {value}: {owner} {other}; {remedy}")
 
 
 @contextmanager

@@ -37,7 +37,7 @@ def atomic_write(
     path = Path(os.path.realpath(path)) if through_link else Path(path)
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, NO_FILE, str(path))
-    partial = path.with_name(_partial_name(path.name))
+    partial = path.with_name(f".{repeated(path.name)}.{secrets.token_hex(8)}.part")
     try:
         handle = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except OSError as error:
@@ -55,10 +55,6 @@ def atomic_write(
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-
-
-def _partial_name(name):
-    return f".{repeated(name)}.{secrets.token_hex(8)}.part"
 
 
 def repeated(name: str) -> str:
@@ -86,22 +82,14 @@ def require_writable(folder: str | Path) -> None:
 
 
 def require_name(path: str | Path) -> None:
-    """Raise OSError if the file system refuses the name of a file or of its temporary file,
-    such as for its length.
-    """
-    path = Path(path)
-    for name in (path.name, _partial_name(path.name)):
-        with suppress(FileNotFoundError):
-            os.lstat(path.with_name(name))
+    """Raise OSError if the file system refuses the name of a file, such as for its length."""
+    with suppress(FileNotFoundError):
+        os.lstat(path)
 
 
 def is_utf8(path: str | Path) -> bool:
     """Return whether a path is UTF-8: C++ and Rust libraries open no others."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return os.fsencode(path).decode(errors="ignore") == str(path)
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> IO[bytes]:

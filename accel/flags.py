@@ -15,6 +15,9 @@ from typing import Any, get_args
 from accel.errors import UsageError, path_errors, shown
 from accel.files import require_name, require_writable
 
+WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text"}
+CONVERSIONS = {bool: bool, int: operator.index, float: float, str: os.fsdecode}
+
 
 def flag(help: str, default: Any = None, **argument) -> Any:
     """Return a field with its flag: `argument` as argparse takes it, with the `group` of
@@ -51,56 +54,45 @@ def base_type(item: Field) -> type:
 
 def checked(value: Any, item: Field) -> Any:
     """Return a field's value, converted to its type. Raises UsageError if its type,
-    choices or bounds exclude it.
+    choices or bounds exclude it, or one of several values.
     """
     name = item.name
-    convert = item.metadata.get("convert")
-    if convert:
-        return convert(value)
-    if item.metadata.get("nargs"):
-        if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-            raise UsageError(f"`{name}={shown(value)}`: must be several; give a list")
-        of_each = item.metadata.get("type", str)
-        values = tuple(_converted(name, part, of_each, name == "labels") for part in value)
-        if not values:
-            raise UsageError(f"`{name}`: give at least one")
-        return values
+    if "convert" in item.metadata:
+        return item.metadata["convert"](value)
+    if "nargs" not in item.metadata:
+        return _checked(value, item, base_type(item))
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise UsageError(f"`{name}={shown(value)}`: must be several; give a list")
+    of_each = item.metadata.get("type", str)
+    values = tuple(_checked(part, item, of_each) for part in value)
+    if not values:
+        raise UsageError(f"`{name}`: give at least one")
+    return values
+
+
+def _checked(value, item, base):
+    """Return one value of a flag, converted. A label may be a number or a name."""
+    name = item.name
     choices = item.metadata.get("choices")
-    bounds = item.metadata.get("bounds")
     if choices and not (isinstance(value, str) and value in choices):
         raise UsageError(f"`{name}={shown(value)}`: choose from {', '.join(choices)}")
-    value = _converted(name, value, base_type(item))
+    words = WORDS[base]
+    if name == "labels":
+        words = "a class's number or name"
+        base = str if isinstance(value, str) else int
+    is_bool = str(getattr(value, "dtype", type(value).__name__)) in ("bool", "torch.bool")
+    try:
+        if base is float and not isinstance(value, numbers.Real) or is_bool != (base is bool):
+            raise TypeError
+        value = CONVERSIONS[base](value)
+    except (TypeError, RuntimeError, OverflowError):
+        raise UsageError(f"`{name}={shown(repr(value))}`: must be {words}") from None
     if value == "":
         raise UsageError(f"`{name}`: is empty; give a value, or leave it out")
+    bounds = item.metadata.get("bounds")
     if bounds and not bounds[0] <= value <= bounds[1]:
         raise UsageError(f"`{name}={shown(str(value))}`: must be from {bounds[0]} to {bounds[1]}")
     return value
-
-
-def _converted(name, value, base, number_too=False):
-    """Return one value of a flag, converted. A label may be a number or a name."""
-    try:
-        if base is str and (isinstance(value, str) or not number_too):
-            return os.fsdecode(value)
-        if base is bool and isinstance(value, bool):
-            return value
-        if base is float and isinstance(value, numbers.Real) and not isinstance(value, bool):
-            return float(value)
-        if base in (int, str) and not _is_bool(value):
-            return operator.index(value)
-    except (TypeError, RuntimeError, OverflowError):
-        pass
-    words = {
-        bool: "True or False",
-        float: "a number",
-        str: "a class's number or name" if number_too else "text",
-    }
-    raise UsageError(f"`{name}={shown(repr(value))}`: must be {words.get(base, 'a whole number')}")
-
-
-def _is_bool(value):
-    """Return whether a value is True or False, also torch's and numpy's."""
-    return str(getattr(value, "dtype", type(value).__name__)) in ("bool", "torch.bool")
 
 
 def check_writable(path: str | Path, name: str = "output") -> None:

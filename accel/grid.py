@@ -7,9 +7,7 @@ of every network evaluation (--parallel). All ranks draw the same random stream.
 
 import logging
 import signal
-import statistics
 import sys
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,8 +80,8 @@ def make_grid(grid: Grid, ranks: Ranks) -> None:
     del pipeline
     free_memory(opened.device)
 
-    if ranks.rank == 0:
-        _exit_by_exception(signal.SIGTERM)
+    if ranks.rank == 0 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))  # removes a partial file
     for path, latents in zip(grid.outputs, latents_of_seeds, strict=True):
         if ranks.world == 1:  # decodes file after file: a folder needs the memory of a picture
             save(grid, path, latents, watch, decoder)
@@ -99,8 +97,7 @@ def warm_up(grid: Grid, pipeline: Pipeline, batches: list[slice], watch: Stopwat
     """Make each kind of step once where the first takes longer than others: the bar should
     not learn its pace from it.
     """
-    captures = pipeline.device.type == "cuda" and pipeline.network.captures
-    if grid.repeats > 1 or captures:
+    if pipeline.device.type == "cuda" and pipeline.network.captures:
         with watch.phase("warm-up"):
             pipeline.warm_up(grid.labels, batches)
 
@@ -109,25 +106,14 @@ def sample(
     grid: Grid, pipeline: Pipeline, batches: list[slice], watch: Stopwatch, show: bool = True
 ) -> list[Tensor]:
     """Return latents (n', C, L, L) of the slices `batches` of the labels, for each seed. Show
-    a bar, and time `grid.repeats` runs. show: whether this process prints.
+    a bar if this process prints.
     """
     steps = pipeline.process.steps * len(batches)
     latents_of_seeds = []
     for seed in grid.seeds:
-        times = []
-        for _ in range(grid.repeats):
-            start = time.perf_counter()
-            bar = step_bar(steps, pipeline.device, disable=not show)
-            with watch.phase("sample"), bar as on_step:
-                latents = pipeline.latents(grid.labels, seed, batches, on_step)
-            times.append(time.perf_counter() - start)
-        latents_of_seeds.append(latents)
-        if len(times) > 1 and show:
-            median = statistics.median(times)
-            log.info(
-                f"sampling, {len(times)} runs after warm-up: median {median:.3f} s, "
-                f"{min(times):.3f} to {max(times):.3f} s"
-            )
+        bar = step_bar(steps, pipeline.device, disable=not show)
+        with watch.phase("sample"), bar as on_step:
+            latents_of_seeds.append(pipeline.latents(grid.labels, seed, batches, on_step))
     return latents_of_seeds
 
 
@@ -158,11 +144,3 @@ def save(
                 pixels = decoder.decode(part)
         with watch.phase("save"):
             output.save_pictures(file, pixels)
-
-
-def _exit_by_exception(number):
-    """Exit by SystemExit on a signal that would kill: a file that is being written is
-    removed.
-    """
-    if signal.getsignal(number) is signal.SIG_DFL:
-        signal.signal(number, lambda *_: sys.exit(STOPPED))

@@ -202,9 +202,6 @@ def _recognised(weights: Checkpoint, fit: Fit) -> Fit:
                 f"{shown(name, 300)}: has a label table of {rows} rows, taken for {rows} classes "
                 "and no null class, as the network that it guides has so many classes"
             )
-    guide = recognise(
-        name, weights.state, {**metadata, "family": family.name}, None, classes, shipped
-    )
-    # Not printed: its steps and guidance are not used.
-    recipe = recogniser.recipe(guide.model, metadata, weights.path)
-    return guide._replace(recipe={**guide.recipe, **recipe.options})
+    metadata = {**metadata, "family": family.name}
+    # Its notices are not printed: its steps and guidance are not used.
+    return recognise(name, weights.state, metadata, None, classes, shipped, weights.path)

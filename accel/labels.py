@@ -34,18 +34,13 @@ def read_class_names(given: str | Path | Iterable[str] | Mapping) -> tuple[str, 
         given = _read_names(given)
     if isinstance(given, Mapping):
         by_number = {str(key): name for key, name in given.items()}
-        try:
-            given = [by_number[str(number)] for number in range(len(by_number))]
-        except KeyError as missing:
-            raise UsageError(
-                f"`class_names{source}`: has no name for class {missing}; number them from 0"
-            ) from None
+        given = [by_number.get(str(number)) for number in range(len(by_number))]
     names = list(given) if isinstance(given, Iterable) else [given]
     for number, name in enumerate(names):
         if not isinstance(name, str) or not name.strip() or not name.strip().isprintable():
             raise UsageError(
                 f"`class_names{source}`: name {number} is {shown(name)}; give printable text for "
-                "each"
+                "each class from 0"
             )
     return tuple(name.strip() for name in names)
 
@@ -87,39 +82,23 @@ def find_label(label: int | str, names: Sequence[str], num_classes: int) -> int:
     remedy = f"give a number from 0 to {num_classes - 1}"
     if not names:
         raise UsageError(f"`labels={shown(label)}`: no class names are known here; {remedy}")
-    if list(names).count(label) == 1:
-        return list(names).index(label)
     words = file_name(label)
-    matches = _matches(words, names)
+    plain = [file_name(name) for name in names]
+    same = [number for number, name in enumerate(names) if name == label]
+    equal = [n for n, name in enumerate(names) if words in map(file_name, name.split(","))]
+    within = [number for number, name in enumerate(plain) if f"-{words}-" in f"-{name}-"]
+    matches = same or equal or within
     if len(matches) == 1:
         return matches[0]
-    problem = "no class has that name"
+    problem = f"{len(matches)} classes have that name"
+    if not matches:
+        problem = "no class has that name"
+        near = difflib.get_close_matches(words, plain, NEAREST)
+        matches = [plain.index(name) for name in near]
     if matches:
-        problem = f"{len(matches)} classes have that name"
-    suggested = matches or _similar(words, names)
-    if suggested:
-        listed = ", ".join(f"{names[number]} ({number})" for number in suggested[:NEAREST])
-        remedy = f"give one of {listed}" + (", …" if len(suggested) > NEAREST else "")
+        listed = ", ".join(f"{names[number]} ({number})" for number in matches[:NEAREST])
+        remedy = f"give one of {listed}" + (", …" if len(matches) > NEAREST else "")
     raise UsageError(f"`labels={shown(label)}`: {problem}; {remedy}")
-
-
-def _matches(words, names):
-    """Return the numbers of the names that are `words`; if none is, of those that contain
-    them.
-    """
-    if not words:
-        return []
-    numbered = list(enumerate(names))
-    equal = [number for number, name in numbered if words in map(file_name, name.split(","))]
-    if equal:
-        return equal
-    return [number for number, name in numbered if f"-{words}-" in f"-{file_name(name)}-"]
-
-
-def _similar(words, names):
-    """Return the numbers of the names that are spelled like `words`."""
-    plain = [file_name(name) for name in names]
-    return [plain.index(name) for name in difflib.get_close_matches(words, plain, NEAREST)]
 
 
 def file_name(name: str) -> str:

@@ -96,16 +96,12 @@ def world_size(wanted: int | None, device: str | None) -> int:
     for all of no GPUs.
     """
     launched = "RANK" in os.environ
-    tasks = os.environ.get("WORLD_SIZE" if launched else "SLURM_STEP_NUM_TASKS", "1")
-    if tasks != "1" or launched and wanted != 1:
+    counts = ("WORLD_SIZE",) if launched else ("SLURM_STEP_NUM_TASKS", *OF_MPI)
+    several = any(os.environ.get(name, "1") != "1" for name in counts)
+    if several or launched and wanted != 1:
         raise UsageError(
-            "torchrun or srun has started several processes, and each would make the same "
-            "picture; use sample_ddp.py, or start one process"
-        )
-    if not launched and any(os.environ.get(name, "1") != "1" for name in OF_MPI):
-        raise UsageError(
-            "mpirun has started several processes, and each would make the same picture; start "
-            "sample_ddp.py by torchrun or srun, or one process"
+            "torchrun, srun or mpirun has started several processes, and each would make the same "
+            "picture; start sample_ddp.py by torchrun or srun, or one process"
         )
     if wanted == 1:
         return 1

@@ -3,9 +3,7 @@ Config, once.
 """
 
 import logging
-import re
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,7 +12,7 @@ from accel import precision
 from accel.config import Config
 from accel.errors import UsageError, shown
 from accel.families import family_of
-from accel.families.recognise import Fit, recognise, recogniser_of, shipped_as
+from accel.families.recognise import Fit, recognise, shipped_as
 from accel.latents import LatentSpace
 from accel.latents.files import PUBLISHED, find
 from accel.progress import Stopwatch
@@ -54,25 +52,12 @@ class Opened(NamedTuple):
         another precision unless vae_precision is given too. Raises UsageError as Config
         does, and for a tier that the device lacks.
         """
-        other_arithmetic = not options.keys().isdisjoint(("precision", "vae_precision"))
-        if other_arithmetic:
+        if "precision" in options:
             options = {"vae_precision": "auto", **options}
-        config = replace(self.config, **options)
-        config.check_values()
-        if other_arithmetic:
-            config = with_arithmetic(config, self.device)
-        changed = self._replace(
-            config=config.consistent(self.fit, self.space),
-            tier_is_asked_for=self.tier_is_asked_for or "precision" in options,
-        )
-        self.space.require_side(changed.latent_size)
-        return changed
-
-    def digest(self) -> str:
-        """Return 16 hex digits of all that decides the network's function: its tensors, the
-        number of heads where it is not that of the model of this size, and its family's facts.
-        """
-        return self.fit.digest(self.weights)
+        config = with_arithmetic(replace(self.config, **options), self.device)
+        config = config.filled(self.fit).sized(self.fit, self.space)
+        asked = self.tier_is_asked_for or "precision" in options
+        return self._replace(config=config, tier_is_asked_for=asked)
 
     @property
     def has_null_label(self) -> bool:
@@ -130,41 +115,47 @@ def open_model(
     """Open weights, guide and decoder, and fill the config.
 
     weights, guide: in place of those that the config names. decodes: whether pictures are
-    decoded; latents need no decoder. Raises UsageError; for options that contradict each other,
-    and for a tier that the device lacks, before anything is fetched. Weights that are here are
-    recognised before a decoder is fetched.
+    decoded; latents need no decoder. Raises UsageError: for a tier that the device lacks before
+    anything is fetched, for options that contradict the weights before a decoder is.
     """
     device = device or choose_device(config.device)
     config = config.with_file(decodes)
-    if config.config is not None:
-        from accel.families import config_file
-
-        log.warning(config_file.notice(config.config, vars(config)))
     asked = config.tier is not None
     config = with_arithmetic(config, device)
-    if weights is None:
-        weights = weights_of(config, device)
+    weights = weights or weights_of(config, device)
     if guide is None and config.guide is not None:
         from accel.guide import about_guide  # a network by itself needs none
 
         with about_guide():
             guide = Checkpoint(config.guide, device.type != "cpu")
-    space = None
     checkpoints = [each for each in (weights, guide) if isinstance(each, Checkpoint)]
     if not all(each.is_here for each in checkpoints):
         from accel.fetching import fetch  # most runs have all files
 
-        space = fetch(config, weights, guide, decodes)
-    fit = _fit_of(weights, config)
+        fetch(config, weights, guide, decodes)
+
+    if isinstance(weights, Checkpoint):
+        fit = fit_of_file(weights, config.model, config.num_classes, config.num_heads)
+    else:
+        fit = weights.fit
+        require_schedule(weights.name, fit)
     if config.config is not None:
+        from accel.families import config_file
+
         config_file.require_network(config.config, "ckpt", weights.name, fit)
-    config.require_family(fit)  # before a decoder is fetched
+        log.warning(config_file.notice(config.config, vars(config)))
     opened_guide = None
     if guide is not None:
         from accel.guide import open_guide
 
         opened_guide = open_guide(guide, weights, fit, config)
-    config, space = _with_decoder(config, weights, fit, space, decodes)
+
+    is_given = config.vae is not None
+    config = config.filled(fit)  # before a decoder is fetched
+    space = LatentSpace(fit.in_channels, fit.defaults.factor)
+    if decodes:
+        space = _decoder(config, is_given, weights, fit)
+    space = _as_trained(space, config, fit, decodes)
     size_in_file = fit.image_size
     fit = fit.decoded(space.factor)
     # Some programs call the side of latents so.
@@ -174,31 +165,21 @@ def open_model(
             f"{fit.image_size} px of its latents of side {fit.latent_size}; if it has another: "
             "--vae NAME"
         )
-    config = config.filled(fit, space)
-    opened = Opened(config, weights, fit, space, device, asked, opened_guide)
-    space.require_side(opened.latent_size)
-    return opened
+    config = config.sized(fit, space)
+    return Opened(config, weights, fit, space, device, asked, opened_guide)
 
 
-class OpenedOnRanks(NamedTuple):
-    """The files of a run, open on every rank, and the stopwatch of the run."""
-
-    opened: Opened
-    watch: Stopwatch
-
-
-def open_on_ranks(config: Config, ranks: Ranks, decodes: bool = True) -> OpenedOnRanks:
-    """Choose each rank's device and open the files on every rank. Raises UsageError on all
-    ranks if one rank lacks a file.
+def open_on_ranks(config: Config, ranks: Ranks, decodes: bool = True) -> tuple[Opened, Stopwatch]:
+    """Choose each rank's device and open the files on every rank. Return them and the stopwatch
+    of the run. Raises UsageError on all ranks if one rank lacks a file.
     """
     name = ranks.take_device(config.device)
     device = ranks.run_collectively(lambda: choose_device(name))
     watch = Stopwatch(device)
     with watch.phase("load"):
-        weights = ranks.run_collectively(lambda: weights_of(config, device))
         # One download if the file system is shared, else one per node.
-        opened = ranks.run_in_turns(lambda: open_model(config, device, weights, decodes))
-    return OpenedOnRanks(opened, watch)
+        opened = ranks.run_in_turns(lambda: open_model(config, device, decodes=decodes))
+    return opened, watch
 
 
 def with_arithmetic(config: Config, device: torch.device) -> Config:
@@ -214,21 +195,6 @@ def with_arithmetic(config: Config, device: torch.device) -> Config:
     return replace(config, precision=tier, tf32=None, vae_precision=decoder)
 
 
-def _fit_of(weights, config):
-    """Return the family and sizes of weights. The user's options add what a file does not
-    say. Raises UsageError for options that contradict the weights.
-    """
-    if isinstance(weights, Checkpoint):
-        return fit_of_file(weights, config.model, config.num_classes, config.num_heads)
-    classes = weights.fit.num_classes
-    if config.num_classes not in (None, classes):
-        raise UsageError(
-            f"`num_classes={config.num_classes}`: {weights.name} has {classes} classes; drop it"
-        )
-    require_schedule(weights.name, weights.fit)
-    return weights.fit
-
-
 def fit_of_file(
     weights: Checkpoint,
     model: str | None = None,
@@ -240,19 +206,17 @@ def fit_of_file(
     """
     metadata = weights.metadata
     if num_heads is not None:
-        in_file = metadata.get("num_heads", num_heads)
-        if in_file != num_heads:
-            raise UsageError(f"`num_heads={num_heads}`: {weights.name} says {in_file}; drop it")
-        metadata = {**metadata, "num_heads": num_heads}
+        metadata = {"num_heads": num_heads, **metadata}
     shipped = shipped_as(weights.name)
-    fit = recognise(weights.name, weights.state, metadata, model, num_classes, shipped)
+    fit = recognise(
+        weights.name, weights.state, metadata, model, num_classes, shipped, weights.path
+    )
     if num_heads not in (None, fit.num_heads):
         raise UsageError(f"`num_heads={num_heads}`: these weights have {fit.num_heads}; drop it")
     require_schedule(f"`ckpt={weights.name}`", fit)
-    recipe = recogniser_of(fit.family).recipe(fit.model, weights.metadata, weights.path)
-    for notice in recipe.notices:
+    for notice in fit.notices:
         log.warning(notice)
-    return fit._replace(recipe={**fit.recipe, **recipe.options})
+    return fit
 
 
 def require_schedule(name: str, fit: Fit) -> None:
@@ -263,70 +227,25 @@ def require_schedule(name: str, fit: Fit) -> None:
         solvers.require_schedule(name, fit.schedule)
 
 
-def _with_decoder(config, weights, fit, space, decodes):
-    """Return the config with the decoder's name, and the latent space. Raises UsageError for
-    a decoder of other latents than the network's.
+def _decoder(config, is_given, weights, fit):
+    """Return the latent space of the decoder that a filled config names. is_given: whether the
+    user named it. Raises UsageError for a decoder of other latents than the network's.
     """
-    defaults = fit.family.models.get(fit.model, fit.family.recipe)
-    name = config.vae or _short_name(fit.vae)
-    of_size = defaults.decoders.get(fit.decoded(defaults.factor).image_size)
-    if name is None and of_size is not None:
-        name, statistics = of_size
-        config = replace(config, latent_stats=config.latent_stats or statistics)
-        if decodes:
-            _require_here((name, config.latent_stats), fit)
-    name = name or defaults.vae
-    if decodes and (space is None or name != config.named_decoder):
+    name = config.vae
+    try:
         if name in PUBLISHED:  # refused before it is fetched
             _require_channels(name, LatentSpace(), fit)
-        try:
-            space = find(name, config.latent_stats)
-        except UsageError as error:
-            if name == config.named_decoder:
-                raise
-            implied = f"says that its decoder is {shown(name)}"
-            if fit.vae is None:
-                implied = f"is a {fit.model}, whose decoder is {shown(name)} unless you give `vae`"
-            is_file = isinstance(weights, Checkpoint)
-            given = f"`ckpt={weights.name}`" if is_file else weights.name
-            raise UsageError(f"{given}: {implied}; {error.marked}") from None
-    if space is None:
-        space = LatentSpace(fit.in_channels, defaults.factor)  # latents need no decoder
-    space = _as_trained(name, fit, space, decodes)
-    if decodes:
+        space = find(name, config.latent_stats)
         _require_channels(name, space, fit)
-    return replace(config, vae=name), space
-
-
-def _require_here(files, fit):
-    """Raise UsageError if a file of the model's own decoder is missing."""
-    for file in files:
-        if not Path(file).exists():
-            raise UsageError(
-                f"`vae`: {fit.model} decodes with {file} by default, which is missing; give others "
-                f"by `vae` and `latent_stats`, or fetch the family's: {fit.family.fetch}"
-            )
-
-
-def _short_name(name):
-    """Return the decoder that a file names, published ones by their short names."""
-    published = re.fullmatch(r"(?:stabilityai/)?sd-vae-ft-(ema|mse)", name or "")
-    return published[1] if published else name
-
-
-def _as_trained(name, fit, space, decodes):
-    """Return the latent space with the scale that the weights' recipe says, if it does."""
-    scale = fit.recipe.get("latent_scale")
-    if scale is None:
-        return space
-    if not fit.recipe["latent_norm"]:
-        return space._replace(scale=scale, shift=0.0, mean=(), std=())
-    if not space.std and decodes:
+    except UsageError as error:
+        if is_given:
+            raise
+        fetch = f"; its family's: {fit.family.fetch}" if fit.defaults.decoders else ""
         raise UsageError(
-            f"`vae={name}`: these weights' latents are normalised by statistics, which this "
-            "decoder lacks; give `latent_stats`"
-        )
-    return space._replace(scale=scale)
+            f"{shown(weights.name, 300)}: decodes with {shown(name, 300)} unless you give `vae`; "
+            f"{error.marked}{fetch}"
+        ) from None
+    return space
 
 
 def _require_channels(name, space, fit):
@@ -335,3 +254,18 @@ def _require_channels(name, space, fit):
             f"`vae={name}`: decodes latents of {space.channels} channels, and {fit.model} makes "
             f"{fit.in_channels}; give the decoder that it was trained with"
         )
+
+
+def _as_trained(space, config, fit, decodes):
+    """Return the latent space with the scale that the weights' recipe says, if it does."""
+    scale = fit.recipe.get("latent_scale")
+    if scale is None:
+        return space
+    if not fit.recipe["latent_norm"]:
+        return space._replace(scale=scale, shift=0.0, mean=(), std=())
+    if not space.std and decodes:
+        raise UsageError(
+            f"`vae={config.vae}`: these weights' latents are normalised by statistics, which this "
+            "decoder lacks; give `latent_stats`"
+        )
+    return space._replace(scale=scale)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from accel.errors import path_errors
 from accel.files import atomic_write
-from accel.flags import check_writable
 from accel.labels import NULL, file_name
 
 if TYPE_CHECKING:  # torch is slow to import
@@ -48,11 +47,6 @@ def of_seed(output: str, output_type: str, seed: int) -> str:
         if is_folder(output, output_type)
         else f"{path.with_suffix('')}-seed-{seed}{path.suffix}"
     )
-
-
-def require_writable(output: str, output_type: str) -> None:
-    """Make the output's folder and prove that a file can be written there. Raises UsageError."""
-    check_writable(Path(output, "000.png") if is_folder(output, output_type) else output)
 
 
 def to_uint8(pixels: "Tensor", levels: "Callable[[Tensor], Tensor]") -> "Tensor":

@@ -159,17 +159,16 @@ class Pipeline:
         slices. noise (n, C, L, L): in place of z, which is drawn nevertheless: the noise of
         the steps stays the same.
         """
-        parts = []
-        for part in batches:
-            done = len(parts) * self.process.steps
+        shape = (0, self.network.in_channels, self.side, self.side)
+        parts = [torch.empty(shape, device=self.device)]  # a rank may have no pictures
+        for number, part in enumerate(batches):
+            done = number * self.process.steps
             count_on = on_step and (lambda index, x, done=done: on_step(done + index, x))
             z, y, draw = self._noise(labels, seed, part)
             if noise is not None:
                 z = noise[part]
             parts.append(self.denoise(z, y, draw, count_on))
-        if parts:
-            return torch.cat(parts)
-        return torch.empty(0, self.network.in_channels, self.side, self.side, device=self.device)
+        return torch.cat(parts)
 
     def denoise(
         self, z: Tensor, labels: Tensor, draw: Callable[[], Tensor], on_step: OnStep | None = None

@@ -11,21 +11,19 @@ import torch
 class Stopwatch:
     """Wall-clock seconds by phase; the device's queue is drained at each end.
 
-    The total runs from the beginning of the first phase to the end of the last one: it
-    includes a rank's waits between phases.
+    The total runs from the making of the stopwatch to the end of the last phase: it includes a
+    rank's waits between phases.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
         self.seconds: dict[str, float] = {}
-        self.began: float | None = None
-        self.ended: float | None = None
+        self.began = time.perf_counter()
+        self.ended = self.began
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
-        if self.began is None:
-            self.began = start
         yield
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

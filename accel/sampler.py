@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 from accel.compare import own_guidance, require_same
-from accel.config import Config, Grid, require_seed
+from accel.config import Config, Grid
 from accel.errors import UsageError, path_errors
 from accel.families import model_names
 from accel.families.loaded_module import LoadedModule, read_state, unwrapped
@@ -380,10 +380,7 @@ def _seeds(seeds, count):
             f"`seed`: {len(seeds)} given, and `labels`: {count}; give one seed for each label, or "
             "one number"
         )
-    seeds = [checked(seed, Config.__dataclass_fields__["seed"]) for seed in seeds]
-    for seed in seeds:
-        require_seed(seed)
-    return seeds
+    return [checked(seed, Config.__dataclass_fields__["seed"]) for seed in seeds]
 
 
 def _floats(name, values, shape, device):

@@ -9,21 +9,14 @@ import signal
 import sys
 from contextlib import suppress
 from types import FrameType
-from typing import NamedTuple, TextIO
+from typing import TextIO
 
 from accel.errors import INTERRUPTED, STOPPED, printable
 
-
-class Ending(NamedTuple):
-    """The end of a command after a signal."""
-
-    status: int
-    line: str
-
-
-_STOPPED = Ending(STOPPED, "stopped; start again with the same command")
-ENDINGS: dict[int, Ending] = {
-    signal.SIGINT: Ending(INTERRUPTED, "interrupted"),
+_STOPPED = STOPPED, "stopped; start again with the same command"
+# The exit status and the last line of a command after a signal.
+ENDINGS: dict[int, tuple[int, str]] = {
+    signal.SIGINT: (INTERRUPTED, "interrupted"),
     signal.SIGTERM: _STOPPED,
     signal.SIGHUP: _STOPPED,
     signal.SIGUSR1: _STOPPED,  # from queues, before they take a job's nodes away
@@ -34,7 +27,7 @@ ENDINGS_OF_RANKS = signal.SIGINT, signal.SIGUSR1
 _rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
 # Rank 0, the only process, or a process whose rank will be refused: it alone prints.
 IS_FIRST_RANK = not _rank.lstrip("0").isdecimal()
-_ended_by: list[int] = []  # the signal, until its line is printed
+_last_line: list[str] = []  # after a signal, until it is printed
 
 
 def handle_signals() -> None:
@@ -50,7 +43,7 @@ def on_signal(number: int, frame: FrameType | None) -> None:
     removed; `finish` prints the line. During an import exit at once: C++ would turn the
     exception into others. After the command's last line do nothing.
     """
-    ending = ENDINGS[number]
+    status, line = ENDINGS[number]
     importing = False
     outermost = None
     while frame is not None:
@@ -60,9 +53,9 @@ def on_signal(number: int, frame: FrameType | None) -> None:
     if outermost not in ("__main__", "runpy"):
         return
     if importing:
-        exit_now(*ending)
-    _ended_by[:] = [number]
-    sys.exit(ending.status)
+        exit_now(status, line)
+    _last_line[:] = [line]
+    sys.exit(status)
 
 
 def finish() -> None:
@@ -70,8 +63,8 @@ def finish() -> None:
     a full disk refused.
     """
     failure = take_failure()
-    while _ended_by:
-        _print_line(ENDINGS[_ended_by.pop()].line)
+    while _last_line:
+        _print_line(_last_line.pop())
     if failure:
         print(
             f"{_program()}: standard output: {failure.strerror}; the work itself is done",

@@ -66,7 +66,7 @@ except ImportError:  # main says so
 LOOPBACK = "127.0.0.1"
 MOST = 8  # pictures
 PREVIEWS = 6  # estimates during a run, an evaluation each
-LEFT_OUT = "output", "output_type", "seed_list", "repeats", "batch_size", "eta"
+LEFT_OUT = "output", "output_type", "seed_list", "batch_size", "eta"
 NAMES = dict(
     labels="Classes",
     seed="Seed",

@@ -276,9 +276,7 @@ def conclude(record: dict) -> int:
 
 def main() -> None:
     parser = OneLineParser(description=" ".join(__doc__.partition("\n\n")[0].split()))
-    add_arguments(
-        parser, leave_out=("precision", "output", "output_type", "repeats", "seed", "seed_list")
-    )
+    add_arguments(parser, leave_out=("precision", "output", "output_type", "seed", "seed_list"))
     add = parser.add_argument
     add(
         "--precision",

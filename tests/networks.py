@@ -77,7 +77,7 @@ def opened_for(job, weights=None, **changes):
     )
     config = replace(config, vae=config.vae or defaults.vae, vae_precision="fp32")
     space = LatentSpace()
-    config = config.filled(fit, space)
+    config = config.filled(fit).sized(fit, space)
     return Opened(config, weights, fit, space, torch.device("cpu"), job.config.tier is not None)
 
 

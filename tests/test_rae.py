@@ -128,13 +128,15 @@ def test_each_size_has_its_own_decoder(tmp_path, monkeypatch):
     for side, name in ((16, "ViTXL_n08"), (32, "ViTXL_n08_i512")):
         config = Config(ckpt=str(tmp_path / f"{side}.pt"), device="cpu")
         torch.save(build(input_size=side).state_dict(), config.ckpt)
-        with pytest.raises(UsageError, match=f"decodes with [^ ]*/{name}/model.pt by default"):
+        with pytest.raises(
+            UsageError, match=f"decodes with [^ ]*/{name}/model.pt unless .*hf download"
+        ):
             open_model(config)
         assert open_model(config, decodes=False).config.image_size == 16 * side
     vae = vit_files(tmp_path / "vit", SMALL_VIT._replace(channels=24, side=32), statistics=False)
     statistics = tmp_path / "stat.pt"
     torch.save({"mean": torch.zeros(24, 1, 1), "var": torch.ones(24, 1, 1)}, statistics)
-    monkeypatch.setitem(RECIPE.decoders, 512, (str(vae), str(statistics)))
+    monkeypatch.setitem(RECIPE.decoders, 32, (str(vae), str(statistics)))
     assert open_model(config).config.latent_stats == str(statistics)
     with pytest.raises(UsageError, match="latent_stats"):
         open_model(replace(config, vae=str(vae)))

@@ -52,28 +52,6 @@ def test_picture_and_latents_are_the_same_in_two_processes(
     )
 
 
-def test_repeats_time_the_same_picture(weights, tmp_path, here, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    common = [
-        *DEMO,
-        "--ckpt",
-        weights,
-        "--num-sampling-steps",
-        3,
-        "--labels",
-        4,
-        "--output-type",
-        "latent",
-    ]
-    results = []
-    for repeats in (1, 3):
-        text = succeeds(here("sample.py", *common, "--repeats", repeats))
-        assert "· 1 label ·" in text
-        results.append(np.load("sample.npy"))
-    assert "3 runs after warm-up: median" in text and "warm-up" in text.splitlines()[-1]
-    assert np.array_equal(*results)
-
-
 @pytest.mark.parametrize("where", ["loading", "sampling"])
 def test_too_little_memory_is_one_line(where, weights, tmp_path, here):
     path = tmp_path / "large.pt"

@@ -72,7 +72,6 @@ OPTIONS = {
     "eta": ["--eta", 0.5],
     "shift": ["--timestep-shift", 0.5],
     "slices": ["--batch-size", 1],
-    "timed": ["--repeats", 2],
     "tier": ["--precision", "fp32"],
     "size": ["--image-size", 96],
     "odd size": ["--image-size", 90],
@@ -85,7 +84,7 @@ OPTIONS = {
 # What is refused with any other flag, and what with one.
 NEVER = {
     "shift": "--timestep-shift 0.5: is for euler and heun",
-    "eta": "--eta 0.5: must be from 0 to 1, and is for --sampler ddim",
+    "eta": "--eta 0.5: is for --sampler ddim; drop it",
     "odd size": "--image-size 90: must be a multiple of 16",
     "other classes": "--num-classes 12: the label table in",
     "a label that is too large": "--labels 8: the model knows classes 0 to 7",

@@ -48,7 +48,7 @@ class Defaults(NamedTuple):
     t_eps: float = 0.05  # the least 1 − t, of networks that estimate data
     class_names: tuple[str, ...] = ()  # names of the trained classes, if they are not ImageNet's
     published: Mapping[int, str] = MappingProxyType({})  # image size → name of a published file
-    # Image size → decoder and file of its latents' statistics, where each size has its own.
+    # Side of latents → decoder and file of their statistics, where each size has its own.
     decoders: Mapping[int, tuple[str, str]] = MappingProxyType({})
 
 
@@ -76,8 +76,6 @@ class Family(NamedTuple):
     # The module whose `pack` serves its accelerated network: its fast.py, or that of another
     # family; "" where it has fp32 and tf32 alone.
     fast: str = ""
-    # Flags of the family's own sampling scripts → what to use here.
-    script_flags: Mapping[str, str] = MappingProxyType({})
     config_reader: str = ""  # the module that reads the family's files for --config
     fetch: str = ""  # the command that fetches published weights, if no plain address serves them
     # Beginnings of names of tensors that prove the family, among those with the same keys.

@@ -11,13 +11,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from accel.errors import MISSING, UsageError, shown
+from accel.errors import UsageError, shown
 from accel.families import families, family_of
 from accel.files import read_small
 
 if TYPE_CHECKING:  # brings torch
     from accel.families.recognise import Fit
 
+MISSING = object()  # of an entry that a file lacks
 LARGEST = 1 << 16  # bytes of a YAML file
 OF_DECODER = {"vae", "latent_stats"}
 NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -61,12 +62,9 @@ def read(path: str) -> ConfigFile:
         if file is not None:
             return file._replace(family=family.name)
     names = " or ".join(family.name for family in readers) or "a family that is read here"
-    remedies = [
-        f"; of a {family.name}: {family.script_flags['config']}"
-        for family in families()
-        if "config" in family.script_flags
-    ]
-    raise UsageError(f"`config={path}`: is not a configuration of {names}{''.join(remedies)}")
+    raise UsageError(
+        f"`config={path}`: is not a configuration of {names}; drop it, and give `ckpt`"
+    )
 
 
 class Reader:

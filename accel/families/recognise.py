@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from accel.errors import UsageError, shown
-from accel.families import Family, families, family_of
+from accel.families import Defaults, Family, families, family_of
 from accel.weights import Weights
 from accel.weights.shapes import Shapes, require_fit, shapes_of, shapes_only
 
@@ -151,6 +151,12 @@ class Fit(NamedTuple):
     usual: bool = True  # whether the model of this size has this number of heads
     # that decide its function and follow neither from tensors nor from the model's name
     facts: Mapping[str, Any] = MappingProxyType({})
+    notices: tuple[str, ...] = ()  # lines to print if the recipe is used
+
+    @property
+    def defaults(self) -> Defaults:
+        """Return the values that the model, or its family, implies."""
+        return self.family.models.get(self.model, self.family.recipe)
 
     @property
     def out_channels(self) -> int:
@@ -192,13 +198,14 @@ def recognise(
     model: str | None = None,
     num_classes: int | None = None,
     shipped_as: str | None = None,
+    path: Path | None = None,
 ) -> Fit:
     """Return the family, sizes and facts of the weights `state`. Print every assumption.
 
     source: the user's name for the weights. metadata: checked entries that come with the
     tensors. model, num_classes: the user's options. shipped_as: the model of a file that
-    this program ships or fetches. Raises UsageError for weights of no family or of
-    another model, and for contradictions.
+    this program ships or fetches. path: of a file, for its recipe. Raises UsageError for
+    weights of no family or of another model, and for contradictions.
     """
     have = shapes_of(state)
     family, assumed = choose_family(source, have, metadata, model, shipped_as)
@@ -267,6 +274,7 @@ def recognise(
         if not null_class:  # a label table of one row
             words = "one class and no null class"
         log.warning(f"{shown(source, 300)}: {words}")
+    recipe = Recipe({}) if path is None else recogniser.recipe(form.model, metadata, path)
     table = state.get("pos_embed")
     schedule = metadata.get("schedule")
     return form._replace(
@@ -280,7 +288,8 @@ def recognise(
         image_size=metadata.get("image_size"),
         vae=metadata.get("vae"),
         class_names=tuple(metadata.get("class_names", ())),
-        recipe={**form.recipe, **_recipe(metadata)},
+        recipe={**form.recipe, **_recipe(metadata), **recipe.options},
+        notices=recipe.notices,
         # else an argument of a training run
         schedule=schedule if isinstance(schedule, dict) else None,
     )

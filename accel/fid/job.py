@@ -133,7 +133,7 @@ def record_of(job: FidJob, opened: Opened, pipeline: Pipeline, world: int) -> di
     device = pipeline.device
     record |= {
         "--precision": pipeline.tier,
-        "--ckpt (contents)": opened.digest(),
+        "--ckpt (contents)": opened.fit.digest(opened.weights),
         "scale and shift of latents": [opened.space.scale, opened.space.shift],
         "--vae (contents)": digest(opened.space),
         "--vae-precision": pipeline.decoder.load().precision,

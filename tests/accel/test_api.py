@@ -261,11 +261,11 @@ def test_close_frees_the_network():
         (lambda: demo().latents([1], seed=[None]), "seed=None: must be a whole number"),
         (
             lambda: demo().latents([1], seed=[2**70]),
-            "seed=1180591620717411303424: must fit in 64 bits",
+            "seed=1180591620717411303424: must be from -9223372036854775808 to",
         ),
         (
             lambda: demo().latents([1], seed=2**70),
-            "seed=1180591620717411303424: must fit in 64 bits",
+            "seed=1180591620717411303424: must be from -9223372036854775808 to",
         ),
         (
             lambda: demo().latents(1, seed=torch.tensor(True)),
@@ -513,7 +513,7 @@ def test_a_module_whose_decoder_is_missing_is_named_by_its_class(monkeypatch):
         raise UsageError("`vae=ema`: not here")
 
     monkeypatch.setattr("accel.opening.find", without_internet)
-    words = "^DiT: is a DiT, whose decoder is ema unless you give vae; vae=ema: not here$"
+    words = "^DiT: decodes with ema unless you give vae; vae=ema: not here$"
     with pytest.raises(UsageError, match=words):
         Sampler(small(), device="cpu")
 

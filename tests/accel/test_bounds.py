@@ -21,6 +21,7 @@ WEIGHTS = {  # of a transformer of width 12
 }
 CHECKS = {
     "grid": lambda **option: Grid.of(ckpt="own.pt", **option).check(),
+    "named": lambda **option: Grid.of("DiT-Demo/2", **option).check(),
     "ddim": lambda **option: Grid.of(sampler="ddim", **option).check(),
     "fid": lambda **option: FidJob.of(**option).check(),
     "checkpoint": lambda **entry: metadata.checked("own.pt", entry),
@@ -51,7 +52,7 @@ BOUNDS = [  # names of a check and of its argument, least and most
         1024,
     ),
     ("grid.num_classes checkpoint.num_classes", 1, 10**6),
-    ("grid.batch_size grid.repeats fid.num_fid_samples", 1, 10**9),
+    ("grid.batch_size fid.num_fid_samples", 1, 10**9),
     ("fid.per_proc_batch_size", 1, 10**5),
     ("transformer.sample_size", 1, 4096),
     ("checkpoint.patch_size decoder.layers_per_block", 1, 64),
@@ -74,7 +75,7 @@ VALUES = [  # names, valid values, refused values
     ("grid.precision", ["fp32", "exact", "tf32", "fp16", "bf16"], ["fp64"]),
     ("grid.vae_precision", ["auto", "fp32", "tf32", "fp16"], ["bf16"]),
     ("grid.output_type", ["image", "latent"], ["pixels"]),
-    ("grid.eta", [0.0], [0.5]),  # without sampler="ddim"
+    ("named.eta", [0.0], [0.5]),  # without sampler="ddim"
     ("grid.seed_list", [[-(2**63), 2**64 - 1]], [[7, 7]]),
     ("grid.guidance_interval recipe.guidance_interval", *INTERVALS),
     ("checkpoint.family checkpoint.model checkpoint.vae", ["x" * 4096], ["x" * 4097, 1]),

@@ -95,7 +95,7 @@ def test_own_names_in_python_and_json(listed, tmp_path):
         ("\n".join(NAMES[:7]), "are 7 names for 8 classes"),
         ("a\n\x1b[31mred", "name 1 is '\\x1b[31mred'"),
         ('["a", 3]', "name 1 is 3"),
-        ('{"1": "a", "2": "b"}', "has no name for class '0'"),
+        ('{"1": "a", "2": "b"}', "name 0 is None; give printable text for each class from 0"),
         (b"\xff\xfe\x00", "is neither UTF-8 text"),
         (None, "No such file"),
     ],

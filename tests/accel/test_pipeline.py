@@ -41,10 +41,7 @@ def job_of(weights, kind=Grid, **options):
             "precision=exact: cpu has no float16 tensor cores .*; choose fp32",
         ),
         (dict(vae_precision="fp16"), "vae_precision=fp16"),
-        (
-            dict(model="DiT-S/8", image_size=144),
-            "image_size=144: must be a multiple of 64 .*patch 8",
-        ),
+        (dict(model="DiT-S/8"), "holds the weights of DiT-Demo/2, not of DiT-S/8"),
     ],
 )
 def test_what_flags_decide_comes_before_weights_that_are_fetched(
@@ -149,15 +146,18 @@ def test_the_check_for_overflow_leaves_the_random_stream_alone():
     [
         (
             dict(labels=range(6)),
-            "labels: 6 pictures at a time do not fit in free GPU memory; use batch_size=3",
+            "batch_size=6: does not fit in free GPU memory; use a smaller one, or a smaller "
+            "image_size than 128",
         ),
         (
             dict(labels=range(6), batch_size=2),
-            "batch_size=2: does not fit in free GPU memory; use a smaller one",
+            "batch_size=2: does not fit in free GPU memory; use a smaller one, or a smaller "
+            "image_size than 128",
         ),
         (
             dict(labels=(1,)),
-            "image_size=128: a picture does not fit in free GPU memory; use a smaller one",
+            "batch_size=1: does not fit in free GPU memory; use a smaller one, or a smaller "
+            "image_size than 128",
         ),
         (
             dict(kind=FidJob, num_fid_samples=100, per_proc_batch_size=48),

@@ -20,7 +20,6 @@ from accel.ranks import launched
 found = {}
 load_network = pipeline.load_network
 load_decoder = files.load
-warm_up = grid.warm_up
 
 
 def load_and_note(weights, fit, tier, device, batch, *others):
@@ -45,8 +44,8 @@ def noting(evaluate):
     return forward_blocks
 
 
-def warm_up_and_note(*how):
-    warm_up(*how)
+def warm_up_and_note(grid, pipeline, batches, watch):
+    pipeline.warm_up(grid.labels, batches)  # also on a CPU
     found["warm"] = [*found["evaluated"]]
 
 

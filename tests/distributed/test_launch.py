@@ -148,10 +148,10 @@ def test_a_mistake_is_said_once(demo, tmp_path):
         ("0", {}, "0: must be from 1 to 64, or all"),
         ("two", {}, "two: must be from 1 to 64, or all"),
         ("all", {}, "--gpus all: 0 GPUs here; give a number"),
-        ("2", {"RANK": "0"}, "torchrun or srun has started several processes"),
+        ("2", {"RANK": "0"}, "torchrun, srun or mpirun has started several processes"),
         (1, {"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun has started several processes, and each"),
         (1, {"PMI_SIZE": "2"}, "start sample_ddp.py by torchrun or srun, or one process"),
-        ("all", {"SLURM_STEP_NUM_TASKS": "4"}, "torchrun or srun has started several processes"),
+        ("all", {"SLURM_STEP_NUM_TASKS": "4"}, "mpirun has started several processes, and each"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(gpus, environment, words, demo, here, monkeypatch):
@@ -180,7 +180,7 @@ def test_a_launchers_ranks_do_not_all_make_the_same_picture(ranks, tmp_path):
     started = [subprocess.Popen(command, env=each, **how) for each in (first, second)]
     errors = [process.communicate(timeout=60)[1] for process in started]
     assert [process.returncode for process in started] == [USAGE, USAGE]
-    assert "use sample_ddp.py" in errors[0] and errors[0].count("\n") == 1 and not errors[1]
+    assert "start sample_ddp.py" in errors[0] and errors[0].count("\n") == 1 and not errors[1]
     assert [path.name for path in tmp_path.iterdir()] == ["torch.py"]
 
 

@@ -28,7 +28,7 @@ FID = ["--num-fid-samples", 12, "--per-proc-batch-size", 3, "--num-sampling-step
 # Guidance at one of three steps, and slices of two pictures and of one: the tokens of
 # every GEMM, 64 a batch row.
 MIXED = ["--num-sampling-steps", 3, "--guidance-interval", 0.2, 0.7]
-SLICED = ["--batch-size", 2, "--repeats", 2, "--output-type", "latent"]
+SLICED = ["--batch-size", 2, "--output-type", "latent"]
 TUNED = {
     "a GPU a picture": ({64, 128, 256}, [*SLICED, "--labels", *range(8), 1]),
     "rows=2": ({64, 128}, [*SLICED, "--labels", 1, 2, 3]),

@@ -91,7 +91,7 @@ def test_another_start_needs_the_same_settings(folder, capsys):
         begin(folder, {"--seed": 3, CODE: "b"})
     with pytest.raises(UsageError, match="--later 4: .* begun with none; give the same"):
         begin(folder, {"--seed": 2, CODE: "b", "--later": 4})
-    with pytest.raises(UsageError, match="no --seed: .* begun with 2; give the same"):
+    with pytest.raises(UsageError, match="--seed none: .* begun with 2; give the same"):
         begin(folder, {CODE: "b"})
     begin(folder, {"--seed": 2, CODE: "a"})
 

@@ -9,17 +9,6 @@ from accel.families import Defaults, Family
 # The scale of guidance, by size and patch.
 SCALES = {"B/16": 3.0, "B/32": 3.0, "L/16": 2.4, "L/32": 2.5, "H/16": 2.2, "H/32": 2.3}
 
-SCRIPT_FLAGS = {
-    "img-size": "use --image-size",
-    "class-num": "use --num-classes",
-    "interval-min": "use --guidance-interval LOW HIGH, of noise levels: 1 − time",
-    "interval-max": "use --guidance-interval LOW HIGH, of noise levels: 1 − time",
-    "num-images": "use --num-fid-samples",
-    "evaluate-gen": "use sample_ddp.py --num-fid-samples N",
-    "gen-bsz": "use --per-proc-batch-size",
-    "resume": "use --ckpt FILE",
-}
-
 
 def recipe(size: str) -> Defaults:
     """Return the recipe of a size, such as "B/16": patches of 16 are for 256 px, of 32 for 512."""
@@ -51,7 +40,6 @@ FAMILY = Family(
     ),
     code=__name__,
     fast=f"{__name__}.fast",
-    script_flags=SCRIPT_FLAGS,
     interval_ends=False,
     heun_by_start=False,
     label_orders=("class_by_class", "class_by_class"),

@@ -18,16 +18,6 @@ RECIPE = Defaults(
 )
 SIZES = "XL/1", "XL/2", "L/2", "B/1", "B/2", "1p0B/1", "1p0B/2", "1p6B/1", "1p6B/2"
 
-# Flags of its own sampling scripts → what to use here.
-SCRIPT_FLAGS = {
-    "config": "use --ckpt FILE, and put the configuration beside it as FILE's name with .yaml",
-    "demo": "sample.py makes one grid; drop it",
-    "ckpt-path": "use --ckpt",
-    "model-type": "use --model LightningDiT-…",
-    "cfg-interval-start": "use --guidance-interval 0 HIGH, where HIGH is 1 less the start",
-    "fid-num": "use --num-fid-samples of sample_ddp.py",
-}
-
 FAMILY = Family(
     name="LightningDiT",
     models={f"LightningDiT-{size}": RECIPE for size in SIZES},
@@ -37,5 +27,4 @@ FAMILY = Family(
     code=__name__,
     fast=f"{__name__}.fast",
     fetch="hf download hustvl/lightningdit-xl-imagenet256-800ep --local-dir pretrained_models",
-    script_flags=SCRIPT_FLAGS,
 )

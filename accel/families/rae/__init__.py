@@ -21,8 +21,8 @@ RECIPE = Defaults(
     guidance_channels=768,
     num_sampling_steps=49,
     decoders={
-        256: (OF_256, str(STATISTICS / "imagenet1k/stat.pt")),
-        512: (OF_512, str(STATISTICS / "imagenet1k_512/stat.pt")),
+        16: (OF_256, str(STATISTICS / "imagenet1k/stat.pt")),
+        32: (OF_512, str(STATISTICS / "imagenet1k_512/stat.pt")),
     },
 )
 SIZES = "XL", "L", "B", "S"
@@ -39,7 +39,6 @@ FAMILY = Family(
     "--include 'DiTs/Dinov2/*' --include 'decoders/dinov2/wReg_base/ViTXL*' "
     "--include 'stats/dinov2/*'",
     names_in_training={f"DiTDH-{size}/1": f"DiTDH-{size}" for size in SIZES},
-    script_flags={"label-sampling": "use --balanced-labels for equal; the default is random"},
     any_size=False,
     last_time=0.999,
     label_orders=("random", "permuted"),
