@@ -67,6 +67,9 @@ class OneLineParser(argparse.ArgumentParser):
         nearest one.
         """
         parsed, left = self.parse_known_args(args, namespace)
+        for action in self._actions:
+            if action.nargs is None and getattr(parsed, action.dest, None) == []:  # --gpus=--
+                self.error(f"{action.option_strings[0]}: is empty; give a value")
         if left:
             flag = next((word for word in left if word.startswith("--")), "").partition("=")[0]
             near = difflib.get_close_matches(flag, self._option_string_actions, 1)
