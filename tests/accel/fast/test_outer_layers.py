@@ -46,7 +46,7 @@ def test_a_network_with_split_outer_layers(of_family, definition, tier, most, de
     before = network.forward(x, t, y)
     network.copy_weights(other)
     after = network.forward(x, t, y)
-    assert torch.equal(after, other.forward(x, t, y)) and error(after, before.double()) > 0.1
+    assert torch.equal(after, other.forward(x, t, y)) and error(after, before.double().cpu()) > 0.1
 
 
 @pytest.mark.parametrize(
