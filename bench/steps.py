@@ -120,7 +120,6 @@ class Judge:
         _, opened, self.reference = ready(grid)
         self.name = model
         self.model = self.reference.network.model
-        self.tokens = opened.tokens
         self.seeds = range(seeds)
         self.labels = [index % opened.config.num_classes for index in range(each)]
         self.want = self.pictures("fp32", {})
@@ -153,7 +152,7 @@ class Judge:
         )
         meets = {}
         for name, thresholds in evaluate.GATES.items():
-            meets[name] = all(evaluate.judge(worst, thresholds).values())
+            meets[name] = evaluate.verdict_of(worst, thresholds) == "PASS"
         worst["mae"] /= 255
         return dict(pictures=len(want), worst=worst, **meets)
 
