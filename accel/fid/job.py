@@ -139,7 +139,7 @@ def record_of(job: FidJob, opened: Opened, pipeline: Pipeline, world: int) -> di
         "--vae-precision": pipeline.decoder.load().precision,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu(),
         "torch": torch.__version__,
-        CODE: kernels.version(kernels.FOLDER),
+        CODE: kernels.version(),
     }
     if opened.guide is not None:
         record["--guide (contents)"] = opened.guide.digest()

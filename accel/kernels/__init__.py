@@ -17,17 +17,12 @@ FOLDER = Path(__file__).parent
 SOURCES = {".py", ".cu", ".cuh", ".json"}
 
 
-def version(*paths: Path) -> str:
-    """Return a short hash of source files, files in folders and their subfolders included.
-
-    It marks plans and FID jobs, which depend on code.
-    """
+def version() -> str:
+    """Return a short hash of the kernels' source files, which an FID job records."""
     digest = hashlib.sha256()
-    for path in paths:
-        files = sorted(path.rglob("*")) if path.is_dir() else [path]
-        for file in files:
-            if file.suffix in SOURCES:
-                digest.update(file.read_bytes())
+    for file in sorted(FOLDER.rglob("*")):
+        if file.suffix in SOURCES:
+            digest.update(file.read_bytes())
     return digest.hexdigest()[:8]
 
 
