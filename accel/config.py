@@ -22,7 +22,7 @@ from accel.flags import check_writable, checked, flag
 from accel.labels import NULL, find_label, imagenet, read_class_names
 from accel.latents import LatentSpace
 from accel.output import SUFFIX, is_folder, of_seed
-from accel.ranks.placement import EXCHANGES, OFF, Layout
+from accel.ranks.placement import OFF, Layout
 
 if TYPE_CHECKING:  # the second brings torch
     from typing_extensions import Self
@@ -450,10 +450,9 @@ class Grid(Job):
     parallel: str = speed(
         "how GPUs share a picture if there are fewer pictures than GPUs. auto: first the batch "
         "rows of guidance, then tokens over NVLink; off: one GPU per picture; or a layout, "
-        "rows=2,tokens=2,exchange=push: numbers of GPUs for batch rows and tokens, and how tokens "
-        f"attend ({', '.join(EXCHANGES)})",
+        "rows=2,tokens=2: numbers of GPUs for batch rows and tokens",
         default="auto",
-        metavar="auto|off|rows=N,tokens=N,exchange=NAME",
+        metavar="auto|off|rows=N,tokens=N",
         ranks_only=True,
     )
     output: str | None = files(

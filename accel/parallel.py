@@ -3,7 +3,7 @@ pictures of all. A process by itself needs none.
 """
 
 import logging
-from math import gcd
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from accel.config import Grid
 from accel.errors import UsageError
 from accel.kernels.linear import Tuner
 from accel.latents.decoder import Decoder, NoDecoder
-from accel.network import stages_of
+from accel.network import Stage, stages_of
 from accel.opening import Opened
 from accel.pipeline import Pipeline, guidance_of
 from accel.progress import Stopwatch
@@ -46,38 +46,38 @@ def load(grid: Grid, opened: Opened, ranks: DistributedRanks, watch: Stopwatch) 
         return pipeline.with_(network=ranks.share(pipeline.network, layout))
 
 
+def undivided(tier: str | None, stages: Sequence[Stage]) -> str | None:
+    """Return why ranks cannot divide the tokens of a network; None if they can."""
+    if tier == "exact":
+        return "in the tier exact"
+    if any(stage.prepended for stage in stages):
+        return "where label tokens stand before them"
+    return None
+
+
 def choose_layout(grid: Grid, opened: Opened, ranks: Ranks) -> Layout:
     """Return a grid's layout, on every rank the same. Raises UsageError if it cannot run."""
     layout = grid.layout
     if layout == OFF or layout is None and grid.count >= ranks.world:
         return OFF  # with a picture for every GPU there is nothing to share
     stages = stages_of(opened.fit.empty(opened.latent_size))
-    prepended = any(stage.prepended for stage in stages)
-    tier = opened.config.precision
-    peers = ranks.peers()
-    by_push = peers and tier != "exact"
+    obstacle = undivided(opened.config.precision, stages)
     if layout is None:
         reason = "least work for each GPU, batch rows before tokens"
+        by_push = ranks.peers() and not obstacle
         layout = layouts.choose(
             grid.count,
             grid.batch_size,
             guidance_of(opened).copies,
             ranks.world,
-            opened.tokens if by_push and not prepended else 1,
+            opened.tokens if by_push else 1,
             stages[0].width,
         )
     else:
         reason = "as it was asked for"
-    if layout.tokens > 1:
-        if prepended:
-            raise UsageError(
-                f"`parallel={layout}`: tokens are not divided where label tokens stand before "
-                "them; take rows=N"
-            )
-        exchange = "push" if by_push else "ulysses"
-        layout = layout._replace(exchange=layout.exchange or exchange)
-    heads = gcd(*(stage.num_heads for stage in stages))
-    layouts.check(layout, tier, opened.tokens, heads, ranks.world, peers)
+        if layout.tokens > 1 and obstacle:
+            raise UsageError(f"`parallel={layout}`: tokens are not divided {obstacle}; take rows=2")
+        layouts.check(layout, opened.tokens, ranks.world)
     busy = layout.ranks if layout != OFF else grid.count
     log.info(f"parallel: {layout}, {busy} of {ranks.world} GPUs: {reason}")
     return layout

@@ -30,28 +30,33 @@ from accel.families import model_names
 from accel.flags import check_writable, positive
 from accel.kernels.linear import Tuner
 from accel.network import Batch, BlockNetwork, Network
+from accel.parallel import undivided
 from accel.ranks import Ranks, layouts
 from accel.ranks.launched import launched_ranks, numbers
-from accel.ranks.placement import EXCHANGES, OFF, Layout, Placement
+from accel.ranks.placement import OFF, Layout, Placement
 from accel.sampling.guidance import Guidance
 from bench import harness
 from bench.steps import Judge, verdicts
 
-LAYOUTS = [Layout(*mesh, name) for mesh, name in product(((1, 2), (2, 2), (1, 4)), EXCHANGES)]
-LAYOUTS += [Layout(rows=2), Layout(rows=4)]
+LAYOUTS = [
+    Layout(tokens=2),
+    Layout(rows=2, tokens=2),
+    Layout(tokens=4),
+    Layout(rows=2),
+    Layout(rows=4),
+]
 
 
 def runnable(network: BlockNetwork, side: int, tier: str, ranks: Ranks) -> Iterator[Layout]:
     """Yield the layouts that can run here. side: of a latent."""
     tokens = (side // network.patch_size) ** 2
-    heads = network.stages[0].num_heads
-    peers = ranks.peers()
+    divisible = not undivided(tier, network.stages)
     for layout in LAYOUTS:
         # Ranks find each other's memory by counting, so all of them must map memory equally often.
-        if layout.tokens > 1 and layout.ranks < ranks.world:
+        if layout.tokens > 1 and not (divisible and layout.ranks == ranks.world):
             continue
         with suppress(UsageError):
-            layouts.check(layout, tier, tokens, heads, ranks.world, peers)
+            layouts.check(layout, tokens, ranks.world)
             yield layout
 
 
@@ -144,7 +149,7 @@ def line(row: dict) -> str:
     error = f"  error {row['error']:.1e}" if "error" in row else ""
     return (
         f"{row['tier']} {row['size']} px {row['labels']} labels  {row['gpus']} GPUs "
-        f"{row['plan']:34} {row['ms']:8.3f} ms [{row['p10']:.3f}, {row['p90']:.3f}]  "
+        f"{row['plan']:15} {row['ms']:8.3f} ms [{row['p10']:.3f}, {row['p90']:.3f}]  "
         f"{row['speedup']:.2f}×{error}"
     )
 

@@ -149,7 +149,7 @@ MISTAKES = {
             "--labels: has no meaning with --num-fid-samples",
         ),
         (["--sample-dir", "here"], "--sample-dir: is for an FID job"),
-        (["--parallel", "tokens=3"], "tokens=3,exchange=ulysses: needs 3 processes, there are 1"),
+        (["--parallel", "tokens=3"], "--parallel tokens=3: does not divide the 64 tokens of a row"),
         (["--world-independent-noise"], "--world-independent-noise: is for an FID job"),
         (["--num-fid-samples", 9, "--sample-dir", "/proc/nowhere"], "--sample-dir /proc/nowhere/"),
     ],

@@ -8,7 +8,7 @@ import hashlib
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from threading import Thread
@@ -21,7 +21,7 @@ from accel.errors import UsageError
 from accel.kernels import cuda
 from accel.network import BlockNetwork, Network
 from accel.ranks import FirstFailure, Ranks
-from accel.ranks.exchanges import EXCHANGES
+from accel.ranks.exchanges import AllGather, Push
 from accel.ranks.placement import Layout, Placement
 from accel.ranks.sharded import Sharded
 
@@ -81,7 +81,7 @@ class DistributedRanks(Ranks):
         self._store = store
         self._connecting: Future | None = None  # the future of the collectives
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by their ranks
-        self._exchanges: dict = {}  # by their ranks and the exchange's name
+        self._exchanges: dict[Sequence[int], AllGather] = {}  # of tokens, by their ranks
 
     # ---- the exchange of values ----
 
@@ -210,12 +210,13 @@ class DistributedRanks(Ranks):
         # Ranks that share the tokens of the same batch rows: on one host if they fit.
         neighbours = [range(first, first + columns) for first in range(0, layout.ranks, columns)]
         groups = [self._group(ranks) for ranks in neighbours]
+        exchange = Push if self.peers() else AllGather  # every rank asks
         if self.rank >= layout.ranks:
             return network
         row = self.rank // columns
-        key = neighbours[row], layout.exchange
+        key = neighbours[row]
         if key not in self._exchanges:  # one for all networks: it has buffers in its peers' memory
-            self._exchanges[key] = EXCHANGES[layout.exchange](groups[row])
+            self._exchanges[key] = exchange(groups[row])
         return Sharded(network, everyone, self._exchanges[key])
 
     def _group(self, ranks):

@@ -1,10 +1,10 @@
 """Layouts: as users write them, which cannot run, and which auto chooses. Imports no torch."""
 
 from itertools import product
-from math import gcd, prod
+from math import prod
 
 from accel.errors import UsageError, shown
-from accel.ranks.placement import EXCHANGES, Layout, Placement
+from accel.ranks.placement import Layout, Placement
 
 # A rank keeps this much of a row, tokens × width. Measured on two ranks: dividing 1024 tokens of
 # width 1152 is faster, and 256 of width 4096; 256 of width 1152 is not.
@@ -12,47 +12,33 @@ LEAST = 1 << 19
 
 
 def parse(text: str) -> Layout:
-    """Return the layout that users write as rows=2,tokens=2,exchange=push. Raises UsageError."""
-    values: dict = {}
+    """Return the layout that users write as rows=2,tokens=2. Raises UsageError."""
+    values: dict[str, int] = {}
     for item in text.split(","):
         name, _, value = item.partition("=")
-        valid = value in EXCHANGES if name == "exchange" else _is_count(value)
-        if name not in Layout._fields or name in values or not valid:
+        if name == "exchange":
+            raise UsageError(
+                f"`parallel={shown(text)}`: the exchange of tokens is chosen by itself now; leave "
+                "exchange out"
+            )
+        count = value.isdecimal() and len(value) < 5 and int(value) > 0
+        if name not in Layout._fields or name in values or not count:
             wrong = shown("=".join((name or "nothing", value)))
-            allowed = f"auto, off, or rows=N,tokens=N,exchange={'|'.join(EXCHANGES)}"
+            allowed = "auto, off, or rows=N,tokens=N"
             raise UsageError(f"`parallel={shown(text)}`: {wrong}: give {allowed}")
-        values[name] = value if name == "exchange" else int(value)
-    if "exchange" in values and "tokens" not in values:
-        raise UsageError(f"`parallel={text}`: exchange says how tokens are shared; add tokens=N")
-    layout = Layout(**values)
-    return layout if layout.tokens > 1 else Layout(layout.rows)
+        values[name] = int(value)
+    return Layout(**values)
 
 
-def _is_count(text):
-    """Return whether `text` is a number of ranks."""
-    return text.isdecimal() and len(text) < 5 and int(text) > 0
-
-
-def check(
-    layout: Layout, tier: str | None, tokens: int, heads: int, world: int, peers: bool
-) -> None:
-    """Raise UsageError if `layout`, with its exchange, cannot run.
-
-    tokens: of a batch row; heads: of the network; world: number of ranks; peers: whether NVLink
-    connects all of them.
-    """
+def check(layout: Layout, tokens: int, world: int) -> None:
+    """Raise UsageError if `layout` cannot run on `world` ranks. tokens: of a batch row."""
+    if tokens % layout.tokens:
+        raise UsageError(
+            f"`parallel=tokens={layout.tokens}`: does not divide the {tokens} tokens of a row; "
+            "take a divisor"
+        )
     if layout.ranks > world:
         raise UsageError(f"`parallel={layout}`: needs {layout.ranks} processes, there are {world}")
-    if layout.exchange == "push" and (tier == "exact" or not peers):
-        lacks = "keeps no float32 accuracy" if peers else "needs NVLink between all these GPUs"
-        raise UsageError(f"`parallel=exchange=push`: {lacks}; take exchange=ulysses")
-    divided = gcd(tokens, heads) if layout.exchange == "ulysses" else tokens
-    if divided % layout.tokens:
-        counts = [str(n) for n in range(1, world + 1) if divided % n == 0]
-        raise UsageError(
-            f"`parallel={layout}`: tokens={layout.tokens} does not divide the {tokens} tokens of a "
-            f"row and, for ulysses, the {heads} heads; try {' or '.join(counts)}"
-        )
 
 
 def choose(

@@ -4,8 +4,6 @@ that a rank then computes. Imports no torch.
 
 from typing import NamedTuple
 
-EXCHANGES = ("push", "ulysses")  # of accel/ranks/exchanges.py
-
 
 class Layout(NamedTuple):
     """The division of a network evaluation among ranks. All ones: each rank has pictures
@@ -14,7 +12,6 @@ class Layout(NamedTuple):
 
     rows: int = 1  # ranks that divide the batch rows
     tokens: int = 1  # ranks that divide the tokens of each row
-    exchange: str | None = None  # of tokens; None: push where NVLink allows it, else ulysses
 
     @property
     def ranks(self) -> int:
@@ -24,7 +21,7 @@ class Layout(NamedTuple):
     def __str__(self):
         if self.ranks == 1:
             return "one GPU per picture"
-        given = {name: value for name, value in self._asdict().items() if value not in (1, None)}
+        given = {name: value for name, value in self._asdict().items() if value > 1}
         return ",".join(f"{name}={value}" for name, value in given.items())
 
 

@@ -4,7 +4,7 @@ Its batch rows, which guidance doubles, and their tokens are divided over rows Ã
 
     ranks of a column   divide the batch rows: nothing is exchanged until the evaluation ends
     ranks of a row      divide the tokens, from the patch embedding to the last layer: attention
-                        exchanges
+                        gathers keys and values
 
 The output is gathered once. Guidance, sampler and noise then run on every rank alike, on the same
 numbers: the random stream and the sampling loop do not depend on this module.
@@ -12,13 +12,12 @@ numbers: the random stream and the sampling loop do not depend on this module.
 
 import copy
 from collections.abc import Callable, Hashable
-from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from accel.network import BlockNetwork, Network, Scheduled
-from accel.ranks.exchanges import Exchange
+from accel.ranks.exchanges import AllGather
 
 
 class Sharded(Network):
@@ -33,18 +32,15 @@ class Sharded(Network):
     captures = True
 
     def __init__(
-        self, network: BlockNetwork, everyone: dist.ProcessGroup, exchange: Exchange | None = None
+        self, network: BlockNetwork, everyone: dist.ProcessGroup, exchange: AllGather | None = None
     ):
         super().__init__()
         self.network = network
         self.everyone = everyone
         self.patch_size = network.patch_size
         self.in_channels = network.in_channels
-        self.attend = network.attention
-        self.columns = 1  # ranks that divide the tokens of a row
-        if exchange is not None:
-            self.attend = partial(exchange, attention=network.attention)
-            self.columns = exchange.size
+        self.attend = exchange or network.attention
+        self.columns = exchange.size if exchange else 1  # ranks that divide the tokens of a row
         self.rows = dist.get_world_size(everyone) // self.columns
         self.row, self.column = divmod(dist.get_rank(everyone), self.columns)
 

@@ -5,8 +5,6 @@ import json
 import torch
 from jobs import run
 
-from accel.ranks.placement import Layout
-
 
 def test_few_pictures_on_many_ranks(tmp_path):
     """Error of each layout against one rank; what the device implies is the demo in fp32."""
@@ -15,10 +13,9 @@ def test_few_pictures_on_many_ranks(tmp_path):
     assert "say nothing about GPUs" in text
     record = json.loads((tmp_path / "out" / "x.json").read_text())
     assert {(row["size"], row["tier"]) for row in record["plans"]} == {(128, "fp32")}
-    one, *shared = record["plans"]  # no layout of four ranks, and none by a kernel of a GPU
-    assert (one["plan"], one["gpus"]) == ("one GPU", 1) and str(Layout(2)) in [
-        row["plan"] for row in shared
-    ]
+    one, *shared = record["plans"]
+    assert (one["plan"], one["gpus"]) == ("one GPU", 1)
+    assert {row["plan"] for row in shared} == {"rows=2", "tokens=2"}  # no layout of four ranks
     assert all(row["gpus"] == 2 and row["speedup"] == one["ms"] / row["ms"] for row in shared)
     assert all(row["error"] < 1e-5 for row in shared)
     assert (

@@ -12,34 +12,15 @@ from networks import evaluate, network_of
 
 from accel.families.dit.network import DiT
 from accel.families.large_dit.network import DiT_Llama
-from accel.kernels.split_attention import split_attention
-from accel.kernels.split_linear import split
 from accel.network import Plain
 from accel.ranks.launched import launched_ranks
 from accel.ranks.placement import Layout
 
 SIDE = 12
 D = 96
-HEADS = 12
+HEADS = 3
 DEPTH = 3
 CLASSES = 10
-
-
-class SplitDiT(Plain):
-    """A DiT whose attention is from and to high/low splits, as the exact tier's."""
-
-    def __init__(self, model):
-        super().__init__(model)
-        self.attention = split_attention
-
-    def forward_blocks(self, h, condition, attend, tokens=slice(None)):
-        def attend_split(qkv, num_heads):
-            return attend(split(qkv, per_row=False), num_heads).value()
-
-        return super().forward_blocks(h, condition, attend_split, tokens)
-
-
-NETWORKS = {"plain": Plain, "split": SplitDiT}
 
 
 def difference(got, want):
@@ -49,30 +30,27 @@ def difference(got, want):
 def sharded(ranks, model, generator):
     """Batch rows and tokens over every mesh of two to all ranks."""
     world = ranks.world
+    alone = Plain(model)
     for pictures in (1, 3):
         x = torch.randn(2 * pictures, 4, SIDE, SIDE, generator=generator)
         t = torch.randint(0, 1000, (2 * pictures,), generator=generator)
         y = torch.randint(0, CLASSES + 1, (2 * pictures,), generator=generator)
         meshes = [(rows, tokens) for rows in range(1, world + 1) for tokens in range(1, world + 1)]
         for rows, tokens in [mesh for mesh in meshes if 1 < mesh[0] * mesh[1] <= world]:
-            layout = Layout(rows, tokens, "ulysses" if tokens > 1 else None)
-            for kind, network in NETWORKS.items():
-                alone = network(model)
-                shared = ranks.share(alone, layout)
-                if ranks.rank >= layout.ranks:
-                    continue
-                row = {"kind": kind, "layout": layout}
-                yield row | difference(
-                    evaluate(shared, x, t, y, 4.0), evaluate(alone, x, t, y, 4.0)
-                )
-                yield row | difference(shared.forward(x, t, y), alone.forward(x, t, y))
+            layout = Layout(rows, tokens)
+            shared = ranks.share(alone, layout)
+            if ranks.rank >= layout.ranks:
+                continue
+            row = {"kind": "plain", "layout": layout}
+            yield row | difference(evaluate(shared, x, t, y, 4.0), evaluate(alone, x, t, y, 4.0))
+            yield row | difference(shared.forward(x, t, y), alone.forward(x, t, y))
 
 
 LARGE = (
     Layout(rows=2),
-    Layout(tokens=4, exchange="ulysses"),
-    Layout(tokens=2, exchange="ulysses"),
-    Layout(rows=2, tokens=2, exchange="ulysses"),
+    Layout(tokens=4),
+    Layout(tokens=2),
+    Layout(rows=2, tokens=2),
 )
 
 

@@ -50,7 +50,7 @@ def test_grid_equals_one_process(precision, demo, tmp_path, run):
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("parallel", ["rows=2", "tokens=2,exchange=push", "auto"])
+@pytest.mark.parametrize("parallel", ["rows=2", "tokens=2", "auto"])
 def test_one_picture_on_two_gpus(parallel, demo, tmp_path, run):
     """In half precision, captured in graphs: one process's picture, and the same bits again."""
     common = [*demo, "--precision", "fp16", *LATENT, "--num-sampling-steps", 50, "--labels", 3]

@@ -18,10 +18,10 @@ from accel.errors import USAGE
 CUDA = torch.cuda.is_available()
 THREE = ["--num-sampling-steps", 4, "--labels", 1, 2, 3]
 SHORT = ["--num-sampling-steps", 6, "--output-type", "latent", "--seed", 3]
-MESHES = {"off": None, "rows=2": "rows=2", "tokens=2": "tokens=2,exchange=ulysses"}
+LAYOUTS = "off", "rows=2", "tokens=2"
 GRIDS = {
     "labels.npy": [*SHORT, "--labels", 1, 2, 3, 4, 5],
-    **{f"{layout}.npy": [*SHORT, "--labels", 6, "--parallel", layout] for layout in MESHES},
+    **{f"{layout}.npy": [*SHORT, "--labels", 6, "--parallel", layout] for layout in LAYOUTS},
     **{f"{name}.npy": [*SHORT, "--labels", 6] for name in ("auto", "again")},
 }
 FID = ["--num-fid-samples", 12, "--per-proc-batch-size", 3, "--num-sampling-steps", 2]
@@ -41,14 +41,6 @@ TUNED = {
         [*FID, "--num-fid-samples", 13, "--world-independent-noise"],
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def demo(demo, tmp_path_factory):
-    """The shared flags with weights of six heads, which two ranks can divide."""
-    path = tmp_path_factory.mktemp("heads") / "demo.safetensors"
-    save_file(load_file(demo[3]), path, {"dit.num_heads": "6", "dit.num_classes": "8"})
-    return [*demo[:3], str(path), *demo[4:]]
 
 
 @pytest.fixture(scope="module")
@@ -76,14 +68,14 @@ def test_a_picture_on_ranks_is_that_of_one_process(grids, demo, here, tmp_path):
     """On one rank, its batch rows or tokens on two."""
     folder, results = grids
     expected, rounding = one_process([*SHORT, "--labels", 6], demo, here, tmp_path / "one.npy")
-    for layout in MESHES:
+    for layout in LAYOUTS:
         mine = np.load(folder / f"{layout}.npy")
         text = results[f"{layout}.npy"]["text"]
         assert np.abs(mine - expected).max() <= rounding
         if layout == "off":
             assert np.array_equal(mine, expected)  # the same rows in the same GEMMs
         else:
-            assert f"parallel: {MESHES[layout]}, 2 of 4 GPUs: as it was asked for" in text
+            assert f"parallel: {layout}, 2 of 4 GPUs: as it was asked for" in text
 
 
 def test_a_grid_on_ranks_is_that_of_one_process(grids, demo, here, tmp_path, monkeypatch):
