@@ -60,24 +60,29 @@ def _locate(name):
     is_tensors = folder.suffix in FILE_SUFFIXES
     if not stat.S_ISDIR(mode) and not (stat.S_ISREG(mode) and is_tensors):
         both = " and ".join(FILES)
-        is_absent_file = is_tensors and not mode
-        is_hub_id = HUB_ID.fullmatch(name) and not mode and not is_absent_file
-        if name not in PUBLISHED and (not is_hub_id or folder.parent.exists()):
-            on_hub = HUB_FILE.fullmatch(name)
-            if on_hub and is_absent_file and not Path(folder.parts[0]).exists():
-                raise UsageError(
-                    f"`vae={name}`: is not here; if it is a file of the hub: `hf download "
-                    f"{on_hub[1]} {on_hub[2]} --local-dir models`, then give models/{on_hub[2]}"
-                )
+        on_hub = HUB_FILE.fullmatch(name)
+        if name in PUBLISHED:
+            repository = f"stabilityai/sd-vae-ft-{name}"
+            remedy = f"put {both} of {repository} into {folder}"
+        elif HUB_ID.fullmatch(name) and not mode and not is_tensors and not folder.parent.exists():
+            repository = name
+            remedy = (
+                f"fetch https://huggingface.co/{name} by other means and give its folder, or its "
+                ".pt file"
+            )
+        elif on_hub and is_tensors and not mode and not Path(folder.parts[0]).exists():
+            raise UsageError(
+                f"`vae={name}`: is not here; if it is a file of the hub: `hf download "
+                f"{on_hub[1]} {on_hub[2]} --local-dir models`, then give models/{on_hub[2]}"
+            )
+        else:
             raise UsageError(
                 f"`vae={name}`: no such file; give a decoder's file or folder"
-                if is_absent_file
+                if is_tensors and not mode
                 else f"`vae={name}`: neither ema nor mse nor a folder; give a folder with {both}"
             )
         from accel.weights import fetch
 
-        repository = f"stabilityai/{folder.name}" if name in PUBLISHED else name
-        remedy = f"put {both} of {repository} into {folder}"
         folder = fetch.from_hub(repository, "", "vae", remedy)
     if not mode_of(folder / FILES[0], "vae") and stat.S_ISDIR(mode_of(folder / "vae", "vae")):
         return folder / "vae"
