@@ -10,6 +10,7 @@ weights, once they are open. Imports no torch.
 """
 
 import argparse
+import difflib
 import re
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -246,12 +247,18 @@ class Config(Options):
 
     def check(self) -> None:
         """Raise UsageError for a model that there is not, and for options that it does not have."""
+        model = self.named_model
         if self.model not in (None, *model_names()):
+            near = difflib.get_close_matches(self.model, model_names(), 1)
+            meant = f"did you mean {near[0]}? All are" if near else "choose from"
             raise UsageError(
-                f"`model={shown(self.model)}`: unknown; choose from {', '.join(model_names())}"
+                f"`model={shown(self.model)}`: unknown; {meant} {', '.join(model_names())}"
             )
-        if self.named_model is not None:
-            self.require_family(self.named_model, family_of(self.named_model))
+        if model is None:
+            return
+        self.require_family(model, family_of(model))
+        if self.image_size is not None and self.vae in (None, self.defaults.vae):
+            _require_unit(self.image_size, self.defaults.factor, int(model.rpartition("/")[2]))
 
     def require_family(self, model: str, family: Family) -> None:
         """Raise UsageError for a sampler, options of one, or a decoder that a model's family does
@@ -345,12 +352,7 @@ class Config(Options):
         """
         size = self.image_size or fit.recipe.get("image_size") or fit.image_size
         size = size or fit.defaults.image_size
-        unit = space.factor * fit.patch_size
-        if size % unit:
-            raise UsageError(
-                f"`image_size={size}`: must be a multiple of {unit} (VAE factor {space.factor}, "
-                f"patch {fit.patch_size})"
-            )
+        _require_unit(size, space.factor, fit.patch_size)
         if fit.image_size not in (None, size) and not fit.family.any_size:
             raise UsageError(
                 f"`image_size={size}`: a {fit.family.name} samples the size that it was trained "
@@ -629,4 +631,14 @@ class FidJob(Job):
         return (
             f"`per_proc_batch_size={self.per_proc_batch_size}`: does not fit in free GPU memory; "
             "use a smaller one"
+        )
+
+
+def _require_unit(size, factor, patch_size):
+    """Raise UsageError for a picture's side that latents or patches do not divide."""
+    unit = factor * patch_size
+    if size % unit:
+        raise UsageError(
+            f"`image_size={size}`: must be a multiple of {unit} (VAE factor {factor}, "
+            f"patch {patch_size})"
         )

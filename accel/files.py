@@ -89,7 +89,7 @@ def require_name(path: str | Path) -> None:
 
 def is_utf8(path: str | Path) -> bool:
     """Return whether a path is UTF-8: C++ and Rust libraries open no others."""
-    return os.fsencode(path).decode(errors="ignore") == str(path)
+    return str(path).encode(errors="ignore").decode() == str(path)
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> IO[bytes]:

@@ -239,7 +239,6 @@ class Plain(BlockNetwork):
         self.attention = model.attend
         self.patch_size = model.patch_size
         self.in_channels = model.in_channels
-        self.dtype = next(model.blocks[0].parameters()).dtype
 
     def parameters(self) -> Iterator[Tensor]:
         return self.model.parameters()

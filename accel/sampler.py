@@ -210,12 +210,12 @@ class Sampler:
             pipeline.network.copy_weights(network)
 
     def _require_alike(self, loaded):
-        """Raise UsageError for a module of another family, other classes, guidance or shapes."""
+        """Raise UsageError for a module of another family, shape or guidance."""
         require_finite_floats(loaded.state, loaded.name)
         require_schedule(loaded.name, loaded.fit)
         mine = self.opened.fit
-        wanted = _classes(mine)
-        has = _classes(loaded.fit)
+        wanted = _beside_shapes(self.opened.weights, mine)
+        has = _beside_shapes(loaded, loaded.fit)
         if self._check and not self._guidance_is_given:
             wanted["guidance_channels"] = self.config.guidance_channels
             has["guidance_channels"] = _guided_channels(loaded) or self.config.guidance_channels
@@ -355,11 +355,15 @@ def _refuse(unknown, owner, options):
         raise UsageError(f"`{name}`: is not {owner}; {remedy}")
 
 
-def _classes(fit):
-    """Return the family and the facts of the label table, which may have other meanings for the
-    same shapes.
-    """
-    return {"family": fit.family.name, "num_classes": fit.num_classes, "null_class": fit.null_class}
+def _beside_shapes(weights, fit):
+    """Return what shapes of tensors do not say, by name."""
+    facts = "num_heads", "num_classes", "null_class", "patch_size", "in_channels"
+    embedding = weights.rules.timestep_embedding if isinstance(weights, LoadedModule) else None
+    return {
+        "family": fit.family.name,
+        "timestep_embedding": embedding and embedding.__module__,
+        **{name: getattr(fit, name) for name in facts},
+    }
 
 
 def _listed(name, values):

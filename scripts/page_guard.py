@@ -96,7 +96,7 @@ class Guard(BaseHTTPMiddleware):
             if int(request.headers["content-length"]) <= LARGEST:
                 call = json.loads(await request.body())
                 function = self.page.fns[call["fn_index"]]
-                right = len(call["data"]) == len(function.inputs)
+                right = isinstance(call["data"], list) and len(call["data"]) == len(function.inputs)
         except (ValueError, TypeError, LookupError, RecursionError):
             pass
         if right:

@@ -88,7 +88,10 @@ BOTH = (
     (["--labels", "plnet"], "--labels plnet: no class has that name; give one of planet (0)"),
     (["--labels", -1], "--labels -1: the model knows classes 0 to 7"),
     (["--image-size", 250], "--image-size 250: must be a multiple of 16"),
-    (["--model", "DiT-Dmo/2"], "--model DiT-Dmo/2: unknown; choose from DiT-XL/2"),
+    (
+        ["--model", "DiT-Dmo/2"],
+        "--model DiT-Dmo/2: unknown; did you mean DiT-Demo/2? All are DiT-XL/2",
+    ),
     (["--model", "xxx"], "--model xxx: unknown; choose from DiT-XL/2"),
     (
         ["--model", "DiT-B/4", "--output-type", "latent"],

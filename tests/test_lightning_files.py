@@ -111,12 +111,15 @@ def test_va_vae_is_an_autoencoder_kl(tmp_path):
     (tmp_path / STATISTICS).rename(tmp_path / "other.pt")
     given = find(str(tmp_path / "vavae.pt"), str(tmp_path / "other.pt"))
     assert given[:-1] == space[:-1]
+    torch.save({name: value.flatten() for name, value in stats.items()}, tmp_path / "other.pt")
+    assert find(str(tmp_path / "vavae.pt"), str(tmp_path / "other.pt"))[:-1] == space[:-1]
     with pytest.raises(UsageError, match="vavae.pt: says no scale [^\n]*$"):
         find(str(tmp_path / "vavae.pt"))
     for wrong in (
         dict(mean=stats["mean"]),
         stats | dict(std=stats["std"] * 0),
         stats | dict(mean=torch.zeros(1, 4, 1, 1)),
+        stats | dict(mean=torch.zeros(())),
     ):
         torch.save(wrong, tmp_path / "wrong.pt")
         with pytest.raises(UsageError, match="latent_stats=[^\n]*wrong.pt: [^\n]*$"):

@@ -29,7 +29,7 @@ def sole_job(folder: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
     with path_errors("sample_dir", path, "remove it or free some space, or use another"):
         file = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)  # never through a link
-    with file:  # unbuffered: closing writes nothing, which a full disk would refuse once more
+    try:
         with path_errors("sample_dir", folder, "free some space or mend that, or use another"):
             _lock(folder, file)
             file.truncate(0)
@@ -40,6 +40,9 @@ def sole_job(folder: Path) -> Iterator[None]:
         finally:
             with suppress(OSError):  # such as ESTALE of NFS: the text is for people
                 file.truncate(0)
+    finally:
+        with suppress(OSError):  # unbuffered: closing writes nothing that could be lost
+            file.close()
 
 
 def _lock(folder, file):

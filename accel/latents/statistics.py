@@ -1,5 +1,6 @@
 """Files of the statistics of latents, by which some decoders' latents are normalised."""
 
+from math import prod
 from pathlib import Path
 
 from torch import Tensor
@@ -24,13 +25,15 @@ def read_statistics(file: Path, spread: str, shape: tuple[int, ...]) -> list[Ten
             raise UsageError(
                 f"`latent_stats={file}`: must hold tensors mean and {spread}; lacks {name}"
             )
-        try:
-            value = value.expand(1, *shape)[0]
-        except RuntimeError:
+        if value.numel() == shape[0]:  # by channel
+            value = value.reshape(-1, 1, 1).expand(shape)
+        elif value.numel() == prod(shape) and value.shape[-3:] == shape:
+            value = value.reshape(shape)
+        else:
             raise UsageError(
                 f"`latent_stats={file}`: {name} is of shape {tuple(value.shape)}, and the "
-                f"decoder's latents are {tuple(shape)}; give its own"
-            ) from None
+                f"decoder's latents are {shape}; give its own"
+            )
         if not ((value >= LEAST[name]) & (value <= LARGEST)).all():
             raise UsageError(
                 f"`latent_stats={file}`: holds values that are no {name}; compute it again"

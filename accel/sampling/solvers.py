@@ -7,6 +7,7 @@ Other pictures than ancestral sampling's, in 10 to 25 evaluations: DPM-Solver++ 
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -65,6 +66,12 @@ def _import(module):
         sys.modules.pop(compiler, None)
 
 
+@lru_cache
+def _scheduler_class(name):
+    module, class_name = SOLVERS[name]
+    return getattr(_import(f"diffusers.schedulers.{module}"), class_name)
+
+
 @dataclass(frozen=True)
 class Solver(Process):
     """Sampling by a deterministic solver of diffusers, with DiT's betas. name: in SOLVERS."""
@@ -80,10 +87,7 @@ class Solver(Process):
 
     def _scheduler(self):
         """Return a scheduler of diffusers before its first step."""
-        module, class_name = SOLVERS[self.name]
-        scheduler = getattr(_import(f"diffusers.schedulers.{module}"), class_name)(
-            trained_betas=BETAS
-        )
+        scheduler = _scheduler_class(self.name)(trained_betas=BETAS)
         scheduler.set_timesteps(self.number)
         return scheduler
 

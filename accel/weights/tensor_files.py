@@ -79,6 +79,9 @@ def weight_files(folder: Path, parameter: str) -> list[Path]:
         names = os.listdir(folder)
     for plain in (WEIGHTS, PICKLED):
         index = f"{plain}.index.json"
+        indices = [name for name in names if name.startswith(f"{plain}.index.")]
+        if plain not in names and len(indices) == 1:
+            index = indices[0]  # also a variant's, such as fp16's
         if index in names:
             shards = read_json(folder / index, parameter).get("weight_map")
             listed = {str(name) for name in shards.values()} if isinstance(shards, dict) else set()

@@ -372,9 +372,9 @@ def test_weights_are_renewed_in_place(precision, device):
         for other, words in (
             (
                 fill(DiT(input_size=16, hidden_size=48, depth=2, num_heads=2, num_classes=8)),
-                "must be ",
+                "has num_heads 2, unlike",
             ),
-            (fill(build(num_heads=2)), "computes another function"),
+            (fill(build(num_heads=2)), "has num_heads 2, unlike"),
             (fill(build(num_classes=9, class_dropout_prob=0)), "has num_classes 9, unlike"),
             (fill(FourChannels(**build.config)), "has guidance_channels 4, unlike"),
             (fill(Otherwise(**build.config)), "Otherwise: computes another function"),
@@ -385,6 +385,18 @@ def test_weights_are_renewed_in_place(precision, device):
             with pytest.raises(ValueError, match=words):
                 sampler.refresh(other)
         assert torch.equal(sampler.latents([1, 2]), new.latents([1, 2]))
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_what_shapes_do_not_say_is_compared_at_a_refresh(check):
+    build = DiT_models["DiT-Demo/2"]
+    with Sampler(fill(build()), device="cpu", output_type="latent", check=check) as sampler:
+        for other, words in (
+            (fill(build(num_heads=2)).bfloat16(), "has num_heads 2, unlike"),
+            (transformer(), "has timestep_embedding "),
+        ):
+            with pytest.raises(UsageError, match=words):
+                sampler.refresh(other)
 
 
 @DEVICES

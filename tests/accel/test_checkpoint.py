@@ -137,10 +137,12 @@ def test_diffusers_layout(tmp_path, folder, state):
     (tmp_path / "aside.bin").rename(folder / "diffusion_pytorch_model.bin")
     assert same(find_model(folder), state)  # by its name
     (folder / "diffusion_pytorch_model.bin").unlink()
-    index = folder / "diffusion_pytorch_model.safetensors.index.json"
+    index = folder / "diffusion_pytorch_model.safetensors.index.fp16.json"
     index.write_text(
         json.dumps({"weight_map": {key: name for name, part in shards.items() for key in part}})
     )
+    assert same(find_model(folder), state)
+    index = index.rename(folder / "diffusion_pytorch_model.safetensors.index.json")
     assert same(find_model(folder), state)
     (folder / "two.safetensors").unlink()
     assert "lacks two.safetensors" in error(folder)

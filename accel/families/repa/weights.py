@@ -52,9 +52,9 @@ class RepaRecogniser(SiTRecogniser):
         """Return the rules to read a SiT of REPA's code, recognised by its projectors or
         attributes, or None for another module.
         """
-        with_features = any(name.startswith(PROJECTORS) for name in state)  # beside the velocity
-        by_class = any(hasattr(module, name) for name in ATTRIBUTES)
-        known = with_features or by_class
+        # A module with projectors, or a list of none, returns features beside the velocity.
+        with_features = hasattr(module, PROJECTORS.rstrip("."))
+        known = with_features or any(hasattr(module, name) for name in ATTRIBUTES)
         if not is_sit(module) or not known or not state.keys() >= {*self.family.keys}:
             return None
         return self.of_entries(
@@ -62,7 +62,7 @@ class RepaRecogniser(SiTRecogniser):
             state,
             strength=STRUCTURE,
             arguments=lambda x, t, y: ((x, 1 - t, y), {}),
-            output=lambda out: -(out[0] if with_features else out),
+            output=lambda out: -(out[0] if isinstance(out, tuple) else out),
             face=TurnedFace if with_features else TurnedFaceAlone,
         )
 
