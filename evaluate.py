@@ -501,6 +501,11 @@ def check_inputs(args: argparse.Namespace) -> None:
     for folder in (args.baseline, args.candidate):
         if folder.is_dir() and not pictures_in(folder):
             raise UsageError(f"{folder}: holds no picture; name another")
+    if args.baseline.is_dir() and args.candidate.is_file():
+        raise UsageError(
+            f"{args.baseline}: is a folder, and {args.candidate} is not; name two pictures or two "
+            "folders"
+        )
     if args.baseline.is_dir() and args.candidate.is_dir():
         names = {path.name for path in pictures_in(args.baseline)}
         alone = sorted(names ^ {path.name for path in pictures_in(args.candidate)})

@@ -72,7 +72,7 @@ class OneLineParser(argparse.ArgumentParser):
                 self.error(f"{action.option_strings[0]}: is empty; give a value")
         if left:
             flag = next((word for word in left if word.startswith("--")), "").partition("=")[0]
-            near = difflib.get_close_matches(flag, self._option_string_actions, 1)
+            near = difflib.get_close_matches(flag, self._option_string_actions, 1, 0.75)
             meant = f"; did you mean {near[0]}?" if near else ""
             self.error(f"unrecognized arguments: {' '.join(left)}{meant}")
         return parsed

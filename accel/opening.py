@@ -150,7 +150,7 @@ def open_model(
 
         opened_guide = open_guide(guide, weights, fit, config)
 
-    is_given = config.vae is not None
+    is_given = config.vae is not None or config.latent_stats is not None
     config = config.filled(fit)  # before a decoder is fetched
     space = LatentSpace(fit.in_channels, fit.defaults.factor)
     if decodes:

@@ -138,6 +138,7 @@ MISTAKES = {
         (["--seed", 2**64], f"--seed {2**64}: must be from -9223372036854775808 to"),
         (["--seeds", 1, "--seed", 2], "--seeds: conflicts with"),
         (["--num-fid-samples", 9], "unrecognized arguments: --num-fid-samples 9"),
+        (["--latent-stats", "none"], ": --latent-stats none: No such file"),
         (["--vae", "no/vae"], "no/vae by other means and give its folder, or its .pt file"),
         (["--device", "gpu7"], "--device gpu7: no such kind of device; try cuda, cuda:1 or cpu"),
         (["--device", "xpu"], "cannot sample there; use cuda or cpu"),

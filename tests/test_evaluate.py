@@ -299,6 +299,7 @@ def test_folders_are_compared_by_name(command):
     assert "a/4.png has 128x50 px, RGB, b/4.png has 128x96 px" in command("a", "b")[2]
     for names in (("a", "none"), ("none", "a"), ("none", "a/0.png")):
         assert "none: holds no picture" in command(*names)[2]
+    assert "a: is a folder, and b/0.png is not; name two pictures or" in command("a", "b/0.png")[2]
     Path("b/._0.png").write_bytes(b"\0\5\x16\7" + bytes(100))
     assert "._0.png: holds attributes that macOS kept" in command("a/0.png", "b")[2]
 
