@@ -21,6 +21,7 @@ class Rival(Plain):
 
     def __init__(self, what: str, model: torch.nn.Module, dtype: torch.dtype, device: torch.device):
         super().__init__(model.to(dtype))
+        self.dtype = dtype
         evaluate = super().tokens
         if what == "eager":
             autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)

@@ -9,6 +9,7 @@ from forks import succeeds
 
 from accel.families import constructor_of
 from bench import harness, steps
+from bench.rival import Rival
 
 FEW = "--load", 0, "--window", 0.1
 
@@ -56,6 +57,19 @@ def test_a_judge_sees_a_worse_tier():
     other = harness.build(name, model, "fp32", cpu)
     worse = judge.judge("fp32", {}, share=lambda network: other)
     assert not worse["contest"] and not worse["strict"] and worse["worst"]["psnr"] < 40
+
+
+def test_the_eager_rival_computes_the_model():
+    model = constructor_of("DiT-Demo/2")().eval()
+    torch.nn.init.normal_(model.final_layer.linear.weight)
+    x = torch.randn(2, 4, 16, 16, dtype=torch.float64)
+    t = torch.tensor([3.0, 500.0])
+    y = torch.tensor([1, 8])
+    with torch.no_grad():
+        want = model(x.float(), t, y)
+        got = Rival("eager", model, torch.float32, torch.device("cpu")).forward(x, t, y)
+    assert got.dtype == torch.float64 and got.std() > 0.1
+    torch.testing.assert_close(got, want.double(), rtol=0, atol=1e-6)
 
 
 @pytest.mark.gpu
