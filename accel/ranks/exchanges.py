@@ -48,8 +48,8 @@ class _Buffer(NamedTuple):
 
 
 class Push(AllGather):
-    """The same, written straight into the memory of peers on this host, over NVLink
-    (accel/kernels/push.py).
+    """Gather keys and values by one kernel that writes them into the memory of the peers on this
+    host, over NVLink (accel/kernels/push.py).
     """
 
     def __init__(self, group: dist.ProcessGroup):
