@@ -175,7 +175,10 @@ def test_a_decoders_own_configuration_is_not_ignored(tmp_path):
     folder = tmp_path / "configs" / "decoder" / "ViTXL"
     folder.mkdir(parents=True)
     content = dict(decoder_hidden_size=1152, decoder_num_attention_heads=16, layer_norm_eps=1e-12)
-    line = "config=run.yaml: [^\n]*ViTXL, whose config.json may have other heads [^\n]*; copy it beside"
+    line = (
+        "config=run.yaml: [^\n]*ViTXL, whose config.json may have other heads [^\n]*; "
+        "copy it beside"
+    )
     others = (dict(decoder_num_attention_heads=18), dict(layer_norm_eps=1e-6))
     for changes in ({}, *others):
         (folder / "config.json").write_text(json.dumps({**content, **changes}))

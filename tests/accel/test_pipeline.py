@@ -65,7 +65,8 @@ def test_loading_imports_no_compiler():
         "import sys, torch\nfrom accel.config import Grid\nfrom accel.grid import ready\n"
         "for sampler in ('ddpm', 'unipc'):\n"
         "    grid = Grid.of('DiT-Demo/2', device='cpu', sampler=sampler)\n"
-        "    print(len(ready(grid).pipeline.network.stages[0].blocks), {'torch._dynamo', 'triton', 'diffusers'} & set(sys.modules))\n"
+        "    blocks = ready(grid).pipeline.network.stages[0].blocks\n"
+        "    print(len(blocks), {'torch._dynamo', 'triton', 'diffusers'} & set(sys.modules))\n"
         "from diffusers import DiTTransformer2DModel\n"
         "print(torch.compile(torch.cos, backend='eager')(torch.zeros(1)).item())"
     )

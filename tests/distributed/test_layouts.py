@@ -1,4 +1,4 @@
-"""What `--parallel` refuses, and the layout that `auto` chooses."""
+"""Test the refusals of `--parallel`, and the layout that `auto` chooses."""
 
 from types import SimpleNamespace
 
@@ -72,7 +72,7 @@ def test_what_is_wanted():
 
 
 def test_auto_divides_tokens_over_nvlink_alone():
-    """Of one picture without guidance, a batch row."""
+    """One picture without guidance is one batch row: its tokens are divided or nothing is."""
     assert wanted("auto", labels=("1",)) == OFF
     assert wanted("auto", peers=True, labels=("1",)) == Layout(1, 2)
     assert wanted("auto", peers=True, labels=("1",), precision="exact") == OFF
