@@ -104,7 +104,7 @@ def sample_grid(grid: Grid, ranks: Ranks) -> None:
 def sample_for_fid(job: FidJob, ranks: Ranks) -> None:
     """Make the folder of pictures and its .npz."""
     from accel import fid
-    from accel.fid.job import guided, order_of, record_of, require_seeds
+    from accel.fid.job import order_of, record_of, require_seeds
     from accel.kernels.linear import Tuner
     from accel.opening import open_on_ranks
     from accel.pipeline import Pipeline
@@ -120,7 +120,6 @@ def sample_for_fid(job: FidJob, ranks: Ranks) -> None:
                 lambda: Pipeline.load(
                     opened,
                     order.batch_sizes,
-                    guided=guided(job.config),
                     tuner=tuner,
                     many_pictures=True,
                     too_large=job.too_large,

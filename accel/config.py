@@ -80,7 +80,8 @@ class Config(Options):
     )
     cfg_scale: float | None = sampled(
         "strength of classifier-free guidance: 1 is none, 0 the null label's estimate on guided "
-        "channels; default: what the model implies, 4.0 unless its recipe says otherwise",
+        "channels, between them a mixture; default: what the model implies, 4.0 unless its recipe "
+        "says otherwise",
         bounds=(0, 10**6),
     )
     num_sampling_steps: int | None = sampled(

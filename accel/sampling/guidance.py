@@ -2,6 +2,7 @@
 
 A guidance is a value. It defines how many batch rows share a latent (`copies`), how many of
 them a network evaluates (`rows`), their labels, and how their outputs are combined.
+`guidance_of` chooses it.
 """
 
 from dataclasses import dataclass
@@ -32,11 +33,15 @@ def guided_halves(out: Tensor, scale: float | Tensor, channels: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Unguided:
-    """The class-conditional estimate alone: one batch row a latent."""
+    """The class-conditional estimate alone: one batch row a latent.
+
+    drawn: rows of a step's noise that are drawn for a latent; one is used.
+    """
 
     copies: ClassVar[int] = 1
     rows: ClassVar[int] = 1
     scale: ClassVar[float] = 1.0
+    drawn: int = 1
 
     def at(self, level: float) -> "Unguided":
         """Return the guidance of an evaluation at a noise level, from 0 at the data to 1
@@ -67,6 +72,7 @@ class Guidance:
 
     copies: ClassVar[int] = 2
     rows: ClassVar[int] = 2
+    drawn: ClassVar[int] = 2
     scale: float
     null_label: int
     channels: int = CHANNELS
@@ -86,3 +92,30 @@ class Guidance:
     def combine(self, out: Tensor) -> Tensor:
         rest = out[: len(out) // 2, self.channels :]
         return torch.cat([guided(out, self.scale, self.channels), rest], dim=1)
+
+
+def guidance_of(
+    scale: float,
+    null_label: int | None,
+    *,
+    guide: bool = False,
+    channels: int = CHANNELS,
+    interval: tuple[float, float] = (0.0, 1.0),
+    ends: bool = True,
+    upstreams_job: bool = False,
+) -> Guidance | Unguided:
+    """Return the guidance of a run: none at a scale of 1, where one row a latent is evaluated.
+
+    null_label: the label of no class, None without one. guide: whether a second network gives the
+    other estimate, which is used above a scale of 1 alone. upstreams_job: whether a run without
+    guidance draws a row of noise a latent, as upstream's FID jobs do. Its other runs always draw
+    those of guidance.
+    """
+    if guide and scale > 1:
+        from accel.sampling.autoguidance import Autoguidance  # a network by itself needs none
+
+        return Autoguidance(scale, channels, interval, ends)
+    if guide or null_label is None or scale == 1:
+        always_two = (guide or null_label is not None) and not upstreams_job
+        return Unguided(drawn=2 if always_two else 1)
+    return Guidance(scale, null_label, channels, interval, ends)

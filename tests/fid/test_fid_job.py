@@ -80,7 +80,7 @@ def by_hand(model, vae_folder, rank, world, n, rounds, cfg_scale, seed, steps):
     return out
 
 
-@pytest.mark.parametrize("world, cfg_scale", [(2, 1.5), (1, 1.0)])
+@pytest.mark.parametrize("world, cfg_scale", [(2, 1.5), (1, 1.0), (1, 0.5), (1, 0.0)])
 def test_the_folder_is_upstreams(world, cfg_scale, demo, weights, tiny_vae, tmp_path, one_thread):
     n = 3
     wanted = 7
@@ -116,6 +116,13 @@ def test_the_folder_is_upstreams(world, cfg_scale, demo, weights, tiny_vae, tmp_
     array = np.load(tmp_path / f"{name}.npz")["arr_0"]
     assert array.dtype == np.uint8
     assert np.array_equal(array, np.stack([expected[f"{i:06d}.png"] for i in range(wanted)]))
+    if cfg_scale < 1:  # earlier versions computed no guidance there: their folders are refused
+        record = tmp_path / name / ".job" / "settings.json"
+        older = json.loads(record.read_text())
+        del older["guidance below a scale of 1"]
+        record.write_text(json.dumps(older))
+        refused = "guidance below a scale of 1 True: the pictures in"
+        assert refused in run(world, *command, status=USAGE)
 
 
 def test_the_folder_of_a_sit_is_sits(one, tiny_vae, tmp_path):
