@@ -37,7 +37,7 @@ from accel.sampling import (
     steps_of,
     upstream_noise,
 )
-from accel.sampling.guidance import Guidance, Unguided, guidance_of
+from accel.sampling.guidance import Guidance, Unguided, compared_interval, guidance_of
 from accel.sampling.process import Process
 from accel.weights import Weights
 
@@ -290,19 +290,21 @@ def process_of(opened: Opened) -> Process:
         noise_scale=config.noise_scale,
         by_start=family.heun_by_start,
         last_time=family.last_time,
+        compared=family.compared,
     )
 
 
 def opened_guidance(opened: Opened, upstreams_job: bool = False) -> Guidance | Unguided:
     """Return the guidance of the options. upstreams_job: as for `guidance_of`."""
     config = opened.config
+    family = opened.fit.family
     return guidance_of(
         config.cfg_scale,
         config.num_classes if opened.fit.null_class else None,
         guide=opened.guide is not None,
         channels=config.guidance_channels,
-        interval=config.guidance_interval,
-        ends=opened.fit.family.interval_ends,
+        interval=compared_interval(config.guidance_interval, family.compared),
+        ends=family.interval_ends,
         upstreams_job=upstreams_job,
     )
 

@@ -8,6 +8,7 @@ them a network evaluates (`rows`), their labels, and how their outputs are combi
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,10 +82,10 @@ class Guidance:
 
     def at(self, level: float) -> "Guidance | Unguided":
         low, high = self.interval
-        margin = 1e-9 if self.ends else -1e-9  # levels are rounded
-        above = low - margin <= level
-        below = level <= high + margin or high == 1
-        return self if above and below else Unguided()
+        inside = low < level and (level < high or high == 1)
+        if self.ends:
+            inside = low <= level <= high
+        return self if inside else Unguided()
 
     def labels(self, y: Tensor) -> Tensor:
         return torch.cat([y, torch.full_like(y, self.null_label)])
@@ -92,6 +93,18 @@ class Guidance:
     def combine(self, out: Tensor) -> Tensor:
         rest = out[: len(out) // 2, self.channels :]
         return torch.cat([guided(out, self.scale, self.channels), rest], dim=1)
+
+
+def compared_interval(interval: tuple[float, float], compared: str) -> tuple[float, float]:
+    """Return an interval of noise levels with its ends as an original compares them with levels:
+    as they are, or rounded to float32, or 1 − time with a rounded time.
+    """
+    if compared == "float64 levels":
+        return interval
+    low, high = interval
+    if compared == "float32 levels":
+        return float(np.float32(low)), float(np.float32(high))
+    return 1 - float(np.float32(1 - low)), 1 - float(np.float32(1 - high))
 
 
 def guidance_of(

@@ -41,6 +41,7 @@ FAMILY = Family(
     names_in_training={f"DiTDH-{size}/1": f"DiTDH-{size}" for size in SIZES},
     any_size=False,
     last_time=0.999,
+    compared="float32 levels",
     label_orders=("random", "permuted"),
     config_reader=f"{__name__}.config_file",
 )
