@@ -115,7 +115,7 @@ def own_guidance(loaded: LoadedModule) -> int | None:
         return float(torch.stack(errors).amax())  # NaN if there is one
 
     # Where guidance changes nothing, every number fits: take the family's.
-    usual = fit.family.recipe.guidance_channels
+    usual = fit.defaults.guidance_channels
     numbers = range(1, fit.out_channels + 1)
     likely = min(numbers, key=lambda n: (error(n), abs(n - usual)))
     # TF32, where the caller allows it, may round differently in each call.

@@ -104,7 +104,7 @@ class Config(Options):
     guidance_channels: int | None = sampled(
         "number of latent channels that are guided: the first 3, as published, or all 4, as "
         "diffusers does; default: what the model implies",
-        bounds=(1, 1024),
+        bounds=(1, 8192),
     )
     noise_scale: float | None = sampled(
         "networks that estimate the clean picture: scale of the first noise; default: what --ckpt "

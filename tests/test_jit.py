@@ -180,10 +180,27 @@ def test_published_sizes_are_recognised():
             int(name.rpartition("/")[2]),
         )
         assert fit.decoded(1).image_size == 16 * fit.patch_size
-        assert fit.family.models[name].noise_scale == fit.patch_size / 16
+        assert fit.defaults.noise_scale == fit.patch_size / 16
         of_module = recogniser_of(fit.family).of_module(model, model.state_dict())
-        assert of_module.metadata["recipe"]["noise_scale"] == fit.patch_size / 16
+        assert (
+            f"taken for {fit.patch_size // 16} as at {16 * fit.patch_size} px" in of_module.assumed
+        )
         assert fit.empty(fit.latent_size).in_context_start == model.in_context_start
+
+
+@pytest.mark.parametrize("name", ("JiT-B/16", "JiT-B/32"))
+def test_the_first_noise_follows_from_the_pictures_size(name, tmp_path, capsys):
+    """Not from the model's name. It is printed where no file says it."""
+    for side, scale in ((256, 1), (512, 2), (1024, 4), (64, 1)):
+        with shapes_only():
+            model = JiT_models[name](input_size=side)
+        state = model.state_dict()
+        assert recognise("x.pth", state, {"model": name}).defaults.noise_scale == scale
+        fit = recognise("x.pth", state, {"model": name}, path=tmp_path / "x.pth")
+        assert [f"taken for {scale} as at {side} px" in line for line in fit.notices] == [True]
+        said = {"model": name, "noise_scale": 1.5}
+        fit = recognise("x.pth", state, said, path=tmp_path / "x.pth")
+        assert fit.recipe["noise_scale"] == 1.5 and "taken for" not in "".join(fit.notices)
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,16 @@ class Defaults(NamedTuple):
     decoders: Mapping[int, tuple[str, str]] = MappingProxyType({})
 
 
+def as_they_are(defaults: Defaults, channels: int, side: int | None) -> Defaults:
+    """Return the defaults of a family whose latents change none of them."""
+    return defaults
+
+
+def all_channels(defaults: Defaults, channels: int, side: int | None) -> Defaults:
+    """Return the defaults of a family that guides all channels."""
+    return defaults._replace(guidance_channels=channels)
+
+
 class Argument(NamedTuple):
     """An argument of training that only one family's code has, or spells so."""
 
@@ -95,6 +105,8 @@ class Family(NamedTuple):
     # Labels of FID jobs, usually and with --balanced-labels.
     label_orders: tuple[LabelOrder, LabelOrder] = ("random", "by_number")
     any_size: bool = True  # whether it samples sizes that it was not trained for
+    # Returns a model's defaults for latents of so many channels and of a side, None if unknown.
+    of_latents: Callable[[Defaults, int, int | None], Defaults] = as_they_are
 
     @property
     def recipe(self) -> Defaults:

@@ -103,8 +103,8 @@ class Recogniser:
         """Return the entries of a file that sampling needs, under its names."""
         return state
 
-    def recipe(self, model: str, metadata: Mapping[str, Any], path: Path) -> Recipe:
-        """Return the settings that a file at `path` implies."""
+    def recipe(self, fit: "Fit", metadata: Mapping[str, Any], path: Path) -> Recipe:
+        """Return the settings that a file at `path` implies. fit: its sizes."""
         return Recipe({})
 
     def require_computed(self, metadata: Mapping[str, Any]) -> None:
@@ -155,8 +155,9 @@ class Fit(NamedTuple):
 
     @property
     def defaults(self) -> Defaults:
-        """Return the values that the model, or its family, implies."""
-        return self.family.models.get(self.model, self.family.recipe)
+        """Return the values that the model, or its family, implies for these latents."""
+        defaults = self.family.models.get(self.model, self.family.recipe)
+        return self.family.of_latents(defaults, self.in_channels, self.latent_size)
 
     @property
     def out_channels(self) -> int:
@@ -274,10 +275,9 @@ def recognise(
         if not null_class:  # a label table of one row
             words = "one class and no null class"
         log.warning(f"{shown(source, 300)}: {words}")
-    recipe = Recipe({}) if path is None else recogniser.recipe(form.model, metadata, path)
     table = state.get("pos_embed")
     schedule = metadata.get("schedule")
-    return form._replace(
+    fit = form._replace(
         build=build,
         in_channels=network.in_channels,
         patch_size=network.patch_size,
@@ -288,11 +288,14 @@ def recognise(
         image_size=metadata.get("image_size"),
         vae=metadata.get("vae"),
         class_names=tuple(metadata.get("class_names", ())),
-        recipe={**form.recipe, **_recipe(metadata), **recipe.options},
-        notices=recipe.notices,
+        recipe={**form.recipe, **_recipe(metadata)},
         # else an argument of a training run
         schedule=schedule if isinstance(schedule, dict) else None,
     )
+    if path is None:
+        return fit
+    recipe = recogniser.recipe(fit, metadata, path)
+    return fit._replace(recipe={**fit.recipe, **recipe.options}, notices=recipe.notices)
 
 
 def _recipe(metadata):
