@@ -21,6 +21,7 @@ import torch
 from accel.errors import UsageError, shown
 from accel.families import Defaults, Family, families, family_of
 from accel.weights import Weights
+from accel.weights.computed import require_computed
 from accel.weights.shapes import Shapes, require_fit, shapes_of, shapes_only
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class Recogniser:
     subclass and its instance, RECOGNISER.
 
     family: its record; models: name → constructor of the reference network; labels: name of
-    the label table; computed: arguments of training → their supported values.
+    the label table; computed: arguments that only the family's code has → their computed values.
     """
 
     family: Family
@@ -106,17 +107,6 @@ class Recogniser:
     def recipe(self, fit: "Fit", metadata: Mapping[str, Any], path: Path) -> Recipe:
         """Return the settings that a file at `path` implies. fit: its sizes."""
         return Recipe({})
-
-    def require_computed(self, metadata: Mapping[str, Any]) -> None:
-        """Raise ValueError for an argument of training with an unsupported value."""
-        for name, supported in self.computed.items():
-            value = metadata.get(name, supported[0])
-            # Some programs save numbers as text.
-            if value not in supported and str(value) not in map(str, supported):
-                raise ValueError(
-                    f"was trained with {name} {shown(metadata[name])}, and only {supported[0]} "
-                    "is sampled"
-                )
 
 
 def recogniser_of(family: Family) -> Recogniser:
@@ -212,7 +202,8 @@ def recognise(
     family, assumed = choose_family(source, have, metadata, model, shipped_as)
     recogniser = recogniser_of(family)
     try:
-        recogniser.require_computed(metadata)
+        arguments = _not_overruled(metadata, family) if model else metadata
+        unclear = require_computed(arguments, family.prediction, recogniser.computed)
         form = recogniser.form(have, metadata)
         rows = have[recogniser.labels][0]
         state = recogniser.converted(state, metadata)
@@ -220,6 +211,11 @@ def recognise(
         raise UsageError(f"`ckpt={source}`: is not a {family.name}: no {missing.args[0]}") from None
     except ValueError as error:
         raise UsageError(f"`ckpt={source}`: {error}") from None
+    if unclear:
+        log.warning(
+            f"{shown(source, 300)}: says {shown(', '.join(unclear), 300)}, which is not understood "
+            "here; if it changes the network, the pictures are wrong"
+        )
     implied = family.models.get(form.model, family.recipe)
     certain = implied.num_classes if shipped_as or implied.class_names else None
     certain = metadata.get("num_classes", certain)
@@ -296,6 +292,15 @@ def recognise(
         return fit
     recipe = recogniser.recipe(fit, metadata, path)
     return fit._replace(recipe={**fit.recipe, **recipe.options}, notices=recipe.notices)
+
+
+def _not_overruled(metadata, family):
+    """Return the metadata without arguments by which files say that they are of families with
+    another prediction: the user's model goes before them.
+    """
+    others = [each for each in families() if each.prediction != family.prediction]
+    overruled = {name for each in others for name in each.trained_by(metadata)}
+    return {name: value for name, value in metadata.items() if name not in overruled}
 
 
 def _recipe(metadata):

@@ -36,7 +36,13 @@ class JiTRecogniser(DiTRecogniser):
     family = jit.FAMILY
     models = JiT_models
     network = JiT
-    computed = {"use_nonlinear": (False,)}  # a SiLU between the projections, without an entry
+    # A SiLU between the projections, without an entry, and of other codes blocks in other orders.
+    computed = {
+        "use_nonlinear": (False,),
+        "JiT_branch": ("none", "base", "False"),
+        "loop_indices": ("[]", "()"),
+        "loop_count": (1, 0),
+    }
 
     def form(self, shapes: Shapes, metadata: Mapping[str, Any]) -> Fit:
         """Return the network of weights with these shapes, as Recogniser.form does."""

@@ -33,7 +33,6 @@ class LightningDiTRecogniser(DiTRecogniser):
     family = lightning_dit.FAMILY
     models = LightningDiT_models
     network = LightningDiT
-    computed = {}
 
     def form(self, shapes: Shapes, metadata: Mapping[str, Any]) -> Fit:
         """Return the network of weights with these shapes, as Recogniser.form does."""

@@ -190,11 +190,11 @@ class RAEReader(Reader):
                 return self.refuse("vae", f"says {entry}, and {file} cannot be read; mend it")
             contents.append(content)
         said, taken = contents
-        if not (named or known or beside.is_file()):
-            reason = f"says {entry}, whose {beside.name} is not here"
-            return self.refuse("vae", f"{reason}; put it beside the decoder")
-        if not (named or known):
-            return None  # the user put the file beside the decoder
+        if not named:
+            if not known and not beside.is_file():
+                reason = f"says {entry}, whose {beside.name} is not here"
+                self.refuse("vae", f"{reason}; put it beside the decoder")
+            return None  # the user may have put it there
         width = {"decoder_hidden_size": (said or taken).get("decoder_hidden_size")}
         computed = facts_of(width | taken)
         for name, value in facts_of(width | said).items():
