@@ -37,7 +37,7 @@ from typing import NamedTuple
 
 def _crash(*error):
     """End with status 3: Python's own status for a crash is 1, which would say FAIL."""
-    sys.__excepthook__(*error)
+    launch.in_a_line(*error)
     os._exit(3)
 
 

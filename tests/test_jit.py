@@ -21,7 +21,7 @@ from accel import Sampler, accelerate
 from accel.config import Config
 from accel.errors import UsageError
 from accel.families import DEMO
-from accel.families.jit.network import JiT, JiT_models
+from accel.families.jit.network import FinalLayer, JiT, JiT_models
 from accel.families.recognise import recognise, recogniser_of
 from accel.fid.folder import Batches, Order
 from accel.fid.noise import PictureNoise, UpstreamNoise
@@ -186,6 +186,27 @@ def test_published_sizes_are_recognised():
             f"taken for {fit.patch_size // 16} as at {16 * fit.patch_size} px" in of_module.assumed
         )
         assert fit.empty(fit.latent_size).in_context_start == model.in_context_start
+
+
+def test_two_estimates_are_not_one(tmp_path, here):
+    """A fork's last layer has twice the channels."""
+    model = build()
+    model.final_layer = FinalLayer(SMALL["hidden_size"], SMALL["patch_size"], 6)
+    path = checkpoint(tmp_path, with_norms(model))
+    line = "its last layer makes 6 channels, and an estimate of the clean picture has 3; nothing"
+    assert line in refused(here("sample.py", "--ckpt", path, "--device", "cpu"))
+    for call in (Sampler, accelerate):
+        with pytest.raises(UsageError, match=f"^JiT: {line}"):
+            call(model, device="cpu")
+
+
+def test_a_module_of_another_function_is_refused_as_what_it_is():
+    class Other(JiT):
+        def forward(self, x, t, y):
+            return super().forward(x, t, y) + x
+
+    with pytest.raises(UsageError, match="^Other: computes another function than a JiT with these"):
+        accelerate(with_norms(Other(**SMALL)))
 
 
 @pytest.mark.parametrize("name", ("JiT-B/16", "JiT-B/32"))

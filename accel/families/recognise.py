@@ -236,6 +236,11 @@ def recognise(
             f"makes {network.out_channels} channels of {network.in_channels}; save it again "
             "without that entry"
         )
+    if family.prediction == "data" and learn_sigma:
+        raise UsageError(
+            f"`ckpt={source}`: its last layer makes {network.out_channels} channels, and an "
+            f"estimate of the clean picture has {network.in_channels}; nothing else is sampled"
+        )
     if family.prediction == "noise" and not learn_sigma and metadata.get("sigma_small"):
         raise UsageError(
             f"`ckpt={source}`: was trained with sigma_small {shown(metadata['sigma_small'])} and "

@@ -25,7 +25,7 @@ from networks import side_of, upstreams_loop, write_transformer
 from safetensors.torch import load_file, save_file
 from unprivileged import NOBODY, limited, unprivileged
 
-from accel.errors import STOPPED, USAGE
+from accel.errors import INTERRUPTED, STOPPED, USAGE
 from accel.families.dit.network import DiT_models
 from accel.families.sit.network import SiT_models
 from accel.graphs import Replayed
@@ -241,8 +241,8 @@ def test_ten_kills_change_nothing(demo, undisturbed, tmp_path):
 
 
 def test_a_signal_to_one_rank_stops_all_and_the_job_resumes(demo, undisturbed, tmp_path):
-    """SIGUSR1 to one rank; then, in the next run, SIGTERM to the other."""
-    for number, victim in ((signal.SIGUSR1, 1), (signal.SIGTERM, 0)):
+    """SIGUSR1 to one rank; then, in the next runs, SIGTERM to the other and SIGHUP."""
+    for number, victim in ((signal.SIGUSR1, 1), (signal.SIGTERM, 0), (signal.SIGHUP, 1)):
         # two more than there are: the job is at work
         least = 2 + len(list(tmp_path.glob("*/*.png")))
         job = start(2, *demo, *FID, "--sample-dir", tmp_path)
@@ -258,6 +258,14 @@ def test_a_signal_to_one_rank_stops_all_and_the_job_resumes(demo, undisturbed, t
             ".part" in name or name.endswith("npz") for name in made
         )
         assert count % 2 == 0  # all that was made is written
+    for victim in (1, 0):  # Ctrl-C to one rank ends all at once
+        least = 2 + len(list(tmp_path.glob("*/*.png")))
+        job = start(2, *demo, *FID, "--sample-dir", tmp_path)
+        assert wait_for_pictures(tmp_path, least, job)
+        os.kill(ranks_of(job)[victim], signal.SIGINT)
+        text = finish(job, status=INTERRUPTED)
+        line = "sample_ddp.py: " + "rank 1: " * victim + "interrupted"
+        assert text.count(line) == 1 and " of 2 on " not in text  # a rank's own traceback
     run(2, *demo, *FID, "--sample-dir", tmp_path)
     assert files(tmp_path) == undisturbed
 
