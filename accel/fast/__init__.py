@@ -112,7 +112,8 @@ def kernel_calls(network: FastNetwork, rows: int) -> list[Callable[[], object]]:
     """
     t = torch.zeros(rows, dtype=torch.int64, device=network.position.device)
     condition = network.condition(t, t)
-    embedded = network.position.repeat(rows, 1, 1)  # (N, T, D)
+    parts = tuple(position.repeat(rows, 1, 1) for position in network.positions)  # (N, T, D)
+    embedded: Any = parts if len(parts) > 1 else parts[0]
     x = embedded
     calls: list[Callable[[], object]] = []
     for stage in network.stages:
@@ -129,7 +130,8 @@ def kernel_calls(network: FastNetwork, rows: int) -> list[Callable[[], object]]:
             calls.append(partial(_activate, block))
     calls.append(partial(_adaln, network.last_adaln, x, modulation, (branch, branch)))
     picture_tokens = rows * len(network.position)
-    calls += [partial(layer.prepare, picture_tokens) for layer in (network.embedding, network.last)]
+    outer = (*network.embeddings, network.last)
+    calls += [partial(layer.prepare, picture_tokens) for layer in outer]
     return calls
 
 

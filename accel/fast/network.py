@@ -13,7 +13,7 @@ between two GEMMs. What depends on (timestep, label) alone comes from a table. P
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +45,8 @@ class Packing(NamedTuple):
     conditioning: Conditioning
     rms_eps: float | None = None  # of the blocks' RMSNorm; None: LayerNorm
     last_rms_eps: float | None = None  # likewise, of the last layer
+    # Widths of the embeddings of stages that have their own, which add up to D.
+    widths: tuple[int, ...] = ()
 
 
 class FastNetwork(BlockNetwork):
@@ -61,11 +63,17 @@ class FastNetwork(BlockNetwork):
         super().__init__()
         self.patch_size = packing.patch_size
         self.in_channels = packing.in_channels
-        self.embedding = Float32Linear(Weights("the patch embedding", packing.patches))
-        self.position = packing.position
+        widths = packing.widths or (len(packing.patches),)
+        self.embeddings = [
+            Float32Linear(Weights("the patch embedding", part))
+            for part in packing.patches.split(widths)
+        ]
+        self.positions = [part.contiguous() for part in packing.position.split(widths, dim=1)]
+        self.position = self.positions[0]
         self.stages = packing.stages
         self.last = Float32Linear(Weights("final_layer", packing.last_weight, packing.last_bias))
         self.conditioning = packing.conditioning
+        self.conditioning.freeze()
         self.ops = ops
         self.dtype = ops.dtype
         self.device = ops.device
@@ -75,11 +83,16 @@ class FastNetwork(BlockNetwork):
         self.tuner = ops.tuner
         self.table: ConditioningTable | None = None  # of sampling runs
 
-    def embed(self, x: Tensor, tokens: slice = slice(None), copies: int = 1) -> Tensor:
+    def embed(self, x: Tensor, tokens: slice = slice(None), copies: int = 1) -> Any:
+        """Embed latents as BlockNetwork.embed does; return a tuple for stages with their own."""
         patches = F.pixel_unshuffle(x.to(self.position.dtype), self.patch_size)
         patches = patches.flatten(2).transpose(1, 2)[:, tokens]  # (n, t, C·p·p)
-        h = self.embedding(patches)  # (n, t, D)
-        return (h.expand(copies, *h.shape) + self.position[tokens]).flatten(0, 1)
+        operand = self.embeddings[0].operand(patches)
+        embedded = []
+        for layer, position in zip(self.embeddings, self.positions):
+            h = layer(operand, position[tokens])  # (n, t, D)
+            embedded.append(h.repeat(copies, 1, 1) if copies > 1 else h)
+        return tuple(embedded) if len(embedded) > 1 else embedded[0]
 
     def condition(self, t: Tensor, y: Tensor) -> Modulation:
         return Modulation(self.conditioning(t, y), torch.arange(len(t), device=t.device))
@@ -149,8 +162,9 @@ class FastNetwork(BlockNetwork):
         return self.ops.overflowed()
 
     def parameters(self) -> Iterator[Tensor]:
-        yield from self.embedding.parameters()
-        yield self.position
+        for layer in self.embeddings:
+            yield from layer.parameters()
+        yield from self.positions
         yield from self.last.parameters()
         yield from self.conditioning.parameters()
         for stage in self.stages:

@@ -52,20 +52,26 @@ class Weights(NamedTuple):
 LARGE = 1 << 18
 
 
+def splits(weight: Tensor) -> bool:
+    """Return whether a float32 layer of this weight is faster as a split GEMM.
+
+    It is for large ones on Hopper, as networks of latents with hundreds of channels have. There
+    float32's own GEMM takes as long as several blocks.
+    """
+    large = weight.dtype == torch.float32 and weight.numel() >= LARGE
+    in_eights = all(side % 8 == 0 for side in weight.shape)  # as the kernel takes them
+    return large and in_eights and choose(weight.device) == "hopper"
+
+
 class Float32Linear:
     """A layer x (…, K) → (…, N) with the dtype and accuracy of the residual stream, in any tier.
 
-    split: compute it by a split GEMM, a SplitLinear. Default: for large float32 layers on Hopper,
-    as networks of latents with hundreds of channels have. There float32's own GEMM takes as long
-    as several blocks.
+    split: compute it by a split GEMM, a SplitLinear; by default where `splits` says so.
     """
 
     def __init__(self, gemm: Weights, split: bool | None = None):
         weight = gemm.weight
-        if split is None:
-            large = weight.dtype == torch.float32 and weight.numel() >= LARGE
-            in_eights = all(side % 8 == 0 for side in weight.shape)  # as the kernel takes them
-            split = large and in_eights and choose(weight.device) == "hopper"
+        split = splits(weight) if split is None else split
         plain = [weight] if gemm.bias is None else [weight, gemm.bias]
         self.split = SplitLinear(weight, gemm.bias_or_zeros(), name=gemm.name) if split else None
         self.tensors = list(self.split.parameters()) if self.split else plain
@@ -79,12 +85,20 @@ class Float32Linear:
         """Return the layer's tensors."""
         return iter(self.tensors)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Apply the layer."""
+    def operand(self, x: Tensor) -> Tensor | HighLow:
+        """Return x (…, K) as the layer takes it."""
+        return x if self.split is None else split_rows(x)
+
+    def __call__(self, x: Tensor | HighLow, position: Tensor | None = None) -> Tensor:
+        """Apply the layer to a tensor or an `operand`.
+
+        position (t, N): added to the result (…, t, N) of a layer without bias.
+        """
         if self.split is not None:
-            return self.split(split_rows(x))
+            return self.split(x if isinstance(x, HighLow) else split_rows(x), position)
         with true_float32():
-            return F.linear(x, *self.tensors)
+            y = F.linear(x.value() if isinstance(x, HighLow) else x, *self.tensors)
+        return y if position is None else y + position
 
 
 class Gemms(NamedTuple):

@@ -76,7 +76,11 @@ CALLS = {
     "swiglu_split": lambda: swiglu_split(zeros(1, 16, 2 * 11008), "triton", stack=True),
     "group_norm": decode,
     "split_linear": split_layers,
-    "split_rows": lambda: [split_rows(zeros(16, 768), stack, "triton") for stack in (False, True)],
+    "split_rows": lambda: [
+        split_rows(x, stack, "triton")
+        for x in (zeros(16, 768), zeros(1, 768, 16).mT)
+        for stack in (False, True)
+    ],
     "split_attention": lambda: split_attention(
         split(zeros(1, 1024, 3 * 1152), per_row=False), 16, "cublas"
     ),

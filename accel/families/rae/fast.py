@@ -107,9 +107,9 @@ def pack(read: Reader, model: DiTwDDTHead, ops: Half | Split) -> Packing:
     of_head = read("x_embedder.proj.weight")  # (W, C, 1, 1)
     positions = read("pos_embed")[0] + read("s_embedder.proj.bias")  # (T, D)
     bias = read("x_embedder.proj.bias").expand(len(positions), -1)  # (T, W)
-    width = len(of_trunk)
+    widths = (len(of_trunk), len(of_head))
 
-    def stage(names, width, heads, rope, part):
+    def stage(names, width, heads, rope, index):
         cos = read(f"{rope}.freqs_cos")
         sin = read(f"{rope}.freqs_sin")
         rotation = torch.stack([cos, sin], dim=-1)[:, ::2].contiguous()  # (T, d/2, 2)
@@ -117,18 +117,18 @@ def pack(read: Reader, model: DiTwDDTHead, ops: Half | Split) -> Packing:
             [block(read, name, ops, heads, rotation) for name in names],
             width,
             heads,
-            enter=lambda x, embedded, condition: embedded[..., part].contiguous(),
+            enter=lambda x, embedded, condition: embedded[index],
         )
 
     heads, wide_heads = model.heads
-    wide = stage(head, len(of_head), wide_heads, "dec_feat_rope", slice(width, None))
+    wide = stage(head, widths[1], wide_heads, "dec_feat_rope", 1)
     return Packing(
         patch_size=1,
         in_channels=of_trunk.shape[1],
         patches=torch.cat([of_trunk, of_head]).flatten(1),  # (D + W, C)
         position=torch.cat([positions, bias], dim=1),
         stages=[
-            stage(trunk, width, heads, "enc_feat_rope", slice(width)),
+            stage(trunk, widths[0], heads, "enc_feat_rope", 0),
             wide._replace(modulate=conditioning.modulate_tokens),
         ],
         last_weight=-read("final_layer.linear.weight"),  # of a velocity from noise to data
@@ -136,4 +136,5 @@ def pack(read: Reader, model: DiTwDDTHead, ops: Half | Split) -> Packing:
         conditioning=conditioning,
         rms_eps=EPS,
         last_rms_eps=EPS,
+        widths=widths,
     )
