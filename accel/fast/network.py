@@ -6,7 +6,7 @@ between two GEMMs. What depends on (timestep, label) alone comes from a table. P
     h ← adaLN(x)                fused adaLN kernel: reads x, writes h as the next GEMM takes it
     a ← proj(attention(qkv(h))) two GEMMs, one attention; some families rotate q and k before it
     h ← adaLN(x + gate·a)       x is not written: the next kernel adds a again, which is cheaper
-    m ← fc2(act(fc1(h)))        two GEMMs; GELU in the epilogue, SwiGLU by a kernel
+    m ← fc2(act(fc1(h)))        two GEMMs; GELU or SwiGLU in the epilogue, or SwiGLU by a kernel
     x ← x + gate·a + gate·m     already in the next block's first kernel, h ← adaLN(x)
 """
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from accel.fast.conditioning import BLOCK_VECTORS, Conditioning, ConditioningTable
 from accel.fast.ops import Block, Float32Linear, Half, Split, Weights
 from accel.kernels.adaln import Branches, Modulation
+from accel.kernels.linear import Linear
 from accel.network import BlockNetwork, Scheduled, Stage
 
 log = logging.getLogger(__name__)
@@ -123,19 +124,20 @@ class FastNetwork(BlockNetwork):
         for index, block in enumerate(stage.blocks):
             vectors = BLOCK_VECTORS * index  # of the block: its first
             h = self.adaln(x, modulation, vectors, branches)  # (N, t, D)
-            a = self._attend(stage, block, h, attend, first)
+            a = block.proj(self.attend(stage, block, h, attend, first))
             attended = (a, vectors + ATTENTION_GATE)
             h = self.adaln(x, modulation, vectors + MLP_SHIFT, (attended,))
             m = self._mlp(block, h)
             branches = (attended, (m, vectors + MLP_GATE))
         return branches
 
-    def _attend(self, stage, block, h, attend, first):
-        """Return the attention branch of a block (N, t, D)."""
-        packed = block.qkv(h)  # (N, t, 3·D)
+    def attend(self, stage: Stage, block: Block, h: Tensor, attend: Callable, first: int) -> Tensor:
+        """Return attention of a block's queries, keys and values of h (N, t, D)."""
+        rotates = isinstance(block.qkv, Linear) and block.qkv.rotates
+        packed = block.qkv(h, first=first) if rotates else block.qkv(h)  # (N, t, 3·D)
         if block.rotate:
             packed = block.rotate(packed, first=first)
-        return block.proj(attend(packed, stage.num_heads))
+        return attend(packed, stage.num_heads)
 
     def _mlp(self, block, h):
         """Return the MLP branch of a block (N, t, D)."""

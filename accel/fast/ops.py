@@ -32,7 +32,7 @@ from accel.kernels.linear import Linear, Tuner
 from accel.kernels.qk_norm_rotary import qk_norm_rotary, qk_norm_rotary_split
 from accel.kernels.split_attention import split_attention
 from accel.kernels.split_linear import HighLow, SplitLinear, balance, choose, split_rows
-from accel.kernels.swiglu import swiglu, swiglu_split
+from accel.kernels.swiglu import swiglu_split
 from accel.precision import true_float32
 
 
@@ -125,9 +125,9 @@ class Block(NamedTuple):
     proj: Linear | SplitLinear
     fc1: Linear | SplitLinear
     fc2: Linear | SplitLinear
-    # (packed projection, first=its first token) → q and k rotated; None: no rotation.
+    # (packed projection, first=its first token) → q and k rotated; None: qkv does it, or nobody.
     rotate: Callable | None
-    activate: Callable | None  # between fc1 and fc2; None: GELU, in the epilogue of fc1
+    activate: Callable | None  # between fc1 and fc2; None: fc1 does it
     norms: Tensor | None  # as Rotation has them
 
     @property
@@ -163,24 +163,27 @@ class Half:
 
         gated: SwiGLU in place of GELU; fc1 is then two matrices.
         """
+        qkv = self.linear(gemms.qkv)
         rotate = None
         norms = None
-        if rotation is not None:
+        if rotation is not None and rotation.norms is None:
+            qkv = self.linear(gemms.qkv, "rotate", rotation.rotation)
+        elif rotation is not None:
             rotate = partial(qk_norm_rotary, **rotation._asdict())
             norms = rotation.norms
         return Block(
-            qkv=self.linear(gemms.qkv),
+            qkv=qkv,
             proj=self.linear(gemms.proj),
-            fc1=self.linear(gemms.fc1, gelu=not gated),
+            fc1=self.linear(gemms.fc1, "swiglu" if gated else "gelu"),
             fc2=self.linear(gemms.fc2),
             rotate=rotate,
-            activate=swiglu if gated else None,
+            activate=None,
             norms=norms,
         )
 
-    def linear(self, gemm: Weights, gelu: bool = False) -> Linear:
-        """Return the layer of a GEMM."""
-        return Linear(gemm.weight, gemm.bias, gelu=gelu, tuner=self.tuner, backend=self.gemm)
+    def linear(self, gemm: Weights, epilogue: str = "", rotation: Tensor | None = None) -> Linear:
+        """Return the layer of a GEMM. epilogue, rotation: as Linear has them."""
+        return Linear(gemm.weight, gemm.bias, epilogue, rotation, self.tuner, self.gemm)
 
     def operand(self, x: Tensor) -> Tensor:
         """Return x (…, K) as a layer takes it."""
