@@ -13,7 +13,7 @@ between two GEMMs. What depends on (timestep, label) alone comes from a table. P
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,29 @@ MLP_SHIFT = 3
 MLP_GATE = 5
 
 
+class Tail(Protocol):
+    """A family's way to compute the last stage and the last layer, in the loop's place."""
+
+    def finish(
+        self,
+        network: "FastNetwork",
+        x: Tensor,
+        branches: Branches,
+        embedded: Any,
+        condition: Modulation,
+        attend: Callable,
+        first: int,
+    ) -> Tensor:
+        """Return the last tokens (N, t, p·p·C').
+
+        x (N, t, D): of the stage before, to which its last branches are not added yet; the others
+        as for `FastNetwork.forward_blocks`. first: position of the first token.
+        """
+
+    def kernel_calls(self, tokens: int) -> list[Callable[[], object]]:
+        """Return calls that warm up its kernels for so many tokens of all rows."""
+
+
 class Packing(NamedTuple):
     """A family's weights as the loop over stages takes them."""
 
@@ -48,6 +71,7 @@ class Packing(NamedTuple):
     last_rms_eps: float | None = None  # likewise, of the last layer
     # Widths of the embeddings of stages that have their own, which add up to D.
     widths: tuple[int, ...] = ()
+    tail: "Tail | None" = None  # computes the last stage and the last layer
 
 
 class FastNetwork(BlockNetwork):
@@ -72,6 +96,7 @@ class FastNetwork(BlockNetwork):
         self.positions = [part.contiguous() for part in packing.position.split(widths, dim=1)]
         self.position = self.positions[0]
         self.stages = packing.stages
+        self.tail = packing.tail
         self.last = Float32Linear(Weights("final_layer", packing.last_weight, packing.last_bias))
         self.conditioning = packing.conditioning
         self.conditioning.freeze()
@@ -101,13 +126,16 @@ class FastNetwork(BlockNetwork):
     def forward_blocks(self, h, condition, attend, tokens=slice(None)) -> Tensor:
         x = h
         modulation = condition
+        first = tokens.start or 0
         branches: Branches = ()  # of the last block so far; the next adaLN adds them to x
         for stage in self.stages:
+            if self.tail and stage is self.stages[-1]:
+                return self.tail.finish(self, x, branches, h, condition, attend, first)
             if branches:
                 self.adaln(x, modulation, 0, branches)  # for the sum alone, which it leaves in x
             modulation = stage.modulate(x, condition)
             x = stage.enter(x, h, condition)  # (N, t, D)
-            branches = self._apply(stage, x, modulation, attend, tokens.start or 0)
+            branches = self._apply(stage, x, modulation, attend, first)
         shift = BLOCK_VECTORS * len(stage.blocks)
         out = self.last_adaln(x, modulation, shift, branches)[:, stage.prepended :]
         return self.last(out)  # (N, t, p·p·C')

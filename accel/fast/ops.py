@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from accel.kernels import cuda
 from accel.kernels.adaln import adaln, adaln_split
 from accel.kernels.attention import attention
 from accel.kernels.linear import Linear, Tuner
@@ -158,11 +159,25 @@ class Half:
         self.last_adaln = partial(adaln, dtype=self.stream)
         self.attention = attention
 
-    def block(self, gemms: Gemms, gated: bool = False, rotation: Rotation | None = None) -> Block:
+    @property
+    def updates_stream(self) -> bool:
+        """Return whether GEMMs modulate the residual stream and add to it in their epilogues."""
+        on_hopper = self.device.type == "cuda" and cuda.capability(self.device) == (9, 0)
+        return on_hopper and self.dtype in cuda.HALF and self.gemm == "auto"
+
+    def block(
+        self,
+        gemms: Gemms,
+        gated: bool = False,
+        rotation: Rotation | None = None,
+        updates_stream: bool = False,
+    ) -> Block:
         """Return a block of four GEMMs.
 
-        gated: SwiGLU in place of GELU; fc1 is then two matrices.
+        gated: SwiGLU in place of GELU; fc1 is then two matrices. updates_stream: both branches are
+        added to the residual stream by their last GEMMs.
         """
+        last = "residual" if updates_stream else ""
         qkv = self.linear(gemms.qkv)
         rotate = None
         norms = None
@@ -173,9 +188,9 @@ class Half:
             norms = rotation.norms
         return Block(
             qkv=qkv,
-            proj=self.linear(gemms.proj),
+            proj=self.linear(gemms.proj, last),
             fc1=self.linear(gemms.fc1, "swiglu" if gated else "gelu"),
-            fc2=self.linear(gemms.fc2),
+            fc2=self.linear(gemms.fc2, last),
             rotate=rotate,
             activate=None,
             norms=norms,
