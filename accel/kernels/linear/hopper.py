@@ -73,7 +73,7 @@ class Tile(NamedTuple):
         return self.columns % 64 == 0 and -(-chunks // chunks_of_stage) + 1 < self.stages()
 
 
-# The last ones are for few tokens. Measured: log/h100/fused-gemms.json.
+# The last ones are for few tokens. Measured: log/h100/rae.json.
 TILES = (
     Tile(height=2, columns=192),
     Tile(height=2, columns=128),
