@@ -16,14 +16,14 @@
 //
 // Of two matrices a tile takes COLUMNS/2 rows each, so that a thread has both numbers of a result.
 //
-// What an epilogue reads beside the sums must not wait for memory: while operands stream in, a load takes microseconds.
-// Stream and gates follow a tile's operands through the same stages, by TMA, and the new stream leaves from there: a
-// lane's own accesses, of 32 bytes a row, would take longer than the MMAs. Angles of the rows that a block computes,
-// which are the same in all its tiles, lie in shared memory as float16.
+// What an epilogue reads beside the sums: while operands stream in, a load takes microseconds, and in the operands'
+// stages it would take the place of some. A second thread of the producer loads stream and gates by TMA, 32 columns at
+// a time, into SLOTS of their own; one tile's come while the other consumer multiplies. Angles of the rows that a block
+// computes, which are the same in all its tiles, lie in shared memory as float16.
 //
 // Defined before this text: HEIGHT (of a consumer's part of a tile, in 64s of rows), COLUMNS (of W in a tile), STAGES
-// (tiles of operands held), WARPGROUPS (consumers), PINGPONG, CLUSTER (blocks that share weights), EPILOGUE, PAIR (1:
-// the result leaves as high and low), HEAD (of queries and keys that are rotated, else 0), BFLOAT16, REGISTERS and
+// (tiles of operands held), SLOTS, WARPGROUPS (consumers), PINGPONG, CLUSTER (blocks that share weights), EPILOGUE, PAIR
+// (1: the result leaves as high and low), HEAD (of queries and keys that are rotated, else 0), BFLOAT16, REGISTERS and
 // PRODUCER_REGISTERS (of a thread), multiply (wgmma, 64 × COLUMNS × 16).
 
 constexpr int SILU = 0, SWIGLU = 1, ROTATE = 2, MODULATE = 3, RESIDUAL = 4;  // EPILOGUE
@@ -34,13 +34,13 @@ constexpr int RESULTS = TWO ? COLUMNS / 2 : COLUMNS;             // columns of t
 constexpr int DEPTH = 64, LINE = 128;                            // of a stage; its bytes, over which TMA swizzles
 constexpr int A_BYTES = ROWS * LINE, B_BYTES = COLUMNS * LINE, STAGE = A_BYTES + B_BYTES;
 constexpr int BIAS = 1024, STAGES_AT = BIAS + (2 * WARPGROUPS * COLUMNS * 4 + 1023) / 1024 * 1024;
-constexpr int CHUNK = ROWS * 128;  // bytes of 32 columns of the stream, or of 64 columns of gates
-constexpr int GATES = EPILOGUE == RESIDUAL ? RESULTS / 64 : 0, CHUNKS = GATES + (EPILOGUE >= MODULATE ? RESULTS / 32 : 0);
-constexpr int TOGETHER = STAGE / CHUNK, MORE = (CHUNKS + TOGETHER - 1) / TOGETHER;  // chunks in a stage; such stages
-constexpr int TABLE_AT = STAGES_AT + STAGES * STAGE;
+// A slot: 32 columns of the stream, then of the gates.
+constexpr int GATES_AT = ROWS * 128, SLOT = GATES_AT + (EPILOGUE == RESIDUAL ? ROWS * 64 : 0);
+constexpr bool BESIDE = EPILOGUE == MODULATE || EPILOGUE == RESIDUAL;
+constexpr int SLOTS_AT = STAGES_AT + STAGES * STAGE;
+constexpr int TABLE_AT = SLOTS_AT;
 constexpr int TABLE_LINE = HEAD / 2 + (36 - HEAD / 2 % 32) % 32;  // words of a row; eight rows are in different banks
 constexpr int GROUP = 8;  // tiles of a cluster's rows in a band
-static_assert(STAGES > MORE + 1 && (EPILOGUE != RESIDUAL || RESULTS % 64 == 0), "a tile's stages");
 static_assert(COLUMNS % 16 == 0 && RESULTS % 32 == 0 && CLUSTER <= 2 && WARPGROUPS > 1, "as the code below has it");
 
 __device__ __forceinline__ void load(unsigned to, const TensorMap &map, int column, int row, unsigned barrier) {
@@ -54,11 +54,6 @@ __device__ __forceinline__ void multicast(unsigned to, const TensorMap &map, int
                  "[%0], [%1, {%2, %3}], [%4], %5;"
                  :: "r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"((unsigned short)((1 << CLUSTER) - 1))
                  : "memory");
-}
-
-__device__ __forceinline__ void store(const TensorMap &map, int column, int row, unsigned from) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];"
-                 :: "l"(&map), "r"(column), "r"(row), "r"(from) : "memory");
 }
 
 __device__ __forceinline__ void prefetch(const TensorMap &map) {
@@ -109,17 +104,23 @@ struct Place {
     }
 };
 
-// The last group of 32 columns for which a stage of chunks is read.
-__device__ constexpr int last_group(int more) {
-    const int chunk = min((more + 1) * TOGETHER, CHUNKS) - 1;
-    return chunk < GATES ? min(2 * chunk + 1, RESULTS / 32 - 1) : chunk - GATES;
-}
-
 // A float that the kernel before has written. As it may still have run when this one began, the load must not take the
 // way of read-only data, which the compiler would choose.
 __device__ __forceinline__ float load_float(const float *from) {
     float x;
     asm volatile("ld.global.f32 %0, [%1];" : "=f"(x) : "l"(from) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ float2 read_pair(unsigned from) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ unsigned read_word(unsigned from) {
+    unsigned x;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
     return x;
 }
 
@@ -131,19 +132,22 @@ __device__ __forceinline__ float over_lanes(float x) {
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
 linear(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
-       const __grid_constant__ TensorMap stream, const __grid_constant__ TensorMap new_stream,
-       const __grid_constant__ TensorMap gate, unsigned short *__restrict__ out,
-       const unsigned short *__restrict__ bias, const float2 *__restrict__ rotation, float *__restrict__ squares,
-       int rows, int columns, int depth, int tokens, int first_token, int parts, float eps) {
+       const __grid_constant__ TensorMap old_stream, const __grid_constant__ TensorMap gates,
+       unsigned short *__restrict__ out, const unsigned short *__restrict__ bias, const float2 *__restrict__ rotation,
+       float *__restrict__ stream, float *__restrict__ squares, int rows, int columns, int depth, int tokens,
+       int first_token, int parts, float eps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = (unsigned)__cvta_generic_to_shared(shared);
     const unsigned full = base, empty = full + 8 * STAGES, stages = base + STAGES_AT;
+    const unsigned slot_full = empty + 8 * STAGES, slot_empty = slot_full + 8 * SLOTS;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
 
     if (threadIdx.x == CONSUMERS) prefetch(a), prefetch(b);
-    if (threadIdx.x == 0)
-        for (int i = 0; i < 2 * STAGES; i++)
-            init_barrier(base + 8 * i, i < STAGES ? 1 : 4 * (PINGPONG ? 1 : WARPGROUPS) * CLUSTER);
+    constexpr int WARPS = 4 * (PINGPONG ? 1 : WARPGROUPS);  // that read a stage or a slot
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 2 * STAGES; i++) init_barrier(base + 8 * i, i < STAGES ? 1 : WARPS * CLUSTER);
+        for (int i = 0; i < 2 * SLOTS; i++) init_barrier(slot_full + 8 * i, i < SLOTS ? 1 : WARPS);
+    }
     fence_barriers();
     if (CLUSTER > 1) {  // the others write to this block's memory and barriers
         asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -175,15 +179,6 @@ linear(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
                 }
             };
 
-            auto load_more = [&](const Place &at, int more, int stage) {
-                for (int i = 0, chunk = more * TOGETHER; i < TOGETHER && chunk < CHUNKS; i++, chunk++) {
-                    const bool gates = chunk < GATES;
-                    load(stages + stage * STAGE + i * CHUNK, gates ? gate : stream,
-                         at.column * RESULTS + (gates ? 64 * chunk : 32 * (chunk - GATES)), at.row * ROWS,
-                         full + 8 * stage);
-                }
-            };
-
             const Place start(cluster, down, across, rank);
             int step = min(STAGES, steps);
             for (int i = 0; i < step; i++) {
@@ -195,17 +190,11 @@ linear(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
             stage = step % STAGES, parity = step / STAGES;
             for (int tile = cluster; tile < tiles; tile += clusters, step = 0) {
                 const Place at(tile, down, across, rank);
-                for (; step < steps + MORE; step++) {
+                for (; step < steps; step++) {
                     wait(empty + 8 * stage, parity ^ 1);
-                    if (step < steps) {
-                        arrive_and_expect(full + 8 * stage, STAGE);
-                        load_a(at, step, stage);
-                        load_b(at, step, stage);
-                    } else {
-                        const int more = step - steps;
-                        arrive_and_expect(full + 8 * stage, min(TOGETHER, CHUNKS - more * TOGETHER) * CHUNK);
-                        load_more(at, more, stage);
-                    }
+                    arrive_and_expect(full + 8 * stage, STAGE);
+                    load_a(at, step, stage);
+                    load_b(at, step, stage);
                     if (++stage == STAGES) stage = 0, parity ^= 1;
                 }
             }
@@ -214,6 +203,22 @@ linear(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
                     wait(empty + 8 * stage, parity ^ 1);
                     if (++stage == STAGES) stage = 0, parity ^= 1;
                 }
+        }
+        if (BESIDE && threadIdx.x == CONSUMERS + 32) {
+            await_previous();
+            int slot = 0, slot_parity = 0;
+            for (int tile = cluster; tile < tiles; tile += clusters) {
+                const Place at(tile, down, across, rank);
+                for (int group = 0; group < RESULTS / 32; group++) {
+                    const unsigned to = base + SLOTS_AT + slot * SLOT, barrier = slot_full + 8 * slot;
+                    const int column = at.column * RESULTS + 32 * group, row = at.row * ROWS;
+                    wait(slot_empty + 8 * slot, slot_parity ^ 1);
+                    arrive_and_expect(barrier, SLOT);
+                    load(to, old_stream, column, row, barrier);
+                    if (EPILOGUE == RESIDUAL) load(to + GATES_AT, gates, column, row, barrier);
+                    if (++slot == SLOTS) slot = 0, slot_parity ^= 1;
+                }
+            }
         }
         return;
     }
@@ -234,18 +239,27 @@ linear(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
     const auto first_a = descriptor(stages + part * LINE, 0, 8 * LINE, SWIZZLE_128);
     const auto first_b = descriptor(stages + A_BYTES, 0, 8 * LINE, SWIZZLE_128);
     float sum[HEIGHT][COLUMNS / 2];
-    auto skip = [&](int tiles) {  // stages of other consumers' tiles
-        stage += tiles * (steps + MORE);
+    int slot = 0, slot_parity = 0;
+    auto skip = [&](int tiles) {  // stages and slots of other consumers' tiles
+        stage += tiles * steps;
         parity ^= stage / STAGES & 1;
         stage %= STAGES;
+        if (!BESIDE) return;
+        slot += tiles * (RESULTS / 32);
+        slot_parity ^= slot / SLOTS & 1;
+        slot %= SLOTS;
     };
-    // Consumers take turns. Without that, one could wait for a stage's next filling but one, which a barrier's parity
-    // does not tell from the last.
-    constexpr int TURNS = PINGPONG ? WARPGROUPS : 1;
-    auto pass_turn = [&](int to) { asm volatile("bar.arrive %0, 256;" :: "r"(4 + to) : "memory"); };
+    // Consumers take turns, at the MMAs and at what is beside them. Without that, one could wait for a stage's or slot's
+    // next filling but one, which a barrier's parity does not tell from the last.
+    constexpr int TURNS = PINGPONG ? WARPGROUPS : 1, MULTIPLY = 4, FINISH = 6;  // numbers of barriers
+    auto await_turn = [&](int to_do) { asm volatile("bar.sync %0, 256;" :: "r"(to_do + warpgroup) : "memory"); };
+    auto pass_turn = [&](int to_do) { asm volatile("bar.arrive %0, 256;" :: "r"(to_do + 1 - warpgroup) : "memory"); };
     if (PINGPONG) {
         skip(warpgroup);
-        if (warpgroup == 1) pass_turn(0);
+        if (warpgroup == 1) {
+            pass_turn(MULTIPLY);
+            if (BESIDE) pass_turn(FINISH);
+        }
     }
     if (EPILOGUE == MODULATE) await_previous();  // which wrote the stream's sums
     if (EPILOGUE == ROTATE) {  // a tile's first position is the same for all of a block's tiles
@@ -317,7 +331,7 @@ linear(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
                     multiply(sum[m], a + m * (64 * LINE / 16) + 2 * i, b + 2 * i, accumulate || i);
             wgmma_commit();
         };
-        if (PINGPONG) asm volatile("bar.sync %0, 256;" :: "r"(4 + warpgroup) : "memory");
+        if (PINGPONG) await_turn(MULTIPLY);
         wait(full + 8 * stage, parity);
         wgmma_fence();
         issue(stage, 0);
@@ -332,25 +346,20 @@ linear(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
             last = stage;
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
-        // The next consumer's barriers may be one filling ahead of this one's, no more: see `pass_turn`.
-        const int more = stage;  // where stream and gates are
-        for (int i = 0; i < MORE; i++) {
-            wait(full + 8 * stage, parity);
-            if (++stage == STAGES) stage = 0, parity ^= 1;
-        }
-        if (PINGPONG && tile + clusters < tiles) pass_turn(1 - warpgroup);
+        const bool others_turn = PINGPONG && tile + clusters < tiles;
+        if (others_turn) pass_turn(MULTIPLY);
         wgmma_wait();
         #pragma unroll
         for (int m = 0; m < HEIGHT; m++) fence_registers(sum[m]);
         release(last);
 
-        // A chunk's place in shared memory. TMA has exchanged the 16 bytes of a line by its row.
-        auto chunk_at = [&](int chunk) {
-            const int slot = more + chunk / TOGETHER;
-            return shared + STAGES_AT + (slot < STAGES ? slot : slot - STAGES) * STAGE + chunk % TOGETHER * CHUNK;
-        };
+        if (PINGPONG && BESIDE) await_turn(FINISH);
         #pragma unroll
         for (int group = 0; group < RESULTS / 32; group++) {
+            // TMA has exchanged the 16 bytes of a slot's lines by their rows.
+            const unsigned in_slot = base + SLOTS_AT + slot * SLOT + top * 128;
+            const unsigned in_gates = base + SLOTS_AT + slot * SLOT + GATES_AT + top * 64;
+            if (BESIDE) wait(slot_full + 8 * slot, slot_parity);
             #pragma unroll
             for (int m = 0; m < HEIGHT; m++) {
                 unsigned word[2][4], low[2][4];
@@ -366,12 +375,9 @@ linear(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
                         float2 y = make_float2(sum[m][place] + bias.x, sum[m][place + 1] + bias.y), z = y, t = y;
                         if (TWO) z = make_float2(sum[m][RESULTS / 2 + place] + other_bias.x,
                                                  sum[m][RESULTS / 2 + place + 1] + other_bias.y);
-                        float2 *in_chunk = nullptr;
-                        if (EPILOGUE >= MODULATE) {
-                            in_chunk = reinterpret_cast<float2 *>(chunk_at(GATES + group) + line * 128 +
-                                                                  ((2 * i + pair / 4) ^ line % 8) * 16 + pair % 4 * 4);
-                            t = *in_chunk;
-                        }
+                        if (BESIDE)
+                            t = read_pair(in_slot + (64 * m + 8 * half) * 128 +
+                                          ((2 * i + pair / 4) ^ lane / 4) * 16 + pair % 4 * 4);
                         if (EPILOGUE == SILU) y = make_float2(silu(y.x), silu(y.y));
                         if (EPILOGUE == SWIGLU) y = make_float2(silu(y.x) * z.x, silu(y.y) * z.y);
                         if (EPILOGUE == ROTATE && eight < columns / 3 * 2) {  // q and k
@@ -386,12 +392,15 @@ linear(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
                             y = make_float2(fmaf(t.x * r, 1 + y.x, z.x), fmaf(t.y * r, 1 + y.y, z.y));
                         }
                         if (EPILOGUE == RESIDUAL) {
-                            const unsigned gates = *reinterpret_cast<const unsigned *>(
-                                chunk_at(group / 2) + line * 128 + ((group % 2 * 4 + i) ^ line % 8) * 16 + 2 * pair);
-                            t.x = fmaf(to_float((unsigned short)gates), y.x, t.x);
-                            t.y = fmaf(to_float((unsigned short)(gates >> 16)), y.y, t.y);
-                            *in_chunk = t;
-                            factor[2 * m + half] += t.x * t.x + t.y * t.y;  // 0 beyond rows and columns
+                            const unsigned both = read_word(in_gates + (64 * m + 8 * half) * 64 +
+                                                            (i ^ lane / 8) * 16 + 2 * pair);
+                            t.x = fmaf(to_float((unsigned short)both), y.x, t.x);
+                            t.y = fmaf(to_float((unsigned short)(both >> 16)), y.y, t.y);
+                            const int row = at.row * ROWS + line;
+                            if (row < rows && eight < columns) {
+                                *reinterpret_cast<float2 *>(stream + (long long)row * columns + eight + pair) = t;
+                                factor[2 * m + half] += t.x * t.x + t.y * t.y;
+                            }
                         }
                         word[half][i] = PAIR ? round_float16(y.x, y.y) : round_pair(y.x, y.y);
                         if (PAIR) {
@@ -415,28 +424,13 @@ linear(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
                     if (PAIR) store(low[half], out + (long long)rows * columns);
                 }
             }
-            #pragma unroll
-            for (int i = 0; i < MORE; i++) {
-                if (last_group(i) != group) continue;
-                if (EPILOGUE == RESIDUAL) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            if (BESIDE) {
                 __syncwarp();
-                if (EPILOGUE == RESIDUAL && lane == 0) {  // a warp's 16 rows of each 64
-                    #pragma unroll
-                    for (int chunk = i * TOGETHER; chunk < (i + 1) * TOGETHER && chunk < CHUNKS; chunk++)
-                        #pragma unroll
-                        for (int m = 0; m < HEIGHT; m++) {
-                            if (chunk < GATES) continue;
-                            const int line = part + warp % 4 * 16 + 64 * m;
-                            store(new_stream, column + 32 * (chunk - GATES), at.row * ROWS + line,
-                                  (unsigned)__cvta_generic_to_shared(chunk_at(chunk)) + line * 128);
-                        }
-                    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-                    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-                }
-                __syncwarp();
-                release(more + i < STAGES ? more + i : more + i - STAGES);
+                if (lane == 0) arrive(slot_empty + 8 * slot);
+                if (++slot == SLOTS) slot = 0, slot_parity ^= 1;
             }
         }
+        if (BESIDE && others_turn) pass_turn(FINISH);
         if (EPILOGUE == RESIDUAL) {
             #pragma unroll
             for (int i = 0; i < 2 * HEIGHT; i++) {

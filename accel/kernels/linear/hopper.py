@@ -16,7 +16,6 @@ SHARED_BYTES = 227 << 10  # the most that a block can have
 MOST_STAGES = 8
 WIDEST_HEAD = 128  # that is rotated
 CLUSTER = 2
-WARP_ROWS = 16  # of a warpgroup MMA's 64
 
 
 class Tile(NamedTuple):
@@ -48,29 +47,27 @@ class Tile(NamedTuple):
         """Return the number of clusters' tiles in a result (M, outputs)."""
         return -(-m // (self.rows * CLUSTER)) * self.across(outputs, epilogue)
 
-    def _outside_stages(self, head):
-        """Return the bytes of barriers, biases and, for heads that are rotated, angles."""
+    @property
+    def slots(self) -> int:
+        """Return the slots for what an epilogue reads beside operands."""
+        return 1 if self.pingpong else 2  # the other consumer's MMAs cover the time of loads
+
+    def _outside_stages(self, epilogue, head):
+        """Return the bytes of barriers, biases, slots and, for heads that are rotated, angles."""
         biases = -(-8 * self.warpgroups * self.columns // 1024) * 1024
         line = head // 2 + -(head // 2 - 4) % 32  # words of a row of angles
-        return 1024 + biases + (4 * self.rows * line if head else 0)
+        of_row = {"modulate": 128, "residual": 128 + 64}.get(epilogue, 0)  # bytes of a slot
+        return 1024 + biases + self.rows * (self.slots * of_row + (4 * line if head else 0))
 
-    def stages(self, head: int = 0) -> int:
+    def stages(self, epilogue: str, head: int = 0) -> int:
         """Return the stages that shared memory holds, of MOST_STAGES."""
         stage = 128 * (self.rows + self.columns)
-        return min(MOST_STAGES, (SHARED_BYTES - self._outside_stages(head)) // stage)
+        return min(MOST_STAGES, (SHARED_BYTES - self._outside_stages(epilogue, head)) // stage)
 
-    def shared_bytes(self, head: int = 0) -> int:
+    def shared_bytes(self, epilogue: str, head: int = 0) -> int:
         """Return the bytes of shared memory of a block."""
-        stage = 128 * (self.rows + self.columns)
-        return self._outside_stages(head) + self.stages(head) * stage
-
-    def takes(self, epilogue: str) -> bool:
-        """Return whether what an epilogue reads fits into the stages beside operands."""
-        if epilogue != "residual":
-            return True
-        chunks = self.columns // 64 + self.columns // 32  # of gates and of the stream
-        chunks_of_stage = (self.rows + self.columns) // self.rows
-        return self.columns % 64 == 0 and -(-chunks // chunks_of_stage) + 1 < self.stages()
+        stages = self.stages(epilogue, head) * 128 * (self.rows + self.columns)
+        return self._outside_stages(epilogue, head) + stages
 
 
 # The last ones are for few tokens. Measured: log/h100/rae.json.
@@ -110,7 +107,7 @@ def choose(m: int, outputs: int, depth: int, epilogue: str, multiprocessors: int
             return turns * max(multiply, (multiply + finish) // 2) + finish
         return turns * (multiply + tile.rows * tile.columns // 6)
 
-    return min((tile for tile in TILES if tile.takes(epilogue)), key=cycles)
+    return min(TILES, key=cycles)
 
 
 def source(
@@ -124,7 +121,8 @@ def source(
         cuda.wgmma("multiply", tile.columns, half),
         half,
         CLUSTER=CLUSTER,
-        STAGES=tile.stages(head),
+        STAGES=tile.stages(epilogue, head),
+        SLOTS=tile.slots,
         EPILOGUE=EPILOGUES.index(epilogue),
         PAIR=high_low,
         HEAD=head,
@@ -144,7 +142,7 @@ def _kernel(
 ) -> cuda.Kernel:
     """Return a variant, loaded on a device."""
     text = source(tile, epilogue, dtype, head, high_low)
-    return cuda.Kernel(text, "linear", tile.threads, tile.shared_bytes(head), device)
+    return cuda.Kernel(text, "linear", tile.threads, tile.shared_bytes(epilogue, head), device)
 
 
 def load(tile: Tile, layer: Any, high_low: bool = False) -> None:
@@ -177,30 +175,29 @@ def launch(
     outputs = columns // 2 if epilogue in TWO else columns
 
     def lines(tensor, width, rows, box, gaps=False):
-        size = tensor.element_size()
-        strides = (size * tensor.stride(-2),)
-        return cuda.tensor_map(tensor, (width, rows), strides, (128 // size, box), 128, gaps)
+        strides = (tensor.element_size() * tensor.stride(-2),)
+        swizzle = tensor.element_size() * box[0]
+        return cuda.tensor_map(tensor, (width, rows), strides, box, swizzle, gaps)
 
-    of_x = lines(x, depth, m, tile.rows)
-    stream, new_stream, gate = of_x, of_x, of_x  # where the epilogue has none
+    of_x = lines(x, depth, m, (64, tile.rows))
+    old_stream, gates = of_x, of_x  # where the epilogue has none
     if beside.stream is not None:
-        stream = lines(beside.stream, outputs, m, tile.rows)
-        new_stream = lines(beside.stream, outputs, m, WARP_ROWS)
+        old_stream = lines(beside.stream, outputs, m, (32, tile.rows))
     if beside.gate is not None:
-        gate = lines(beside.gate, outputs, m, tile.rows, gaps=True)
+        gates = lines(beside.gate, outputs, m, (32, tile.rows), gaps=True)
     head = 0 if beside.rotation is None else 2 * beside.rotation.shape[1]
     at_once = cuda.multiprocessors(x.device) // CLUSTER
     clusters = min(tile.clusters(m, outputs, epilogue), at_once)
     _kernel(tile, epilogue, x.dtype, x.device, head, beside.high_low).launch(
         clusters * CLUSTER,
         of_x,
-        lines(weight, depth, columns, tile.columns // 2),
-        stream,
-        new_stream,
-        gate,
+        lines(weight, depth, columns, (64, tile.columns // 2)),
+        old_stream,
+        gates,
         out,
         bias,
         beside.rotation,
+        beside.stream,
         beside.squares,
         m,
         outputs,
