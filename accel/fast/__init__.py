@@ -112,14 +112,16 @@ def kernel_calls(network: FastNetwork, rows: int) -> list[Callable[[], object]]:
     """
     t = torch.zeros(rows, dtype=torch.int64, device=network.position.device)
     condition = network.condition(t, t)
-    embedded = network.position.repeat(rows, 1, 1)  # (N, T, D)
+    parts = tuple(position.repeat(rows, 1, 1) for position in network.positions)  # (N, T, D)
+    embedded: Any = parts if len(parts) > 1 else parts[0]
     x = embedded
     calls: list[Callable[[], object]] = []
     for stage in network.stages:
-        modulation = stage.modulate(x, condition)
+        by_tail = network.tail is not None and stage is network.stages[-1]
+        modulation = condition if by_tail else stage.modulate(x, condition)
         x = stage.enter(x, embedded, condition)  # (N, T, D)
         branch = (x.to(network.dtype), 0)
-        for count in range(3):
+        for count in range(0 if by_tail else 3):
             calls.append(partial(_adaln, network.adaln, x, modulation, (branch,) * count))
         tokens = x.shape[1]
         block = stage.blocks[0]
@@ -127,9 +129,13 @@ def kernel_calls(network: FastNetwork, rows: int) -> list[Callable[[], object]]:
         calls += [partial(layer.prepare, rows * tokens) for layer in block.gemms]
         if block.activate:
             calls.append(partial(_activate, block))
-    calls.append(partial(_adaln, network.last_adaln, x, modulation, (branch, branch)))
+    if network.tail is None:
+        calls.append(partial(_adaln, network.last_adaln, x, modulation, (branch, branch)))
+    else:
+        calls += network.tail.kernel_calls(rows * tokens)
     picture_tokens = rows * len(network.position)
-    calls += [partial(layer.prepare, picture_tokens) for layer in (network.embedding, network.last)]
+    outer = (*network.embeddings, network.last)
+    calls += [partial(layer.prepare, picture_tokens) for layer in outer]
     return calls
 
 

@@ -6,14 +6,14 @@ between two GEMMs. What depends on (timestep, label) alone comes from a table. P
     h ← adaLN(x)                fused adaLN kernel: reads x, writes h as the next GEMM takes it
     a ← proj(attention(qkv(h))) two GEMMs, one attention; some families rotate q and k before it
     h ← adaLN(x + gate·a)       x is not written: the next kernel adds a again, which is cheaper
-    m ← fc2(act(fc1(h)))        two GEMMs; GELU in the epilogue, SwiGLU by a kernel
+    m ← fc2(act(fc1(h)))        two GEMMs; GELU or SwiGLU in the epilogue, or SwiGLU by a kernel
     x ← x + gate·a + gate·m     already in the next block's first kernel, h ← adaLN(x)
 """
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from torch import Tensor
 from accel.fast.conditioning import BLOCK_VECTORS, Conditioning, ConditioningTable
 from accel.fast.ops import Block, Float32Linear, Half, Split, Weights
 from accel.kernels.adaln import Branches, Modulation
+from accel.kernels.linear import Linear
 from accel.network import BlockNetwork, Scheduled, Stage
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,29 @@ log = logging.getLogger(__name__)
 ATTENTION_GATE = 2
 MLP_SHIFT = 3
 MLP_GATE = 5
+
+
+class Tail(Protocol):
+    """A family's way to compute the last stage and the last layer, in the loop's place."""
+
+    def finish(
+        self,
+        network: "FastNetwork",
+        x: Tensor,
+        branches: Branches,
+        embedded: Any,
+        condition: Modulation,
+        attend: Callable,
+        first: int,
+    ) -> Tensor:
+        """Return the last tokens (N, t, p·p·C').
+
+        x (N, t, D): of the stage before, to which its last branches are not added yet; the others
+        as for `FastNetwork.forward_blocks`. first: position of the first token.
+        """
+
+    def kernel_calls(self, tokens: int) -> list[Callable[[], object]]:
+        """Return calls that warm up its kernels for so many tokens of all rows."""
 
 
 class Packing(NamedTuple):
@@ -45,6 +69,9 @@ class Packing(NamedTuple):
     conditioning: Conditioning
     rms_eps: float | None = None  # of the blocks' RMSNorm; None: LayerNorm
     last_rms_eps: float | None = None  # likewise, of the last layer
+    # Widths of the embeddings of stages that have their own, which add up to D.
+    widths: tuple[int, ...] = ()
+    tail: "Tail | None" = None  # computes the last stage and the last layer
 
 
 class FastNetwork(BlockNetwork):
@@ -61,11 +88,18 @@ class FastNetwork(BlockNetwork):
         super().__init__()
         self.patch_size = packing.patch_size
         self.in_channels = packing.in_channels
-        self.embedding = Float32Linear(Weights("the patch embedding", packing.patches))
-        self.position = packing.position
+        widths = packing.widths or (len(packing.patches),)
+        self.embeddings = [
+            Float32Linear(Weights("the patch embedding", part))
+            for part in packing.patches.split(widths)
+        ]
+        self.positions = [part.contiguous() for part in packing.position.split(widths, dim=1)]
+        self.position = self.positions[0]
         self.stages = packing.stages
+        self.tail = packing.tail
         self.last = Float32Linear(Weights("final_layer", packing.last_weight, packing.last_bias))
         self.conditioning = packing.conditioning
+        self.conditioning.freeze()
         self.ops = ops
         self.dtype = ops.dtype
         self.device = ops.device
@@ -75,11 +109,16 @@ class FastNetwork(BlockNetwork):
         self.tuner = ops.tuner
         self.table: ConditioningTable | None = None  # of sampling runs
 
-    def embed(self, x: Tensor, tokens: slice = slice(None), copies: int = 1) -> Tensor:
+    def embed(self, x: Tensor, tokens: slice = slice(None), copies: int = 1) -> Any:
+        """Embed latents as BlockNetwork.embed does; return a tuple for stages with their own."""
         patches = F.pixel_unshuffle(x.to(self.position.dtype), self.patch_size)
         patches = patches.flatten(2).transpose(1, 2)[:, tokens]  # (n, t, C·p·p)
-        h = self.embedding(patches)  # (n, t, D)
-        return (h.expand(copies, *h.shape) + self.position[tokens]).flatten(0, 1)
+        operand = self.embeddings[0].operand(patches)
+        embedded = []
+        for layer, position in zip(self.embeddings, self.positions):
+            h = layer(operand, position[tokens])  # (n, t, D)
+            embedded.append(h.repeat(copies, 1, 1) if copies > 1 else h)
+        return tuple(embedded) if len(embedded) > 1 else embedded[0]
 
     def condition(self, t: Tensor, y: Tensor) -> Modulation:
         return Modulation(self.conditioning(t, y), torch.arange(len(t), device=t.device))
@@ -87,13 +126,16 @@ class FastNetwork(BlockNetwork):
     def forward_blocks(self, h, condition, attend, tokens=slice(None)) -> Tensor:
         x = h
         modulation = condition
+        first = tokens.start or 0
         branches: Branches = ()  # of the last block so far; the next adaLN adds them to x
         for stage in self.stages:
+            if self.tail and stage is self.stages[-1]:
+                return self.tail.finish(self, x, branches, h, condition, attend, first)
             if branches:
                 self.adaln(x, modulation, 0, branches)  # for the sum alone, which it leaves in x
             modulation = stage.modulate(x, condition)
             x = stage.enter(x, h, condition)  # (N, t, D)
-            branches = self._apply(stage, x, modulation, attend, tokens.start or 0)
+            branches = self._apply(stage, x, modulation, attend, first)
         shift = BLOCK_VECTORS * len(stage.blocks)
         out = self.last_adaln(x, modulation, shift, branches)[:, stage.prepended :]
         return self.last(out)  # (N, t, p·p·C')
@@ -110,19 +152,20 @@ class FastNetwork(BlockNetwork):
         for index, block in enumerate(stage.blocks):
             vectors = BLOCK_VECTORS * index  # of the block: its first
             h = self.adaln(x, modulation, vectors, branches)  # (N, t, D)
-            a = self._attend(stage, block, h, attend, first)
+            a = block.proj(self.attend(stage, block, h, attend, first))
             attended = (a, vectors + ATTENTION_GATE)
             h = self.adaln(x, modulation, vectors + MLP_SHIFT, (attended,))
             m = self._mlp(block, h)
             branches = (attended, (m, vectors + MLP_GATE))
         return branches
 
-    def _attend(self, stage, block, h, attend, first):
-        """Return the attention branch of a block (N, t, D)."""
-        packed = block.qkv(h)  # (N, t, 3·D)
+    def attend(self, stage: Stage, block: Block, h: Tensor, attend: Callable, first: int) -> Tensor:
+        """Return attention of a block's queries, keys and values of h (N, t, D)."""
+        rotates = isinstance(block.qkv, Linear) and block.qkv.rotates
+        packed = block.qkv(h, first=first) if rotates else block.qkv(h)  # (N, t, 3·D)
         if block.rotate:
             packed = block.rotate(packed, first=first)
-        return block.proj(attend(packed, stage.num_heads))
+        return attend(packed, stage.num_heads)
 
     def _mlp(self, block, h):
         """Return the MLP branch of a block (N, t, D)."""
@@ -149,8 +192,9 @@ class FastNetwork(BlockNetwork):
         return self.ops.overflowed()
 
     def parameters(self) -> Iterator[Tensor]:
-        yield from self.embedding.parameters()
-        yield self.position
+        for layer in self.embeddings:
+            yield from layer.parameters()
+        yield from self.positions
         yield from self.last.parameters()
         yield from self.conditioning.parameters()
         for stage in self.stages:

@@ -26,13 +26,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from accel.kernels import cuda
 from accel.kernels.adaln import adaln, adaln_split
 from accel.kernels.attention import attention
 from accel.kernels.linear import Linear, Tuner
 from accel.kernels.qk_norm_rotary import qk_norm_rotary, qk_norm_rotary_split
 from accel.kernels.split_attention import split_attention
 from accel.kernels.split_linear import HighLow, SplitLinear, balance, choose, split_rows
-from accel.kernels.swiglu import swiglu, swiglu_split
+from accel.kernels.swiglu import swiglu_split
 from accel.precision import true_float32
 
 
@@ -52,20 +53,26 @@ class Weights(NamedTuple):
 LARGE = 1 << 18
 
 
+def splits(weight: Tensor) -> bool:
+    """Return whether a float32 layer of this weight is faster as a split GEMM.
+
+    It is for large ones on Hopper, as networks of latents with hundreds of channels have. There
+    float32's own GEMM takes as long as several blocks.
+    """
+    large = weight.dtype == torch.float32 and weight.numel() >= LARGE
+    in_eights = all(side % 8 == 0 for side in weight.shape)  # as the kernel takes them
+    return large and in_eights and choose(weight.device) == "hopper"
+
+
 class Float32Linear:
     """A layer x (…, K) → (…, N) with the dtype and accuracy of the residual stream, in any tier.
 
-    split: compute it by a split GEMM, a SplitLinear. Default: for large float32 layers on Hopper,
-    as networks of latents with hundreds of channels have. There float32's own GEMM takes as long
-    as several blocks.
+    split: compute it by a split GEMM, a SplitLinear; by default where `splits` says so.
     """
 
     def __init__(self, gemm: Weights, split: bool | None = None):
         weight = gemm.weight
-        if split is None:
-            large = weight.dtype == torch.float32 and weight.numel() >= LARGE
-            in_eights = all(side % 8 == 0 for side in weight.shape)  # as the kernel takes them
-            split = large and in_eights and choose(weight.device) == "hopper"
+        split = splits(weight) if split is None else split
         plain = [weight] if gemm.bias is None else [weight, gemm.bias]
         self.split = SplitLinear(weight, gemm.bias_or_zeros(), name=gemm.name) if split else None
         self.tensors = list(self.split.parameters()) if self.split else plain
@@ -79,12 +86,20 @@ class Float32Linear:
         """Return the layer's tensors."""
         return iter(self.tensors)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Apply the layer."""
+    def operand(self, x: Tensor) -> Tensor | HighLow:
+        """Return x (…, K) as the layer takes it."""
+        return x if self.split is None else split_rows(x)
+
+    def __call__(self, x: Tensor | HighLow, position: Tensor | None = None) -> Tensor:
+        """Apply the layer to a tensor or an `operand`.
+
+        position (t, N): added to the result (…, t, N) of a layer without bias.
+        """
         if self.split is not None:
-            return self.split(split_rows(x))
+            return self.split(x if isinstance(x, HighLow) else split_rows(x), position)
         with true_float32():
-            return F.linear(x, *self.tensors)
+            y = F.linear(x.value() if isinstance(x, HighLow) else x, *self.tensors)
+        return y if position is None else y + position
 
 
 class Gemms(NamedTuple):
@@ -111,9 +126,9 @@ class Block(NamedTuple):
     proj: Linear | SplitLinear
     fc1: Linear | SplitLinear
     fc2: Linear | SplitLinear
-    # (packed projection, first=its first token) → q and k rotated; None: no rotation.
+    # (packed projection, first=its first token) → q and k rotated; None: qkv does it, or nobody.
     rotate: Callable | None
-    activate: Callable | None  # between fc1 and fc2; None: GELU, in the epilogue of fc1
+    activate: Callable | None  # between fc1 and fc2; None: fc1 does it
     norms: Tensor | None  # as Rotation has them
 
     @property
@@ -144,29 +159,46 @@ class Half:
         self.last_adaln = partial(adaln, dtype=self.stream)
         self.attention = attention
 
-    def block(self, gemms: Gemms, gated: bool = False, rotation: Rotation | None = None) -> Block:
+    @property
+    def updates_stream(self) -> bool:
+        """Return whether GEMMs modulate the residual stream and add to it in their epilogues."""
+        on_hopper = self.device.type == "cuda" and cuda.capability(self.device) == (9, 0)
+        return on_hopper and self.dtype in cuda.HALF and self.gemm == "auto"
+
+    def block(
+        self,
+        gemms: Gemms,
+        gated: bool = False,
+        rotation: Rotation | None = None,
+        updates_stream: bool = False,
+    ) -> Block:
         """Return a block of four GEMMs.
 
-        gated: SwiGLU in place of GELU; fc1 is then two matrices.
+        gated: SwiGLU in place of GELU; fc1 is then two matrices. updates_stream: both branches are
+        added to the residual stream by their last GEMMs.
         """
+        last = "residual" if updates_stream else ""
+        qkv = self.linear(gemms.qkv)
         rotate = None
         norms = None
-        if rotation is not None:
+        if rotation is not None and rotation.norms is None:
+            qkv = self.linear(gemms.qkv, "rotate", rotation.rotation)
+        elif rotation is not None:
             rotate = partial(qk_norm_rotary, **rotation._asdict())
             norms = rotation.norms
         return Block(
-            qkv=self.linear(gemms.qkv),
-            proj=self.linear(gemms.proj),
-            fc1=self.linear(gemms.fc1, gelu=not gated),
-            fc2=self.linear(gemms.fc2),
+            qkv=qkv,
+            proj=self.linear(gemms.proj, last),
+            fc1=self.linear(gemms.fc1, "swiglu" if gated else "gelu"),
+            fc2=self.linear(gemms.fc2, last),
             rotate=rotate,
-            activate=swiglu if gated else None,
+            activate=None,
             norms=norms,
         )
 
-    def linear(self, gemm: Weights, gelu: bool = False) -> Linear:
-        """Return the layer of a GEMM."""
-        return Linear(gemm.weight, gemm.bias, gelu=gelu, tuner=self.tuner, backend=self.gemm)
+    def linear(self, gemm: Weights, epilogue: str = "", rotation: Tensor | None = None) -> Linear:
+        """Return the layer of a GEMM. epilogue, rotation: as Linear has them."""
+        return Linear(gemm.weight, gemm.bias, epilogue, rotation, self.tuner, self.gemm)
 
     def operand(self, x: Tensor) -> Tensor:
         """Return x (…, K) as a layer takes it."""

@@ -24,6 +24,7 @@ from accel.kernels import check_backend, keep
 HAS_TRITON = find_spec("triton") is not None  # not on Windows and macOS
 BACKENDS = ("auto", "triton", "torch")  # of ops with a Triton kernel; "torch" is the reference
 HALF = {torch.float16: "f16", torch.bfloat16: "bf16"}  # as PTX names them
+TMA_FORMATS = {torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16", torch.float32: "FLOAT32"}
 OPTIONS = b"--gpu-architecture=sm_90a", b"--std=c++17"
 
 
@@ -114,7 +115,7 @@ def wgmma(name: str, columns: int, half: str, a_in_registers: bool = False) -> s
 """
 
 
-def registers(consumers: int, blocks: int = 1) -> dict[str, int]:
+def registers(consumers: int, blocks: int = 1, producer: int | None = None) -> dict[str, int]:
     """Return a thread's registers in the consumer warpgroups and in the producer's.
 
     blocks: on a multiprocessor. At the start every warpgroup gets an equal share of the 64 Ki, in
@@ -122,7 +123,7 @@ def registers(consumers: int, blocks: int = 1) -> dict[str, int]:
     """
     warpgroups = consumers + 1
     pool = 512 // (warpgroups * blocks) // 8 * 8 * warpgroups
-    producer = 24 if consumers == 2 and blocks == 1 else 32
+    producer = producer or (24 if consumers == 2 and blocks == 1 else 32)
     consumer = (pool - producer) // consumers // 8 * 8
     return {"REGISTERS": min(240, consumer), "PRODUCER_REGISTERS": producer}
 
@@ -218,27 +219,39 @@ class Kernel:
                 attribute = getattr(driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{setting}")
                 call(driver.cuFuncSetAttribute, self.function, attribute, value)
 
-    def launch(self, blocks: int, *arguments: Any) -> None:
+    def launch(self, blocks: int, *arguments: Any, overlap: bool = False) -> None:
         """Launch on the device's current stream.
 
         arguments: tensors (their pointers), None (no pointer), int and float (32 bits), tensor
-        maps.
+        maps. overlap: programmatic dependent launch, for a kernel that itself awaits the one
+        before.
         """
         from cuda.bindings import driver
 
         values, types = zip(*map(_argument, arguments))
+        configuration = driver.CUlaunchConfig()
+        configuration.gridDimX = blocks
+        configuration.gridDimY = configuration.gridDimZ = 1
+        configuration.blockDimX = self.threads
+        configuration.blockDimY = configuration.blockDimZ = 1
+        configuration.sharedMemBytes = self.shared_bytes
+        attributes = [_overlapping()] if overlap else []
+        configuration.attrs = attributes
+        configuration.numAttrs = len(attributes)
         with torch.cuda.device(self.device):
-            stream = driver.CUstream(torch.cuda.current_stream(self.device).cuda_stream)
-            call(
-                driver.cuLaunchKernel,
-                self.function,
-                *(blocks, 1, 1),
-                *(self.threads, 1, 1),
-                self.shared_bytes,
-                stream,
-                (values, types),
-                0,
-            )
+            stream = torch.cuda.current_stream(self.device).cuda_stream
+            configuration.hStream = driver.CUstream(stream)
+            call(driver.cuLaunchKernelEx, configuration, self.function, (values, types), 0)
+
+
+def _overlapping():
+    """Return the launch attribute of programmatic dependent launch."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
 
 
 _C_TYPES = {int: ctypes.c_int, float: ctypes.c_float}
@@ -262,20 +275,25 @@ def tensor_map(
     strides: tuple[int, ...],
     box: tuple[int, ...],
     swizzle: int,
+    gaps: bool = False,
 ) -> Any:
-    """Describe a half tensor's memory to TMA.
+    """Describe a tensor's memory to TMA.
 
     sizes: in elements, innermost first. strides: in bytes, of all dimensions but the innermost.
-    box: the size of one copy. swizzle: bytes that the box's lines are swizzled over. Raises
-    ValueError for another dtype, a tensor with gaps, or an unaligned one.
+    box: the size of one copy. swizzle: bytes that the box's lines are swizzled over. gaps: whether
+    the tensor's lines may lie apart. Raises ValueError for another dtype, for unexpected gaps, or
+    for lines that are not aligned to 16 bytes.
     """
     from cuda.bindings import driver
 
-    if tensor.dtype not in HALF or not tensor.is_contiguous() or tensor.data_ptr() % 16:
+    misaligned = any(number % 16 for number in (tensor.data_ptr(), *strides))
+    dense = tensor.is_contiguous() or (gaps and tensor.stride(-1) == 1)
+    if tensor.dtype not in TMA_FORMATS or misaligned or not dense:
         raise ValueError(
-            "backend 'hopper' takes contiguous tensors in half precision, aligned to 16 bytes"
+            "backend 'hopper' takes contiguous tensors in half precision or float32, aligned to 16 "
+            "bytes"
         )
-    number_format = "BFLOAT16" if tensor.dtype == torch.bfloat16 else "FLOAT16"
+    number_format = TMA_FORMATS[tensor.dtype]
     return call(
         driver.cuTensorMapEncodeTiled,
         getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{number_format}"),

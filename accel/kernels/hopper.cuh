@@ -68,5 +68,14 @@ __device__ __forceinline__ float gelu(float x) {
     return __fdividef(x, 1 + exp2_approx(x * fmaf(-0.1029432397f, square, -2.302208198f)));
 }
 
-// Programmatic dependent launch: the stream's next kernel may be set up.
+// Programmatic dependent launch. After start_next the stream's next kernel may be set up. await_previous waits for the
+// whole previous kernel and its writes. Every block calls it, so that kernels further back are done as well.
 __device__ __forceinline__ void start_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void await_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// An address of this block's shared memory, in another block of the cluster.
+__device__ __forceinline__ unsigned in_block(unsigned address, int block) {
+    unsigned there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
+    return there;
+}

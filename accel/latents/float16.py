@@ -32,7 +32,8 @@ class Float16Decoder(Decoder):
     same, and the run's random stream is untouched. If float16 overflows or stays below
     REQUIRED_PSNR, a line is printed and `precision` becomes `otherwise`. A single picture
     that overflows later is decoded in float32: its bits, too, depend on its latents and
-    the weights alone.
+    the weights alone. Several pictures are decoded at once where noise shows that this gives the
+    same bits.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Float16Decoder(Decoder):
         super().__init__(space, device, "fp16")
         self.otherwise = otherwise
         self.captured = captured
+        self.at_once = 1  # pictures that float16 decodes together
         self._warned = False
 
     def load(self) -> "Float16Decoder":
@@ -59,21 +61,41 @@ class Float16Decoder(Decoder):
         if half is None or problem:
             self.precision = self.otherwise
             log.warning(f"this decoder {problem}: decoding in {NAMES[self.otherwise]}")
-        elif self.captured and self.device.type == "cuda":
-            self.half = Replayed(half)
-        else:
-            self.half = half
+            return self
+        if self.device.type == "cuda" and self._together(half):
+            self.at_once = self.kind.at_once
+        captured = self.captured and self.device.type == "cuda"
+        self.half = Replayed(half) if captured else half
         return self
+
+    @torch.inference_mode()
+    def _together(self, half: Callable[[Tensor], Tensor]) -> bool:
+        """Return whether a batch of the kind's size decodes noise to the bits of each picture
+        alone, and of pictures in another order.
+        """
+        count = self.kind.at_once
+        if count == 1:
+            return False
+        z = self.space.to_decoder(self._noise(count))
+        try:
+            together = half(z)
+            turned = half(z.flip(0)).flip(0)
+        except torch.OutOfMemoryError:
+            return False
+        alone = torch.cat([half(z[:1]), half(z[-1:])])
+        return torch.equal(together, turned) and torch.equal(together[[0, -1]], alone)
+
+    def _noise(self, count: int) -> Tensor:
+        """Return latents of noise from a generator of its own."""
+        side = self.space.side or CHECKED_PIXELS // self.space.factor
+        generator = torch.Generator(self.device).manual_seed(0)
+        shape = (count, self.space.channels, side, side)
+        return torch.randn(shape, generator=generator, device=self.device)
 
     @torch.inference_mode()
     def _problem(self, half: Callable[[Tensor], Tensor]) -> str | None:
         """Compare the float16 decoder with float32 on noise. Return the fault in words, or None."""
-        side = self.space.side or CHECKED_PIXELS // self.space.factor
-        generator = torch.Generator(self.device).manual_seed(0)
-        noise = torch.randn(
-            1, self.space.channels, side, side, generator=generator, device=self.device
-        )
-        z = self.space.to_decoder(noise)
+        z = self.space.to_decoder(self._noise(1))
         got = half(z)
         want = self.network(z)
         if not got.isfinite().all():
@@ -90,7 +112,7 @@ class Float16Decoder(Decoder):
     def pixels(self, latents: Tensor) -> Tensor:
         if self.half is None:
             return self.in_float32(latents, self.precision)
-        pixels = self.each(self.half, latents)
+        pixels = self._by_half(latents)
         failed = not_finite(pixels)
         if failed:
             if not self._warned:
@@ -101,3 +123,19 @@ class Float16Decoder(Decoder):
                 self._warned = True
             pixels[failed] = self.in_float32(latents[failed], self.otherwise)
         return pixels
+
+    def _by_half(self, latents):
+        """Return the pixels in float16, of batches of one size: a captured graph is kept for each.
+
+        A last batch is filled up with copies, unless few pictures are left.
+        """
+        if self.at_once == 1:
+            return self.each(self.half, latents)
+        pixels = []
+        for part in latents.split(self.at_once):
+            if 4 * len(part) < self.at_once:
+                pixels.append(self.each(self.half, part))
+                continue
+            numbers = torch.arange(self.at_once, device=part.device).clamp(max=len(part) - 1)
+            pixels.append(self.half(self.space.to_decoder(part[numbers]))[: len(part)])
+        return torch.cat(pixels)

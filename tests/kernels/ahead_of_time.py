@@ -17,6 +17,7 @@ from accel.kernels import cuda, push
 from accel.kernels.adaln import Modulation, adaln, adaln_split
 from accel.kernels.group_norm import add, group_norm
 from accel.kernels.qk_norm_rotary import qk_norm_rotary, qk_norm_rotary_split
+from accel.kernels.rows import row_squares, silu_sum
 from accel.kernels.split_attention import cublas as split_attention_gemms
 from accel.kernels.split_attention import split_attention
 from accel.kernels.split_linear import SplitLinear, split, split_rows
@@ -49,6 +50,13 @@ def decode():
     add(x, bias, x.half(), float16, statistics=False, backend="triton")
 
 
+def rows():
+    x = zeros(1, 16, 1152)
+    modulation = Modulation(zeros(1, 6, 1152), zeros(1, dtype=int64))
+    silu_sum(x, modulation, 5, ((x.half(), 1), (x.half(), 2)), float16, "triton")
+    row_squares(zeros(16, 2048), "triton")
+
+
 def split_layers():
     """A float32 result, a high/low split, and GELU's."""
     flag = zeros(1, dtype=int32)
@@ -75,8 +83,13 @@ CALLS = {
     "swiglu": lambda: swiglu(zeros(1, 16, 2 * 11008, dtype=float16), "triton"),
     "swiglu_split": lambda: swiglu_split(zeros(1, 16, 2 * 11008), "triton", stack=True),
     "group_norm": decode,
+    "rows": rows,
     "split_linear": split_layers,
-    "split_rows": lambda: [split_rows(zeros(16, 768), stack, "triton") for stack in (False, True)],
+    "split_rows": lambda: [
+        split_rows(x, stack, "triton")
+        for x in (zeros(16, 768), zeros(1, 768, 16).mT)
+        for stack in (False, True)
+    ],
     "split_attention": lambda: split_attention(
         split(zeros(1, 1024, 3 * 1152), per_row=False), 16, "cublas"
     ),

@@ -1,11 +1,29 @@
-"""The linear layer's backends against float64, and the tanh form of GELU."""
+"""The linear layer's backends against float64: the GEMM, and what follows it in its epilogue."""
+
+import re
+from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_testing import disassemble, error, needs_hopper
 
-from accel.kernels.linear import Linear, Tuner
+from accel.kernels import cuda
+from accel.kernels.linear import PERIOD, Linear, Tuner, hopper
+from accel.kernels.rows import row_squares
 from accel.precision import true_float32
+
+EPS = 1e-5
+EPILOGUES = ("", "gelu", *hopper.EPILOGUES)
+# (rows of a batch, tokens of a row, N, K, head dim): ragged tiles, a depth that is no multiple of
+# 64, tokens that our kernel does not rotate, one stage, widths that are used
+SHAPES = (
+    (3, 64, 1152, 200, 64),
+    (5, 17, 432, 72, 72),
+    (1, 32, 384, 64, 64),
+    (2, 256, 3456, 1152, 72),
+    (9, 256, 6144, 2048, 128),
+)
 
 
 def case(m, n, k, dtype, device, lead=()):
@@ -16,34 +34,142 @@ def case(m, n, k, dtype, device, lead=()):
     return x.to(device, dtype), (weight / k**0.5).to(device, dtype), bias.to(device, dtype)
 
 
-def formula(x, weight, bias, gelu):
+def beside(epilogue, rows, tokens, n, head, dtype, device):
+    """The arguments of a layer with this epilogue, and those of its calls."""
+    generator = torch.Generator().manual_seed(n)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator).to(device)
+
+    wide = torch.promote_types(dtype, torch.float32)
+    if epilogue == "rotate":
+        return dict(rotation=draw(tokens + 7, head // 2, 2).to(wide)), dict(first=7)
+    if epilogue == "modulate":
+        stream = 3 * draw(rows, tokens, n // 2).to(wide)
+        return {}, dict(stream=stream, squares=row_squares(stream), eps=EPS)
+    if epilogue == "residual":
+        gates = draw(rows, tokens, 3, n).to(dtype)
+        return {}, dict(stream=draw(rows, tokens, n).to(wide), gate=gates[:, :, 1])
+    return {}, {}
+
+
+def formula(x, weight, bias, epilogue, rotation=None, **given):
+    """The result in float64, by the epilogue's definition; of "residual" the new stream."""
     y = x.double() @ weight.double().t() + bias.double()
-    return 0.5 * y * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (y + 0.044715 * y**3))) if gelu else y
+    if epilogue == "gelu":
+        return 0.5 * y * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (y + 0.044715 * y**3)))
+    if epilogue == "silu":
+        return y / (1 + torch.exp(-y))
+    if epilogue == "swiglu":
+        a, b = y.chunk(2, -1)
+        return a / (1 + torch.exp(-a)) * b
+    if epilogue == "rotate":
+        *turned, v = y.chunk(3, -1)
+        angles = torch.view_as_complex(rotation[given["first"] :].double())[:, None]  # (t, 1, d/2)
+        for part, values in enumerate(turned):
+            pairs = values.unflatten(-1, (-1, angles.shape[-1], 2))
+            turned[part] = torch.view_as_real(torch.view_as_complex(pairs) * angles).flatten(2)
+        return torch.cat([*turned, v], -1)
+    if epilogue == "modulate":
+        scale, shift = y.chunk(2, -1)
+        t = given["stream"].double()
+        return t / (t.square().mean(-1, keepdim=True) + EPS).sqrt() * (1 + scale) + shift
+    if epilogue == "residual":
+        return given["stream"].double() + given["gate"].double() * y
+    return y
 
 
-@pytest.mark.parametrize("gelu", (False, True))
-def test_the_reference(gelu):
-    x, weight, bias = case(7, 24, 40, torch.float64, "cpu", (3,))
-    layer = Linear(weight, bias, gelu)
-    torch.testing.assert_close(layer(x), formula(x, weight, bias, gelu), rtol=1e-12, atol=1e-12)
-    assert layer.shape(21) == (21, 24, 40, gelu) and list(layer.parameters()) == [weight, bias]
+def check(shape, epilogue, dtype, device, tolerance, backend, tuner=None):
+    """A layer's result, which does not depend on what was in its memory before."""
+    rows, tokens, n, k, head = shape
+    x, weight, bias = case(tokens, n, k, dtype, device, (rows,))
+    options, given = beside(epilogue, rows, tokens, n, head, dtype, device)
+    want = formula(x, weight, bias, epilogue, **options, **given)
+    layer = Linear(weight, bias, epilogue, tuner=tuner, backend=backend, **options)
+    if epilogue == "residual":
+        given["stream"] = given["stream"].clone()
+        squares = layer(x, **given)
+        got = given["stream"]
+        assert error(squares.sum(0), want.square().sum(-1).flatten()) <= max(1e-5, tolerance / 10)
+        assert error(got, want) <= tolerance
+        return
+    got = layer(x, **given)
+    assert got.shape == want.shape and got.dtype == dtype and got.isfinite().all()
+    assert error(got, want) <= tolerance
+    if epilogue == "modulate":
+        pair = layer(x, **given, high_low=True)
+        assert pair.scale is None and error(pair.value(torch.float64), want) <= tolerance
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("shape", SHAPES[:3])
+def test_the_reference(shape, epilogue):
+    check(shape, epilogue, torch.float64, "cpu", 1e-6 if epilogue == "modulate" else 1e-12, "torch")
+
+
+def test_shapes_and_parameters():
+    _, weight, bias = case(7, 24, 40, torch.float64, "cpu")
+    layer = Linear(weight, bias, "gelu")
+    assert layer.shape(21) == (21, 24, 40, True) and list(layer.parameters()) == [weight, bias]
+    assert layer.zeros(3, 2).shape == (3, 2, 24)
+    assert Linear(weight, bias, "swiglu").zeros(3, 2).shape == (3, 2, 12)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype, tolerance", ((torch.float16, 5e-4), (torch.bfloat16, 4e-3)))
-@pytest.mark.parametrize("gelu", (False, True))
-@pytest.mark.parametrize(
-    "m, n, k",
-    ((4096, 4608, 1152), (4096, 1152, 4608), (64, 648, 216), (16, 1536, 384), (9, 864, 216)),
-)
-def test_every_backend_on_a_gpu(m, n, k, gelu, dtype, tolerance, tmp_path):
-    x, weight, bias = case(m, n, k, dtype, "cuda", (2,))
-    want = formula(x, weight, bias, gelu)
-    for backend in ("torch", "epilogue", "tuned"):
-        got = Linear(weight, bias, gelu, Tuner([tmp_path]), backend)(x)
-        assert (
-            got.shape == want.shape and (got.double() - want).norm() <= tolerance * want.norm()
-        ), backend
+@pytest.mark.parametrize("dtype, tolerance", ((torch.float16, 6e-4), (torch.bfloat16, 5e-3)))
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("shape", (*SHAPES, (16, 256, 4608, 1152, 72), (1, 9, 864, 216, 72)))
+def test_every_backend_on_a_gpu(shape, epilogue, dtype, tolerance, tmp_path):
+    backends = ["torch", "epilogue", "tuned"]
+    if epilogue in hopper.EPILOGUES and torch.cuda.get_device_capability() == (9, 0):
+        backends.append("hopper")
+    for backend in backends:
+        check(shape, epilogue, dtype, "cuda", tolerance, backend, Tuner([tmp_path]))
+
+
+VARIANTS = [*product(hopper.TILES, hopper.EPILOGUES)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile, epilogue", VARIANTS)
+def test_every_tile_gives_the_same_bits(tile, epilogue, monkeypatch):
+    """Every time: no part of a sum depends on what comes first."""
+    needs_hopper()
+    launched = []
+    launch = hopper.launch
+    monkeypatch.setattr(hopper, "choose", lambda *_: tile)
+    monkeypatch.setattr(hopper, "launch", lambda *given: launched.append(given) or launch(*given))
+    rows, tokens, n, k, head = 7, 128, 1152, 328, 72
+    x, weight, bias = case(tokens, n, k, torch.float16, "cuda", (rows,))
+    options, given = beside(epilogue, rows, tokens, n, head, torch.float16, "cuda")
+    layer = Linear(weight, bias, epilogue, **options)
+    results = []
+    for _ in range(20):
+        again = {name: value.clone() for name, value in given.items() if name == "stream"}
+        results.append(layer(x, **given | again))
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert layer.backend == "hopper" and [entry[0] for entry in launched] == [tile] * 20
+
+
+@pytest.mark.parametrize("tile, epilogue", VARIANTS)
+def test_machine_code(tile, epilogue):
+    """A stage's MMAs wait for no address, and at most a few registers are spilled once a tile."""
+    head = 72 if epilogue == "rotate" else 0
+    for dtype in (torch.float16, torch.bfloat16):
+        for high_low in (False, True) if epilogue == "modulate" else (False,):
+            source = hopper.source(tile, epilogue, dtype, head, high_low)
+            code = disassemble(cuda.compile_cubin(source, "linear"))
+            mma = rf"HGMMA\.64x{tile.columns}x16\.F32(\.BF16)?"
+            found = list(re.finditer(mma, code))
+            assert found and all(bool(one[1]) == (dtype == torch.bfloat16) for one in found)
+            assert code[found[0].start() : found[-1].start()].count("R2UR") < len(found) // 4
+            assert code.count("STL") + code.count("LDL") <= 8 and "UTMALDG.2D.MULTICAST" in code
+    for head in (0, 64, 72, hopper.WIDEST_HEAD):
+        assert tile.shared_bytes(epilogue, head) <= hopper.SHARED_BYTES
+        assert tile.stages(epilogue, head) >= 3
+    assert hopper.CLUSTER * tile.rows == PERIOD
+    consumer, producer = cuda.registers(tile.warpgroups, producer=40).values()
+    assert 128 * (tile.warpgroups * consumer + producer) <= 65536
 
 
 @pytest.mark.gpu
@@ -51,8 +177,8 @@ def test_the_epilogue_is_the_tanh_form():
     """In float32 the two forms of GELU lie 1.5e-4 apart, far over the rounding."""
     x, weight, bias = case(256, 512, 128, torch.float32, "cuda")
     with true_float32():
-        got = Linear(weight, bias, True, backend="epilogue")(x).double()
-    assert (got - formula(x, weight, bias, True)).norm() < 1e-5 * got.norm()
+        got = Linear(weight, bias, "gelu", backend="epilogue")(x).double()
+    assert (got - formula(x, weight, bias, "gelu")).norm() < 1e-5 * got.norm()
     assert (
         got - F.gelu(x.double() @ weight.double().t() + bias.double())
     ).norm() > 5e-5 * got.norm()

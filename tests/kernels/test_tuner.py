@@ -105,7 +105,7 @@ def test_choices_travel_as_plain_numbers(measured):
 def test_every_candidate_is_right_and_the_choice_is_remembered(tmp_path, monkeypatch):
     x, weight, bias = case(3072, 4608, 1152, torch.float16, "cuda")  # not among the known ones
     gemm = 3072, 4608, 1152, True, torch.float16, x.device
-    want = formula(x, weight, bias, True)
+    want = formula(x, weight, bias, "gelu")
     one = cublaslt.Gemm(*gemm)
     choices = [Choice(one, algorithm) for algorithm in one.candidates()]
     assert len(choices) > 4
@@ -115,13 +115,13 @@ def test_every_candidate_is_right_and_the_choice_is_remembered(tmp_path, monkeyp
         choice.run(x, weight, bias, out)
         assert (out.double() - want).norm() <= 5e-4 * want.norm(), choice.algorithm
     state = torch.cuda.get_rng_state()
-    first = Linear(weight, bias, True, Tuner([tmp_path]))(x)
+    first = Linear(weight, bias, "gelu", tuner=Tuner([tmp_path]))(x)
     # a run's noise does not depend on whether it had to measure
     assert torch.equal(torch.cuda.get_rng_state(), state)
     [file] = tmp_path.iterdir()
     assert list(json.loads(file.read_text())) == ["3072x4608x1152 float16 gelu"]
     monkeypatch.setattr(tuner, "_fastest", lambda *_: pytest.fail("measured again"))
-    assert torch.equal(Linear(weight, bias, True, Tuner([tmp_path]))(x), first)
+    assert torch.equal(Linear(weight, bias, "gelu", tuner=Tuner([tmp_path]))(x), first)
 
 
 @pytest.mark.gpu
@@ -147,7 +147,7 @@ def test_known_algorithms_are_taken_without_measuring(monkeypatch):
         shape, _, gelu = name.partition(" ")
         m, n, k = map(int, shape.split("x"))
         x, weight, bias = case(m, n, k, torch.float16, "cuda")
-        layer = Linear(weight, bias, bool(gelu), Tuner([]))
+        layer = Linear(weight, bias, gelu, tuner=Tuner([]))
         assert layer(x).isfinite().all()
         chosen = layer.tuner.choose(*layer.shape(m), x.dtype, x.device).algorithm
         assert winner == cublaslt.configuration(chosen)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -57,6 +58,7 @@ def test_pixels_are_those_of_float64(file):
     assert (got - want).norm() < 2e-6 * want.norm()
     half = decoder_of(space, CPU, "fp16")
     pixels = half.decode(z)
+    assert half.at_once == 1  # a CPU decodes one by one
     assert half.precision == "fp16" and half.half.decoder_pred.weight.dtype == torch.float16
     error = (pixels - want).square().mean().sqrt()
     assert 1e-5 < error < 2 / 10 ** (REQUIRED_PSNR / 20)
@@ -65,6 +67,44 @@ def test_pixels_are_those_of_float64(file):
     with torch.inference_mode():
         exact = half_of(decoder.load().network, torch.float32)(z[:1])
     assert (exact - want[:1]).norm() < 2e-6 * want[:1].norm()
+
+
+@pytest.mark.parametrize("count", (1, 3, 4, 6, 9))
+def test_pictures_of_a_batch(count, file):
+    """Full batches, a last one that is filled up, and single pictures where few are left."""
+    half = decoder_of(find(str(file)), CPU, "fp16").load()
+    z = latents(count)
+    alone = half.decode(z)
+    half.at_once = 4
+    sizes = []
+    network = half.half
+    half.half = lambda z: sizes.append(len(z)) or network(z)
+    got = half.decode(z)
+    assert got.shape == alone.shape and (got - alone).norm() < 1e-3 * alone.norm()
+    assert sizes == {1: [4], 3: [4], 4: [4], 6: [4, 4], 9: [4, 4, 4]}[count]
+    half.at_once = 16
+    sizes.clear()
+    assert torch.equal(half.decode(z[:3]), alone[:3]) and sizes == [1] * min(3, count)
+
+
+def test_a_batch_is_used_where_it_keeps_every_bit(file, monkeypatch):
+    half = decoder_of(find(str(file)), CPU, "fp16").load()
+    monkeypatch.setattr(half, "kind", SimpleNamespace(at_once=5))
+    assert half._together(lambda z: 2 * z)
+    assert not half._together(lambda z: z + (len(z) == 5))  # a batch rounds otherwise
+    places = torch.arange(5.0)[:, None, None, None]
+    assert not half._together(lambda z: z + places[: len(z)])  # a place rounds otherwise
+    assert not half._together(lambda z: z + z.mean())  # the others count
+
+
+@pytest.mark.gpu
+def test_pictures_of_a_batch_on_a_gpu(file):
+    """To the bit what each is alone, in a batch or not."""
+    half = decoder_of(find(str(file)), torch.device("cuda", 0), "fp16", captured=True).load()
+    z = latents(21).cuda()
+    together = half.decode(z)
+    half.at_once = 1
+    assert torch.equal(half.decode(z), together)
 
 
 def test_a_decoder_that_overflows_float16_decodes_in_float32(file, capsys):

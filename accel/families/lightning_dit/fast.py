@@ -40,8 +40,10 @@ def norms_of(blocks: list[str]) -> list[str]:
     return [f"{name}.{norm}" for name in blocks for norm in ("norm1", "norm2")]
 
 
-def block(read: Reader, name: str, ops: Half | Split, heads: int, rotation: Tensor) -> Block:
-    """Pack the block `name`. rotation: the table (T, d/2, 2)."""
+def block(
+    read: Reader, name: str, ops: Half | Split, heads: int, rotation: Tensor, **options: bool
+) -> Block:
+    """Pack the block `name`. rotation: the table (T, d/2, 2). options: of `ops.block`."""
     fc1 = read.layer(f"{name}.mlp.w12", ops.dtype)  # (2·F, D)
     fc2 = read.layer(f"{name}.mlp.w3", ops.dtype)  # (D, F)
     gemms = Gemms(
@@ -54,7 +56,7 @@ def block(read: Reader, name: str, ops: Half | Split, heads: int, rotation: Tens
         fc2=fc2._replace(weight=_aligned(fc2.weight)),
     )
     norms = _norms(read, f"{name}.attn", heads)
-    return ops.block(gemms, gated=True, rotation=Rotation(rotation, norms, EPS))
+    return ops.block(gemms, gated=True, rotation=Rotation(rotation, norms, EPS), **options)
 
 
 def _aligned(x):

@@ -1,17 +1,22 @@
 """Pack RAE's weights for the accelerated network: LightningDiT's blocks in two stages.
 
 The trunk's vectors come from a table, and with them the embedding of the time, τ. The head's are a
-token's: one GEMM computes those of all its blocks and of the last layer,
+token's:
 
     s ← projected(SiLU(τ + s))                      (N, T, W)
     vectors ← Linear(SiLU(s))                       (N, T, 14, W) of two blocks
 
-They stay in the GEMM's result dtype: of 64 rows of 256 tokens they take 0.94 GB in half precision,
-and 1.88 GB in float32, which every adaLN would read. Rounding them adds little to the error of the
-GEMM that makes them.
+One GEMM computes them (`TokenConditioning`). They stay in its result dtype: of 64 rows of 256
+tokens they take 0.94 GB in half precision, and 1.88 GB in float32, which every adaLN would read.
+Rounding them adds little to the error of the GEMM that makes them.
+
+In half precision on Hopper (`FusedHead`) shifts and scales never leave the GEMM that makes them: it
+modulates the residual stream itself. Of the vectors only the gates are stored, for the GEMMs that
+add to the stream.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,37 +24,33 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accel.families.large_dit.fast import fold_norms
-from accel.families.lightning_dit.fast import LAST_NORM, block, norms_of
+from accel.families.lightning_dit import fast as lightning_dit
+from accel.families.lightning_dit.fast import LAST_NORM, norms_of
 from accel.families.lightning_dit.network import EPS
 from accel.families.rae.network import DiTwDDTHead, fourier
 from accel.fast.conditioning import Conditioning
-from accel.fast.network import Packing
+from accel.fast.network import FastNetwork, Packing
 from accel.fast.ops import Half, Split, Weights
 from accel.fast.reader import Reader
-from accel.kernels.adaln import Modulation
+from accel.kernels.adaln import Branches, Modulation
+from accel.kernels.rows import row_squares, silu_sum
 from accel.network import Stage
 from accel.precision import true_float32
 
 PROJECTOR = "s_projector"
 
 
-class TokenConditioning(Conditioning):
-    """Conditioning of the trunk's blocks, whose last vector is the time's embedding, and the layers
-    that make the head's vectors of the trunk's tokens. trunk, head: names of blocks.
+class TrunkConditioning(Conditioning):
+    """Conditioning of the trunk's blocks, whose last vector is the time's embedding.
+
+    trunk: names of the blocks.
     """
 
-    def __init__(self, read: Reader, trunk: list[str], head: list[str], ops: Half | Split):
+    def __init__(self, read: Reader, trunk: list[str]):
         layers = [f"{name}.adaLN_modulation.1" for name in trunk]
         super().__init__(read, layers, lambda t, width: fourier(t, self.frequencies))
         self.vectors += 1
         self.frequencies = read("t_embedder.W")
-        self.operand: Callable[[Tensor], Any] = ops.operand
-        projector = read.layer(PROJECTOR, ops.dtype)
-        self.head_width = len(projector.weight)
-        self.gemms = (
-            ops.linear(projector),
-            ops.linear(_head_vectors(read, head, self.head_width, ops.dtype)),
-        )
 
     def parameters(self) -> Iterator[Tensor]:
         yield from super().parameters()
@@ -64,6 +65,23 @@ class TokenConditioning(Conditioning):
             out[:, -1] = self.embed_time(t)
         return out
 
+
+class TokenConditioning(TrunkConditioning):
+    """TrunkConditioning, and the layers that make the head's vectors of the trunk's tokens.
+
+    head: names of its blocks.
+    """
+
+    def __init__(self, read: Reader, trunk: list[str], head: list[str], ops: Half | Split):
+        super().__init__(read, trunk)
+        self.operand: Callable[[Tensor], Any] = ops.operand
+        projector = read.layer(PROJECTOR, ops.dtype)
+        self.head_width = len(projector.weight)
+        weight, bias = _head_vectors(read, head, self.head_width)
+        name = "adaLN_modulation of the head"
+        vectors = Weights(name, weight.flatten(0, 1).to(ops.dtype), bias.flatten().to(ops.dtype))
+        self.gemms = (ops.linear(projector), ops.linear(vectors))
+
     def modulate_tokens(self, x: Tensor, condition: Modulation) -> Modulation:
         """Return the head's modulation from the trunk's tokens x (N, T, D)."""
         projector, vectors_of = self.gemms
@@ -74,8 +92,78 @@ class TokenConditioning(Conditioning):
         return Modulation(vectors.view(entry.numel(), -1, self.head_width), entry)
 
 
-def _head_vectors(read: Reader, blocks: list[str], width: int, dtype: torch.dtype) -> Weights:
-    """Return the GEMM of the vectors of `blocks` and of the last layer.
+class FusedHead(TrunkConditioning):
+    """TrunkConditioning, and the head as a Tail, with the layers that modulate it.
+
+    head: names of its blocks. stage: gets them.
+    """
+
+    stage: Stage
+
+    def __init__(self, read: Reader, trunk: list[str], head: list[str], ops: Half):
+        super().__init__(read, trunk)
+        self.dtype = ops.dtype
+        projector = read.layer(PROJECTOR, ops.dtype)
+        self.head_width = len(projector.weight)
+        weight, bias = (
+            vectors.to(ops.dtype) for vectors in _head_vectors(read, head, self.head_width)
+        )
+
+        def layer(rows, epilogue=""):
+            name = "adaLN_modulation of the head"
+            gemm = Weights(name, weight[rows].flatten(0, 1), bias[rows].flatten())
+            return ops.linear(gemm, epilogue)
+
+        # Every norm has a shift, a scale and, but for the last, a gate; its layer takes the scale
+        # first.
+        norms = [layer([3 * i + 1, 3 * i], "modulate") for i in range(2 * len(head) + 1)]
+        gates = layer(slice(2, None, 3))
+        self.gemms = (ops.linear(projector, "silu"), gates, *norms)
+
+    def finish(
+        self,
+        network: FastNetwork,
+        x: Tensor,
+        branches: Branches,
+        embedded: Any,
+        condition: Modulation,
+        attend: Callable,
+        first: int,
+    ) -> Tensor:
+        """Compute the head, as Tail has it."""
+        projector, gates_of, *norms = self.gemms
+        time = condition.table.shape[1] - 1  # the last vector
+        s = projector(silu_sum(x, condition, time, branches, self.dtype))  # (N, t, W)
+        gates = gates_of(s).unflatten(-1, (-1, self.head_width))  # (N, t, 4, W) of two blocks
+        x = self.stage.enter(x, embedded, condition)  # (N, t, W)
+        squares = row_squares(x)
+        for index, block in enumerate(self.stage.blocks):
+            attention_gate, mlp_gate = gates[:, :, 2 * index : 2 * index + 2].unbind(2)
+            h = norms[2 * index](s, stream=x, squares=squares, eps=EPS)  # (N, t, W)
+            a = network.attend(self.stage, block, h, attend, first)
+            squares = block.proj(a, stream=x, gate=attention_gate)
+            h = norms[2 * index + 1](s, stream=x, squares=squares, eps=EPS)
+            squares = block.fc2(block.fc1(h), stream=x, gate=mlp_gate)
+        out = norms[-1](s, stream=x, squares=squares, eps=EPS, high_low=True)
+        return network.last(out)
+
+    def kernel_calls(self, tokens: int) -> list[Callable[[], object]]:
+        """Return calls that warm up the kernels, as Tail has it."""
+        *layers, last = self.gemms
+        calls: list[Callable[[], object]] = [self._warm_rows]
+        calls += [partial(layer.prepare, tokens) for layer in layers]
+        return [*calls, partial(last.prepare, tokens, high_low=True)]
+
+    def _warm_rows(self):
+        """Run the kernels on rows of the stream on one token of zeros."""
+        x = self.bias.new_zeros(1, 1, len(self.time_mlp[3]))
+        condition = Modulation(x, torch.zeros(1, dtype=torch.int64, device=x.device))
+        silu_sum(x, condition, 0, ((x.to(self.dtype), 0),) * 2, self.dtype)
+        row_squares(x.new_zeros(1, 1, self.head_width))
+
+
+def _head_vectors(read: Reader, blocks: list[str], width: int) -> tuple[Tensor, Tensor]:
+    """Return weight (V, W, W) and bias (V, W) of the vectors of `blocks` and of the last layer.
 
     The norms' weights are folded into the scales, as Conditioning.fold does.
     """
@@ -86,8 +174,7 @@ def _head_vectors(read: Reader, blocks: list[str], width: int, dtype: torch.dtyp
     # Every norm has a scale, the second of the three vectors that belong to it.
     weight[1::3] *= gains[..., None]
     bias[1::3] = gains * (1 + bias[1::3]) - 1
-    name = "adaLN_modulation of the head"
-    return Weights(name, weight.flatten(0, 1).to(dtype), bias.flatten().to(dtype))
+    return weight, bias
 
 
 def pack(read: Reader, model: DiTwDDTHead, ops: Half | Split) -> Packing:
@@ -101,39 +188,52 @@ def pack(read: Reader, model: DiTwDDTHead, ops: Half | Split) -> Packing:
     # Where each stage has its first block alone, that stands for the head's others: GEMMs have the
     # size that will run.
     missing = len(model.blocks) - model.num_encoder_blocks - len(head)
-    conditioning = TokenConditioning(read, trunk, head + head[:1] * missing, ops)
+    modulated = head + head[:1] * missing
+    conditioning: FusedHead | TokenConditioning
+    if isinstance(ops, Half) and ops.updates_stream:
+        conditioning = FusedHead(read, trunk, modulated, ops)
+    else:
+        conditioning = TokenConditioning(read, trunk, modulated, ops)
     fold_norms(read, norms_of(trunk), conditioning)
     of_trunk = read("s_embedder.proj.weight")  # (D, C, 1, 1)
     of_head = read("x_embedder.proj.weight")  # (W, C, 1, 1)
     positions = read("pos_embed")[0] + read("s_embedder.proj.bias")  # (T, D)
     bias = read("x_embedder.proj.bias").expand(len(positions), -1)  # (T, W)
-    width = len(of_trunk)
 
-    def stage(names, width, heads, rope, part):
+    def stage(names, width, heads, rope, index, **options):
         cos = read(f"{rope}.freqs_cos")
         sin = read(f"{rope}.freqs_sin")
         rotation = torch.stack([cos, sin], dim=-1)[:, ::2].contiguous()  # (T, d/2, 2)
         return Stage(
-            [block(read, name, ops, heads, rotation) for name in names],
+            [lightning_dit.block(read, name, ops, heads, rotation, **options) for name in names],
             width,
             heads,
-            enter=lambda x, embedded, condition: embedded[..., part].contiguous(),
+            enter=lambda x, embedded, condition: embedded[index],
         )
 
     heads, wide_heads = model.heads
-    wide = stage(head, len(of_head), wide_heads, "dec_feat_rope", slice(width, None))
+    widths = (len(of_trunk), len(of_head))
+    stages = [stage(trunk, widths[0], heads, "enc_feat_rope", 0)]
+    tail = None
+    if isinstance(conditioning, FusedHead):
+        options = dict(updates_stream=True)
+        conditioning.stage = stage(head, widths[1], wide_heads, "dec_feat_rope", 1, **options)
+        stages.append(conditioning.stage)
+        tail = conditioning
+    else:
+        wide = stage(head, widths[1], wide_heads, "dec_feat_rope", 1)
+        stages.append(wide._replace(modulate=conditioning.modulate_tokens))
     return Packing(
         patch_size=1,
         in_channels=of_trunk.shape[1],
         patches=torch.cat([of_trunk, of_head]).flatten(1),  # (D + W, C)
         position=torch.cat([positions, bias], dim=1),
-        stages=[
-            stage(trunk, width, heads, "enc_feat_rope", slice(width)),
-            wide._replace(modulate=conditioning.modulate_tokens),
-        ],
+        stages=stages,
         last_weight=-read("final_layer.linear.weight"),  # of a velocity from noise to data
         last_bias=-read("final_layer.linear.bias"),
         conditioning=conditioning,
         rms_eps=EPS,
         last_rms_eps=EPS,
+        widths=widths,
+        tail=tail,
     )

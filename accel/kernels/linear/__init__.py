@@ -1,31 +1,45 @@
-"""y = x·Wᵀ + b, with GELU in the GEMM's epilogue, by the fastest algorithm on this GPU.
+"""f(x·Wᵀ + b), with f in the GEMM's epilogue where a backend has it.
 
-GELU is the tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415, section 2),
+    ""          the GEMM alone
+    gelu        its tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415, section 2),
+                x·(1 + tanh(√(2/π)·(x + 0.044715·x³)))/2
+    silu        x / (1 + e^-x)
+    swiglu      silu(y₁)·y₂, W's two matrices one below the other
+    rotate      queries and keys of the packed projection rotated, as qk_norm_rotary.py does
+    modulate    t·r·(1 + y₁) + y₂ of the residual stream t, r = 1/√(mean(t²) + ε); W as for swiglu
+    residual    t ← t + gate·y, in place; gives the sums of t² that modulate takes
 
-    x·(1 + tanh(√(2/π)·(x + 0.044715·x³)))/2
+Backends:
 
-    tuned       the fastest of cuBLASLt's algorithms (tuner.py, cublaslt.py)
-    epilogue    torch's fused call, on a GPU
-    torch       the reference: GEMM, then GELU as a kernel of its own
-    auto        tuned for half precision on a GPU, else torch
+    hopper      our kernel, capability 9.0: all but gelu and the GEMM alone (hopper.py); rotate for
+                rows of 256 tokens or a part of them, else as tuned
+    tuned       the fastest of cuBLASLt's algorithms (tuner.py, cublaslt.py); GELU in its epilogue
+    epilogue    torch's GEMM; GELU in its epilogue, on a GPU
+    torch       the reference: torch's GEMM, then f as kernels of its own (reference.py)
+    auto        for half precision on a GPU the first of these that has f, else torch
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from accel.kernels import check_backend, cuda
+from accel.kernels.linear.reference import AFTER, TWO, Beside
 from accel.kernels.linear.tuner import Tuner
+from accel.kernels.split_linear.high_low import HighLow
 
-BACKENDS = ("auto", "tuned", "epilogue", "torch")
+BACKENDS = ("auto", "hopper", "tuned", "epilogue", "torch")
+PERIOD = 256  # tokens, after which our kernel's blocks rotate by the same angles again
 
 
 class Linear:
     """A layer x (…, K) → (…, N) in its weights' dtype, accumulated in float32 for half inputs.
 
-    weight (N, K), bias (N,) or None, contiguous, on one device. gelu: GELU follows. tuner: chooses
+    weight (N, K), bias (N,) or None, contiguous, on one device. epilogue: f, or "". rotation
+    (T, d/2, 2) float32, for "rotate": cosines and sines of every position. tuner: chooses
     algorithms, one for all layers of a network; None makes one.
     """
 
@@ -33,46 +47,113 @@ class Linear:
         self,
         weight: Tensor,
         bias: Tensor | None,
-        gelu: bool = False,
+        epilogue: str = "",
+        rotation: Tensor | None = None,
         tuner: Tuner | None = None,
         backend: str = "auto",
     ):
         check_backend("linear", backend, BACKENDS)
+        assert epilogue in ("", *AFTER) and (rotation is None) == (epilogue != "rotate")
         self.weight = weight
-        self.gelu = gelu
+        self.epilogue = epilogue
+        self.rotation = rotation
         self.tuner = tuner or Tuner()
         # The epilogue adds a bias in any case.
         self.bias = weight.new_zeros(len(weight)) if bias is None else bias
-        self.backend = backend
-        if backend == "auto":
-            half_on_gpu = weight.is_cuda and weight.dtype in cuda.HALF
-            self.backend = "tuned" if half_on_gpu else "torch"
+        self.width = len(weight) // (2 if epilogue in TWO else 1)
+        self.backend = self._choose() if backend == "auto" else backend
         # On a CPU torch's fused GELU is the exact one, another function.
         assert self.backend == "torch" or weight.is_cuda
 
-    def shape(self, m: int) -> tuple[int, int, int, bool]:
-        """Return (M, N, K, gelu) of the GEMM on M tokens."""
-        return (m, *self.weight.shape, self.gelu)
+    def _choose(self):
+        if not self.weight.is_cuda or self.weight.dtype not in cuda.HALF:
+            return "torch"
+        from accel.kernels.linear import hopper  # a CPU needs none
 
-    def prepare(self, m: int) -> None:
-        """No-op: cuBLASLt has its kernels compiled."""
+        fused = self.epilogue in hopper.EPILOGUES
+        if fused and hopper.takes(self.weight, self.epilogue, self.rotation):
+            return "hopper"
+        return "tuned"
+
+    @property
+    def rotates(self) -> bool:
+        """Return whether a call takes the position of the first token."""
+        return self.epilogue == "rotate"
+
+    def shape(self, m: int) -> tuple[int, int, int, bool]:
+        """Return (M, N, K, gelu) of the GEMM on M tokens, for the backend "tuned"."""
+        return (m, *self.weight.shape, self.epilogue == "gelu")
+
+    def prepare(self, m: int, high_low: bool = False) -> None:
+        """Compile and load the kernels for M tokens; high_low: those of a result that is split.
+
+        cuBLASLt has its kernels compiled.
+        """
+        if self.backend == "hopper":
+            from accel.kernels.linear import hopper
+
+            hopper.load(self._tile(m), self, high_low)
+        elif self.epilogue == "swiglu":
+            AFTER[self.epilogue](self.weight.new_zeros(1, len(self.weight)), Beside())
 
     def parameters(self) -> Iterator[Tensor]:
         """Return the layer's tensors."""
         return iter((self.weight, self.bias))
 
     def zeros(self, *shape: int) -> Tensor:
-        """Return a result (…, N) of zeros."""
-        return self.weight.new_zeros(*shape, len(self.weight))
+        """Return a result of zeros (…, N), of two matrices (…, N/2)."""
+        return self.weight.new_zeros(*shape, self.width)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Apply the layer: x (…, K), contiguous → (…, N)."""
-        if self.backend == "epilogue" and self.gelu:
+    def __call__(self, x: Tensor, **beside: Any) -> Any:
+        """Apply the layer: x (…, K), contiguous → (…, N), of two matrices (…, N/2).
+
+        beside: fields of Beside. For "rotate" x is (N, t, K) and `first` the position of the first
+        of the t tokens. For "modulate": stream (…, N/2) and its sums of squares, eps, and
+        `high_low`, whether the result is HighLow without scales. For "residual": stream and gate
+        (…, N); the result is the new stream's sums of squares (parts, M).
+        """
+        also = Beside(self.rotation, x.shape[-2], **beside)
+        if self.backend == "hopper" and not (self.rotates and PERIOD % also.tokens):
+            return self._by_hopper(x, also)
+        y = self._multiply(x)
+        in_epilogue = self.epilogue == "gelu" and self.backend != "torch"
+        return y if in_epilogue or not self.epilogue else AFTER[self.epilogue](y, also)
+
+    def _tile(self, m):
+        from accel.kernels.linear import hopper
+
+        multiprocessors = cuda.multiprocessors(self.weight.device)
+        depth = self.weight.shape[1]
+        return hopper.choose(m, self.width, depth, self.epilogue, multiprocessors)
+
+    def _by_hopper(self, x, beside):
+        """Return the result by our kernel."""
+        from accel.kernels.linear import hopper
+
+        m = x.numel() // x.shape[-1]
+        shape = (*x.shape[:-1], self.width)
+        tile = self._tile(m)
+        out = None
+        if self.epilogue == "residual":
+            parts = tile.across(self.width, self.epilogue)
+            squares = torch.empty(parts, m, device=x.device)
+            beside = beside._replace(squares=squares)
+        elif beside.high_low:
+            out = torch.empty(2, *shape, dtype=torch.float16, device=x.device)
+        else:
+            out = torch.empty(shape, dtype=x.dtype, device=x.device)
+        hopper.launch(tile, self.epilogue, x, self.weight, self.bias, out, beside)
+        if out is None:
+            return beside.squares
+        return HighLow(out, None) if beside.high_low else out
+
+    def _multiply(self, x):
+        """Return x·Wᵀ + b, after GELU where the backend's epilogue has it."""
+        if self.backend == "epilogue" and self.epilogue == "gelu":
             y = torch._addmm_activation(self.bias, x.flatten(0, -2), self.weight.t(), use_gelu=True)
             return y.unflatten(0, x.shape[:-1])
-        if self.backend != "tuned":
-            y = F.linear(x, self.weight, self.bias)
-            return F.gelu(y, approximate="tanh") if self.gelu else y
+        if self.backend not in ("tuned", "hopper"):
+            return F.linear(x, self.weight, self.bias)
         for tensor in (x, self.weight, self.bias):
             assert tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
         m = x.numel() // x.shape[-1]

@@ -46,10 +46,12 @@ def split_rows(x: Tensor, stack: bool = False, backend: str = "auto") -> HighLow
         return split(x)
     from accel.kernels.split_linear import triton
 
-    x = x.contiguous()
     pair = new_pair(*x.shape, device=x.device, stack=stack)
     scales = torch.empty(x.shape[:-1], device=x.device)
-    triton.split_rows(x, pair, scales, stack)
+    if triton.by_columns(x):
+        triton.split_columns(x, pair, scales, stack)
+    else:
+        triton.split_rows(x.contiguous(), pair, scales, stack)
     return HighLow(pair, scales)
 
 
@@ -108,6 +110,15 @@ class SplitLinear:
             return HighLow(self.pair.new_zeros(2, *shape, self.columns), None)
         return self.bias.new_zeros(*shape, self.columns)
 
-    def __call__(self, x: HighLow) -> Tensor | HighLow:
-        """Apply the layer: x (…, K) → (…, N), float32 or HighLow."""
-        return self.kernels.linear(self, x)
+    def __call__(self, x: HighLow, position: Tensor | None = None) -> Tensor | HighLow:
+        """Apply the layer: x (…, K) → (…, N), float32 or HighLow.
+
+        position (t, N) float32, contiguous, takes the bias's place for x (…, t, K): row i of it is
+        for token i. The result is then float32.
+        """
+        if position is None:
+            return self.kernels.linear(self, x)
+        assert not self.high_low
+        if self.kernels is hopper:
+            return hopper.linear(self, x, position)
+        return self.kernels.linear(self, x) + (position - self.bias)

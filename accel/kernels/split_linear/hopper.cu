@@ -7,7 +7,7 @@
 // small. It is then added to the sum with float32's own rounding. One warpgroup loads (the producer), the others
 // (consumers) compute 64 rows each; while one adds and stores, the others multiply.
 //
-// Defined before this text: ROWS, COLUMNS, DEPTH (of a tile), STAGES, RESULT (0: float32; 1: high and low;
+// bias has `period` rows, which rows of x take in turn. Defined before this text: ROWS, COLUMNS, DEPTH (of a tile), STAGES, RESULT (0: float32; 1: high and low;
 // 2: GELU, high and low), REGISTERS and PRODUCER_REGISTERS (of a thread), multiply (wgmma, 64 × COLUMNS × 16).
 
 constexpr int WARPGROUPS = ROWS / 64;
@@ -34,7 +34,8 @@ __device__ __forceinline__ void issue(float (&part)[COLUMNS / 2], unsigned a, un
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 split_linear(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, void *__restrict__ out,
              const float *__restrict__ row_scale, const float *__restrict__ scale, const float *__restrict__ bias,
-             const float *__restrict__ after, int *__restrict__ overflow, int rows, int columns, int depth) {
+             const float *__restrict__ after, int *__restrict__ overflow, int rows, int columns, int depth,
+             int period) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = (unsigned)__cvta_generic_to_shared(shared);
     const unsigned full = base, empty = full + 8 * STAGES, stages = base + HEADER;
@@ -97,6 +98,7 @@ split_linear(const __grid_constant__ TensorMap a, const __grid_constant__ Tensor
             const int row = tile / across * ROWS + warpgroup * 64 + warp % 4 * 16 + lane / 4 + 8 * half;
             if (row >= rows) continue;
             const float of_row = row_scale ? row_scale[row] : 1;
+            const float *biases = bias + row % period * columns;  // of the row
             #pragma unroll
             for (int group = 0; group < COLUMNS / 32; group++) {
                 const int column = first + 32 * group;
@@ -105,7 +107,7 @@ split_linear(const __grid_constant__ TensorMap a, const __grid_constant__ Tensor
                 #pragma unroll
                 for (int i = 0; i < 8; i++) {
                     const float x = sum[16 * group + i / 2 * 4 + 2 * half + i % 2];
-                    y[i] = fmaf(x, of_row * scale[column + i], bias[column + i]);
+                    y[i] = fmaf(x, of_row * scale[column + i], biases[column + i]);
                     if (RESULT == 2) y[i] = gelu(y[i]) * after[column + i];
                     if (RESULT) beyond |= fabsf(y[i]) > LARGEST;
                 }

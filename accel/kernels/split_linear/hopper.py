@@ -78,10 +78,11 @@ def _pair_map(pair, box_rows):
     )
 
 
-def linear(layer: Any, x: HighLow) -> Tensor | HighLow:
+def linear(layer: Any, x: HighLow, position: Tensor | None = None) -> Tensor | HighLow:
     """Launch the kernel: x HighLow (…, K) → (…, N), float32 or HighLow.
 
-    A shape must be run once before it is captured.
+    position (t, N): in the bias's place, of which the rows of x take one after the other. A shape
+    must be run once before it is captured.
     """
     fits = layer.depth % 8 == 0 and layer.columns % 8 == 0
     assert fits, "backend 'hopper' takes sides in eights; take 'cublas'"
@@ -104,11 +105,12 @@ def linear(layer: Any, x: HighLow) -> Tensor | HighLow:
         out,
         x.scale,
         layer.scale,
-        layer.bias,
+        layer.bias if position is None else position,
         layer.after,
         layer.overflow,
         rows,
         layer.columns,
         layer.depth,
+        1 if position is None else len(position),
     )
     return result

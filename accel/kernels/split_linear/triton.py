@@ -61,6 +61,27 @@ def split_rows(x: Tensor, pair: Tensor, scales: Tensor, stack: bool) -> None:
         )
 
 
+def by_columns(x: Tensor) -> bool:
+    """Return whether x (N, T, K) lies column by column, in few enough columns for a program."""
+    return x.ndim == 3 and x.mT.is_contiguous() and not x.is_contiguous() and x.shape[2] <= 1024
+
+
+def split_columns(x: Tensor, pair: Tensor, scales: Tensor, stack: bool) -> None:
+    """Compute `split_rows` for x (N, T, K) that lies column by column."""
+    n, tokens, width = x.shape
+    with torch.cuda.device_of(x):  # Triton launches on the current GPU
+        _split_columns[(triton.cdiv(tokens, 16), n)](
+            x,
+            pair,
+            scales,
+            tokens,
+            x.numel(),  # from high to low
+            STACK=stack,
+            TOKENS=16,
+            **row_config(width) | {"num_warps": 8},
+        )
+
+
 def row_config(width: int) -> dict[str, int]:
     """Return launch constants of a kernel whose program splits a row."""
     block = triton.next_power_of_2(width)
@@ -120,6 +141,37 @@ def _split_rows(
     column = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * WIDTH + column, column < WIDTH, 0.0)
     store_row(pair_ptr, scale_ptr, row, column, x, low, WIDTH, STACK)
+
+
+@triton.jit(do_not_specialize=["tokens", "low"])
+def _split_columns(
+    x_ptr,
+    pair_ptr,
+    scale_ptr,
+    tokens,
+    low,
+    STACK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Split some rows of a sample."""
+    sample = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    column = tl.arange(0, BLOCK)
+    here = token < tokens
+    inside = (column < WIDTH)[:, None] & here[None, :]
+    place = sample * WIDTH * tokens + column[:, None] * tokens + token[None, :]
+    y = tl.trans(tl.load(x_ptr + place, inside, 0.0))  # (TOKENS, BLOCK)
+    inside = here[:, None] & (column < WIDTH)[None, :]
+    factor, inverse = row_scale(tl.max(tl.abs(y), 1))
+    row = sample * tokens + token
+    tl.store(scale_ptr + row, inverse, here)
+    y = y * factor[:, None]
+    if STACK:
+        store_stack(pair_ptr + row[:, None] * (3 * WIDTH) + column[None, :], WIDTH, y, inside)
+    else:
+        store_high_low(pair_ptr + row[:, None] * WIDTH + column[None, :], low, y, inside)
 
 
 @triton.jit

@@ -52,6 +52,8 @@ def _entries(content: Mapping[str, Any]) -> dict[str, Any]:
 class ViT(DecoderKind):
     """The decoder of a representation autoencoder."""
 
+    at_once = 16  # three times the pictures a second of one at a time; 64 are no faster
+
     def holds(self, content: Mapping[str, Any]) -> bool:
         """Return whether a file has the decoder's tensors, or a config.json its heads."""
         return HEADS in content or "decoder_embed.weight" in _entries(content)

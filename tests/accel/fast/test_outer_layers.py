@@ -38,10 +38,16 @@ def test_a_network_with_split_outer_layers(of_family, definition, tier, most, de
     assert error(network.forward(x, t, y).cpu(), definition(model)) < most
     for call in fast.kernel_calls(network, len(x)):
         call()
-    whole = network.embed(x)
-    parts = [network.embed(x, part) for part in (slice(5), slice(5, None))]
+
+    def embed(*arguments, **options):
+        """The embeddings of all stages, side by side."""
+        embedded = network.embed(*arguments, **options)
+        return torch.cat(embedded, -1) if isinstance(embedded, tuple) else embedded
+
+    whole = embed(x)
+    parts = [embed(x, part) for part in (slice(5), slice(5, None))]
     assert torch.equal(torch.cat(parts, 1), whole)
-    assert torch.equal(network.embed(x, copies=2), torch.cat([whole, whole]))
+    assert torch.equal(embed(x, copies=2), torch.cat([whole, whole]))
     other = network_of(of_family.build(3), tier, device)
     before = network.forward(x, t, y)
     network.copy_weights(other)

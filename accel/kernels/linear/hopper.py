@@ -1,0 +1,210 @@
+"""A GEMM and what follows it in the network, in one kernel for Hopper (hopper.cu)."""
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from accel.kernels import cuda
+from accel.kernels.linear.reference import TWO, Beside
+
+FILE = Path(__file__).with_suffix(".cu")
+EPILOGUES = ("silu", "swiglu", "rotate", "modulate", "residual")  # numbered as in hopper.cu
+SHARED_BYTES = 227 << 10  # the most that a block can have
+MOST_STAGES = 8
+WIDEST_HEAD = 128  # that is rotated
+CLUSTER = 2
+
+
+class Tile(NamedTuple):
+    """Compile-time shape of the kernel; hopper.cu says what each means."""
+
+    height: int
+    columns: int
+    pingpong: bool = True
+    warpgroups: int = 2
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of a tile."""
+        return 64 * self.height * (1 if self.pingpong else self.warpgroups)
+
+    def results(self, epilogue: str) -> int:
+        """Return the columns of the result in a tile."""
+        return self.columns // 2 if epilogue in TWO else self.columns
+
+    def across(self, outputs: int, epilogue: str) -> int:
+        """Return the number of tiles beside each other in a result of so many columns."""
+        return -(-outputs // self.results(epilogue))
+
+    def clusters(self, m: int, outputs: int, epilogue: str) -> int:
+        """Return the number of clusters' tiles in a result (M, outputs)."""
+        return -(-m // (self.rows * CLUSTER)) * self.across(outputs, epilogue)
+
+    @property
+    def slots(self) -> int:
+        """Return the slots for what an epilogue reads beside operands."""
+        return 1 if self.pingpong else 2  # the other consumer's MMAs cover the time of loads
+
+    def _outside_stages(self, epilogue, head):
+        """Return the bytes of barriers, biases, slots and, for heads that are rotated, angles."""
+        biases = -(-8 * self.warpgroups * self.columns // 1024) * 1024
+        line = head // 2 + -(head // 2 - 4) % 32  # words of a row of angles
+        of_row = {"modulate": 128, "residual": 128 + 64}.get(epilogue, 0)  # bytes of a slot
+        return 1024 + biases + self.rows * (self.slots * of_row + (4 * line if head else 0))
+
+    def stages(self, epilogue: str, head: int = 0) -> int:
+        """Return the stages that shared memory holds, of MOST_STAGES."""
+        stage = 128 * (self.rows + self.columns)
+        return min(MOST_STAGES, (SHARED_BYTES - self._outside_stages(epilogue, head)) // stage)
+
+    def shared_bytes(self, epilogue: str, head: int = 0) -> int:
+        """Return the bytes of shared memory of a block."""
+        stages = self.stages(epilogue, head) * 128 * (self.rows + self.columns)
+        return self._outside_stages(epilogue, head) + stages
+
+
+# The last ones are for few tokens. Measured: log/h100/rae.json.
+TILES = (
+    Tile(height=2, columns=192),
+    Tile(height=2, columns=128),
+    Tile(height=1, columns=192, pingpong=False),
+    Tile(height=1, columns=128, pingpong=False),
+    Tile(height=1, columns=64, pingpong=False),
+)
+
+
+def takes(weight: Tensor, epilogue: str, rotation: Tensor | None = None) -> bool:
+    """Return whether the kernel computes a layer of this weight (N, K) and rotation."""
+    if not weight.is_cuda or weight.dtype not in cuda.HALF:
+        return False
+    fits = weight.shape[0] % (16 if epilogue in TWO else 8) == 0 and weight.shape[1] % 8 == 0
+    if rotation is not None:
+        head = 2 * rotation.shape[1]
+        fits = fits and head % 8 == 0 and head <= WIDEST_HEAD
+    return fits and cuda.capability(weight.device) == (9, 0)
+
+
+def choose(m: int, outputs: int, depth: int, epilogue: str, multiprocessors: int) -> Tile:
+    """Return the tile that is expected to take the fewest cycles.
+
+    A stage of 64 of the depth costs what reading shared memory takes: it is filled, and an MMA of
+    64 rows reads 64 of x and all columns of W.
+    """
+
+    def cycles(tile):
+        turns = -(-tile.clusters(m, outputs, epilogue) // (multiprocessors // CLUSTER))
+        reads = tile.rows // 64 * (64 + tile.columns)
+        multiply = -(-depth // 64) * (tile.rows + tile.columns + reads)
+        if tile.pingpong:
+            finish = tile.rows * tile.columns // 5
+            return turns * max(multiply, (multiply + finish) // 2) + finish
+        return turns * (multiply + tile.rows * tile.columns // 6)
+
+    return min(TILES, key=cycles)
+
+
+def source(
+    tile: Tile, epilogue: str, dtype: torch.dtype, head: int = 0, high_low: bool = False
+) -> str:
+    """Return the whole CUDA text of a variant. head: the width of heads that are rotated."""
+    half = cuda.HALF[dtype]
+    return cuda.source(
+        (FILE,),
+        tile,
+        cuda.wgmma("multiply", tile.columns, half),
+        half,
+        CLUSTER=CLUSTER,
+        STAGES=tile.stages(epilogue, head),
+        SLOTS=tile.slots,
+        EPILOGUE=EPILOGUES.index(epilogue),
+        PAIR=high_low,
+        HEAD=head,
+        BFLOAT16=half == "bf16",
+        **cuda.registers(tile.warpgroups, producer=40),
+    )
+
+
+@lru_cache(None)
+def _kernel(
+    tile: Tile,
+    epilogue: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    head: int = 0,
+    high_low: bool = False,
+) -> cuda.Kernel:
+    """Return a variant, loaded on a device."""
+    text = source(tile, epilogue, dtype, head, high_low)
+    return cuda.Kernel(text, "linear", tile.threads, tile.shared_bytes(epilogue, head), device)
+
+
+def load(tile: Tile, layer: Any, high_low: bool = False) -> None:
+    """Compile and load the kernel of a Linear."""
+    head = 0 if layer.rotation is None else 2 * layer.rotation.shape[1]
+    weight = layer.weight
+    _kernel(tile, layer.epilogue, weight.dtype, weight.device, head, high_low)
+
+
+def launch(
+    tile: Tile,
+    epilogue: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    out: Tensor | None,
+    beside: Beside,
+) -> None:
+    """Launch a variant on the current stream: x (M, K), weight (N, K), bias (N,), contiguous, in
+    half precision → out.
+
+    out: (M, N), and (M, N/2) of two matrices; split (2, M, N/2). None for "residual". The kernel
+    starts, and loads weights, while the one before it still runs: that must not write weight, bias
+    or rotation.
+    """
+    columns, depth = weight.shape
+    m = x.numel() // depth
+    if not m:
+        return
+    outputs = columns // 2 if epilogue in TWO else columns
+
+    def lines(tensor, width, rows, box, gaps=False):
+        strides = (tensor.element_size() * tensor.stride(-2),)
+        swizzle = tensor.element_size() * box[0]
+        return cuda.tensor_map(tensor, (width, rows), strides, box, swizzle, gaps)
+
+    of_x = lines(x, depth, m, (64, tile.rows))
+    old_stream, gates = of_x, of_x  # where the epilogue has none
+    if beside.stream is not None:
+        old_stream = lines(beside.stream, outputs, m, (32, tile.rows))
+    if beside.gate is not None:
+        gates = lines(beside.gate, outputs, m, (32, tile.rows), gaps=True)
+    head = 0 if beside.rotation is None else 2 * beside.rotation.shape[1]
+    at_once = cuda.multiprocessors(x.device) // CLUSTER
+    clusters = min(tile.clusters(m, outputs, epilogue), at_once)
+    _kernel(tile, epilogue, x.dtype, x.device, head, beside.high_low).launch(
+        clusters * CLUSTER,
+        of_x,
+        lines(weight, depth, columns, (64, tile.columns // 2)),
+        old_stream,
+        gates,
+        out,
+        bias,
+        beside.rotation,
+        beside.stream,
+        beside.squares,
+        m,
+        outputs,
+        depth,
+        beside.tokens,
+        beside.first,
+        0 if beside.squares is None else len(beside.squares),
+        beside.eps,
+        overlap=True,
+    )

@@ -1,0 +1,59 @@
+"""RAE's head whose GEMMs modulate the residual stream and add to it, as on Hopper."""
+
+import pytest
+import torch
+from networks import error, network_of
+from test_rae import build, inputs, velocity
+
+from accel import fast
+from accel.families.rae.fast import FusedHead
+from accel.fast.ops import Half
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Half precision computes the head so on every device, here by the reference."""
+    monkeypatch.setattr(Half, "updates_stream", True)
+
+
+@pytest.mark.parametrize("qk_norm", (False, True))
+def test_the_fused_head_computes_the_definition(qk_norm, fused):
+    model = build(use_qknorm=qk_norm)
+    network = network_of(model, "fp16")
+    assert isinstance(network.tail, FusedHead)
+    assert error(network.forward(*inputs()), velocity(model, *inputs())) < 2e-3
+
+
+def test_tokens_on_two_ranks(fused):
+    """A rank has some tokens of a row, and all keys and values come from an exchange."""
+    network = network_of(build(), "fp16")
+    x, t, y = inputs()
+    packed = []
+
+    def attend(qkv, num_heads):
+        packed.append(qkv)
+        return qkv[..., : qkv.shape[-1] // 3].contiguous()
+
+    condition = network.condition(t, y)
+    whole = network.forward_blocks(network.embed(x), condition, attend)
+    first = packed[:]
+    packed.clear()
+    parts = [
+        network.forward_blocks(network.embed(x, part), condition, attend, part)
+        for part in (slice(0, 6), slice(6, 16))
+    ]
+    assert error(torch.cat(parts, 1), whole.double()) < 1e-3
+    halves = len(packed) // 2
+    for both, early, late in zip(first, packed[:halves], packed[halves:]):
+        assert error(torch.cat([early, late], 1), both.double()) < 2e-3
+
+
+def test_a_refresh_and_the_warming_up(fused):
+    network = network_of(build(), "fp16")
+    other = network_of(build(3), "fp16")
+    before = network.forward(*inputs())
+    network.copy_weights(other)
+    after = network.forward(*inputs())
+    assert torch.equal(after, other.forward(*inputs())) and error(after, before.double()) > 0.1
+    for call in fast.kernel_calls(network, 2):
+        call()
