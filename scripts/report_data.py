@@ -18,7 +18,7 @@ from accel.picture_files import read_picture
 from bench import harness
 from bench.jobs import CONTEST, other_job, rehearsal, score
 from bench.steps import STEPS
-from scripts.strategies import Machine, Shape, bytes_moved, choose, designs, flops
+from scripts.strategies import COPIES, Machine, Shape, bytes_moved, choose, designs, flops
 
 KINDS = {  # of records → what each must agree in with all others
     "contest": ("gpu", "model", "image_size", "weights", "steps", "decoder"),
@@ -28,13 +28,6 @@ KINDS = {  # of records → what each must agree in with all others
 }
 HALF = "fp16", "bf16"
 SERIES = CONTEST["pictures"], 1  # numbers of labels
-# design → name of its measurement in bench/steps.py, for G GPUs
-PLANS = {
-    "data": "pictures",
-    "rows": "rows={gpus}",
-    "gather": "tokens={gpus}",
-    "rows + gather": "rows=2,tokens={half}",
-}
 
 
 def read_log(folder: Path) -> dict[str, list[dict]]:
@@ -249,25 +242,33 @@ def plans_of(log: dict, tier: str, labels: int) -> list[dict]:
     return [row for row in record["plans"] if (row["tier"], row["labels"]) == (tier, labels)]
 
 
+def plan_of(design: str, labels: int, gpus: int) -> str | None:
+    """Return the layout of bench/steps.py that measures a design."""
+    return {
+        "data": "pictures",
+        "rows": f"rows={min(gpus, COPIES * labels)}",
+        "gather": f"tokens={gpus}",
+        "rows + gather": f"rows=2,tokens={gpus // 2}",
+    }.get(design)
+
+
 def design_table(
-    shape: Shape, labels: int, machine: Machine, value: int, measured: dict[str, float]
+    shape: Shape, labels: int, machine: Machine, value: int, plans: list[dict]
 ) -> dict:
     """Return every design with its costs, its estimated step and the measured one, and the
-    chosen design. measured: name of a layout → ms.
+    chosen design. plans: measured layouts of so many labels.
     """
-    found = list(designs(shape, labels, machine.gpus, value))
+    gpus = machine.gpus
+    found = list(designs(shape, labels, gpus, value))
+    measured = {
+        row["plan"]: row["ms"] for row in plans if row["plan"] != "pictures" or row["gpus"] == gpus
+    }
     rows = []
     for design in found:
-        plan = PLANS.get(design.name, "").format(gpus=machine.gpus, half=machine.gpus // 2)
-        rows.append(
-            design._asdict()
-            | dict(
-                idle=design.idle(machine.gpus),
-                ms=design.ms(machine),
-                speedup=machine.ms / design.ms(machine),
-                measured=measured.get(plan),
-            )
-        )
+        ms = design.ms(machine)
+        row = dict(idle=design.idle(gpus), ms=ms, speedup=machine.ms / ms)
+        row["measured"] = measured.get(plan_of(design.name, labels, gpus))
+        rows.append(design._asdict() | row)
     chosen = choose(found, machine).name
     return dict(labels=labels, rows=rows, chosen=chosen, **machine._asdict())
 
@@ -286,9 +287,8 @@ def designs_of(log: dict, tier: str, gpus: int) -> list[dict]:
                 "same measure.sh command again"
             )
         machine = Machine(gpus, plans[0]["ms"], **record["link"])
-        measured = {row["plan"]: row["ms"] for row in plans if row["gpus"] == gpus}
         shape = Shape(**record["shape"])
-        table = design_table(shape, labels, machine, value_bytes(tier), measured)
+        table = design_table(shape, labels, machine, value_bytes(tier), plans)
         tables.append(table | dict(fastest=min(plans, key=lambda row: row["ms"])))
     return tables
 

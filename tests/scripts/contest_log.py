@@ -33,7 +33,7 @@ SHAPE = dict(
     patch=2,
     channels=4,
     outputs=8,
-    parameters=675_129_632,
+    parameters=676_014_368,
 )
 # Milliseconds of a step by kind of work.
 KINDS = {

@@ -260,7 +260,8 @@ def test_both_languages_have_the_same_figures(written):
 
 @pytest.mark.parametrize("lang", LANGUAGES)
 def test_every_step_design_and_kind_of_work_has_words(lang):
-    text = (report.TEMPLATES / f"report.{lang}.md").read_text()
+    texts = [report.TEMPLATES / f"{name}.{lang}.md" for name in ("report", "designs")]
+    text = "".join(path.read_text() for path in texts)
     shape = Shape(**contest_log.SHAPE)
     names = [design.name for design in designs(shape, 8, 4, 2)]
     names += [name for name, _ in STEPS] + ["fp32", "tf32", "exact", "GEMM", "element-wise", "gaps"]

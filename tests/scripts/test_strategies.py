@@ -1,16 +1,22 @@
 """A step's work and the designs for several GPUs, against figures that were computed by hand."""
 
+import json
+
 import pytest
 import torch
+from conftest import ROOT
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from models import DiT
+from scripts.report import template
+from scripts.report_data import SERIES, design_table
 from scripts.strategies import Machine, Shape, bytes_moved, choose, designs, flops
 
 # L = 2, D = 4, h = 4, MLP 16, T = 16, patch 2, 4 channels in, 8 out. The blocks' weights have
 # 2·(4·4·4 + 2·4·16) = 384 entries; all parameters: 500.
 SMALL = Shape(2, 4, 4, 16, 16, 2, 4, 8, 500)
+XL = Shape(28, 1152, 16, 4608, 1024, 2, 4, 8, 676_014_368)  # at 512 px
 
 
 def of(labels, gpus, value=2):
@@ -101,3 +107,32 @@ def test_the_choice_is_the_fastest_that_keeps_the_picture():
     deep = [*designs(SMALL._replace(depth=4), 1, 4, 2)]
     fastest = min(deep, key=lambda design: design.ms(fast))
     assert fastest.name == "pipefusion" and choose(deep, fast).name != "pipefusion"
+
+
+# ---- docs/parallel.md ----
+
+
+def test_the_page_has_the_table_of_the_report():
+    """For DiT-XL/2 on four H200s: steps of a log, and a link whose bandwidth and latency are those
+    of a line through its shortest and its longest gather.
+    """
+    page = (ROOT / "docs/parallel.md").read_text()
+    gathers = [
+        (row["mib"] * 2**20, row["us"])
+        for row in json.loads((ROOT / "log/exchange-h200.json").read_text())["nccl"]
+        if row["collective"] == "all_gather"
+    ]
+    (least, shortest), *_, (most, longest) = gathers
+    gb_s = (most - least) / (longest - shortest) / 1e3
+    latency = shortest - least / gb_s / 1e3
+    measured = json.loads((ROOT / "log/parallel-h200.json").read_text())["plans"]
+    for labels in SERIES:
+        plans = [
+            row | dict(plan=row["plan"].replace(",exchange=kv", ""))
+            for row in measured
+            if (row["tier"], row["size"], row["labels"]) == ("fp16", 512, labels)
+        ]
+        machine = Machine(4, plans[0]["ms"], gb_s, latency)
+        table = design_table(XL, labels, machine, 2, plans)
+        text = template("designs.en.md").module.design_table(table)
+        assert f"\n\n{text.strip()}\n\n" in page, text
