@@ -209,7 +209,7 @@ def verdict(baseline: Path, sample: Path, vgg_weights: Path | None) -> str:
     text = io.StringIO()
     with redirect_stdout(text):
         evaluate.main(words)
-    return text.getvalue()
+    return text.getvalue().replace(str(sample), "sample.png")
 
 
 def report(args, lpips: Callable) -> dict[str, bytes]:
