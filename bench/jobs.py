@@ -164,19 +164,18 @@ def fork(args: Namespace, flags: list, folder: Path, record: Callable) -> None:
     ckpt = Path(flags[flags.index("--ckpt") + 1])
     path = ckpt if ckpt.exists() else weights_folder() / ckpt
     (args.fork / "output").mkdir(exist_ok=True)  # the program does not make it
-    before = time.time()
     command = ["-c", FORK, "--model", args.model, "--image-size", args.image_size]
     command += ["--num-sampling-steps", args.steps, "--ckpt", path.absolute()]
     done = run(command, args.fork)
     printed = re.search(r"Average sampling time: ([\d.]+)", done.text)
     started = float(re.search(r"loading at ([\d.]+)", done.text)[1])
-    grids = sorted(args.fork.rglob("sample*.png"), key=lambda path: path.stat().st_mtime)
-    grids = [path for path in grids if path.stat().st_mtime >= before]
+    made = [(path.stat().st_mtime, path) for path in args.fork.rglob("sample*.png")]
+    grids = sorted(entry for entry in made if entry[0] >= started)
     picture = beside(args, ".png", folder)
-    picture.write_bytes(grids[0].read_bytes())
+    picture.write_bytes(grids[0][1].read_bytes())
     row = dict(
         tier="tf32" if precision.supports("tf32", args.device) else "fp32",  # as it sets
-        seconds=grids[0].stat().st_mtime - started,
+        seconds=grids[0][0] - started,
         printed=float(printed[1]) if printed else None,
         grids=len(grids),
         of_commit=harness.first_line("git", "-C", args.fork, "describe", "--always", "--dirty"),

@@ -34,7 +34,6 @@ from functools import partial
 from itertools import product
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -98,26 +97,20 @@ MOST = 10  # functions in a profile's record
 # ---- the ladder, on one GPU ----
 
 
-class Rung(NamedTuple):
-    """A tier, with switches of harness.build."""
-
-    name: str
-    tier: str
-    switches: dict
-
-
-def ladder(device: torch.device, tiers: list[str]) -> Iterator[Rung]:
-    """Yield every rung that `device` can run; half tiers are climbed step by step."""
+def ladder(device: torch.device, tiers: list[str]) -> Iterator[tuple[str, str, dict]]:
+    """Yield every rung as its name, tier and switches of harness.build; half tiers are climbed
+    step by step.
+    """
     # Plain half precision gets torch's flash attention where there is one.
     attention = "flash" if precision.supports("bf16", device) else "efficient"
     for tier in tiers:
         if precision.TIERS[tier].dtype == torch.float32:
-            yield Rung(tier, tier, {})
+            yield tier, tier, {}
             continue
         switches = {**harness.PLAIN, "attention": attention}
         for name, change in STEPS:
             switches = {**switches, **change}
-            yield Rung(f"{tier} + {name}", tier, switches)
+            yield f"{tier} + {name}", tier, switches
 
 
 class Reference:
@@ -204,7 +197,7 @@ def climb(args: Namespace, device: torch.device, record: dict) -> Iterator[dict]
     reference = Reference(model, args, device)
     judge = None
     # on a CPU there is fp32 alone
-    if args.gate and any(rung.name != "fp32" for rung in args.rungs):
+    if args.gate and any(name != "fp32" for name, _, _ in args.rungs):
         judge = Judge(args.gate, device, model=harness.demo_of(args.model))
 
     def measure(name, make):
@@ -220,11 +213,10 @@ def climb(args: Namespace, device: torch.device, record: dict) -> Iterator[dict]
         record["rungs"].append(row)
         return row
 
-    for rung in args.rungs:
-        make = partial(harness.build, args.model, model, rung.tier, device, **rung.switches)
-        row = measure(rung.name, make)
-        if judge and rung.name != "fp32":
-            row["judged"] = judge.judge(rung.tier, rung.switches)
+    for name, tier, switches in args.rungs:
+        row = measure(name, partial(harness.build, args.model, model, tier, device, **switches))
+        if judge and name != "fp32":
+            row["judged"] = judge.judge(tier, switches)
         yield row
     for rival in args.vs:
         make = partial(Rival, rival, harness.model_of(args, device), torch.float16, device)
@@ -232,11 +224,12 @@ def climb(args: Namespace, device: torch.device, record: dict) -> Iterator[dict]
         torch._dynamo.reset()
         yield measure(f"fp16 + {RIVALS[rival]}", make)
     if args.profile:  # last: a profiler may slow the steps after it
-        tiers = list(dict.fromkeys(rung.tier for rung in args.rungs))
+        tiers = list(dict.fromkeys(tier for _, tier, _ in args.rungs))
         record["ceilings"] = ceilings(tiers, device)
         for tier in tiers:
             network = harness.build(args.model, model, tier, device)
             record["profiles"].append(profile_of(network, tier, args, device))
+            yield record["profiles"][-1]
 
 
 # ---- profiles ----
@@ -268,10 +261,8 @@ def record_steps(loop: Callable, device: torch.device) -> profile:
 
 def kind_of(function: str) -> str:
     """Return the kind of work of a kernel or operator by its name."""
-    for kind, pattern in KINDS:
-        if re.search(pattern, function, re.I):
-            return kind
-    return OTHER
+    kinds = (kind for kind, pattern in KINDS if re.search(pattern, function, re.I))
+    return next(kinds, OTHER)
 
 
 def by_function(profiler: profile, device: torch.device) -> list[dict]:
@@ -296,7 +287,9 @@ def by_function(profiler: profile, device: torch.device) -> list[dict]:
 
 def profile_of(network: Network, tier: str, args: Namespace, device: torch.device) -> dict:
     """Return a tier's time by kind of work and by function; the trace goes beside --output."""
-    profiler = record_steps(harness.sampling(network, args, device), device)
+    loop = harness.sampling(network, args, device)
+    harness.run_steps(loop, WARM_UP, lambda: None)  # a step is captured without the profiler
+    profiler = record_steps(loop, device)
     functions = by_function(profiler, device)
     kinds = {}
     for function in functions:
@@ -306,17 +299,11 @@ def profile_of(network: Network, tier: str, args: Namespace, device: torch.devic
     row = dict(tier=tier, steps=RECORDED, kinds=kinds, functions=functions[:MOST])
     if args.output:
         path = Path(args.output).with_suffix(f".{tier}.trace.json.gz")
-        save_trace(profiler, path)
+        with tempfile.NamedTemporaryFile(suffix=".json.gz") as trace, atomic_write(path) as file:
+            profiler.export_chrome_trace(trace.name)
+            file.write(Path(trace.name).read_bytes())
         row["trace"] = path.name
     return row
-
-
-def save_trace(profiler: profile, path: Path) -> None:
-    """Write the trace, whole or not at all."""
-    with tempfile.NamedTemporaryFile(suffix=".json.gz") as trace:
-        profiler.export_chrome_trace(trace.name)
-        with atomic_write(path) as file:
-            file.write(Path(trace.name).read_bytes())
 
 
 def ceilings(tiers: list[str], device: torch.device) -> dict:
@@ -471,7 +458,11 @@ def share_batch(args: Namespace, ranks: Ranks, record: dict) -> Iterator[dict]:
 
 
 def line(row: dict) -> str:
-    """Return a row as text."""
+    """Return a rung, a layout or a profile as text."""
+    if "kinds" in row:
+        kinds = [f"{kind} {of_kind['ms']:.2f} ms" for kind, of_kind in row["kinds"].items()]
+        lines = [f"{each['ms']:12.3f} ms  {each['name']:.72}" for each in row["functions"]]
+        return "\n".join([f"{row['tier']}, profiled: {', '.join(kinds)}", *lines])
     name = row.get("rung") or "{tier}, {labels} labels, {gpus} ranks: {plan}".format(**row)
     text = f"{name:40} {row['ms']:8.2f} ms [{row['p10']:.2f}, {row['p90']:.2f}]"
     if "error" in row:
@@ -487,29 +478,16 @@ def line(row: dict) -> str:
     return text
 
 
-def describe(profile: dict, ceilings: dict) -> str:
-    """Return a tier's profile as text."""
-    kinds = [f"{kind} {row['ms']:.2f} ms" for kind, row in profile["kinds"].items()]
-    tier = profile["tier"]
-    ceiling = f"ceilings {ceilings['tflops'][tier]:.3g} TFLOP/s, {ceilings['gb_s']:.0f} GB/s"
-    lines = [f"{tier}, profiled: {', '.join(kinds)}; {ceiling}"]
-    lines += [
-        f"{row['ms']:12.3f} ms {row['calls']:8.0f} ×  {row['name']:.72}"
-        for row in profile["functions"]
-    ]
-    return "\n".join(lines)
-
-
-def rungs_of(args: Namespace, device: torch.device) -> list[Rung]:
+def rungs_of(args: Namespace, device: torch.device) -> list[tuple[str, str, dict]]:
     """Return the rungs of the ladder that --only names. Raises UsageError if there is
     nothing to time.
     """
     every = list(ladder(device, args.precision))
     if not args.only:
         return every
-    rungs = [rung for rung in every if any(word in rung.name for word in args.only)]
+    rungs = [rung for rung in every if any(word in rung[0] for word in args.only)]
     if not (rungs or args.vs):
-        names = ", ".join(rung.name for rung in every)
+        names = ", ".join(name for name, _, _ in every)
         raise UsageError(
             f"--only {' '.join(args.only)}: no rung on {device} has that in its name; there are "
             f"{names}"
@@ -563,10 +541,6 @@ def measure(args: Namespace, ranks: Ranks) -> None:
         if ranks.rank == 0:
             harness.write(args.output, record)
             tqdm.write(line(row))
-    if ranks.rank == 0:
-        for tier in record.get("profiles", ()):
-            print(describe(tier, record["ceilings"]))
-        harness.write(args.output, record)
 
 
 def main() -> None:
