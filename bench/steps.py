@@ -31,7 +31,6 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
-from itertools import product
 from operator import attrgetter
 from pathlib import Path
 
@@ -446,12 +445,13 @@ def share_batch(args: Namespace, ranks: Ranks, record: dict) -> Iterator[dict]:
     model = harness.model_of(args, ranks.device)
     record["shape"] = harness.shape_of(model, args)
     tuner = Tuner(share=ranks.from_rank_0)
-    for tier, pictures in product(args.precision, args.batches):
+    for tier in args.precision:
         network = harness.build(args.model, model, tier, ranks.device, tuner)
-        args.pictures = pictures
-        for row in time_layouts(args, ranks, network, tier):
-            record["plans"].append(row)
-            yield row
+        for pictures in args.batches:
+            args.pictures = pictures
+            for row in time_layouts(args, ranks, network, tier):
+                record["plans"].append(row)
+                yield row
 
 
 # ---- the command ----
@@ -506,7 +506,8 @@ def prepare(args: Namespace, ranks: Ranks) -> torch.device:
     device = harness.prepare(args)
     args.batches = args.pictures or ([8] if ranks.world == 1 else [1, 8])
     args.pictures = args.batches[0]
-    for tier in args.precision or ():
+    args.precision = args.precision or harness.contest_tiers(device)
+    for tier in args.precision:
         precision.require("precision", tier, device)
     if args.vs and device.type != "cuda":
         raise UsageError("--vs: compares float16 on a GPU, and this is none; leave it out")
@@ -514,11 +515,9 @@ def prepare(args: Namespace, ranks: Ranks) -> torch.device:
         for name in ("gate", "only", "profile", "vs"):
             if getattr(args, name):
                 raise UsageError(f"--{name}: is for one process; leave it out under torchrun")
-        args.precision = args.precision or [precision.default_tier(device)]
         return device
     if len(args.batches) > 1:
         raise UsageError("--pictures: one process times one batch; give one, or use torchrun")
-    args.precision = args.precision or harness.contest_tiers(device)
     args.rungs = rungs_of(args, device)
     return device
 
@@ -558,7 +557,7 @@ def main() -> None:
         "--precision",
         nargs="+",
         choices=precision.TIERS,
-        help="tiers, half ones step by step (default: all but bf16; ranks: fp16, on a CPU fp32)",
+        help="tiers; the ladder climbs half ones step by step (default: all but bf16)",
     )
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="WORD", help="rungs with such a word in their name"

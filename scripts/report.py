@@ -23,6 +23,7 @@ import json
 import math
 import re
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -46,7 +47,7 @@ from accel.errors import UsageError
 from accel.files import ROOT, atomic_write
 from accel.flags import check_writable
 from accel.picture_files import read_picture
-from scripts.report_data import collect, plain, read_log
+from scripts.report_data import collect, plain, read_log, require_own
 
 TEMPLATES = ROOT / "scripts" / "report"
 TODO = "TO WRITE"
@@ -93,6 +94,12 @@ def tidy(text: str) -> str:
     text = re.sub(r"(?<=[a-zA-Z0-9])(?=[\u4e00-\u9fff])", " ", text)
     text = re.sub(r"(?<=[\u4e00-\u9fff])(?=[a-zA-Z0-9])", " ", text)
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+def render(data: dict, lang: str) -> tuple[str, dict]:
+    """Return the report's text, and its words for figures. data: report.json's."""
+    written = template(f"report.{lang}.md").make_module(data)
+    return tidy(str(written)), written.words
 
 
 def read_notes(path: Path, lang: str) -> list[tuple[str, str]]:
@@ -212,7 +219,7 @@ def verdict(baseline: Path, sample: Path, vgg_weights: Path | None) -> str:
     return text.getvalue().replace(str(sample), "sample.png")
 
 
-def report(args, lpips: Callable) -> dict[str, bytes]:
+def report(args: Namespace, lpips: Callable) -> dict[str, bytes]:
     """Return name → content of all files of the report."""
     log = read_log(args.log)
     try:
@@ -239,9 +246,8 @@ def report(args, lpips: Callable) -> dict[str, bytes]:
             if source["file"] == data["result"]["record"]
         ),
     )
-    written = template(f"report.{args.lang}.md").make_module(data)
-    text = tidy(str(written))
-    figures = draw(data, written.words)
+    text, words = render(data, args.lang)
+    figures = draw(data, words)
     del data["pixels"]
     data["to_write"] = text.count(TODO)
     files = {f"figures/{name}": figure for name, figure in figures.items()}
@@ -276,6 +282,7 @@ def main() -> None:
     add("--vgg-weights", type=Path, help="LPIPS' VGG16, as in evaluate.py")
     args = parser.parse_args()
     with user_errors(parser):
+        require_own(args.log)
         check_writable(args.out / "report.md", "OUT")
         files = report(args, evaluate.Lpips(args.vgg_weights))
         for name, content in files.items():

@@ -30,11 +30,8 @@ HALF = "fp16", "bf16"
 SERIES = CONTEST["pictures"], 1  # numbers of labels
 
 
-def read_log(folder: Path) -> dict[str, list[dict]]:
-    """Return kind → records of the JSON files, with `path`, `file` and `digest`. Raises UsageError
-    if a file is damaged, was cut short, or is of another machine, network or weights, and for
-    the repository's own log.
-    """
+def require_own(folder: Path) -> None:
+    """Raise UsageError for a log of the repository's authors, and unless there is a folder."""
     if folder.resolve() in (ROOT / "log", ROOT / "log/example"):
         raise UsageError(
             f"--log {folder}: is of this software's authors; measure on your own machine: bash "
@@ -44,11 +41,13 @@ def read_log(folder: Path) -> dict[str, list[dict]]:
         raise UsageError(
             f"--log {folder}: no such folder; bash scripts/measure.sh {folder} fills one"
         )
-    return checked_log(folder)
 
 
-def checked_log(folder: Path) -> dict[str, list[dict]]:
-    """Return kind → records of a log, whoever measured it. Raises UsageError as `read_log`."""
+def read_log(folder: Path) -> dict[str, list[dict]]:
+    """Return kind → records of the JSON files, with `path`, `file` and `digest`. Raises UsageError
+    if a file is damaged or was cut short, if a measurement is missing, and for one of another
+    machine, network or weights.
+    """
     log = {kind: [] for kind in KINDS}
     for path in sorted(folder.glob("*.json")):
         record = harness.read(path, str(path), "measure again or remove it")

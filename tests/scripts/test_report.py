@@ -333,6 +333,33 @@ def test_every_figure_is_traced_to_its_file(written, measured):
         assert report_data.hashlib.sha256(content).hexdigest().startswith(source["digest"])
 
 
+@pytest.mark.parametrize("lang", LANGUAGES)
+def test_the_text_follows_from_report_json(lang, written):
+    data = json.loads(written[lang]["report.json"])
+    assert report.render(data, lang)[0] == written[lang]["report.md"].decode()
+
+
+def test_the_committed_example_is_that_of_its_files():
+    """Its text follows from its report.json, which has the figures of the log beside it. Its
+    pictures are not kept.
+    """
+    folder = ROOT / "log/example"
+    data = json.loads((folder / "report/report.json").read_text())
+    text = (folder / "report/report.md").read_text()
+    assert report.render(data, "en")[0] == text
+    chinese = json.loads((folder / "report-zh/report.json").read_text())
+    assert report.render(chinese, "zh")[0] == (folder / "report-zh/report.md").read_text()
+    assert untraced([data, list(derived(data))], text.partition("## Sources")[0]) == []
+    for source in data["sources"] + chinese["sources"]:
+        content = (folder / source["file"]).read_bytes()
+        assert report_data.hashlib.sha256(content).hexdigest().startswith(source["digest"])
+    kept = {path.name for path in folder.glob("*.json")}
+    assert kept == {source["file"] for source in data["sources"]}
+    for name in ("report", "report-zh"):
+        page = (folder / name / "report.html").read_text()
+        assert len(page) < 4e6 and page.count("<img ") >= 4
+
+
 def profiled(kinds, tflops=1.0, gb_s=100.0, ms=100.0):
     """A ladder's record of one tier: L = 2, D = 4, MLP 16, T = 16, 3 batch rows."""
     shape = dict(contest_log.SHAPE, depth=2, width=4, heads=4, hidden=16, tokens=16, parameters=500)
