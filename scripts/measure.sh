@@ -62,7 +62,8 @@ print(n, torch.cuda.get_device_name() if n else "CPU")') || fail "python has no 
 if ((found)); then
   gate=(--gate 1)
 else
-  echo "No GPU: the demo is measured on the CPU."
+  echo "No GPU: the demo is measured on the CPU, one thread a process."
+  export OMP_NUM_THREADS=1 # one process and many then compute the same bits
   gate=()
 fi
 gpus=${gpus:-$((found ? found : 2))}
