@@ -37,7 +37,7 @@ from typing import NamedTuple
 
 def _crash(*error):
     """End with status 3: Python's own status for a crash is 1, which would say FAIL."""
-    sys.__excepthook__(*error)
+    launch.in_a_line(*error)
     os._exit(3)
 
 
@@ -517,15 +517,31 @@ def check_inputs(args: argparse.Namespace) -> None:
             )
 
 
-def print_table(mean: dict[str, float], args: argparse.Namespace) -> None:
-    """Print the lines of the contest's script, and each metric with its threshold."""
+def mean_of(values: list[float]) -> float:
+    """Return the mean of the values without infinities, the PSNR of equal pictures; infinity if
+    there are no others.
+    """
+    others = [value for value in values if value != math.inf]
+    return float(np.mean(others)) if others else math.inf
+
+
+def print_table(
+    mean: dict[str, float], worst: dict[str, float], files: int, args: argparse.Namespace
+) -> None:
+    """Print the lines of the contest's script for the mean of all files, and each metric's worst
+    value with its threshold.
+    """
     print("=== Image Comparison Metrics ===")
     for metric, value in mean.items():
         print(METRICS[metric].format(value))
-    print(f"\nMAE is for pixels {LEVELS}. The gate divides it by 255.\nGate: {args.gate}")
-    results = judge(mean, args.thresholds)
+    gate = args.gate
+    if files > 1:
+        print(f"\nThese are means of {files} files; PSNR's leaves equal pictures out.")
+        gate += f", the worst of {files} files"
+    print(f"\nMAE is for pixels {LEVELS}. The gate divides it by 255.\nGate: {gate}")
+    results = judge(worst, args.thresholds)
     for metric, threshold in args.thresholds.items():
-        value = mean[metric]
+        value = worst[metric]
         rows = {metric.upper(): (value, threshold)}
         if metric == "mae":
             rows = {"MAE of 0-1": (value / 255, threshold)}
@@ -578,9 +594,13 @@ def run(args: argparse.Namespace, report: dict) -> None:
             )
         records.append(judge_pair(args, pair, a.pixels, b.pixels, lpips))
     mean = {}
+    worst = {}
     for metric in records[0]["values"]:
-        mean[metric] = float(np.mean([record["values"][metric] for record in records]))
-    print_table(mean, args)
+        values = [record["values"][metric] for record in records]
+        mean[metric] = mean_of(values)
+        worst_of = np.max if CRITERIA[metric][1] is le else np.min
+        worst[metric] = float(worst_of(values))
+    print_table(mean, worst, len(records), args)
     print_records(records, args.every_tile)
     if args.heatmap:
         draw_worst(args, records)
@@ -617,6 +637,7 @@ def run(args: argparse.Namespace, report: dict) -> None:
         thresholds=args.thresholds,
         mae_units={"values": "0-255", "thresholds": "0-1"},
         mean=mean,
+        worst=worst,
         files=records,
         vgg_weights=vgg,
     )

@@ -24,7 +24,8 @@ from accel.cli import (
 from accel.config import FidJob, Grid, Job
 from accel.ranks import Ranks, require_device
 
-STOP_SIGNALS = signal.SIGTERM, signal.SIGUSR1  # of queues, before they take a job's nodes away
+# Of queues, before they take a job's nodes away; SIGHUP of a terminal that is closed.
+STOP_SIGNALS = signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
 # Parameters that may differ between the nodes of a job: paths and devices.
 OF_NODE = {"ckpt", "guide", "vae", "latent_stats", "output", "sample_dir", "device"}
 
@@ -74,8 +75,7 @@ def sample(job: Job, parser: OneLineParser) -> None:
     """Run this rank's part of a job."""
     is_fid_job = isinstance(job, FidJob)
     if is_fid_job:
-        for number in STOP_SIGNALS:
-            signal.signal(number, signals.on_signal)  # there is nothing to record yet
+        signals.end_on(STOP_SIGNALS)  # there is nothing to record yet
     with user_errors(parser):
         require_device(job.config.device)
         launch.import_torch(job.config.device)  # after the cheap checks: it is slow
@@ -104,7 +104,7 @@ def sample_grid(grid: Grid, ranks: Ranks) -> None:
 def sample_for_fid(job: FidJob, ranks: Ranks) -> None:
     """Make the folder of pictures and its .npz."""
     from accel import fid
-    from accel.fid.job import guided, order_of, record_of, require_seeds
+    from accel.fid.job import order_of, record_of, require_seeds
     from accel.kernels.linear import Tuner
     from accel.opening import open_on_ranks
     from accel.pipeline import Pipeline
@@ -120,7 +120,6 @@ def sample_for_fid(job: FidJob, ranks: Ranks) -> None:
                 lambda: Pipeline.load(
                     opened,
                     order.batch_sizes,
-                    guided=guided(job.config),
                     tuner=tuner,
                     many_pictures=True,
                     too_large=job.too_large,

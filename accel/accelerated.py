@@ -107,7 +107,7 @@ class Accelerated:
                 if guidance_channels is None:
                     guidance_channels = own_guidance(loaded)
         if guidance_channels is None:
-            guidance_channels = min(fit.family.recipe.guidance_channels, fit.in_channels)
+            guidance_channels = min(fit.defaults.guidance_channels, fit.in_channels)
         self.guidance_channels = guidance_channels  # 0: the model guides in a way of its own
         self._forward = network.forward
         self._guided = self._forward_guided

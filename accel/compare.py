@@ -72,17 +72,19 @@ def require_same(network: BlockNetwork, loaded: LoadedModule, tier: str, side: i
     for t, want in zip(fit.family.some_times, outputs):
         got = network.forward(*_inputs(fit, device, t))
         if want.shape != got.shape:
-            shapes = f"returns {tuple(want.shape)}, a DiT with these weights {tuple(got.shape)}"
-            raise UsageError(f"{loaded.name}: {shapes}: another network")
+            raise UsageError(
+                f"{loaded.name}: returns {tuple(want.shape)}, and a {fit.family.name} with these "
+                f"weights {tuple(got.shape)}: another network"
+            )
         if not want.isfinite().all():
             raise UsageError(f"{loaded.name}: its own output is not finite; check the weights")
         errors = (got.to(want) - want).flatten(1).norm(dim=1) / want.flatten(1).norm(dim=1)
         error = float(errors.amax())  # of either row
         if not error <= tolerance:
             raise UsageError(
-                f"{loaded.name}: computes another function than a DiT with these weights: "
-                f"relative error {error:.1g} at t = {t:g}, {tolerance:g} is allowed; check=False "
-                "skips this check"
+                f"{loaded.name}: computes another function than a {fit.family.name} with these "
+                f"weights: relative error {error:.1g} at t = {t:g}, {tolerance:g} is allowed; "
+                "check=False skips this check"
             )
 
 
@@ -115,7 +117,7 @@ def own_guidance(loaded: LoadedModule) -> int | None:
         return float(torch.stack(errors).amax())  # NaN if there is one
 
     # Where guidance changes nothing, every number fits: take the family's.
-    usual = fit.family.recipe.guidance_channels
+    usual = fit.defaults.guidance_channels
     numbers = range(1, fit.out_channels + 1)
     likely = min(numbers, key=lambda n: (error(n), abs(n - usual)))
     # TF32, where the caller allows it, may round differently in each call.
@@ -165,7 +167,8 @@ def _evaluate(loaded, t, weights=None, method="__call__", *more):
         except Exception as error:  # of code that is not ours
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
             raise UsageError(
-                f"{loaded.name}: cannot be evaluated as a DiT ({reason}); check=False skips this"
+                f"{loaded.name}: cannot be evaluated as a {loaded.fit.family.name} ({reason}); "
+                "check=False skips this"
             ) from None
         finally:
             for part in training:

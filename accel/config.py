@@ -80,7 +80,8 @@ class Config(Options):
     )
     cfg_scale: float | None = sampled(
         "strength of classifier-free guidance: 1 is none, 0 the null label's estimate on guided "
-        "channels; default: what the model implies, 4.0 unless its recipe says otherwise",
+        "channels, between them a mixture; default: what the model implies, 4.0 unless its recipe "
+        "says otherwise",
         bounds=(0, 10**6),
     )
     num_sampling_steps: int | None = sampled(
@@ -103,7 +104,7 @@ class Config(Options):
     guidance_channels: int | None = sampled(
         "number of latent channels that are guided: the first 3, as published, or all 4, as "
         "diffusers does; default: what the model implies",
-        bounds=(1, 1024),
+        bounds=(1, 8192),
     )
     noise_scale: float | None = sampled(
         "networks that estimate the clean picture: scale of the first noise; default: what --ckpt "

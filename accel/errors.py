@@ -67,12 +67,19 @@ class Stopped(Exception):
 
 
 def as_usage_error(error: BaseException) -> UsageError | None:
-    """Return the UsageError for an error that the user can mend: a UsageError itself,
-    memory of the GPU or the machine that ran out, also while torch is loaded, or a write
-    that a disk, a quota or a limit on file sizes refuses. Return None for other errors.
+    """Return the UsageError for an error that the user can mend: a UsageError itself, a package
+    that is not installed, memory of the GPU or the machine that ran out, also while torch is
+    loaded, or a write that a disk, a quota or a limit on file sizes refuses. Return None for other
+    errors.
     """
     if isinstance(error, UsageError):
         return error
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        return UsageError(
+            f"{package} is not installed here; activate the environment (source "
+            ".venv/bin/activate, which make builds), or pip install -r requirements.txt"
+        )
     if isinstance(error, ImportError) and "failed to map segment" in str(error):
         reason = str(error).splitlines()[0]
         return UsageError(

@@ -40,13 +40,13 @@ def ready(grid: Grid, weights: Weights | None = None, guide: Weights | None = No
     decodes = grid.output_type == "image"
     opened = open_model(grid.config, weights=weights, decodes=decodes, guide=guide)
     grid = grid.filled(opened.config, opened.fit, opened.has_null_label)
-    return Ready(grid, opened, load(grid, opened))
+    return Ready(grid, opened, load(grid, opened, any_scale=True))
 
 
-def load(grid: Grid, opened: Opened) -> Pipeline:
-    """Load the pipeline of a grid in this process."""
+def load(grid: Grid, opened: Opened, any_scale: bool = False) -> Pipeline:
+    """Load the pipeline of a grid in this process. any_scale: as for Pipeline.load."""
     sizes = ALONE.sizes(grid.count, grid.batch_size)
-    return Pipeline.load(opened, sizes, too_large=grid.too_large)
+    return Pipeline.load(opened, sizes, any_scale=any_scale, too_large=grid.too_large)
 
 
 def batches_of(grid: Grid) -> list[slice]:

@@ -113,22 +113,14 @@ def open_guide(weights: Weights, guided: Weights, fit: Fit, config: Config) -> G
     return Guide(weights, of_guide)
 
 
-def _trained(fit: Fit, name: str) -> float | None:
-    """Return a setting that weights were trained with, None if neither their file nor their
-    model says it.
-    """
-    model = fit.family.models.get(fit.model)
-    return fit.recipe.get(name, getattr(model, name, None))
-
-
 def _require_noise(name: str, guide: Fit, guided: str, fit: Fit, config: Config) -> None:
     """Raise UsageError for a guide that was trained with noise of another scale, unless the user
     gives one scale for both. Print the scale that is assumed.
     """
     if fit.family.prediction != "data" or config.noise_scale is not None:
         return
-    scale = _trained(guide, "noise_scale")
-    of_guided = _trained(fit, "noise_scale") or fit.family.recipe.noise_scale
+    scale = guide.recipe.get("noise_scale")
+    of_guided = fit.recipe.get("noise_scale", fit.defaults.noise_scale)
     if scale is None:
         log.warning(
             f"{shown(name, 300)}: says no scale of the first noise, taken for {of_guided:g}, as "
@@ -144,7 +136,7 @@ def _require_noise(name: str, guide: Fit, guided: str, fit: Fit, config: Config)
 def _say_assumed_divisor(name: str, guide: Fit, fit: Fit, config: Config) -> None:
     """Print which t_eps divides the guide's estimates, if it was trained with another one."""
     trained = guide.recipe.get("t_eps")
-    used = config.t_eps or _trained(fit, "t_eps") or fit.family.recipe.t_eps
+    used = config.t_eps or fit.recipe.get("t_eps", fit.defaults.t_eps)
     if trained not in (None, used):
         log.warning(
             f"{shown(name, 300)}: was trained with t_eps {trained:g}; {used:g} is used for both "

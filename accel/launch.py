@@ -13,9 +13,16 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import TracebackType
 
 from accel.errors import USAGE, UsageError, as_usage_error
-from accel.signals import exit_now, finish, handle_signals, replace_standard_streams
+from accel.signals import (
+    exit_now,
+    finish,
+    handle_signals,
+    is_task_of_srun,
+    replace_standard_streams,
+)
 
 MAX_PROCESSES = 64  # a mistyped number should not fill the machine
 # Numbers of processes, of Open MPI and of MPICH and its kin.
@@ -44,10 +51,12 @@ def begin() -> None:
     atexit.register(finish)
     end_with_parent()
     handle_signals()
-    sys.excepthook = _in_a_line
+    sys.excepthook = in_a_line
 
 
-def _in_a_line(kind, error, traceback):
+def in_a_line(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
     """End the command by one line if the user can mend the error. It may come from an import,
     before the command has a parser.
     """
@@ -96,7 +105,9 @@ def world_size(wanted: int | None, device: str | None) -> int:
     for all of no GPUs.
     """
     launched = "RANK" in os.environ
-    counts = ("WORLD_SIZE",) if launched else ("SLURM_STEP_NUM_TASKS", *OF_MPI)
+    counts = ["WORLD_SIZE"] if launched else [*OF_MPI]
+    if not launched and is_task_of_srun():
+        counts.append("SLURM_STEP_NUM_TASKS")
     several = any(os.environ.get(name, "1") != "1" for name in counts)
     if several or launched and wanted != 1:
         raise UsageError(

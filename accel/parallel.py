@@ -13,7 +13,7 @@ from accel.kernels.linear import Tuner
 from accel.latents.decoder import Decoder, NoDecoder
 from accel.network import Stage, stages_of
 from accel.opening import Opened
-from accel.pipeline import Pipeline, guidance_of
+from accel.pipeline import Pipeline, opened_guidance
 from accel.progress import Stopwatch
 from accel.ranks import Ranks, layouts
 from accel.ranks.distributed import DistributedRanks
@@ -68,7 +68,7 @@ def choose_layout(grid: Grid, opened: Opened, ranks: Ranks) -> Layout:
         layout = layouts.choose(
             grid.count,
             grid.batch_size,
-            guidance_of(opened).copies,
+            opened_guidance(opened).copies,
             ranks.world,
             opened.tokens if by_push else 1,
             stages[0].width,

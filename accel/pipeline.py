@@ -37,7 +37,7 @@ from accel.sampling import (
     steps_of,
     upstream_noise,
 )
-from accel.sampling.guidance import Guidance, Unguided
+from accel.sampling.guidance import Guidance, Unguided, compared_interval, guidance_of
 from accel.sampling.process import Process
 from accel.weights import Weights
 
@@ -94,20 +94,21 @@ class Pipeline:
         opened: Opened,
         sizes: Iterable[int] = (1,),
         *,
-        guided: bool | None = None,
         placement: Placement = ALONE,
         tuner: "Tuner | None" = None,
         many_pictures: bool = False,
+        any_scale: bool = False,
         too_large: str = TOO_LARGE,
     ) -> "Pipeline":
         """Load the network and make process, guidance and decoder. The decoder loads its
         weights at its first use.
 
         sizes: numbers of pictures that a rank denoises at once; the network is tuned and
-        checked for them. guided: whether to compute guidance; default: if there is a guide or a
-        null class. placement: of this rank among those that share an evaluation. tuner: chooses
-        the GEMMs' algorithms. many_pictures: the decoder may spend seconds at the start to decode
-        each picture faster. Raises UsageError for weights that are missing or overflow the tier.
+        checked for them. placement: of this rank among those that share an evaluation. tuner:
+        chooses the GEMMs' algorithms. many_pictures: an FID job, whose random stream is
+        upstream's; the decoder may spend seconds at the start to decode each picture faster.
+        any_scale: keep a guide that is not used at this scale of guidance. Raises UsageError for
+        weights that are missing or overflow the tier.
         """
         config = opened.config
         fit = opened.fit
@@ -118,8 +119,8 @@ class Pipeline:
                 f"{config.image_size} px"
             )
         process = process_of(opened)
-        guidance = guidance_of(opened, guided)
-        if isinstance(guidance, Unguided):
+        guidance = opened_guidance(opened, many_pictures)
+        if isinstance(guidance, Unguided) and not any_scale:
             opened = opened._replace(guide=None)  # it would not be evaluated
         batch = _batch(opened, process, guidance, placement, sizes)
         with enough_memory(too_large):
@@ -264,7 +265,7 @@ class Pipeline:
         z = initial_noise(n, self.network.in_channels, self.side, generator)
         if self.process.noise_from_cpu and self.device.type != "cpu":
             generator = torch.Generator().manual_seed(seed)
-        return z[part], upstream_noise(z, self.guidance.copies, part, generator)
+        return z[part], upstream_noise(z, self.guidance.drawn, part, generator)
 
 
 def hardware(device: torch.device) -> str:
@@ -289,24 +290,23 @@ def process_of(opened: Opened) -> Process:
         noise_scale=config.noise_scale,
         by_start=family.heun_by_start,
         last_time=family.last_time,
+        compared=family.compared,
     )
 
 
-def guidance_of(opened: Opened, guided: bool | None = None) -> Guidance | Unguided:
-    """Return the guidance of the options. guided: whether it is computed; default: where
-    there is a guide or a null class.
-    """
-    if guided is None:
-        guided = opened.guide is not None or opened.fit.null_class
-    if not guided:
-        return Unguided()
+def opened_guidance(opened: Opened, upstreams_job: bool = False) -> Guidance | Unguided:
+    """Return the guidance of the options. upstreams_job: as for `guidance_of`."""
     config = opened.config
-    where = (config.guidance_channels, config.guidance_interval, opened.fit.family.interval_ends)
-    if opened.guide is not None:
-        from accel.sampling.autoguidance import Autoguidance  # a network by itself needs none
-
-        return Autoguidance(config.cfg_scale, *where)
-    return Guidance(config.cfg_scale, config.num_classes, *where)
+    family = opened.fit.family
+    return guidance_of(
+        config.cfg_scale,
+        config.num_classes if opened.fit.null_class else None,
+        guide=opened.guide is not None,
+        channels=config.guidance_channels,
+        interval=compared_interval(config.guidance_interval, family.compared),
+        ends=family.interval_ends,
+        upstreams_job=upstreams_job,
+    )
 
 
 def decoder_of(

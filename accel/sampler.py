@@ -30,7 +30,7 @@ from accel.latents.files import FILES
 from accel.network import require_no_gradients
 from accel.opening import require_schedule
 from accel.output import to_grid
-from accel.pipeline import Pipeline, free_memory, guidance_of, process_of
+from accel.pipeline import Pipeline, free_memory, opened_guidance, process_of
 from accel.precision import apply_precision
 from accel.progress import step_bar
 from accel.weights.checkpoint import FILE_SUFFIXES, HUB_ID
@@ -310,7 +310,7 @@ class Sampler:
             if noise is not None:
                 shape = (grid.count, opened.space.channels, pipeline.side, pipeline.side)
                 noise = _floats("noise", noise, shape, pipeline.device)
-            pipeline = pipeline.with_(process=process_of(opened), guidance=guidance_of(opened))
+            pipeline = pipeline.with_(process=process_of(opened), guidance=opened_guidance(opened))
             batches = batches_of(grid)
             steps = pipeline.process.steps * len(batches)
             with step_bar(steps, pipeline.device, disable=not progress) as on_step:

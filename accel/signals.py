@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from types import FrameType
 from typing import TextIO
@@ -22,7 +23,7 @@ ENDINGS: dict[int, tuple[int, str]] = {
     signal.SIGUSR1: _STOPPED,  # from queues, before they take a job's nodes away
 }
 # SIGTERM comes from the ranks' launcher, which prints the cause.
-ENDINGS_OF_RANKS = signal.SIGINT, signal.SIGUSR1
+ENDINGS_OF_RANKS = signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 
 _rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
 # Rank 0, the only process, or a process whose rank will be refused: it alone prints.
@@ -30,10 +31,24 @@ IS_FIRST_RANK = not _rank.lstrip("0").isdecimal()
 _last_line: list[str] = []  # after a signal, until it is printed
 
 
+def is_task_of_srun() -> bool:
+    """Return whether srun started this process as a task of a step. A command that is given in
+    an interactive step, srun --pty bash, is a process by itself. A step that is started there
+    inherits its variables, and has no terminal.
+    """
+    in_terminal = "SLURM_PTY_PORT" in os.environ and any(map(os.isatty, (0, 1, 2)))
+    return "SLURM_STEP_NUM_TASKS" in os.environ and not in_terminal
+
+
 def handle_signals() -> None:
     """End this command by ENDINGS from here on. Leave signals that are ignored, as by nohup."""
-    is_rank = "RANK" in os.environ or "SLURM_STEP_NUM_TASKS" in os.environ
-    for number in ENDINGS_OF_RANKS if is_rank else ENDINGS:
+    is_rank = "RANK" in os.environ or is_task_of_srun()
+    end_on(ENDINGS_OF_RANKS if is_rank else ENDINGS)
+
+
+def end_on(numbers: Iterable[int]) -> None:
+    """End this command by these signals of ENDINGS. Leave those that are ignored."""
+    for number in numbers:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, on_signal)
 

@@ -421,7 +421,7 @@ def sampling(
     guidance = Guidance(SCALE, args.num_classes)
     z, labels = batch(network, args, device)
     generator = torch.default_generator if process.noise_from_cpu else None
-    draw = upstream_noise(z, guidance.copies, rows, generator)
+    draw = upstream_noise(z, guidance.drawn, rows, generator)
 
     def loop(on_step=None):
         return denoise(network, process, guidance, z[rows], labels[rows], draw, on_step=on_step)

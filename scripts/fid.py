@@ -6,11 +6,11 @@
 
 Network and metrics are torch-fidelity's: Inception as ported from the TensorFlow graph
 that ADM's evaluator runs, FID (Heusel et al. 2017, arXiv:1706.08500), Inception Score
-(Salimans et al. 2016, arXiv:1606.03498), precision and recall (Kynkäänniemi et al. 2019,
-arXiv:1904.06991). Added here: sFID (Nash et al. 2021, arXiv:2103.03841), the FID of features
-that keep their place in the picture, archives of pictures (arr_0, uint8, N×H×W×3) and of
-statistics (mu, sigma, mu_s, sigma_s; they go first), float32 without TF32, weights of a known
-hash, and the reasons why a figure may not be compared.
+(Salimans et al. 2016, arXiv:1606.03498). Added here: sFID (Nash et al. 2021, arXiv:2103.03841),
+the FID of features that keep their place in the picture; precision and recall (Kynkäänniemi et
+al. 2019, arXiv:1904.06991) of Inception's features; archives of pictures (arr_0, uint8, N×H×W×3)
+and of statistics (mu, sigma, mu_s, sigma_s; they go first), float32 without TF32, weights of a
+known hash, and the reasons why a figure may not be compared.
 """
 
 if not __package__:
@@ -52,6 +52,8 @@ SPATIAL = "spatial"  # the name of sFID's features
 CHANNELS = 7  # of TensorFlow's mixed_6/conv, 17×17 each, as ADM's evaluator takes them
 # names in an archive
 STATISTICS = {POOL: ("mu", "sigma", 2048), SPATIAL: ("mu_s", "sigma_s", CHANNELS * 17 * 17)}
+NEIGHBOURS = 3  # of a feature, up to which its neighbourhood reaches
+ROWS = 1000  # features whose distances are computed at a time
 FID = "frechet_inception_distance"
 SFID = "spatial_frechet_inception_distance"
 METRICS = {POOL: FID, SPATIAL: SFID}  # FID's name is torch-fidelity's
@@ -299,7 +301,6 @@ def compare(
     """
     from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
     from torch_fidelity.metric_isc import isc_features_to_metric
-    from torch_fidelity.metric_prc import prc_features_to_metric
 
     features = features_of(samples, network, device, args.batch_size)
     of_reference = {}
@@ -314,10 +315,23 @@ def compare(
         ours = {name: value.astype(theirs[name].dtype) for name, value in ours.items()}
         metrics[METRICS[layer]] = fid_statistics_to_metric(ours, theirs, verbose=False)[FID]
     if args.precision_recall:
-        metrics |= prc_features_to_metric(
-            features[POOL], of_reference[POOL], save_cpu_ram=True, verbose=False
-        )
+        ours = features[POOL].to(device)
+        theirs = of_reference[POOL].to(device)
+        metrics["precision"] = share_inside(ours, theirs)
+        metrics["recall"] = share_inside(theirs, ours)
     return metrics
+
+
+def share_inside(points: torch.Tensor, others: torch.Tensor) -> float:
+    """Return the share of points (N, D) inside a neighbourhood of `others` (M, D), each of which
+    reaches to the third nearest of the others: precision of generated among real features, and
+    recall of real among generated ones.
+    """
+    radii = torch.cat(
+        [torch.cdist(part, others).kthvalue(NEIGHBOURS + 1).values for part in others.split(ROWS)]
+    )  # the nearest of a point is the point
+    inside = [(torch.cdist(part, others) <= radii).any(1) for part in points.split(ROWS)]
+    return float(torch.cat(inside).double().mean())
 
 
 def caveats(samples: Pictures, reference: Pictures, published: bool) -> Iterator[str]:

@@ -45,7 +45,7 @@ from accel.grid import batches_of, load, save, warm_up
 from accel.isolation import alone
 from accel.opening import Opened, choose_device, open_model
 from accel.output import to_grid
-from accel.pipeline import Pipeline, free_memory, guidance_of, process_of
+from accel.pipeline import Pipeline, free_memory, opened_guidance, process_of
 from accel.precision import TIERS, apply_precision, supports
 from accel.progress import Stopwatch
 from accel.signals import ENDINGS
@@ -202,7 +202,7 @@ class Studio:
             self.loaded.clear()
             free_memory(opened.device)
             self.loaded[key] = load(grid, opened)
-        return self.loaded[key].with_(process=process_of(opened), guidance=guidance_of(opened))
+        return self.loaded[key].with_(process=process_of(opened), guidance=opened_guidance(opened))
 
     def serve(self, work: Callable, outputs: list, *values: object) -> Iterator[dict]:
         """Run work(say, *values) in the thread. Yield values of `outputs`: its status

@@ -27,7 +27,7 @@ from accel.sampling import count_copies, denoise, upstream_noise
 from accel.sampling.ancestral import Ancestral
 from accel.sampling.autoguidance import Autoguidance, WithGuide
 from accel.sampling.flow import Euler, Heun, Sde
-from accel.sampling.guidance import Unguided
+from accel.sampling.guidance import Unguided, guidance_of
 from accel.weights.metadata import OWN
 
 SCALE = 1.7
@@ -83,8 +83,8 @@ def flows(f, g, z, y, steps, interval):
 
 def sampled(pair, process, interval=INTERVAL, scale=SCALE):
     """Latents by the loop of all commands."""
-    guidance = Autoguidance(scale, CHANNELS, interval)
-    draw = upstream_noise(Z, guidance.copies)
+    guidance = guidance_of(scale, None, guide=True, channels=CHANNELS, interval=interval)
+    draw = upstream_noise(Z, guidance.drawn)
     return denoise(pair, process, guidance, Z, LABELS, draw)
 
 

@@ -261,7 +261,7 @@ def test_the_matrix_of_refusals(ten, tmp_path, here):
             ten,
             said(path_type="GVP"),
             [],
-            "was trained with path_type GVP, and only Linear is sampled",
+            "was trained with path_type GVP, and only linear is sampled",
         ),
         "qk-norm": (
             normed,

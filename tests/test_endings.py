@@ -242,3 +242,24 @@ def test_figures_that_a_full_disk_refuses_are_no_success(redirection, status):
     )
     assert done.returncode == status and done.stderr.count("\n") == bool(status), done.stderr
     assert ("No space left on device" in done.stderr) == bool(status)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "sample.py",
+        "sample_ddp.py",
+        "download.py",
+        "evaluate.py a b",
+        "scripts/report.py out",
+        "-m scripts.fid a b",
+    ],
+)
+def test_without_an_environment_a_line_says_how_to_activate_it(command):
+    """Python without its installed packages."""
+    done = subprocess.run(
+        [sys.executable, "-S", *command.split()], cwd=ROOT, capture_output=True, text=True
+    )
+    line = r"\w+\.py: \w+ is not installed here; activate the environment \(source .venv/bin/act"
+    assert done.returncode == USAGE and done.stderr.count("\n") == 1, done.stderr
+    assert re.match(line, done.stderr)

@@ -263,9 +263,14 @@ def test_a_folder_fails_with_one_file(command, loosened):
     )
     Path("many/notes.txt").write_text("no picture")
     loosened["psnr"] = 40
-    status, out, _ = command("a.png", "many")
-    assert status == 1 and "inf dB" in out  # the mean PSNR is inf, above every threshold
-    assert "1 of 3 pictures do not pass" in out
+    status, out, _ = command("a.png", "many", "--json", "o.json")
+    assert status == 1 and "1 of 3 pictures do not pass" in out
+    # The lines show the mean of what differs, the criteria the worst file.
+    psnr = json.loads(Path("o.json").read_text())["files"][2]["values"]["psnr"]
+    assert 10 < psnr < 30 and f"PSNR:                              {psnr:.2f} dB" in out
+    assert "These are means of 3 files; PSNR's leaves equal pictures out.\n" in out
+    assert "Gate: contest, the worst of 3 files\n" in out
+    assert f"  PSNR          {psnr:<12.6g}>  40          FAIL\n" in out and "inf dB" not in out
     Path("many/2.webp").unlink()
     assert command("a.png", "many")[0] == 0
     assert "many: is a folder, " in command("many", "a.png")[2]

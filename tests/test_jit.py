@@ -21,7 +21,7 @@ from accel import Sampler, accelerate
 from accel.config import Config
 from accel.errors import UsageError
 from accel.families import DEMO
-from accel.families.jit.network import JiT, JiT_models
+from accel.families.jit.network import FinalLayer, JiT, JiT_models
 from accel.families.recognise import recognise, recogniser_of
 from accel.fid.folder import Batches, Order
 from accel.fid.noise import PictureNoise, UpstreamNoise
@@ -180,10 +180,48 @@ def test_published_sizes_are_recognised():
             int(name.rpartition("/")[2]),
         )
         assert fit.decoded(1).image_size == 16 * fit.patch_size
-        assert fit.family.models[name].noise_scale == fit.patch_size / 16
+        assert fit.defaults.noise_scale == fit.patch_size / 16
         of_module = recogniser_of(fit.family).of_module(model, model.state_dict())
-        assert of_module.metadata["recipe"]["noise_scale"] == fit.patch_size / 16
+        assert (
+            f"taken for {fit.patch_size // 16} as at {16 * fit.patch_size} px" in of_module.assumed
+        )
         assert fit.empty(fit.latent_size).in_context_start == model.in_context_start
+
+
+def test_two_estimates_are_not_one(tmp_path, here):
+    """A fork's last layer has twice the channels."""
+    model = build()
+    model.final_layer = FinalLayer(SMALL["hidden_size"], SMALL["patch_size"], 6)
+    path = checkpoint(tmp_path, with_norms(model))
+    line = "its last layer makes 6 channels, and an estimate of the clean picture has 3; nothing"
+    assert line in refused(here("sample.py", "--ckpt", path, "--device", "cpu"))
+    for call in (Sampler, accelerate):
+        with pytest.raises(UsageError, match=f"^JiT: {line}"):
+            call(model, device="cpu")
+
+
+def test_a_module_of_another_function_is_refused_as_what_it_is():
+    class Other(JiT):
+        def forward(self, x, t, y):
+            return super().forward(x, t, y) + x
+
+    with pytest.raises(UsageError, match="^Other: computes another function than a JiT with these"):
+        accelerate(with_norms(Other(**SMALL)))
+
+
+@pytest.mark.parametrize("name", ("JiT-B/16", "JiT-B/32"))
+def test_the_first_noise_follows_from_the_pictures_size(name, tmp_path, capsys):
+    """Not from the model's name. It is printed where no file says it."""
+    for side, scale in ((256, 1), (512, 2), (1024, 4), (64, 1)):
+        with shapes_only():
+            model = JiT_models[name](input_size=side)
+        state = model.state_dict()
+        assert recognise("x.pth", state, {"model": name}).defaults.noise_scale == scale
+        fit = recognise("x.pth", state, {"model": name}, path=tmp_path / "x.pth")
+        assert [f"taken for {scale} as at {side} px" in line for line in fit.notices] == [True]
+        said = {"model": name, "noise_scale": 1.5}
+        fit = recognise("x.pth", state, said, path=tmp_path / "x.pth")
+        assert fit.recipe["noise_scale"] == 1.5 and "taken for" not in "".join(fit.notices)
 
 
 @pytest.mark.parametrize(

@@ -169,32 +169,59 @@ def test_files_are_here_or_beside_the_configuration(tmp_path, monkeypatch):
 
 
 def test_a_decoders_own_configuration_is_not_ignored(tmp_path):
-    """Heads are in no tensor. Beside the decoder the file is read, elsewhere it is refused unless
-    it says what the published decoder of its name has.
+    """Facts that are in no tensor are those of the file beside the decoder, else of the published
+    decoder. The configuration names a file of its own, which must agree.
     """
     folder = tmp_path / "configs" / "decoder" / "ViTXL"
     folder.mkdir(parents=True)
+    beside = tmp_path / "models/decoders/a/config.json"
     content = dict(decoder_hidden_size=1152, decoder_num_attention_heads=16, layer_norm_eps=1e-12)
-    line = (
-        "config=run.yaml: [^\n]*ViTXL, whose config.json may have other heads [^\n]*; "
-        "copy it beside"
-    )
-    others = (dict(decoder_num_attention_heads=18), dict(layer_norm_eps=1e-6))
-    for changes in ({}, *others):
-        (folder / "config.json").write_text(json.dumps({**content, **changes}))
-        name = written(TEXT)
-        if not changes:
+    name = written(TEXT)
+    for entry, value, usual in (
+        ("decoder_num_attention_heads", 18, 16),
+        ("layer_norm_eps", 1e-6, 1e-12),
+        ("hidden_act", "relu", "gelu"),
+        ("hidden_act", "gelu_new", "gelu"),
+        ("qkv_bias", False, True),
+        ("num_channels", 1, 3),
+    ):
+        (folder / "config.json").write_text(json.dumps(content))
+        config_file.taken(name, {})
+        other = json.dumps({**content, entry: value})
+        (folder / "config.json").write_text(other)
+        line = f"config=run.yaml: says [^\n]*ViTXL, whose config.json has {entry} {value}, and "
+        with pytest.raises(UsageError, match=f"{line}{usual} is computed; copy it beside the dec"):
             config_file.taken(name, {})
-            continue
+        beside.write_text(other)  # as the line says
+        config_file.taken(name, {})
+        beside.write_text(json.dumps(content))  # it does not hide the other
         with pytest.raises(UsageError, match=line):
             config_file.taken(name, {})
+        beside.unlink()
     assert config_file.taken(name, {"vae": "other"})
-    for damaged in ("[1]", '{"decoder_hidden_size": [1]}'):
-        (folder / "config.json").write_text(damaged)
-        with pytest.raises(UsageError, match="config=run.yaml: [^\\n]*ViTXL, whose config.json "):
-            config_file.taken(written(TEXT), {})
-    (tmp_path / "models/decoders/a/config.json").write_bytes((folder / "config.json").read_bytes())
+    (folder / "config.json").write_text("[1]")
+    with pytest.raises(UsageError, match="config=run.yaml: [^\\n]*ViTXL, and .* cannot be read"):
+        config_file.taken(name, {})
+
+
+def test_the_encoders_statistics_of_pixels_are_not_ignored(tmp_path):
+    """The original takes them from encoder_config_path, whatever the encoder's class is."""
+    key = "stage_1__params__encoder_config_path"
+    folder = tmp_path / "encoder"
+    folder.mkdir()
+    half = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    (folder / "preprocessor_config.json").write_text(json.dumps(half))
+    name = written(changed(**{key: "encoder"}))
+    line = "encoder_config_path encoder, whose preprocessor_config.json has image_mean .0.5, 0.5, 0"
+    with pytest.raises(UsageError, match=line):
+        config_file.taken(name, {})
+    beside = tmp_path / "models/decoders/a/preprocessor_config.json"
+    beside.write_text(json.dumps(half))
+    config_file.taken(name, {})
     config_file.taken(written(TEXT), {})
+    config_file.taken(written(changed(**{key: "google/siglip2-base-patch16-256"})), {})
+    beside.unlink()
+    config_file.taken(written(changed(**{key: "facebook/vit-mae-base"})), {})
 
 
 def test_flags_override_a_file():
@@ -236,7 +263,10 @@ def test_flags_override_a_file():
         (dict(stage_2__ckpt=None), "no stage_2.ckpt; give ckpt"),
         (dict(stage_2=None), "says no stage_2"),
         (dict(stage_1__ckpt="rae.pt"), "stage_1.ckpt rae.pt"),
-        (dict(stage_1__params__encoder_cls="SigLIP2wNorm"), "encoder_cls SigLIP2wNorm"),
+        (
+            dict(stage_1__params__encoder_config_path="google/siglip2-base-patch16-256"),
+            "google/siglip2-base-patch16-256, whose preprocessor_config.json is not here; put it",
+        ),
         (dict(stage_1__params__decoder_config_path=None), "decoder_config_path vit_mae-base"),
         (dict(stage_1__params__normalization_stat_path=None), "give latent_stats"),
         (dict(stage_1__params__reshape_to_2d=False), "reshape_to_2d False"),

@@ -21,6 +21,7 @@ import torch
 from accel.errors import UsageError, shown
 from accel.families import Defaults, Family, families, family_of
 from accel.weights import Weights
+from accel.weights.computed import require_computed
 from accel.weights.shapes import Shapes, require_fit, shapes_of, shapes_only
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class Recogniser:
     subclass and its instance, RECOGNISER.
 
     family: its record; models: name → constructor of the reference network; labels: name of
-    the label table; computed: arguments of training → their supported values.
+    the label table; computed: arguments that only the family's code has → their computed values.
     """
 
     family: Family
@@ -103,20 +104,9 @@ class Recogniser:
         """Return the entries of a file that sampling needs, under its names."""
         return state
 
-    def recipe(self, model: str, metadata: Mapping[str, Any], path: Path) -> Recipe:
-        """Return the settings that a file at `path` implies."""
+    def recipe(self, fit: "Fit", metadata: Mapping[str, Any], path: Path) -> Recipe:
+        """Return the settings that a file at `path` implies. fit: its sizes."""
         return Recipe({})
-
-    def require_computed(self, metadata: Mapping[str, Any]) -> None:
-        """Raise ValueError for an argument of training with an unsupported value."""
-        for name, supported in self.computed.items():
-            value = metadata.get(name, supported[0])
-            # Some programs save numbers as text.
-            if value not in supported and str(value) not in map(str, supported):
-                raise ValueError(
-                    f"was trained with {name} {shown(metadata[name])}, and only {supported[0]} "
-                    "is sampled"
-                )
 
 
 def recogniser_of(family: Family) -> Recogniser:
@@ -155,8 +145,9 @@ class Fit(NamedTuple):
 
     @property
     def defaults(self) -> Defaults:
-        """Return the values that the model, or its family, implies."""
-        return self.family.models.get(self.model, self.family.recipe)
+        """Return the values that the model, or its family, implies for these latents."""
+        defaults = self.family.models.get(self.model, self.family.recipe)
+        return self.family.of_latents(defaults, self.in_channels, self.latent_size)
 
     @property
     def out_channels(self) -> int:
@@ -211,7 +202,8 @@ def recognise(
     family, assumed = choose_family(source, have, metadata, model, shipped_as)
     recogniser = recogniser_of(family)
     try:
-        recogniser.require_computed(metadata)
+        arguments = _not_overruled(metadata, family) if model else metadata
+        unclear = require_computed(arguments, family.prediction, recogniser.computed)
         form = recogniser.form(have, metadata)
         rows = have[recogniser.labels][0]
         state = recogniser.converted(state, metadata)
@@ -219,6 +211,11 @@ def recognise(
         raise UsageError(f"`ckpt={source}`: is not a {family.name}: no {missing.args[0]}") from None
     except ValueError as error:
         raise UsageError(f"`ckpt={source}`: {error}") from None
+    if unclear:
+        log.warning(
+            f"{shown(source, 300)}: says {shown(', '.join(unclear), 300)}, which is not understood "
+            "here; if it changes the network, the pictures are wrong"
+        )
     implied = family.models.get(form.model, family.recipe)
     certain = implied.num_classes if shipped_as or implied.class_names else None
     certain = metadata.get("num_classes", certain)
@@ -238,6 +235,11 @@ def recognise(
             f"`ckpt={source}`: says learn_sigma {metadata['learn_sigma']}, and its last layer "
             f"makes {network.out_channels} channels of {network.in_channels}; save it again "
             "without that entry"
+        )
+    if family.prediction == "data" and learn_sigma:
+        raise UsageError(
+            f"`ckpt={source}`: its last layer makes {network.out_channels} channels, and an "
+            f"estimate of the clean picture has {network.in_channels}; nothing else is sampled"
         )
     if family.prediction == "noise" and not learn_sigma and metadata.get("sigma_small"):
         raise UsageError(
@@ -274,10 +276,9 @@ def recognise(
         if not null_class:  # a label table of one row
             words = "one class and no null class"
         log.warning(f"{shown(source, 300)}: {words}")
-    recipe = Recipe({}) if path is None else recogniser.recipe(form.model, metadata, path)
     table = state.get("pos_embed")
     schedule = metadata.get("schedule")
-    return form._replace(
+    fit = form._replace(
         build=build,
         in_channels=network.in_channels,
         patch_size=network.patch_size,
@@ -288,11 +289,23 @@ def recognise(
         image_size=metadata.get("image_size"),
         vae=metadata.get("vae"),
         class_names=tuple(metadata.get("class_names", ())),
-        recipe={**form.recipe, **_recipe(metadata), **recipe.options},
-        notices=recipe.notices,
+        recipe={**form.recipe, **_recipe(metadata)},
         # else an argument of a training run
         schedule=schedule if isinstance(schedule, dict) else None,
     )
+    if path is None:
+        return fit
+    recipe = recogniser.recipe(fit, metadata, path)
+    return fit._replace(recipe={**fit.recipe, **recipe.options}, notices=recipe.notices)
+
+
+def _not_overruled(metadata, family):
+    """Return the metadata without arguments by which files say that they are of families with
+    another prediction: the user's model goes before them.
+    """
+    others = [each for each in families() if each.prediction != family.prediction]
+    overruled = {name for each in others for name in each.trained_by(metadata)}
+    return {name: value for name, value in metadata.items() if name not in overruled}
 
 
 def _recipe(metadata):

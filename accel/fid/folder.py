@@ -54,7 +54,7 @@ class Order(NamedTuple):
     image_size: int  # pixels of a side
     latent: tuple[int, int, int]  # (C, L, L)
     # Normals that a step of upstream's stream draws for a picture: 2 with guidance, else 1.
-    copies: int = 2
+    drawn: int = 2
     labels: LabelOrder = "random"
     # Noise and labels are keyed by picture; else upstream's stream, one seed per rank.
     independent: bool = False

@@ -8,14 +8,14 @@ from pathlib import Path
 import torch
 
 from accel import kernels
-from accel.config import CHANNELS, Config, FidJob
+from accel.config import CHANNELS, FidJob
 from accel.errors import UsageError
 from accel.families import DEMO, Defaults
 from accel.fid.folder import CODE, Order
 from accel.flags import flag_names
 from accel.latents.files import digest
 from accel.opening import Opened
-from accel.pipeline import Pipeline
+from accel.pipeline import Pipeline, opened_guidance
 
 # Options that are recorded by their outcome, or decide no bit.
 LEFT_OUT = {
@@ -70,15 +70,10 @@ def order_of(job: FidJob, opened: Opened) -> Order:
         num_classes=config.num_classes,
         image_size=config.image_size,
         latent=(opened.space.channels, side, side),
-        copies=2 if guided(config) else 1,
+        drawn=opened_guidance(opened, upstreams_job=True).drawn,
         labels=opened.fit.family.label_orders[job.balanced_labels],
         independent=job.world_independent_noise,
     )
-
-
-def guided(config: Config) -> bool:
-    """Return whether an FID job computes guidance: above a scale of one, as upstream does."""
-    return config.cfg_scale > 1
 
 
 def folder_of(job: FidJob) -> Path:
@@ -121,7 +116,8 @@ def record_of(job: FidJob, opened: Opened, pipeline: Pipeline, world: int) -> di
     JSON. job: filled.
     """
     record = {}
-    for options in (job.config, job):
+    config = job.config
+    for options in (config, job):
         for item in fields(options):
             value = getattr(options, item.name)
             if item.name in LEFT_OUT or LATER.get(item.name) == value:
@@ -143,6 +139,8 @@ def record_of(job: FidJob, opened: Opened, pipeline: Pipeline, world: int) -> di
     }
     if opened.guide is not None:
         record["--guide (contents)"] = opened.guide.digest()
+    elif config.cfg_scale < 1:
+        record["guidance below a scale of 1"] = True  # older folders have none
     if device.type == "cpu":
         record["number of threads"] = torch.get_num_threads()
     if not job.world_independent_noise:

@@ -76,7 +76,7 @@ class UpstreamNoise:
         drawn = z[:0]
         if order.labels in ("random", "by_number"):
             drawn = torch.randint(0, order.num_classes, (n,), device=device)
-        draw = upstream_noise(z, order.copies, generator=self.of_steps)
+        draw = upstream_noise(z, order.drawn, generator=self.of_steps)
         return z, labels_of(self.batches, batch, drawn), draw
 
 

@@ -95,9 +95,12 @@ class Ranks:
     # ---- the end of a job ----
 
     def stop_on_signals(self, *signals: signal.Signals) -> None:
-        """Take each of these signals, on any rank, as a request that the whole job stop."""
+        """Take each of these signals, on any rank, as a request that the whole job stop. Leave
+        those that are ignored, as by nohup.
+        """
         for number in signals:
-            signal.signal(number, self._on_signal)
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
 
     def _on_signal(self, *_):
         self._stop = True  # no lock and no store: a second signal may interrupt this very line

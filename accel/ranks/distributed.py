@@ -8,10 +8,11 @@ import hashlib
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from threading import Thread
+from threading import Thread, Timer
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from accel.ranks.exchanges import AllGather, Push
 from accel.ranks.placement import Layout, Placement
 from accel.ranks.sharded import Sharded
 
+PATIENCE = 10  # seconds after which a rank says that it waits for others
 START = timedelta(minutes=10)  # limit for all ranks to start and connect
 # Limit for one rank to wait for another, whose share of an FID job may be larger.
 WAIT = timedelta(days=1)
@@ -39,6 +41,11 @@ def connect(rank: int, world: int, local_rank: int) -> "DistributedRanks":
     UsageError if the ranks do not connect.
     """
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    notice = _still_waiting(rank, world, address)
+    waiting = Timer(PATIENCE, print, [notice], {"file": sys.stderr})
+    waiting.daemon = True
+    waiting.start()
     try:
         store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=START))
         if os.environ.get("GROUP_WORLD_SIZE") == "1":  # nodes count attempts differently
@@ -54,15 +61,26 @@ def connect(rank: int, world: int, local_rank: int) -> "DistributedRanks":
             timeout=START,
         )
     except RuntimeError as error:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         reason = str(error).splitlines()[0]
         raise UsageError(
             f"rank {rank} of {world}: cannot connect at {address}; start all ranks ({reason})"
         ) from None
+    finally:
+        waiting.cancel()
     store.set_timeout(WAIT)
     dist.group.WORLD.set_timeout(WAIT)
     # A connection serves one thread.
     return DistributedRanks(rank, world, local_rank, dist.PrefixStore("job", store.clone()))
+
+
+def _still_waiting(rank: int, world: int, address: str) -> str:
+    """Return the notice of a rank that waits for others."""
+    others = f"the other {world - 1}" if world > 2 else f"rank {1 - rank}"
+    minutes = START.seconds // 60
+    return (
+        f"rank {rank} of {world}: waits for {others} to connect at {address}, at most {minutes} "
+        "minutes"
+    )
 
 
 class DistributedRanks(Ranks):

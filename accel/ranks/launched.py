@@ -47,8 +47,7 @@ def numbers() -> Numbers:
         rank = _integer("RANK", 0, world)
         local_rank = _integer("LOCAL_RANK", 0, world) if "LOCAL_RANK" in os.environ else 0
         return Numbers(rank, world, local_rank)
-    # Only srun sets it: a batch script's own environment has no step.
-    if "SLURM_STEP_NUM_TASKS" in os.environ:
+    if signals.is_task_of_srun():  # a batch script's own environment has no step
         world = _integer("SLURM_STEP_NUM_TASKS", 1, 2**31)
         rank = _integer("SLURM_PROCID", 0, world)
         return Numbers(rank, world, _integer("SLURM_LOCALID", 0, world))
@@ -157,7 +156,8 @@ def _fail(ranks, program, error, worded) -> NoReturn:
     """End this rank after `error`. The first rank that fails prints the cause and exits
     first, which makes it the launcher's root cause; the others exit with its status.
     """
-    if isinstance(error, SystemExit):
+    if isinstance(error, SystemExit):  # after a signal
+        ranks.first_failure(error.code)
         _exit(error.code)
     if launch.STARTED_HERE:
         # If a killed rank is the cause, the parent says so, and ends this one before it
@@ -178,6 +178,9 @@ def _fail(ranks, program, error, worded) -> NoReturn:
     elif is_first:
         text = f"rank {ranks.rank} of {ranks.world} on {socket.gethostname()}:\n"
         text += traceback.format_exc()
+    elif first.status in dict(signals.ENDINGS.values()) and ranks.rank == 0:
+        line = dict(signals.ENDINGS.values())[first.status]
+        text = f"{program}: rank {first.rank}: {line}"
     elif first.status == 1:
         cause = printable(f"{type(error).__name__}: {error}".splitlines()[0])
         text = f"rank {ranks.rank}: {cause} (after rank {first.rank} failed)"

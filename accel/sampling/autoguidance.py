@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accel.network import BlockNetwork, Network, Scheduled
-from accel.sampling.guidance import Guidance, Unguided
+from accel.sampling.guidance import Guidance
 
 
 @dataclass(frozen=True)
@@ -18,14 +18,11 @@ class Autoguidance(Guidance):
     """Guidance of a network f by a second g, usually smaller or less trained: g + scale · (f − g)
     on the first `channels` channels, both of the same label; the others are f's.
 
-    At levels outside the interval, and at a scale of one or less, f alone is evaluated.
+    At levels outside the interval f alone is evaluated.
     """
 
     rows: ClassVar[int] = 1
     null_label: int = field(default=-1, init=False)  # there is none
-
-    def at(self, level: float) -> Guidance | Unguided:
-        return super().at(level) if self.scale > 1 else Unguided()
 
     def labels(self, y: Tensor) -> Tensor:
         return torch.cat([y, y])

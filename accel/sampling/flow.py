@@ -19,6 +19,7 @@ then v = (x̂ − x) / max(1 − t, ε). Guidance is linear, so it may come befo
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,13 +30,19 @@ from accel.sampling.process import Process, State
 LAST = 0.04  # of the SDE: the length of its last step, as SiT has it
 
 
+def shifted(t: Any, shift: float) -> Any:
+    """Shift a time, or times in the arithmetic of their dtype."""
+    return shift * t / (1 + (shift - 1) * t)
+
+
 @dataclass(frozen=True)
 class Euler(Process):
     """The flow's ODE by Euler's method. shift: of the times; 1 keeps them even. t_eps: of a
     network that estimates the data, the least 1 − t that its estimate is divided by; None: it
     estimates the velocity. noise_scale: of the first noise. by_start: whether both evaluations of
     Heun's step have the guidance of its start, or each that of its own time. last_time: the end of
-    the even times; below 1 some noise is left.
+    the even times; below 1 some noise is left. compared: how the original computes the numbers
+    that it compares with the ends of guidance's interval.
     """
 
     number: int  # of steps
@@ -44,6 +51,7 @@ class Euler(Process):
     noise_scale: float = 1.0
     by_start: bool = True
     last_time: float = 1.0
+    compared: str = "float64 levels"
 
     @property
     def draws(self) -> int:
@@ -52,13 +60,23 @@ class Euler(Process):
     def _ends(self) -> list[float]:
         """Return the times at the ends of all steps, N + 1 numbers."""
         even = [self.last_time * i / self.number for i in range(self.number + 1)]
-        return [self.shift * t / (1 + (self.shift - 1) * t) for t in even]
+        return [shifted(t, self.shift) for t in even]
 
     def times(self) -> list[float]:
         return self._ends()[:-1]
 
     def levels(self) -> list[float]:
-        return [1 - t for t in self.times()]
+        dtype = torch.float64 if self.compared == "float64 levels" else torch.float32
+        if self.compared == "float32 times":
+            even = torch.linspace(0, self.last_time, self.number + 1, dtype=dtype)
+            levels = 1 - shifted(even, self.shift).double()
+        elif self.compared == "float32 levels":
+            even = 1 - torch.linspace(0, self.last_time, self.number + 1, dtype=dtype)
+            levels = shifted(even, 1 / self.shift)
+        else:
+            even = torch.linspace(1, 1 - self.last_time, self.number + 1, dtype=dtype)
+            levels = shifted(even, 1 / self.shift)
+        return levels[:-1].tolist()
 
     def lengths(self) -> list[float]:
         """Return the length of the step of every evaluation, in order."""
@@ -111,8 +129,8 @@ class Heun(Euler):
         return np.repeat(super().times(), 2)[1:].tolist()
 
     def levels(self) -> list[float]:
-        levels = super().levels()
-        return np.repeat(levels[::2], 2)[:-1].tolist() if self.by_start else levels
+        levels = np.repeat(super().levels(), 2)
+        return (levels[:-1] if self.by_start else levels[1:]).tolist()
 
     def lengths(self) -> list[float]:
         return np.repeat(super().lengths(), 2)[:-1].tolist()
@@ -141,6 +159,9 @@ class Sde(Euler):
 
     def times(self) -> list[float]:
         return [i * (1 - LAST) / (self.number - 1) for i in range(self.number)]
+
+    def levels(self) -> list[float]:
+        return torch.linspace(1, LAST, self.number, dtype=torch.float64).tolist()
 
     def coefficients(self) -> list:
         """Return the coefficients of x, v and the noise in the step of every evaluation,

@@ -2,11 +2,13 @@
 
 A guidance is a value. It defines how many batch rows share a latent (`copies`), how many of
 them a network evaluates (`rows`), their labels, and how their outputs are combined.
+`guidance_of` chooses it.
 """
 
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,11 +34,15 @@ def guided_halves(out: Tensor, scale: float | Tensor, channels: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Unguided:
-    """The class-conditional estimate alone: one batch row a latent."""
+    """The class-conditional estimate alone: one batch row a latent.
+
+    drawn: rows of a step's noise that are drawn for a latent; one is used.
+    """
 
     copies: ClassVar[int] = 1
     rows: ClassVar[int] = 1
     scale: ClassVar[float] = 1.0
+    drawn: int = 1
 
     def at(self, level: float) -> "Unguided":
         """Return the guidance of an evaluation at a noise level, from 0 at the data to 1
@@ -67,6 +73,7 @@ class Guidance:
 
     copies: ClassVar[int] = 2
     rows: ClassVar[int] = 2
+    drawn: ClassVar[int] = 2
     scale: float
     null_label: int
     channels: int = CHANNELS
@@ -75,10 +82,10 @@ class Guidance:
 
     def at(self, level: float) -> "Guidance | Unguided":
         low, high = self.interval
-        margin = 1e-9 if self.ends else -1e-9  # levels are rounded
-        above = low - margin <= level
-        below = level <= high + margin or high == 1
-        return self if above and below else Unguided()
+        inside = low < level and (level < high or high == 1)
+        if self.ends:
+            inside = low <= level <= high
+        return self if inside else Unguided()
 
     def labels(self, y: Tensor) -> Tensor:
         return torch.cat([y, torch.full_like(y, self.null_label)])
@@ -86,3 +93,42 @@ class Guidance:
     def combine(self, out: Tensor) -> Tensor:
         rest = out[: len(out) // 2, self.channels :]
         return torch.cat([guided(out, self.scale, self.channels), rest], dim=1)
+
+
+def compared_interval(interval: tuple[float, float], compared: str) -> tuple[float, float]:
+    """Return an interval of noise levels with its ends as an original compares them with levels:
+    as they are, or rounded to float32, or 1 − time with a rounded time.
+    """
+    if compared == "float64 levels":
+        return interval
+    low, high = interval
+    if compared == "float32 levels":
+        return float(np.float32(low)), float(np.float32(high))
+    return 1 - float(np.float32(1 - low)), 1 - float(np.float32(1 - high))
+
+
+def guidance_of(
+    scale: float,
+    null_label: int | None,
+    *,
+    guide: bool = False,
+    channels: int = CHANNELS,
+    interval: tuple[float, float] = (0.0, 1.0),
+    ends: bool = True,
+    upstreams_job: bool = False,
+) -> Guidance | Unguided:
+    """Return the guidance of a run: none at a scale of 1, where one row a latent is evaluated.
+
+    null_label: the label of no class, None without one. guide: whether a second network gives the
+    other estimate, which is used above a scale of 1 alone. upstreams_job: whether a run without
+    guidance draws a row of noise a latent, as upstream's FID jobs do. Its other runs always draw
+    those of guidance.
+    """
+    if guide and scale > 1:
+        from accel.sampling.autoguidance import Autoguidance  # a network by itself needs none
+
+        return Autoguidance(scale, channels, interval, ends)
+    if guide or null_label is None or scale == 1:
+        always_two = (guide or null_label is not None) and not upstreams_job
+        return Unguided(drawn=2 if always_two else 1)
+    return Guidance(scale, null_label, channels, interval, ends)

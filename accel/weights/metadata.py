@@ -76,8 +76,8 @@ SCHEMA = {
     "image_size": _whole(1, 8192),  # pixels of a side, at which the weights were trained
     "num_heads": _whole(1, 1024),
     "patch_size": _whole(1, 64),
-    "in_channels": _whole(1, 1024),  # of the latents
-    "guidance_channels": _whole(1, 1024),
+    "in_channels": _whole(1, 8192),  # of the latents
+    "guidance_channels": _whole(1, 8192),
     "recipe": _Entry(_is_recipe, "values of settings by name"),
     "class_names": _Entry(_is_names, "a list of names"),
 }

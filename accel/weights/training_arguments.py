@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from accel.errors import UsageError, shown
+from accel.weights.computed import is_read_anywhere
 from accel.weights.metadata import OWN, SCHEMA
 
 log = logging.getLogger(__name__)
@@ -27,9 +28,9 @@ MOST_VALUES = 16  # of a tensor that is an argument
 ALSO_CALLED = {"class_num": "num_classes"}  # arguments → our entries
 OURS = "family", "recipe"  # entries that this program alone writes
 # Arguments with one meaning in any section of a configuration. Others are read at the top of
-# ARGUMENTS alone: model, patch_size or in_channels may be another network's.
-IN_SECTIONS = {"diffusion_steps", "learn_sigma", "noise_schedule", "parameterization", "path_type"}
-IN_SECTIONS |= {"predict_xstart", "prediction", "prediction_type", "sigma_small"}
+# ARGUMENTS alone: model, patch_size or in_channels may be another network's. Those of `computed`
+# are read everywhere too.
+IN_SECTIONS = {"learn_sigma", "sigma_small"}
 IN_SECTIONS |= {"image_size", "img_size", "num_classes", "num_heads", "vae"}
 IN_SECTIONS |= {"enc_type", "in_context_start", "noise_scale", "t_eps", "use_nonlinear"}
 
@@ -107,7 +108,7 @@ def _leaves(section: dict, place: str = "") -> Iterator[tuple[str, str, Any]]:
         # A flattened configuration has its sections in names.
         inside, _, last = path.rpartition(".")
         last = ALSO_CALLED.get(last, last)
-        if last in IN_SECTIONS:
+        if last in IN_SECTIONS or is_read_anywhere(last):
             yield inside or "beside the weights", last, value
 
 

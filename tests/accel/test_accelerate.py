@@ -503,7 +503,7 @@ def nested():
 OTHERS = {
     "fewer channels": (
         lambda: small(Halved),
-        r"returns \(2, 4, 8, 8\), a DiT with these weights \(2, 8, 8, 8\)",
+        r"returns \(2, 4, 8, 8\), and a DiT with these weights \(2, 8, 8, 8\)",
     ),
     "another function": (
         lambda: small(networks.Otherwise),

@@ -40,17 +40,13 @@ CHECKS = {
 }
 BOUNDS = [  # names of a check and of its argument, least and most
     (
-        "grid.image_size checkpoint.image_size decoder.latent_channels decoder.norm_num_groups",
+        "grid.image_size checkpoint.image_size decoder.latent_channels decoder.norm_num_groups "
+        "grid.guidance_channels checkpoint.guidance_channels checkpoint.in_channels",
         1,
         8192,
     ),
     ("grid.num_sampling_steps recipe.num_sampling_steps", 1, 1000),
-    (
-        "grid.guidance_channels checkpoint.guidance_channels checkpoint.in_channels "
-        "checkpoint.num_heads",
-        1,
-        1024,
-    ),
+    ("checkpoint.num_heads", 1, 1024),
     ("grid.num_classes checkpoint.num_classes", 1, 10**6),
     ("grid.batch_size fid.num_fid_samples", 1, 10**9),
     ("fid.per_proc_batch_size", 1, 10**5),

@@ -10,14 +10,14 @@ import torch
 from conftest import fill
 from networks import filled
 
-from accel.config import Config, Grid
+from accel.config import Grid
 from accel.errors import UsageError
 from accel.families import DEMO
 from accel.families.dit.network import DiT_models
-from accel.fid.job import guided
 from accel.flags import check_writable
 from accel.grid import ready
 from accel.opening import open_model
+from accel.pipeline import opened_guidance
 
 pytestmark = pytest.mark.usefixtures("switches")  # of the process: opening sets them
 
@@ -101,9 +101,13 @@ def test_an_error_is_worded_for_its_door():
     assert error.by_flags() == "--image-size 17: must be 16; --no-tf32 or --tf32, --num-classes 8"
 
 
-def test_a_grid_is_always_guided_and_an_fid_job_above_a_scale_of_one(weights):
-    """As upstream's two scripts do."""
-    grid = Grid.of("DiT-Demo/2", ckpt=str(weights), device="cpu", cfg_scale=1.0)
-    assert ready(grid).pipeline.guidance.copies == 2
-    for scale in (1.0, 4.0):
-        assert guided(Config(cfg_scale=scale)) == (scale > 1)
+@pytest.mark.parametrize("scale", (0.0, 0.5, 1.0, 4.0))
+def test_guidance_is_the_same_through_every_door(scale, weights):
+    """It is computed unless the scale is 1. Grids draw upstream's 2n rows of noise at every
+    scale, FID jobs n rows without guidance.
+    """
+    grid = ready(Grid.of("DiT-Demo/2", ckpt=str(weights), device="cpu", cfg_scale=scale))
+    of_job = opened_guidance(grid.opened, upstreams_job=True)
+    for guidance, drawn in ((grid.pipeline.guidance, 2), (of_job, 1 if scale == 1 else 2)):
+        assert (guidance.scale, guidance.copies) == (scale, 1 if scale == 1 else 2)
+        assert guidance.drawn == drawn

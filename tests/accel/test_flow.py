@@ -348,7 +348,7 @@ def state():
             True,
             {**REPA, "path_type": "cosine"},
             None,
-            "with path_type cosine, and only Linear is sampled",
+            "with path_type cosine, and only linear is sampled",
         ),
     ],
 )

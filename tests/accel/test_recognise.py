@@ -120,7 +120,7 @@ def test_an_unusual_patch_has_the_heads_of_its_depth_and_width(capsys):
         ("DiT-S/2", dict(noise_schedule="cosine"), "with noise_schedule cosine, and only linear"),
         ("DiT-S/2", dict(diffusion_steps=4000), "with diffusion_steps 4000, and only 1000 is"),
         ("DiT-S/2", dict(prediction_type="v_prediction"), "prediction_type v_prediction, and only"),
-        ("DiT-S/2", dict(parameterization="v"), "with parameterization v, and only eps is"),
+        ("DiT-S/2", dict(parameterization="v"), "with parameterization v, and only epsilon is"),
         ("DiT-S/2", dict(prediction_type="epsilon", parameterization="eps"), ""),
         ("DiT-S/2", dict(diffusion_steps="1000", sigma_small=True), ""),  # the variance is learned
         ("DiT-S/2", dict(rescale_timesteps=True), ""),  # of 1000 steps the same

@@ -126,5 +126,6 @@ def stopped_on_0(ranks):
 if __name__ == "__main__":
     if len(sys.argv) > 2:
         distributed.START = timedelta(seconds=float(sys.argv[2]))
+        distributed.PATIENCE = 0.5
     with launched.launched_ranks("job_worker.py") as these:
         globals()[sys.argv[1]](these)

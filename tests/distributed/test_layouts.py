@@ -6,6 +6,7 @@ import pytest
 
 from accel.config import Grid
 from accel.errors import UsageError
+from accel.families.dit import FAMILY
 from accel.parallel import choose_layout
 from accel.ranks import Ranks, layouts
 from accel.ranks.placement import OFF, Layout
@@ -31,7 +32,9 @@ def wanted(parallel, peers=False, world=4, **more):
     grid = Grid.of("DiT-S/2", parallel=parallel, **more)
     grid.check()
     stage = SimpleNamespace(prepended=0, width=WIDTH)
-    fit = SimpleNamespace(empty=lambda side: SimpleNamespace(stages=[stage]), null_class=False)
+    fit = SimpleNamespace(
+        empty=lambda side: SimpleNamespace(stages=[stage]), null_class=False, family=FAMILY
+    )
     opened = SimpleNamespace(fit=fit, guide=None, tokens=TOKENS, latent_size=64, config=grid.config)
     return choose_layout(grid, opened, Several(world, peers))
 

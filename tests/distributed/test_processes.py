@@ -172,11 +172,12 @@ def test_ranks_with_different_latents_fail():
 
 
 def test_ranks_that_do_not_all_start():
-    """Begun by hand, without the others: a bounded wait and a line."""
+    """Begun by hand, without the others: a bounded wait, a line meanwhile and one at its end."""
     started = forks.ranks(3, [WORKER, "exchange", 2], started=2, **ENVIRONMENT)
     for rank, process in enumerate(started):
         error = process.communicate(timeout=30)[1]
         assert process.returncode == USAGE and "Traceback" not in error
+        assert f"rank {rank} of 3: waits for the other 2 to connect at 127.0.0.1:" in error
         line = (
             rf"job_worker.py: rank {rank} of 3: cannot connect at 127.0.0.1:\d+; start all ranks \("
         )

@@ -25,7 +25,7 @@ from networks import side_of, upstreams_loop, write_transformer
 from safetensors.torch import load_file, save_file
 from unprivileged import NOBODY, limited, unprivileged
 
-from accel.errors import STOPPED, USAGE
+from accel.errors import INTERRUPTED, STOPPED, USAGE
 from accel.families.dit.network import DiT_models
 from accel.families.sit.network import SiT_models
 from accel.graphs import Replayed
@@ -80,7 +80,7 @@ def by_hand(model, vae_folder, rank, world, n, rounds, cfg_scale, seed, steps):
     return out
 
 
-@pytest.mark.parametrize("world, cfg_scale", [(2, 1.5), (1, 1.0)])
+@pytest.mark.parametrize("world, cfg_scale", [(2, 1.5), (1, 1.0), (1, 0.5), (1, 0.0)])
 def test_the_folder_is_upstreams(world, cfg_scale, demo, weights, tiny_vae, tmp_path, one_thread):
     n = 3
     wanted = 7
@@ -116,6 +116,13 @@ def test_the_folder_is_upstreams(world, cfg_scale, demo, weights, tiny_vae, tmp_
     array = np.load(tmp_path / f"{name}.npz")["arr_0"]
     assert array.dtype == np.uint8
     assert np.array_equal(array, np.stack([expected[f"{i:06d}.png"] for i in range(wanted)]))
+    if cfg_scale < 1:  # earlier versions computed no guidance there: their folders are refused
+        record = tmp_path / name / ".job" / "settings.json"
+        older = json.loads(record.read_text())
+        del older["guidance below a scale of 1"]
+        record.write_text(json.dumps(older))
+        refused = "guidance below a scale of 1 True: the pictures in"
+        assert refused in run(world, *command, status=USAGE)
 
 
 def test_the_folder_of_a_sit_is_sits(one, tiny_vae, tmp_path):
@@ -234,8 +241,8 @@ def test_ten_kills_change_nothing(demo, undisturbed, tmp_path):
 
 
 def test_a_signal_to_one_rank_stops_all_and_the_job_resumes(demo, undisturbed, tmp_path):
-    """SIGUSR1 to one rank; then, in the next run, SIGTERM to the other."""
-    for number, victim in ((signal.SIGUSR1, 1), (signal.SIGTERM, 0)):
+    """SIGUSR1 to one rank; then, in the next runs, SIGTERM to the other and SIGHUP."""
+    for number, victim in ((signal.SIGUSR1, 1), (signal.SIGTERM, 0), (signal.SIGHUP, 1)):
         # two more than there are: the job is at work
         least = 2 + len(list(tmp_path.glob("*/*.png")))
         job = start(2, *demo, *FID, "--sample-dir", tmp_path)
@@ -251,6 +258,14 @@ def test_a_signal_to_one_rank_stops_all_and_the_job_resumes(demo, undisturbed, t
             ".part" in name or name.endswith("npz") for name in made
         )
         assert count % 2 == 0  # all that was made is written
+    for victim in (1, 0):  # Ctrl-C to one rank ends all at once
+        least = 2 + len(list(tmp_path.glob("*/*.png")))
+        job = start(2, *demo, *FID, "--sample-dir", tmp_path)
+        assert wait_for_pictures(tmp_path, least, job)
+        os.kill(ranks_of(job)[victim], signal.SIGINT)
+        text = finish(job, status=INTERRUPTED)
+        line = "sample_ddp.py: " + "rank 1: " * victim + "interrupted"
+        assert text.count(line) == 1 and " of 2 on " not in text  # a rank's own traceback
     run(2, *demo, *FID, "--sample-dir", tmp_path)
     assert files(tmp_path) == undisturbed
 

@@ -41,19 +41,19 @@ def of_pictures(kind, world, **more):
     return found
 
 
-@pytest.mark.parametrize("copies", [1, 2])
-def test_upstreams_stream_is_drawn_again(copies):
+@pytest.mark.parametrize("rows", [1, 2])
+def test_upstreams_stream_is_drawn_again(rows):
     """A resumed job skips finished batches wherever they are, and has the noise of an
     undisturbed one.
     """
-    noise = noise_of(UpstreamNoise, world=2, copies=copies)
+    noise = noise_of(UpstreamNoise, world=2, drawn=rows)
     drawn = {}
     for batch in (0, 2, 4):
         z, labels, draw = noise.batch(batch)
         drawn[batch] = z, labels, *(draw() for _ in range(DRAWS))
     for missing in ([0, 4], [2], [4]):
         torch.manual_seed(99)
-        again = noise_of(UpstreamNoise, world=2, copies=copies)
+        again = noise_of(UpstreamNoise, world=2, drawn=rows)
         for batch in again.batches.to_draw(set(range(6)) - {*missing}):
             z, labels, draw = again.batch(batch)
             found = z, labels, *(draw() for _ in range(DRAWS))

@@ -87,8 +87,6 @@ def theirs(data, inception, one_thread):
         cuda=False,
         isc=True,
         fid=True,
-        prc=True,
-        # of precision and recall, too: ADM's evaluator has no other network
         feature_extractor="inception-v3-compat",
         feature_extractor_weights_path=str(inception),
         save_cpu_ram=True,
@@ -140,7 +138,7 @@ def test_the_command_gives_torch_fidelitys_figures_to_the_bit(
     how = "--inception-weights", inception, "--device", "cpu", "--precision-recall"
     done = here("scripts/fid.py", data / "samples.npz", tree, *how)
     assert done.returncode == 0 and "fetching" not in done.stdout, done.stderr
-    sfid = figures[0].pop(fid.SFID)
+    sfid, precision, recall = (figures[0].pop(name) for name in (fid.SFID, "precision", "recall"))
     assert (
         figures == [theirs]
         and theirs["frechet_inception_distance"] > 0.01
@@ -149,8 +147,8 @@ def test_the_command_gives_torch_fidelitys_figures_to_the_bit(
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if line[0] in "FPRs")
     assert math.isclose(float(lines["FID"]), theirs["frechet_inception_distance"], rel_tol=1e-3)
     assert math.isclose(float(lines["sFID"]), sfid, rel_tol=1e-5)
-    assert float(lines["Precision"]) == round(theirs["precision"], 4)
-    assert float(lines["Recall"]) == round(theirs["recall"], 4)
+    assert float(lines["Precision"]) == round(precision, 4)
+    assert float(lines["Recall"]) == round(recall, 4)
     assert "samples.npz: 20 pictures\n" in done.stdout and "tree: 24 pictures\n" in done.stdout
     assert "note: FID of 20 pictures is larger than of 50000" in done.stdout
     assert "note: these are not the published Inception weights" in done.stdout
@@ -215,6 +213,18 @@ def test_adms_statistics_against_a_direct_computation(data, inception, tmp_path)
         (fid.FID, fid.SFID), features(inception, draw(20)), of_reference, strict=True
     ):
         assert math.isclose(mine[name], exact_distance(found, mu, sigma), rel_tol=1e-5), name
+
+
+def test_precision_and_recall_of_known_features(monkeypatch):
+    """Generated features are 10 of 30 places: all are real, and they reach 13 real ones, up to
+    their third neighbours. Of other places none are.
+    """
+    monkeypatch.setattr(fid, "ROWS", 7)
+    real = torch.arange(30.0)[:, None]
+    generated = real[:10]
+    assert fid.share_inside(generated, real) == 1.0  # precision
+    assert fid.share_inside(real, generated) == pytest.approx(13 / 30)  # recall
+    assert fid.share_inside(real + 1000, real) == 0.0
 
 
 def test_figures_that_statistics_do_not_give(data, inception, tmp_path, here):

@@ -2,12 +2,16 @@
 waited for.
 """
 
+import contextlib
 import hashlib
 import json
 import os
+import pty
+import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jobs
@@ -286,3 +290,36 @@ def ranks_of(job):
             if b"sample_ddp.py" in command and not command.startswith((b"srun", b"/bin/bash")):
                 found[int(variables["SLURM_PROCID"])] = pid
     return [found[rank] for rank in sorted(found)]
+
+
+def test_a_command_in_an_interactive_step_is_one_process(cluster, demo, tmp_path):
+    """srun --pty runs one of its tasks. A step that is started there has as many as it asks for."""
+    how = [*demo, *STEPS, "--labels", "1", "2", "--output"]
+    alone = [sys.executable, str(ROOT / "sample_ddp.py"), *how, str(tmp_path / "alone.png")]
+    ranks = [sys.executable, str(ROOT / "sample_ddp.py"), *how, str(tmp_path / "ranks.png")]
+    line = f"{shlex.join(alone)}; srun -n2 --overlap {shlex.join(ranks)}"
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        ["srun", "-n4", "--pty", "bash", "--norc"],
+        env={**cluster.env, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
+        start_new_session=True,
+    )
+    os.write(ours, f"{line}; exit\n".encode())
+    os.set_blocking(ours, False)
+    text = b""
+    ended = False
+    deadline = time.monotonic() + 90
+    while not ended:
+        assert time.monotonic() < deadline, text.decode()
+        ended = process.poll() is not None
+        with contextlib.suppress(BlockingIOError):
+            text += os.read(ours, 65536)
+        time.sleep(0.05)
+    os.close(ours)
+    os.close(theirs)
+    assert process.returncode == 0 and text.count(b" 2 ranks") == 1, text.decode()
+    one, two = (
+        np.asarray(Image.open(tmp_path / name)).astype(int) for name in ("alone.png", "ranks.png")
+    )
+    assert one.std() > 1 and np.abs(one - two).max() <= 1

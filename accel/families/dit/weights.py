@@ -14,15 +14,6 @@ from accel.weights.shapes import Shapes
 
 PATCHES = "x_embedder.proj.weight"  # a convolution (D, C, p, p)
 LAST = "final_layer.linear.weight"
-GAUSSIAN = {  # arguments of training → their supported values
-    "predict_xstart": (False,),
-    "noise_schedule": ("linear",),
-    "diffusion_steps": (1000,),
-    # In diffusers' and other programs' words. rescale_timesteps is missing: of 1000 steps it
-    # changes nothing.
-    "prediction_type": ("epsilon", "eps", "noise"),
-    "parameterization": ("eps", "epsilon", "noise"),
-}
 
 
 def require_heads(heads: int | None, what: str, width: int) -> int:
@@ -55,7 +46,6 @@ class DiTRecogniser(Recogniser):
     family = dit.FAMILY
     models = DiT_models
     network: ClassVar[type[DiT]] = DiT
-    computed = GAUSSIAN
 
     def form(self, shapes: Shapes, metadata: Mapping[str, Any]) -> Fit:
         """Return the network of weights with these shapes, as Recogniser.form does. The

@@ -6,6 +6,7 @@ Guidance follows the published recipe: at times from 0.1 on, that end outside, o
 
 from accel.families import Defaults, Family
 
+USUAL_SIDE = 256  # px, of pictures whose first noise has scale 1
 # The scale of guidance, by size and patch.
 SCALES = {"B/16": 3.0, "B/32": 3.0, "L/16": 2.4, "L/32": 2.5, "H/16": 2.2, "H/32": 2.3}
 
@@ -20,8 +21,14 @@ def recipe(size: str) -> Defaults:
         cfg_scale=SCALES[size],
         guidance_interval=(0.0, 0.9),
         num_sampling_steps=50,
-        noise_scale=patch / 16,
     )
+
+
+def with_noise(defaults: Defaults, channels: int, side: int | None) -> Defaults:
+    """Return the defaults for pictures of a side. Published networks were trained with noise of
+    scale 1 at 256 px and 2 at 512 px.
+    """
+    return defaults._replace(noise_scale=max(1.0, (side or USUAL_SIDE) / USUAL_SIDE))
 
 
 FAMILY = Family(
@@ -41,7 +48,9 @@ FAMILY = Family(
     code=__name__,
     fast=f"{__name__}.fast",
     interval_ends=False,
+    compared="float32 times",
     heun_by_start=False,
     label_orders=("class_by_class", "class_by_class"),
     any_size=False,
+    of_latents=with_noise,
 )

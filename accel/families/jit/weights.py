@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from functools import partial
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from accel.errors import UsageError, shown
-from accel.families import jit
+from accel.families import Defaults, jit
 from accel.families.config_file import in_words
 from accel.families.dit.weights import PATCHES, DiTRecogniser, models_with
 from accel.families.jit.network import JiT, JiT_models
@@ -35,7 +36,13 @@ class JiTRecogniser(DiTRecogniser):
     family = jit.FAMILY
     models = JiT_models
     network = JiT
-    computed = {"use_nonlinear": (False,)}  # a SiLU between the projections, without an entry
+    # A SiLU between the projections, without an entry, and of other codes blocks in other orders.
+    computed = {
+        "use_nonlinear": (False,),
+        "JiT_branch": ("none", "base", "False"),
+        "loop_indices": ("[]", "()"),
+        "loop_count": (1, 0),
+    }
 
     def form(self, shapes: Shapes, metadata: Mapping[str, Any]) -> Fit:
         """Return the network of weights with these shapes, as Recogniser.form does."""
@@ -64,7 +71,7 @@ class JiTRecogniser(DiTRecogniser):
             in_context_len=shapes[FRONT][1],
         )
 
-    def recipe(self, model: str, metadata: Mapping[str, Any], path: Path) -> Recipe:
+    def recipe(self, fit: Fit, metadata: Mapping[str, Any], path: Path) -> Recipe:
         """Return the options that the arguments of the training run imply."""
         notices = []
         options = {option: metadata[name] for name, option in OPTIONS.items() if name in metadata}
@@ -77,10 +84,8 @@ class JiTRecogniser(DiTRecogniser):
                     "cannot be; mend it"
                 )
         says = {**metadata.get("recipe", {}), **options}
-        if "noise_scale" not in says and model not in self.family.models:
-            notices.append(
-                f"{path}: says no scale of the first noise, taken for 1: --noise-scale N"
-            )
+        if "noise_scale" not in says:
+            notices.append(f"{path}: {assumed_noise(fit.defaults, fit.latent_size)}")
         if metadata.keys() & {"interval_min", "interval_max"}:  # of times: a level is 1 − time
             options["guidance_interval"] = 1 - high, 1 - low
         if options:
@@ -96,9 +101,18 @@ class JiTRecogniser(DiTRecogniser):
         facts: dict[str, Any] = {"num_heads": module.num_heads, START: module.in_context_start}
         model = self.form({name: tuple(state[name].shape) for name in state}, facts).model
         if model in self.family.models:
-            implied = self.family.models[model]
-            facts["recipe"] = dict(cfg_scale=implied.cfg_scale, noise_scale=implied.noise_scale)
-        return OfModule(self.family, facts, strength=STRUCTURE)
+            facts["recipe"] = dict(cfg_scale=self.family.models[model].cfg_scale)
+        side = isqrt(state["pos_embed"].shape[1]) * state[FIRST].shape[-1]
+        assumed = assumed_noise(self.family.of_latents(self.family.recipe, 3, side), side)
+        return OfModule(self.family, facts, strength=STRUCTURE, assumed=assumed)
 
 
 RECOGNISER = JiTRecogniser()
+
+
+def assumed_noise(defaults: Defaults, side: int | None) -> str:
+    """Return the notice about the first noise's scale, which no tensor says."""
+    return (
+        f"says no scale of the first noise, taken for {defaults.noise_scale:g} as at {side} px; "
+        "if it has another: --noise-scale N"
+    )

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from accel.families import large_dit
-from accel.families.dit.weights import GAUSSIAN, LAST, models_with, require_heads
+from accel.families.dit.weights import LAST, models_with, require_heads
 from accel.families.large_dit.network import DiT_Llama, Large_DiT_models
 from accel.families.recognise import Fit, OfModule, Recogniser
 from accel.weights.shapes import Shapes
@@ -21,7 +21,6 @@ class LargeDiTRecogniser(Recogniser):
 
     family = large_dit.FAMILY
     models = Large_DiT_models
-    computed = GAUSSIAN
 
     def form(self, shapes: Shapes, metadata: Mapping[str, Any]) -> Fit:
         """Return the network of weights with these shapes, as Recogniser.form does.

@@ -33,7 +33,6 @@ class LightningDiTRecogniser(DiTRecogniser):
     family = lightning_dit.FAMILY
     models = LightningDiT_models
     network = LightningDiT
-    computed = {}
 
     def form(self, shapes: Shapes, metadata: Mapping[str, Any]) -> Fit:
         """Return the network of weights with these shapes, as Recogniser.form does."""
@@ -72,9 +71,9 @@ class LightningDiTRecogniser(DiTRecogniser):
                 kept[name] = torch.cat([shifts, halves], dim=1).flatten(0, 1)
         return kept
 
-    def recipe(self, model: str, metadata: Mapping[str, Any], path: Path) -> Recipe:
+    def recipe(self, fit: Fit, metadata: Mapping[str, Any], path: Path) -> Recipe:
         """Return the settings that the configuration in or beside a file implies."""
-        return recipe(model, metadata, path)
+        return recipe(fit.model, metadata, path)
 
     def of_module(self, module: nn.Module, state: dict[str, Tensor]) -> OfModule | None:
         """Return the rules to read a module with a LightningDiT's entries, or None for

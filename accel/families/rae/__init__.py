@@ -5,7 +5,7 @@ a wide head (DDT, Wang et al. 2025, arXiv:2504.05741) that it modulates token by
 Guidance acts on all channels. The shift of the times follows from the size of the latents.
 """
 
-from accel.families import Defaults, Family, dit
+from accel.families import Defaults, Family, all_channels, dit
 from accel.files import weights_folder
 
 FOLDER = weights_folder()
@@ -18,7 +18,6 @@ RECIPE = Defaults(
     factor=16,
     vae=OF_256,
     cfg_scale=1.0,
-    guidance_channels=768,
     num_sampling_steps=49,
     decoders={
         16: (OF_256, str(STATISTICS / "imagenet1k/stat.pt")),
@@ -41,6 +40,8 @@ FAMILY = Family(
     names_in_training={f"DiTDH-{size}/1": f"DiTDH-{size}" for size in SIZES},
     any_size=False,
     last_time=0.999,
+    of_latents=all_channels,
+    compared="float32 levels",
     label_orders=("random", "permuted"),
     config_reader=f"{__name__}.config_file",
 )

@@ -3,6 +3,8 @@ guidance and misc, as its sample_ddp.py reads them. Imports no torch.
 """
 
 import os
+import re
+from collections.abc import Callable
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -64,12 +66,21 @@ ENTRIES = {
     },
 }
 ENTRIES["guidance.guidance_model.params"] = ENTRIES["stage_2.params"]
-# Encoders whose pictures are normalised by ImageNet's mean and deviation.
-IMAGENET_ENCODERS = ("Dinov2withNorm", "MAEwNorm")
-PIXEL_STATISTICS = "preprocessor_config.json"  # of other encoders
-DECODERS = ("ViTB", "ViTL", "ViTXL")  # whose heads follow from their width
-WIDTHS_AND_HEADS = ([768, 12], [1024, 16], [1152, 16])  # of these decoders
-LAYER_NORM_EPS = 1e-12  # of these decoders
+SIZES = "config.json"  # of a decoder
+PIXELS = "preprocessor_config.json"  # of an encoder
+DECODERS = ("ViTB", "ViTL", "ViTXL")  # published names of a decoder's sizes
+HEADS = {768: 12, 1024: 16, 1152: 16}  # of these decoders, by width
+# Entries of config.json that decide a decoder's function and are in no tensor, as these decoders
+# have them.
+OF_DECODER: dict[str, Any] = {
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-12,
+    "num_channels": 3,
+    "qkv_bias": True,
+}
+# Encoders on the hub whose pictures have ImageNet's mean and deviation.
+IMAGENET_ENCODERS = re.compile("facebook/(dinov2|vit-mae)")
+IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 MOST = 10**6  # classes, or pixels of a patch
 
 
@@ -93,6 +104,18 @@ def fetch(paths: list[str]) -> str:
         return ""
     names = " ".join(Path(path).relative_to(FOLDER).as_posix() for path in published)
     return f"hf download {REPOSITORY} {names} --local-dir {FOLDER}"
+
+
+def of_decoder(content: dict) -> dict[str, Any]:
+    """Return the facts of a decoder's config.json that are in no tensor."""
+    width = content.get("decoder_hidden_size")
+    usual = OF_DECODER | {"decoder_num_attention_heads": HEADS.get(width) if width else None}
+    return {name: content.get(name, value) for name, value in usual.items()}
+
+
+def of_pixels(content: dict) -> dict[str, Any]:
+    """Return mean and deviation of pixels in an encoder's preprocessor_config.json."""
+    return {name: content.get(name, usual) for name, usual in IMAGENET.items()}
 
 
 class RAEReader(Reader):
@@ -120,39 +143,68 @@ class RAEReader(Reader):
         self.take_file("latent_stats", "stage_1.params.normalization_stat_path")
 
     def require_decoder(self) -> None:
-        """Refuse a decoder whose heads or pixel statistics are not known."""
+        """Refuse a decoder whose files say otherwise than the configuration, which names a folder
+        with the decoder's sizes and one with the encoder's statistics of pixels.
+        """
         decoder = Path(self.options.get("vae", ""))
         folder = decoder if decoder.is_dir() else decoder.parent
-        config = self.text("stage_1.params.decoder_config_path") or "vit_mae-base"
-        if not (folder / "config.json").is_file() and not self.is_published(config):
-            self.refuse(
-                "vae",
-                f"says decoder_config_path {shown(config)}, whose config.json may have other heads "
-                f"or another layer_norm_eps than {', '.join(DECODERS)}; copy it beside the decoder",
-            )
-        encoder = self.get("stage_1.params.encoder_cls", "Dinov2withNorm")
-        if encoder not in IMAGENET_ENCODERS and not (folder / PIXEL_STATISTICS).is_file():
-            self.refuse(
-                "vae",
-                f"says encoder_cls {plain(encoder)}, whose pixels may have other means than "
-                f"ImageNet's; put the encoder's {PIXEL_STATISTICS} beside the decoder",
-            )
+        sizes = self.text("stage_1.params.decoder_config_path") or "vit_mae-base"
+        self.compare(
+            f"decoder_config_path {shown(sizes)}",
+            self.named(sizes, SIZES),
+            folder / SIZES,
+            of_decoder,
+            known=Path(sizes).name in DECODERS,
+        )
+        encoder = self.text("stage_1.params.encoder_config_path") or "facebook/dinov2-base"
+        self.compare(
+            f"encoder_config_path {shown(encoder)}",
+            self.named(encoder, PIXELS),
+            folder / PIXELS,
+            of_pixels,
+            known=IMAGENET_ENCODERS.match(encoder) is not None,
+        )
 
-    def is_published(self, config: str) -> bool:
-        """Return whether a decoder's configuration is a published one: its config.json if it is
-        here, else its name.
+    def named(self, folder: str, file: str) -> Path | None:
+        """Return a file of a folder that is in the current one or in the configuration's."""
+        places = Path(folder, file), self.folder / folder / file
+        return next(filter(Path.is_file, places), None)
+
+    def compare(
+        self,
+        entry: str,
+        named: Path | None,
+        beside: Path,
+        facts_of: Callable[[dict], dict[str, Any]],
+        known: bool,
+    ) -> None:
+        """Refuse a decoder unless the file that the configuration names has the facts of the one
+        beside the decoder. Without either these are the published ones. entry: the configuration's,
+        in words. known: whether the name alone stands for the published facts.
         """
-        for file in (Path(config, "config.json"), self.folder / config / "config.json"):
-            if file.is_file():
-                try:
-                    content = read_json(file)
-                except (OSError, ValueError):
-                    return False
-                width = content.get("decoder_hidden_size")
-                heads = content.get("decoder_num_attention_heads")
-                eps = content.get("layer_norm_eps", LAYER_NORM_EPS)
-                return [width, heads] in WIDTHS_AND_HEADS and eps == LAYER_NORM_EPS
-        return Path(config).name in DECODERS
+        contents = []
+        for file in (named, beside):
+            try:
+                content = read_json(file) if file and file.is_file() else {}
+            except (OSError, ValueError):
+                return self.refuse("vae", f"says {entry}, and {file} cannot be read; mend it")
+            contents.append(content)
+        said, taken = contents
+        if not named:
+            if not known and not beside.is_file():
+                reason = f"says {entry}, whose {beside.name} is not here"
+                self.refuse("vae", f"{reason}; put it beside the decoder")
+            return None  # the user may have put it there
+        width = {"decoder_hidden_size": (said or taken).get("decoder_hidden_size")}
+        computed = facts_of(width | taken)
+        for name, value in facts_of(width | said).items():
+            if value != computed[name]:
+                return self.refuse(
+                    "vae",
+                    f"says {entry}, whose {beside.name} has {name} {plain(value)}, and "
+                    f"{plain(computed[name])} is computed; copy it beside the decoder",
+                )
+        return None
 
     def read_sampler(self) -> None:
         """Read latents, times and steps."""

@@ -28,7 +28,6 @@ class RAERecogniser(DiTRecogniser):
 
     family = rae.FAMILY
     models = DiTDH_models
-    computed = {}
 
     def form(self, shapes: Shapes, metadata: Mapping[str, Any]) -> Fit:
         """Return the network of weights with these shapes, as Recogniser.form does."""

@@ -1,10 +1,10 @@
 """REPA: Yu et al., 2024, arXiv:2410.06940. SiT's network, aligned to an encoder's
 features in training, with time reversed.
 
-Guidance follows REPA's recipe: scale 1.8 on all four channels at noise levels up to 0.7.
+Guidance follows REPA's recipe: scale 1.8 on all channels at noise levels up to 0.7.
 """
 
-from accel.families import Argument, Defaults, Family, sit
+from accel.families import Argument, Defaults, Family, all_channels, sit
 from accel.families.dit import SIZES
 
 PROJECTORS = "projectors."  # training compares their outputs with an encoder's features
@@ -25,5 +25,6 @@ FAMILY = Family(
         Argument("path_type", "[a-z].*"),
         Argument("prediction", "v", beside="path_type"),
     ),
+    of_latents=all_channels,
     names_in_training={f"REPA-SiT-{size}": f"SiT-{size}" for size in SIZES},
 )

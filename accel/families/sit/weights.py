@@ -9,7 +9,6 @@ from accel.families.dit.weights import DiTRecogniser
 from accel.families.recognise import NAMED, OfModule
 from accel.families.sit.network import SiT, SiT_models
 
-FLOW = {"path_type": ("Linear", "linear"), "prediction": ("velocity", "v")}
 DIRECTION = (
     "does not say which way its time runs, taken for a SiT's, from noise to data; if it runs from "
     "data to noise: give the module an attribute path_type"
@@ -22,7 +21,6 @@ class SiTRecogniser(DiTRecogniser):
     family = sit.FAMILY
     models = SiT_models
     network = SiT
-    computed = FLOW
 
     def of_module(self, module: nn.Module, state: dict[str, Tensor]) -> OfModule | None:
         """Return the rules to read a SiT, recognised by its class: its entries are a DiT's.

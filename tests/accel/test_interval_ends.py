@@ -1,0 +1,92 @@
+"""Steps exactly on an end of guidance's interval, against the comparisons of the originals' scripts
+in their own arithmetic.
+"""
+
+import pytest
+import torch
+
+from accel.families import families
+from accel.sampling import make_process
+from accel.sampling.guidance import compared_interval, guidance_of
+
+ENDS = [i / 100 for i in range(0, 101, 5)] + [0.11, 0.125, 0.3, 0.7, 0.875]
+STEPS = 2, 5, 10, 20, 25, 40, 49, 50, 100, 249, 250
+
+
+def repa(steps, low, high, sde=False):
+    """REPA compares float64 levels, from 1 to 0."""
+    levels = torch.linspace(1.0, 0.0, steps + 1, dtype=torch.float64)[:-1]
+    if sde:
+        levels = torch.linspace(1.0, 0.04, steps, dtype=torch.float64)
+    return ((levels <= high) & (levels >= low)).tolist()
+
+
+def lightning(steps, start, shift=0.3):
+    """LightningDiT guides from a float32 time on, which it shifts one by one."""
+    times = torch.linspace(0, 1, steps + 1)
+    times = torch.tensor([shift * t / (1 + (shift - 1) * t) for t in times])[:-1]
+    return [not t < start for t in times]
+
+
+def jit(steps, low, high, heun=False):
+    """JiT compares the float32 time of every evaluation. Ends are outside, 0 excepted."""
+    times = torch.linspace(0.0, 1.0, steps + 1)
+    # Heun's method evaluates both ends of every step but the last.
+    times = times.repeat_interleave(2)[1:-2] if heun else times[:-1]
+    return ((times < high) & ((low == 0) | (times > low))).tolist()
+
+
+def rae(steps, low, high, sigma):
+    """RAE compares float32 levels, shifted together."""
+    levels = 1 - torch.linspace(0, 0.999, steps + 1)
+    levels = (sigma * levels / (1 + (sigma - 1) * levels))[:-1]
+    return ((levels >= low) & (levels <= high)).tolist()
+
+
+def ours(name, sampler, steps, interval, shift=1.0):
+    """Return whether each evaluation of a family's run is guided."""
+    family = next(family for family in families() if family.name == name)
+    process = make_process(
+        sampler,
+        steps,
+        shift=shift,
+        by_start=family.heun_by_start,
+        last_time=family.last_time,
+        compared=family.compared,
+    )
+    guidance = guidance_of(
+        2.0,
+        8,
+        interval=compared_interval(interval, family.compared),
+        ends=family.interval_ends,
+    )
+    return [guidance.at(level) is guidance for level in process.levels()]
+
+
+PAIRS = [(low, high) for low in ENDS for high in ENDS if low < high]
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_every_end_is_compared_as_the_original_does(steps):
+    sigma = (768 * 16 * 16 / 4096) ** 0.5
+    for low, high in PAIRS:
+        interval = (low, high)
+        assert ours("REPA", "euler", steps, interval) == repa(steps, low, high)
+        assert ours("REPA", "sde", steps, interval) == repa(steps, low, high, sde=True)
+        assert ours("RAE", "euler", steps, interval, 1 / sigma) == rae(steps, low, high, sigma)
+        assert ours("RAE", "euler", steps, interval) == rae(steps, low, high, 1)
+        # Options are noise levels, the ends of JiT's and LightningDiT's scripts times.
+        levels = (1 - high, 1 - low)
+        assert ours("JiT", "euler", steps, levels) == jit(steps, low, high)
+        assert ours("JiT", "heun", steps, levels) == jit(steps, low, high, heun=True)
+    for start in ENDS[:-1]:
+        for shift in (0.3, 1.0):
+            got = ours("LightningDiT", "euler", steps, (0.0, 1 - start), shift)
+            assert got == lightning(steps, start, shift)
+
+
+def test_some_of_these_differ_from_exact_numbers():
+    """Rounding moves a time below its end, or a level above it."""
+    end = 5 / 25
+    assert ours("JiT", "euler", 25, (1 - end, 1.0))[5]  # guided at times below the end alone
+    assert not ours("REPA", "euler", 10, (0.0, 0.3))[7]  # level 3/10
