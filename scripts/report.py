@@ -28,25 +28,17 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 
-try:
-    import jinja2
-    import numpy as np
-    from markdown_it import MarkdownIt
+import jinja2
+import numpy as np
+from markdown_it import MarkdownIt
 
-    import evaluate
-    from scripts import report_plots
-except ModuleNotFoundError as error:
-    print(
-        f"report.py: {error}: source .venv/bin/activate, or pip install -r requirements.txt",
-        file=sys.stderr,
-    )
-    sys.exit(2)
-
+import evaluate
 from accel.cli import OneLineParser, user_errors
 from accel.errors import UsageError
 from accel.files import ROOT, atomic_write
 from accel.flags import check_writable
 from accel.picture_files import read_picture
+from scripts import report_plots
 from scripts.report_data import collect, plain, read_log, require_own
 
 TEMPLATES = ROOT / "scripts" / "report"
