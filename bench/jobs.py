@@ -126,14 +126,15 @@ def contest(args: Namespace, flags: list, folder: Path, record: Callable) -> Non
             done = run([*command, args.steps, "--output", picture.absolute()])
             runs.append(done.phases)
         seconds = [phases["total"] for phases in runs]
+        typed = shlex.join(map(str, ["python", *command, args.steps]))
         row = dict(
             tier=tier,
             seconds=statistics.median(seconds),
             runs=runs,
             picture=hashlib.sha256(picture.read_bytes()).hexdigest(),
             settings=next(line for line in done.text.splitlines() if " · " in line),
-            # to be typed in the repository's folder
-            command=shlex.join(map(str, ["python", *command, args.steps])).replace(f"{ROOT}/", ""),
+            # to be typed in the repository's folder; random weights are gone by then
+            command=typed.replace(f"{ROOT}/", "").replace(str(folder), "FOLDER"),
             file=picture.name,
         )
         results.append(row)

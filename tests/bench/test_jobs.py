@@ -129,6 +129,7 @@ def test_random_weights_and_a_random_decoder_without_files(forked, log):
     assert record["weights"] == record["decoder"] == "random, seed 0"
     assert (
         record["contest"][0]["seconds"] > 0
+        and "--ckpt FOLDER/random.pt --vae FOLDER/vae" in record["contest"][0]["command"]
         and "A picture of random ones is a rehearsal's" in printed
     )
 
