@@ -37,8 +37,8 @@ SHAPE = dict(
 )
 # Milliseconds of a step by kind of work.
 KINDS = {
-    "fp32": dict(GEMM=330.0, attention=52.0, other=26.0),
-    "tf32": dict(GEMM=78.0, attention=40.0, other=26.0),
+    "fp32": dict(GEMM=302.2, attention=78.3, other=26.7),
+    "tf32": dict(GEMM=38.5, attention=78.2, other=26.7),
     "exact": dict(GEMM=70.0, attention=19.0, other=5.0),
     "fp16": dict(GEMM=22.6, attention=5.9, other=3.2),
 }

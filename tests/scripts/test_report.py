@@ -121,12 +121,13 @@ def test_the_baseline_has_both_times(written, log):
 
 def test_the_profile_is_analysed_in_sentences(written):
     part = section(written["en"]["report.md"].decode(), 2)
-    assert "| GEMMs | 78.0 | 54 % | 112 | 187 | 456 | 410 | 48 % | arithmetic |" in part
-    assert (
-        "GEMMs take 54 % of the step.** They perform 410 FLOP per byte; arithmetic and memory"
-        in part
-    )
-    assert "falls from 144.4 to 95.3 ms (1.52 ×): GEMMs 78.0 → 70.0 ms" in part
+    # 14.61 TFLOP in 38.5 ms; 2.165 in 78.2
+    assert "| GEMMs | 38.5 | 27 % | 112 | 380 | 925 | 410 | 97 % | arithmetic |" in part
+    assert "| attention | 78.2 | 54 % | 112 | 27.7 | 108 | 256 | 7 % | arithmetic |" in part
+    assert "54 % of the step is attention.** This work performs 256 FLOP per byte; arith" in part
+    assert "Attention reaches 7 % of its ceiling" in part
+    assert "falls from 144.4 to 95.3 ms (1.52 ×): GEMMs 38.5 → 70.0 ms" in part
+    assert "The bottleneck is now the arithmetic of GEMMs." in part
     assert "`ladder.tf32.trace.json.gz`, `ladder.exact.trace.json.gz`" in part
     assert r"| `nvjet_exact<a\|b>xxxx" in part
 
