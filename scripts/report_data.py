@@ -192,6 +192,8 @@ def analyse(ladder: dict, tier: str) -> dict:
         times["GEMM"] = {
             name: value + times["attention"][name] for name, value in times["GEMM"].items()
         }
+    busy = sum(times[kind]["ms"] for kind in work)
+    gaps = max(0.0, last["ms"] - busy)
     kinds = {}
     for kind in work:
         ms = times[kind]["ms"]
@@ -199,7 +201,7 @@ def analyse(ladder: dict, tier: str) -> dict:
         at_speed = moved[kind] / speed
         kinds[kind] = dict(
             ms=ms,
-            share=ms / last["ms"],
+            share=ms / (busy + gaps),
             calls=times[kind]["calls"],
             gflop=work[kind] / 1e9,
             mb=moved[kind] / 1e6,
@@ -210,8 +212,6 @@ def analyse(ladder: dict, tier: str) -> dict:
             of_ceiling=max(at_peak, at_speed) / ms,
             bound="compute" if at_peak > at_speed else "memory",
         )
-    busy = sum(row["ms"] for row in kinds.values())
-    gaps = max(0.0, last["ms"] - busy)
     total = sum(work.values())
     return dict(
         tier=tier,
@@ -219,7 +219,7 @@ def analyse(ladder: dict, tier: str) -> dict:
         p10=last["p10"],
         p90=last["p90"],
         kinds=kinds,
-        gaps=dict(ms=gaps, share=gaps / last["ms"]),
+        gaps=dict(ms=gaps, share=gaps / (busy + gaps)),
         main=max(kinds, key=lambda kind: kinds[kind]["ms"]),
         floor_ms=sum(row["floor_ms"] for row in kinds.values()),
         gflop=total / 1e9,
