@@ -360,8 +360,8 @@ def runnable(network: BlockNetwork, side: int, tier: str, ranks: Ranks) -> Itera
 def cases(
     possible: Iterable[Layout], pictures: int, world: int
 ) -> Iterator[tuple[str, Layout, int]]:
-    """Yield name, layout and number of working ranks of what to time: one GPU, pictures for each
-    number of ranks, then useful layouts.
+    """Yield name, layout and number of working ranks of each case to time: one GPU, pictures for
+    each number of ranks, then useful layouts.
     """
     for used in (1, 2, 4, 8):
         if used <= world and (pictures >= used or used == world and pictures > 1):

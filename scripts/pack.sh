@@ -7,8 +7,8 @@
 # second language.
 #
 # The archive holds:
-# - sample.png and baseline.png, the judged pictures; verdict.txt, what evaluate.py says of them;
-#   RUN.md, how to repeat the result; environment.txt; log/FINAL_RESULT.txt: tier, T, command.
+# - sample.png and baseline.png, the judged pictures; verdict.txt, evaluate.py's output about
+#   them; RUN.md, how to repeat the result; environment.txt; log/FINAL_RESULT.txt: tier, T, command.
 # - the files that git tracks, without the authors' example in log/. Of weights only the demo
 #   models', which are small. --with: untracked files too, --without: leave them out. Where there
 #   are some, one of the two must be given.
@@ -41,8 +41,8 @@ report=${words[0]}
 git rev-parse --git-dir >/dev/null 2>&1 ||
   fail "no git checkout, which says what belongs to it: git init && git add ."
 
-# The archive's name, the log's folder and what is to be written; a line if the report is not of
-# the files that are here.
+# The archive's name, the number of paragraphs to write, and the log's folder; a line if a file
+# has changed since the report.
 facts=$(python3 - "$report" <<'END'
 import hashlib, json, sys
 from pathlib import Path

@@ -201,7 +201,7 @@ def environment(data: dict) -> str:
 
 
 def verdict(baseline: Path, sample: Path, vgg_weights: Path | None) -> str:
-    """Return what evaluate.py prints about two pictures by the strict criterion."""
+    """Return the text that evaluate.py prints about two pictures, by the strict criterion."""
     words = [str(baseline), str(sample), "--gate", "strict"]
     if vgg_weights:
         words += ["--vgg-weights", str(vgg_weights)]

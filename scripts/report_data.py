@@ -20,7 +20,7 @@ from bench.jobs import CONTEST, other_job, rehearsal, score
 from bench.steps import STEPS
 from scripts.strategies import COPIES, Machine, Shape, bytes_moved, choose, designs, flops
 
-KINDS = {  # of records → what each must agree in with all others
+KINDS = {  # kind of record → entries that must be the same in all records
     "contest": ("gpu", "model", "image_size", "weights", "steps", "decoder"),
     "fork": ("gpu", "model", "image_size", "weights", "steps"),
     "steps": ("gpu", "model", "image_size", "weights"),
@@ -119,8 +119,8 @@ def pixels_of(row: dict) -> np.ndarray:
 
 
 def find_picture(rows: list[dict], picture: Path) -> dict:
-    """Return the row of the picture that is handed in: the one of its name, else of its bytes.
-    Raises UsageError if none of eight labels made it.
+    """Return the row of the picture that is handed in, by its bytes; of equal pictures the row
+    with its file name. Raises UsageError if no run of eight labels made it.
     """
     if not picture.is_file():
         raise UsageError(f"--picture {picture}: no such file")
@@ -146,8 +146,8 @@ def compare(want: np.ndarray, got: np.ndarray, lpips: Callable) -> dict:
 
 
 def judge(rows: list[dict], baseline: dict, result: dict, lpips: Callable) -> None:
-    """Add to each row how far its picture is from one GPU's in the same tier, and to those of one
-    GPU and to the result the metrics against the baseline.
+    """Add to each row the distance of its picture from one GPU's in the same tier. Add to the
+    rows of one GPU and to the result the metrics against the baseline.
     """
     want = pixels_of(baseline)
     alone = {}
@@ -173,8 +173,8 @@ def value_bytes(tier: str) -> int:
 
 
 def analyse(ladder: dict, tier: str) -> dict:
-    """Return where a tier's step takes its time: for each kind of work, its rate against the
-    machine's ceilings, and what bounds it.
+    """Return the time of a tier's step by kind of work: rates, their share of the machine's
+    ceilings, and the ceiling that bounds each kind.
     """
     shape = Shape(**ladder["shape"])
     peak = ladder["ceilings"]["tflops"][tier] * 1e9  # FLOP/ms

@@ -68,7 +68,7 @@ class Machine(NamedTuple):
 
 
 class Design(NamedTuple):
-    """A design, and what it costs one GPU in a step."""
+    """A design, with its costs for one GPU in a step."""
 
     name: str
     share: float  # of one GPU's work, with the time it waits for others' work
@@ -148,5 +148,5 @@ def designs(shape: Shape, labels: int, gpus: int, value: int) -> Iterator[Design
 
 
 def choose(found: list[Design], machine: Machine) -> Design:
-    """Return the fastest of those that make the same picture; of equals the first."""
+    """Return the fastest design that makes the same picture; of equals the first."""
     return min((design for design in found if design.same), key=lambda each: each.ms(machine))
