@@ -1,5 +1,6 @@
-"""Flags, provenance, timing, random weights and networks of all benchmarks."""
+"""Flags, provenance, timing, random weights and networks of both benchmarks."""
 
+import copy
 import json
 import os
 import platform
@@ -11,7 +12,7 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import date
 from functools import partial
 from itertools import pairwise, product
@@ -25,17 +26,16 @@ from accel.config import Config, Grid
 from accel.errors import UsageError
 from accel.families import Defaults, constructor_of, families, family_of, model_names
 from accel.files import ROOT, atomic_write, read_json
-from accel.flags import check_writable, positive
+from accel.flags import check_writable
 from accel.grid import ready
 from accel.kernels.linear import Tuner
 from accel.latents import files
 from accel.latents.autoencoder_kl import SD_VAE_FT, KLDecoder
-from accel.network import Network, Plain, unpatchify
+from accel.network import Network, Plain, stages_of, unpatchify
 from accel.opening import choose_device, open_model
 from accel.pipeline import hardware
 from accel.sampling import denoise, make_process, upstream_noise
 from accel.sampling.guidance import Guidance
-from bench import seen_as
 
 STEPS = 250  # of a sampling run
 RANDOM = "random, seed 0"  # weights without a file
@@ -63,41 +63,28 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--ckpt", help="weights (default: random ones; the demo's own)")
     parser.add_argument("--image-size", type=int, help="side of a picture in pixels")
-    add_output(parser)
-
-
-def add_output(parser: ArgumentParser) -> None:
-    """Add the flags of every benchmark."""
     parser.add_argument("--device", help="where to measure (default: a GPU if there is one)")
     parser.add_argument("--output", help="JSON file to write")
     parser.add_argument("--commit", help="commit to record (default: git's)")
 
 
-def add_seconds(parser: ArgumentParser, load: float = 5.0, window: float = 3.0) -> None:
-    """Add --load and --window."""
+def add_timing(parser: ArgumentParser) -> None:
+    """Add the flags of steps that are timed."""
     parser.add_argument(
         "--load",
         type=float,
-        default=load,
+        default=5.0,
         help="seconds of steps before timing (default: %(default)g)",
     )
     parser.add_argument(
         "--window",
         type=float,
-        default=window,
+        default=3.0,
         help="seconds of timed steps (default: %(default)g)",
     )
-
-
-def add_batch(parser: ArgumentParser) -> None:
-    """Add the flags of a batch whose steps are timed."""
-    parser.add_argument(
-        "--pictures", type=positive, default=8, help="pictures in a batch, two batch rows each"
-    )
-    add_seconds(parser)
     parser.add_argument(
         "--seen-as",
-        type=seen_as.compute_capability,
+        type=compute_capability,
         metavar="X.Y",
         help="take the GPU for one of this compute capability: docs/gpus.md#rehearsals",
     )
@@ -109,12 +96,12 @@ def prepare(args: Namespace) -> torch.device:
     """
     device = choose_device(args.device)
     if getattr(args, "seen_as", None):
-        seen_as.see_as(args.seen_as)
+        see_as(args.seen_as)
     args.model = args.model or ("DiT-XL/2" if device.type == "cuda" else "DiT-Demo/2")
     complete(args)
     if args.output:
         check_writable(args.output)
-    if device.type != "cuda":
+    if device.type != "cuda" and os.environ.get("RANK", "0") == "0":
         print(f"On {hardware(device)}: its times say nothing about a GPU's", flush=True)
     return device
 
@@ -200,6 +187,13 @@ def decoder_of(args: Namespace) -> str | None:
         return args.vae
     vae = family_of(args.model).models[args.model].vae
     return None if vae in files.PUBLISHED else vae
+
+
+def contest_tiers(device: torch.device) -> list[str]:
+    """Return the tiers that `device` has, without bf16, which replaces fp16 where weights
+    overflow it.
+    """
+    return [tier for tier in precision.TIERS if tier != "bf16" and precision.supports(tier, device)]
 
 
 def require_alike(records: list[dict], names: Iterable[str]) -> None:
@@ -341,6 +335,25 @@ def model_of(args: Namespace, device: torch.device) -> torch.nn.Module:
     return random_network(constructor_of(args.model), device, **arguments)
 
 
+def shape_of(model: torch.nn.Module, args: Namespace) -> dict | None:
+    """Return the sizes of a reference network of one stage of DiT's blocks; None for others."""
+    stages = stages_of(model)
+    mlp = getattr(stages[0].blocks[0], "mlp", None)
+    if len(stages) > 1 or not hasattr(mlp, "fc1"):
+        return None
+    return dict(
+        depth=len(stages[0].blocks),
+        width=stages[0].width,
+        heads=stages[0].num_heads,
+        hidden=mlp.fc1.out_features,
+        tokens=(args.latent_size // model.patch_size) ** 2,
+        patch=model.patch_size,
+        channels=model.in_channels,
+        outputs=model.out_channels,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+    )
+
+
 def random_decoder(device: torch.device) -> KLDecoder:
     """Return a decoder of sd-vae-ft-*'s size with random weights."""
     torch.manual_seed(0)
@@ -424,3 +437,74 @@ def guided(network: Network, args: Namespace, device: torch.device) -> torch.Ten
     # `forward` would round a float64 network's output
     out = network.tokens(z, torch.full_like(y, 500), y)
     return guidance.combine(unpatchify(out, network.patch_size)).double()
+
+
+# ---- other implementations of a network, and other GPUs ----
+
+RIVALS = {  # name of --vs → name of the rung
+    "eager": "eager",
+    "compile": "torch.compile default",
+    "max-autotune": "torch.compile max-autotune",
+}
+
+
+class Rival(Plain):
+    """A plain network in `dtype` under one of RIVALS. `model` is converted to that dtype;
+    eager runs under autocast.
+    """
+
+    def __init__(self, what: str, model: torch.nn.Module, dtype: torch.dtype, device: torch.device):
+        super().__init__(model.to(dtype))
+        self.dtype = dtype
+        evaluate = super().tokens
+        if what == "eager":
+            autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+            self.evaluate = autocast(evaluate)
+        else:
+            mode = "default" if what == "compile" else what
+            self.evaluate = torch.compile(evaluate, mode=mode, dynamic=False)
+
+    def tokens(self, x, t, y) -> torch.Tensor:
+        # the compiler's graph will overwrite it
+        return self.evaluate(x.to(self.dtype), t, y).to(x.dtype, copy=True)
+
+    def schedule(self, times, labels, at_once=1) -> tuple[Network, Callable[..., None]]:
+        table = torch.tensor(times, device=next(self.parameters()).device)
+        network = copy.copy(self)
+        network.tokens = lambda x, index, y: self.tokens(x, table[index], y)
+        return network, lambda *evaluations: None
+
+
+PROCESS = ExitStack()  # contexts that last until the process ends
+
+
+def compute_capability(text: str) -> tuple[int, int]:
+    """Convert a compute capability such as 8.0, for argparse."""
+    major, minor = text.split(".")
+    return int(major), int(minor)
+
+
+def compile_for(capability: tuple[int, int]) -> None:
+    """Make Triton compile for an older GPU of `capability`, and the driver compile its
+    PTX for this GPU. Call this once in a process, before a kernel is launched.
+    """
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.driver import CudaDriver
+
+    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+
+    def keep_ptx(backend, stages, *_):
+        stages["cubin"] = lambda ptx, metadata: ptx.encode() + b"\0"
+
+    CudaDriver.get_current_target = lambda driver: target
+    knobs.runtime.add_stages_inspection_hook = keep_ptx
+
+
+def see_as(capability: tuple[int, int]) -> None:
+    """Make this process take its GPU for one of `capability`."""
+    real = torch.cuda.get_device_capability()
+    if capability < min((9, 0), real):
+        compile_for(capability)
+    if capability != real:
+        PROCESS.enter_context(gpu.seen_as(capability))

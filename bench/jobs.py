@@ -1,18 +1,21 @@
-"""Time whole processes as users run them: the contest's job and an FID job, on one GPU or
-many.
+"""Time whole processes as users run them: the contest's job, the organisers' program, an FID job.
 
-    python bench/jobs.py --contest fp32 fp16 --output output/contest.json
-    python bench/jobs.py --contest exact --gpus 4 --output output/final.json
+    python bench/jobs.py --contest all --output output/contest.json
+    python bench/jobs.py --contest exact --gpus 4 --output output/four.json
+    python bench/jobs.py --fork ../DiT-SUSTCSC --ckpt WEIGHTS --output output/fork.json
     python bench/jobs.py --fid 640 --image-size 256 --output output/fid.json
 
 --contest: T from loading the model to the picture on disk, after a run that fills the
 caches; its points, if the job is the contest's; the time of the whole process. --gpus N
-makes the picture with N ranks, which sample.py starts, or torchrun with --torchrun. Each
-tier's picture is kept beside the record, as final-exact.png; scripts/pack.sh finds the
-record by the picture's SHA-256. --fid: an FID job by few evaluations, so that decoding and
-writing count: pictures/s from the start of the process, and from the first written batch
-on; with --gpus N by N ranks under torchrun. Without --ckpt network and decoder have random
-weights from a seed, and the picture is a rehearsal's.
+makes the picture with N ranks. Each tier's picture is kept beside the record, as
+contest-exact.png; scripts/report.py finds the record by the picture's SHA-256. --pictures N:
+the first N of the contest's labels.
+--fork: the same time of the organisers' unmodified sample.py, and the time that it prints: the
+mean of its grids without loading. Its first grid is kept as fork.png.
+--fid: an FID job by few evaluations, so that decoding and writing count: pictures/s from the
+start of the process, and from the first written batch on.
+Without --ckpt network and decoder have random weights from a seed, and the picture is a
+rehearsal's.
 """
 
 if not __package__:
@@ -38,9 +41,9 @@ from safetensors.torch import save_file
 
 from accel import precision
 from accel.cli import OneLineParser, user_errors
-from accel.config import FidJob
+from accel.config import LABELS, FidJob
 from accel.errors import UsageError
-from accel.files import ROOT
+from accel.files import ROOT, weights_folder
 from accel.flags import positive
 from accel.latents import files
 from accel.latents.autoencoder_kl import SD_VAE_FT
@@ -52,29 +55,28 @@ CONTEST = dict(model="DiT-XL/2", image_size=512, steps=250, pictures=8)
 
 
 class Done(NamedTuple):
-    """A command that has succeeded: the lines that it printed, and seconds by phase, from the
+    """A command that has succeeded: the text that it printed, and seconds by phase, from the
     last line, with those of the whole process.
     """
 
-    lines: list[str]
+    text: str
     phases: dict[str, float]
 
 
-def run(command: list) -> Done:
-    """Run a command of the repository. Raises UsageError with its complaint if it fails."""
+def run(command: list, folder: Path = ROOT) -> Done:
+    """Run a Python command in a folder. Raises UsageError with its complaint if it fails."""
     started = time.perf_counter()
     command = [sys.executable, *map(str, command)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     seconds = time.perf_counter() - started
     if done.returncode == 0:
-        lines = done.stdout.splitlines()
-        phases = re.findall(r"([\w-]+) ([\d.]+) s", lines[-1])
+        phases = re.findall(r"([\w-]+) ([\d.]+) s", done.stdout.rstrip().rpartition("\n")[2])
         by_name = {name: float(value) for name, value in phases}
-        return Done(lines, by_name | {"process": seconds})
+        return Done(done.stdout, by_name | {"process": seconds})
     for line in done.stderr.splitlines():
         if line.startswith(("sample.py: ", "sample_ddp.py: ")):
             raise UsageError(line)
-    raise UsageError(f"{' '.join(command)} failed:", *done.stderr[-4000:].splitlines())
+    raise UsageError(f"{shlex.join(command)} failed:", *done.stderr[-4000:].splitlines())
 
 
 def pictures_per_second(folder: Path, batch: int) -> float:
@@ -102,42 +104,37 @@ def score(seconds: float) -> float:
     return 50 * min(1.0, max(0.0, math.log(300 / seconds) / math.log(3)))
 
 
-def torchrun(ranks: int) -> list[str]:
-    """Return the words that start `ranks` ranks of this node."""
-    return ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-
-
-def program_of(args: Namespace) -> list:
-    """Return the words of a command that makes a grid with --gpus ranks."""
-    if args.torchrun:
-        return [*torchrun(args.gpus), "sample_ddp.py"]
-    if args.gpus > 1:
-        return ["sample.py", "--gpus", args.gpus]
-    return ["sample.py"]
+def beside(args: Namespace, ending: str, folder: Path) -> Path:
+    """Return the name of a picture beside --output, without one in `folder`."""
+    output = Path(args.output or folder / "sample.json")
+    return output.with_name(output.stem + ending)
 
 
 def contest(args: Namespace, flags: list, folder: Path, record: Callable) -> None:
     """Time a grid in each tier, score it, and record and keep its picture."""
     results = []
-    for tier in args.contest or [args.precision]:
-        command = [*program_of(args), *flags, "--precision", tier, "--num-sampling-steps"]
+    program = ["sample.py", "--gpus", args.gpus] if args.gpus > 1 else ["sample.py"]
+    if args.pictures != CONTEST["pictures"]:
+        every = LABELS if args.num_classes == 1000 else range(args.num_classes)
+        flags = [*flags, "--labels", *every[: args.pictures]]
+    for tier in args.contest:
+        command = [*program, *flags, "--precision", tier, "--num-sampling-steps"]
         run([*command, min(3, args.steps), "--output", folder / "first.png"])
-        picture = folder / "sample.png"
-        if args.output:
-            picture = Path(args.output).with_name(f"{Path(args.output).stem}-{tier}.png")
+        picture = beside(args, f"-{tier}.png", folder)
         runs = []
         while len(runs) < args.repeats and sum(phases["total"] for phases in runs) < ENOUGH:
             done = run([*command, args.steps, "--output", picture.absolute()])
             runs.append(done.phases)
         seconds = [phases["total"] for phases in runs]
+        typed = shlex.join(map(str, ["python", *command, args.steps]))
         row = dict(
             tier=tier,
             seconds=statistics.median(seconds),
             runs=runs,
             picture=hashlib.sha256(picture.read_bytes()).hexdigest(),
-            settings=next(line for line in done.lines if " · " in line),
-            # to be typed in the repository's folder
-            command=shlex.join(map(str, ["python", *command, args.steps])).replace(f"{ROOT}/", ""),
+            settings=next(line for line in done.text.splitlines() if " · " in line),
+            # to be typed in the repository's folder; random weights are gone by then
+            command=typed.replace(f"{ROOT}/", "").replace(str(folder), "FOLDER"),
             file=picture.name,
         )
         results.append(row)
@@ -152,10 +149,50 @@ def contest(args: Namespace, flags: list, folder: Path, record: Callable) -> Non
         )
 
 
+# Run the imports of sample.py first, so that the clock starts at loading, as ours does.
+FORK = """
+import ast, runpy, time
+tree = ast.parse(open("sample.py").read())
+imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+exec(compile(ast.Module(imports, []), "sample.py", "exec"), {})
+print(f"loading at {time.time()}", flush=True)
+runpy.run_path("sample.py", run_name="__main__")
+"""
+
+
+def fork(args: Namespace, flags: list, folder: Path, record: Callable) -> None:
+    """Time the organisers' sample.py in its checkout --fork, and keep its first grid."""
+    ckpt = Path(flags[flags.index("--ckpt") + 1])
+    path = ckpt if ckpt.exists() else weights_folder() / ckpt
+    (args.fork / "output").mkdir(exist_ok=True)  # the program does not make it
+    command = ["-c", FORK, "--model", args.model, "--image-size", args.image_size]
+    command += ["--num-sampling-steps", args.steps, "--ckpt", path.absolute()]
+    done = run(command, args.fork)
+    printed = re.search(r"Average sampling time: ([\d.]+)", done.text)
+    started = float(re.search(r"loading at ([\d.]+)", done.text)[1])
+    made = [(path.stat().st_mtime, path) for path in args.fork.rglob("sample*.png")]
+    grids = sorted(entry for entry in made if entry[0] >= started)
+    picture = beside(args, ".png", folder)
+    picture.write_bytes(grids[0][1].read_bytes())
+    row = dict(
+        tier="tf32" if precision.supports("tf32", args.device) else "fp32",  # as it sets
+        seconds=grids[0][0] - started,
+        printed=float(printed[1]) if printed else None,
+        grids=len(grids),
+        of_commit=harness.first_line("git", "-C", args.fork, "describe", "--always", "--dirty"),
+        picture=hashlib.sha256(picture.read_bytes()).hexdigest(),
+        file=picture.name,
+    )
+    record(dict(fork=row))
+    print(f"T = {row['seconds']:.2f} s with loading; printed: {row['printed']} s")
+
+
 def fid(args: Namespace, flags: list, folder: Path, record: Callable) -> None:
     """Time an FID job of --fid pictures."""
-    launcher = torchrun(args.gpus) if args.gpus > 1 else []
-    command = [*launcher, "sample_ddp.py", *flags]
+    command = ["sample_ddp.py", *flags]
+    if args.gpus > 1:
+        ranks = f"--nproc_per_node={args.gpus}"
+        command = ["-m", "torch.distributed.run", "--standalone", ranks, *command]
     command += ["--precision", args.precision, "--sampler", "dpm++"]
     command += ["--num-sampling-steps", args.steps, "--per-proc-batch-size", args.batch]
     runs = []
@@ -208,17 +245,24 @@ def prepare(args: Namespace) -> torch.device:
     """
     device = harness.prepare(args)
     args.precision = args.precision or precision.default_tier(device)
+    if args.contest is not None:
+        args.contest = args.contest or [args.precision]
+    if args.contest == ["all"]:
+        args.contest = harness.contest_tiers(device)
     for tier in args.contest or [args.precision]:
         precision.require("contest" if args.contest else "precision", tier, device)
+    for needed in ("sample.py", "pretrained_models/sd-vae-ft-ema") if args.fork else ():
+        if not (args.fork / needed).exists():
+            raise UsageError(f"--fork {args.fork}: has no {needed}; name a checkout that has one")
     batch = args.batch * args.gpus
     if args.fid and args.fid <= batch:
         raise UsageError(f"--fid {args.fid}: needs a second batch; give more than {batch}")
     args.steps = args.steps or (10 if args.fid else harness.STEPS)
-    args.pictures = args.fid or 8
+    args.pictures = args.fid or (args.pictures if args.contest else 8)
     args.vae = harness.decoder_of(args)
     args.weights = harness.name_of(args.ckpt)
     args.decoder = harness.name_of(args.vae)
-    if args.contest is not None and harness.RANDOM in (args.weights, args.decoder):
+    if args.contest and harness.RANDOM in (args.weights, args.decoder):
         print(
             f"weights: {args.weights}; decoder: {args.decoder}. A picture of random ones is a "
             "rehearsal's: give --ckpt and --vae"
@@ -234,9 +278,12 @@ def main() -> None:
     kinds.add_argument(
         "--contest",
         nargs="*",
-        choices=tiers,
+        choices=(*tiers, "all"),
         metavar="TIER",
-        help="the contest's T and points in these tiers (default: sample.py's)",
+        help="the contest's T and points in these tiers (default: sample.py's; all: but bf16)",
+    )
+    kinds.add_argument(
+        "--fork", type=Path, metavar="FOLDER", help="the organisers' sample.py in this checkout"
     )
     kinds.add_argument(
         "--fid", type=positive, metavar="N", help="an FID job of N pictures by dpm++"
@@ -245,9 +292,11 @@ def main() -> None:
         "--gpus", type=positive, default=1, metavar="N", help="GPUs of this node (default: 1)"
     )
     parser.add_argument(
-        "--torchrun",
-        action="store_true",
-        help="start the ranks of --contest by torchrun (default: sample.py --gpus)",
+        "--pictures",
+        type=positive,
+        default=CONTEST["pictures"],
+        metavar="N",
+        help="labels of --contest (default: %(default)s)",
     )
     harness.add_arguments(parser)
     parser.add_argument(
@@ -276,7 +325,8 @@ def main() -> None:
     with user_errors(parser), tempfile.TemporaryDirectory() as folder:
         device = prepare(args)
         folder = Path(folder)
-        work = fid if args.fid else contest
+        args.device = device
+        work = fid if args.fid else fork if args.fork else contest
         about = harness.about(work.__name__, args, device)
         about |= dict(steps=args.steps, gpus=args.gpus, decoder=args.decoder)
         if args.fid:

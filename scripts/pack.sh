@@ -1,22 +1,19 @@
 #!/usr/bin/env bash
-# The contest's hand-in, TEAM_DiT.tar.gz: the code, your measurements and the final result.
+# The contest's hand-in, TEAM_DiT.tar.gz: the code, your measurements, the result and the report.
 #
-#     bash scripts/pack.sh TEAM [PICTURE [FILE...]] [--with|--without]
+#     bash scripts/pack.sh REPORT [FILE...] [--with|--without]
 #
-# PICTURE goes in as log/final_result.png. It must be the picture of a contest measurement:
-# bench/jobs.py --contest keeps it beside its record. The default is the newest of
-# log/mine/final/*.png and of output/job_*/contest-*.png, which slurm/sample_4gpu.sbatch
-# --contest writes, else sample.png.
-# FILE... are your measurements, report and pictures, which git need not track. The default is
-# log/mine and output/report, where they exist.
+# REPORT is a folder that scripts/report.py wrote. FILE... are other files, such as the report in a
+# second language.
 #
 # The archive holds:
-# - the files that git tracks. Of weights only the demo models', which are small. --with:
-#   untracked files too, --without: leave them out. Where there are some, one of the two must
-#   be given.
-# - FILE..., the records beside PICTURE, and Slurm's outputs: *.out in log/ and output/.
-# - log/FINAL_RESULT.txt: tier, settings, command and T of the result.
-# - environment.txt: packages, GPUs, driver and the command lines of all measurements.
+# - sample.png and baseline.png, the judged pictures; verdict.txt, evaluate.py's output about
+#   them; RUN.md, how to repeat the result; environment.txt; log/FINAL_RESULT.txt: tier, T, command.
+# - the files that git tracks, without the authors' example in log/. Of weights only the demo
+#   models', which are small. --with: untracked files too, --without: leave them out. Where there
+#   are some, one of the two must be given.
+# - the log of the report with its pictures and traces, REPORT, FILE..., and Slurm's outputs:
+#   *.out in log/ and output/.
 #
 # Any other job than the contest's (DiT-XL/2, eight labels at 512 px, 250 steps), and a picture
 # of random weights, is packed as a rehearsal, TEAM_DiT_rehearsal.tar.gz.
@@ -37,36 +34,48 @@ for word in "$@"; do
     *) words+=("$word") ;;
   esac
 done
-set -- "${words[@]}"
-team=${1:-}
-[[ $team =~ ^[A-Za-z0-9_][A-Za-z0-9_-]*$ ]] ||
-  fail "name the team, in letters, digits, - and _: bash scripts/pack.sh TEAM"
-measured=(log/mine/final/*.png output/job_*/contest-*.png)
-((${#measured[@]})) && picture=$(ls -t "${measured[@]}" | head -n 1)
-picture=${2:-${picture:-sample.png}}
-shift $(($# > 2 ? 2 : $#))
-[[ -f $picture ]] || fail "$picture: no such picture; make and measure one: python bench/jobs.py \
---contest --output log/mine/final/contest.json --ckpt WEIGHTS --vae DECODER"
+((${#words[@]})) || fail "name the report: bash scripts/pack.sh output/report"
+report=${words[0]}
+[[ -f $report/report.json ]] ||
+  fail "$report: holds no report; python scripts/report.py $report --team TEAM --log LOG --picture PNG"
 git rev-parse --git-dir >/dev/null 2>&1 ||
   fail "no git checkout, which says what belongs to it: git init && git add ."
-for file in "$@"; do
-  [[ -e $file ]] ||
-    fail "$file: no such file or folder; measure (bash scripts/measure.sh $file) or name your logs"
+
+# The archive's name, the number of paragraphs to write, and the log's folder; a line if a file
+# has changed since the report.
+facts=$(python3 - "$report" <<'END'
+import hashlib, json, sys
+from pathlib import Path
+
+folder = Path(sys.argv[1])
+report = json.loads((folder / "report.json").read_text())
+log = Path(report["log"])
+
+
+def require(path, digest):
+    if not path.is_file() or not hashlib.sha256(path.read_bytes()).hexdigest().startswith(digest):
+        sys.exit(f"pack.sh: {path}: is not the file of this report; write the report again")
+
+
+for name in ("sample", "baseline"):
+    row = report["result" if name == "sample" else "baseline"]
+    require(folder / f"handin/{name}.png", row["picture"])
+for source in report["sources"]:
+    require(log / source["file"], source["digest"])
+rehearsal = "_rehearsal" if report["job"]["rehearsal"] else ""
+print(f"{report['team']}_DiT{rehearsal}", report["to_write"], log)
+END
+) || exit 2
+read -r name to_write log <<<"$facts"
+files=("$log" "${words[@]}")
+for file in "${files[@]}"; do
+  [[ -e $file ]] || fail "$file: no such file or folder"
   [[ $(realpath "$file") == "$PWD"/* ]] || fail "$file: lies outside the repository"
 done
-if ! (($#)); then
-  for file in log/mine output/report; do
-    [[ -e $file ]] && set -- "$@" "$file"
-  done
-fi
-# The records beside the picture, and Slurm's outputs.
-if [[ $(realpath "$picture") == "$PWD"/*/* ]]; then
-  set -- "$@" "$(dirname "$picture")"/*.json
-fi
-unfinished=$(find "$@" -name '*.unfinished' 2>/dev/null | head -n 1)
+unfinished=$(find "$log" -name '*.unfinished' | head -n 1)
 [[ -z $unfinished ]] || fail "${unfinished%.unfinished}: is not finished: wait, or if nothing \
 runs, give the same measure.sh command again"
-set -- "$@" log/*.out output/*.out output/job_*/*.out
+files+=(log/*.out output/*.out)
 
 # Git's view of the code.
 weights=('*.pt' '*.pth' '*.ckpt' '*.safetensors')
@@ -74,34 +83,27 @@ deleted=$(git ls-files --deleted)
 [[ -z $deleted ]] || fail "git tracks files that are gone: ${deleted//$'\n'/ }; bring them back \
 (git checkout -- FILE) or tell git (git rm FILE)"
 others=$(git ls-files --others --exclude-standard -- "${weights[@]/#/:!}" \
-  ':!output' ':!log' ':!pretrained_models' "${@/#/:!}")
+  ':!output' ':!log' ':!pretrained_models' "${files[@]/#/:!}")
 [[ -z $others || $untracked ]] || fail "git does not track these files: ${others//$'\n'/ }; give \
 --with to pack them too, or --without to leave them out"
 [[ $untracked == --with ]] || others=
 
-# environment.txt lists the packages of the active environment, else of .venv.
-[[ ${VIRTUAL_ENV:-}${CONDA_PREFIX:-} ]] || export PATH="$PWD/.venv/bin:$PATH"
-result=$(python3 scripts/handin.py result "$picture" "$@") || exit 2
-
-name=${team}_DiT
-[[ $result == REHEARSAL* ]] && name+=_rehearsal
 archive=$name.tar.gz
 stage=$(mktemp -d)
 trap 'rm -rf "$stage" ".$archive.part"' EXIT
-mkdir -p "$stage/$name/log"
+mkdir -p "$stage/$name"
 {
-  git ls-files -z -- "${weights[@]/#/:!}"
+  git ls-files -z -- "${weights[@]/#/:!}" ':!log/example'
   git ls-files -z -- pretrained_models/demo
 } | tar -cf - --null -T - | tar -C "$stage/$name" -xf -
 tar -cf - --files-from <(printf %s "$others") | tar -C "$stage/$name" -xf -
-for file in "$@"; do
-  tar -cf - "${weights[@]/#/--exclude=}" --exclude='*.trace.json.gz' \
-    "$(realpath --relative-to=. "$file")" | tar -C "$stage/$name" -xf -
+for file in "${files[@]}"; do
+  tar -cf - "${weights[@]/#/--exclude=}" --exclude=handin "$(realpath --relative-to=. "$file")" |
+    tar -C "$stage/$name" -xf -
 done
-cp "$picture" "$stage/$name/log/final_result.png"
-echo "$result" >"$stage/$name/log/FINAL_RESULT.txt"
-python3 scripts/handin.py environment "$@" >"$stage/$name/environment.txt"
+cp -r "$report"/handin/. "$stage/$name/"
 tar -C "$stage" -czf ".$archive.part" "$name"
 mv ".$archive.part" "$archive"
 echo "$archive: $(tar -tzf "$archive" | grep -c '[^/]$') files, $(du -h "$archive" | cut -f1)"
-echo "$result"
+cat "$report/handin/log/FINAL_RESULT.txt"
+((to_write == 0)) || echo "TO WRITE: the report still has $to_write such paragraphs"

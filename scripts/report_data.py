@@ -1,365 +1,384 @@
-"""The report's contents as plain data by section: the JSON files of a log, read, checked
-and compared.
+"""The report's contents as plain data: a log of measurements, read, checked and analysed.
 
-A missing measurement is an error that names it, and files of several GPUs are never
-mixed.
+A missing measurement is an error that names it. Files of several machines, networks or weights
+are never mixed.
 """
 
 import hashlib
-import math
 import re
-from collections import defaultdict
-from collections.abc import Collection
-from itertools import chain
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
+import evaluate
 from accel.errors import UsageError
 from accel.files import ROOT
 from accel.picture_files import read_picture
-from bench import harness, steps
-from bench.harness import RANDOM, SAME_STEPS, require_alike, safe
-from bench.jobs import CONTEST, other_job, score
-from scripts import verify
+from bench import harness
+from bench.jobs import CONTEST, other_job, rehearsal, score
+from bench.steps import STEPS
+from scripts.strategies import COPIES, Machine, Shape, bytes_moved, choose, designs, flops
 
-NEEDS = {  # of each section: roles of records
-    1: "ladder",
-    2: "baseline fast",
-    3: "ladder contest versus verify",
-    4: "parallel",
+KINDS = {  # kind of record → entries that must be the same in all records
+    "contest": ("gpu", "model", "image_size", "weights", "steps", "decoder"),
+    "fork": ("gpu", "model", "image_size", "weights", "steps"),
+    "steps": ("gpu", "model", "image_size", "weights"),
+    "parallel": ("gpu", "model", "image_size", "weights"),
 }
-UPSTREAM = "fp32", "tf32"  # tiers of upstream's arithmetic
-RIVALS = r"torch\.compile|diffusers|eager"  # in the name of a rung
+HALF = "fp16", "bf16"
+SERIES = CONTEST["pictures"], 1  # numbers of labels
 
 
-def read_log(folder: Path) -> dict[str, list[dict]]:
-    """Return role → records of the JSON files and verify*/verify.json, with `path`,
-    `file`, `digest` and `device`. Raises UsageError if a file is damaged or was cut
-    short, and for files of several GPUs.
-    """
+def require_own(folder: Path) -> None:
+    """Raise UsageError for a log of the repository's authors, and unless there is a folder."""
+    if folder.resolve() in (ROOT / "log", ROOT / "log/example"):
+        raise UsageError(
+            f"--log {folder}: is of this software's authors; measure on your own machine: bash "
+            "scripts/measure.sh log/mine"
+        )
     if not folder.is_dir():
         raise UsageError(
             f"--log {folder}: no such folder; bash scripts/measure.sh {folder} fills one"
         )
-    log = defaultdict(list)
-    devices = {}
-    for path in sorted([*folder.glob("*.json"), *folder.glob("verify*/verify.json")]):
-        name = path.relative_to(folder)
-        record = _read(path, name, str(path), "measure again or remove it")
-        unfinished = path.with_name(path.name + ".unfinished").exists()
-        if unfinished or (record.get("kind") == "parallel" and not record.get("plans")):
+
+
+def read_log(folder: Path) -> dict[str, list[dict]]:
+    """Return kind → records of the JSON files, with `path`, `file` and `digest`. Raises UsageError
+    if a file is damaged or was cut short, if a measurement is missing, and for one of another
+    machine, network or weights.
+    """
+    log = {kind: [] for kind in KINDS}
+    for path in sorted(folder.glob("*.json")):
+        record = harness.read(path, str(path), "measure again or remove it")
+        if path.with_name(path.name + ".unfinished").exists():
             raise UsageError(
                 f"{path}: is not finished: wait, or if nothing runs, give the same measure.sh "
                 "command again"
             )
-        for role in roles(record):
-            devices.setdefault(record["device"], path)
-            log[role].append(dict(record))  # each role has its own: sections add to it
-    if len(devices) > 1:
-        files = ", ".join(f"{path} is of {gpu}" for gpu, path in devices.items())
-        raise UsageError(f"{files}: a report is of one GPU; name a folder of one by --log")
-    # The longest is the ladder.
-    log["ladder"].sort(key=lambda record: -len(record["rungs"]))
+        if record.get("kind") in KINDS:
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+            record |= dict(path=path, file=path.name, digest=digest)
+            log[record["kind"]].append(record)
+    log["contest"].sort(key=lambda record: (-record["pictures"], record["gpus"]))
+    for kind, names in KINDS.items():
+        if not log[kind] and kind != "fork":
+            raise UsageError(
+                f"{folder}: holds no {kind} measurement; bash scripts/measure.sh {folder} makes it"
+            )
+        harness.require_alike([log["contest"][0], *log[kind]], names)
     return log
 
 
-def _read(path, name, owner, remedy):
-    """Return a record with `path`, `file` (its name in the report), `digest`, `device`, and the
-    number of its GPUs, on a CPU of processes.
+# ---- the contest's job ----
+
+
+def runs(log: dict) -> list[dict]:
+    """Return a row for each tier, number of GPUs and number of labels of the contest's job, with
+    the phases of its median run: T from loading, and as the organisers' program prints it.
     """
-    record = harness.read(path, owner, remedy)
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
-    machine = dict(device=record.get("gpu") or "CPU", gpus=record.get("gpus", 1))
-    return record | machine | dict(path=path, file=name, digest=digest)
-
-
-def roles(record: dict) -> list[str]:
-    """Return the roles that a record can have in the report."""
-    kind = record.get("kind")
-    if kind == "profile":
-        return ["baseline" if record["tier"] in UPSTREAM else "fast"]
-    if kind == "steps":
-        names = [rung["rung"] for rung in _measured(record)]
-        of_rivals = {bool(re.search(RIVALS, name)) for name in names}
-        has_roles = {"ladder": "fp32" in names, "versus": len(of_rivals) == 2}
-        return [role for role, has_role in has_roles.items() if has_role]
-    return [kind] if kind in ("contest", "verify", "parallel") else []
-
-
-JOB = (*CONTEST, "weights")  # entries of a contest record that say what is sampled
-
-
-def result_of(folder: Path) -> Path | None:
-    """Return the record of the picture that is handed in: the newest of `folder`/final, else of
-    the batch files' jobs; None if there is none.
-    """
-    records = [*folder.glob("final/*.json")] or [*ROOT.glob("output/job_*/contest.json")]
-    return max(records, key=lambda path: path.stat().st_mtime, default=None)
-
-
-def add_result(log: dict, path: Path, tier: str | None) -> str:
-    """Add the record of the picture that is handed in to the contest's records of a log, with
-    the one row of its tier. Return the tier. Raises UsageError if it is of another job, GPU or
-    weights, or lacks the tier, or has several and `tier` is None.
-    """
-    shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
-    record = _read(path, shown, f"--result {path}", "name another")
-    if roles(record) != ["contest"]:
-        raise UsageError(f"--result {path}: is not of bench/jobs.py --contest; name another")
-    require_alike([*log["contest"], *log["ladder"], record], ("device",))
-    require_alike([*log["contest"], record], JOB)
-    tiers = [row["tier"] for row in record["contest"]]
-    if tier is None and len(tiers) == 1:
-        tier = tiers[0]
-    if tier not in tiers:
-        raise UsageError(
-            f"--tier{f' {tier}' if tier else ''}: {path} has {' '.join(tiers)}; give --tier the "
-            "one that you hand in, or name its record by --result"
-        )
-    for other in log["contest"]:
-        if other["gpus"] == record["gpus"]:
-            other["contest"] = [row for row in other["contest"] if row["tier"] != tier]
-    record["contest"] = [row for row in record["contest"] if row["tier"] == tier]
-    record["result"] = True
-    log["contest"].append(record)
-    return tier
-
-
-def contest(log: dict) -> list[dict]:
-    """Return the contest's rows, fewest GPUs first, each with its record, the job, and the phases
-    of its median run. Only the contest's job has points. Raises UsageError for records of
-    different jobs.
-    """
-    records = sorted(log["contest"], key=lambda record: record["gpus"])
-    require_alike(records, JOB)
-    job = {key: records[0][key] for key in JOB}
-    job["rehearsal"] = other_job(records[0])
     rows = []
-    for record in records:
-        of_record = dict(record=record, gpus=record["gpus"], file=record["file"], job=job)
-        of_record["result"] = record.get("result", False)
+    for record in log["contest"]:
         for row in record["contest"]:
-            seconds = row["seconds"]
-            run = min(row["runs"], key=lambda run: abs(run["total"] - seconds))
-            points = None if job["rehearsal"] else score(seconds)
-            phases = {name: run[name] for name in run if name not in ("total", "process")}
-            rows.append(row | of_record | dict(phases=phases, points=points))
+            once = min(row["runs"], key=lambda run: abs(run["total"] - row["seconds"]))
+            clock = sum(once.get(phase, 0) for phase in ("sample", "decode", "gather"))
+            rows.append(
+                row
+                | dict(
+                    who="here",
+                    gpus=record["gpus"],
+                    labels=record["pictures"],
+                    phases={
+                        name: seconds
+                        for name, seconds in once.items()
+                        if name not in ("total", "process")
+                    },
+                    process=once["process"],
+                    printed=clock,
+                    points=None if other_job(record) else score(row["seconds"]),
+                    path=record["path"].parent / row["file"],
+                    record=record["file"],
+                )
+            )
+    for record in log["fork"]:
+        path = record["path"].parent / record["fork"]["file"]
+        more = dict(who="fork", gpus=1, labels=CONTEST["pictures"], path=path)
+        rows.append(record["fork"] | more | dict(record=record["file"]))
     return rows
 
 
-def profile(log: dict) -> dict:
-    """Return the profiles, upstream's first. Raises UsageError for profiles of different
-    networks or batches.
-    """
-    runs = [*log["baseline"], *log["fast"]]
-    require_alike([*runs, *log["ladder"][:1]], SAME_STEPS)
-    for run in runs:
-        run["who"] = "upstream" if run["tier"] in UPSTREAM else "here"
-    return dict(runs=runs, sources=runs)
-
-
-def single(log: dict) -> dict:
-    """Return the result on one GPU: each optimisation, the rivals, the contest's job and
-    the likeness of pictures.
-    """
-    ladder = log["ladder"][0]
-    # A rung is of a tier, or adds a step to it. Other steps were removed since.
-    steps_today = {"", *dict(steps.STEPS)}
-    rungs = [rung for rung in _measured(ladder) if rung["rung"].partition(" + ")[2] in steps_today]
-    versus = []
-    for record in log["versus"]:
-        if record["model"] != ladder["model"]:
-            continue
-        rivals = [rung for rung in _measured(record) if re.search(RIVALS, rung["rung"])]
-        ours = [rung for rung in _measured(record) if not re.search(RIVALS, rung["rung"])]
-        fastest = min(ours, key=lambda rung: rung["ms"])
-        tier, _, _ = fastest["rung"].partition(" + ")
-        first = fastest | {"rung": f"{tier} + ours"}
-        versus.append(record | {"rungs": [first, *rivals]})
-    rows = contest(log)
-    judged = verified(log)
-    sources = [ladder, *versus, judged, *(row["record"] for row in rows)]
-    return dict(
-        ladder=ladder,
-        rungs=rungs,
-        versus=versus,
-        contest=rows,
-        verified=judged,
-        sources=sources,
-    )
-
-
-def _measured(record):
-    """Return the rungs of a record that have a time."""
-    return [rung for rung in record["rungs"] if "ms" in rung]
-
-
-def verified(log: dict) -> dict:
-    """Return a verify.json, preferably of the contest's model, with its judged tiers,
-    each with its worst grid and the picture that fails most.
-    """
-    models = [record["model"] for record in log["contest"]]
-    record = min(log["verify"], key=lambda record: record["model"] not in models)
-    tiers = [tier for tier in record["tiers"] if "verdicts" in tier]
-    if not tiers:
-        raise UsageError(f"{record['path']}: no tier was sampled ({record['tiers'][0]['refused']})")
-    for tier in tiers:
-        tier |= {metric: float(value) for metric, value in tier["worst"]["grid"].items()}
-        tier["failed"] = verify.shown(tier, record["gate"]).get("-picture")
-    best = next((tier for tier in tiers if tier["tier"] == record["recommended"]), tiers[0])
-    return record | dict(tiers=tiers, best=best)
-
-
-def many(log: dict, tier: str | None = None) -> dict:
-    """Return the speeds on many GPUs over one: of sampling the contest's job, and of one
-    label by its best layout. Those of `tier` come first.
-    """
-    series = defaultdict(dict)  # of the figure: name → {GPUs: speed over one}
-    records = defaultdict(list)  # name → the records that it is of
-    rows = contest(log) if log["contest"] else []
-    alone = {row["tier"]: row["phases"]["sample"] for row in rows if row["gpus"] == 1}
-    for row in rows:
-        if row["tier"] in alone:
-            name = "{}, {image_size} px + {pictures} labels".format(row["tier"], **row["job"])
-            series[name][row["gpus"]] = alone[row["tier"]] / row["phases"]["sample"]
-            records[name].append(row["record"])
-    for parallel in log["parallel"]:
-        for row in parallel["plans"]:
-            if row["labels"] == 1 and row["plan"] != "auto":
-                name = f"{row['tier']}, {row['size']} px + 1 label"
-                points = series[name]
-                points[row["gpus"]] = max(row["speedup"], points.get(row["gpus"], 0))
-                records[name].append(parallel)
-    names = [name for name in series if len(series[name]) > 1]
-    # Those of the tier come first, then those with the most numbers of GPUs.
-    names.sort(key=lambda name: (not name.startswith(f"{tier},"), -len(series[name])))
-    names = names[:6]
-    sources = []
-    if log["parallel"][0]["device"] != "CPU":  # a CPU's ranks share its cores
-        sources += chain.from_iterable(records[name] for name in names)
-    return dict(series={name: series[name] for name in names}, sources=sources)
-
-
-def front_page(data: dict, tier: str | None = None) -> dict:
-    """Return before and after, from the sections' data.
-
-    before: the contest's row of upstream's arithmetic on the fewest GPUs. after: the picture's
-    that is handed in, else the fastest of `tier`, else of the recommended one. upstream: as it
-    ships. here: all other rows; a CPU's only with one process, since ranks share its cores.
-    judged: tier → its likeness. shown: the pictures of the tier of `after`. missing: keys of
-    text about gaps. Raises UsageError if the pictures, the tier or upstream's arithmetic are
-    missing.
-    """
-    everything = data["single"]["contest"]
-    verified = data["single"]["verified"]
-    job = everything[0]["job"]
-    rows = everything
-    if data["device"] == "CPU":
-        rows = [row for row in rows if row["gpus"] == rows[0]["gpus"]]
-    on_fewest = {row["tier"]: row for row in reversed(rows)}
-    before = on_fewest.get("fp32") or on_fewest.get("tf32")
-    if before is None:
+def pixels_of(row: dict) -> np.ndarray:
+    """Return a measured picture. Raises UsageError unless it is the one that was measured."""
+    path = row["path"]
+    if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != row["picture"]:
         raise UsageError(
-            "--log: no contest measurement of fp32; bench/jobs.py --contest fp32 --output "
-            "LOG/fp32.json"
+            f"{path}: is not the picture that {row['record']} measured; remove that file and give "
+            "the same measure.sh command again"
         )
-    upstream = on_fewest.get("tf32") if "fp32" in on_fewest else None
-    chosen = tier or plain(verified["best"]["tier"])
-    of_tier = [row for row in everything if row["tier"] == chosen]
-    if tier and not of_tier:
-        raise UsageError(f"--tier {tier}: was not measured; bench/jobs.py --contest {tier}")
-    results = [row for row in everything if row["result"]]
-    after = min(results or of_tier or rows, key=lambda row: row["seconds"])
-    judged = {plain(tier["tier"]): tier for tier in verified["tiers"]}
-    best = judged.get(after["tier"], verified["best"])
-    weights = verified["vgg_weights"]
-    missing = dict(
-        weights=job["weights"] == RANDOM,
-        likeness=any(verified[key] != job[key] for key in ("model", "image_size")),
-        lpips=weights and not weights["published"],
-        vgg=any(math.isnan(tier["lpips"]) for tier in verified["tiers"]),
-        contest=job["rehearsal"],
-    )
+    return read_picture(path).pixels
+
+
+def find_picture(rows: list[dict], picture: Path) -> dict:
+    """Return the row of the picture that is handed in, by its bytes; of equal pictures the row
+    with its file name. Raises UsageError if no run of eight labels made it.
+    """
+    if not picture.is_file():
+        raise UsageError(f"--picture {picture}: no such file")
+    digest = hashlib.sha256(picture.read_bytes()).hexdigest()
+    of_job = [row for row in rows if row["who"] == "here" and row["labels"] == SERIES[0]]
+    found = [row for row in of_job if row["picture"] == digest]
+    if not found:
+        names = " ".join(str(row["path"]) for row in of_job)
+        raise UsageError(f"--picture {picture}: was not measured in this log; choose from {names}")
+    return min(found, key=lambda row: row["path"].resolve() != picture.resolve())
+
+
+def compare(want: np.ndarray, got: np.ndarray, lpips: Callable) -> dict:
+    """Return the metrics of a picture, its verdict by both readings of MAE, and the reasons for
+    metrics without a value.
+    """
+    values, reasons = evaluate.measure(want, got, lpips)
+    verdicts = {}
+    for gate, thresholds in evaluate.GATES.items():
+        verdicts[gate] = evaluate.verdict_of(values, thresholds)
+    same = bool(np.array_equal(want, got))
+    return values | dict(identical=same, verdicts=verdicts, reasons=reasons)
+
+
+def judge(rows: list[dict], baseline: dict, result: dict, lpips: Callable) -> None:
+    """Add to each row the distance of its picture from one GPU's in the same tier. Add to the
+    rows of one GPU and to the result the metrics against the baseline.
+    """
+    want = pixels_of(baseline)
+    alone = {}
+    for row in rows:
+        got = pixels_of(row)
+        one = alone.setdefault((row["tier"], row["labels"], row["who"]), got)
+        same = bool(np.array_equal(one, got))
+        row["one_gpu"] = dict(
+            identical=same, mae=evaluate.mae(one, got), psnr=evaluate.psnr(one, got)
+        )
+        if row["labels"] == SERIES[0] and (row["gpus"] == 1 or row is result):
+            if want.shape != got.shape:
+                raise UsageError(f"{baseline['path']} and {row['path']} are of different sizes")
+            row["judged"] = compare(want, got, lpips)
+
+
+# ---- the profile ----
+
+
+def value_bytes(tier: str) -> int:
+    """Return the bytes of a value in a tier's GEMMs; exact has two float16 values for one."""
+    return 2 if tier in HALF else 4
+
+
+def analyse(ladder: dict, tier: str) -> dict:
+    """Return the time of a tier's step by kind of work: rates, their share of the machine's
+    ceilings, and the ceiling that bounds each kind.
+    """
+    shape = Shape(**ladder["shape"])
+    peak = ladder["ceilings"]["tflops"][tier] * 1e9  # FLOP/ms
+    speed = ladder["ceilings"]["gb_s"] * 1e6  # bytes/ms
+    rows = ladder["batch_rows"]
+    work = flops(shape, rows)
+    moved = bytes_moved(shape, rows, value_bytes(tier))
+    [profile] = [profile for profile in ladder["profiles"] if profile["tier"] == tier]
+    last = [rung for rung in ladder["rungs"] if rung["rung"].partition(" + ")[0] == tier][-1]
+    times = {kind: profile["kinds"].get(kind, dict(ms=0.0, calls=0.0)) for kind in work}
+    if times["attention"]["ms"] < work["attention"] / peak / 1.1:
+        # by cuBLAS: its kernels are among the GEMMs
+        work["GEMM"] += work.pop("attention")
+        moved["GEMM"] += moved.pop("attention")
+        times["GEMM"] = {
+            name: value + times["attention"][name] for name, value in times["GEMM"].items()
+        }
+    busy = sum(times[kind]["ms"] for kind in work)
+    gaps = max(0.0, last["ms"] - busy)
+    kinds = {}
+    for kind in work:
+        ms = times[kind]["ms"]
+        at_peak = work[kind] / peak
+        at_speed = moved[kind] / speed
+        kinds[kind] = dict(
+            ms=ms,
+            share=ms / (busy + gaps),
+            calls=times[kind]["calls"],
+            gflop=work[kind] / 1e9,
+            mb=moved[kind] / 1e6,
+            tflops=work[kind] / ms / 1e9,
+            gb_s=moved[kind] / ms / 1e6,
+            intensity=work[kind] / moved[kind],
+            floor_ms=max(at_peak, at_speed),
+            of_ceiling=max(at_peak, at_speed) / ms,
+            bound="compute" if at_peak > at_speed else "memory",
+        )
+    total = sum(work.values())
     return dict(
-        job=job,
-        contest=CONTEST,
-        before=before,
-        after=after,
-        upstream=upstream,
-        here=[row for row in rows if row is not before and row is not upstream],
-        judged=judged,
-        verified=verified,
-        shown=pictures_of(verified, best),
-        tier=best["tier"],
-        missing=[key for key, value in missing.items() if value],
+        tier=tier,
+        ms=last["ms"],
+        p10=last["p10"],
+        p90=last["p90"],
+        kinds=kinds,
+        gaps=dict(ms=gaps, share=gaps / (busy + gaps)),
+        main=max(kinds, key=lambda kind: kinds[kind]["ms"]),
+        floor_ms=sum(row["floor_ms"] for row in kinds.values()),
+        gflop=total / 1e9,
+        tflops=total / last["ms"] / 1e9,
+        peak_tflops=peak / 1e9,
+        of_peak=total / last["ms"] / peak,
+        gb_s=ladder["ceilings"]["gb_s"],
+        functions=profile["functions"],
+        trace=profile.get("trace"),
     )
 
 
-def pictures_of(verified: dict, tier: dict) -> dict:
-    """Return fp32's grid, a tier's worst one and the largest difference of a channel, by their
-    files beside verify.json, else the heatmap that has all three. Raises UsageError if both are
-    missing.
-    """
-    folder = verified["path"].parent
-    name = safe(tier["tier"])
-    seed = tier["worst_seed"]
-    grids = [folder / f"seed{seed}-{each}.png" for each in ("fp32", name)]
-    if all(path.is_file() for path in grids):
-        want, got = [read_picture(path).pixels for path in grids]
-        most = int(np.abs(want.astype(int) - got).max())
-        return dict(want=want, got=got, seed=seed, most=most)
-    heatmap = folder / f"heatmap-{name}.png"
-    if heatmap.is_file():
-        return dict(heatmap=heatmap)
-    raise UsageError(f"{heatmap}: missing beside {verified['path']}; run scripts/verify.py again")
+# ---- many GPUs ----
 
 
-def plain(tier: str) -> str:
-    """Return a tier's name without "again", by which verify.py calls a second fp32."""
-    return tier.removesuffix(" again")
+def plans_of(log: dict, tier: str, labels: int) -> list[dict]:
+    """Return the measured layouts of a tier and number of labels, one GPU's first."""
+    [record] = log["parallel"]
+    return [row for row in record["plans"] if (row["tier"], row["labels"]) == (tier, labels)]
 
 
-def collect(
-    folder: Path,
-    sections: Collection[int] = (1, 2, 3, 4),
-    tier: str | None = None,
-    result: Path | None = None,
+def plan_of(design: str, labels: int, gpus: int) -> str | None:
+    """Return the layout of bench/steps.py that measures a design."""
+    return {
+        "data": "pictures",
+        "rows": f"rows={min(gpus, COPIES * labels)}",
+        "gather": f"tokens={gpus}",
+        "rows + gather": f"rows=2,tokens={gpus // 2}",
+    }.get(design)
+
+
+def design_table(
+    shape: Shape, labels: int, machine: Machine, value: int, plans: list[dict]
 ) -> dict:
-    """Return the contents by section. tier: what the conclusion is about; result: the contest
-    record of the picture that is handed in, which names a tier by itself. Raises UsageError for
-    missing or damaged files and files of another GPU.
+    """Return every design with its costs, its estimated step and the measured one, and the
+    chosen design. plans: measured layouts of so many labels.
     """
-    log = read_log(folder)
-    device = next(chain.from_iterable(log.values()), {"device": "CPU"})["device"]
-    if result:
-        tier = add_result(log, result, tier)
-    needs = " ".join(NEEDS[section] for section in sections).split()
-    for need in needs:
-        if not log[need] and not (need in ("versus", "fast") and device == "CPU"):  # fp32 only
+    gpus = machine.gpus
+    found = list(designs(shape, labels, gpus, value))
+    measured = {
+        row["plan"]: row["ms"] for row in plans if row["plan"] != "pictures" or row["gpus"] == gpus
+    }
+    rows = []
+    for design in found:
+        ms = design.ms(machine)
+        row = dict(idle=design.idle(gpus), ms=ms, speedup=machine.ms / ms)
+        row["measured"] = measured.get(plan_of(design.name, labels, gpus))
+        rows.append(design._asdict() | row)
+    chosen = choose(found, machine).name
+    return dict(labels=labels, rows=rows, chosen=chosen, **machine._asdict())
+
+
+def designs_of(log: dict, tier: str, gpus: int) -> list[dict]:
+    """Return the tables of designs for the contest's labels and for one. Raises UsageError if the
+    tier's step was not timed on one GPU.
+    """
+    [record] = log["parallel"]
+    tables = []
+    for labels in SERIES:
+        plans = plans_of(log, tier, labels)
+        if not plans:
             raise UsageError(
-                f"{folder}: holds no {need} measurement; bash scripts/measure.sh {folder} makes it"
+                f"{record['path']}: has no {tier} with {labels} labels; remove it and give the "
+                "same measure.sh command again"
             )
-    data = {}
-    if 1 in sections:
-        data["baseline"] = dict(ladder=log["ladder"][0], sources=log["ladder"][:1])
-    if 2 in sections:
-        data["profile"] = profile(log)
-    if 3 in sections:
-        data["single"] = single(log)
-    if 4 in sections:
-        data["many"] = many(log, tier)
-    records = chain.from_iterable(section["sources"] for section in data.values())
-    by_path = {str(record["path"]): record for record in records}
-    sources = [by_path[path] for path in sorted(by_path)]
-    data["device"] = device
-    about = {}
-    for key in ("driver", "torch", "version", "cores", "date"):
-        values = [str(record[key]) for record in sources if record.get(key)]
-        about[key] = "; ".join(dict.fromkeys(sorted(values) if key == "date" else values))
-    return data | dict(
-        about=about,
-        gpus=max((record["gpus"] for record in sources), default=1),
-        sources=sources,
-        front=front_page(data, tier) if "single" in data else None,
+        machine = Machine(gpus, plans[0]["ms"], **record["link"])
+        shape = Shape(**record["shape"])
+        table = design_table(shape, labels, machine, value_bytes(tier), plans)
+        tables.append(table | dict(fastest=min(plans, key=lambda row: row["ms"])))
+    return tables
+
+
+def scaling(rows: list[dict]) -> None:
+    """Add to each row its speed-up over one GPU and its efficiency, of T and of sampling alone."""
+    alone = {}
+    for row in rows:
+        if row["who"] == "here":
+            first = alone.setdefault((row["tier"], row["labels"]), row)
+            row["speedup"] = first["seconds"] / row["seconds"]
+            row["efficiency"] = row["speedup"] / row["gpus"]
+            row["sample_speedup"] = first["phases"]["sample"] / row["phases"]["sample"]
+
+
+# ---- all of it ----
+
+
+def collect(log: dict, picture: Path, lpips: Callable) -> dict:
+    """Return the report's contents from a log and the picture that is handed in. Raises
+    UsageError for a picture that was not measured, and for missing measurements.
+    """
+    first = log["contest"][0]
+    rows = runs(log)
+    ladder = max(log["steps"], key=lambda record: len(record["rungs"]))
+    result = find_picture(rows, picture)
+    tier = result["tier"]
+    ours = [row for row in rows if (row["who"], row["tier"], row["gpus"]) == ("here", "fp32", 1)]
+    if not ours or not any(profile["tier"] == tier for profile in ladder["profiles"]):
+        missing = "fp32 on one GPU" if not ours else f"profile of {tier}"
+        raise UsageError(
+            f"{first['path'].parent}: holds no {missing}; measure it too (measure.sh --precision)"
+        )
+    baseline = next((row for row in rows if row["who"] == "fork"), ours[0])
+    judge(rows, baseline, result, lpips)
+    scaling(rows)
+    gpus = max(row["gpus"] for row in rows)
+    before = baseline["tier"]
+    profiled = [profile["tier"] for profile in ladder["profiles"]]
+    steps_today = {"", *dict(STEPS)}
+    sources = [*log["contest"], *log["fork"], ladder, *log["parallel"]]
+    versions = {}
+    for key in ("driver", "torch", "python", "cores", "version", "commit", "date"):
+        values = sorted({str(record[key]) for record in sources if record.get(key)})
+        versions[key] = ", ".join(values)
+    return dict(
+        machine=dict(gpu=first["gpu"], gpus=gpus, **versions),
+        job=dict(
+            {name: first[name] for name in ("model", "image_size", "steps", "pictures")},
+            weights=first["weights"],
+            decoder=first["decoder"],
+            random=harness.RANDOM in (first["weights"], first["decoder"]),
+            other=other_job(first),
+            rehearsal=rehearsal(first),
+        ),
+        contest=CONTEST,
+        result=result,
+        baseline=baseline,
+        runs=[row for row in rows if row["labels"] == SERIES[0]],
+        one_label=[row for row in rows if row["labels"] == 1],
+        shape=ladder["shape"],
+        pictures=ladder["pictures"],
+        batch_rows=ladder["batch_rows"],
+        ceilings=ladder["ceilings"],
+        before=analyse(ladder, before if before in profiled else "fp32"),
+        after=analyse(ladder, tier),
+        ladder=[
+            rung
+            for rung in ladder["rungs"]
+            if "ms" in rung and rung["rung"].partition(" + ")[2] in steps_today
+        ],
+        load_seconds=ladder["load_seconds"],
+        designs=designs_of(log, tier, gpus),
+        link=log["parallel"][0]["link"],
+        plans=[row for labels in SERIES for row in plans_of(log, tier, labels)],
+        sources=[
+            {name: record.get(name) for name in ("file", "digest", "torch", "commit", "command")}
+            for record in sources
+        ],
+        vgg=lpips.source and lpips.source["published"],
     )
+
+
+def plain(value: object) -> object:
+    """Return data as JSON has it: no paths, and no NaN or infinities."""
+    if isinstance(value, dict):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, Path):
+        return re.sub(rf"^{re.escape(str(ROOT))}/", "", str(value))
+    if isinstance(value, float) and not np.isfinite(value):
+        return str(value)
+    return value

@@ -1,39 +1,49 @@
-"""The report's figures: measured rows → SVG, a heatmap → JPEG. Colours are Okabe and
-Ito's; no figure needs them alone.
+"""The report's figures: its data → SVG, pictures → JPEG. Colours are Okabe and Ito's; no figure
+needs them alone.
 
-Text stays text, so the reader's browser brings the fonts of its language. say: English →
-the report's language.
+Text stays text, so the reader's browser brings the fonts of its language. words: the template's
+words for a figure.
 """
 
 import io
 import warnings
-from collections.abc import Callable
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 from PIL import Image
 
-BLUE, _, _, RED, *_ = COLOURS = (
+BLUE, ORANGE, GREEN, RED, SKY, GREY = (
     "#0072B2",
     "#E69F00",
     "#009E73",
     "#D55E00",
     "#56B4E9",
-    "#CC79A7",
+    "#BBBBBB",
 )
-MARKS = "osD^vP"
+MARKS = {"GEMM": "s", "attention": "o", "element-wise": "^"}
+COLOURS = {"GEMM": BLUE, "attention": ORANGE, "element-wise": GREEN, "gaps": GREY}
+INK = {"GEMM": "white", "attention": "black", "element-wise": "white", "gaps": "black"}
 matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "report"}
 
 
-def canvas(width: float, height: float) -> tuple[Figure, matplotlib.axes.Axes]:
+def canvas(width: float, height: float, grid: str) -> tuple[Figure, Axes]:
     """Return a figure without pyplot, which would look for a display, and its axis."""
     figure = Figure(figsize=(width, height), layout="constrained")
     axis = figure.subplots()
     axis.spines[["top", "right"]].set_visible(False)
     axis.set_axisbelow(True)
+    axis.grid(True, axis=grid, color="#dddddd", linewidth=0.6)
     return figure, axis
+
+
+def wide(text: str) -> str:
+    """Return a text with room for wide characters, whose width matplotlib's font lacks: spaces
+    that no browser shows.
+    """
+    return text + " " * round(1.3 * sum(ord(letter) > 0x2E7F for letter in text))
 
 
 def svg(figure: Figure, columns: int = 5) -> bytes:
@@ -48,80 +58,128 @@ def svg(figure: Figure, columns: int = 5) -> bytes:
     return buffer.getvalue()
 
 
-def rung_name(rung: str, say: Callable[[str], str]) -> str:
-    """Return the name of a rung, such as "fp16 + half GEMMs", in the report's language."""
-    return " + ".join(map(say, rung.split(" + ")))
+def digits(value: float) -> str:
+    """Return a time in ms for a figure."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def ladder(rungs: list[dict], say: Callable[[str], str]) -> bytes:
-    """Draw a dot at ms per step for each rung (rung, ms, p10, p90). A logarithmic axis has
-    no zero, so that bars would have no length.
+def ladder(rungs: list[dict], words: dict) -> bytes:
+    """Draw a dot at ms per step for each rung. A logarithmic axis has no zero, so that bars would
+    have no length.
     """
-    figure, axis = canvas(8, 0.36 * len(rungs) + 1.4)
-    ms, p10, p90 = np.array([(rung["ms"], rung["p10"], rung["p90"]) for rung in rungs]).T
-    upstream = np.array([rung["rung"] in ("fp32", "tf32") for rung in rungs])
+    figure, axis = canvas(8, 0.36 * len(rungs) + 1.4, "x")
+    ms = np.array([rung["ms"] for rung in rungs])
     places = np.arange(len(rungs))
-    axis.hlines(places, p10, p90, color="#444444")
-    for name, mark, colour, chosen in (
-        ("upstream's arithmetic", "s", RED, upstream),
-        ("here", "o", BLUE, ~upstream),
-    ):
-        axis.plot(ms[chosen], places[chosen], mark, color=colour, label=say(name))
+    axis.hlines(places, [r["p10"] for r in rungs], [r["p90"] for r in rungs], color="#444444")
+    for name, mark, colour, upstream in (("upstream", "s", RED, True), ("here", "o", BLUE, False)):
+        chosen = np.array([(rung["rung"] in ("fp32", "tf32")) == upstream for rung in rungs])
+        axis.plot(ms[chosen], places[chosen], mark, color=colour, label=wide(words[name]))
     for place, value in zip(places, ms):
-        text = f"{value:.0f}" if value >= 100 else f"{value:.3g}"
         offset = dict(xytext=(7, 0), textcoords="offset points")
-        axis.annotate(text, (value, place), va="center", fontsize=8, **offset)
-    axis.grid(True, axis="x", color="#dddddd", linewidth=0.6)
-    axis.set(xscale="log", xlim=(min(ms) / 1.6, max(ms) * 1.7))
+        axis.annotate(digits(value), (value, place), va="center", fontsize=8, **offset)
+    axis.set(xscale="log", xlim=(min(ms) / 1.6, max(ms) * 1.7), xlabel=words["ms"])
     axis.xaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), minor_locator=NullLocator())
     axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axis.set_yticks(places, [rung_name(rung["rung"], say) for rung in rungs], fontsize=9)
+    names = []
+    for rung in rungs:
+        parts = rung["rung"].split(" + ")
+        names.append(wide(" + ".join(words["rung_names"].get(part, part) for part in parts)))
+    axis.set_yticks(places, names, fontsize=9)
     axis.set_ylim(len(rungs) - 0.4, -0.6)
-    axis.set_xlabel(say("ms per step (median; lines: 10th to 90th percentile; log scale)"))
     return svg(figure)
 
 
-def scaling(series: dict[str, dict[int, float]], say: Callable[[str], str]) -> bytes:
+def kinds(profiles: list[dict], words: dict) -> bytes:
+    """Draw each profile's step as a bar, divided by kind of work, in percent and ms."""
+    figure, axis = canvas(8, 0.55 * len(profiles) + 1.3, "x")
+    for place, profile in enumerate(profiles):
+        left = 0.0
+        for kind, row in {**profile["kinds"], "gaps": profile["gaps"]}.items():
+            share = 100 * row["share"]
+            label = wide(words[kind]) if place == 0 else None
+            axis.barh(place, share, left=left, color=COLOURS[kind], label=label, height=0.6)
+            if share >= 6:
+                text = f"{share:.0f} %\n{digits(row['ms'])} ms"
+                looks = dict(ha="center", va="center", fontsize=7)
+                axis.text(left + share / 2, place, text, color=INK[kind], **looks)
+            left += share
+    names = [f"{profile['tier']}, {digits(profile['ms'])} ms" for profile in profiles]
+    axis.set_yticks(range(len(names)), names, fontsize=9)
+    axis.set(xlabel=words["share"], ylim=(len(names) - 0.5, -0.5))
+    return svg(figure)
+
+
+def roofline(profiles: list[dict], words: dict) -> bytes:
+    """Draw attained TFLOP/s over FLOP per byte, below the roofs of each profile's tier."""
+    figure, axis = canvas(8, 4.2, "both")
+    points = []
+    for profile, colour, name in zip(profiles, (RED, BLUE), ("before", "after")):
+        peak = profile["peak_tflops"]
+        ridge = 1e3 * peak / profile["gb_s"]  # FLOP per byte
+        x = np.array([ridge / 30, ridge, ridge * 30])
+        label = f"{wide(words[name])} ({profile['tier']}): {peak:.3g} TFLOP/s"
+        axis.plot(x, np.minimum(peak, x * profile["gb_s"] / 1e3), color=colour, label=label)
+        for kind, row in profile["kinds"].items():
+            if row["gflop"]:
+                axis.plot(row["intensity"], row["tflops"], MARKS[kind], color=colour, markersize=8)
+                points.append((kind, row))
+    for kind in dict.fromkeys(kind for kind, _ in points):
+        axis.plot([], [], MARKS[kind], color="black", label=wide(words[kind]))
+    axis.set(xscale="log", yscale="log", xlabel=words["intensity"], ylabel=words["tflops"])
+    return svg(figure, columns=2)
+
+
+def designs(table: dict, words: dict) -> bytes:
+    """Draw the estimated step of each design, divided into work and exchange, and the measured
+    one.
+    """
+    rows = sorted(table["rows"], key=lambda row: row["ms"])
+    figure, axis = canvas(8, 0.32 * len(rows) + 1.4, "x")
+    places = np.arange(len(rows))
+    work = np.array([table["ms"] * row["share"] for row in rows])
+    total = np.array([row["ms"] for row in rows])
+    axis.barh(places, work, color=BLUE, height=0.6, label=wide(words["work"]))
+    axis.barh(places, total - work, left=work, color=SKY, height=0.6, label=wide(words["exchange"]))
+    measured = [(place, row["measured"]) for place, row in zip(places, rows) if row["measured"]]
+    if measured:
+        where, ms = zip(*measured)
+        axis.plot(ms, where, "D", color="black", label=wide(words["measured"]))
+    axis.axvline(table["ms"], color="black", linestyle="--", linewidth=1, label=words["alone"])
+    axis.set_yticks(places, [wide(words["designs"][row["name"]]) for row in rows], fontsize=9)
+    axis.set(xlabel=words["ms"], ylim=(len(rows) - 0.5, -0.5))
+    return svg(figure, columns=4)
+
+
+def scaling(series: dict[str, dict[int, float]], words: dict) -> bytes:
     """Draw speed over one GPU against their number, with the ideal line. series: {name:
     {GPUs: speed}}.
     """
-    figure, axis = canvas(8, 3.8)
+    figure, axis = canvas(8, 3.6, "both")
     most = max(max(points) for points in series.values())
-    axis.plot([1, most], [1, most], "--", color="black", linewidth=1.1, label=say("ideal"))
-    for index, (name, points) in enumerate(series.items()):
+    axis.plot([1, most], [1, most], "--", color="black", linewidth=1.1, label=words["ideal"])
+    looks = zip("osD^vP", (BLUE, ORANGE, GREEN, RED, SKY, GREY))
+    for (name, points), (mark, colour) in zip(series.items(), looks):
         x = sorted(points)
-        axis.plot(
-            x,
-            [points[gpus] for gpus in x],
-            label=rung_name(name, say),
-            marker=MARKS[index],
-            color=COLOURS[index],
-        )
+        y = [points[gpus] for gpus in x]
+        axis.plot(x, y, label=wide(name), marker=mark, color=colour)
     axis.set_xticks(range(1, most + 1))
-    axis.set(
-        xlabel=say("GPUs"), ylabel=say("speed over one GPU, same setting"), ylim=(0, most * 1.08)
-    )
-    axis.grid(True, color="#dddddd", linewidth=0.6)
+    axis.set(xlabel=words["gpus"], ylabel=words["speedup"], ylim=(0, most * 1.08))
     return svg(figure, columns=3)
 
 
-def pictures(shown: dict) -> bytes:
-    """Return baseline, candidate and their difference, if any, side by side as JPEG, at most 1800
-    pixels wide. shown: as report_data.pictures_of gives it.
+def pictures(want: np.ndarray, got: np.ndarray) -> bytes:
+    """Return baseline, candidate and, unless they are identical, their difference, one below the
+    other, as JPEG of at most 1400 pixels' width.
     """
-    if "heatmap" in shown:
-        sheet = Image.open(shown["heatmap"]).convert("RGB")
-    else:
-        want = shown["want"]
-        got = shown["got"]
-        difference = np.abs(want.astype(int) - got).max(2) / max(shown["most"], 1)
-        coloured = matplotlib.colormaps["inferno"](difference, bytes=True)[..., :3]
-        margin = np.full((want.shape[0], want.shape[1] // 40, 3), 255, np.uint8)
-        panels = [want, margin, got]
-        if shown["most"]:  # else identical
-            panels += [margin, coloured]
-        sheet = Image.fromarray(np.concatenate(panels, 1))
+    difference = np.abs(want.astype(int) - got).max(2)
+    panels = [want, got]
+    if difference.any():
+        scaled = difference / difference.max()
+        panels.append(matplotlib.colormaps["inferno"](scaled, bytes=True)[..., :3])
+    margin = np.full((want.shape[0] // 40, want.shape[1], 3), 255, np.uint8)
+    rows = [part for panel in panels for part in (panel, margin)]
+    sheet = Image.fromarray(np.concatenate(rows[:-1]))
     buffer = io.BytesIO()
-    sheet.thumbnail((1800, sheet.height), Image.Resampling.LANCZOS)
+    sheet.thumbnail((1400, sheet.height), Image.Resampling.LANCZOS)
     sheet.save(buffer, "JPEG", quality=85, optimize=True)
     return buffer.getvalue()

@@ -13,7 +13,7 @@ from accel.families import Defaults, constructor_of, sit
 from accel.families.dit.network import DiT_models, _constructor
 from accel.families.sit.network import SiT, SiT_models
 from bench import harness
-from bench.rival import Rival
+from bench.harness import Rival
 
 CPU = torch.device("cpu")
 DEMO = Namespace(model="DiT-Demo/2", pictures=2, latent_size=16, num_classes=8)
@@ -37,13 +37,13 @@ REFUSED = [
     ),
     ("steps", ["--vs", "compile", *NO_GPU], "--vs: compares float16 on a GPU"),
     ("steps", ["--seen-as", "8"], "--seen-as: invalid compute_capability value: '8'"),
-    ("profile_step", ["--output", "x.txt"], "--output x.txt: must end in .json"),
-    ("profile_step", ["--precision", "fp16", *NO_GPU], "--precision fp16: cpu has no "),
+    ("steps", ["--precision", "fp16", *NO_GPU], "--precision fp16: cpu has no "),
+    ("steps", ["--pictures", "1", "8", *NO_GPU], "--pictures: one process times one batch"),
     ("jobs", ["--contest", "fp32", "bf16", *NO_GPU], "--contest bf16: cpu has no bfloat16"),
     ("jobs", ["--fid", "4", "--batch", "4", *NO_GPU], "--fid 4: needs a second batch"),
     ("jobs", ["--fid", "4", "--batch", "2", "--gpus", "2", *NO_GPU], "give more than 4"),
-    ("jobs", [], "one of the arguments --contest --fid is required"),
-    ("many_gpus", [], "torchrun"),
+    ("jobs", ["--fork", "docs", *NO_GPU], "--fork docs: has no sample.py; name a checkout"),
+    ("jobs", [], "one of the arguments --contest --fork --fid is required"),
 ]
 
 

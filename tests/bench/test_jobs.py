@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+import shutil
+import time
 from subprocess import CompletedProcess
 from types import SimpleNamespace
 
@@ -56,17 +58,14 @@ def test_contest(forked, tmp_path, run, log):
 
 
 def test_contest_of_two_ranks(forked, tmp_path, log):
-    """sample.py's own start and torchrun make one picture, which is kept beside the record."""
-    small = "--gpus", 2, "--device", "cpu", "--steps", 1
-    own, _ = log("jobs", "--contest", "fp32", *small)
-    (tmp_path / "log-fp32.png").unlink()
-    record, _ = log("jobs", "--contest", "fp32", *small, "--torchrun")
+    """The first labels only; the picture is kept beside the record."""
+    small = "--gpus", 2, "--device", "cpu", "--steps", 1, "--pictures", 3
+    record, _ = log("jobs", "--contest", "all", *small)
     [row] = record["contest"]
-    assert record["gpus"] == own["gpus"] == 2 and row["settings"].endswith(" 2 ranks")
-    assert own["contest"][0]["picture"] == row["picture"]
-    assert own["contest"][0]["command"].startswith("python sample.py --gpus 2 --model ")
-    torchrun = "python -m torch.distributed.run --standalone --nproc_per_node=2 sample_ddp.py "
-    assert row["command"].startswith(torchrun) and str(ROOT) not in row["command"]
+    assert record["gpus"] == 2 and record["pictures"] == 3 and row["settings"].endswith(" 2 ranks")
+    assert "3 labels" in row["settings"] and str(ROOT) not in row["command"]
+    assert row["command"].startswith("python sample.py --gpus 2 --model ")
+    assert "--labels 0 1 2 " in row["command"]
     kept = tmp_path / row["file"]
     assert kept.name == "log-fp32.png"
     assert hashlib.sha256(kept.read_bytes()).hexdigest() == row["picture"]
@@ -76,12 +75,61 @@ def test_contest_of_two_ranks(forked, tmp_path, log):
     assert phases.pop("total") >= sum(phases.values()) - 0.01 * len(phases)
 
 
+FORK = """import argparse
+import time
+import torch
+from diffusers.models import AutoencoderKL
+from torchvision.utils import save_image
+from models import DiT_models
+
+parser = argparse.ArgumentParser()
+for name in ("model", "image-size", "num-sampling-steps", "ckpt"):
+    parser.add_argument(f"--{name}")
+args = parser.parse_args()
+model = DiT_models[args.model](input_size=int(args.image_size) // 8)
+model.load_state_dict(torch.load(args.ckpt))
+vae = AutoencoderKL.from_pretrained("pretrained_models/sd-vae-ft-ema")
+time.sleep(0.5)
+seconds = []
+for grid in range(2):
+    started = time.time()
+    with torch.no_grad():
+        pictures = vae.decode(torch.randn(2, 4, 8, 8)).sample
+    time.sleep(0.2)
+    seconds.append(time.time() - started)
+    save_image(pictures, f"output/sample_{grid}.png")
+print(f"Average sampling time: {sum(seconds) / 2:.4f} seconds.")
+"""
+
+
+def test_the_organisers_program(forked, tmp_path, tiny_vae, log):
+    """A program that prints what theirs does: T of its first grid has its loading, the figure
+    that it prints has not.
+    """
+    fork = tmp_path / "fork"
+    shutil.copytree(tiny_vae, fork / "pretrained_models/sd-vae-ft-ema")
+    shutil.copy(ROOT / "models.py", fork)
+    (fork / "sample.py").write_text(FORK)
+    (fork / "sample_0.png").write_bytes(b"an older grid")
+    os.utime(fork / "sample_0.png", (time.time() - 1e4,) * 2)
+    small = "--model", "DiT-S/8", "--image-size", 64, "--steps", 1, "--device", "cpu"
+    record, printed = log("jobs", "--fork", fork, *small)
+    row = record["fork"]
+    assert record["kind"] == "fork" and row["tier"] == "fp32" and row["grids"] == 2
+    assert 0.2 < row["printed"] < row["printed"] + 0.5 < row["seconds"] + 0.2
+    assert f"printed: {row['printed']} s" in printed
+    first = (fork / "output/sample_0.png").read_bytes()
+    assert (tmp_path / row["file"]).read_bytes() == first
+    assert row["picture"] == hashlib.sha256(first).hexdigest()
+
+
 def test_random_weights_and_a_random_decoder_without_files(forked, log):
     small = "--model", "DiT-S/8", "--image-size", 64, "--steps", 1
     record, printed = log("jobs", "--contest", "--device", "cpu", *small)
     assert record["weights"] == record["decoder"] == "random, seed 0"
     assert (
         record["contest"][0]["seconds"] > 0
+        and "--ckpt FOLDER/random.pt --vae FOLDER/vae" in record["contest"][0]["command"]
         and "A picture of random ones is a rehearsal's" in printed
     )
 

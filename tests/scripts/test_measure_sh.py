@@ -1,6 +1,6 @@
 """The script that runs all measurements."""
 
-import json
+import os
 import subprocess
 
 import pytest
@@ -8,89 +8,92 @@ from conftest import ROOT
 from forks import refused, succeeds
 
 SCRIPT = ROOT / "scripts" / "measure.sh"
-FILES = [
-    "profile-baseline",
-    "profile-fast",
-    "ladder",
-    "versus",
-    "contest",
-    "verify/verify",
-    "parallel",
-    "contest-gpus",
-]
-
-
-RECORD = dict(gpu=None, model="DiT-Demo/2", image_size=128, weights="dit.safetensors")
+FILES = ["contest-1", "contest-2", "ladder", "layouts", "label-1", "label-2"]
+FLAGS = "--num-sampling-steps", "20", "--gpus", "2"
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with all measurements of the demo on a CPU."""
-    (tmp_path / "verify").mkdir()
+    """A folder with all measurements of two processes on a CPU."""
     for name in FILES:
-        kind = name.partition("-")[0].partition("/")[0]
-        write(tmp_path / f"{name}.json", kind=dict(ladder="steps", versus="steps").get(kind, kind))
-    write(tmp_path / "contest-gpus.json", kind="contest", gpus=2, decoder="vae")
+        (tmp_path / f"{name}.json").write_text("{}")
+    (tmp_path / "contest-2-fp32.png").touch()
+    command = f"bash scripts/measure.sh {tmp_path} {' '.join(FLAGS)}"
+    (tmp_path / "asked.txt").write_text(f"{command}\nup to 2 × CPU\n")
     return tmp_path
 
 
-def write(path, **entries):
-    path.write_text(json.dumps(RECORD | entries))
-
-
 def measure(*arguments):
-    return subprocess.run(["bash", SCRIPT, *arguments], capture_output=True, text=True)
+    """Run it where no GPU is seen."""
+    return subprocess.run(
+        ["bash", SCRIPT, *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | dict(CUDA_VISIBLE_DEVICES=""),
+    )
 
 
 def test_a_whole_file_is_not_measured_again(folder):
-    before = {path: path.read_bytes() for path in folder.rglob("*.json")}
-    text = succeeds(measure(folder))
-    assert (
-        "ladder.json is there" in text
-        and f"report.py output/report --team TEAM --log {folder}" in text
-    )
-    assert {path: path.read_bytes() for path in folder.rglob("*.json")} == before
-    assert len(before) == len(FILES)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    text = succeeds(measure(folder, *FLAGS))
+    assert all(f"{name}.json is there" in text for name in FILES)
+    assert f"report.py output/report --team TEAM --log {folder} --picture PICTURE" in text
+    assert f"hand in: {folder}/contest-2-fp32.png" in text
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_file_that_was_cut_short_is_measured_again(folder):
+    """The command is what fails here: it gets a model that there is not."""
+    (folder / "asked.txt").unlink()
+    (folder / "ladder.json.unfinished").touch()
+    done = measure(folder, "--model", "DiT-None/2")
+    assert done.returncode == 2 and "steps.py: argument --model: invalid choice" in done.stderr
+    assert "contest-2.json is there" in done.stdout
+    assert "== python bench/steps.py --model DiT-None/2 --profile" in done.stdout
+    assert (folder / "ladder.json.unfinished").exists()
 
 
 @pytest.mark.parametrize(
-    "file, entries, words",
+    "flags",
     [
-        ("ladder", dict(kind="steps", weights="XL.pt"), "weights XL.pt, and this run of dit."),
-        ("contest", dict(kind="contest", model="DiT-XL/2"), "model DiT-XL/2, and this run of"),
-        ("contest", dict(kind="contest", decoder="ema"), "decoder ema, and this run of vae"),
-        ("contest", dict(kind="contest", steps=20), "steps 20, and this run of 250"),
-        ("parallel", dict(kind="parallel", gpu="NVIDIA V100"), "gpu NVIDIA V100, and this run of"),
-        ("contest-gpus", dict(kind="contest", gpus=4), "gpus 4, and this run of 2"),
+        ("--num-sampling-steps", "250", "--gpus", "2"),
+        (*FLAGS, "--ckpt", "XL.pt"),
+        ("--num-sampling-steps", "20", "--gpus", "4"),
     ],
 )
-def test_a_folder_of_another_machine_or_network_is_refused(folder, file, entries, words):
-    write(folder / f"{file}.json", **entries)
-    line = refused(measure(folder))
-    assert line.startswith(f"measure.sh: {folder / file}.json is of {words}")
+def test_a_folder_of_another_run_is_refused(folder, flags):
+    line = refused(measure(folder, *flags))
+    assert line.startswith(f"measure.sh: {folder} is of another run (bash scripts/measure.sh")
+    assert f"measure.sh {folder} {' '.join(flags)}, up to" in line
     assert "name another folder" in line
 
 
-def test_vgg16_is_looked_for_first(tmp_path):
-    line = refused(measure(tmp_path, "--vgg-weights", "none.pth"))
-    assert line == "measure.sh: --vgg-weights none.pth: no such file\n"
+def test_a_folder_of_another_machine_is_refused(folder):
+    text = (folder / "asked.txt").read_text()
+    (folder / "asked.txt").write_text(text.replace("CPU", "NVIDIA V100"))
+    line = refused(measure(folder, *FLAGS))
+    assert "up to 2 × NVIDIA V100), this is " in line and "up to 2 × CPU; name another" in line
 
 
-def test_it_names_its_folder():
-    cases = [(["--help"], 0, "bash scripts/measure.sh FOLDER"), ([], 2, "name the folder")]
-    for place in "/dev/null", "/proc/nowhere", "/proc":
-        cases.append(
-            (
-                [place],
-                2,
-                f"measure.sh: {place}: no folder can be made or written there; name another\n",
-            )
-        )
-    for arguments, status, words in cases:
-        done = subprocess.run(["bash", SCRIPT, *arguments], capture_output=True, text=True)
-        assert (
-            done.returncode == status
-            and words in done.stdout + done.stderr
-            and "set -" not in done.stdout
-        )
-        assert done.stderr.count("\n") == status // 2
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ((), "name the folder for the measurements"),
+        (
+            ("x", "--vgg-weights", "y"),
+            "--vgg-weights: no such flag; bash scripts/measure.sh --help",
+        ),
+        (("x", "--ckpt"), "--ckpt: give a value"),
+        (("x", "--fork", "docs"), "--fork docs: has no sample.py; name the organisers' checkout"),
+        (("/dev/null",), "/dev/null: no folder can be made or written there; name another"),
+        (("/proc/nowhere",), "/proc/nowhere: no folder can be made or written there"),
+        (("/proc",), "/proc: no folder can be made or written there"),
+    ],
+)
+def test_what_is_refused(flags, words):
+    assert words in refused(measure(*flags))
+
+
+def test_help():
+    text = succeeds(measure("--help"))
+    assert "bash scripts/measure.sh FOLDER" in text and "set -" not in text
