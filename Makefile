@@ -1,4 +1,4 @@
-# make sample: eight pictures of the demo model, on a GPU if there is one. make page: the page for the browser. make test:
+# make sample: eight pictures of the demo model, on a GPU if there is one. make page: serves the page for the browser. make test:
 # the tests. Each builds .venv first, with the versions of constraints.txt.
 # make constraints: writes the newest versions that requirements*.txt allow, for every Python from 3.10 on, to
 # constraints.txt, and installs them. Run make test then.
@@ -19,7 +19,7 @@ test: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder tests
 
 page: $(VENV)/ready
-	$(BIN)/python -m scripts.page
+	$(BIN)/python scripts/page.py
 
 constraints: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv

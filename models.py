@@ -11,6 +11,7 @@ h heads, d head dim.
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -156,6 +157,11 @@ def get_2d_sincos_pos_embed(
     return table
 
 
+def position_embedding(grid_size: int, hidden_size: int) -> nn.Parameter:
+    """Return zeros for a table of positions (1, T, D), which is not trained."""
+    return nn.Parameter(torch.zeros(1, grid_size**2, hidden_size), requires_grad=False)
+
+
 # ---- The network ----
 
 
@@ -235,7 +241,7 @@ class FinalLayer(nn.Module):
 
     def __init__(self, hidden_size: int, patch_size: int, out_channels: int):
         super().__init__()
-        self.norm_final = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
+        self.norm_final: nn.Module = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
         self.linear = nn.Linear(hidden_size, patch_size * patch_size * out_channels)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 2 * hidden_size))
 
@@ -244,48 +250,42 @@ class FinalLayer(nn.Module):
         return self.linear(modulate(self.norm_final(x), shift, scale))
 
 
-class DiT(nn.Module):
-    """Diffusion transformer over latent patches.
+class PatchTransformer(nn.Module):
+    """Transformer over patches, conditioned on t and y: embedding → blocks → last layer.
 
-    `input_size` is the latent's side (the picture's side / 8). With `learn_sigma` the output has 2C
-    channels: the noise estimate, then the values that interpolate the log variance (Nichol &
-    Dhariwal 2021, arXiv:2102.09672, eq. 15).
+    A subclass gives the embedders, and adds the attributes declared here. `pos_embed` may be
+    missing where tokens have no positions of their own.
     """
 
+    num_heads: int
+    pos_embed: nn.Parameter  # (1, T, D)
+    blocks: nn.ModuleList
+    final_layer: FinalLayer
+
     attend = staticmethod(attention)
+    guided_channels = 3  # of the output, from the first on, as for the published pictures
 
     def __init__(
         self,
-        input_size: int = 32,
-        patch_size: int = 2,
-        in_channels: int = 4,
-        hidden_size: int = 1152,
-        depth: int = 28,
-        num_heads: int = 16,
-        mlp_ratio: float = 4.0,
-        class_dropout_prob: float = 0.1,
-        num_classes: int = 1000,
-        learn_sigma: bool = True,
+        patch_size: int,
+        in_channels: int,
+        learn_sigma: bool,
+        x_embedder: nn.Module,
+        t_embedder: TimestepEmbedder,
+        y_embedder: LabelEmbedder,
     ):
         super().__init__()
-        self.learn_sigma = learn_sigma
-        self.in_channels = in_channels
-        self.out_channels = in_channels * 2 if learn_sigma else in_channels
         self.patch_size = patch_size
-        self.num_heads = num_heads
-
-        self.x_embedder = PatchEmbed(input_size, patch_size, in_channels, hidden_size)
-        self.t_embedder = TimestepEmbedder(hidden_size)
-        self.y_embedder = LabelEmbedder(num_classes, hidden_size, class_dropout_prob)
-        pos_embed = torch.zeros(1, self.x_embedder.num_patches, hidden_size)
-        self.pos_embed = nn.Parameter(pos_embed, requires_grad=False)
-        blocks = [DiTBlock(hidden_size, num_heads, mlp_ratio) for _ in range(depth)]
-        self.blocks = nn.ModuleList(blocks)
-        self.final_layer = FinalLayer(hidden_size, patch_size, self.out_channels)
-        self.initialize_weights()
+        self.in_channels = in_channels
+        self.learn_sigma = learn_sigma
+        self.out_channels = in_channels * 2 if learn_sigma else in_channels
+        self.x_embedder = x_embedder
+        self.t_embedder = t_embedder
+        self.y_embedder = y_embedder
 
     def initialize_weights(self) -> None:
-        """Initialise linears by Xavier, embeddings by normals of standard deviation 0.02.
+        """Initialise linears and patch embeddings by Xavier, other embeddings by normals of
+        standard deviation 0.02.
 
         adaLN and the last layer are zeros, so that every block starts as the identity (section
         3.2). No-op on the meta device.
@@ -293,12 +293,15 @@ class DiT(nn.Module):
         if self.final_layer.linear.weight.is_meta:
             return
 
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-        self.initialize_patches()
+        layers: list[nn.Linear | nn.Conv2d] = [
+            module for module in self.modules() if isinstance(module, nn.Linear)
+        ]
+        layers += [module for module in self.modules() if isinstance(module, nn.Conv2d)]
+        for layer in layers:
+            nn.init.xavier_uniform_(layer.weight.flatten(1))
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+        self.initialize_positions()
         for name in ("y_embedder.embedding_table", "t_embedder.mlp.0", "t_embedder.mlp.2"):
             nn.init.normal_(self.get_parameter(f"{name}.weight"), std=0.02)
         modulations = [module.adaLN_modulation[-1] for module in (*self.blocks, self.final_layer)]
@@ -306,16 +309,14 @@ class DiT(nn.Module):
             for weight in linear.parameters():
                 nn.init.zeros_(weight)
 
-    def initialize_patches(self) -> None:
-        """Initialise the patch embedding as a linear layer, and fill the position table."""
-        projection = self.x_embedder.proj
-        nn.init.xavier_uniform_(projection.weight.view(projection.out_channels, -1))
-        nn.init.zeros_(projection.get_parameter("bias"))
+    def initialize_positions(self) -> None:
+        """Fill the position table."""
         self.pos_embed.data.copy_(self.position_table())
 
     def position_table(self) -> Tensor:
         """Return the position embedding (1, T, D) float32, a function of the grid alone."""
-        table = get_2d_sincos_pos_embed(self.pos_embed.shape[-1], self.x_embedder.grid_size[0])
+        _, tokens, width = self.pos_embed.shape
+        table = get_2d_sincos_pos_embed(width, round(tokens**0.5))
         return torch.from_numpy(table).float().unsqueeze(0)
 
     def unpatchify(self, x: Tensor) -> Tensor:
@@ -369,22 +370,58 @@ class DiT(nn.Module):
         """Evaluate with classifier-free guidance.
 
         x (2N, C, H, W), t (2N,), y (2N,) → (2N, C', H, W). Only the first N rows of x are read, for
-        both halves. y holds N labels, then N null labels. The first three channels of both halves
-        are uncond + cfg_scale·(cond − uncond), as for the published pictures; the other channels
-        are the half's output.
+        both halves. y holds N labels, then N null labels. The first `guided_channels` of both
+        halves are uncond + cfg_scale·(cond − uncond); the other channels are the half's output.
         """
         half = x[: len(x) // 2]
         out = self.forward(torch.cat([half, half]), t, y)
-        eps = out[:, :3]
-        rest = out[:, 3:]
+        eps = out[:, : self.guided_channels]
+        rest = out[:, self.guided_channels :]
         cond, uncond = eps.chunk(2)
         guided = uncond + cfg_scale * (cond - uncond)
         return torch.cat([torch.cat([guided, guided]), rest], dim=1)
 
 
+class DiT(PatchTransformer):
+    """Diffusion transformer over latent patches.
+
+    `input_size` is the latent's side (the picture's side / 8). With `learn_sigma` the output has 2C
+    channels: the noise estimate, then the values that interpolate the log variance (Nichol &
+    Dhariwal 2021, arXiv:2102.09672, eq. 15).
+    """
+
+    def __init__(
+        self,
+        input_size: int = 32,
+        patch_size: int = 2,
+        in_channels: int = 4,
+        hidden_size: int = 1152,
+        depth: int = 28,
+        num_heads: int = 16,
+        mlp_ratio: float = 4.0,
+        class_dropout_prob: float = 0.1,
+        num_classes: int = 1000,
+        learn_sigma: bool = True,
+    ):
+        super().__init__(
+            patch_size,
+            in_channels,
+            learn_sigma,
+            PatchEmbed(input_size, patch_size, in_channels, hidden_size),
+            TimestepEmbedder(hidden_size),
+            LabelEmbedder(num_classes, hidden_size, class_dropout_prob),
+        )
+        self.num_heads = num_heads
+        self.pos_embed = position_embedding(input_size // patch_size, hidden_size)
+        blocks = [DiTBlock(hidden_size, num_heads, mlp_ratio) for _ in range(depth)]
+        self.blocks = nn.ModuleList(blocks)
+        self.final_layer = FinalLayer(hidden_size, patch_size, self.out_channels)
+        self.initialize_weights()
+
+
 # ---- Configurations ----
 
-_SIZES = {
+SIZES = {
     "XL": dict(depth=28, hidden_size=1152, num_heads=16),
     "L": dict(depth=24, hidden_size=1024, num_heads=16),
     "B": dict(depth=12, hidden_size=768, num_heads=12),
@@ -392,33 +429,35 @@ _SIZES = {
 }
 
 
-def _constructor(name, network, **config):
-    def build(**kwargs) -> DiT:
+def constructor(name: str, network: type[nn.Module], **config: Any) -> Callable[..., Any]:
+    """Return the constructor `name` of a network with other defaults."""
+
+    def build(**kwargs):
         return network(**{**config, **kwargs})
 
     build.__name__ = build.__qualname__ = name
     build.__doc__ = f"{name}: {network.__name__} with {config}; keyword arguments override."
-    build.config = config
+    build.config = config  # type: ignore[attr-defined]
     return build
 
 
-def _constructors(network):
+def constructors(network: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     """Return constructors by name for every published size and patch of a network.
 
     network: DiT or a subclass.
     """
     name = network.__name__
-    constructors = {}
-    for size, config in _SIZES.items():
+    by_name = {}
+    for size, config in SIZES.items():
         for p in (2, 4, 8):
-            build = _constructor(f"{name}_{size}_{p}", network, patch_size=p, **config)
-            constructors[f"{name}-{size}/{p}"] = build
-    return constructors
+            build = constructor(f"{name}_{size}_{p}", network, patch_size=p, **config)
+            by_name[f"{name}-{size}/{p}"] = build
+    return by_name
 
 
-DiT_models = _constructors(DiT)
+DiT_models = constructors(DiT)
 # A small model, trained on drawn pictures, shipped with its weights. Head dim 72 as in XL, so XL's
 # kernels run on it.
-_DEMO = dict(patch_size=2, depth=6, hidden_size=216, num_heads=3, input_size=16, num_classes=8)
-DiT_models["DiT-Demo/2"] = _constructor("DiT_Demo_2", DiT, **_DEMO)
+DEMO = dict(patch_size=2, depth=6, hidden_size=216, num_heads=3, input_size=16, num_classes=8)
+DiT_models["DiT-Demo/2"] = constructor("DiT_Demo_2", DiT, **DEMO)
 globals().update({build.__name__: build for build in DiT_models.values()})

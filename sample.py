@@ -10,8 +10,9 @@ from accel import launch
 if __name__ == "__main__":
     launch.begin()
 
-from accel.cli import RankParser, add_arguments, job_from, user_errors
-from accel.config import SPEED, Grid
+from accel.cli import RankParser, add_arguments, options_from, user_errors
+from accel.options import GRID, SPEED, Options
+from accel.output import require_outputs
 from accel.ranks import Ranks
 
 EXAMPLES = """examples:
@@ -24,7 +25,7 @@ EXAMPLES = """examples:
 def make_parser() -> RankParser:
     description = "Sample class-conditional pictures from a diffusion transformer."
     parser = RankParser(prog="sample.py", description=description, epilog=EXAMPLES)
-    groups = add_arguments(parser, Grid)
+    groups = add_arguments(parser, GRID)
     groups[SPEED].add_argument("--gpus", **launch.GPUS)
     return parser
 
@@ -33,26 +34,26 @@ def main() -> None:
     parser = make_parser()
     args = parser.parse_args()
     with user_errors(parser):
-        grid = job_from(args)
+        options = options_from(args)
         if launch.STARTED_HERE:
             from sample_ddp import sample  # a process by itself needs none of it
 
-            return sample(grid, parser)
-        world = launch.world_size(args.gpus, grid.config.device)
-        grid.require_outputs()
+            return sample(options, parser)
+        world = launch.world_size(args.gpus, options.get("device"))
+        require_outputs(options)
         if world > 1:
             from accel.processes import run_ranks
 
             sys.exit(run_ranks(world, parser.prog))
-        sample_alone(grid)
+        sample_alone(options)
 
 
-def sample_alone(grid: Grid) -> None:
+def sample_alone(options: Options) -> None:
     """Make the pictures in this process."""
-    launch.import_torch(grid.config.device)  # after the cheap checks: it is slow
-    from accel.grid import make_grid
+    launch.import_torch(options.get("device"))  # after the cheap checks: it is slow
+    from accel.jobs.grid import make_grid
 
-    make_grid(grid, Ranks())
+    make_grid(options, Ranks())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Accelerated networks with a model's signature, for sampling loops of the caller's own."""
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,15 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from accel.compare import build, own_guidance, require_same
-from accel.errors import UsageError
-from accel.families.loaded_module import LoadedModule, read_state
+from accel.errors import Given, UsageError
+from accel.families.spec import Face
 from accel.graphs import Replayed
 from accel.isolation import alone
-from accel.network import KEPT, Batch, BlockNetwork, require_no_gradients, unpatchify
+from accel.network import KEPT, Batch, BlockNetwork, require_no_gradients
 from accel.overflow import require_finite
-from accel.precision import apply_precision, default_tier
+from accel.precision import arithmetic, default_tier, require
 from accel.sampling.guidance import guided_halves
-from accel.weights import Weights
+from accel.sources import Source
+from accel.sources.module import HeldModule, of_state
 
 OF_COPY = "this copy has none; call the model itself for gradients"
 
@@ -47,32 +48,30 @@ def accelerate(
     overflow, and for a network that computes another function.
     """
     with alone():
-        loaded = LoadedModule(model)
-        device = _device(next(iter(loaded.state.values())).device if device is None else device)
+        held = HeldModule(model)
+        device = _device(device or next(iter(held.state.values())).device)
         tier = default_tier(device) if precision is None else precision
-        if guidance_channels is not None and not 1 <= guidance_channels <= loaded.fit.in_channels:
+        require("precision", tier, device)
+        most = held.spec.in_channels
+        if guidance_channels is not None and not 1 <= guidance_channels <= most:
             raise UsageError(
-                f"`guidance_channels={guidance_channels}`: must be from 1 to "
-                f"{loaded.fit.in_channels}"
+                f"must be from 1 to {most}", parameter="guidance_channels", value=guidance_channels
             )
-        copy_type = Accelerated
-        face = loaded.rules.face
+        face = held.rules.face
+        make: Callable[..., Accelerated] = Accelerated
         if face:
-            copy_type = type(face.__name__, (face, Accelerated), {"__doc__": face.__doc__})
-        return copy_type(loaded, tier, device, check, guidance_channels)
+            make = type(face.__name__, (face, Accelerated), {"__doc__": face.__doc__})
+        return make(held, tier, device, check, guidance_channels)
 
 
-def _device(device):
+def _device(device: torch.device | str) -> torch.device:
     try:
-        device = torch.empty(0, device=device).device
+        return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"device {device}: {str(error).splitlines()[0]}") from None
-    if device.type == "meta":
-        raise UsageError("device meta: holds no values; load the weights first")
-    return device
 
 
-class Accelerated:
+class Accelerated(Face):
     """An accelerated network with a model's methods.
 
     It is not an nn.Module: conversions in place would break its tensors' layout and
@@ -82,11 +81,9 @@ class Accelerated:
     nothing.
     """
 
-    training = False
-
     def __init__(
         self,
-        loaded: LoadedModule,
+        held: HeldModule,
         tier: str,
         device: torch.device,
         check: bool,
@@ -94,41 +91,40 @@ class Accelerated:
     ):
         self.precision = tier
         self.device = device
-        self._loaded = loaded
-        fit = loaded.fit
-        self.in_channels = fit.in_channels
-        self.out_channels = fit.out_channels
-        self.num_classes = fit.num_classes
-        self.input_size = fit.latent_size
+        self._held = held
+        spec = held.spec
+        self.in_channels = spec.in_channels
+        self.out_channels = spec.out_channels
+        self.num_classes = spec.num_classes
+        self.input_size = spec.trained_side
         with self._running():
-            self.network = network = self._build(loaded)
+            self.network = network = self._build(held.source)
             if check:
-                require_same(network, loaded, tier, fit.latent_size)
+                require_same(network, held, tier, self.input_size)
                 if guidance_channels is None:
-                    guidance_channels = own_guidance(loaded)
+                    guidance_channels = own_guidance(held)
         if guidance_channels is None:
-            guidance_channels = min(fit.defaults.guidance_channels, fit.in_channels)
+            guidance_channels = min(spec.defaults.guidance_channels, spec.in_channels)
         self.guidance_channels = guidance_channels  # 0: the model guides in a way of its own
         self._forward = network.forward
         self._guided = self._forward_guided
         if network.captures and device.type == "cuda":  # one graph per shape
             self._forward = Replayed(self._forward, KEPT)
             self._guided = Replayed(self._guided, KEPT)
-        self._source = weakref.ref(loaded.module)
-        loaded.release()
+        self._source: Callable[[], nn.Module | None] = weakref.ref(held.module)
+        held.release()
 
-    def _build(self, weights: Weights) -> BlockNetwork:
+    def _build(self, source: Source) -> BlockNetwork:
         """Return a network with a copy of the weights. Raises UsageError for an overflow."""
-        fit = self._loaded.fit
-        network = build(weights, fit, self.precision, self.device)
-        batch = Batch([(1, 1)], fit.latent_size, fit.num_classes)
-        require_finite(network, self.precision, batch, self.device, fit.family.some_times)
+        spec = source.spec
+        network = build(source.state, spec, self.precision, self.device)
+        batch = Batch([(1, 1)], self.input_size, spec.num_classes)
+        require_finite(network, self.precision, batch, self.device, spec.some_times)
         return network
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        with alone():
-            apply_precision(self.precision, self.device)
+        with alone(), arithmetic(self.precision):
             yield
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor, *others: Any, **named: Any) -> Tensor:
@@ -150,23 +146,22 @@ class Accelerated:
 
     @torch.no_grad()
     def _forward_guided(self, x, t, y, scale):
-        # (2N, C', H, W)
-        out = unpatchify(self.network.tokens(x[: len(x) // 2], t, y), self.network.patch_size)
+        out = self.network.forward(x[: len(x) // 2], t, y)  # (2N, C', H, W)
         return guided_halves(out, scale, self.guidance_channels)
 
     def forward_with_cfg(
-        self, x: Tensor, t: Tensor, y: Tensor, cfg_scale: float | Tensor
+        self, x: Tensor, t: Tensor, y: Tensor, cfg_scale: float | Tensor, *others: Any
     ) -> Tensor:
         """Return the guided output, as models.DiT.forward_with_cfg. x: (2N, C, H, W), N
         rows are read; t, y: (2N,). It has no gradients, as `forward`.
         """
         if not self.guidance_channels:
             raise UsageError(
-                f"forward_with_cfg: that of {self._loaded.name} guides in a way of its own; call "
-                "forward and guide its output yourself, or give accelerate(model, "
-                "guidance_channels=N)"
+                f"forward_with_cfg: that of {self._held.given.name} guides in a way of its own",
+                "call forward and guide its output yourself, or give accelerate(model, "
+                "guidance_channels=N)",
             )
-        if not self._loaded.fit.null_class:
+        if not self._held.spec.null_class:
             raise UsageError(
                 "forward_with_cfg: the model has no null class (label dropout), no guidance; use "
                 "forward"
@@ -181,28 +176,17 @@ class Accelerated:
                 cfg_scale = torch.full((), cfg_scale, dtype=torch.float32, device=self.device)
             return self._guided(x.float(), t, y, cfg_scale).to(x.dtype)
 
-    def __reduce__(self):
-        raise UsageError(
-            "a copy that accelerate() made cannot be pickled or copied; pickle the model, "
-            "accelerate it there"
-        )
-
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self.forward(*arguments, **keywords)
 
     def _require_inputs(self, x, t, y, multiple=1):
         for name, value in (("x", x), ("t", t), ("y", y)):
-            if not torch.is_tensor(value) or value.is_nested or value.layout != torch.strided:
-                form = "nested or sparse" if torch.is_tensor(value) else type(value).__name__
-                raise UsageError(f"{name} is {form}, must be a dense tensor")
+            if not torch.is_tensor(value):
+                raise UsageError(f"{name} is {type(value).__name__}, must be a tensor")
             if value.device != self.device:
                 raise UsageError(f"{name} is on {value.device}, the weights are on {self.device}")
         if not x.is_floating_point():
             raise UsageError(f"x is {x.dtype}, must be a tensor of floats")
-        if y.dtype not in (torch.int64, torch.int32):
-            raise UsageError(
-                f"y is {y.dtype}, must be numbers of classes: torch.int64 or torch.int32"
-            )
         n = len(x) if x.ndim else 0
         shape = (self.in_channels, self.input_size, self.input_size)
         if x.shape[1:] != shape or n % multiple or not n:
@@ -214,7 +198,7 @@ class Accelerated:
                     f"{name} is {tuple(value.shape)}, must be ({n},), one for each row of x"
                 )
         # On a GPU the look-up of the embedding fails; reading the values would wait for the GPU.
-        rows = self.num_classes + self._loaded.fit.null_class
+        rows = self.num_classes + self._held.spec.null_class
         if self.device.type == "cpu" and not 0 <= int(y.min()) <= int(y.max()) < rows:
             raise UsageError(f"y is {int(y.min())} to {int(y.max())}, must be from 0 to {rows - 1}")
 
@@ -222,15 +206,6 @@ class Accelerated:
 
     def eval(self) -> "Accelerated":
         """Return itself: it evaluates only."""
-        return self
-
-    def train(self, mode: bool = True) -> "Accelerated":
-        """Return itself for train(False). Raises ValueError for training."""
-        if mode:
-            raise UsageError(
-                "train(): this copy only evaluates; train the model, and load_state_dict its "
-                "weights here"
-            )
         return self
 
     def to(
@@ -255,25 +230,17 @@ class Accelerated:
             )
         return self
 
-    def parameters(self) -> Iterator[Tensor]:
-        """Return the tensors of the computation, in their own layout and precision."""
-        return self.network.parameters()
-
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the present state dict of the source model. Raises ValueError as `source` does."""
-        return self.source("state_dict()").state_dict()
-
-    def source(self, call: str = "source()") -> nn.Module:
-        """Return the source model. Raises ValueError about `call` if it is gone or other
-        weights were loaded since.
+        """Return the present state dict of the source model. Raises ValueError if the model is
+        gone, or other weights were loaded since.
         """
-        model = self._source and self._source()
+        model = self._source()
         if model is None:
             raise UsageError(
-                f"{call}: the model that the weights came from is gone; keep it, or the state "
-                "dict, to save them"
+                "state_dict(): the model that the weights came from is gone",
+                "keep it, or the state dict, to save them",
             )
-        return model
+        return model.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Load a state dict of the model in place: captured graphs stay valid, and the
@@ -285,7 +252,7 @@ class Accelerated:
                 "load_state_dict(strict=False): all weights are needed; give the whole state dict"
             )
         with self._running():
-            loaded = self._loaded
-            weights = read_state("load_state_dict", state, loaded, loaded.fit, self.input_size)
-            self.network.copy_weights(self._build(weights))
-        self._source = None
+            given = Given("load_state_dict", "")
+            source = of_state(given, state, self._held.spec, self.input_size, self._held.renamed)
+            self.network.copy_weights(self._build(source))
+        self._source = lambda: None

@@ -1,4 +1,4 @@
-"""The flags of a Config, and errors as one line with an exit status."""
+"""OPTIONS as flags, and errors as one line with an exit status."""
 
 import argparse
 import difflib
@@ -8,17 +8,11 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import Field, fields
-from typing import Any, TypeVar
+from typing import Any, NoReturn
 
-from accel import signals
-from accel.config import Config, Grid, Job
-from accel.errors import USAGE, UsageError, as_usage_error, printable, record
-from accel.flags import base_type, flag_names
-
-AnyJob = TypeVar("AnyJob", bound=Job)
-# keys of a field that argparse does not know
-OWN = "names", "ranks", "ranks_only", "group", "bounds", "convert"
+from accel import rules, signals
+from accel.errors import USAGE, UsageError, as_usage_error, record
+from accel.options import FID, GRID, OPTIONS, Option, Options, label
 
 
 class _Printing(logging.Handler):
@@ -54,13 +48,13 @@ class OneLineParser(argparse.ArgumentParser):
     """
 
     def __init__(self, **options):
-        super().__init__(formatter_class=_Help, **options)
+        super().__init__(formatter_class=_Help, allow_abbrev=False, **options)
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")
         print_notices()
 
-    def parse_args(
+    def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
         """Parse the arguments as argparse does. The error about an unknown flag names the
@@ -77,8 +71,8 @@ class OneLineParser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(left)}{meant}")
         return parsed
 
-    def error(self, message: str) -> None:
-        self.exit(USAGE, f"{self.prog}: {printable(message)}\n")
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"{self.prog}: {message}\n")
 
     def worded(self, error: UsageError) -> str:
         """Return the text of an error with this command's flags for parameters."""
@@ -96,7 +90,7 @@ class RankParser(OneLineParser):
     as one exits.
     """
 
-    def exit(self, status: int = 0, message: str | None = None) -> None:
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         if not signals.IS_FIRST_RANK:
             time.sleep(2)
             message = None
@@ -105,59 +99,71 @@ class RankParser(OneLineParser):
         super().exit(status, message)
 
 
+def positive(text: str) -> int:
+    """Convert a whole number from 1 to a million, for argparse."""
+    value = int(text)
+    if not 1 <= value <= 10**6:
+        raise argparse.ArgumentTypeError(f"{text}: must be from 1 to 1,000,000")
+    return value
+
+
 def add_arguments(
     parser: argparse.ArgumentParser,
-    *job_types: type,
+    *jobs: str,
     ranks: bool = False,
     leave_out: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Add a flag for every option of Config and of the jobs `job_types`, by default a grid's,
-    except those in `leave_out`. Return the groups of --help by name. ranks: for a command of
-    many ranks.
+    """Add a flag for every option of `jobs`, by default of a grid, except those in
+    `leave_out`. A flag that is not given leaves None. Return the groups of --help by name. ranks:
+    for a command of many ranks.
     """
-    groups = {}
-    items = {}
-    for job_type in (Config, *(job_types or (Grid,))):
-        items |= {item.name: item for item in fields(job_type) if "help" in item.metadata}
-    for item in items.values():
-        names = flag_names(item, ranks)
-        if item.name in leave_out or not names:
+    groups: dict[str, Any] = {}
+    for option in OPTIONS.values():
+        names = option.flag_names(ranks)
+        wanted = {*option.jobs} & {*(jobs or (GRID,))}
+        if not wanted or option.name in leave_out or not names:
             continue
-        group = item.metadata["group"]
-        if group not in groups:
-            groups[group] = parser.add_argument_group(group)
-        groups[group].add_argument(*names, dest=item.name, default=item.default, **_argument(item))
+        if option.group not in groups:
+            groups[option.group] = parser.add_argument_group(option.group)
+        groups[option.group].add_argument(*names, dest=option.name, **_argument(option))
     return groups
 
 
-def _argument(item: Field) -> dict[str, Any]:
+def _argument(option: Option) -> dict[str, Any]:
     """Return argparse's keywords for an option."""
-    argument = {key: value for key, value in item.metadata.items() if key not in OWN}
-    if not argument.keys() & {"action", "nargs"}:
-        argument["type"] = base_type(item)
-    if base_type(item) is not bool and item.default is not None:
-        argument["help"] += f" (default: {item.default})"
-    return argument
+    argument: dict[str, Any] = {"help": option.help, "default": None}
+    if option.default is not None and option.type is not bool:
+        argument["help"] += f" (default: {option.default})"
+    if option.action is not None:
+        return argument | {"action": option.action}
+    if option.type is not label:
+        argument["type"] = option.type
+    for name, value in (("choices", option.choices), ("nargs", option.several)):
+        if value:
+            argument[name] = value
+    return argument | {"metavar": option.metavar}
 
 
-def job_from(args: argparse.Namespace, job_type: type[AnyJob] = Grid) -> AnyJob:
-    """Return the parsed flags as a job of a type. Raises UsageError for all that can be
-    refused without weights.
+def options_from(args: argparse.Namespace) -> Options:
+    """Return the parsed flags as options. Raises UsageError for all that can be refused without
+    weights.
     """
-    names = {item.name for item in (*fields(Config), *fields(job_type))}
-    job = job_type.of(**{name: value for name, value in vars(args).items() if name in names})
-    job.check()
-    return job
+    given = {name: value for name, value in vars(args).items() if name in OPTIONS}
+    options = Options(**given)
+    for name in options:
+        if options.job not in OPTIONS[name].jobs:
+            raise UsageError(ELSEWHERE[options.job], parameter=name)
+    rules.check(options)
+    return options
 
 
-def refuse_given(args: argparse.Namespace, job_type: type, other: type, reason: str) -> None:
-    """Raise UsageError about the first given flag of an option that jobs of `job_type` have
-    and jobs of the `other` lack.
-    """
-    theirs = {item.name for item in fields(other)}
-    for item in fields(job_type):
-        if item.name not in theirs and getattr(args, item.name) != item.default:
-            raise UsageError(f"`{item.name}`: {reason}")
+# Problem and remedy of an option that the other job has.
+ELSEWHERE = {
+    GRID: "is for an FID job, and this makes one grid at `output`; add `num_fid_samples`, or drop "
+    "it",
+    FID: "has no meaning with `num_fid_samples`, which draws its labels and fills a folder; drop "
+    "one of them",
+}
 
 
 @contextmanager

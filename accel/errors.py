@@ -2,62 +2,118 @@
 
 import errno
 import json
+import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
+log = logging.getLogger(__name__)
+
+CONVERTER = "scripts/convert_checkpoint.py"
 USAGE = 2  # a mistake in the user's request
 STOPPED = 75  # the job was asked to stop and can be continued: EX_TEMPFAIL of sysexits.h
 INTERRUPTED = 130  # Ctrl-C: 128 + SIGINT
 
-PARAMETER = re.compile(r"`([a-z]\w*)(?:=([^`]*))?`")
-
-
-def printable(text: str, most: int = 1000) -> str:
-    """Return `text` on one line. Control characters are escaped; beyond `most` characters
-    the middle is left out.
-    """
-    shown_as_they_are = "\u00a0\u3000"  # spaces
-    text = "".join(
-        each if each.isprintable() or each in shown_as_they_are else ascii(each)[1:-1]
-        for each in text
-    )
-    return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 4 :]}"
+REFERENCE = re.compile(r"`([a-z]\w*)(?:=([^`]*))?`")
 
 
 class UsageError(ValueError):
-    """A user's mistake: one printable line that names the parameter and the remedy. The
-    messages of several ranks are a line each.
+    """A user's mistake.
 
-    Parameters stand in backquotes, as in `marked`: "`image_size=17`: must be a multiple
-    of 16". Callers in Python read image_size=17. Commands say --image-size 17
-    (`by_flags`) and exit with USAGE.
+    problem: what is wrong. remedy: what to do. parameter, value: the option or argument that the
+    mistake is about; "" for none. Problem and remedy name other parameters in backquotes, as in
+    "use `cfg_scale=1`". Put into words, a line for callers in Python says image_size=17, and a
+    command's line (`by_flags`) says --image-size 17.
     """
 
-    def __init__(self, *lines: str):
-        self.marked = "\n".join(map(printable, lines))
-        super().__init__(self.marked)
+    def __init__(
+        self, problem: str, remedy: str = "", *, parameter: str = "", value: object = None
+    ):
+        super().__init__(problem, remedy)
+        self.problem = problem
+        self.remedy = remedy
+        self.parameter = parameter
+        self.value = value
+
+    @property
+    def marked(self) -> str:
+        """Return the line with parameters in backquotes."""
+        words = self.problem
+        if self.parameter:
+            given = "" if self.value is None else f"={self.value}"
+            words = f"`{self.parameter}{given}`: {words}"
+        return f"{words}; {self.remedy}" if self.remedy else words
 
     def __str__(self):
-        return PARAMETER.sub(lambda match: match[0][1:-1], self.marked)
+        return REFERENCE.sub(lambda match: match[0][1:-1], self.marked)
 
     def by_flags(self, flags: Mapping[str, str] = MappingProxyType({})) -> str:
-        """Return the text with flags for parameters. flags: by parameter, where the names
-        differ.
-        """
+        """Return the line of a command. flags: by parameter, where the names differ."""
 
         def flag(match):
             name, value = match.groups()
             name = flags.get(name, "--" + name.replace("_", "-"))
-            return {None: name, "True": name, "False": f"--no-{name[2:]}"}.get(
-                value, f"{name} {value}"
-            )
+            if value in (None, "True"):
+                return name
+            return f"--no-{name[2:]}" if value == "False" else f"{name} {value}"
 
-        return PARAMETER.sub(flag, self.marked)
+        return REFERENCE.sub(flag, self.marked)
+
+
+Mistake = Callable[..., UsageError]  # (problem, remedy="") → the error about one thing
+
+
+def about(parameter: str, value: object) -> Mistake:
+    """Return the function that makes the errors about a parameter's value."""
+    return partial(UsageError, parameter=parameter, value=value)
+
+
+class Given(NamedTuple):
+    """A file or folder that an option names, or a module."""
+
+    name: str
+    option: str = "ckpt"  # "" for a module
+
+    def error(self, problem: str, remedy: str = "") -> UsageError:
+        """Return the error about it."""
+        if not self.option:
+            return UsageError(f"{self.name}: {problem}", remedy)
+        return UsageError(problem, remedy, parameter=self.option, value=self.name)
+
+    def notice(self, text: str) -> str:
+        """Return a notice about it."""
+        return f"{shown(self.name, 300)}: {text}"
+
+    def warn(self, text: str) -> None:
+        """Print a notice about it."""
+        log.warning(self.notice(text))
+
+    def give(self, option: str) -> str:
+        """Return the remedy for a fact that a file of weights lacks. Options say it of the sampled
+        network alone, a converted file of any.
+        """
+        if self.option == "ckpt":
+            return f"give `{option}`"
+        return f"give --{option.replace('_', '-')} to {CONVERTER}"
+
+    def otherwise(self, option: str, value: str) -> str:
+        """Return the end of a notice about what is assumed of an option."""
+        flag = f"--{option.replace('_', '-')} {value}"
+        return flag if self.option == "ckpt" else f"give {flag} to {CONVERTER}"
+
+
+class UnsaidError(ValueError):
+    """Weights of which no tensor says a fact. option: with which the user may say it."""
+
+    def __init__(self, problem: str, option: str):
+        super().__init__(problem)
+        self.option = option
 
 
 class Stopped(Exception):
@@ -68,41 +124,37 @@ class Stopped(Exception):
 
 def as_usage_error(error: BaseException) -> UsageError | None:
     """Return the UsageError for an error that the user can mend: a UsageError itself, a package
-    that is not installed, memory of the GPU or the machine that ran out, also while torch is
-    loaded, or a write that a disk, a quota or a limit on file sizes refuses. Return None for other
-    errors.
+    that is not installed, memory that ran out, or a write that a disk, a quota or a limit on file
+    sizes refuses. Return None for other errors.
     """
     if isinstance(error, UsageError):
         return error
     if isinstance(error, ModuleNotFoundError) and error.name:
-        package = error.name.partition(".")[0]
+        if error.name.partition(".")[0] == __package__:
+            return None  # a file of this package: not the user's to mend
         return UsageError(
-            f"{package} is not installed here; activate the environment (source "
-            ".venv/bin/activate, which make builds), or pip install -r requirements.txt"
+            f"{error.name.partition('.')[0]} is not installed here",
+            "activate the environment (source .venv/bin/activate, which make builds), or pip "
+            "install -r requirements.txt",
         )
-    if isinstance(error, ImportError) and "failed to map segment" in str(error):
-        reason = str(error).splitlines()[0]
+    # torch's own has this name; importing torch takes seconds.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return UsageError(
-            f"torch cannot be loaded ({reason}); raise the limit on memory (ulimit -v), or "
-            "free some"
-        )
-    # On a CPU torch raises a RuntimeError like any other.
-    if isinstance(error, MemoryError) or re.search("out of memory|allocate memory", str(error)):
-        return UsageError(
-            "memory ran out; use a smaller `image_size` or model, fewer pictures at a time, or "
-            "fewer processes"
+            "memory ran out",
+            "use a smaller `image_size` or model, fewer pictures at a time, or fewer processes",
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         where = f"{error.filename}: " if error.filename else ""
-        return UsageError(f"{where}{error.strerror}; free some space, or choose another place")
+        return UsageError(f"{where}{error.strerror}", "free some space, or choose another place")
     return None
 
 
 def shown(value: object, most: int = 80) -> str:
-    """Return `value` for a message: as `printable`, in quotes if it would not be seen."""
-    return printable(
-        value if isinstance(value, str) and value.isprintable() and value else repr(value), most
-    )
+    """Return `value` for a message: in quotes if it would not be seen, without its middle beyond
+    `most` characters.
+    """
+    text = value if isinstance(value, str) and value.isprintable() and value else repr(value)
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 4 :]}"
 
 
 def require_equal(settings: dict, others: dict, free: Set[str], owner: str, remedy: str) -> None:
@@ -114,7 +166,7 @@ def require_equal(settings: dict, others: dict, free: Set[str], owner: str, reme
         value = settings.get(name, "none")
         other = others.get(name, "none")
         if name not in free and value != other:
-            raise UsageError(f"{name} {value}: {owner} {other}; {remedy}")
+            raise UsageError(f"{name} {value}: {owner} {other}", remedy)
 
 
 @contextmanager
@@ -125,7 +177,8 @@ def path_errors(name: str, path: str | Path, remedy: str = "choose another path"
     try:
         yield
     except OSError as error:
-        raise UsageError(f"`{name}={path}`: {error.strerror or error}; {remedy}") from None
+        problem = str(error.strerror or error)
+        raise UsageError(problem, remedy, parameter=name, value=path) from None
 
 
 def record(text: str) -> None:

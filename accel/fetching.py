@@ -2,27 +2,23 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
-from accel.config import Config
+from accel import rules
 from accel.errors import UsageError
-from accel.guide import about_guide
 from accel.latents.files import find
-from accel.weights import Weights
-from accel.weights.checkpoint import Checkpoint
+from accel.sources.files import Files
 
 
-def fetch(config: Config, weights: Weights, guide: Weights | None, decodes: bool) -> None:
-    """Fetch weights and guide, and the decoder that is known without them. Raises one UsageError
+def fetch(opened: list[Files], values: rules.Values) -> None:
+    """Fetch files of weights, and the decoder that is known without them. Raises one UsageError
     for all that is missing.
     """
-    work: list[Callable[[], object]] = []
-    decoder = config.vae or (config.defaults.vae if config.ckpt is None else None)
-    if decodes and decoder is not None:
-        work.append(partial(find, decoder, config.latent_stats))
-    if isinstance(weights, Checkpoint):
-        work.append(weights.fetch)
-    if isinstance(guide, Checkpoint):
-        work.append(about_guide()(guide.fetch))
+    work: list[Callable[[], Any]] = [each.fetch for each in opened]
+    usual = None if "ckpt" in values else rules.named_defaults(values).vae
+    decoder = values.get("vae", usual)
+    if rules.decodes(values) and decoder is not None:
+        work.insert(0, partial(find, decoder, values.get("latent_stats")))
     missing = []
     for fetch_one in work:
         try:

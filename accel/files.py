@@ -92,17 +92,11 @@ def is_utf8(path: str | Path) -> bool:
     return str(path).encode(errors="ignore").decode() == str(path)
 
 
-def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> IO[bytes]:
-    """Open a regular file in binary, with O_RDWR without a buffer; flags: of os.open. Raises
-    OSError for others, and with O_NOFOLLOW for a link.
-    """
-    mode = stat.S_IFREG
-    with suppress(FileNotFoundError):  # os.open says so, or makes it
-        mode = os.stat(path, follow_symlinks=not flags & os.O_NOFOLLOW).st_mode
-    if not stat.S_ISREG(mode):  # opening a pipe would wait for its other end
+def open_regular(path: str | Path) -> IO[bytes]:
+    """Open a regular file in binary. Raises OSError for others."""
+    if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for its other end
         raise OSError(errno.EINVAL, NO_FILE, str(path))
-    handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    return open(handle, "r+b", buffering=0) if flags & os.O_RDWR else open(handle, "rb")
+    return open(path, "rb")
 
 
 def read_small(path: str | Path, most: int = SMALL) -> bytes:
@@ -118,10 +112,7 @@ def read_json(path: str | Path) -> dict:
     """Return the object in a small JSON file, in UTF-8. Raises OSError, or ValueError for
     any other content.
     """
-    try:
-        content = json.loads(read_small(path).decode().removeprefix("\ufeff"))
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+    content = json.loads(read_small(path).decode("utf-8-sig"))
     if not isinstance(content, dict):
         raise ValueError("not a JSON object")
     return content

@@ -1,14 +1,13 @@
 """A GPU's generation and name, and whether the installed torch has code for it."""
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 
 from accel.errors import UsageError
 
-_seen_as = None  # a capability in place of the GPUs' own
+_SUFFIX = ""  # of a GPU's name where it is seen as another
 
 
 def capability(device: torch.device) -> tuple[int, int]:
@@ -17,41 +16,49 @@ def capability(device: torch.device) -> tuple[int, int]:
     """
     if device.type != "cuda":
         return 0, 0
-    return _seen_as or torch.cuda.get_device_capability(device)
+    return _own_capability(device)
+
+
+def _own_capability(device):
+    return torch.cuda.get_device_capability(device)
 
 
 def name(device: torch.device) -> str:
     """Return the kind of GPU, under which measurements are kept."""
-    model = torch.cuda.get_device_name(device)
-    return model if _seen_as is None else f"{model} as {_seen_as[0]}.{_seen_as[1]}"
+    return torch.cuda.get_device_name(device) + _SUFFIX
 
 
-@contextmanager
-def seen_as(other: tuple[int, int]) -> Iterator[None]:
-    """Treat every GPU as one of compute capability `other`. For tests and benchmarks only."""
-    global _seen_as  # noqa: PLW0603
-    before = _seen_as
-    _seen_as = other
-    try:
-        yield
-    finally:
-        _seen_as = before
+def seen_as(other: tuple[int, int]) -> AbstractContextManager:
+    """Return a context in which every GPU is one of compute capability `other`. For tests and
+    benchmarks only.
+    """
+    from unittest.mock import patch
+
+    suffix = f" as {other[0]}.{other[1]}"
+    return patch.multiple("accel.gpu", _SUFFIX=suffix, _own_capability=lambda device: other)
 
 
 def require(device: torch.device) -> None:
     """Raise UsageError unless this machine has the GPU, and the installed torch has code for it."""
     if not torch.cuda.is_available():
         raise UsageError(
-            f"`device={device}`: torch {torch.__version__} finds no CUDA GPU; use `device=cpu`"
+            f"torch {torch.__version__} finds no CUDA GPU",
+            "use `device=cpu`",
+            parameter="device",
+            value=device,
         )
     count = torch.cuda.device_count()
     if (device.index or 0) >= count:
-        raise UsageError(f"`device={device}`: this machine has {count} GPU(s), counted from 0")
+        raise UsageError(
+            f"this machine has {count} GPU(s), counted from 0", parameter="device", value=device
+        )
     remedy = missing_code(device)
     if remedy:
         raise UsageError(
-            f"`device={device}`: torch {torch.__version__} has no code for "
-            f"{torch.cuda.get_device_name(device)}; install {remedy}"
+            f"torch {torch.__version__} has no code for {torch.cuda.get_device_name(device)}",
+            f"install {remedy}",
+            parameter="device",
+            value=device,
         )
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from accel.errors import UsageError, path_errors, shown
 from accel.files import read_small
@@ -25,22 +26,24 @@ def read_class_names(given: str | Path | Iterable[str] | Mapping) -> tuple[str, 
     """Return class names in the classes' order. given: a file with one name per line
     or JSON, or the names.
 
-    JSON, and a caller in Python, may number the names: {"0": "cat", "1": "dog"}. Raises
-    UsageError.
+    JSON, and a caller in Python, may number the names: {"0": "cat", "1": "dog"}, or
+    {"cat": 0, "dog": 1} as torchvision's class_to_idx. Raises UsageError.
     """
-    source = ""
-    if isinstance(given, (str, Path)):
-        source = f"={shown(str(given))}"
-        given = _read_names(given)
-    if isinstance(given, Mapping):
-        by_number = {str(key): name for key, name in given.items()}
-        given = [by_number.get(str(number)) for number in range(len(by_number))]
-    names = list(given) if isinstance(given, Iterable) else [given]
+    source = str(given) if isinstance(given, (str, Path)) else None
+    content: Any = _read_names(given) if isinstance(given, (str, Path)) else given
+    if isinstance(content, Mapping):
+        if all(isinstance(value, int) for value in content.values()):
+            content = dict(zip(content.values(), content))
+        by_number = {str(key): name for key, name in content.items()}
+        content = [by_number.get(str(number)) for number in range(len(by_number))]
+    names = list(content) if isinstance(content, Iterable) else [content]
     for number, name in enumerate(names):
-        if not isinstance(name, str) or not name.strip() or not name.strip().isprintable():
+        if not isinstance(name, str) or not name.strip():
             raise UsageError(
-                f"`class_names{source}`: name {number} is {shown(name)}; give printable text for "
-                "each class from 0"
+                f"name {number} is {shown(name)}",
+                "give text for each class from 0",
+                parameter="class_names",
+                value=source,
             )
     return tuple(name.strip() for name in names)
 
@@ -55,8 +58,9 @@ def _read_names(path):
             return json.loads(text)
     except (ValueError, RecursionError):
         raise UsageError(
-            f"`class_names={shown(str(path))}`: is neither UTF-8 text with one name per line "
-            "nor JSON"
+            "is neither UTF-8 text with one name per line nor JSON",
+            parameter="class_names",
+            value=shown(str(path)),
         ) from None
     return text.rstrip().splitlines()
 
@@ -74,14 +78,18 @@ def find_label(label: int | str, names: Sequence[str], num_classes: int) -> int:
         number = int(label)
         if not 0 <= number < num_classes:
             raise UsageError(
-                f"`labels={shown(str(number))}`: the model knows classes 0 to {num_classes - 1}"
+                f"the model knows classes 0 to {num_classes - 1}",
+                parameter="labels",
+                value=shown(str(number)),
             )
         return number
     if label == NULL and label not in names:
         return num_classes
     remedy = f"give a number from 0 to {num_classes - 1}"
     if not names:
-        raise UsageError(f"`labels={shown(label)}`: no class names are known here; {remedy}")
+        raise UsageError(
+            "no class names are known here", remedy, parameter="labels", value=shown(label)
+        )
     words = file_name(label)
     plain = [file_name(name) for name in names]
     same = [number for number, name in enumerate(names) if name == label]
@@ -98,7 +106,7 @@ def find_label(label: int | str, names: Sequence[str], num_classes: int) -> int:
     if matches:
         listed = ", ".join(f"{names[number]} ({number})" for number in matches[:NEAREST])
         remedy = f"give one of {listed}" + (", …" if len(matches) > NEAREST else "")
-    raise UsageError(f"`labels={shown(label)}`: {problem}; {remedy}")
+    raise UsageError(problem, remedy, parameter="labels", value=shown(label))
 
 
 def file_name(name: str) -> str:

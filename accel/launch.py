@@ -1,5 +1,5 @@
-"""The beginning of a command: its standard streams and signals, the number of its processes,
-and torch's import, during which the CUDA driver makes a context.
+"""The beginning of a command: its signals, the number of its processes, and torch's import,
+during which the CUDA driver makes a context.
 """
 
 import argparse
@@ -16,13 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from accel.errors import USAGE, UsageError, as_usage_error
-from accel.signals import (
-    exit_now,
-    finish,
-    handle_signals,
-    is_task_of_srun,
-    replace_standard_streams,
-)
+from accel.signals import finish, handle_signals, is_task_of_srun, print_line
 
 MAX_PROCESSES = 64  # a mistyped number should not fill the machine
 # Numbers of processes, of Open MPI and of MPICH and its kin.
@@ -43,11 +37,9 @@ def seconds() -> float:
 def begin() -> None:
     """Begin a command. Call this before the imports that take long.
 
-    From here on Ctrl-C and the other signals of ENDINGS are one line and a status. A
-    standard stream that is closed, full or no longer read ends nothing. A rank ends with
-    the process that started it.
+    From here on Ctrl-C and the other signals of ENDINGS are one line and a status. A rank
+    ends with the process that started it.
     """
-    replace_standard_streams()
     atexit.register(finish)
     end_with_parent()
     handle_signals()
@@ -63,8 +55,8 @@ def in_a_line(
     mistake = as_usage_error(error)
     if mistake is None:
         return sys.__excepthook__(kind, error, traceback)
-    finish()
-    exit_now(USAGE, mistake.by_flags())
+    print_line(mistake.by_flags())
+    sys.exit(USAGE)
 
 
 def end_with_parent() -> None:
@@ -79,7 +71,8 @@ def end_with_parent() -> None:
     adopted = os.getppid() == 1 and b"python" not in Path("/proc/1/cmdline").read_bytes()
     orphaned = _PARENT is not None and os.getppid() != int(_PARENT[2])
     if adopted or orphaned:
-        exit_now(1, "the process that started this rank has ended")
+        print_line("the process that started this rank has ended")
+        sys.exit(1)
 
 
 def parse_gpus(text: str) -> int | None:
@@ -122,8 +115,10 @@ def world_size(wanted: int | None, device: str | None) -> int:
         wanted = 0 if device == "cpu" else driver.count_gpus()
         if not 1 <= wanted <= MAX_PROCESSES:
             raise UsageError(
-                f"`gpus=all`: {wanted} GPUs here; give a number of processes, from 1 to "
-                f"{MAX_PROCESSES}"
+                f"{wanted} GPUs here",
+                f"give a number of processes, from 1 to {MAX_PROCESSES}",
+                parameter="gpus",
+                value="all",
             )
     return wanted
 
@@ -142,6 +137,7 @@ def import_torch(device: str | None) -> None:
 
         threading.Thread(target=driver.make_context, args=(number,), daemon=True).start()
     gc.disable()
+    import numpy  # noqa: F401, I001 (within torch's import a signal's SystemExit would be lost)
     import torch  # noqa: F401
 
     gc.freeze()

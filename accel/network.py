@@ -3,34 +3,29 @@
 Accelerated networks (accel/fast), reference models (Plain below) and networks that GPUs share
 (accel/ranks) implement it. A network knows nothing of guidance.
 
+    run = network.prepare(times, labels)    state of a sampling run: conditioning, computed ahead
+    run.advance(i)                          before evaluation i
+    network.forward(x, index, y, run)       evaluations of the run, by their indices
+    network.forward(x, t, y)                any other evaluation
+
 Shapes: N batch rows, n latents (N is a multiple of n), C latent channels, H = W latent side,
 p patch side, T = (H/p)² tokens, t of them on this device, D width.
 """
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from accel.errors import UsageError
+from accel.stages import Stage, forward_stages, stages_of, unpatchify
 
 KEPT = 4  # graphs kept, one per (process, guidance)
-
-
-def unpatchify(tokens: Tensor, patch_size: int) -> Tensor:
-    """Assemble the tokens (N, T, p·p·C) of a square picture → (N, C, H, W).
-
-    The order inside a token is (p, p, C).
-    """
-    side = round(tokens.shape[1] ** 0.5)
-    p = patch_size
-    x = tokens.unflatten(-1, (p, p, -1)).unflatten(1, (side, side))  # (N, side, side, p, p, C)
-    return x.permute(0, 5, 1, 3, 2, 4).reshape(len(x), -1, side * p, side * p)
 
 
 class Batch(NamedTuple):
@@ -51,55 +46,26 @@ class Batch(NamedTuple):
         return whole | {number // self.columns for number in whole}
 
 
-# ---- Stages ----
-
-
-def tokens_as_they_are(x: Tensor, embedded: Tensor, condition: Any) -> Tensor:
-    """Let a stage's tokens enter as the stage before returns them, or as they were embedded."""
-    return x
-
-
-def vectors_of_rows(x: Tensor, condition: Any) -> Any:
-    """Modulate a stage's blocks by the network's conditioning, a vector a batch row."""
-    return condition
-
-
-class Stage(NamedTuple):
-    """Consecutive blocks of one width and one number of tokens.
-
-    A network is embed → stage → … → head; most networks have one stage. The defaults of
-    `enter` and `modulate` are for that one.
-
-    enter(x, embedded, condition): returns the tokens (N, t, D) on which the blocks begin. x: the
-    tokens of the stage before, in the first stage the embedded ones; embedded: those of
-    `BlockNetwork.embed`; condition: of `BlockNetwork.condition`. A stage that others follow may
-    overwrite x, so a function that reads `embedded` later has the first stage copy it.
-    modulate(x, condition): returns what modulates the blocks and, after the last stage, the head;
-    x as for `enter`.
+class RunState(ABC):
+    """The state of a sampling run of a network, hashable. States are equal if a step captured with
+    one serves the other: it finds the same numbers, at the addresses that it reads.
     """
 
-    blocks: Sequence[Any]  # modules of a reference network, or blocks of accel/fast
-    width: int
-    num_heads: int
-    enter: Callable[[Tensor, Tensor, Any], Tensor] = tokens_as_they_are
-    modulate: Callable[[Tensor, Any], Any] = vectors_of_rows
-    prepended: int = 0  # tokens in front of the picture's; the head drops them
+    @abstractmethod
+    def condition(self, index: Tensor, y: Tensor) -> Any:
+        """Return the conditioning of the run's evaluations index (N,) for labels y (N,)."""
+
+    def advance(self, index: int, *more: int) -> None:
+        """Make the conditioning of these evaluations ready. Must precede them. Here: no-op."""
+        return None
 
 
-def stages_of(model: Any) -> list[Stage]:
-    """Return the stages of a reference network: its `stages`, or one stage of its `blocks`."""
-    if hasattr(model, "stages"):
-        return list(model.stages)
-    weight = next(model.blocks[0].parameters())  # of the block's first layer
-    return [Stage(list(model.blocks), weight.shape[-1], model.num_heads)]
+State = TypeVar("State")
 
 
-# ---- Networks ----
-
-
-class Network(ABC):
-    """A network that is ready to sample. Subclasses define `schedule`, and `tokens` or
-    `forward`.
+class Network(ABC, Generic[State]):
+    """A network that is ready to sample, whose runs have states of type `State`. Subclasses define
+    `parts`, `prepare` and `replayed`, and `forward_tokens` or `forward`.
     """
 
     patch_size: int
@@ -107,40 +73,39 @@ class Network(ABC):
     of_files = "the weights"  # in words, with the options that name them
     captures = False  # whether the sampling loop captures a step as a CUDA graph
 
-    def __init__(self):
-        self._replayed: dict[Hashable, Any] = {}
+    @property
+    @abstractmethod
+    def parts(self) -> "list[BlockNetwork]":
+        """Return the networks with weights of their own: itself, and its guide if there is one."""
 
-    def tokens(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
-        """Evaluate x (n, C, H, W), repeated to N batch rows, at t (N,), y (N,).
-
-        Returns the last tokens (N, T, p·p·C').
-        """
+    def forward_tokens(self, x: Tensor, t: Tensor, y: Tensor, run: State | None = None) -> Tensor:
+        """Evaluate as `forward` does, and return the last tokens (N, T, p·p·C')."""
         raise NotImplementedError
 
     @torch.no_grad()
-    def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
-        """Evaluate as models.DiT.forward does.
+    def forward(self, x: Tensor, t: Tensor, y: Tensor, run: State | None = None) -> Tensor:
+        """Evaluate x (n, C, H, W), repeated to N batch rows, at t (N,) for labels y (N,).
 
-        x (n, C, H, W), t (N,), y (N,) → (N, C', H, W) in x's dtype.
+        run: the state of a run, of `prepare`; t are then indices of its evaluations, and times
+        without it. Returns (N, C', H, W) in x's dtype, as models.DiT.forward does.
         """
-        return unpatchify(self.tokens(x, t, y), self.patch_size).to(x.dtype)
+        return unpatchify(self.forward_tokens(x, t, y, run), self.patch_size).to(x.dtype)
 
     @abstractmethod
-    def schedule(self, times: list[float], labels: list[int], at_once: int = 1) -> "Scheduled":
-        """Prepare a sampling run.
+    def prepare(self, times: list[float], labels: list[int], at_once: int = 1) -> State:
+        """Begin a sampling run and return its state. The run before has ended.
 
         times: of each evaluation, in order; labels: all of them; at_once: the most evaluations
-        in one call of `advance`. One run at a time.
+        in one call of `advance`.
         """
 
+    @abstractmethod
     def replayed(self, key: Hashable, step: Callable) -> Callable:
         """Return `step` as a CUDA graph.
 
-        The first step of a key serves all later ones; the last KEPT keys are kept.
+        The first step of a key serves all later ones; the last KEPT keys are kept. key: all that
+        the step depends on beside its arguments, the state of its run included.
         """
-        from accel.graphs import Replayed, obtain  # a CPU needs none
-
-        return obtain(self._replayed, key, lambda: Replayed(step), KEPT)
 
     def tune(self, row_tokens: Iterable[int]) -> None:
         """Choose the fastest GEMMs for each of `row_tokens`, batch rows × tokens of a row.
@@ -154,18 +119,7 @@ class Network(ABC):
         return None
 
 
-class Scheduled(NamedTuple):
-    """A network that is prepared for a sampling run.
-
-    network: its t is the index of an evaluation. advance(i, …) must precede the evaluations i, …
-    of the run.
-    """
-
-    network: Network
-    advance: Callable[..., None]
-
-
-class BlockNetwork(Network):
+class BlockNetwork(Network[RunState]):
     """A network of stages of transformer blocks, which ranks can share by batch rows or tokens.
 
     attention(qkv, num_heads): packed (N, T, 3·D) → (N, T, D), all tokens on this device.
@@ -173,6 +127,13 @@ class BlockNetwork(Network):
 
     stages: Sequence[Stage]
     attention: Callable
+
+    def __init__(self) -> None:
+        self.graphs: dict[Hashable, Any] = {}  # captured steps, the one used last at the end
+
+    @property
+    def parts(self) -> "list[BlockNetwork]":
+        return [self]
 
     @abstractmethod
     def parameters(self) -> Iterator[Tensor]:
@@ -210,20 +171,32 @@ class BlockNetwork(Network):
         """
 
     @torch.no_grad()
-    def tokens(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
+    def forward_tokens(
+        self, x: Tensor, t: Tensor, y: Tensor, run: RunState | None = None
+    ) -> Tensor:
         h = self.embed(x, copies=len(y) // len(x))  # (N, T, D)
-        return self.forward_blocks(h, self.condition(t, y), self.attention)
+        return self.forward_blocks(h, (run or self).condition(t, y), self.attention)
 
-    def schedule(self, times: list[float], labels: list[int], at_once: int = 1) -> Scheduled:
+    def prepare(self, times: list[float], labels: list[int], at_once: int = 1) -> RunState:
         table = torch.tensor(times, device=next(self.parameters()).device)  # uploaded once
-        scheduled = self.conditioned(lambda index, y: self.condition(table[index], y))
-        return Scheduled(scheduled, lambda *evaluations: None)
+        return Times(self, tuple(times), table)
 
-    def conditioned(self, condition: Callable[[Tensor, Tensor], Any]) -> "BlockNetwork":
-        """Return this network with another `condition`."""
-        network = copy.copy(self)
-        vars(network)["condition"] = condition  # hides the method
-        return network
+    def replayed(self, key: Hashable, step: Callable) -> Callable:
+        from accel.graphs import Replayed, obtain  # a CPU needs none
+
+        return obtain(self.graphs, key, lambda: Replayed(step), KEPT)
+
+
+@dataclass(frozen=True)
+class Times(RunState):
+    """The state of a run whose conditioning is computed at each evaluation, from its time."""
+
+    network: BlockNetwork
+    times: tuple[float, ...]
+    table: Tensor = field(compare=False)  # the times, on the device
+
+    def condition(self, index: Tensor, y: Tensor) -> Any:
+        return self.network.condition(self.table[index], y)
 
 
 class Plain(BlockNetwork):
@@ -246,16 +219,13 @@ class Plain(BlockNetwork):
     def embed(self, x: Tensor, tokens: slice = slice(None), copies: int = 1) -> Tensor:
         return self.model.embed(torch.cat([x] * copies) if copies > 1 else x, tokens)
 
-    def condition(self, t: Tensor, y: Tensor) -> Tensor:
+    def condition(self, t: Tensor, y: Tensor) -> Any:
         return self.model.condition(t, y)
 
-    def forward_blocks(self, h, condition, attend, tokens=slice(None)) -> Tensor:
-        x = h
-        for stage in self.stages:
-            modulation = stage.modulate(x, condition)
-            x = stage.enter(x, h, condition)  # (N, t, D)
-            x = self.model.transform(x, modulation, attend, tokens, stage.blocks)
-        return self.model.head(x[:, stage.prepended :], modulation)
+    def forward_blocks(
+        self, h: Tensor, condition: Any, attend: Callable, tokens: slice = slice(None)
+    ) -> Tensor:
+        return forward_stages(self.model, self.stages, h, condition, attend, tokens)
 
 
 def require_no_gradients(reason: str, *inputs: Any) -> None:

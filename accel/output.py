@@ -3,12 +3,12 @@ Imports no torch.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from accel.errors import path_errors
-from accel.files import atomic_write
+from accel.errors import about, path_errors
+from accel.files import atomic_write, require_name, require_writable
 from accel.labels import NULL, file_name
 
 if TYPE_CHECKING:  # torch is slow to import
@@ -47,6 +47,37 @@ def of_seed(output: str, output_type: str, seed: int) -> str:
         if is_folder(output, output_type)
         else f"{path.with_suffix('')}-seed-{seed}{path.suffix}"
     )
+
+
+def outputs_of(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the file or folder of the grid of each seed. values: of options, by name."""
+    output_type = values.get("output_type", "image")
+    output = values.get("output", f"sample{SUFFIX[output_type]}")
+    if "seed_list" not in values:
+        return (output,)
+    return tuple(of_seed(output, output_type, seed) for seed in values["seed_list"])
+
+
+def require_outputs(values: Mapping[str, Any]) -> None:
+    """Make the folders of all outputs and prove that files can be written there. Raises
+    UsageError.
+    """
+    output_type = values.get("output_type", "image")
+    for path in outputs_of(values):
+        check_writable(Path(path, "000.png") if is_folder(path, output_type) else path)
+
+
+def check_writable(path: str | Path, name: str = "output") -> None:
+    """Make the folder of a file and prove that the file, or a link's target, can be
+    written. name: the parameter. Raises UsageError.
+    """
+    with path_errors(name, path):
+        target = Path(os.path.realpath(path))
+        if target.exists() and not target.is_file():
+            raise about(name, path)("is a folder, a device or a pipe", "name a file")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        require_name(target)
+        require_writable(target.parent)
 
 
 def to_uint8(pixels: "Tensor", levels: "Callable[[Tensor], Tensor]") -> "Tensor":

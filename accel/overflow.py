@@ -27,7 +27,7 @@ def overflows(network: Network, batch: Batch, device: torch.device, times: Seque
     null_labels = y.new_full((n * (copies - 1),), batch.num_classes)
     y = torch.cat([y, null_labels])
     # On the rows of the run: other shapes would be compiled and tuned for nothing.
-    outputs = (network.tokens(x, torch.full(y.shape, t, device=device), y) for t in times)
+    outputs = (network.forward(x, torch.full(y.shape, t, device=device), y) for t in times)
     return not all(out.isfinite().all() for out in outputs)
 
 
@@ -37,7 +37,10 @@ def require_finite(
     """Raise UsageError if the values of an accelerated network leave its tier's range."""
     if TIERS[tier].accelerated and overflows(network, batch, device, times):
         raise UsageError(
-            f"`precision={tier}`: overflows on these weights; {remedy(network, tier, device)}"
+            "overflows on these weights",
+            f"{remedy(network, tier, device)}",
+            parameter="precision",
+            value=tier,
         )
 
 

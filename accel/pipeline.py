@@ -1,12 +1,12 @@
 """A Pipeline: network × process × guidance × decoder, on a device, in a tier.
 
-    opened = open_model(Config(model="DiT-XL/2"))
-    pipeline = Pipeline.load(opened)
+    run = open_run(Options(model="DiT-XL/2"))
+    pipeline = Pipeline.load(run)
     latents = pipeline.latents([207, 360], seed=0)
     pixels = pipeline.decode(latents)
 
 The commands, FID jobs, Sampler, scripts and benchmarks all sample with it. No code below
-`Pipeline.load` uses a Config.
+`Pipeline.load` sees options.
 """
 
 import gc
@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -21,25 +22,24 @@ import torch
 from torch import Tensor
 
 from accel import precision
-from accel.errors import UsageError
-from accel.families.recognise import Fit, reference_state
+from accel.errors import Given, UsageError
+from accel.families.spec import ModelSpec, State
 from accel.latents import LatentSpace
 from accel.latents.decoder import Decoder, NoDecoder
 from accel.network import Batch, BlockNetwork, Network, Plain
-from accel.opening import Opened
 from accel.ranks.placement import Placement
+from accel.resolve import Run
 from accel.sampling import (
     OnStep,
-    count_copies,
+    count_by_rows,
     denoise,
     initial_noise,
-    make_process,
     steps_of,
     upstream_noise,
 )
-from accel.sampling.guidance import Guidance, Unguided, compared_interval, guidance_of
+from accel.sampling.guidance import Guidance, Unguided
 from accel.sampling.process import Process
-from accel.weights import Weights
+from accel.sources import Source
 
 if TYPE_CHECKING:  # chooses GEMMs: other tiers need not wait for it
     from accel.kernels.linear import Tuner
@@ -91,47 +91,44 @@ class Pipeline:
     @classmethod
     def load(
         cls,
-        opened: Opened,
+        run: Run,
         sizes: Iterable[int] = (1,),
         *,
         placement: Placement = ALONE,
         tuner: "Tuner | None" = None,
-        many_pictures: bool = False,
         any_scale: bool = False,
         too_large: str = TOO_LARGE,
     ) -> "Pipeline":
-        """Load the network and make process, guidance and decoder. The decoder loads its
-        weights at its first use.
+        """Load the network and make the decoder, which loads its weights at its first use.
 
         sizes: numbers of pictures that a rank denoises at once; the network is tuned and
         checked for them. placement: of this rank among those that share an evaluation. tuner:
-        chooses the GEMMs' algorithms. many_pictures: an FID job, whose random stream is
-        upstream's; the decoder may spend seconds at the start to decode each picture faster.
-        any_scale: keep a guide that is not used at this scale of guidance. Raises UsageError for
-        weights that are missing or overflow the tier.
+        chooses the GEMMs' algorithms. any_scale: keep a guide that is not used at this scale of
+        guidance. Raises UsageError for weights that are missing or overflow the tier.
         """
-        config = opened.config
-        fit = opened.fit
-        device = opened.device
-        if fit.image_size not in (None, config.image_size):
-            log.warning(
-                f"{config.model}: weights trained at {fit.image_size} px, sampling at "
-                f"{config.image_size} px"
-            )
-        process = process_of(opened)
-        guidance = opened_guidance(opened, many_pictures)
-        if isinstance(guidance, Unguided) and not any_scale:
-            opened = opened._replace(guide=None)  # it would not be evaluated
-        batch = _batch(opened, process, guidance, placement, sizes)
-        with enough_memory(too_large):
-            network, tier = _load_checked(opened, config.precision, batch, tuner)
+        guide = run.guide
+        if isinstance(run.guidance, Unguided) and not any_scale:
+            guide = None  # it would not be evaluated
+        batch = _batch(run, placement, sizes)
+        with precision.arithmetic(run.tier), enough_memory(too_large):
+            network, tier = _load_checked(run, guide, run.tier, batch, tuner)
         decoder = None
-        if opened.space.decoder is not None:
-            otherwise = precision.float32_decoder(config.precision, device)
-            arithmetic = config.vae_precision
-            decoder = decoder_of(opened.space, device, arithmetic, otherwise, many_pictures)
-        side = opened.latent_size
-        return cls(network, process, guidance, decoder, tier, device, side, placement, too_large)
+        if run.space.decoder is not None:
+            otherwise = precision.float32_decoder(run.tier, run.device)
+            # An FID job may spend seconds at the start to decode each picture faster.
+            wanted = run["vae_precision"]
+            decoder = decoder_of(run.space, run.device, wanted, otherwise, run.is_fid_job)
+        return cls(
+            network,
+            run.process,
+            run.guidance,
+            decoder,
+            tier,
+            run.device,
+            run.latent_size,
+            placement,
+            too_large,
+        )
 
     @property
     def machine(self) -> list[str]:
@@ -164,7 +161,7 @@ class Pipeline:
         parts = [torch.empty(shape, device=self.device)]  # a rank may have no pictures
         for number, part in enumerate(batches):
             done = number * self.process.steps
-            count_on = on_step and (lambda index, x, done=done: on_step(done + index, x))
+            count_on = on_step and partial(_count_on, on_step, done)
             z, y, draw = self._noise(labels, seed, part)
             if noise is not None:
                 z = noise[part]
@@ -184,24 +181,27 @@ class Pipeline:
             if on_step is not None:
                 on_step(index, x)
 
-        with enough_memory(self.too_large):
+        with precision.arithmetic(self.tier), enough_memory(self.too_large):
             latents = denoise(
                 self.network, self.process, self.guidance, z, labels, draw, on_step=after_step
             )
         failed = torch.nonzero(~sums.isfinite())
         if len(failed):
-            from accel.overflow import remedy
+            from accel.overflow import remedy  # most runs need none
 
             raise UsageError(
-                f"`precision={self.tier}`: the latents are not finite from step "
-                f"{int(failed[0]) + 1} of {len(sums)} on; "
-                f"{remedy(self.network, self.tier, self.device)}"
+                f"the latents are not finite from step {int(failed[0]) + 1} of {len(sums)} on",
+                remedy(self.network, self.tier, self.device),
+                parameter="precision",
+                value=self.tier,
             )
         return latents
 
     def decode(self, latents: Tensor) -> Tensor:
         """Return pixels (n, 3, H, W), about (-1, 1), of latents (n, C, L, L); n may be 0."""
-        return self.decoder.decode(latents)
+        assert self.decoder is not None
+        with precision.arithmetic(self.tier):
+            return self.decoder.decode(latents)
 
     @torch.inference_mode()
     def estimate(self, x: Tensor, done: int, labels: Sequence[int]) -> Tensor:
@@ -212,39 +212,42 @@ class Pipeline:
         t = self.process.times()[step.evaluation]
         guidance = step.guidances[0]
         y = guidance.labels(torch.tensor(labels, device=x.device))
-        out = guidance.combine(self.network.forward(x, torch.full(y.shape, t, device=x.device), y))
-        return self.process.finished(x, t, out[:, : x.shape[1]])
+        with precision.arithmetic(self.tier):
+            out = self.network.forward(x, torch.full(y.shape, t, device=x.device), y)
+        return self.process.finished(x, t, guidance.combine(out)[:, : x.shape[1]])
 
     def warm_up(self, labels: Sequence[int], batches: Sequence[slice] = ALL) -> None:
         """Make each kind of step of `latents` once, with each number of labels in a slice
         and each guidance: on a GPU this compiles kernels, chooses algorithms and captures
         graphs.
         """
-        first = {}
+        first: dict[Any, Any] = {}
         for step in steps_of(self.process, self.guidance):
             first.setdefault(step.guidances, step)
-        sizes = set()
+        sizes: set[int] = set()
         # Most labels first: they need the largest conditioning table, and a new table voids
         # captured graphs.
-        for part in sorted(batches, key=lambda part: -len(set(labels[part]))):
+        by_labels: Callable[[slice], int] = lambda part: -len({*labels[part]})  # noqa: E731
+        for part in sorted(batches, key=by_labels):
             if len(labels[part]) in sizes:
                 continue
             sizes.add(len(labels[part]))
             noise = self._noise(labels, 0, part)
-            with enough_memory(self.too_large):
+            with precision.arithmetic(self.tier), enough_memory(self.too_large):
                 denoise(self.network, self.process, self.guidance, *noise, steps=[*first.values()])
 
-    def like(self, weights: Weights, fit: Fit) -> BlockNetwork:
+    def like(self, source: Source) -> BlockNetwork:
         """Return a network of the same tier and shape with other weights, to copy them from; a
         guide is not among them. Raises UsageError if they overflow the tier.
         """
-        copies = count_copies(self.process, self.guidance)
-        rows = sorted(((1, rows) for rows in copies), reverse=True)
-        batch = Batch(rows, self.side, fit.num_classes)
-        network = load_network(weights, fit, self.tier, self.device, batch)
+        counts = count_by_rows(self.process, self.guidance)
+        rows = sorted(((1, rows) for rows in counts), reverse=True)
+        batch = Batch(rows, self.side, source.spec.num_classes)
         from accel.overflow import require_finite
 
-        require_finite(network, self.tier, batch, self.device, fit.family.some_times)
+        with precision.arithmetic(self.tier), source.reading() as state:
+            network = load_network(state, source.spec, source.given, self.tier, self.device, batch)
+            require_finite(network, self.tier, batch, self.device, source.spec.some_times)
         return network
 
     def _noise(self, labels, seed, part):
@@ -268,45 +271,17 @@ class Pipeline:
         return z[part], upstream_noise(z, self.guidance.drawn, part, generator)
 
 
+def _count_on(on_step: OnStep, done: int, index: int, x: Tensor) -> None:
+    """Report a step after `done` others."""
+    on_step(done + index, x)
+
+
 def hardware(device: torch.device) -> str:
     """Return the GPU's name, the CPU's number of threads, or the name of another device."""
     if device.type != "cpu":
         return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     threads = torch.get_num_threads()
     return f"CPU, {threads} thread{'s' * (threads > 1)}"
-
-
-def process_of(opened: Opened) -> Process:
-    """Return the process of the options."""
-    config = opened.config
-    family = opened.fit.family
-    return make_process(
-        config.sampler,
-        config.num_sampling_steps,
-        shift=config.timestep_shift,
-        eta=config.eta,
-        learn_sigma=opened.fit.learn_sigma,
-        t_eps=config.t_eps if family.prediction == "data" else None,
-        noise_scale=config.noise_scale,
-        by_start=family.heun_by_start,
-        last_time=family.last_time,
-        compared=family.compared,
-    )
-
-
-def opened_guidance(opened: Opened, upstreams_job: bool = False) -> Guidance | Unguided:
-    """Return the guidance of the options. upstreams_job: as for `guidance_of`."""
-    config = opened.config
-    family = opened.fit.family
-    return guidance_of(
-        config.cfg_scale,
-        config.num_classes if opened.fit.null_class else None,
-        guide=opened.guide is not None,
-        channels=config.guidance_channels,
-        interval=compared_interval(config.guidance_interval, family.compared),
-        ends=family.interval_ends,
-        upstreams_job=upstreams_job,
-    )
 
 
 def decoder_of(
@@ -320,7 +295,7 @@ def decoder_of(
 
     otherwise, captured: for fp16, as Float16Decoder takes them.
     """
-    if space.decoder.kind.without_files is not None:
+    if space.files.kind.without_files is not None:
         return NoDecoder(space)
     if precision == "fp16":
         from accel.latents.float16 import Float16Decoder  # float32 needs none
@@ -329,38 +304,38 @@ def decoder_of(
     return Decoder(space, device, precision)
 
 
-def _batch(opened, process, guidance, placement, sizes) -> Batch:
+def _batch(run: Run, placement: Placement, sizes: Iterable[int]) -> Batch:
     """Return the network evaluations of any rank, the most batch rows first."""
     rows = set()
-    for copies in count_copies(process, guidance):
+    for copies in count_by_rows(run.process, run.guidance):
         rows |= {placement.rows(n, copies) for n in sizes}
     most_first = sorted(rows, key=lambda rows: (prod(rows), rows), reverse=True)
     columns = placement.layout.tokens
-    return Batch(most_first, opened.latent_size, opened.config.num_classes, columns)
+    return Batch(most_first, run.latent_size, run.spec.num_classes, columns)
 
 
 def load_network(
-    weights: Weights,
-    fit: Fit,
+    state: State,
+    spec: ModelSpec,
+    given: Given,
     tier: str,
     device: torch.device,
     batch: Batch,
     tuner: "Tuner | None" = None,
 ) -> BlockNetwork:
     """Return the network of a tier, not tuned and not checked. Each weight goes from the
-    mapped file to the device.
+    mapped file to the device. state: under the names of the reference network.
     """
-    state = reference_state(weights, fit)
-    model = fit.empty(batch.side)
+    model: Any = spec.empty(batch.side)
     table = state.get("pos_embed")
     # a function of the grid: any size will do
     if table is not None and table.shape != model.pos_embed.shape:
         from accel.weights.positions import require_sinusoid  # other sizes need it
 
-        require_sinusoid(weights.name, table, "sample at the size that it was trained at")
+        require_sinusoid(given.error, table, "sample at the size that it was trained at")
         state = {**state, "pos_embed": model.position_table()}
     if precision.TIERS[tier].accelerated:
-        pack = fit.family.pack
+        pack = spec.family.pack
         from accel import fast  # brings Triton; the other tiers need not wait for it
 
         try:
@@ -368,7 +343,7 @@ def load_network(
         except UsageError:
             raise
         except ValueError as error:
-            raise UsageError(f"`ckpt={weights.name}`: {error}") from None
+            raise given.error(str(error)) from None
     # First to the device: of weights in half precision the CPU never holds a float32
     # copy. Strides decide rounding.
     state = {name: value.to(device).float().contiguous() for name, value in state.items()}
@@ -376,29 +351,31 @@ def load_network(
     return Plain(model.eval().requires_grad_(False))
 
 
-def _load_networks(opened, tier, batch, tuner) -> list[BlockNetwork]:
+def _load_networks(
+    run: Run, guide: Source | None, tier: str, batch: Batch, tuner: "Tuner | None"
+) -> list[BlockNetwork]:
     """Return the network, and its guide if there is one."""
-    device = opened.device
-    with opened.weights.reading():
-        networks = [load_network(opened.weights, opened.fit, tier, device, batch, tuner)]
-    if opened.guide is not None:
-        from accel.guide import about_guide
-
-        with about_guide(), opened.guide.weights.reading():
-            networks.append(load_network(*opened.guide, tier, device, batch, tuner))
+    networks = []
+    for source in filter(None, (run.source, guide)):
+        with source.reading() as state:
+            networks.append(
+                load_network(state, source.spec, source.given, tier, run.device, batch, tuner)
+            )
     return networks
 
 
-def _load_checked(opened, tier, batch, tuner) -> tuple[Network, str]:
+def _load_checked(
+    run: Run, guide: Source | None, tier: str, batch: Batch, tuner: "Tuner | None"
+) -> tuple[Network, str]:
     """Return a network that is tuned and does not overflow, with its guide if there is one, and
     their tier: bf16 in place of a float16 that either overflows, unless the user asked for it.
     """
-    device = opened.device
-    networks = _load_networks(opened, tier, batch, tuner)
+    device = run.device
+    networks = _load_networks(run, guide, tier, batch, tuner)
     for each in networks:
         each.tune(batch.row_tokens(each.patch_size))
     network: Network = networks[0]
-    if opened.guide is not None:
+    if guide is not None:
         from accel.sampling.autoguidance import WithGuide
 
         network = WithGuide(*networks)
@@ -406,20 +383,21 @@ def _load_checked(opened, tier, batch, tuner) -> tuple[Network, str]:
         return network, tier
     from accel.overflow import overflows, remedy  # float32 holds all
 
-    times = opened.fit.family.some_times
     whose = " and ".join(
         name
         for name, each in zip(("these", "the guide's"), networks)
-        if overflows(each, batch, device, times)
+        if overflows(each, batch, device, run.spec.some_times)
     )
     if not whose:
         return network, tier
-    if opened.tier_is_asked_for or tier == "exact" or not precision.supports("bf16", device):
+    if run.tier_is_given or tier == "exact" or not precision.supports("bf16", device):
         raise UsageError(
-            f"`precision={tier}`: overflows on {whose} weights; {remedy(network, tier, device)}"
+            f"overflows on {whose} weights",
+            remedy(network, tier, device),
+            parameter="precision",
+            value=tier,
         )
-    both = "" if opened.guide is None else "by both networks "
+    both = "" if guide is None else "by both networks "
     log.warning(f"{whose} weights overflow float16: sampling {both}in bfloat16")
-    precision.apply_precision("bf16", device)
     del network, networks, each  # free their memory first
-    return _load_checked(opened, "bf16", batch, tuner)
+    return _load_checked(run, guide, "bf16", batch, tuner)

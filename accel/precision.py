@@ -1,14 +1,14 @@
 """Precision tiers: a run's arithmetic, and torch's backend switches for it. Their help is
-in accel/config.py.
+in accel/options.py.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from accel.errors import UsageError
+from accel.errors import about
 
 
 class Tier(NamedTuple):
@@ -23,23 +23,22 @@ class Tier(NamedTuple):
 # torch's switches of float32 arithmetic on a GPU, then those of a CPU. One at "none" follows
 # the wider ones. Whoever sets `allow_tf32` sets these too, but not the reverse, and torch
 # raises an error where the two differ: only these are used here.
-GEMMS = torch.backends.cuda.matmul
-CONVOLUTIONS = torch.backends.cudnn.conv
-SWITCHES = {
+GEMMS: Any = torch.backends.cuda.matmul
+CONVOLUTIONS: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+OF_CPU: Any = torch.backends.mkldnn
+SWITCHES: dict[Any, tuple] = {
     GEMMS: (torch.backends.cudnn, torch.backends),
     CONVOLUTIONS: (torch.backends.cudnn, torch.backends),
-    torch.backends.mkldnn.matmul: (torch.backends,),
-    torch.backends.mkldnn.conv: (torch.backends,),
+    OF_CPU.matmul: (torch.backends,),
+    OF_CPU.conv: (torch.backends,),
 }
 
-_TENSOR_CORES = dict(
-    capability=(7, 0), hardware="float16 tensor cores (Volta or later)", accelerated=True
-)
+_VOLTA = (7, 0), "float16 tensor cores (Volta or later)"
 TIERS = {
     "fp32": Tier(),
-    "exact": Tier(**_TENSOR_CORES),
+    "exact": Tier(torch.float32, *_VOLTA, accelerated=True),
     "tf32": Tier(capability=(8, 0), hardware="TF32 (Ampere or later)"),
-    "fp16": Tier(torch.float16, **_TENSOR_CORES),
+    "fp16": Tier(torch.float16, *_VOLTA, accelerated=True),
     "bf16": Tier(torch.bfloat16, (8, 0), "bfloat16 (Ampere or later)", accelerated=True),
 }
 
@@ -64,22 +63,26 @@ def require(name: str, tier: str, device: torch.device) -> None:
     back in silence.
     """
     if tier not in TIERS:
-        raise UsageError(f"`{name}={tier}`: choose from {', '.join(TIERS)}")
+        raise about(name, tier)(f"choose from {', '.join(TIERS)}")
     if not supports(tier, device):
-        raise UsageError(f"`{name}={tier}`: {device} has no {TIERS[tier].hardware}; choose fp32")
+        raise about(name, tier)(f"{device} has no {TIERS[tier].hardware}", "choose fp32")
 
 
-def apply_precision(tier: str, device: torch.device) -> None:
-    """Set the process-wide switches of `tier`. Raises UsageError if the hardware lacks it."""
-    require("precision", tier, device)
-    for switch in SWITCHES:
-        switch.fp32_precision = "ieee"
-    if tier == "tf32":
-        GEMMS.fp32_precision = "tf32"
-    # Only the decoder convolves. Beside half precision TF32 loses nothing there, and
-    # unlike float16 it cannot overflow.
-    if tier not in ("fp32", "exact"):
-        CONVOLUTIONS.fp32_precision = "tf32"
+@contextmanager
+def arithmetic(tier: str) -> Iterator[None]:
+    """Run the block with torch's process-wide switches of `tier`, and restore them. Blocks may lie
+    inside one another: the innermost holds.
+    """
+    with switches_kept():
+        for switch in SWITCHES:
+            switch.fp32_precision = "ieee"
+        if tier == "tf32":
+            GEMMS.fp32_precision = "tf32"
+        # Only the decoder convolves. Beside half precision TF32 loses nothing there, and
+        # unlike float16 it cannot overflow.
+        if tier not in ("fp32", "exact"):
+            CONVOLUTIONS.fp32_precision = "tf32"
+        yield
 
 
 def float32_decoder(tier: str, device: torch.device) -> str:

@@ -1,6 +1,5 @@
 """Seconds by phase, and a bar of a run's steps."""
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,8 +41,6 @@ def step_bar(total: int, device: torch.device, **options) -> Iterator[Callable[.
     """
     from tqdm import tqdm
 
-    if getattr(sys.stderr, "closed", sys.stderr is None):  # a program without a console
-        options["disable"] = True
     with tqdm(total=total, unit="step", **options) as bar:
         if device.type != "cuda":
 

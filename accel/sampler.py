@@ -1,13 +1,10 @@
 """`from accel import Sampler`: pictures from Python, from a pipeline that is loaded once."""
 
-import difflib
-import inspect
 import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,43 +13,29 @@ import numpy as np
 import torch
 from PIL import Image
 
+from accel import rules
 from accel.compare import own_guidance, require_same
-from accel.config import Config, Grid
-from accel.errors import UsageError, path_errors
+from accel.errors import Given, UsageError, about, path_errors
 from accel.families import model_names
-from accel.families.loaded_module import LoadedModule, read_state, unwrapped
-from accel.families.recognise import reference_state
-from accel.flags import checked
-from accel.grid import batches_of, ready
 from accel.isolation import alone
+from accel.jobs.grid import batches_of, load
 from accel.latents.autoencoder_kl import OF_LATENTS
 from accel.latents.files import FILES
 from accel.network import require_no_gradients
-from accel.opening import require_schedule
+from accel.opening import open_run
+from accel.options import OPTIONS, Options
 from accel.output import to_grid
-from accel.pipeline import Pipeline, free_memory, opened_guidance, process_of
-from accel.precision import apply_precision
+from accel.pipeline import Pipeline, free_memory
 from accel.progress import step_bar
-from accel.weights.checkpoint import FILE_SUFFIXES, HUB_ID
+from accel.sources import Source
+from accel.sources.module import HeldModule, of_state, unwrapped
 from accel.weights.shapes import require_fit
-from accel.weights.tensor_files import require_finite_floats
+from accel.weights.tensor_files import FILE_SUFFIXES, HUB_ID, require_finite_floats
 
 log = logging.getLogger(__name__)
 
 # Options for weights on disk, not for a module.
 FOR_FILES = "ckpt", "weights_entry", "num_heads"
-# Names of other libraries for options and arguments here.
-ALSO_CALLED = {
-    "guidance_scale": "cfg_scale",
-    "cfg": "cfg_scale",
-    "num_inference_steps": "num_sampling_steps",
-    "steps": "num_sampling_steps",
-    "sampling_method": "sampler",
-    "scheduler": "sampler",
-    "dtype": "precision",
-    "torch_dtype": "precision",
-    "checkpoint": "ckpt",
-}
 Labels = int | str | Iterable[int | str]
 Array = torch.Tensor | np.ndarray
 
@@ -114,79 +97,71 @@ class Sampler:
         batch_size: int | None = None,
         output_type: str | None = None,
         check: bool = True,
-        **unknown: Any,
     ):
-        given = {name: value for name, value in locals().items() if value is not None}
-        for name in ("self", "check", "unknown"):
-            given.pop(name, None)
-        _refuse(unknown, "an option of Sampler", Sampler.__init__.__kwdefaults__)
+        given = {name: value for name, value in locals().items() if name in OPTIONS}
         self._check = check
-        loaded = None
+        held = held_guide = None
         if _is_object(model):
-            wrong = next((name for name in FOR_FILES if name in given), None)
+            wrong = next((name for name in FOR_FILES if given[name] is not None), None)
             if wrong:
                 raise UsageError(
-                    f"`{wrong}`: is for weights on disk, and the model was given; drop it"
+                    "is for weights on disk, and the model was given", "drop it", parameter=wrong
                 )
-            loaded = _load_module(given.pop("model"))
-            given["ckpt"] = loaded.name
+            held = _hold(given.pop("model"))
+            given["ckpt"] = held.given.name
             if not isinstance(model, torch.nn.Module):
-                given.setdefault("vae", getattr(model, "vae", None))  # a pipeline's
+                given["vae"] = getattr(model, "vae", None) if vae is None else vae
         elif model not in (None, *model_names()) and _names_weights(model):
             if ckpt is not None:
                 raise UsageError(
-                    f"`ckpt={ckpt}`: conflicts with {model}, which are weights too; give one"
+                    f"conflicts with {model}, which are weights too",
+                    "give one",
+                    parameter="ckpt",
+                    value=ckpt,
                 )
             given["ckpt"] = str(given.pop("model"))
-        loaded_guide = None
         if _is_object(guide):
-            try:
-                loaded_guide = _load_module(guide)
-            except UsageError as error:
-                raise UsageError(f"`guide`: {error.marked}") from None
-            given["guide"] = loaded_guide.name
+            held_guide = _hold(guide, "guide")
+            given["guide"] = held_guide.given.name
         if device is not None:
             given["device"] = str(device)
-        decoder = given.get("vae")
+        decoder = given["vae"]
         if not isinstance(decoder, torch.nn.Module):
-            self._open(given, loaded, loaded_guide)
+            self._open(given, held, held_guide)
         elif output_type == "latent":  # needs no decoder
             del given["vae"]
-            self._open(given, loaded, loaded_guide)
+            self._open(given, held, held_guide)
         else:
             with _written(decoder) as given["vae"]:
-                self._open(given, loaded, loaded_guide)
+                self._open(given, held, held_guide)
                 with self._running() as pipeline:
+                    assert pipeline.decoder is not None
                     pipeline.decoder.load()  # while the folder is there
 
-    def _open(self, options, loaded, guide):
-        grid = Grid.of(**options)
-        grid.check()
-        self._guidance_is_given = grid.config.guidance_channels is not None
+    def _open(
+        self, given: dict[str, Any], held: HeldModule | None, guide: HeldModule | None
+    ) -> None:
+        self.options = options = Options(**given)
+        rules.check(options)
         with alone():
-            if loaded and self._check and not self._guidance_is_given:
-                channels = {"guidance_channels": _guided_channels(loaded)}
-                loaded.fit = loaded.fit._replace(recipe={**loaded.fit.recipe, **channels})
-            self.grid, self.opened, self._pipeline = ready(grid, loaded, guide)
-            network = self._pipeline.network
-            networks = (network.network, network.guide) if self.opened.guide else (network,)
-            for part, module in zip(networks, (loaded, guide)):
+            source = None if held is None else held.source
+            if held is not None and self._check and "guidance_channels" not in options:
+                source = _guided_as(held)
+            guide_source = None if guide is None else guide.source
+            self.run = open_run(options, source=source, guide=guide_source)
+            self._held = held
+            self._pipeline: Pipeline | None = load(self.run, any_scale=True)
+            for part, module in zip(self._pipeline.network.parts, (held, guide)):
                 if module is None:
                     continue
                 if self._check:
                     require_same(part, module, self._pipeline.tier, self._pipeline.side)
                 module.release()  # the network has a copy of its weights by now
-        scale = self.config.cfg_scale
-        if self.opened.guide and scale <= 1 and "cfg_scale" not in options:
-            log.warning(
-                f"{self.opened.guide.weights.name}: guides only where cfg_scale is above 1, and it "
-                f"is {scale:g}"
+        scale = self.run["cfg_scale"]
+        if self.run.guide and scale <= 1 and "cfg_scale" not in options:
+            self.run.guide.given.warn(
+                f"guides only where cfg_scale is above 1, and it is {scale:g}"
             )
-
-    @property
-    def config(self) -> Config:
-        """Return the options, the open ones filled."""
-        return self.opened.config
 
     def refresh(self, model: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
         """Load the weights of `model`, of the same shape, in place: pictures equal a new
@@ -196,37 +171,34 @@ class Sampler:
         do not fit, overflow or are not finite. A network is compared with its copy.
         """
         with self._running() as pipeline:
-            first = self.opened.weights
-            fit = self.opened.fit
             if isinstance(model, Mapping):
-                weights = read_state("refresh", model, first, fit, pipeline.side)
-                network = pipeline.like(weights, fit)
+                names = {} if self._held is None else {"renamed": self._held.renamed}
+                given = Given("refresh", "")
+                source = of_state(given, model, self.run.spec, pipeline.side, **names)
+                network = pipeline.like(source)
             else:
-                loaded = LoadedModule(model)
-                self._require_alike(loaded)
-                network = pipeline.like(loaded, fit)
+                held = HeldModule(model)
+                self._require_alike(held)
+                network = pipeline.like(held.source)
                 if self._check:
-                    require_same(network, loaded, pipeline.tier, pipeline.side)
-            pipeline.network.copy_weights(network)
+                    require_same(network, held, pipeline.tier, pipeline.side)
+            pipeline.network.parts[0].copy_weights(network)
 
-    def _require_alike(self, loaded):
+    def _require_alike(self, held: HeldModule) -> None:
         """Raise UsageError for a module of another family, shape or guidance."""
-        require_finite_floats(loaded.state, loaded.name)
-        require_schedule(loaded.name, loaded.fit)
-        mine = self.opened.fit
-        wanted = _beside_shapes(self.opened.weights, mine)
-        has = _beside_shapes(loaded, loaded.fit)
-        if self._check and not self._guidance_is_given:
-            wanted["guidance_channels"] = self.config.guidance_channels
-            has["guidance_channels"] = _guided_channels(loaded) or self.config.guidance_channels
+        require_finite_floats(held.state, held.given.error)
+        wanted = _beside_shapes(self.run.source)
+        has = _beside_shapes(held.source)
+        if self._check and "guidance_channels" not in self.options:
+            wanted["guidance_channels"] = self.run["guidance_channels"]
+            guided = _guided_as(held).spec.says.get("guidance_channels")
+            has["guidance_channels"] = guided or self.run["guidance_channels"]
         for name, value in has.items():
             if value != wanted[name]:
-                raise UsageError(
-                    f"{loaded.name}: has {name} {value}, unlike the model of this Sampler; make "
-                    "another of it"
+                raise held.given.error(
+                    f"has {name} {value}, unlike the model of this Sampler", "make another of it"
                 )
-        state = reference_state(loaded, loaded.fit)
-        require_fit(loaded.name, state, mine.empty(self.opened.latent_size))
+        require_fit(held.given.error, held.source.state, self.run.spec.empty(self.run.latent_size))
 
     def sample(
         self,
@@ -237,19 +209,12 @@ class Sampler:
         *,
         noise: Array | None = None,
         progress: bool = False,
-        **unknown: Any,
     ) -> list[Image.Image]:
         """Return one picture per label, (image_size, image_size) RGB. Arguments: of `latents`."""
         self._require_decoder()
         return self.decode(
             self.latents(
-                labels,
-                seed,
-                num_sampling_steps,
-                cfg_scale,
-                noise=noise,
-                progress=progress,
-                **unknown,
+                labels, seed, num_sampling_steps, cfg_scale, noise=noise, progress=progress
             )
         )
 
@@ -259,7 +224,7 @@ class Sampler:
         """
         self._require_decoder()
         with self._running() as pipeline:
-            shape = ("n", self.opened.space.channels, "side", "side")
+            shape = ("n", self.run.space.channels, "side", "side")
             latents = _floats("latents", latents, shape, pipeline.device)
             if not len(latents):
                 return []
@@ -267,8 +232,13 @@ class Sampler:
         return [Image.fromarray(to_grid(picture).numpy()) for picture in pixels.split(1)]
 
     def _require_decoder(self):
-        if self.grid.output_type == "latent":
-            raise UsageError("`output_type=latent`: loads no decoder; drop it, or call latents()")
+        if self.run["output_type"] == "latent":
+            raise UsageError(
+                "loads no decoder",
+                "drop it, or call latents()",
+                parameter="output_type",
+                value="latent",
+            )
 
     def latents(
         self,
@@ -279,7 +249,6 @@ class Sampler:
         *,
         noise: Array | None = None,
         progress: bool = False,
-        **unknown: Any,
     ) -> torch.Tensor:
         """Return latents (n, channels, side, side) float32, side image_size/8 for
         sd-vae-ft-*, on the sampler's device.
@@ -290,37 +259,36 @@ class Sampler:
         noise of later steps is the seed's.
         Arguments that are None are the constructor's. progress: show a bar of the steps.
         """
-        arguments = inspect.signature(self.latents).parameters.keys() - {"unknown"}
-        _refuse(unknown, "an argument of sample and latents", arguments)
-        several = _listed("labels", labels)
-        seeds = _listed("seed", seed)
-        options = dict(num_sampling_steps=num_sampling_steps, cfg_scale=cfg_scale)
-        if seeds is None:
-            options["seed"] = seed
-        changes = {name: value for name, value in options.items() if value is not None}
+        several = _listed(labels)
+        seeds = _listed(seed)
         require_no_gradients(
             "sampling has none for noise; call the model itself in your own loop for gradients",
             noise,
         )
+        options = self.options.changed(
+            labels=(labels,) if several is None else several,
+            num_sampling_steps=num_sampling_steps,
+            cfg_scale=cfg_scale,
+            seed=seed if seeds is None else None,
+        )
+        rules.check(options)
         with self._running() as pipeline:
-            opened = self.opened.changed(**changes)
-            grid = replace(self.grid, labels=(labels,) if several is None else several)
-            grid = grid.filled(opened.config, opened.fit, opened.has_null_label)
-            seed = opened.config.seed if seeds is None else _seeds(seeds, grid.count)
+            run = self.run.resolved(options)
+            of_labels = run["seed"] if seeds is None else _seeds(seeds, run.count)
             if noise is not None:
-                shape = (grid.count, opened.space.channels, pipeline.side, pipeline.side)
+                shape = (run.count, run.space.channels, pipeline.side, pipeline.side)
                 noise = _floats("noise", noise, shape, pipeline.device)
-            pipeline = pipeline.with_(process=process_of(opened), guidance=opened_guidance(opened))
-            batches = batches_of(grid)
+            pipeline = pipeline.with_(process=run.process, guidance=run.guidance)
+            batches = batches_of(run)
             steps = pipeline.process.steps * len(batches)
             with step_bar(steps, pipeline.device, disable=not progress) as on_step:
-                return pipeline.latents(grid.labels, seed, batches, on_step, noise)
+                return pipeline.latents(run["labels"], of_labels, batches, on_step, noise)
 
     def close(self) -> None:
         """Free the memory of network and decoder. The sampler cannot be used afterwards."""
         with alone():
             self._pipeline = None
-            free_memory(self.opened.device)
+            free_memory(self.run.device)
 
     def __reduce__(self):
         raise UsageError("a Sampler cannot be pickled or copied; make another of the same weights")
@@ -333,85 +301,63 @@ class Sampler:
 
     @contextmanager
     def _running(self) -> Iterator[Pipeline]:
-        """Yield the pipeline to one thread at a time, with its tier's switches."""
+        """Yield the pipeline to one thread at a time."""
         with alone():
             if self._pipeline is None:
                 raise UsageError("this Sampler is closed; make another")
-            apply_precision(self._pipeline.tier, self._pipeline.device)
             yield self._pipeline
 
 
-def _refuse(unknown, owner, options):
-    """Raise UsageError for a name that `owner` does not have, naming the nearest one."""
-    for name in sorted(unknown):
-        near = ALSO_CALLED.get(name) or next(
-            iter(difflib.get_close_matches(name, options, 1)), name
-        )
-        remedy = "docs/python.md lists them"
-        if near in options:
-            remedy = f"did you mean {near}?"
-        elif near in Sampler.__init__.__kwdefaults__:
-            remedy = f"give {near} to Sampler(…)"
-        raise UsageError(f"`{name}`: is not {owner}; {remedy}")
-
-
-def _beside_shapes(weights, fit):
-    """Return what shapes of tensors do not say, by name."""
+def _beside_shapes(source: Source) -> dict[str, Any]:
+    """Return the facts that shapes of tensors do not say, by name."""
+    spec = source.spec
     facts = "num_heads", "num_classes", "null_class", "patch_size", "in_channels"
-    embedding = weights.rules.timestep_embedding if isinstance(weights, LoadedModule) else None
     return {
-        "family": fit.family.name,
-        "timestep_embedding": embedding and embedding.__module__,
-        **{name: getattr(fit, name) for name in facts},
+        "family": spec.family.name,
+        "timestep_embedding": spec.timestep_embedding,
+        **{name: getattr(spec, name) for name in facts},
     }
 
 
-def _listed(name, values):
+def _listed(values: Any) -> tuple | None:
     """Return several values as a tuple; None for a single one, such as a text or an array
-    without dimensions. Raises UsageError about `name` for nested tensors.
+    without dimensions.
     """
-    if getattr(values, "is_nested", False):
-        raise UsageError(f"`{name}`: is a nested tensor; give a list")
-    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+    if isinstance(values, str) or not isinstance(values, Iterable):
         return None
     return tuple(values) if getattr(values, "ndim", 1) else None
 
 
-def _seeds(seeds, count):
+def _seeds(seeds: Sequence[int], count: int) -> list[int]:
     """Return a seed for each of `count` labels, checked. Raises UsageError."""
     if len(seeds) != count:
         raise UsageError(
-            f"`seed`: {len(seeds)} given, and `labels`: {count}; give one seed for each label, or "
-            "one number"
+            f"{len(seeds)} given, and `labels`: {count}",
+            "give one seed for each label, or one number",
+            parameter="seed",
         )
-    return [checked(seed, Config.__dataclass_fields__["seed"]) for seed in seeds]
+    return [OPTIONS["seed"].checked(seed) for seed in seeds]
 
 
-def _floats(name, values, shape, device):
+def _floats(
+    name: str, values: Array, shape: tuple[int | str, ...], device: torch.device
+) -> torch.Tensor:
     """Return an array as float32 on `device`. shape: of its dimensions, a text for one of any
     size. Raises UsageError about the parameter `name`.
     """
-    owner = f"`{name}`"
-    if not torch.is_tensor(values):
-        values = np.asarray(values)
-        if values.dtype.kind == "f":
-            values = torch.from_numpy(values.astype(np.float32))
-    if not torch.is_tensor(values) or not values.is_floating_point():
-        raise UsageError(f"{owner}: has dtype {values.dtype}; give a dense array of floats")
-    if values.is_meta or values.is_nested or values.layout is not torch.strided:
-        raise UsageError(
-            f"{owner}: is sparse, nested or holds no values; give a dense array of floats"
-        )
-    fits = len(shape) == values.ndim and all(
-        isinstance(wanted, str) or wanted == size for wanted, size in zip(shape, values.shape)
+    tensor = values if torch.is_tensor(values) else torch.as_tensor(np.asarray(values))
+    if not tensor.is_floating_point():
+        raise UsageError(f"has dtype {tensor.dtype}", "give floats", parameter=name)
+    fits = len(shape) == tensor.ndim and all(
+        isinstance(wanted, str) or wanted == size for wanted, size in zip(shape, tensor.shape)
     )
     if not fits:
         wanted = ", ".join(map(str, shape))
-        raise UsageError(f"{owner}: is of shape {tuple(values.shape)}, must be ({wanted})")
-    values = values.detach().to(device, torch.float32)
-    if not values.isfinite().all():
-        raise UsageError(f"{owner}: has values that are not finite")
-    return values
+        raise UsageError(f"is of shape {tuple(tensor.shape)}, must be ({wanted})", parameter=name)
+    tensor = tensor.detach().to(device, torch.float32)
+    if not tensor.isfinite().all():
+        raise UsageError("has values that are not finite", parameter=name)
+    return tensor
 
 
 def _names_weights(name):
@@ -427,38 +373,37 @@ def _is_object(value):
     return not isinstance(value, (str, Path, type(None)))
 
 
-def _load_module(model):
-    """Copy the weights of a network that the caller holds. Print what is assumed of it."""
+def _hold(model: Any, option: str = "") -> HeldModule:
+    """Copy the weights of a network that the caller holds. option: that gives it."""
     with alone():
-        loaded = LoadedModule(model, copy=True)
-        if loaded.assumed:
-            log.warning(f"{loaded.name}: {loaded.assumed}")
-    return loaded
+        return HeldModule(model, copy=True, option=option)
 
 
-def _guided_channels(loaded):
-    """Return the number of channels that the module guides, None without
-    forward_with_cfg. Raises UsageError for guidance of another kind.
+def _guided_as(held: HeldModule) -> Source:
+    """Return the source of a module, whose spec says how many channels the module guides. Raises
+    UsageError for guidance of another kind.
     """
-    channels = own_guidance(loaded)
+    channels = own_guidance(held)
     if channels == 0:
-        raise UsageError(
-            f"{loaded.name}: its forward_with_cfg guides in a way of its own; call "
-            "accelerate(model).forward in your loop, or give `guidance_channels`"
+        raise held.given.error(
+            "its forward_with_cfg guides in a way of its own",
+            "call accelerate(model).forward in your loop, or give `guidance_channels`",
         )
-    return channels
+    if channels is None:
+        return held.source
+    return held.source.saying(guidance_channels=channels)
 
 
-def _written(vae: torch.nn.Module) -> TemporaryDirectory:
+def _written(decoder: torch.nn.Module) -> TemporaryDirectory:
     """Write a decoder that the caller holds into a temporary folder in diffusers' layout.
     Raises UsageError for a module of another class.
     """
-    vae = unwrapped(vae)
+    vae: Any = unwrapped(decoder)
     name = type(vae).__name__
     if name != "AutoencoderKL" or not type(vae).__module__.startswith("diffusers."):
-        raise UsageError(f"`vae={name}`: give ema, mse, a folder or an AutoencoderKL of diffusers")
+        raise about("vae", name)("give ema, mse, a folder or an AutoencoderKL of diffusers")
     if any(value.is_meta for value in vae.parameters()):
-        raise UsageError(f"`vae={name}`: holds no values; load the weights first")
+        raise about("vae", name)("holds no values", "load the weights first")
     with path_errors("vae", name, "set TMPDIR to a folder with space, or give a folder"):
         folder = TemporaryDirectory()
         vae.save_pretrained(folder.name)

@@ -1,18 +1,12 @@
-"""How a command ends: after a signal it prints one line and exits with a status. Its standard
-streams outlive a full disk, a closed pipe and a terminal's control characters.
-"""
+"""How a command ends after a signal: it prints one line and exits with a status."""
 
-import errno
-import io
 import os
 import signal
 import sys
 from collections.abc import Iterable
-from contextlib import suppress
 from types import FrameType
-from typing import TextIO
 
-from accel.errors import INTERRUPTED, STOPPED, printable
+from accel.errors import INTERRUPTED, STOPPED
 
 _STOPPED = STOPPED, "stopped; start again with the same command"
 # The exit status and the last line of a command after a signal.
@@ -28,7 +22,7 @@ ENDINGS_OF_RANKS = signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 _rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
 # Rank 0, the only process, or a process whose rank will be refused: it alone prints.
 IS_FIRST_RANK = not _rank.lstrip("0").isdecimal()
-_last_line: list[str] = []  # after a signal, until it is printed
+_last_line: list[str] = []  # after a signal
 
 
 def is_task_of_srun() -> bool:
@@ -55,126 +49,21 @@ def end_on(numbers: Iterable[int]) -> None:
 
 def on_signal(number: int, frame: FrameType | None) -> None:
     """End the command by one of ENDINGS: raise SystemExit, so that a partial file is
-    removed; `finish` prints the line. During an import exit at once: C++ would turn the
-    exception into others. After the command's last line do nothing.
+    removed; `finish` prints the line.
     """
     status, line = ENDINGS[number]
-    importing = False
-    outermost = None
-    while frame is not None:
-        importing |= frame.f_code.co_filename == "<frozen importlib._bootstrap>"
-        outermost = frame.f_globals.get("__name__")
-        frame = frame.f_back
-    if outermost not in ("__main__", "runpy"):
-        return
-    if importing:
-        exit_now(status, line)
     _last_line[:] = [line]
     sys.exit(status)
 
 
 def finish() -> None:
-    """Flush the standard streams. Report the signal that ended the command, and output that
-    a full disk refused.
-    """
-    failure = take_failure()
-    while _last_line:
-        _print_line(_last_line.pop())
-    if failure:
-        print(
-            f"{_program()}: standard output: {failure.strerror}; the work itself is done",
-            file=sys.stderr,
-        )
-    sys.stderr.flush()
-    for number in ENDINGS:
-        # The interpreter restores the default at its end, which kills.
-        if signal.getsignal(number) is on_signal:
-            signal.signal(number, signal.SIG_IGN)
+    """Print the line of the signal that ended the command."""
+    for line in _last_line:
+        print_line(line)
 
 
-def exit_now(status: int, line: str) -> None:
-    """Print `line` and exit without running anything else."""
-    _print_line(line)
-    os._exit(status)
-
-
-def _print_line(line):
-    """Print `line` under the command's name, below a bar. Of a job's ranks only the first
-    prints.
-    """
-    if not IS_FIRST_RANK:
-        return
-    newline = "\n" if os.isatty(2) else ""
-    with suppress(OSError):
-        os.write(2, f"{newline}{_program()}: {line}\n".encode())
-
-
-def _program():
-    return os.path.basename(sys.argv[0])
-
-
-# ---- Standard streams ----
-
-
-class _Lasting(io.FileIO):
-    """A standard stream that cannot fail: it drops bytes that a full disk or a closed pipe
-    refuses.
-    """
-
-    failure = None  # the first OSError of a write
-
-    def write(self, data):
-        try:
-            return super().write(data)
-        except OSError as error:
-            self.failure = self.failure or error
-            return len(data)
-
-
-class _Printable(io.TextIOWrapper):
-    """Text with escaped control characters: names that files hold do not steer a terminal."""
-
-    def write(self, text):
-        lines = [printable(line, most=sys.maxsize) for line in text.split("\n")]
-        super().write("\n".join(lines))
-        return len(text)
-
-
-def replace_standard_streams() -> None:
-    """Replace standard output and error by streams whose writes do not fail. Open the
-    null device for a closed stream: the next file that is opened would get its number.
-    """
-    for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:
-            os.open(os.devnull, os.O_RDWR)
-    sys.stdout = lasting(1, sys.stdout)
-    sys.stderr = lasting(2, sys.stderr)
-
-
-def lasting(descriptor: int, like: TextIO | None = None) -> io.TextIOWrapper:
-    """Return a text stream to `descriptor` whose writes do not fail. like: the stream whose
-    encoding it takes.
-    """
-    raw = _Lasting(descriptor, "w", closefd=False)
-    wrapper = io.TextIOWrapper if descriptor == 2 else _Printable  # a bar moves the cursor
-    return wrapper(
-        io.BufferedWriter(raw),
-        encoding=like.encoding if like is not None else None,
-        errors=like.errors if like is not None else None,
-        line_buffering=descriptor != 1 or raw.isatty(),
-    )
-
-
-def take_failure() -> OSError | None:
-    """Flush standard output. Return the error by which a disk refused it, once. Return None
-    also where nobody reads the output.
-    """
-    sys.stdout.flush()
-    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
-    if not isinstance(raw, _Lasting):
-        return None
-    failure = raw.failure
-    raw.failure = None
-    if failure is None or failure.errno in (errno.EPIPE, errno.EBADF):
-        return None
-    return failure
+def print_line(line: str) -> None:
+    """Print a line under the command's name. Of a job's ranks only the first prints."""
+    if IS_FIRST_RANK:
+        newline = "\n" if sys.stderr.isatty() else ""  # below a bar
+        print(f"{newline}{os.path.basename(sys.argv[0])}: {line}", file=sys.stderr)

@@ -1,6 +1,5 @@
 """Flags, provenance, timing, random weights and networks of both benchmarks."""
 
-import copy
 import json
 import os
 import platform
@@ -21,27 +20,27 @@ from pathlib import Path
 import torch
 
 import accel
-from accel import fast, gpu, precision
-from accel.config import Config, Grid
+from accel import fast, gpu, precision, rules
 from accel.errors import UsageError
 from accel.families import Defaults, constructor_of, families, family_of, model_names
 from accel.files import ROOT, atomic_write, read_json
-from accel.flags import check_writable
-from accel.grid import ready
+from accel.jobs.grid import load
 from accel.kernels.linear import Tuner
 from accel.latents import files
 from accel.latents.autoencoder_kl import SD_VAE_FT, KLDecoder
-from accel.network import Network, Plain, stages_of, unpatchify
-from accel.opening import choose_device, open_model
+from accel.network import Network, Plain
+from accel.opening import choose_device, open_run
+from accel.options import Options
+from accel.output import check_writable
 from accel.pipeline import hardware
 from accel.sampling import denoise, make_process, upstream_noise
 from accel.sampling.guidance import Guidance
+from accel.stages import stages_of, unpatchify
 
 STEPS = 250  # of a sampling run
 RANDOM = "random, seed 0"  # weights without a file
 DRIVER = "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
 SCALE = Defaults().cfg_scale
-SAME_STEPS = "model", "image_size", "batch_rows"  # entries of records whose steps may be compared
 
 
 def demo_of(model: str) -> str:
@@ -113,15 +112,21 @@ def complete(args: Namespace) -> Namespace:
     with the weights.
     """
     vae = getattr(args, "vae", None)
-    config = Config(model=args.model, ckpt=args.ckpt, image_size=args.image_size, vae=vae)
-    config.check()
-    defaults = config.defaults
-    args.ckpt = config.ckpt or defaults.ckpt
+    options = Options(
+        model=args.model,
+        ckpt=args.ckpt,
+        image_size=args.image_size,
+        vae=vae,
+        output_type="image" if vae else "latent",
+    )
+    rules.check(options)
+    defaults = rules.named_defaults(options)
+    args.ckpt = args.ckpt or defaults.ckpt
     if args.ckpt:
-        opened = open_model(config, torch.device("cpu"), decodes=vae is not None)
-        args.image_size = opened.config.image_size
-        args.num_classes = opened.config.num_classes
-        args.latent_size = opened.latent_size
+        run = open_run(options.changed(ckpt=args.ckpt), torch.device("cpu"))
+        args.image_size = run["image_size"]
+        args.num_classes = run["num_classes"]
+        args.latent_size = run.latent_size
         return args
     args.image_size = args.image_size or defaults.image_size
     args.num_classes = defaults.num_classes
@@ -318,17 +323,16 @@ def model_of(args: Namespace, device: torch.device) -> torch.nn.Module:
     else random ones.
     """
     if args.ckpt:
-        grid = Grid.of(
-            args.model,
+        options = Options(
+            model=args.model,
             ckpt=args.ckpt,
             image_size=args.image_size,
             precision="fp32",
             output_type="latent",
-            device=str(device),
         )
-        return ready(grid).pipeline.network.model
+        return load(open_run(options, device)).network.model
     arguments = dict(input_size=args.latent_size, num_classes=args.num_classes)
-    constructors = family_of(args.model).part("weights").RECOGNISER.models.values()
+    constructors = family_of(args.model).part("weights").WEIGHTS.models.values()
     # as the family's trained weights have it
     if any(constructor.config.get("qk_norm") for constructor in constructors):
         arguments["qk_norm"] = True
@@ -361,6 +365,15 @@ def random_decoder(device: torch.device) -> KLDecoder:
         return KLDecoder(SD_VAE_FT).eval().requires_grad_(False)
 
 
+_SWITCHES = ExitStack()  # of the tier that is measured
+
+
+def use(tier: str) -> None:
+    """Set this process's backend switches to those of a tier."""
+    _SWITCHES.close()
+    _SWITCHES.enter_context(precision.arithmetic(tier))
+
+
 PLAIN = dict(hoist=False, adaln="torch", gemm="torch", graph=False)  # no optimisation
 
 
@@ -384,7 +397,7 @@ def build(
     computes the conditioning of its steps ahead; graph: whether a step is a CUDA graph.
     """
     if device.type == "cuda":
-        precision.apply_precision(tier, device)
+        use(tier)
     if not precision.TIERS[tier].accelerated:
         return Plain(model)
     pack = family_of(name).pack
@@ -435,7 +448,7 @@ def guided(network: Network, args: Namespace, device: torch.device) -> torch.Ten
     z, labels = batch(network, args, device)
     y = guidance.labels(labels)
     # `forward` would round a float64 network's output
-    out = network.tokens(z, torch.full_like(y, 500), y)
+    out = network.forward_tokens(z, torch.full_like(y, 500), y)
     return guidance.combine(unpatchify(out, network.patch_size)).double()
 
 
@@ -456,7 +469,7 @@ class Rival(Plain):
     def __init__(self, what: str, model: torch.nn.Module, dtype: torch.dtype, device: torch.device):
         super().__init__(model.to(dtype))
         self.dtype = dtype
-        evaluate = super().tokens
+        evaluate = super().forward_tokens
         if what == "eager":
             autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
             self.evaluate = autocast(evaluate)
@@ -464,15 +477,10 @@ class Rival(Plain):
             mode = "default" if what == "compile" else what
             self.evaluate = torch.compile(evaluate, mode=mode, dynamic=False)
 
-    def tokens(self, x, t, y) -> torch.Tensor:
+    def forward_tokens(self, x, t, y, run=None) -> torch.Tensor:
+        times = t if run is None else run.table[t]
         # the compiler's graph will overwrite it
-        return self.evaluate(x.to(self.dtype), t, y).to(x.dtype, copy=True)
-
-    def schedule(self, times, labels, at_once=1) -> tuple[Network, Callable[..., None]]:
-        table = torch.tensor(times, device=next(self.parameters()).device)
-        network = copy.copy(self)
-        network.tokens = lambda x, index, y: self.tokens(x, table[index], y)
-        return network, lambda *evaluations: None
+        return self.evaluate(x.to(self.dtype), times, y).to(x.dtype, copy=True)
 
 
 PROCESS = ExitStack()  # contexts that last until the process ends

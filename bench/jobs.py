@@ -18,8 +18,8 @@ Without --ckpt network and decoder have random weights from a seed, and the pict
 rehearsal's.
 """
 
-if not __package__:
-    __import__("_as_module")
+if __name__ == "__main__":
+    import _start  # noqa: F401
 
 import hashlib
 import json
@@ -40,13 +40,13 @@ import torch
 from safetensors.torch import save_file
 
 from accel import precision
-from accel.cli import OneLineParser, user_errors
-from accel.config import LABELS, FidJob
+from accel.cli import OneLineParser, positive, user_errors
 from accel.errors import UsageError
 from accel.files import ROOT, weights_folder
-from accel.flags import positive
 from accel.latents import files
 from accel.latents.autoencoder_kl import SD_VAE_FT
+from accel.options import OPTIONS
+from accel.resolve import LABELS
 from bench import harness
 
 # seconds of runs after which a tier is not run again: long runs differ by less than 1 %
@@ -318,7 +318,7 @@ def main() -> None:
     parser.add_argument(
         "--batch",
         type=positive,
-        default=FidJob.per_proc_batch_size if on_gpu else 2,
+        default=OPTIONS["per_proc_batch_size"].default if on_gpu else 2,
         help="pictures per rank and FID batch (default: %(default)s)",
     )
     args = parser.parse_args()

@@ -18,8 +18,8 @@ errors of a guided evaluation against one GPU's. To compare two trees, run it in
 --commit for a tree that git does not know.
 """
 
-if not __package__:
-    __import__("_as_module")
+if __name__ == "__main__":
+    import _start  # noqa: F401
 
 import copy
 import gc
@@ -43,17 +43,17 @@ from tqdm import tqdm
 
 import evaluate
 from accel import precision
-from accel.cli import OneLineParser, user_errors
-from accel.config import Grid
+from accel.cli import OneLineParser, positive, user_errors
 from accel.errors import UsageError
 from accel.families import family_of
 from accel.files import atomic_write
-from accel.flags import check_writable, positive
-from accel.grid import ready
+from accel.jobs.grid import load
+from accel.jobs.parallel import undivided
 from accel.kernels.linear import Tuner
 from accel.network import Batch, BlockNetwork, Network
-from accel.output import to_uint8
-from accel.parallel import undivided
+from accel.opening import open_run
+from accel.options import Options
+from accel.output import check_writable, to_uint8
 from accel.ranks import Ranks, layouts
 from accel.ranks.launched import launched_ranks, numbers
 from accel.ranks.placement import OFF, Layout, Placement
@@ -151,12 +151,13 @@ class Judge:
         steps: int = 250,
         model: str = "DiT-Demo/2",
     ):
-        grid = Grid.of(model, precision="fp32", num_sampling_steps=steps, device=str(device))
-        _, opened, self.reference = ready(grid)
+        options = Options(model=model, precision="fp32", num_sampling_steps=steps)
+        run = open_run(options, device)
+        self.reference = load(run)
         self.name = model
         self.model = self.reference.network.model
         self.seeds = range(seeds)
-        self.labels = [index % opened.config.num_classes for index in range(each)]
+        self.labels = [index % run["num_classes"] for index in range(each)]
         self.want = self.pictures("fp32", {})
 
     def pictures(self, tier: str, switches: dict, model: torch.nn.Module | None = None) -> list:
@@ -165,9 +166,9 @@ class Judge:
         network = harness.build(self.name, model or self.model, tier, device, **switches)
         pipeline = self.reference.with_(network=network, tier=tier)
         latents = [pipeline.latents(self.labels, seed) for seed in self.seeds]
-        precision.apply_precision("fp32", pipeline.device)  # the decoder is not under comparison
-        levels = pipeline.decoder.levels
-        return [to_uint8(pipeline.decode(of_seed), levels).numpy() for of_seed in latents]
+        decoder = self.reference.decoder  # in fp32: it is not under comparison
+        pixels = map(self.reference.decode, latents)
+        return [to_uint8(of_seed, decoder.levels).numpy() for of_seed in pixels]
 
     def judge(self, tier: str, switches: dict, model: torch.nn.Module | None = None) -> dict:
         """Return the worst picture's figures, and whether every picture meets each
@@ -219,7 +220,7 @@ def climb(args: Namespace, device: torch.device, record: dict) -> Iterator[dict]
         yield row
     for rival in args.vs:
         make = partial(Rival, rival, harness.model_of(args, device), torch.float16, device)
-        precision.apply_precision("fp16", device)  # after model_of, which sets fp32's switches
+        harness.use("fp16")
         torch._dynamo.reset()
         yield measure(f"fp16 + {RIVALS[rival]}", make)
     if args.profile:  # last: a profiler may slow the steps after it
@@ -331,7 +332,7 @@ def ceilings(tiers: list[str], device: torch.device) -> dict:
         parts = 3 if tier == "exact" else 1
         dtype = torch.float16 if tier == "exact" else precision.TIERS[tier].dtype
         if device.type == "cuda":
-            precision.apply_precision(tier, device)
+            harness.use(tier)
         a, b = torch.randn(2, side, side, device=device).to(dtype)
         out = torch.empty_like(a)
         ms = milliseconds(lambda: torch.mm(a, b, out=out))
@@ -386,13 +387,10 @@ def time_layouts(args: Namespace, ranks: Ranks, network: BlockNetwork, tier: str
     for name, layout, used in cases(
         runnable(network, side, tier, ranks), args.pictures, ranks.world
     ):
-        # A copy, which shares the weights: the graphs of this layout go when it goes.
-        alike = copy.copy(network)
-        alike._replayed = {}
         placement = Placement(layout, ranks.world)
         batches = [placement.rows(n, Guidance.copies) for n in placement.sizes(args.pictures)]
-        alike.tune(Batch(batches, side, 0, layout.tokens).row_tokens(network.patch_size))
-        shared = ranks.share(alike, layout)  # on every rank: all make the groups
+        network.tune(Batch(batches, side, 0, layout.tokens).row_tokens(network.patch_size))
+        shared = ranks.share(network, layout)  # on every rank: all make the groups
         works = ranks.rank < used
         pictures = slice(None)
         if layout == OFF and works:
@@ -409,7 +407,8 @@ def time_layouts(args: Namespace, ranks: Ranks, network: BlockNetwork, tier: str
             want = alone.setdefault("out", out)
             row["error"] = float((out - want).norm() / want.norm())
         yield row
-        del alike, loop, shared
+        network.graphs.clear()  # of this layout
+        del loop, shared
         gc.collect()
 
 

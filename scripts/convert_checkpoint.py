@@ -4,8 +4,8 @@ Family, prediction, classes and guided channels are written beside the tensors.
 python scripts/convert_checkpoint.py --ckpt DiT-XL-2-512x512.pt --output DiT-XL-2-512.safetensors
 """
 
-if not __package__:
-    __import__("_as_module")
+if __name__ == "__main__":
+    import _start  # noqa: F401
 
 from pathlib import Path
 from typing import Any
@@ -14,34 +14,35 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save
 
-from accel.cli import OneLineParser, user_errors
-from accel.errors import UsageError, shown
+from accel.cli import OneLineParser, positive, user_errors
+from accel.errors import Given, UsageError, shown
 from accel.families import model_names
-from accel.families.recognise import Fit, recognise, recogniser_of
+from accel.families.identify import Hints
+from accel.families.spec import ModelSpec, weights_of
 from accel.files import atomic_write, is_utf8
-from accel.flags import positive
-from accel.opening import fit_of_file
-from accel.weights.checkpoint import open_checkpoint
+from accel.sources.facts import LATENTS, OWN, to_header
+from accel.sources.files import Files
 from accel.weights.digests import digest
-from accel.weights.metadata import OWN, to_header
 from accel.weights.tensor_files import mode_of, require_finite_floats
 
 
-def facts_of(fit: Fit) -> dict[str, Any]:
+def facts_of(spec: ModelSpec) -> dict[str, Any]:
     """Return the facts to write into a file of these weights, by their names in
-    weights/metadata.py.
+    accel/sources/facts.py.
     """
-    recipe = dict(fit.recipe)
+    # Other settings of latents follow from tensors.
+    latents = {name: spec.latents[name] for name in LATENTS if name in spec.latents}
+    recipe = {**spec.says, **latents}
     facts = {
-        **fit.facts,
-        "family": fit.family.name,
-        "prediction": fit.family.prediction,
-        "model": fit.model if fit.model in fit.family.models else None,
-        "num_classes": fit.num_classes,
-        "num_heads": fit.num_heads,
-        "image_size": fit.image_size,
-        "vae": _without_folder(fit.vae),
-        "class_names": list(fit.class_names) or None,
+        **spec.facts,
+        "family": spec.family.name,
+        "prediction": spec.family.prediction,
+        "model": spec.model if spec.model in spec.family.models else None,
+        "num_classes": spec.num_classes,
+        "num_heads": spec.num_heads,
+        "image_size": spec.image_size,
+        "vae": _without_folder(spec.vae),
+        "class_names": list(spec.class_names) or None,
         "guidance_channels": recipe.pop("guidance_channels", None),
         "recipe": recipe or None,
     }
@@ -60,17 +61,21 @@ def convert(
     """Check, write, read back and compare. Raises UsageError."""
     target = Path(output)
     if mode_of(target, "output"):
-        raise UsageError(f"`output={target}`: exists; remove it or choose another name")
+        raise UsageError(
+            "exists", "remove it or choose another name", parameter="output", value=target
+        )
     if target.suffix not in (".pt", ".safetensors"):
-        raise UsageError(f"`output={target}`: must end in .pt or .safetensors")
+        raise UsageError("must end in .pt or .safetensors", parameter="output", value=target)
     if not is_utf8(target):
         raise UsageError(
-            f"`output={target}`: is not UTF-8, and neither torch nor safetensors opens such a "
-            "name; choose another"
+            "is not UTF-8, and neither torch nor safetensors opens such a name",
+            "choose another",
+            parameter="output",
+            value=target,
         )
-    weights = open_checkpoint(ckpt, entry=weights_entry)
-    fit = fit_of_file(weights, model, num_heads=num_heads)
-    state = recogniser_of(fit.family).sampled(weights.state, weights.metadata)
+    weights = Files(Given(ckpt), entry=weights_entry)
+    spec = weights.source(Hints(model=model, num_heads=num_heads)).spec
+    state = weights_of(spec.family).sampled(weights.state)
     dropped = weights.state.keys() - state.keys()
     if dropped:
         print(
@@ -78,15 +83,18 @@ def convert(
             f"{min(dropped)}"
         )
     state = {name: tensor.contiguous() for name, tensor in state.items()}
-    require_finite_floats(state, f"`ckpt={ckpt}`")
-    facts = facts_of(fit)
+    require_finite_floats(state, weights.given.error)
+    facts = facts_of(spec)
     try:
         write(state, facts, target)
     # torch and safetensors have their own for a full disk
     except (OSError, RuntimeError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise UsageError(
-            f"`output={target}`: cannot write there ({reason}); choose another, or free space"
+            f"cannot write there ({reason})",
+            "choose another, or free space",
+            parameter="output",
+            value=target,
         ) from None
     try:
         require_equal(target, state, facts)
@@ -94,9 +102,9 @@ def convert(
         target.unlink(missing_ok=True)
         raise
     total = sum(tensor.numel() for tensor in state.values())
-    print(f"{target}: {fit.model}, {len(state)} tensors, {total:,} values, read back equal")
-    if fit.vae not in (None, "ema", facts.get("vae")):
-        print(f"{target}: does not say which decoder it needs; sample with --vae {fit.vae}")
+    print(f"{target}: {spec.model}, {len(state)} tensors, {total:,} values, read back equal")
+    if spec.vae not in (None, "ema", facts.get("vae")):
+        print(f"{target}: does not say which decoder it needs; sample with --vae {spec.vae}")
 
 
 def write(state: dict[str, torch.Tensor], facts: dict[str, Any], target: Path) -> None:
@@ -111,10 +119,11 @@ def write(state: dict[str, torch.Tensor], facts: dict[str, Any], target: Path) -
 
 def require_equal(target: Path, state: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
     """Read `target` back. Raise UsageError unless it has the same tensors and facts."""
-    weights = open_checkpoint(target)
-    again = recognise(str(target), weights.state, weights.metadata)
-    if digest(weights.state) != digest(state) or facts_of(again) != facts:
-        raise UsageError(f"`output={target}`: reading it back gave other values; report this")
+    weights = Files(Given(str(target)))
+    if digest(weights.state) != digest(state) or facts_of(weights.source().spec) != facts:
+        raise UsageError(
+            "reading it back gave other values", "report this", parameter="output", value=target
+        )
 
 
 def main() -> None:

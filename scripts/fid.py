@@ -1,8 +1,8 @@
 """FID, sFID and Inception Score of pictures, without TensorFlow.
 
-    python -m scripts.fid samples.npz VIRTUAL_imagenet256_labeled.npz  # ADM's statistics
-    python -m scripts.fid fp16.npz fp32.npz                            # two jobs
-    python -m scripts.fid pictures/ classes/                           # folders of pictures
+    python scripts/fid.py samples.npz VIRTUAL_imagenet256_labeled.npz  # ADM's statistics
+    python scripts/fid.py fp16.npz fp32.npz                            # two jobs
+    python scripts/fid.py pictures/ classes/                           # folders of pictures
 
 Network and metrics are torch-fidelity's: Inception as ported from the TensorFlow graph
 that ADM's evaluator runs, FID (Heusel et al. 2017, arXiv:1706.08500), Inception Score
@@ -13,8 +13,8 @@ and of statistics (mu, sigma, mu_s, sigma_s; they go first), float32 without TF3
 known hash, and the reasons why a figure may not be compared.
 """
 
-if not __package__:
-    __import__("_as_module")
+if __name__ == "__main__":
+    import _start  # noqa: F401
 
 import os
 import warnings
@@ -31,15 +31,12 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from accel.cli import OneLineParser, user_errors
-from accel.config import MOST_PIXELS
+from accel.cli import OneLineParser, positive, user_errors
 from accel.errors import UsageError, path_errors, shown
 from accel.files import open_regular, read_json, sha256_of
-from accel.flags import positive
 from accel.opening import choose_device
 from accel.picture_files import SUFFIXES, read_picture
 from accel.precision import convolutions
-from accel.signals import take_failure
 
 URL = "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth"
 SHA256 = "6726825d"  # of the published weights, the first digits, as torch's hub checks them
@@ -92,8 +89,7 @@ class Pictures:
         if "arr_0.npy" not in names:
             return
         _, shape, fortran_order, dtype = _open_array(archive, "arr_0")
-        sides = shape[1:3] if len(shape) == 4 and shape[3] == 3 else (0, 0)
-        if dtype != np.uint8 or min(sides) < 1 or max(sides) > MOST_PIXELS:
+        if dtype != np.uint8 or len(shape) != 4 or shape[3] != 3:
             raise ValueError(f"arr_0 is {dtype} {shape}, not uint8 (N, H, W, 3)")
         if fortran_order:
             raise ValueError(
@@ -177,21 +173,13 @@ class Pictures:
 
 
 def _pictures_below(folder):
-    """Return the pictures below a folder at any depth, sorted, without hidden folders and
-    links that lead back.
-    """
+    """Return the pictures below a folder at any depth, sorted, without hidden folders."""
 
     def fail(error):
         raise error
 
     files = []
-    seen = set()
     for place, folders, names in os.walk(folder, onerror=fail, followlinks=True):
-        real = os.path.realpath(place)
-        if real in seen:
-            folders.clear()
-            continue
-        seen.add(real)
         folders[:] = [name for name in folders if not name.startswith(".")]
         files += [Path(place, name) for name in names if Path(name).suffix.lower() in SUFFIXES]
     return sorted(files)
@@ -199,8 +187,7 @@ def _pictures_below(folder):
 
 def _open_array(archive, name):
     """Return an archive's array, open at its values: file, shape, whether it is in Fortran order,
-    dtype. Raises ValueError, before anything is inflated, if the size in the archive's directory
-    is not that of the shape.
+    dtype. Raises ValueError if its size is not that of the shape.
     """
     info = archive.getinfo(f"{name}.npy")
     member = archive.open(info)
@@ -392,9 +379,6 @@ def main() -> None:
     warnings.filterwarnings("ignore", module="PIL")  # the reader's error is the line
     with user_errors(parser):
         report(args)
-        lost = take_failure()
-        if lost is not None:
-            raise lost
 
 
 def report(args: Namespace) -> None:

@@ -1,54 +1,52 @@
 """A page for the browser: sample pictures, compare two settings on the same noise. Needs
 `pip install -e .[page]`.
 
-    python -m scripts.page                                       # the demo models; or one model, by
-                                                                 sample.py's flags
-    python -m scripts.page --model DiT-XL/2 --image-size 512
+    python scripts/page.py                                      # the demo models
+    python scripts/page.py --model DiT-XL/2 --image-size 512    # one model, by sample.py's flags
 
 It is served to this machine only unless --host is given, to one visitor at a time. Its
 temporary folder is removed when it ends.
 """
 
-if not __package__:
-    __import__("_as_module")
+if __name__ == "__main__":
+    import _start  # noqa: F401
 
 import html
-import io
 import os
 import secrets
 import shlex
 import shutil
-import signal
 import socket
 import tempfile
 import threading
 import time
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
-from contextlib import redirect_stdout
-from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
+import numpy as np
 import torch
 from PIL import Image
 
 import evaluate
 from accel.cli import OneLineParser, add_arguments, user_errors
-from accel.config import Grid
-from accel.errors import UsageError, as_usage_error, path_errors, shown
+from accel.errors import UsageError, as_usage_error, path_errors
 from accel.families import families
-from accel.flags import flag_names
-from accel.grid import batches_of, load, save, warm_up
 from accel.isolation import alone
-from accel.opening import Opened, choose_device, open_model
+from accel.jobs.grid import batches_of, load, save, warm_up
+from accel.opening import choose_device, open_run
+from accel.options import OPTIONS, Options
 from accel.output import to_grid
-from accel.pipeline import Pipeline, free_memory, opened_guidance, process_of
-from accel.precision import TIERS, apply_precision, supports
+from accel.picture_files import read_picture
+from accel.pipeline import Pipeline, free_memory
+from accel.precision import TIERS, supports
 from accel.progress import Stopwatch
-from accel.signals import ENDINGS
+from accel.resolve import Run
+from accel.rules import check
 
 FOLDER = Path(tempfile.gettempdir(), f"dit-page-{secrets.token_hex(8)}")
 if __name__ == "__main__":  # gradio and matplotlib look for their folders when they are imported
@@ -58,12 +56,15 @@ if __name__ == "__main__":  # gradio and matplotlib look for their folders when 
 try:
     import gradio as gr
     from starlette.middleware import Middleware
-
-    from scripts.page_guard import Guard
+    from starlette.middleware.base import BaseHTTPMiddleware
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from starlette.requests import Request
+    from starlette.responses import PlainTextResponse, Response
 except ImportError:  # main says so
     gr = None
 
 LOOPBACK = "127.0.0.1"
+USER = "dit"  # of --host
 MOST = 8  # pictures
 PREVIEWS = 6  # estimates during a run, an evaluation each
 LEFT_OUT = "output", "output_type", "seed_list", "batch_size", "eta"
@@ -74,7 +75,14 @@ NAMES = dict(
     cfg_scale="Guidance",
     sampler="Sampler",
     guidance_interval="Guidance interval",
-    precision="Arithmetic",
+    precision="Precision",
+)
+DRAW_NOISE = "ddpm", "sde"  # in every step: with fewer steps these samplers make other pictures
+MEANING = dict(
+    PASS="by evaluate.py's criteria the second picture can stand for the first.",
+    FAIL="by evaluate.py's criteria these are two pictures, as other samplers and far fewer steps "
+    "make them; two precisions should not.",
+    NONE="a metric could not be computed.",
 )
 CSS = """.pixels :is(.image-frame, img) {
   width: 100%; max-height: 75vh; object-fit: contain !important
@@ -83,52 +91,41 @@ CSS = """.pixels :is(.image-frame, img) {
 
 
 class Model(NamedTuple):
-    """A model of the page: its options as they were asked for, and its files."""
+    """A model of the page: the user's options, and their run."""
 
-    asked: Grid
-    opened: Opened
+    options: Options
+    run: Run
 
-    @property
-    def grid(self) -> Grid:
-        """Return the options with every open one filled."""
-        opened = self.opened
-        return self.asked.filled(opened.config, opened.fit, opened.has_null_label)
-
-    def changed(self, labels: tuple | None, **options: object) -> "Model":
+    def changed(self, **options: object) -> "Model":
         """Return the same files with other options. Raises UsageError."""
-        before = self.asked.config
-        asked = replace(self.asked, labels=labels, config=replace(before, **options))
-        asked.check()
-        opened = self.opened.changed(vae_precision=before.vae_precision, **options)
-        return Model(asked, opened)
+        changed = self.options.changed(**options)
+        check(changed)
+        return Model(changed, self.run.resolved(changed))
 
     def command(self) -> str:
         """Return the command that makes the same picture."""
         words = ["python", "sample.py"]
-        for options in (self.asked.config, self.asked):
-            for item in fields(options):
-                value = getattr(options, item.name)
-                if value == item.default or item.name in ("config", "class_names"):
-                    continue  # the labels are numbers
-                values = value if isinstance(value, tuple) else (value,)
-                words += [flag_names(item)[0], *map(str, values)]
+        for name, value in self.options.items():
+            if name == "class_names":
+                continue  # the labels are numbers
+            values = value if isinstance(value, tuple) else (value,)
+            words += [OPTIONS[name].flag_names()[0], *map(str, values)]
         return shlex.join(words)
 
 
 class Studio:
     """The models of a page, one thread that samples, and the pipeline that was used last."""
 
-    def __init__(self, grid: Grid):
-        config = grid.config
-        names = [config.model]
-        if config.model is None and config.ckpt is None:
+    def __init__(self, options: Options):
+        names = [options.get("model")]
+        if not {"model", "ckpt", "config"} & options.keys():
             names = [name for family in families() for name in family.shipped]
-        device = choose_device(config.device)
+        device = choose_device(options.get("device"))
         self.models = []
         for name in names:
-            asked = replace(grid, config=replace(config, model=name))
-            asked.check()
-            self.models.append(Model(asked, open_model(asked.config, device)))
+            of_model = options.changed(model=name)
+            check(of_model)
+            self.models.append(Model(of_model, open_run(of_model, device)))
         self.loaded = {}  # (model, tier) → pipeline
         self.thread = ThreadPoolExecutor(1)
         self.stop = threading.Event()
@@ -139,40 +136,45 @@ class Studio:
         file, _ = self.picture(wanted, "sample.png", say, PREVIEWS)
         return file, wanted.command()
 
-    def compare(
-        self, model: Model, say: Callable, *values: object
-    ) -> tuple[tuple[str, str], str, str]:
-        """Return the files of two pictures, that of their difference, and evaluate.py's
-        report in Markdown.
+    def compare(self, model: Model, say: Callable, *values: object) -> tuple[list[str], str, str]:
+        """Return the files of two pictures, evaluate.py's verdict on them in Markdown, and the
+        file of their difference.
         """
-        first = model.changed(**choose(*values[:8]))
-        second = model.changed(**choose(*values[:5], *values[8:]))
-        first_file, first_seconds = self.picture(first, "0.png", say)
-        second_file, second_seconds = self.picture(second, "1.png", say)
-        files = first_file, second_file
+        shared = values[:5]
+        files = []
+        lines = []
+        for number, name in enumerate(("First", "Second")):
+            own = values[5 + 3 * number : 8 + 3 * number]
+            wanted = model.changed(**choose(*shared, *own))
+            file, seconds = self.picture(wanted, f"{number}.png", say, of=f"{name} of two. ")
+            files.append(file)
+            lines.append(f"**{name}**: {own[0]}, {own[1]} steps, {own[2]}; took {seconds:.2f} s")
+        first, second = [read_picture(Path(file)).pixels for file in files]
         vgg = Path(torch.hub.get_dir(), "checkpoints", Path(evaluate.VGG16_URL).name)
-        metrics = ["--vgg-weights", vgg] if vgg.exists() else ["--metrics", "mae", "psnr", "ssim"]
-        heatmap = str(FOLDER / "difference.png")
-        with redirect_stdout(io.StringIO()) as printed:
-            evaluate.main([str(word) for word in (*files, *metrics, "--heatmap", heatmap)])
-        text = printed.getvalue().strip().replace(second_file, "second")
-        report, _, verdict = text.rpartition("\n")
-        took = f"Sampling took {first_seconds:.2f} s and {second_seconds:.2f} s."
-        return files, heatmap, f"### {verdict}\n{took}\n```\n{report}\n```"
+        lpips = evaluate.Lpips(vgg) if vgg.exists() else None
+        record = evaluate.judge_pixels(first, second, evaluate.GATES["contest"], lpips)
+        lines.append(f"**{record['verdict']}**: {MEANING[record['verdict']]}")
+        lines.append(evaluate.summary(record["values"]).replace("   ", " · "))
+        difference = np.abs(first.astype(np.int16) - second).max(2)  # (H, W) in levels
+        lines.append(f"The largest difference is {difference.max()} of 255, white in the map:")
+        map_file = str(FOLDER / "difference.png")
+        scaled = 255 * difference // max(difference.max(), 1)
+        Image.fromarray(scaled.astype(np.uint8)).save(map_file)
+        return files, "\n\n".join(lines), map_file
 
     @alone()
     def picture(
-        self, model: Model, name: str, say: Callable, previews: int = 0
+        self, model: Model, name: str, say: Callable, previews: int = 0, of: str = ""
     ) -> tuple[str, float]:
-        """Write the picture of a model; return its file and the seconds of sampling."""
-        grid = model.grid
-        config = grid.config
-        say(f"Loading {config.model} in {config.tier} …", 0)
-        pipeline = self.pipeline_of(grid, model.opened)
-        apply_precision(pipeline.tier, pipeline.device)
-        batches = batches_of(grid)
+        """Write the picture of a model; return its file and the seconds of sampling. of: the
+        beginning of the bar's text.
+        """
+        run = model.run
+        say(f"{of}Loading {run['model']} in {run.tier} …", 0)
+        pipeline = self.pipeline_of(run)
+        batches = batches_of(run)
         watch = Stopwatch(pipeline.device)
-        warm_up(grid, pipeline, batches, watch)
+        warm_up(run, pipeline, batches, watch)
         total = pipeline.process.steps
         start = time.perf_counter()
         due = [total * number // (previews + 1) for number in range(previews, 0, -1)]
@@ -184,25 +186,25 @@ class Studio:
             preview = []
             if due and due[-1] <= done < total:  # <=: of few steps some have several
                 due.pop()
-                pixels = pipeline.decode(pipeline.estimate(x, done, grid.labels))
+                pixels = pipeline.decode(pipeline.estimate(x, done, run["labels"]))
                 preview = [Image.fromarray(to_grid(pixels).numpy())]
             left = (time.perf_counter() - start) * (total - done) / done
-            say(f"Step {done} of {total} · {left:.0f} s left", done / total, *preview)
+            say(f"{of}Step {done} of {total} · {left:.0f} s left", done / total, *preview)
 
         with watch.phase("sample"):
-            latents = pipeline.latents(grid.labels, config.seed, batches, on_step)
+            latents = pipeline.latents(run["labels"], run["seed"], batches, on_step)
         path = str(FOLDER / name)
-        save(grid, path, latents, watch, pipeline.decoder)
+        save(run, path, latents, watch, pipeline.decoder)
         return path, watch.seconds["sample"]
 
-    def pipeline_of(self, grid: Grid, opened: Opened) -> Pipeline:
-        """Return the pipeline of a grid. Its network is loaded unless it was used last."""
-        key = opened.config.model, opened.config.tier
+    def pipeline_of(self, run: Run) -> Pipeline:
+        """Return the pipeline of a run. Its network is loaded unless it was used last."""
+        key = run["model"], run.tier
         if key not in self.loaded:
             self.loaded.clear()
-            free_memory(opened.device)
-            self.loaded[key] = load(grid, opened)
-        return self.loaded[key].with_(process=process_of(opened), guidance=opened_guidance(opened))
+            free_memory(run.device)
+            self.loaded[key] = load(run, any_scale=True)
+        return self.loaded[key].with_(process=run.process, guidance=run.guidance)
 
     def serve(self, work: Callable, outputs: list, *values: object) -> Iterator[dict]:
         """Run work(say, *values) in the thread. Yield values of `outputs`: its status
@@ -226,6 +228,8 @@ class Studio:
             while not wait([job], 0.1).done:
                 yield {status: news[status], picture: news.pop(picture, gr.skip())}
             yield dict(zip(outputs, ("Done.", *job.result())))
+        except CancelledError:  # the page ends
+            return
         except Exception as error:
             mistake = as_usage_error(error)
             if mistake is None:
@@ -238,51 +242,70 @@ class Studio:
 
 
 def choose(labels, seed, scale, low, high, sampler, steps, tier) -> dict:
-    """Return labels, None for the default, and options of a Config from the fields of the
-    page; a field that is empty leaves its option as it is. Raises UsageError for too many
-    pictures.
+    """Return options from the fields of the page; a field that is empty leaves its option as it is.
+    Raises UsageError for too many pictures and for a seed or steps that are not whole.
     """
-    # The browser sends lists of strings, and numbers; other clients may send anything.
-    if isinstance(labels, Collection) and len(labels) > MOST:
+    if len(labels) > MOST:
         raise UsageError(
-            f"`labels`: {len(labels)} pictures are too many for this page; choose up to {MOST}"
+            f"{len(labels)} pictures are too many for this page",
+            f"choose up to {MOST}",
+            parameter="labels",
         )
-    options = dict(
-        seed=whole(seed) or 0,
+    return dict(
+        labels=labels or None,
+        seed=whole("seed", seed or 0),
         cfg_scale=scale,
         guidance_interval=(low, high),
         sampler=sampler,
-        num_sampling_steps=whole(steps),
+        num_sampling_steps=whole("num_sampling_steps", steps),
         precision=tier,
     )
-    filled_in = {name: value for name, value in options.items() if value is not None}
-    return {"labels": labels or None, **filled_in}
 
 
-def whole(value: object) -> object:
-    """Return a whole number as an int, as a browser means it (1e25); other values unchanged."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+def whole(name: str, value: float | None) -> int | None:
+    """Return the whole number of a field, None if it is empty. A browser sends 1.5 too."""
+    if value is None:
+        return None
+    if value != int(value):
+        raise UsageError("must be a whole number", parameter=name, value=value)
+    return int(value)
 
 
-def choices(opened: Opened) -> tuple[list[str], list[str]]:
+def choices(run: Run) -> tuple[list[str], list[str]]:
     """Return the samplers of the model's family, its default first, and the tiers of this
     device.
     """
-    tiers = [tier for tier in TIERS if supports(tier, opened.device)]
-    return [*opened.fit.family.samplers], tiers
+    tiers = [tier for tier in TIERS if supports(tier, run.device)]
+    return [*run.spec.family.samplers], tiers
+
+
+def compared(model: Model) -> tuple[tuple, tuple]:
+    """Return sampler, steps and tier of the two sides of a comparison that nobody has touched:
+    two tiers, or where there is one a number of steps and its half.
+    """
+    run = model.run
+    samplers, tiers = choices(run)
+    sampler = run["sampler"]
+    steps = run["num_sampling_steps"]
+    other = next((tier for tier in tiers if tier != run.tier), None)
+    if other:
+        return (sampler, steps, run.tier), (sampler, steps, other)
+    sampler = next(name for name in (sampler, *samplers) if name not in DRAW_NOISE)
+    return (sampler, steps, run.tier), (sampler, max(1, steps // 2), run.tier)
 
 
 def model_tab(studio: Studio, model: Model) -> None:
     """Lay out the fields, buttons and outputs of a model."""
-    grid = model.grid
-    config = grid.config
-    samplers, tiers = choices(model.opened)
+    run = model.run
+    samplers, tiers = choices(run)
 
-    def chooser(sampler, tier):
+    def chooser(sampler, steps, tier):
         with gr.Row():
-            name = gr.Dropdown(samplers, value=sampler, label="Sampler", min_width=200)
-            steps = gr.Number(config.num_sampling_steps, label="Steps", precision=0, min_width=80)
-            return [name, steps, gr.Dropdown(tiers, value=tier, label="Arithmetic", min_width=100)]
+            return [
+                gr.Dropdown(samplers, value=sampler, label="Sampler", min_width=200),
+                gr.Number(steps, label="Steps", precision=0, min_width=80),
+                gr.Dropdown(tiers, value=tier, label="Precision", min_width=100),
+            ]
 
     def runner(name, work, inputs, *outputs):
         with gr.Row():
@@ -301,17 +324,17 @@ def model_tab(studio: Studio, model: Model) -> None:
             show_progress_on=status,
             concurrency_id="one",
             concurrency_limit=1,
-            preprocess=False,  # its errors are tracebacks; Config checks all values
+            preprocess=False,  # its errors are tracebacks; Options checks the values
         )
         # Not by a function of the button: the run's last message may reach the browser
         # after its result.
         begun.failure(lambda: "Stopped.", None, status, queue=False)
         stop.click(None, cancels=begun)
 
-    names = grid.class_names or [f"class {number}" for number in range(config.num_classes)]
+    names = run["class_names"] or [f"class {number}" for number in range(run["num_classes"])]
     classes = [(f"{name} · {number}", str(number)) for number, name in enumerate(names)]
-    low, high = config.guidance_interval
-    guidance = f"Autoguidance by {Path(config.guide).name}" if config.guide else "Guidance"
+    low, high = run["guidance_interval"]
+    guidance = f"Autoguidance by {Path(run['guide']).name}" if run["guide"] else "Guidance"
     look = dict(format="png", interactive=False, elem_classes="pixels", render=False)
     with gr.Row():
         with gr.Column(scale=2, min_width=340):
@@ -320,63 +343,59 @@ def model_tab(studio: Studio, model: Model) -> None:
                     classes,
                     label="Classes",
                     info=f"Up to {MOST}; type to search, by name or number.",
-                    value=[str(label) for label in grid.labels[:2]],
+                    value=[str(label) for label in run["labels"][:2]],
                     multiselect=True,
                     max_choices=MOST,
                 ),
-                gr.Number(config.seed, label="Seed", precision=0),
+                gr.Number(run["seed"], label="Seed", precision=0),
                 gr.Slider(
                     1,
-                    max(10, config.cfg_scale),
-                    config.cfg_scale,
+                    max(10, run["cfg_scale"]),
+                    run["cfg_scale"],
                     label=f"{guidance}; 1 is none",
                     step=0.01,
                 ),
                 gr.Slider(0, 1, low, label="Guidance from noise level", step=0.05),
                 gr.Slider(0, 1, high, label="to noise level; 1 is noise", step=0.05),
-                *chooser(config.sampler, config.tier),
             ]
         with gr.Column(scale=5):
             with gr.Tab("Sample"):
+                own = chooser(run["sampler"], run["num_sampling_steps"], run.tier)
                 picture = gr.Image(label="Picture", buttons=["download", "fullscreen"], **look)
                 line = gr.Textbox(
                     label="The same picture by a command, to the bit",
                     buttons=["copy"],
                     render=False,
                 )
-                runner("Sample", studio.sample, shared, picture, line)
+                runner("Sample", studio.sample, shared + own, picture, line)
             with gr.Tab("Compare"):
-                gr.Markdown("The settings on the left, and on the same noise:")
-                other = chooser(config.sampler if len(tiers) > 1 else samplers[1], tiers[0])
+                first, second = compared(model)
+                gr.Markdown("The first, on the left of the slider:")
+                fields_of_first = chooser(*first)
+                gr.Markdown("The second, on the right, from the same noise:")
+                both_fields = fields_of_first + chooser(*second)
                 look["buttons"] = ["fullscreen"]
-                both = gr.ImageSlider(label="First on the left, second on the right", **look)
-                difference = gr.Image(label="Difference", **look)
+                both = gr.ImageSlider(label="First and second", **look)
                 report = gr.Markdown(render=False)
-                runner("Compare", studio.compare, shared + other, both, difference, report)
+                difference = gr.Image(label="Difference", **look)
+                runner("Compare", studio.compare, shared + both_fields, both, report, difference)
 
 
-def require_address(host: str) -> None:
-    """Raise UsageError unless `host` is an address or a name of this machine."""
-    try:
-        with (
-            path_errors("host", shown(host), "give an address of this machine, or 0.0.0.0"),
-            socket.socket() as probe,
-        ):
-            probe.bind((host or " ", 0))  # "" would be every address
-    except UnicodeError:
-        raise UsageError(f"`host={shown(host)}`: is not the name of a machine") from None
-
-
-def address_of(host: str | None, port: int, token: str) -> str:
-    """Return the page's address for a browser, on this machine unless `host` is given."""
-    name = socket.gethostname() if host == "0.0.0.0" else host or LOOPBACK
-    return f"http://{name}:{port}/" + (f"?token={token}" if token else "")
+async def refuse_other_sites(request: "Request", call_next: Callable) -> "Response":
+    """Answer 403 to a request that another site's page sends, by the browser of a visitor."""
+    origin = request.headers.get("origin")
+    same_host = origin and urlsplit(origin).netloc == request.headers.get("host")
+    # A browser says so itself, also where a proxy has changed the host.
+    same_origin = request.headers.get("sec-fetch-site") == "same-origin"
+    if origin and not (same_host or same_origin):
+        return PlainTextResponse(f"{origin} is another site, and may not use this page\n", 403)
+    return await call_next(request)
 
 
 def port_of(text: str) -> int:
     """Return the number of a port, for argparse."""
-    if not text.isdecimal() or not 1 <= int(text[:9]) <= 65535:
-        raise ArgumentTypeError(f"{shown(text)}: must be from 1 to 65535")
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise ArgumentTypeError(f"{text}: must be from 1 to 65535")
     return int(text)
 
 
@@ -391,56 +410,66 @@ def main() -> None:
     parser.add_argument(
         "--host",
         metavar="ADDRESS",
-        help="serve an address of this machine, or 0.0.0.0 for all, to whoever has the token "
+        help="serve an address of this machine, or 0.0.0.0 for all, to whoever has the password "
         "that is then printed; default: this machine's own browser alone",
     )
     options = vars(parser.parse_args())
     port = options.pop("port")
     host = options.pop("host")
     with user_errors(parser):
-        if host is not None:
-            require_address(host)
-        studio = Studio(Grid.of(**options))
+        if host:
+            remedy = "give an address of this machine, or 0.0.0.0"
+            with path_errors("host", host, remedy), socket.socket() as probe:
+                probe.bind((host, 0))
+        studio = Studio(Options(**options))
         if gr is None:
             raise UsageError("gradio is missing; install it with pip install -e .[page]")
-        # one during an import would leave the folder
-        signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
         FOLDER.mkdir(mode=0o700)
         try:
-            with gr.Blocks(
-                title="DiT, sampled faster", analytics_enabled=False, delete_cache=(600, 3600)
-            ) as page:
-                gr.Markdown("# DiT, sampled faster")
-                for model in studio.models:
-                    with gr.Tab(model.opened.config.model):
-                        model_tab(studio, model)
-            theme = gr.themes.Default(
-                font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]
-            )
-            token = secrets.token_urlsafe(16) if host else ""
-            with path_errors("port", port, "choose another"):
-                page.queue(max_size=16, api_open=False).launch(
-                    prevent_thread_lock=True,
-                    share=False,
-                    run_history=False,
-                    footer_links=[],
-                    quiet=True,
-                    max_file_size=1,
-                    server_name=host or LOOPBACK,
-                    server_port=port,
-                    theme=theme,
-                    css=CSS,
-                    app_kwargs=dict(middleware=[Middleware(Guard, page=page, token=token)]),
-                )
-            address = address_of(host, page.server_port, token)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
-            print(f"{address} (Ctrl-C ends it)", flush=True)
-            page.block_thread()
+            serve_page(studio, host, port)
         finally:
             studio.stop.set()
             studio.thread.shutdown()
             gr.close_all(verbose=False)
             shutil.rmtree(FOLDER, ignore_errors=True)
+
+
+def serve_page(studio: Studio, host: str | None, port: int | None) -> None:
+    """Serve the page until a signal ends it. host: with a password; None: to this machine."""
+    with gr.Blocks(
+        title="DiT, sampled faster", analytics_enabled=False, delete_cache=(600, 3600)
+    ) as page:
+        gr.Markdown("# DiT, sampled faster")
+        for model in studio.models:
+            with gr.Tab(model.run["model"]):
+                model_tab(studio, model)
+    theme = gr.themes.Default(
+        font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]
+    )
+    guards = [Middleware(BaseHTTPMiddleware, dispatch=refuse_other_sites)]
+    password = secrets.token_urlsafe(16)
+    if not host:  # a name that leads here by a stranger's DNS is not this page's
+        guards.append(Middleware(TrustedHostMiddleware, allowed_hosts=[LOOPBACK, "localhost"]))
+    with path_errors("port", port, "choose another"):
+        page.queue(max_size=16, api_open=False).launch(
+            prevent_thread_lock=True,
+            share=False,
+            run_history=False,
+            footer_links=[],
+            quiet=True,
+            max_file_size=1,
+            server_name=host or LOOPBACK,
+            server_port=port,
+            auth=(USER, password) if host else None,
+            theme=theme,
+            css=CSS,
+            app_kwargs=dict(middleware=guards),
+        )
+    name = socket.gethostname() if host == "0.0.0.0" else host or LOOPBACK
+    login = f" with user {USER}, password {password}" if host else " on this machine"
+    address = f"http://{name}:{page.server_port}/"
+    print(f"Open {address} in a browser{login}. Ctrl-C ends the page.", flush=True)
+    page.block_thread()
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ scripts/report_data.py computes the data, scripts/strategies.py the designs for 
 scripts/report/ has the texts of each language, each a Markdown file as it reads.
 """
 
-if not __package__:
-    __import__("_as_module")
+if __name__ == "__main__":
+    import _start  # noqa: F401
 
 import base64
 import importlib.metadata
@@ -36,7 +36,7 @@ import evaluate
 from accel.cli import OneLineParser, user_errors
 from accel.errors import UsageError
 from accel.files import ROOT, atomic_write
-from accel.flags import check_writable
+from accel.output import check_writable
 from accel.picture_files import read_picture
 from scripts import report_plots
 from scripts.report_data import collect, plain, read_log, require_own

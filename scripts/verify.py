@@ -14,15 +14,14 @@ Exit status: 0 a tier passes · 1 none does · 2 bad input · 3 a metric could n
 computed (LPIPS without its weights)
 """
 
-if not __package__:
-    __import__("_as_module")
+if __name__ == "__main__":
+    import _start  # noqa: F401
 
 import math
 import statistics
 import sys
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -33,39 +32,39 @@ from tqdm import tqdm
 
 import evaluate
 from accel import precision
-from accel.cli import OneLineParser, add_arguments, job_from, user_errors
-from accel.config import Grid
+from accel.cli import OneLineParser, add_arguments, options_from, positive, user_errors
 from accel.errors import UsageError
 from accel.files import atomic_write
-from accel.flags import check_writable, positive
-from accel.grid import batches_of, load
-from accel.opening import Opened, choose_device, open_model
-from accel.output import to_grid
+from accel.jobs.grid import batches_of, load
+from accel.opening import choose_device, open_run
+from accel.options import Options
+from accel.output import check_writable, to_grid
 from accel.pipeline import free_memory, hardware
 from accel.progress import Stopwatch, step_bar
+from accel.resolve import Run
 from bench import harness
 
 AGAIN = "fp32 again"  # a device without other tiers is compared with itself
 
 
 def sample(
-    grid: Grid, opened: Opened, seeds: range, tier: str, out: Path
+    run: Run, seeds: range, tier: str, out: Path
 ) -> tuple[dict[int, np.ndarray], dict[str, float]]:
     """Write a grid for each seed. Return them by seed, each (H, W, 3) uint8, and the median, least
     and most seconds of one, timed after a warm-up.
     """
-    device = opened.device
+    device = run.device
     free_memory(device)  # captured graphs keep an earlier network's memory until then
-    pipeline = load(grid, opened)
-    batches = batches_of(grid)
-    pipeline.warm_up(grid.labels, batches)
+    pipeline = load(run)
+    batches = batches_of(run)
+    pipeline.warm_up(run["labels"], batches)
     steps = pipeline.process.steps * len(batches)
     watch = Stopwatch(device)
     grids = {}
     for seed in seeds:
         bar = step_bar(steps, device, desc=f"{tier}, seed {seed}", leave=False)
         with watch.phase(str(seed)), bar as on_step:
-            latents = pipeline.latents(grid.labels, seed, batches, on_step)
+            latents = pipeline.latents(run["labels"], seed, batches, on_step)
         grids[seed] = to_grid(pipeline.decode(latents)).numpy()
         with atomic_write(out / f"seed{seed}-{harness.safe(tier)}.png") as file:
             Image.fromarray(grids[seed]).save(file, "PNG")
@@ -177,28 +176,26 @@ def draw_heatmaps(out: Path, record: dict, want: dict, got: dict, gate: str) -> 
         evaluate.heatmap(path, a, b, row, names, row["verdict"][gate])
 
 
-def verify(args: Namespace, grid: Grid, opened: Opened, tiers: list[str], out: Path) -> dict:
-    """Sample, judge and recommend. Return the record, which is in verify.json too. grid,
-    opened: in fp32.
+def verify(args: Namespace, options: Options, run: Run, tiers: list[str], out: Path) -> dict:
+    """Sample, judge and recommend. Return the record, which is in verify.json too. run: of the
+    options, in fp32.
     """
     lpips = evaluate.Lpips(args.vgg_weights)
-    machine = [count(args.seeds, "seed"), hardware(opened.device), f"torch {torch.__version__}"]
-    print(grid.describe(machine))
+    machine = [count(args.seeds, "seed"), hardware(run.device), f"torch {torch.__version__}"]
+    print(run.describe(machine))
     if tiers == [AGAIN]:
-        print(f"{opened.device} runs fp32 only: it is compared with a second run of itself.")
+        print(f"{run.device} runs fp32 only: it is compared with a second run of itself.")
     # First all the sampling: its times are the GPU's alone, and the pictures are on disk
     # before they are judged.
-    want, reference = sample(grid, opened, range(args.seeds), "fp32", out)
+    want, reference = sample(run, range(args.seeds), "fp32", out)
     print(f"  {'fp32':22}{reference['median']:9.2f} s   the reference", flush=True)
     records = []
     grids = {}
     for tier in tiers:
         try:
             # The decoder's arithmetic follows the tier, unless the user has chosen it.
-            in_tier = opened.changed(
-                precision=tier.partition(" ")[0], vae_precision=args.vae_precision
-            )
-            grids[tier], seconds = sample(grid, in_tier, range(args.seeds), tier, out)
+            in_tier = run.resolved(options.changed(precision=tier.partition(" ")[0]))
+            grids[tier], seconds = sample(in_tier, range(args.seeds), tier, out)
         except UsageError as error:  # such as weights that overflow float16
             records.append(dict(tier=tier, refused=error.by_flags()))
             continue
@@ -212,21 +209,20 @@ def verify(args: Namespace, grid: Grid, opened: Opened, tiers: list[str], out: P
         print(line(record), flush=True)
     best = recommend(records, args.gate)
     vgg = lpips.source
-    config = grid.config
     record = dict(
         kind="verify",
-        **harness.provenance(opened.device, args.commit),
+        **harness.provenance(run.device, args.commit),
         seeds=args.seeds,
         gate=args.gate,
-        model=config.model,
-        image_size=config.image_size,
-        num_sampling_steps=config.num_sampling_steps,
-        sampler=config.sampler,
-        cfg_scale=config.cfg_scale,
-        guide=config.guide and Path(config.guide).name,
-        pictures=len(grid.labels),
+        model=run["model"],
+        image_size=run["image_size"],
+        num_sampling_steps=run["num_sampling_steps"],
+        sampler=run["sampler"],
+        cfg_scale=run["cfg_scale"],
+        guide=run["guide"] and Path(run["guide"]).name,
+        pictures=run.count,
         tiers=records,
-        weights=Path(opened.weights.name).name,
+        weights=Path(run.source.name).name,
         reference=dict(tier="fp32", seconds=reference),
         vgg_weights=vgg and dict(sha256=vgg["sha256"][:8], published=vgg["published"]),
         recommended=best and best["tier"],
@@ -307,11 +303,10 @@ def main() -> None:
         out = Path(args.folder)
         tiers = choose_tiers(args.tiers, device)
         args.seeds = args.seeds or (3 if device.type == "cuda" else 1)
-        grid = job_from(args)
+        options = options_from(args)
         check_writable(out / "verify.json")
-        opened = open_model(replace(grid.config, precision="fp32"), device)
-        grid = grid.filled(opened.config, opened.fit, opened.has_null_label)
-        sys.exit(conclude(verify(args, grid, opened, tiers, out)))
+        run = open_run(options.changed(precision="fp32"), device)
+        sys.exit(conclude(verify(args, options, run, tiers, out)))
 
 
 if __name__ == "__main__":

@@ -134,11 +134,13 @@ class Command:
 
 
 def files(folder):
-    """Every file below a folder with its bytes: pictures, .npz, records."""
+    """Every file below a folder with its bytes: pictures, .npz, records. The lock names the last
+    process.
+    """
     return {
         str(file.relative_to(folder)): file.read_bytes()
         for file in sorted(Path(folder).rglob("*"))
-        if file.is_file()
+        if file.is_file() and file.name != "lock"
     }
 
 

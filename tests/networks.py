@@ -1,7 +1,6 @@
 """Small networks with random weights, and inputs to evaluate them on."""
 
 import json
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,23 +11,29 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accel import fast
-from accel.diffusion import create_diffusion
+from accel.errors import Given
 from accel.families import constructor_of, dit, family_of, jit, large_dit, lightning_dit, rae, sit
 from accel.families.dit.network import DiT, DiT_models
+from accel.families.identify import Hints
 from accel.families.jit.network import JiT
 from accel.families.large_dit.network import DiT_Llama
 from accel.families.lightning_dit.network import LightningDiT
 from accel.families.rae.network import DiTwDDTHead
-from accel.families.recognise import Fit, recognise
 from accel.families.sit.network import SiT
+from accel.families.spec import ModelSpec
 from accel.fast.ops import Half
+from accel.jobs.grid import batches_of, load
 from accel.latents import LatentSpace
-from accel.opening import Opened
-from accel.pipeline import ALONE
+from accel.opening import open_run
+from accel.options import Options
+from accel.resolve import choose, resolve
+from accel.rules import check
 from accel.sampling import denoise, upstream_noise
 from accel.sampling.guidance import Guidance, Unguided
-from accel.weights.checkpoint import Checkpoint
+from accel.sources import Source, spec_of
+from accel.sources.files import Files
 from accel.weights.tensor_files import WEIGHTS
+from diffusion import create_diffusion
 
 # heads of 72 as in XL; 64 px
 SMALL = dict(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=8)
@@ -62,41 +67,54 @@ def with_norms(model, seed=0):
     return model
 
 
-def opened_for(job, weights=None, **changes):
-    """Return the opened files of a job, as on a CPU with weights of its model."""
-    config = replace(job.config, precision=job.config.tier or "fp32", tf32=None)
-    defaults = config.defaults
-    fit = Fit(
-        family_of(config.named_model),
-        config.named_model,
-        constructor_of(config.named_model),
-        6,
-        4,
-        int(config.named_model.rpartition("/")[2]),
-        config.num_classes or defaults.num_classes,
+def run_of(model="DiT-XL/2", tensors=None, **options):
+    """Return the run of options with weights of this model, which are not there, by default on a
+    CPU.
+    """
+    family = family_of(model)
+    classes = options.get("num_classes", family.models[model].num_classes)
+    spec = ModelSpec(
+        family,
+        model,
+        constructor_of(model),
+        arguments={},
+        num_heads=6,
+        in_channels=4,
+        patch_size=int(model.rpartition("/")[2]),
+        num_classes=classes,
     )
-    config = replace(config, vae=config.vae or defaults.vae, vae_precision="fp32")
-    space = LatentSpace()
-    config = config.filled(fit).sized(fit, space)
-    return Opened(config, weights, fit, space, torch.device("cpu"), job.config.tier is not None)
+    source = Source(Given(model), spec, tensors)
+    given = Options(model=model, **options)
+    device = torch.device(given.get("device", "cpu"))
+    return resolve(choose(given, source), device, LatentSpace())
 
 
-def filled(job, weights=None):
-    """Return a job with every option filled, as on a CPU with weights of its model."""
-    opened = opened_for(job, weights)
-    return job.filled(opened.config, opened.fit)
+def ready(**options):
+    """Return the run of a grid's options, and its pipeline in this process."""
+    given = Options(**options)
+    check(given)
+    run = open_run(given)
+    return run, load(run, any_scale=True)
 
 
-def latents_of(grid, pipeline, on_step=None):
+def latents_of(run, pipeline, on_step=None):
     """Return the latents of a grid, sampled by one process."""
-    batches = ALONE.batches(len(grid.labels), grid.batch_size)
-    return pipeline.latents(grid.labels, grid.config.seed, batches, on_step)
+    return pipeline.latents(run["labels"], run["seed"], batches_of(run), on_step)
+
+
+def weights_at(path, mapped=True, entry=None):
+    """Return the weights in a file or a folder."""
+    return Files(Given(str(path)), mapped, entry)
 
 
 def identify(path, *given):
-    """Return the fit of a checkpoint. given: a model's name, and a number of classes."""
-    weights = Checkpoint(path)
-    return recognise(weights.name, weights.state, weights.metadata, *given)
+    """Return the spec of a file's weights. given: a model's name, and a number of classes."""
+    return weights_at(path).source(Hints(*given)).spec
+
+
+def recognise(name, state, facts, *given):
+    """Return the spec of weights with a file's entries and facts. given: as for `identify`."""
+    return spec_of(Given(name), state, facts, Hints(*given))
 
 
 def to_diffusers(state):

@@ -86,8 +86,6 @@ def program(words: list[str]) -> tuple[str, list[str]]:
     words = words[1:]
     while words[0].startswith("--"):  # torchrun's
         words = words[1:]
-    if words[0] == "-m":
-        return words[1].replace(".", "/") + ".py", words[2:]
     return words[0], words[1:]
 
 

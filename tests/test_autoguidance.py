@@ -11,24 +11,22 @@ import torch
 from conftest import fill
 from forks import kill
 from jobs import files, run, start_ranks, wait_for_pictures
-from networks import large_inside, network_of, small
+from networks import large_inside, network_of, ready, small
 from safetensors.torch import load_file
 
 from accel import Sampler
-from accel.config import Grid
-from accel.diffusion import create_diffusion
 from accel.errors import USAGE, UsageError
 from accel.families.dit.network import DiT, DiT_models
 from accel.families.sit.network import SiT
 from accel.fast.conditioning import ConditioningTable
-from accel.grid import ready
 from accel.network import Plain
-from accel.sampling import count_copies, denoise, upstream_noise
+from accel.sampling import count_by_rows, denoise, upstream_noise
 from accel.sampling.ancestral import Ancestral
-from accel.sampling.autoguidance import Autoguidance, WithGuide
+from accel.sampling.autoguidance import WithGuide
 from accel.sampling.flow import Euler, Heun, Sde
-from accel.sampling.guidance import Unguided, guidance_of
-from accel.weights.metadata import OWN
+from accel.sampling.guidance import Autoguidance, Unguided, guidance_of
+from accel.sources.facts import OWN
+from diffusion import create_diffusion
 
 SCALE = 1.7
 CHANNELS = 3
@@ -135,7 +133,7 @@ def test_no_row_is_evaluated_twice_or_for_nothing(process, counts):
         )
     sampled(WithGuide(Plain(f), Plain(g)), process)
     assert seen == tuple([len(Z)] * count for count in counts)
-    assert count_copies(process, Autoguidance(SCALE, CHANNELS, INTERVAL)) == {1: counts[0]}
+    assert count_by_rows(process, Autoguidance(SCALE, CHANNELS, INTERVAL)) == {1: counts[0]}
 
 
 @pytest.mark.parametrize("scale", (1.0, 0.5))
@@ -151,7 +149,7 @@ def test_at_a_scale_of_one_the_network_alone_is_evaluated(scale):
 class NotEvaluated(Plain):
     """A guide that must not be evaluated."""
 
-    def tokens(self, x, t, y):
+    def forward_tokens(self, x, t, y, run=None):
         raise AssertionError("evaluated")
 
 
@@ -166,17 +164,14 @@ def test_accelerated_networks(tier, tolerance):
     close(sampled(pair, Ancestral(9)), want, tolerance)
 
 
-def test_graphs_are_dropped_with_either_networks_table():
+def test_a_captured_step_serves_as_long_as_both_tables_stay():
     f, g = networks_of()
     pair = WithGuide(network_of(f, "fp16"), network_of(g, "fp16"))
-    pair.schedule([999, 500], [1, 2])
     for network in (pair.network, pair.guide):
-        pair._replayed["a step"] = "its graph"
-        pair.schedule([999, 500], [1, 3])
-        assert "a step" in network._replayed  # the tables stay
+        step = pair.replayed(pair.prepare([999, 500], [1, 2]), None)
+        assert pair.replayed(pair.prepare([999, 500], [1, 3]), None) is step
         network.table = ConditioningTable(network.conditioning, table_bytes=1)
-        pair.schedule([999, 500], [1, 3])
-        assert not pair._replayed and not pair.network._replayed and not pair.guide._replayed
+        assert pair.replayed(pair.prepare([999, 500], [1, 3]), None) is not step
 
 
 @pytest.mark.gpu
@@ -279,37 +274,29 @@ def test_the_command_and_python_make_it(demo, weights, guides, here, tmp_path):
 
 
 def test_weights_without_a_null_class(guides, weights):
+    how = dict(num_classes=8, output_type="latent", device="cpu", num_sampling_steps=2)
     for f, g in (("no-null", "guide"), ("no-null", "no-null")):
-        grid = Grid.of(
-            ckpt=str(guides[f]), guide=str(guides[g]), num_classes=8, output_type="latent",
-            device="cpu", cfg_scale=2.0, num_sampling_steps=2, image_size=128,
-        )  # fmt: skip
-        pipeline = ready(grid).pipeline
+        _, pipeline = ready(ckpt=guides[f], guide=guides[g], cfg_scale=2, image_size=128, **how)
         assert pipeline.guidance == Autoguidance(2.0) and pipeline.latents([1], 0).std() > 0.1
-    for f, g in ((weights, "no-null"), ("no-null", "guide")):
+    for f, g in ((weights, "no-null"), (guides["no-null"], "guide")):
         with pytest.raises(UsageError, match="labels=null: these weights or their guide were"):
-            ready(
-                Grid.of(
-                    ckpt=str(guides.get(f, f)), guide=str(guides[g]), num_classes=8,
-                    labels=("null",), device="cpu", output_type="latent",
-                )
-            )  # fmt: skip
+            ready(ckpt=f, guide=guides[g], labels=("null",), **how)
 
 
 def test_a_guide_that_overflows_takes_both_to_bfloat16(guides, weights, monkeypatch, capsys):
     monkeypatch.setattr("accel.precision.default_tier", lambda device: "fp16")
     monkeypatch.setattr("accel.precision.supports", lambda tier, device: True)
-    how = dict(ckpt=str(weights), device="cpu", output_type="latent", num_sampling_steps=2)
-    pipeline = ready(Grid.of("DiT-Demo/2", guide=str(guides["large"]), **how)).pipeline
+    how = dict(ckpt=weights, model="DiT-Demo/2", guide=guides["large"], num_sampling_steps=2)
+    how |= dict(device="cpu", output_type="latent")
+    _, pipeline = ready(**how)
     assert "the guide's weights overflow float16: sampling by both networks in bfloat16" in (
         capsys.readouterr().out
     )
     assert pipeline.tier == "bf16"
     assert {pipeline.network.network.dtype, pipeline.network.guide.dtype} == {torch.bfloat16}
     assert pipeline.latents([1, 2], 0).isfinite().all()
-    asked = Grid.of("DiT-Demo/2", guide=str(guides["large"]), precision="fp16", **how)
     with pytest.raises(UsageError, match="precision=fp16: overflows on the guide's weights; use"):
-        ready(asked)
+        ready(**how, precision="fp16")
 
 
 def test_a_guide_whose_family_no_file_says_is_of_the_first_networks(tmp_path, capsys):
@@ -318,9 +305,8 @@ def test_a_guide_whose_family_no_file_says_is_of_the_first_networks(tmp_path, ca
         model = fill(SiT(**{**DEMO_SIZE, "depth": depth}))
         torch.save({"ema": model.state_dict(), "args": dict(num_heads=3)}, tmp_path / f"{name}.pt")
     how = dict(device="cpu", output_type="latent", sampler="euler", num_sampling_steps=3)
-    grid = Grid.of(ckpt=str(tmp_path / "sit-f.pt"), guide=str(tmp_path / "g.pt"), **how)
-    opened = ready(grid).opened
-    assert opened.guide.fit.family.name == opened.fit.family.name == "SiT"
+    run, _ = ready(ckpt=tmp_path / "sit-f.pt", guide=tmp_path / "g.pt", **how)
+    assert run.guide.spec.family.name == run.spec.family.name == "SiT"
     assert "g.pt: names no family, taken for a SiT, as the network that it guides" in (
         capsys.readouterr().out
     )

@@ -12,13 +12,13 @@ import pytest
 import torch
 from conftest import ROOT
 from forks import succeeds
-from networks import latents_of
+from networks import latents_of, ready
 from PIL import Image
 
-from accel.config import Grid
 from accel.errors import UsageError
 from accel.families import model_names
-from accel.grid import ready
+from accel.options import Options
+from accel.rules import check
 
 DEMO = ("--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", 2)
 
@@ -71,12 +71,11 @@ def test_slices_are_the_pictures_of_one_batch():
     the same to the bit.
     """
     given = dict(model="DiT-Demo/2", device="cpu", num_sampling_steps=3, seed=3)
-    grid, _, pipeline = ready(Grid.of(**given))
-    whole = latents_of(grid, pipeline)
+    whole = latents_of(*ready(**given))
     for batch_size, slices in (1, 8), (3, 3), (8, 1):
-        grid, _, pipeline = ready(Grid.of(**given, batch_size=batch_size))
+        run, pipeline = ready(**given, batch_size=batch_size)
         seen = []
-        latents = latents_of(grid, pipeline, lambda index, x: seen.append(index))
+        latents = latents_of(run, pipeline, lambda index, x: seen.append(index))
         assert seen == list(range(3 * slices))
         assert batch_size < 8 or torch.equal(latents, whole)
         assert (
@@ -98,7 +97,6 @@ BOTH = (
         "--ckpt: no published weights for DiT-B/4 at 512 px",
     ),
     (["--ckpt", "no/such.pt"], "--ckpt no/such.pt: no such file"),
-    (["--ckpt", "no\n\x1b[2Jsuch" + 5000 * "x" + ".pt"], r"--ckpt no\n\x1b[2Jsuchxxx"),
     (["--ckpt", ""], "--ckpt: is empty; give a value, or leave it out"),
     (["--seeds", 2**64], "must be from -9223372036854775808 to"),
     (["--seeds", 1, 2, 1], "--seeds: names a seed twice"),
@@ -116,7 +114,6 @@ BOTH = (
     ),
     (["--cfg-scale", "nan"], "--cfg-scale nan: must be from 0"),
     (["--cfg-scale", "9e18"], "--cfg-scale 9e+18: must be from 0 to 1000000"),
-    (["--device", "\n\x1b[2Jgröße"], r"--device \n\x1b[2Jgröße: "),
     (["--output", "x.jpg"], "must end in .png for --output-type image, or name a folder (FOLDER/)"),
     (["--output", "folder/", "--output-type", "latent"], "--output folder/: must end in .npy"),
     (["--output", "file/deeper/"], "--output file/deeper/000.png: Not a directory"),
@@ -138,7 +135,7 @@ MISTAKES = {
         (["--seed", 2**64], f"--seed {2**64}: must be from -9223372036854775808 to"),
         (["--seeds", 1, "--seed", 2], "--seeds: conflicts with"),
         (["--num-fid-samples", 9], "unrecognized arguments: --num-fid-samples 9"),
-        (["--latent-stats", "none"], ": --latent-stats none: No such file"),
+        (["--latent-stats", "none"], "--latent-stats none: No such file"),
         (["--vae", "no/vae"], "no/vae by other means and give its folder, or its .pt file"),
         (["--device", "gpu7"], "--device gpu7: no such kind of device; try cuda, cuda:1 or cpu"),
         (["--device", "xpu"], "cannot sample there; use cuda or cpu"),
@@ -213,7 +210,7 @@ def test_tf32_is_a_permission(here, tmp_path):
     )
     assert (tmp_path / "--tf32.png").read_bytes() == (tmp_path / "--no-tf32.png").read_bytes()
     with pytest.raises(UsageError, match="tf32=True: conflicts with precision=fp32"):
-        Grid.of(tf32=True, precision="fp32").check()
+        check(Options(tf32=True, precision="fp32"))
 
 
 @pytest.mark.parametrize("script", ["sample.py", "sample_ddp.py"])

@@ -13,10 +13,12 @@ from safetensors.torch import load_file
 
 import download
 import pretrained_models.download
-from accel.errors import UsageError
+from accel.errors import Given, UsageError
 from accel.families import DEMO, family_of
-from accel.families.published import fetch_published, published_name
-from accel.weights import checkpoint, fetch
+from accel.sources import files
+from accel.sources.files import Files
+from accel.sources.published import fetch_published, published_name
+from accel.weights import fetch
 from models import DiT
 
 NAME = "DiT-XL-2-512x512.pt"
@@ -157,7 +159,7 @@ def published(tmp_path, monkeypatch):
     ).state_dict()
     torch.save(state, tmp_path / "source.pt")
     folder = tmp_path / "cache" / "dit"  # which a first download makes
-    monkeypatch.setattr(checkpoint, "FOLDER", folder)
+    monkeypatch.setattr(files, "FOLDER", folder)
     return (tmp_path / "source.pt").read_bytes(), folder
 
 
@@ -165,7 +167,7 @@ def test_published_weights_are_fetched_once(published, monkeypatch):
     body, folder = published
     with Published(body) as server:
         monkeypatch.setattr(fetch, "BASE_URL", f"{server.url}/")
-        weights = checkpoint.Checkpoint(NAME)
+        weights = Files(Given(NAME))
         assert weights.path == folder / NAME and not weights.path.exists()
         want = download.download_model(NAME)
     assert (folder / NAME).read_bytes() == body and [path.name for path in folder.iterdir()] == [

@@ -101,11 +101,9 @@ sys.meta_path.insert(0, Finder)
         (["sample.py"], "torch._C"),
         (["sample_ddp.py"], "accel.ranks.launched"),
         (["scripts/verify.py"], "numpy"),
-        (["-m", "scripts.report"], "jinja2"),
     ],
 )
 def test_ctrl_c_in_an_import_is_a_line(command, module, tmp_path):
-    """Of a script as of a module."""
     (tmp_path / "sitecustomize.py").write_text(INTERRUPT)
     path = os.pathsep.join(map(str, (tmp_path, ROOT)))
     ended = Command(*command, "--model", "DiT-Demo/2", PYTHONPATH=path, INTERRUPT_AT=module).end()
@@ -132,116 +130,21 @@ def test_a_signal_while_it_samples_is_a_line(script, number, status, word, demo,
     assert "Traceback" not in error and not list(tmp_path.glob("*.p*"))
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "with atomic_write('p.json') as file: file.write(9999 * b'x')",
-        "open('/dev/full', 'w', buffering=1).write('x\\n')",
-    ],
-)
-def test_a_full_disk_is_a_line_and_leaves_no_file(code, tmp_path):
+def test_a_full_disk_is_a_line_and_leaves_no_file(tmp_path):
     """Here a limit on the size of files, which Python meets as it meets a full disk."""
-    code = f"""
+    code = """
 import resource
-from pathlib import Path
 from accel.cli import OneLineParser, user_errors
 from accel.files import atomic_write
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 with user_errors(OneLineParser(prog="command")):
-    {code}
+    with atomic_write('p.json') as file:
+        file.write(9999 * b'x')
 """
     done = forks.run(["-c", code], tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == USAGE and list(tmp_path.iterdir()) == [], done.stderr
-    line = r"command: (File too large|No space left on device); free some space, or choose another place\n"
-    assert re.fullmatch(line, done.stderr), done.stderr
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "sample.py --output x.png",
-        "sample_ddp.py --output x.png",
-        "download.py",
-        "-m scripts.fid a b",
-        "-m scripts.page",
-        "-m scripts.verify",
-        "scripts/convert_checkpoint.py --ckpt a --output b.pt",
-    ],
-)
-def test_too_little_memory_for_torch_is_a_line(command, tmp_path):
-    script = command if command.startswith("-m") else ROOT / command
-    line = f"ulimit -v 2000000; PYTHONPATH={ROOT} {sys.executable} {script}"
-    done = subprocess.run(
-        ["bash", "-c", line], capture_output=True, text=True, timeout=60, cwd=tmp_path
-    )
-    assert done.returncode == USAGE and done.stderr.count("\n") == 1, done.stderr
-    assert "torch cannot be loaded (lib" in done.stderr and "ulimit -v" in done.stderr
-
-
-def test_what_is_printed_does_not_steer_a_terminal():
-    """Names that files hold. Words of any language stay as they are."""
-    code = r"from accel import launch; launch.begin(); print('größe 图\u3000x \x1b[2J\r\udc80', 'second line', sep='\n')"
-    command = Command("-X", "utf8", "-c", code)
-    assert command.process.stdout.read() == "größe 图\u3000x \\x1b[2J\\r\\udc80\nsecond line\n"
-    assert command.end() == (0, "")
-
-
-AT_EXIT = "import atexit; atexit.register(os.kill, os.getpid(), 2)"
-LATER = (
-    "launch.kill = type('', (), {'__del__': lambda _, kill=os.kill, own=os.getpid(): kill(own, "
-    "2)})()"
-)
-
-
-@pytest.mark.parametrize("when", [AT_EXIT, LATER])
-def test_a_signal_after_the_work_changes_nothing(when):
-    """The interpreter still runs for a while."""
-    assert Command("-c", f"import os; from accel import launch; launch.begin(); {when}").end() == (
-        0,
-        "",
-    )
-
-
-@pytest.mark.parametrize(
-    "ranks, redirection", [(1, ">/dev/full"), (2, "2>&1 | head -c 5"), (1, "<&- >&- 2>&-")]
-)
-def test_a_stream_that_fails_ends_nothing(ranks, redirection, demo, tmp_path):
-    """Closed, full, or no longer read: the picture is saved, and the status says so."""
-    flags = [
-        *demo,
-        "--num-sampling-steps",
-        2,
-        "--labels",
-        1,
-        2,
-        "--gpus",
-        ranks,
-        "--output",
-        tmp_path / "x.png",
-    ]
-    line = " ".join(map(str, [sys.executable, ROOT / "sample.py", *flags, redirection]))
-    done = subprocess.run(
-        ["bash", "-c", line + "; exit ${PIPESTATUS[0]}"], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0 and (tmp_path / "x.png").stat().st_size > 1000, done.stderr
-    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
-    full = "sample.py: standard output: No space left on device; the work itself is done\n"
-    assert (full in done.stderr) == (redirection == ">/dev/full")
-
-
-@pytest.mark.parametrize("redirection, status", [(">/dev/full", USAGE), ("| head -c 1", 0)])
-def test_figures_that_a_full_disk_refuses_are_no_success(redirection, status):
-    """scripts/fid.py writes nothing else."""
-    code = (
-        "from accel import launch; launch.begin(); from scripts import fid; fid.report = print; "
-        "fid.main()"
-    )
-    line = f"{sys.executable} -c '{code}' a b {redirection}; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(
-        ["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == status and done.stderr.count("\n") == bool(status), done.stderr
-    assert ("No space left on device" in done.stderr) == bool(status)
+    line = "command: File too large; free some space, or choose another place\n"
+    assert done.stderr == line
 
 
 @pytest.mark.parametrize(
@@ -252,7 +155,7 @@ def test_figures_that_a_full_disk_refuses_are_no_success(redirection, status):
         "download.py",
         "evaluate.py a b",
         "scripts/report.py out",
-        "-m scripts.fid a b",
+        "scripts/fid.py a b",
     ],
 )
 def test_without_an_environment_a_line_says_how_to_activate_it(command):

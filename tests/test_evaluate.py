@@ -3,10 +3,8 @@
 import json
 import math
 import os
-import struct
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -210,9 +208,6 @@ def test_gates(command, pair):
         ]
         assert found == status and table == [mae, levels, *others]
         assert f"VERDICT: {mae[-4:]} (gate {gate}; not the published VGG16" in out
-    for word in ("--metrics=--", "--heatmap=--"):
-        status, out, err = command(*pair, word)
-        assert status == 2 and out == "" and f"{word}: gives no value" in err
 
 
 MAE, PSNR, SSIM = (
@@ -305,8 +300,6 @@ def test_folders_are_compared_by_name(command):
     for names in (("a", "none"), ("none", "a"), ("none", "a/0.png")):
         assert "none: holds no picture" in command(*names)[2]
     assert "a: is a folder, and b/0.png is not; name two pictures or" in command("a", "b/0.png")[2]
-    Path("b/._0.png").write_bytes(b"\0\5\x16\7" + bytes(100))
-    assert "._0.png: holds attributes that macOS kept" in command("a/0.png", "b")[2]
 
 
 @pytest.mark.parametrize(
@@ -388,25 +381,6 @@ def test_a_crash_is_not_a_verdict(command, pair, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("redirection", [">/dev/full", "| head -c 5", "<&- >&- 2>&-"])
-def test_the_status_is_the_verdict_whatever_becomes_of_the_text(redirection, command):
-    """A stream that is closed, full or no longer read. PASS, FAIL and bad input keep
-    their statuses.
-    """
-    save("a.png", BASE), save("b.png", noisy(BASE, 60))
-    for candidate, status in ("a.png", 0), ("b.png", 1), ("none.png", 2):
-        line = (
-            f"{sys.executable} {PROGRAM} a.png {candidate} --metrics mae psnr {redirection}; exit "
-            "${PIPESTATUS[0]}"
-        )
-        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
-        assert (
-            done.returncode == status
-            and "Traceback" not in done.stderr
-            and "Exception" not in done.stderr
-        ), done
-
-
 INTERRUPT = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
 
 
@@ -424,19 +398,6 @@ def test_what_ends_in_an_import_is_no_verdict(module, status, words, command, tm
         [sys.executable, PROGRAM, "a.png", "a.png"], capture_output=True, text=True, env=env
     )
     assert done.returncode == status and words in done.stderr and "VERDICT" not in done.stdout
-
-
-def test_names_of_files_are_shown_on_one_line(command):
-    """Also by a terminal that lacks their letters."""
-    name = "größe\n\x1b[2JVERDICT.png"
-    save("a.png", BASE), save(name, noisy(BASE, 60))
-    status, out, _ = command("a.png", name, "--metrics", "mae")
-    assert status == 1 and r"größe\n\x1b[2JVERDICT.png" in out and "\x1b" not in out
-    status, _, err = command("a.png", "b\n\x1b.png")
-    assert status == 2 and r"b\n\x1b.png: No such file" in err
-    ascii = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    run = subprocess.run([sys.executable, PROGRAM, name, name], capture_output=True, env=ascii)
-    assert run.returncode == 0 and b"VERDICT: PASS" in run.stdout and b"gr\\xf6\\xdfe" in run.stdout
 
 
 # ---- VGG16 ----
@@ -468,33 +429,21 @@ def test_vgg_weights_from_anywhere(command, pair, vgg, monkeypatch, tmp_path):
     assert status == 2 and "--vgg-weights none.pth: no such file; it should be " in err
 
 
-@pytest.mark.parametrize("damage", ["zeros", "missing", "text"])
+@pytest.mark.parametrize("damage", ["missing", "text"])
 def test_damaged_weights_give_no_verdict(command, pair, vgg, damage):
     state = {
         k: v for k, v in torch.load(vgg[1], weights_only=True).items() if k.startswith("features")
     }
-    if damage == "zeros":
-        state = {k: torch.zeros_like(v) for k, v in state.items()}
-    elif damage == "missing":
+    if damage == "missing":
         del state["features.28.weight"]
     torch.save(state, "w.pth")
     if damage == "text":
         Path("w.pth").write_text("404 not found")
     status, _, err = command(*pair, "--vgg-weights", "w.pth")
     assert status == 3 and "w.pth" in err and err.count("\n") == 1
-    assert ("checkerboard" in err) == (damage == "zeros")
 
 
 # ---- bad input ----
-
-
-def chunk(name, data):
-    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-
-def png(width, height, depth, color, rows):
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
 
 
 def test_unreadable_files(command, recwarn):
@@ -508,12 +457,11 @@ def test_unreadable_files(command, recwarn):
         "text.png": b"not a picture",
         "header.png": whole[:20],
         "cut.png": whole[: len(whole) // 2],
-        "large.png": png(9000, 9000, 8, 2, b"\0" * 100),
         "cut.tif": save("a.tif", BASE, compression="tiff_lzw").read_bytes()[:-90],
     }
     for name, content in contents.items():
         Path(name).write_bytes(content)
-    reasons = {"large.png": "decompression bomb", "moving.png": "is animated"}
+    reasons = {"moving.png": "2 frames"}
     for name in (*contents, "none.png", "pipe.png", "/dev/zero", "folder.png", "moving.png"):
         for names in (("a.png", name), (name, "a.png")):
             status, _, err = command(*names)
@@ -548,20 +496,6 @@ def test_sizes_and_modes(command):
     assert status == 2 and "128x96" in err and "64x48" in err and "save both alike" in err
     status, _, err = command("RGB.png", "L.png")
     assert status == 2 and "px, RGB" in err and "px, L" in err
-
-
-def test_what_metrics_cannot_see_is_refused(command):
-    """Pillow clips 16-bit grey to white and drops colour's low byte; no metric sees alpha."""
-    save("alpha.png", np.dstack([BASE, np.full(BASE.shape[:2], 255, np.uint8)]))
-    for name, color, channels in (("grey.png", 0, 1), ("color.png", 2, 3)):
-        rows = b"".join(
-            b"\0" + r.astype(">u2").tobytes() for r in BASE[..., :channels].astype(int) * 257
-        )
-        Path(name).write_bytes(png(128, 96, 16, color, rows))
-    bad = {"alpha.png": "RGBA", "grey.png": "16 bits", "color.png": "16 bits"}
-    for name, why in bad.items():
-        status, _, err = command(name, name)
-        assert status == 2 and name in err and why in err
 
 
 def test_nothing_is_written_over_an_input(command):

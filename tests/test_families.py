@@ -7,12 +7,12 @@ import torch
 from conftest import fill
 
 from accel import fast
-from accel.diffusion import create_diffusion
 from accel.errors import UsageError
 from accel.families import dit
 from accel.families.dit.network import DiT
 from accel.families.large_dit.network import DiT_Llama
 from accel.families.sit.network import SiT
+from diffusion import create_diffusion
 
 SMALL = {
     DiT: dict(input_size=8, hidden_size=144, depth=1, num_heads=2, num_classes=10),

@@ -1,7 +1,6 @@
 """Files of guides: heads, entries, noise and latents, of JiT, RAE, DiT and LightningDiT."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,14 +20,15 @@ from test_lightning_dit import build as build_lightning
 from test_rae import build as build_rae
 
 from accel import Sampler
-from accel.config import Config
 from accel.errors import UsageError
 from accel.families.dit.network import DiT
-from accel.opening import open_model
-from accel.weights.metadata import OWN
+from accel.opening import open_run
+from accel.options import Options
+from accel.sources.facts import OWN
 
 OF_GUIDE = dict(hidden_size=80, depth=3, num_heads=1)
-RUN = dict(num_sampling_steps=3, output_type="latent", device="cpu")
+LATENTS = dict(output_type="latent", device="cpu")
+RUN = dict(num_sampling_steps=3, **LATENTS)
 
 
 def write_jit(folder):
@@ -50,9 +50,7 @@ def jits(tmp_path):
 
 def opened(jits, tmp_path, *, guide=None, **options):
     guide = jits() if guide is None else guide
-    return open_model(
-        Config(ckpt=str(tmp_path / "jit.pth"), guide=str(guide), device="cpu", **options)
-    )
+    return open_run(Options(ckpt=tmp_path / "jit.pth", guide=guide, device="cpu", **options))
 
 
 def written_out(f, g, z, scale, t_eps):
@@ -87,13 +85,13 @@ def test_a_guide_of_other_noise_is_refused_by_name(jits, tmp_path, capsys):
     guide = jits(noise_scale=1.0)
     with pytest.raises(UsageError, match=line):
         opened(jits, tmp_path, guide=guide)
-    assert opened(jits, tmp_path, guide=guide, noise_scale=2.0).config.noise_scale == 2.0
+    assert opened(jits, tmp_path, guide=guide, noise_scale=2.0)["noise_scale"] == 2.0
     opened(jits, tmp_path)
     assert "first noise" not in capsys.readouterr().out
     opened(jits, tmp_path, guide=jits(noise_scale=None))
     assert "says no scale of the first noise, taken for 1.5, as the" in capsys.readouterr().out
     for changes, words in (
-        (dict(noise_scale=0.0), "say noise_scale 0.0, which cannot be; mend it"),
+        (dict(noise_scale=0.0), "say noise_scale 0.0: must be from 0.001 to 1000; save it"),
         (dict(img_size=64), "has image_size 64, and [^ ]*jit.pth 32; a guide has"),
     ):
         with pytest.raises(UsageError, match=f"guide=[^ ]*small.pth: .*{words}"):
@@ -127,25 +125,39 @@ def test_the_number_of_heads_of_a_guide(tmp_path, here, capsys):
     usual = dict(hidden_size=384, depth=12, num_heads=6)
     for name, shape in (("s.pt", usual), ("odd.pt", dict(hidden_size=96, num_heads=3))):
         torch.save({"ema": small(DiT, **shape).state_dict()}, tmp_path / name)
-    config = Config(ckpt=str(tmp_path / "f.pt"), guide=str(tmp_path / "s.pt"), device="cpu")
-    heads = open_model(config, decodes=False).guide.fit.num_heads
+    f = Options(ckpt=tmp_path / "f.pt", **LATENTS)
+    heads = open_run(f.changed(guide=tmp_path / "s.pt")).guide.spec.num_heads
     text = capsys.readouterr().out
     assert heads == 6
     assert "s.pt: says no number of heads, taken for 6, as models of its depth and width" in text
-    assert "give --model NAME and --num-heads N to scripts/convert_checkpoint.py" in text
+    assert "give --num-heads N to scripts/convert_checkpoint.py" in text
     words = "--ckpt", tmp_path / "s.pt", "--num-heads", 4, "--output", tmp_path / "four.pt"
     succeeds(here("scripts/convert_checkpoint.py", *words))
-    config = Config(ckpt=str(tmp_path / "f.pt"), guide=str(tmp_path / "four.pt"), device="cpu")
-    assert open_model(config, decodes=False).guide.fit.num_heads == 4
-    # of a family that nothing in the file says, the remedy names both
-    config = replace(config, model="SiT-XL/2", guide=str(tmp_path / "odd.pt"))
-    remedy = "give --model and --num-heads to scripts/convert_checkpoint.py"
+    assert open_run(f.changed(guide=tmp_path / "four.pt")).guide.spec.num_heads == 4
+    f = f.changed(model="SiT-XL/2")
+    remedy = "give --num-heads to scripts/convert_checkpoint.py$"
     with pytest.raises(UsageError, match=f"guide=[^\n]*{remedy}"):
-        open_model(config, decodes=False)
+        open_run(f.changed(guide=tmp_path / "odd.pt"))
     words = "--ckpt", tmp_path / "odd.pt", "--num-heads", 3, "--output", tmp_path / "three.pt"
     succeeds(here("scripts/convert_checkpoint.py", *words, "--model", "SiT-XL/2"))
-    guide = open_model(replace(config, guide=str(tmp_path / "three.pt")), decodes=False).guide
-    assert (guide.fit.family.name, guide.fit.num_heads) == ("SiT", 3)
+    spec = open_run(f.changed(guide=tmp_path / "three.pt")).guide.spec
+    assert (spec.family.name, spec.num_heads) == ("SiT", 3)
+
+
+def test_remedies_for_a_guides_file_change_the_guide(tmp_path, here):
+    """Flags about weights are of the network that it guides."""
+    state = small(DiT).state_dict()
+    torch.save({"ema": state, "args": dict(num_heads=2)}, tmp_path / "f.pt")
+    twice = {f"{net}.{name}": value for net in "xy" for name, value in state.items()}
+    for name, content, words in (
+        ("entries", dict(a=state, b=state), "has the entries a, b"),
+        ("networks", twice, "holds networks under 'x.' and 'y.'"),
+    ):
+        path = tmp_path / f"{name}.pt"
+        torch.save(content, path)
+        flags = "--ckpt", tmp_path / "f.pt", "--guide", path, "--device", "cpu"
+        line = f"sample.py: --guide {path}: {words}; give --weights-entry to "
+        assert refused(here("sample.py", *flags)) == f"{line}scripts/convert_checkpoint.py\n"
 
 
 def test_a_guide_of_another_trained_size_is_refused(tmp_path):
@@ -154,11 +166,11 @@ def test_a_guide_of_another_trained_size_is_refused(tmp_path):
         model = build_large_dit()
         facts = dict(family="Large-DiT", num_heads=model.n_heads, image_size=size)
         torch.save({"ema": model.state_dict(), OWN: facts}, tmp_path / f"{name}.pt")
-    config = Config(ckpt=str(tmp_path / "f.pt"), device="cpu", image_size=128)
-    opened = open_model(replace(config, guide=str(tmp_path / "g.pt")), decodes=False)
-    assert (opened.config.image_size, opened.fit.image_size) == (128, 64)
+    f = Options(ckpt=tmp_path / "f.pt", image_size=128, **LATENTS)
+    run = open_run(f.changed(guide=tmp_path / "g.pt"))
+    assert (run["image_size"], run.spec.image_size) == (128, 64)
     with pytest.raises(UsageError, match="guide=[^ ]*small.pt: has image_size 32, and .*f.pt 64; "):
-        open_model(replace(config, guide=str(tmp_path / "small.pt")), decodes=False)
+        open_run(f.changed(guide=tmp_path / "small.pt"))
 
 
 @pytest.mark.parametrize(
@@ -178,12 +190,12 @@ def test_a_guides_configuration_is_of_the_same_latents(section, words, tmp_path)
     for name in ("f", "g"):
         torch.save({"ema": as_file(build_lightning())}, tmp_path / f"{name}.pt")
     (tmp_path / "g.yaml").write_text(yaml.safe_dump({"model": {}, "sample": {}, **section}))
-    config = Config(ckpt=str(tmp_path / "f.pt"), guide=str(tmp_path / "g.pt"), device="cpu")
+    options = Options(ckpt=tmp_path / "f.pt", guide=tmp_path / "g.pt", **LATENTS)
     if words is None:
-        assert open_model(config, decodes=False).guide.fit.recipe["timestep_shift"] == 1
+        assert open_run(options).guide.spec.says["timestep_shift"] == 1
         return
     with pytest.raises(UsageError, match=f"guide=[^ ]*g.pt: [^\n]*{words}"):
-        open_model(config, decodes=False)
+        open_run(options)
 
 
 def test_a_guide_at_an_implied_scale_of_one_is_said(capsys):
@@ -208,7 +220,7 @@ def test_a_guide_that_changes_nothing_is_said(jits, tmp_path, here):
     bad = build_jit(1, **OF_GUIDE)
     bad.final_layer.linear.weight.data[0, 0] = float("nan")
     for other, name in ((5, "int"), (torch.nn.Linear(2, 2), "Linear")):
-        with pytest.raises(UsageError, match=f"^guide: {name}: is not a DiT"):
+        with pytest.raises(UsageError, match=f"^guide={name}: is not a DiT"):
             Sampler(ckpt, guide=other, **RUN)
     guide = jit_file(tmp_path, bad)
     line = "not finite.*check the weights of ckpt and guide$"
@@ -291,40 +303,39 @@ def raes(tmp_path):
 def test_a_configuration_of_other_networks_than_its_files_is_refused(changes, words, raes):
     config = str(raes(**changes))
     with pytest.raises(UsageError, match=f"config={config}: says [^\n]*{words}; mend it"):
-        open_model(Config(config=config, device="cpu"))
+        open_run(Options(config=config, device="cpu"))
 
 
 def test_a_configuration_is_read_anew_after_its_error(raes, tmp_path):
     """A notebook goes on in the same process."""
     path = raes(stage_2__ckpt="later.pt", stage_2__params__depth=[9, 2])
-    config = Config(config=str(path), device="cpu")
+    options = Options(config=path, device="cpu")
     with pytest.raises(UsageError, match="later.pt, which is missing"):
-        open_model(config)
+        open_run(options)
     (tmp_path / "rae.pt").rename(tmp_path / "later.pt")
     with pytest.raises(UsageError, match=r"depth \(9, 2\), and .*later.pt has \(3, 2\); mend it"):
-        open_model(config)
+        open_run(options)
     path.write_text(raes(stage_2__ckpt="later.pt").read_text())
-    assert open_model(config).config.ckpt.endswith("later.pt")
+    assert open_run(options)["ckpt"].endswith("later.pt")
 
 
 def test_another_familys_network_is_refused_with_a_configuration(raes, jits, tmp_path, here):
     flags = "--config", raes(), "--device", "cpu", "--output", tmp_path / "x.png"
     text = succeeds(here("sample.py", *flags))
     assert "3 EULER steps, shift 0.707107 · autoguidance 1.4 by g.pt on 24 channels" in text
+    assert "yaml: says ckpt " in text and "g.pt; flags override it" in text
+    assert "image size 64, guidance channels 24, timestep shift 0.707107, sampler euler" in text
     for more, words in (
         (("--model", "DiT-Demo/2"), "--model DiT-Demo/2: is a DiT, and --config"),
         (("--ckpt", tmp_path / "jit.pth"), "jit.pth: is a JiT, and --config"),
-        (("--guide", tmp_path / "jit.pth"), "jit.pth: has the family JiT, and"),
+        (("--guide", tmp_path / "jit.pth"), "jit.pth: is a JiT, and --config"),
         (("--latent-stats", tmp_path / "none.pt"), "sample.py: --latent-stats"),
     ):
         line = refused(here("sample.py", *flags, *more))
         assert words in line
-    twice = raes()
-    twice.write_text(twice.read_text() + "guidance: {scale: 3.0}\n")
-    assert "says guidance twice" in refused(here("sample.py", "--config", twice))
     line = refused(here("sample.py", "--config", raes(stage_2__ckpt="none.pt")))
     assert line.endswith("none.pt, which is missing; put it there, or give --ckpt\n")
     with pytest.raises(UsageError, match="ViTXL_n08/model.pt: no such file; give a decoder's file"):
-        open_model(Config(ckpt=str(tmp_path / "rae.pt"), device="cpu"))
+        open_run(Options(ckpt=tmp_path / "rae.pt", device="cpu"))
     pixels = "--ckpt", tmp_path / "jit.pth", "--latent-stats", tmp_path / "vit" / "stat.pt"
     assert "samples pixels, without a decoder" in refused(here("sample.py", *pixels))

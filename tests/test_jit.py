@@ -12,28 +12,26 @@ import torch
 from conftest import ROOT
 from forks import refused, succeeds
 from jobs import run_each
-from networks import error, fast_network, network_of, with_norms
+from networks import error, fast_network, network_of, recognise, with_norms
 from PIL import Image
 from reference_networks import jit
 from torch import nn
 
 from accel import Sampler, accelerate
-from accel.config import Config
-from accel.errors import UsageError
+from accel.errors import Given, UsageError
 from accel.families import DEMO
-from accel.families.jit.network import FinalLayer, JiT, JiT_models
-from accel.families.recognise import recognise, recogniser_of
-from accel.fid.folder import Batches, Order
-from accel.fid.noise import PictureNoise, UpstreamNoise
+from accel.families.blocks import RMSFinalLayer
+from accel.families.jit.network import JiT, JiT_models
+from accel.jobs.fid.folder import Batches, Order
+from accel.jobs.fid.noise import PictureNoise, UpstreamNoise
 from accel.latents.files import find
 from accel.latents.pixels import PIXELS
 from accel.network import Plain
-from accel.opening import fit_of_file, open_model
 from accel.sampling import denoise
 from accel.sampling.flow import Euler, Heun
 from accel.sampling.guidance import Guidance, Unguided
-from accel.weights import metadata
-from accel.weights.checkpoint import open_checkpoint
+from accel.sources import facts as facts_beside
+from accel.sources.files import Files
 from accel.weights.shapes import shapes_only
 from scripts.convert_checkpoint import facts_of
 
@@ -121,9 +119,9 @@ def test_every_tier_computes_the_definition():
     for tier, most in (("fp32", 5e-6), ("exact", 4e-6), ("fp16", 2e-3), ("bf16", 2e-2)):
         network = network_of(model, tier)
         assert error(network.forward(x, t, y), want) < most, tier
-        scheduled, advance = network.schedule(t.tolist(), y.tolist())
-        advance(*range(4))
-        assert error(scheduled.forward(x, torch.arange(4), y), want) < most, tier
+        run = network.prepare(t.tolist(), y.tolist())
+        run.advance(*range(4))
+        assert error(network.forward(x, torch.arange(4), y, run), want) < most, tier
     for change in ("in_context_posemb", "y_embedder.embedding_table.weight"):
         other = {**model.state_dict(), change: model.state_dict()[change] + 1}
         assert error(jit(other, x, t, y, START), want) > 1e-3, change
@@ -173,25 +171,17 @@ def test_published_sizes_are_recognised():
     for name, make in JiT_models.items():
         with shapes_only():
             model = make()
-        fit = recognise("x.pth", model.state_dict(), {"model": name})
-        assert (fit.model, fit.num_heads, fit.patch_size) == (
-            name,
-            model.num_heads,
-            int(name.rpartition("/")[2]),
-        )
-        assert fit.decoded(1).image_size == 16 * fit.patch_size
-        assert fit.defaults.noise_scale == fit.patch_size / 16
-        of_module = recogniser_of(fit.family).of_module(model, model.state_dict())
-        assert (
-            f"taken for {fit.patch_size // 16} as at {16 * fit.patch_size} px" in of_module.assumed
-        )
-        assert fit.empty(fit.latent_size).in_context_start == model.in_context_start
+        spec = recognise("x.pth", model.state_dict(), {"model": name})
+        patch = int(name.rpartition("/")[2])
+        assert (spec.model, spec.num_heads, spec.patch_size) == (name, model.num_heads, patch)
+        assert spec.latent_size == 16 * patch and spec.defaults.noise_scale == patch / 16
+        assert spec.empty().in_context_start == model.in_context_start
 
 
 def test_two_estimates_are_not_one(tmp_path, here):
     """A fork's last layer has twice the channels."""
     model = build()
-    model.final_layer = FinalLayer(SMALL["hidden_size"], SMALL["patch_size"], 6)
+    model.final_layer = RMSFinalLayer(SMALL["hidden_size"], SMALL["patch_size"], 6)
     path = checkpoint(tmp_path, with_norms(model))
     line = "its last layer makes 6 channels, and an estimate of the clean picture has 3; nothing"
     assert line in refused(here("sample.py", "--ckpt", path, "--device", "cpu"))
@@ -210,18 +200,17 @@ def test_a_module_of_another_function_is_refused_as_what_it_is():
 
 
 @pytest.mark.parametrize("name", ("JiT-B/16", "JiT-B/32"))
-def test_the_first_noise_follows_from_the_pictures_size(name, tmp_path, capsys):
+def test_the_first_noise_follows_from_the_pictures_size(name):
     """Not from the model's name. It is printed where no file says it."""
     for side, scale in ((256, 1), (512, 2), (1024, 4), (64, 1)):
         with shapes_only():
             model = JiT_models[name](input_size=side)
         state = model.state_dict()
-        assert recognise("x.pth", state, {"model": name}).defaults.noise_scale == scale
-        fit = recognise("x.pth", state, {"model": name}, path=tmp_path / "x.pth")
-        assert [f"taken for {scale} as at {side} px" in line for line in fit.notices] == [True]
-        said = {"model": name, "noise_scale": 1.5}
-        fit = recognise("x.pth", state, said, path=tmp_path / "x.pth")
-        assert fit.recipe["noise_scale"] == 1.5 and "taken for" not in "".join(fit.notices)
+        spec = recognise("x.pth", state, {"model": name})
+        assert spec.defaults.noise_scale == scale
+        assert f"taken for {scale} as at {side} px" in spec.assumed["noise_scale"]
+        spec = recognise("x.pth", state, {"model": name, "noise_scale": 1.5})
+        assert spec.says["noise_scale"] == 1.5 and not spec.assumed
 
 
 @pytest.mark.parametrize(
@@ -265,19 +254,18 @@ def test_the_command_believes_the_file(tmp_path, here):
 
 def test_a_file_written_here_keeps_the_facts(tmp_path):
     """A converted file names the facts that no tensor says, and the recipe."""
-    weights = open_checkpoint(checkpoint(tmp_path, build()))
-    fit = fit_of_file(weights)
-    kept = metadata.checked("y", json.loads(json.dumps(facts_of(fit))))
-    again = recognise("y", weights.state, kept)
-    assert again.recipe == fit.recipe and again.recipe["guidance_interval"] == (0.0, 0.75)
-    assert again.empty(32).in_context_start == START and facts_of(again) == facts_of(fit)
+    files = Files(Given(str(checkpoint(tmp_path, build()))))
+    spec = files.source().spec
+    kept = facts_beside.checked(Given("y"), json.loads(json.dumps(facts_of(spec))))
+    again = recognise("y", files.state, kept)
+    assert again.says == spec.says and again.says["guidance_interval"] == (0.0, 0.75)
+    assert again.empty().in_context_start == START and facts_of(again) == facts_of(spec)
 
 
 def test_the_digest_covers_where_label_tokens_enter(tmp_path):
     def digest(start):
         file = checkpoint(tmp_path, build(), in_context_start=start)
-        opened = open_model(Config(ckpt=str(file), device="cpu"))
-        return opened.fit.digest(opened.weights)
+        return Files(Given(str(file))).source().digest()
 
     assert digest(1) != digest(START)
     with shapes_only():
@@ -300,15 +288,15 @@ def test_what_is_not_sampled_is_refused_in_a_line(tmp_path, here):
     ):
         assert words in refused(here("sample.py", *flags, *more))
     for name, value, says in (
-        ("noise_scale", 0.0, "noise_scale 0.0"),
-        ("interval_min", "x", "guidance_interval ('x', 1.0)"),
-        ("interval_max", 0.25, "guidance_interval (0.25, 0.25)"),
-        ("cfg", "x", "cfg_scale x"),
-        ("img_size", "x", "image_size x"),
+        ("noise_scale", 0.0, "say noise_scale 0.0: must be from 0.001 to 1000; save it"),
+        ("interval_min", "x", "cannot be read (unsupported"),
+        ("interval_max", 0.25, "say guidance_interval (0.75, 0.75): must be two numbers from 0"),
+        ("cfg", "x", "say cfg_scale x"),
+        ("img_size", "x", "say image_size x"),
     ):
         ckpt = checkpoint(tmp_path, build(), **{name: value})
         line = refused(here("sample.py", *flags, "--ckpt", ckpt))
-        assert f"its training arguments say {says}, which cannot be; mend it" in line
+        assert f"small.pth: its training arguments {says}" in line
     for name, value, words in (
         ("img_size", 64, "--image-size 64: a JiT samples the size that it was trained for alone"),
         ("class_num", 9, "weights were trained without (label table of 9 rows)"),
@@ -356,7 +344,7 @@ def test_modules_are_accelerated_sampled_and_refreshed():
     with Sampler(Original(model), **options) as sampler:
         before = sampler.latents([1, 5], seed=1)
         (picture, _) = sampler.sample([1, 5], seed=1)
-        assert picture.size == (32, 32) and sampler.config.sampler == "heun"
+        assert picture.size == (32, 32) and sampler.run["sampler"] == "heun"
         sampler.refresh(Training(changed).state_dict())
         after = sampler.latents([1, 5], seed=1)
     with Sampler(changed, **options) as sampler:
@@ -435,6 +423,8 @@ def test_classes_of_unequal_number_are_said(tmp_path, here):
             here("sample_ddp.py", *job, "--num-fid-samples", count, "--global-seed", count)
         )
         assert (f"{count} pictures are not a multiple of 8 classes" in text) == said
+    more = here("sample_ddp.py", *job, "--num-fid-samples", 16, "--global-seed", 10)
+    assert "this order of labels depends on the number of pictures" in refused(more)
 
 
 def test_an_fid_job_is_resumed_to_the_bit(tmp_path):

@@ -4,14 +4,15 @@ shifted times.
 
 import pytest
 import torch
-from networks import error, fast_network, inputs, network_of, with_norms
+from networks import error, fast_network, inputs, network_of, recognise, with_norms
 from reference_networks import lightning_dit
 from torch import nn
 
 from accel import Sampler, accelerate
 from accel.errors import UsageError
-from accel.families.lightning_dit.network import LightningDiT, LightningDiT_models, rotation_table
-from accel.families.recognise import recognise, recogniser_of
+from accel.families.blocks import grid_rotation_table
+from accel.families.lightning_dit.network import LightningDiT, LightningDiT_models
+from accel.families.spec import reference_state
 from accel.network import Plain
 from accel.sampling import denoise
 from accel.sampling.flow import Euler, Heun
@@ -36,7 +37,7 @@ def build(**form):
 def as_file(model):
     """The entries of a published file: those of the network, and its table of rotations."""
     head = model.blocks[0].attn.qkv.in_features // model.num_heads
-    table = rotation_table(
+    table = grid_rotation_table(
         head, model.x_embedder.grid_size[0], torch.float32, "cpu"
     ).repeat_interleave(2, 1)
     return {
@@ -65,9 +66,9 @@ def test_every_tier_computes_the_definition(form, change):
     x, t, y = batch(model)
     want = lightning_dit(state, x, t, y)
     assert want.shape == x.shape and want.abs().mean() > 0.1  # not the blind network
-    fit = recognise("x.pt", state, {})
-    own = fit.build(input_size=x.shape[-1], num_classes=8)
-    own.load_state_dict(recogniser_of(fit.family).converted(state, {}), strict=True)
+    spec = recognise("x.pt", state, {})
+    own = spec.empty()
+    own.load_state_dict(reference_state(spec, state), strict=True, assign=True)
     own.eval()
     of_float32 = error(own(x, t, y).detach(), want)
     assert of_float32 < 4e-6 and own.num_heads == 2 and type(own) is LightningDiT
@@ -103,11 +104,11 @@ def test_published_sizes_are_recognised():
             model = make(qk_norm=True)
         state = model.state_dict()
         table = torch.empty(256, len(state["blocks.0.attn.q_norm.weight"]), device="meta")
-        fit = recognise(
+        spec = recognise(
             "x.pt", {**state, "feat_rope.freqs_cos": table, "feat_rope.freqs_sin": table}, {}
         )
-        assert (fit.model, fit.num_heads, fit.patch_size) == (name, model.num_heads, int(name[-1]))
-        assert not fit.learn_sigma
+        sizes = spec.model, spec.num_heads, spec.patch_size
+        assert sizes == (name, model.num_heads, int(name[-1])) and not spec.learn_sigma
 
 
 def test_what_is_not_computed_is_named():
@@ -223,4 +224,4 @@ def test_the_class_here_and_the_original_class_are_accelerated():
     ):
         Sampler(type("LightningDiT", (DiT,), {})(**SMALL))
     with Sampler(theirs, device="cpu", output_type="latent", num_sampling_steps=2) as sampler:
-        assert sampler.latents(3).shape == (1, 32, 4, 4) and sampler.config.sampler == "euler"
+        assert sampler.latents(3).shape == (1, 32, 4, 4) and sampler.run["sampler"] == "euler"

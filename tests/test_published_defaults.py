@@ -34,7 +34,7 @@ TABLE = {
     "JiT-H/16": (2.2, 3, (0, 0.9), 50, "heun", 256, 1, 1, "pixels"),
     "JiT-H/32": (2.3, 3, (0, 0.9), 50, "heun", 512, 2, 1, "pixels"),
     # arXiv:2510.11690, configs/stage2/sampling: 50 points, no guidance unless a file says it
-    **{f"DiTDH-{size}/1": (1.0, "C", (0, 1), 49, "euler", 256, 1, 1,
+    **{f"DiTDH-{size}/1": (1.0, "C", (0, 1), 49, "euler", 256, 1, "by size",
                            str(HERE / "decoders/dinov2/wReg_base/ViTXL_n08/model.pt"))
        for size in ("XL", "L", "B", "S")},
 }  # fmt: skip
@@ -62,6 +62,8 @@ def test_a_models_defaults(name):
         assert implied.guidance_interval == interval
         assert (implied.cfg_scale, implied.num_sampling_steps) == (scale, steps)
         assert (family.samplers[0], implied.image_size) == (sampler, pixels)
+        if shift == "by size":  # arXiv:2510.11690, section 4.2: sqrt(numbers in a latent / 4096)
+            shift = pytest.approx(64 / (channels**0.5 * side))
         assert (implied.noise_scale, implied.timestep_shift, implied.vae) == (noise, shift, vae)
         assert implied.t_eps == 0.05  # JiT's; other families have none
 
@@ -79,10 +81,14 @@ def test_published_files():
     assert {"lightningdit-xl-imagenet256-64ep": early} == PUBLISHED
     statistics = HERE / "stats/dinov2/wReg_base"
     decoders = HERE / "decoders/dinov2/wReg_base"
-    assert MODELS["DiTDH-XL/1"].models["DiTDH-XL/1"].decoders == {
-        16: (str(decoders / "ViTXL_n08/model.pt"), str(statistics / "imagenet1k/stat.pt")),
-        32: (str(decoders / "ViTXL_n08_i512/model.pt"), str(statistics / "imagenet1k_512/stat.pt")),
-    }
+    rae = MODELS["DiTDH-XL/1"]
+    for side, decoder, stat in (
+        (16, "ViTXL_n08/model.pt", "imagenet1k/stat.pt"),
+        (32, "ViTXL_n08_i512/model.pt", "imagenet1k_512/stat.pt"),
+    ):
+        implied = rae.of_latents(rae.models["DiTDH-XL/1"], 768, side)
+        assert implied.vae == str(decoders / decoder)
+        assert implied.latent_stats == str(statistics / stat)
 
 
 @pytest.mark.parametrize("name", MODELS)

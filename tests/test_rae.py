@@ -1,7 +1,5 @@
 """RAE: its equations in float64, its tiers, its files and modules, ranks."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -9,22 +7,21 @@ from forks import succeeds
 from jobs import run_each
 from latents.vits import SMALL as SMALL_VIT
 from latents.vits import vit_files
-from networks import DEVICES, error, fast_network, network_of, with_norms
+from networks import DEVICES, error, fast_network, network_of, recognise, with_norms
 from reference_networks import rae
 from torch import nn
 
 from accel import Sampler, accelerate, fast
-from accel.config import Config
-from accel.errors import UsageError
-from accel.families.rae import FAMILY, RECIPE
+from accel.errors import Given, UsageError
+from accel.families.rae import BY_SIDE, FAMILY
 from accel.families.rae.network import DiTDH_models, DiTwDDTHead
-from accel.families.recognise import recognise
 from accel.network import Plain
-from accel.opening import open_model
+from accel.opening import open_run
+from accel.options import Options
 from accel.sampling import denoise
 from accel.sampling.flow import Euler
 from accel.sampling.guidance import Guidance
-from accel.weights import metadata
+from accel.sources import facts as facts_beside
 from accel.weights.shapes import shapes_only
 from scripts.convert_checkpoint import facts_of
 
@@ -76,9 +73,9 @@ def test_every_tier_computes_the_definition(qk_norm, device):
         assert error(network.forward(x, t, y), want) < most, tier
         for call in fast.kernel_calls(network, 4):
             call()
-        scheduled, advance = network.schedule(t.tolist(), y.tolist())
-        advance(*range(4))
-        got = scheduled.forward(x, torch.arange(4, device=device), y)
+        run = network.prepare(t.tolist(), y.tolist())
+        run.advance(*range(4))
+        got = network.forward(x, torch.arange(4, device=device), y, run)
         assert error(got, want) < most, tier
         assert network.overflowed() is None
     x, t, y = inputs()
@@ -114,32 +111,33 @@ def test_published_sizes_are_recognised():
         for side in (16, 32):
             with shapes_only():
                 state = make(input_size=side).state_dict()
-            fit = recognise("x.pt", state, {})
-            assert (fit.family.name, fit.model, fit.latent_size) == ("RAE", name, side)
-            assert fit.recipe["timestep_shift"] == pytest.approx(1 / (6.928203 * side / 16))
-            written = metadata.checked("y", facts_of(fit))
-            assert facts_of(recognise("y", state, written)) == facts_of(fit)
+            spec = recognise("x.pt", state, {})
+            assert (spec.family.name, spec.model, spec.latent_size) == ("RAE", name, side)
+            shift = spec.defaults.timestep_shift
+            assert shift == pytest.approx(1 / (6.928203 * side / 16))
+            written = facts_beside.checked(Given("y"), facts_of(spec))
+            assert facts_of(recognise("y", state, written)) == facts_of(spec)
         counts[name] = len(state)
-        assert fit.empty(32).heads == make.config["num_heads"]
+        assert spec.empty().heads == make.config["num_heads"]
     assert [*counts.values()] == [382, 334, 190, 190]
 
 
 def test_each_size_has_its_own_decoder(tmp_path, monkeypatch):
     for side, name in ((16, "ViTXL_n08"), (32, "ViTXL_n08_i512")):
-        config = Config(ckpt=str(tmp_path / f"{side}.pt"), device="cpu")
-        torch.save(build(input_size=side).state_dict(), config.ckpt)
+        options = Options(ckpt=tmp_path / f"{side}.pt", device="cpu")
+        torch.save(build(input_size=side).state_dict(), options["ckpt"])
         with pytest.raises(
             UsageError, match=f"decodes with [^ ]*/{name}/model.pt unless .*hf download"
         ):
-            open_model(config)
-        assert open_model(config, decodes=False).config.image_size == 16 * side
+            open_run(options)
+        assert open_run(options.changed(output_type="latent"))["image_size"] == 16 * side
     vae = vit_files(tmp_path / "vit", SMALL_VIT._replace(channels=24, side=32), statistics=False)
     statistics = tmp_path / "stat.pt"
     torch.save({"mean": torch.zeros(24, 1, 1), "var": torch.ones(24, 1, 1)}, statistics)
-    monkeypatch.setitem(RECIPE.decoders, 32, (str(vae), str(statistics)))
-    assert open_model(config).config.latent_stats == str(statistics)
+    monkeypatch.setitem(BY_SIDE, 32, (str(vae), str(statistics)))
+    assert open_run(options)["latent_stats"] == str(statistics)
     with pytest.raises(UsageError, match="latent_stats"):
-        open_model(replace(config, vae=str(vae)))
+        open_run(options.changed(vae=vae))
 
 
 @pytest.mark.parametrize(
@@ -209,16 +207,11 @@ def test_modules_are_accelerated_sampled_and_refreshed():
     for interval in ((0, 1), (0.25, 0.5), (0.3, 0.75)):
         want = theirs.forward_with_cfg(x, t, y, 2.5, interval).double()
         assert error(copy.forward_with_cfg(x, t, y, 2.5, interval), want) < 1e-5
-    guide = Original(build(1))
-    got = copy.forward_with_autoguidance(x, t, y, 1.4, guide, (0.3, 1.0))
-    both = theirs(x, t, y), guide(x, t, y)
-    want = torch.where(t[:, None, None, None] < 0.3, both[0], both[1] + 1.4 * (both[0] - both[1]))
-    assert error(got, want.double()) < 1e-5
     changed = build(2)
     changed.t_embedder.W.data.add_(0.1)
     options = dict(device="cpu", num_sampling_steps=3, cfg_scale=2.0, output_type="latent")
     with Sampler(theirs, **options) as sampler:
-        assert sampler.config.timestep_shift == pytest.approx((4096 / (24 * 16)) ** 0.5)
+        assert sampler.run["timestep_shift"] == pytest.approx((4096 / (24 * 16)) ** 0.5)
         sampler.refresh(changed.state_dict())
         after = sampler.latents([1, 5], seed=1)
     with Sampler(changed, **options) as sampler:

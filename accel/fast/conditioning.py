@@ -16,6 +16,7 @@ from torch import Tensor
 from accel.fast.ops import Float32Linear, Weights, splits
 from accel.fast.reader import Reader
 from accel.kernels.adaln import Modulation
+from accel.network import RunState
 from accel.precision import true_float32
 
 BLOCK_VECTORS = 6  # of a block: shift, scale, gate of attention, then of the MLP
@@ -123,13 +124,13 @@ class Conditioning:
         self.bias[rows] = gain * (1 + self.bias[rows]) - 1
 
 
-class ConditioningTable:
+class ConditioningTable(RunState):
     """The modulation vectors of a run, at fixed addresses.
 
     Captured graphs outlive a change of times and labels. `begin(times, labels)` starts a run,
-    `advance(i)` puts the run's i-th evaluation into the table, and the loop calls
-    `modulation(index, y)`, two look-ups on the device. A pair outside the table finds a row of
-    NaN, so that a wrong order of calls never makes a picture.
+    `advance(i)` puts the run's i-th evaluation into the table, and `condition(index, y)` is two
+    look-ups on the device. A pair outside the table finds a row of NaN, so that a wrong order of
+    calls never makes a picture.
     """
 
     def __init__(self, conditioning: Conditioning, table_bytes: int = TABLE_BYTES, least: int = 1):
@@ -150,7 +151,7 @@ class ConditioningTable:
             self.label_offset = torch.full((labels,), self.capacity, device=bias.device)
 
     def begin(self, times: list[float], labels: list[int], at_once: int = 1) -> None:
-        """Start a run; arguments as for Network.schedule."""
+        """Start a run; arguments as for Network.prepare."""
         device = self.table.device
         # Uploaded once: the loop never waits for the host.
         self.times = torch.tensor(list(times), device=device)
@@ -176,7 +177,7 @@ class ConditioningTable:
         offsets = torch.arange(len(times), device=t.device) * labels
         self.offset[index : self.ready.stop] = offsets
 
-    def modulation(self, index: Tensor, y: Tensor) -> Modulation:
+    def condition(self, index: Tensor, y: Tensor) -> Modulation:
         """Return where each batch row finds its vectors.
 
         index (N,): of the run's evaluations; y (N,): labels.

@@ -23,7 +23,8 @@ from accel.fast.conditioning import BLOCK_VECTORS, Conditioning, ConditioningTab
 from accel.fast.ops import Block, Float32Linear, Half, Split, Weights
 from accel.kernels.adaln import Branches, Modulation
 from accel.kernels.linear import Linear
-from accel.network import BlockNetwork, Scheduled, Stage
+from accel.network import BlockNetwork, RunState
+from accel.stages import Stage
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +153,7 @@ class FastNetwork(BlockNetwork):
         for index, block in enumerate(stage.blocks):
             vectors = BLOCK_VECTORS * index  # of the block: its first
             h = self.adaln(x, modulation, vectors, branches)  # (N, t, D)
-            a = block.proj(self.attend(stage, block, h, attend, first))
+            a = block.proj(self.attend(stage, block, h, attend, first))  # type: ignore[arg-type]
             attended = (a, vectors + ATTENTION_GATE)
             h = self.adaln(x, modulation, vectors + MLP_SHIFT, (attended,))
             m = self._mlp(block, h)
@@ -161,8 +162,9 @@ class FastNetwork(BlockNetwork):
 
     def attend(self, stage: Stage, block: Block, h: Tensor, attend: Callable, first: int) -> Tensor:
         """Return attention of a block's queries, keys and values of h (N, t, D)."""
-        rotates = isinstance(block.qkv, Linear) and block.qkv.rotates
-        packed = block.qkv(h, first=first) if rotates else block.qkv(h)  # (N, t, 3·D)
+        qkv: Any = block.qkv
+        rotates = isinstance(qkv, Linear) and qkv.rotates
+        packed = qkv(h, first=first) if rotates else qkv(h)  # (N, t, 3·D)
         if block.rotate:
             packed = block.rotate(packed, first=first)
         return attend(packed, stage.num_heads)
@@ -174,19 +176,16 @@ class FastNetwork(BlockNetwork):
             hidden = block.activate(hidden)
         return block.fc2(hidden)
 
-    def schedule(self, times, labels, at_once=1) -> Scheduled:
+    def prepare(self, times: list[float], labels: list[int], at_once: int = 1) -> RunState:
         if not self.hoists:
-            return super().schedule(times, labels, at_once)
+            return super().prepare(times, labels, at_once)
         least = len(set(labels)) * at_once
-        table = self.table
-        if table is None or table.capacity < least:
-            table = None  # free its memory first
-            self.table = None
-            self._replayed.clear()  # its graphs look vectors up in the old table
-            table = ConditioningTable(self.conditioning, least=least)
-            self.table = table
-        table.begin(times, labels, at_once)
-        return Scheduled(self.conditioned(table.modulation), table.advance)
+        if self.table is None or self.table.capacity < least:
+            self.graphs.clear()  # they look vectors up in the old table
+            self.table = None  # free its memory first
+            self.table = ConditioningTable(self.conditioning, least=least)
+        self.table.begin(times, labels, at_once)
+        return self.table
 
     def overflowed(self) -> str | None:
         return self.ops.overflowed()

@@ -96,7 +96,9 @@ class Float32Linear:
         position (t, N): added to the result (…, t, N) of a layer without bias.
         """
         if self.split is not None:
-            return self.split(x if isinstance(x, HighLow) else split_rows(x), position)
+            return self.split(  # type: ignore[return-value]
+                x if isinstance(x, HighLow) else split_rows(x), position
+            )
         with true_float32():
             y = F.linear(x.value() if isinstance(x, HighLow) else x, *self.tensors)
         return y if position is None else y + position

@@ -97,6 +97,12 @@ class LatentSpace(NamedTuple):
     side: int | None = None
     decoder: DecoderFiles | None = None
 
+    @property
+    def files(self) -> DecoderFiles:
+        """Return the decoder's files, of a space whose pictures are decoded."""
+        assert self.decoder is not None
+        return self.decoder
+
     def to_decoder(self, latents: "Tensor") -> "Tensor":
         """Turn latents (n, C, L, L) into the decoder's input as diffusers' pipelines do:
         latents / scale + shift, or latents · std / scale + mean.
@@ -112,7 +118,9 @@ class LatentSpace(NamedTuple):
         """Raise UsageError if the decoder does not take latents of this side."""
         if self.decoder is not None and self.side not in (None, side):
             raise UsageError(
-                f"`vae={self.decoder.path}`: decodes latents of {self.side}×{self.side} alone, "
-                f"{self.side * self.factor} px, and these are {side}×{side}; give the decoder of "
-                f"{side * self.factor} px"
+                f"decodes latents of {self.side}×{self.side} alone, {self.side * self.factor} px, "
+                f"and these are {side}×{side}",
+                f"give the decoder of {side * self.factor} px",
+                parameter="vae",
+                value=self.decoder.path,
             )

@@ -2,7 +2,6 @@
 ahead while the GPU denoises.
 """
 
-import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -22,7 +21,7 @@ class NoDecoder:
     precision = "fp32"
 
     def __init__(self, space: LatentSpace):
-        self.levels = space.decoder.kind.levels
+        self.levels = space.files.kind.levels
 
     def load_ahead(self) -> None:
         """No-op."""
@@ -49,7 +48,7 @@ class Decoder:
         self.space = space
         self.device = device
         self.precision = precision
-        self.kind: DecoderKind = space.decoder.kind
+        self.kind: DecoderKind = space.files.kind
         self.levels = self.kind.levels
         self.network: Any = None  # in float32
         self._loading: Future | None = None
@@ -62,15 +61,9 @@ class Decoder:
             self._loading = ThreadPoolExecutor(1).submit(self._load_on_cpu)
 
     def _load_on_cpu(self):
-        interval = sys.getswitchinterval()
-        # imports are long stretches of Python; the loop that feeds the GPU goes first
-        sys.setswitchinterval(1e-4)
-        try:
-            if self.precision == "fp16":
-                self.kind.compile_half(self.device)
-            return files.load(self.space, "cpu")
-        finally:
-            sys.setswitchinterval(interval)
+        if self.precision == "fp16":
+            self.kind.compile_half(self.device)
+        return files.load(self.space, "cpu")
 
     def load(self) -> "Decoder":
         """Load the network onto the device, at the first call. Returns this decoder."""
@@ -102,10 +95,11 @@ class Decoder:
                 return self.pixels(latents)
         except torch.OutOfMemoryError:
             raise UsageError(
-                f"`image_size={self.space.factor * latents.shape[-1]}`: decoding a picture does "
-                "not fit in free GPU memory; use "
-                f"{'`output_type=latent`' if self.half else '`vae_precision=fp16`'}, or a smaller "
-                "size"
+                "decoding a picture does not fit in free GPU memory",
+                f"use {'`output_type=latent`' if self.half else '`vae_precision=fp16`'}, or a "
+                "smaller size",
+                parameter="image_size",
+                value=self.space.factor * latents.shape[-1],
             ) from None
 
     def pixels(self, latents: Tensor) -> Tensor:
@@ -118,8 +112,10 @@ class Decoder:
             pixels = self.each(self.network, latents)
         if not_finite(pixels):
             raise UsageError(
-                f"`vae={self.space.decoder.path}`: decodes finite latents to pixels that are not "
-                "finite; check its weights, or choose another"
+                "decodes finite latents to pixels that are not finite",
+                "check its weights, or choose another",
+                parameter="vae",
+                value=self.space.files.path,
             )
         return pixels
 

@@ -17,11 +17,20 @@ import torch
 
 from accel import latents
 from accel.errors import UsageError, shown
+from accel.files import weights_folder
 from accel.latents import DecoderFiles, DecoderKind, LatentSpace
-from accel.weights.checkpoint import FILE_SUFFIXES, FOLDER, HUB_ID
 from accel.weights.shapes import shapes_only
-from accel.weights.tensor_files import WEIGHTS, file_stamps, mode_of, read_json, read_tensors
+from accel.weights.tensor_files import (
+    FILE_SUFFIXES,
+    HUB_ID,
+    WEIGHTS,
+    file_stamps,
+    mode_of,
+    read_json,
+    read_tensors,
+)
 
+FOLDER = weights_folder()
 PUBLISHED = ("ema", "mse")
 FILES = ("config.json", WEIGHTS)
 HUB_FILE = re.compile(r"([\w.-]+/[\w.-]+)[:/](.+)")  # owner/name/path, or owner/name:path
@@ -45,8 +54,9 @@ def find(name: str, statistics: str | None = None) -> LatentSpace:
     stabilityai/sd-vae-ft-NAME, which is fetched; or pixels. statistics: a file of the latents'
     mean and deviation; default: the one beside a decoder that says none. Raises UsageError.
     """
-    if name in kind_names() and kind_of(name).without_files:
-        return kind_of(name).without_files
+    without_files = kind_of(name).without_files if name in kind_names() else None
+    if without_files:
+        return without_files
     path = _locate(str(name))
     kind = _recognise(path, _content(path))
     files = DecoderFiles(path, _stamps(kind, path, statistics), kind, statistics)
@@ -72,8 +82,11 @@ def _locate(name):
             )
         elif on_hub and is_tensors and not mode and not Path(folder.parts[0]).exists():
             raise UsageError(
-                f"`vae={name}`: is not here; if it is a file of the hub: `hf download "
-                f"{on_hub[1]} {on_hub[2]} --local-dir models`, then give models/{on_hub[2]}"
+                "is not here",
+                f"if it is a file of the hub: `hf download {on_hub[1]} {on_hub[2]} --local-dir "
+                f"models`, then give models/{on_hub[2]}",
+                parameter="vae",
+                value=name,
             )
         else:
             raise UsageError(
@@ -98,7 +111,7 @@ def _content(path: Path) -> Mapping[str, Any]:
     """Return the content of a decoder's first file."""
     file = _first_file(path)
     if not mode_of(file, "vae"):
-        raise UsageError(f"`vae={path}`: must hold {' and '.join(FILES)}")
+        raise UsageError(f"must hold {' and '.join(FILES)}", parameter="vae", value=path)
     return _read_content(file, tuple(file_stamps([file], "vae")))
 
 
@@ -115,8 +128,10 @@ def _recognise(path, content):
             return kind
     described = content.get("_class_name") or content.get("model_type") or "something else"
     raise UsageError(
-        f"`vae={_first_file(path)}`: holds no decoder of a kind that is known here "
-        f"({', '.join(kind_names())}), but {shown(described)}"
+        f"holds no decoder of a kind that is known here ({', '.join(kind_names())}), but "
+        f"{shown(described)}",
+        parameter="vae",
+        value=_first_file(path),
     )
 
 
@@ -124,13 +139,15 @@ def load(space: LatentSpace, device: torch.device | str) -> torch.nn.Module:
     """Return the float32 decoder of a space from `find`, on `device`. Raises UsageError as
     find does, and for files that were changed since.
     """
-    entries, state = _read(space.decoder)
+    entries, state = _read(space.files)
     with shapes_only():
-        decoder = space.decoder.kind.build(entries)
+        decoder = space.files.kind.build(entries)
     # strides decide rounding
-    as_computed = dict(dtype=torch.float32, copy=True, memory_format=torch.contiguous_format)
-    state = {name: tensor.to(device, **as_computed) for name, tensor in state.items()}
-    require_unchanged(space.decoder)  # the state is mapped
+    state = {
+        name: tensor.to(device, torch.float32, copy=True, memory_format=torch.contiguous_format)
+        for name, tensor in state.items()
+    }
+    require_unchanged(space.files)  # the state is mapped
     decoder.load_state_dict(state, assign=True)
     return decoder.eval().requires_grad_(False)
 
@@ -140,13 +157,13 @@ def digest(space: LatentSpace) -> str:
     numbers, the entries of config.json that the decoder takes, and its weights, whose own
     digest the cache folder keeps for later runs. Of a kind without files: its name.
     """
-    if space.decoder.kind.without_files is not None:
-        return str(space.decoder.path)
+    if space.files.kind.without_files is not None:
+        return str(space.files.path)
     from accel.weights.digests import cached_digest  # a grid needs none
 
-    entries, state = _read(space.decoder)
-    require_unchanged(space.decoder)
-    of_weights = cached_digest(space.decoder.stamps, lambda: state)
+    entries, state = _read(space.files)
+    require_unchanged(space.files)
+    of_weights = cached_digest(space.files.stamps, lambda: state)
     numbers = space._replace(decoder=None)._asdict()
     del numbers["side"]  # of the weights
     of_all = json.dumps({**entries, **numbers}, sort_keys=True)
@@ -157,7 +174,10 @@ def require_unchanged(decoder: DecoderFiles) -> None:
     """Raise UsageError if a file is not the one any more that was opened."""
     if _stamps(decoder.kind, decoder.path, decoder.statistics) != decoder.stamps:
         raise UsageError(
-            f"`vae={decoder.path}`: was changed since it was opened; start again when it is whole"
+            "was changed since it was opened",
+            "start again when it is whole",
+            parameter="vae",
+            value=decoder.path,
         )
 
 

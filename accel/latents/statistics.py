@@ -18,12 +18,17 @@ def read_statistics(file: Path, spread: str, shape: tuple[int, ...]) -> list[Ten
     Raises UsageError.
     """
     content = read_tensors(file, "latent_stats")
+    if {"latents_scale", "latents_bias"} <= content.keys():  # of REPA-E
+        deviation = 1 / content["latents_scale"]
+        content = {"mean": content["latents_bias"], "std": deviation, "var": deviation**2}
     found = []
     for name in ("mean", spread):
         value = content.get(name)
         if not isinstance(value, Tensor) or not value.is_floating_point():
             raise UsageError(
-                f"`latent_stats={file}`: must hold tensors mean and {spread}; lacks {name}"
+                f"must hold tensors mean and {spread}, and lacks {name}",
+                parameter="latent_stats",
+                value=file,
             )
         if value.numel() == shape[0]:  # by channel
             value = value.reshape(-1, 1, 1).expand(shape)
@@ -31,12 +36,17 @@ def read_statistics(file: Path, spread: str, shape: tuple[int, ...]) -> list[Ten
             value = value.reshape(shape)
         else:
             raise UsageError(
-                f"`latent_stats={file}`: {name} is of shape {tuple(value.shape)}, and the "
-                f"decoder's latents are {shape}; give its own"
+                f"{name} is of shape {tuple(value.shape)}, and the decoder's latents are {shape}",
+                "give its own",
+                parameter="latent_stats",
+                value=file,
             )
         if not ((value >= LEAST[name]) & (value <= LARGEST)).all():
             raise UsageError(
-                f"`latent_stats={file}`: holds values that are no {name}; compute it again"
+                f"holds values that are no {name}",
+                "compute it again",
+                parameter="latent_stats",
+                value=file,
             )
         found.append(value)
     return found

@@ -7,16 +7,24 @@ distributed.py, also shares network evaluations. Imports no torch.
 
 import signal
 from collections.abc import Callable, Set
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel.errors import UsageError, require_equal
+
+if TYPE_CHECKING:  # torch is slow to import
+    from torch import Tensor
+
+    from accel.network import BlockNetwork, Network
+    from accel.ranks.placement import Layout, Placement
 
 
 def require_device(wanted: str | None) -> None:
     """Raise UsageError for a device on which ranks do not sample. None is left open."""
     device_type, _, number = (wanted or "cuda").partition(":")
     if device_type not in ("cuda", "cpu") or number and not number.isdecimal():
-        raise UsageError(f"`device={wanted}`: ranks sample on cuda or cpu; choose one")
+        raise UsageError(
+            "ranks sample on cuda or cpu", "choose one", parameter="device", value=wanted
+        )
 
 
 class FirstFailure(NamedTuple):
@@ -91,6 +99,29 @@ class Ranks:
     def peers(self) -> bool:
         """Return whether every rank's GPU can write into every other's memory."""
         return False
+
+    # ---- network evaluations that ranks share ----
+
+    def open_collectives(self) -> None:
+        """Start to connect the GPUs in a thread, while weights are loaded. Here: no-op."""
+
+    def share(self, network: "BlockNetwork", layout: "Layout") -> "Network":
+        """Return the network as this rank evaluates it under `layout`. Return it unchanged
+        if this rank shares no evaluation. Every rank calls this: all make the process groups,
+        in one order.
+        """
+        return network
+
+    def own_pictures(self, latents: "Tensor", n: int, placement: "Placement") -> "Tensor":
+        """Return the latents of this rank's own pictures, of n. latents: of the slices
+        `placement.batches`. Raises RuntimeError if ranks that share evaluations computed
+        different latents.
+        """
+        return latents
+
+    def gather_pictures(self, pictures: "Tensor", n: int, placement: "Placement") -> "Tensor":
+        """Gather every rank's own pictures (n', …) and return all of them (n, …)."""
+        return pictures
 
     # ---- the end of a job ----
 

@@ -68,7 +68,7 @@ def connect(rank: int, world: int, local_rank: int) -> "DistributedRanks":
     finally:
         waiting.cancel()
     store.set_timeout(WAIT)
-    dist.group.WORLD.set_timeout(WAIT)
+    dist.group.WORLD.set_timeout(WAIT)  # type: ignore[union-attr]
     # A connection serves one thread.
     return DistributedRanks(rank, world, local_rank, dist.PrefixStore("job", store.clone()))
 
@@ -120,7 +120,7 @@ class DistributedRanks(Ranks):
             message = error.marked
         lines = self._agree(message, only)
         if lines:
-            raise _AgreedError(*lines)
+            raise _AgreedError("\n".join(lines))
         return result
 
     def _agree(self, message, only):
@@ -161,8 +161,10 @@ class DistributedRanks(Ranks):
             return "cpu"
         if number:
             raise UsageError(
-                f"`device={wanted}`: every rank takes its own GPU; choose them with "
-                "CUDA_VISIBLE_DEVICES"
+                "every rank takes its own GPU",
+                "choose them with CUDA_VISIBLE_DEVICES",
+                parameter="device",
+                value=wanted,
             )
         visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
         # srun may show a task its own GPU only, as number 0.
@@ -188,7 +190,6 @@ class DistributedRanks(Ranks):
             )
 
     def open_collectives(self) -> None:
-        """Start to connect the GPUs in a thread, while weights are loaded."""
         if self.device.type == "cuda":  # NCCL takes a second to connect
             self._connecting = ThreadPoolExecutor(1).submit(self._connect_gpus)
 
@@ -214,10 +215,6 @@ class DistributedRanks(Ranks):
     # ---- network evaluations that ranks share ----
 
     def share(self, network: BlockNetwork, layout: Layout) -> Network:
-        """Return the network as this rank evaluates it under `layout`. Return it unchanged
-        if this rank shares no evaluation. Every rank calls this: all make the process groups,
-        in one order.
-        """
         if layout.ranks == 1:
             return network
         self._wait_for_collectives()
@@ -247,10 +244,6 @@ class DistributedRanks(Ranks):
         return self._groups[ranks]
 
     def own_pictures(self, latents: torch.Tensor, n: int, placement: Placement) -> torch.Tensor:
-        """Return the latents of this rank's own pictures, of n. latents: of the slices
-        `placement.batches`. Raises RuntimeError if ranks that share evaluations computed
-        different latents.
-        """
         if not placement.shared:
             return latents
         digest = hashlib.sha256(latents.cpu().numpy().tobytes()).hexdigest()[:8]
@@ -263,7 +256,6 @@ class DistributedRanks(Ranks):
         return latents[placement.pictures(n)]
 
     def gather_pictures(self, pictures: torch.Tensor, n: int, placement: Placement) -> torch.Tensor:
-        """Gather every rank's own pictures (n', …) and return all of them (n, …)."""
         counts = placement.counts(n)
         # A collective wants equal shapes.
         padded = pictures.new_zeros(max(counts), *pictures.shape[1:])

@@ -23,7 +23,6 @@ from accel.errors import (
     Stopped,
     UsageError,
     as_usage_error,
-    printable,
     record,
     shown,
 )
@@ -112,7 +111,8 @@ def _join():
     launch.end_with_parent()
     # gloo prints a line per rank and group: hide it, and all output of other ranks than 0.
     printed = os.dup(1) if mine.rank == 0 else os.open(os.devnull, os.O_WRONLY)
-    sys.stdout = signals.lasting(printed, sys.stdout)
+    coding = dict(encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+    sys.stdout = os.fdopen(printed, "w", buffering=1, **coding)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return connect(*mine)
 
@@ -141,7 +141,7 @@ def launched_ranks(program: str, worded: Callable[[UsageError], str] = str) -> I
             yield ranks
         except Stopped as stopped:
             status = STOPPED
-            line = printable(f"{program}: {stopped}")
+            line = f"{program}: {stopped}"
             record(line)  # on every rank: torchrun may see another end first
             if ranks.rank == 0:
                 print(line, file=sys.stderr)
@@ -182,7 +182,7 @@ def _fail(ranks, program, error, worded) -> NoReturn:
         line = dict(signals.ENDINGS.values())[first.status]
         text = f"{program}: rank {first.rank}: {line}"
     elif first.status == 1:
-        cause = printable(f"{type(error).__name__}: {error}".splitlines()[0])
+        cause = f"{type(error).__name__}: {error}".splitlines()[0]
         text = f"rank {ranks.rank}: {cause} (after rank {first.rank} failed)"
     print(text, file=sys.stderr, end="\n" if text else "", flush=True)
     if not is_first:
@@ -200,4 +200,5 @@ def _fail(ranks, program, error, worded) -> NoReturn:
 def _exit(status) -> NoReturn:
     """Exit without waiting for threads: one may be in a collective that never returns."""
     signals.finish()
+    sys.stdout.flush()
     os._exit(status)

@@ -18,14 +18,16 @@ def parse(text: str) -> Layout:
         name, _, value = item.partition("=")
         if name == "exchange":
             raise UsageError(
-                f"`parallel={shown(text)}`: the exchange of tokens is chosen by itself now; leave "
-                "exchange out"
+                "the exchange of tokens is chosen by itself now",
+                "leave exchange out",
+                parameter="parallel",
+                value=shown(text),
             )
         count = value.isdecimal() and len(value) < 5 and int(value) > 0
         if name not in Layout._fields or name in values or not count:
             wrong = shown("=".join((name or "nothing", value)))
             allowed = "auto, off, or rows=N,tokens=N"
-            raise UsageError(f"`parallel={shown(text)}`: {wrong}: give {allowed}")
+            raise UsageError(f"{wrong}: give {allowed}", parameter="parallel", value=shown(text))
         values[name] = int(value)
     return Layout(**values)
 
@@ -34,11 +36,15 @@ def check(layout: Layout, tokens: int, world: int) -> None:
     """Raise UsageError if `layout` cannot run on `world` ranks. tokens: of a batch row."""
     if tokens % layout.tokens:
         raise UsageError(
-            f"`parallel=tokens={layout.tokens}`: does not divide the {tokens} tokens of a row; "
-            "take a divisor"
+            f"does not divide the {tokens} tokens of a row",
+            "take a divisor",
+            parameter="parallel",
+            value=f"tokens={layout.tokens}",
         )
     if layout.ranks > world:
-        raise UsageError(f"`parallel={layout}`: needs {layout.ranks} processes, there are {world}")
+        raise UsageError(
+            f"needs {layout.ranks} processes, there are {world}", parameter="parallel", value=layout
+        )
 
 
 def choose(

@@ -10,31 +10,28 @@ The output is gathered once. Guidance, sampler and noise then run on every rank 
 numbers: the random stream and the sampling loop do not depend on this module.
 """
 
-import copy
 from collections.abc import Callable, Hashable
 
 import torch
 import torch.distributed as dist
 
-from accel.network import BlockNetwork, Network, Scheduled
+from accel.network import BlockNetwork, Network, RunState
 from accel.ranks.exchanges import AllGather
 
 
-class Sharded(Network):
+class Sharded(Network[RunState]):
     """A network that several ranks evaluate: all call it with the same tensors, and get the same.
 
     everyone: the group of these ranks; ranks that share the tokens of the same batch rows are
     neighbours in it. exchange: among such neighbours; None if every rank has whole rows.
     """
 
-    # shared evaluations are short enough for launches to count, also those of a plain
-    # network
+    # Shared evaluations are short enough for launches to count, also of a plain network.
     captures = True
 
     def __init__(
         self, network: BlockNetwork, everyone: dist.ProcessGroup, exchange: AllGather | None = None
     ):
-        super().__init__()
         self.network = network
         self.everyone = everyone
         self.patch_size = network.patch_size
@@ -44,8 +41,14 @@ class Sharded(Network):
         self.rows = dist.get_world_size(everyone) // self.columns
         self.row, self.column = divmod(dist.get_rank(everyone), self.columns)
 
+    @property
+    def parts(self) -> list[BlockNetwork]:
+        return [self.network]
+
     @torch.no_grad()
-    def tokens(self, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def forward_tokens(
+        self, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor, run: RunState | None = None
+    ) -> torch.Tensor:
         n = len(y)
         share = -(-n // self.rows)  # batch rows of a rank
         first = self.row * share
@@ -55,7 +58,7 @@ class Sharded(Network):
         length = total // self.columns  # tokens of a rank
         part = slice(self.column * length, (self.column + 1) * length)
         h = self.network.embed(x[mine % len(x)], part)  # (share, t, D)
-        condition = self.network.condition(t[mine], y[mine])
+        condition = (run or self.network).condition(t[mine], y[mine])
         out = self.network.forward_blocks(h, condition, self.attend, part)
         whole = self._gather(out.contiguous())  # (rows · share, T, p·p·C')
         return whole[:n]
@@ -69,13 +72,11 @@ class Sharded(Network):
         # (rows, share, columns, t, p·p·C')
         return parts.transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
-    def schedule(self, times: list[float], labels: list[int], at_once: int = 1) -> Scheduled:
-        scheduled = copy.copy(self)
-        scheduled.network, advance = self.network.schedule(times, labels, at_once)
-        return Scheduled(scheduled, advance)
+    def prepare(self, times: list[float], labels: list[int], at_once: int = 1) -> RunState:
+        return self.network.prepare(times, labels, at_once)
 
     def replayed(self, key: Hashable, step: Callable) -> Callable:
-        # the network knows when its graphs become void
+        # The network drops its graphs when they become void.
         return self.network.replayed((self, key), step)
 
     def overflowed(self) -> str | None:

@@ -71,7 +71,7 @@ def steps_of(process: Process, guidance: Guidance | Unguided) -> list[Step]:
     return steps
 
 
-def count_copies(process: Process, guidance: Guidance | Unguided) -> Counter[int]:
+def count_by_rows(process: Process, guidance: Guidance | Unguided) -> Counter[int]:
     """Count the evaluations of a run by a network's batch rows per latent."""
     return Counter(guidance.at(level).rows for level in process.levels())
 
@@ -132,14 +132,13 @@ def denoise(
     y = guidance.labels(labels)
     indices = torch.arange(process.evaluations, device=z.device)
     at_once = max(process.evaluation_counts)
-    times = list(process.times())
-    scheduled, advance = network.schedule(times, y.tolist(), at_once)
+    run = network.prepare(list(process.times()), y.tolist(), at_once)
+    evaluate: Callable[..., torch.Tensor] = partial(network.forward, run=run)
     captures = network.captures and z.is_cuda
-    evaluate = scheduled.forward
     if captures:
         process.prepare(z.device)
     if captures and not process.captured:
-        evaluate = network.replayed(tuple(times), evaluate)
+        evaluate = network.replayed(run, evaluate)
 
     def make_step(guidances, at, y, noise, *state):
         networks = []
@@ -148,11 +147,12 @@ def denoise(
         return process.step(state, at, noise, networks)
 
     if captures and process.captured:
-        make_step = network.replayed((process, guidance), make_step)
+        make_step = network.replayed((process, guidance, run), make_step)
+
     state = process.begin(z)
     noise = z[:0]
     for number, evaluation, guidances in steps or steps_of(process, guidance):
-        advance(*range(evaluation, evaluation + len(guidances)))
+        run.advance(*range(evaluation, evaluation + len(guidances)))
         if number < process.draws:
             noise = draw()
         at = indices[evaluation].expand(len(z))

@@ -2,73 +2,63 @@
 the null label's.
 """
 
-import copy
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from accel.network import BlockNetwork, Network, Scheduled
-from accel.sampling.guidance import Guidance
+from accel.network import BlockNetwork, Network, RunState
 
 
-@dataclass(frozen=True)
-class Autoguidance(Guidance):
-    """Guidance of a network f by a second g, usually smaller or less trained: g + scale · (f − g)
-    on the first `channels` channels, both of the same label; the others are f's.
+class GuidedRun(NamedTuple):
+    """The states of a run's network and guide. Equal runs have both equal."""
 
-    At levels outside the interval f alone is evaluated.
-    """
+    network: RunState
+    guide: RunState
 
-    rows: ClassVar[int] = 1
-    null_label: int = field(default=-1, init=False)  # there is none
-
-    def labels(self, y: Tensor) -> Tensor:
-        return torch.cat([y, y])
+    def advance(self, index: int, *more: int) -> None:
+        """Make the conditioning of these evaluations ready for both."""
+        self.network.advance(index, *more)
+        self.guide.advance(index, *more)
 
 
-class WithGuide(Network):
+class WithGuide(Network[GuidedRun]):
     """A network f and its guide g: of 2n batch rows of n latents f evaluates the first n and g
     the others, of n rows f evaluates all.
 
-    A captured step holds both networks.
+    A captured step holds both networks, and f keeps it.
     """
 
     of_files = "the weights of `ckpt` and `guide`"
 
     def __init__(self, network: BlockNetwork, guide: BlockNetwork):
-        super().__init__()
         self.network = network
         self.guide = guide
         self.in_channels = network.in_channels
         self.captures = network.captures and guide.captures
-        # A network drops its graphs when it replaces the table that they read: either drops all.
-        self._replayed = guide._replayed = network._replayed
 
     @torch.no_grad()
-    def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
+    def forward(self, x: Tensor, t: Tensor, y: Tensor, run: GuidedRun | None = None) -> Tensor:
         n = len(x)
-        out = self.network.forward(x, t[:n], y[:n])
+        of_network, of_guide = run or (None, None)
+        out = self.network.forward(x, t[:n], y[:n], of_network)
         if len(y) == n:
             return out
-        return torch.cat([out, self.guide.forward(x, t[n:], y[n:])])
+        return torch.cat([out, self.guide.forward(x, t[n:], y[n:], of_guide)])
 
-    def schedule(self, times: list[float], labels: list[int], at_once: int = 1) -> Scheduled:
-        network = self.network.schedule(times, labels, at_once)
-        guide = self.guide.schedule(times, labels, at_once)
-        scheduled = copy.copy(self)
-        vars(scheduled).update(network=network.network, guide=guide.network)
+    def prepare(self, times: list[float], labels: list[int], at_once: int = 1) -> GuidedRun:
+        return GuidedRun(
+            self.network.prepare(times, labels, at_once),
+            self.guide.prepare(times, labels, at_once),
+        )
 
-        def advance(*evaluations):
-            network.advance(*evaluations)
-            guide.advance(*evaluations)
+    def replayed(self, key: Hashable, step: Callable) -> Callable:
+        return self.network.replayed(key, step)
 
-        return Scheduled(scheduled, advance)
-
-    def copy_weights(self, other: BlockNetwork) -> None:
-        """Copy the weights of a network like f in place; the guide keeps its own."""
-        self.network.copy_weights(other)
+    @property
+    def parts(self) -> list[BlockNetwork]:
+        return [self.network, self.guide]
 
     def overflowed(self) -> str | None:
         return self.network.overflowed() or self.guide.overflowed()

@@ -1,11 +1,12 @@
 """Guidance: the network's outputs for all batch rows of a latent → one estimate.
 
 A guidance is a value. It defines how many batch rows share a latent (`copies`), how many of
-them a network evaluates (`rows`), their labels, and how their outputs are combined.
+them a network evaluates (`rows`), how many rows of noise a step draws for a latent (`drawn`),
+the labels of the batch rows, and how their outputs are combined.
 `guidance_of` chooses it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -95,6 +96,22 @@ class Guidance:
         return torch.cat([guided(out, self.scale, self.channels), rest], dim=1)
 
 
+@dataclass(frozen=True)
+class Autoguidance(Guidance):
+    """Guidance of a network f by a second g (Karras et al. 2024, arXiv:2406.02507), usually smaller
+    or less trained: g + scale · (f − g) on the first `channels` channels, both of the same label;
+    the others are f's. accel/sampling/autoguidance.py evaluates both.
+
+    At levels outside the interval f alone is evaluated.
+    """
+
+    rows: ClassVar[int] = 1
+    null_label: int = field(default=-1, init=False)  # there is none
+
+    def labels(self, y: Tensor) -> Tensor:
+        return torch.cat([y, y])
+
+
 def compared_interval(interval: tuple[float, float], compared: str) -> tuple[float, float]:
     """Return an interval of noise levels with its ends as an original compares them with levels:
     as they are, or rounded to float32, or 1 − time with a rounded time.
@@ -125,8 +142,6 @@ def guidance_of(
     those of guidance.
     """
     if guide and scale > 1:
-        from accel.sampling.autoguidance import Autoguidance  # a network by itself needs none
-
         return Autoguidance(scale, channels, interval, ends)
     if guide or null_label is None or scale == 1:
         always_two = (guide or null_label is not None) and not upstreams_job

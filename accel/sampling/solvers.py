@@ -4,7 +4,6 @@ Other pictures than ancestral sampling's, in 10 to 25 evaluations: DPM-Solver++ 
 2022, arXiv:2211.01095) and UniPC (Zhao et al. 2023, arXiv:2302.04867).
 """
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from accel.errors import UsageError, shown
+from accel.errors import Mistake, shown
 from accel.sampling.process import BETAS, Process, State
 
 # Name → module and class of diffusers.schedulers: importing the module alone takes a
@@ -34,42 +33,27 @@ TRAINED = {
 }
 
 
-def require_schedule(owner: str, config: Mapping[str, Any]) -> None:
-    """Raise UsageError about `owner`, naming the entry, if a scheduler's configuration is
+def require_schedule(error: Mistake, config: Mapping[str, Any]) -> None:
+    """Raise `error`, naming the entry, if a scheduler's configuration is
     of another process than DiT's. trained_betas take precedence over the schedule's name.
     """
     wanted = dict(TRAINED)
     betas = config.get("trained_betas")
     if betas is not None:
         if np.shape(betas) != BETAS.shape or not np.allclose(betas, BETAS, rtol=1e-5):
-            raise UsageError(f"{owner}: its scheduler's trained_betas are not DiT's linear ones")
+            raise error("its scheduler's trained_betas are not DiT's linear ones")
         wanted = {name: wanted[name] for name in ("prediction_type", "rescale_betas_zero_snr")}
     for name, value in wanted.items():
         if config.get(name, value) != value:
-            raise UsageError(
-                f"{owner}: its scheduler has {name} {shown(config[name])}, and only {value} is "
-                "sampled"
+            raise error(
+                f"its scheduler has {name} {shown(config[name])}, and only {value} is sampled"
             )
-
-
-def _import(module):
-    """Import a module of diffusers without torch's compiler, from which the library takes
-    an optional decorator at more than half of its import time.
-    """
-    compiler = "torch._dynamo"
-    if compiler in sys.modules:
-        return import_module(module)
-    sys.modules[compiler] = None  # importing it fails
-    try:
-        return import_module(module)
-    finally:
-        sys.modules.pop(compiler, None)
 
 
 @lru_cache
 def _scheduler_class(name):
     module, class_name = SOLVERS[name]
-    return getattr(_import(f"diffusers.schedulers.{module}"), class_name)
+    return getattr(import_module(f"diffusers.schedulers.{module}"), class_name)
 
 
 @dataclass(frozen=True)

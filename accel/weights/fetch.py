@@ -8,16 +8,18 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from accel.errors import UsageError
+from accel.errors import UsageError, about
 from accel.files import atomic_write
-from accel.weights import diffusers_layout
+from accel.weights.diffusers_names import SCHEDULE
 from accel.weights.tensor_files import weight_files
 
 BASE_URL = "https://dl.fbaipublicfiles.com/DiT/models/"
 
 
-def download(target: Path) -> None:
-    """Fetch published weights to `target`, with a progress bar. The file is whole or absent."""
+def download(target: Path, parameter: str) -> None:
+    """Fetch published weights to `target`, with a progress bar. The file is whole or absent.
+    Raises UsageError about `parameter`.
+    """
     url = BASE_URL + target.name
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -31,10 +33,11 @@ def download(target: Path) -> None:
             if total is not None and file.tell() != total:
                 raise OSError(f"the connection ended after {file.tell()} of {total} bytes")
     except (OSError, HTTPException) as error:  # URLError, time-outs and a full disk are OSErrors
-        raise UsageError(
-            f"`ckpt={target.name}`: download failed ({error}); try the hub's copy, "
-            f"`ckpt=facebook/{target.stem.rpartition('x')[0]}`, or fetch {url} by other means and "
-            f"put it at {target}"
+        copy = f"facebook/{target.stem.rpartition('x')[0]}"
+        raise about(parameter, target.name)(
+            f"download failed ({error})",
+            f"try the hub's copy, `{parameter}={copy}`, or fetch {url} by other means and put it "
+            f"at {target}",
         ) from None
 
 
@@ -50,7 +53,7 @@ def from_hub(repository: str, subfolder: str, parameter: str, remedy: str) -> Pa
     def snapshot(suffix, **options):
         own_file = repository.rpartition("/")[2] + ".pt"
         small = [f"{subfolder}config.json", "*.yaml", "latents_stats.pt"]
-        small += ["model_index.json", diffusers_layout.SCHEDULE] if subfolder else []
+        small += ["model_index.json", SCHEDULE] if subfolder else []
         weights = [
             own_file,
             *(f"{subfolder}diffusion_pytorch_model{end}" for end in (f"{suffix}*", f"-*{suffix}")),
@@ -71,7 +74,6 @@ def from_hub(repository: str, subfolder: str, parameter: str, remedy: str) -> Pa
         return snapshot(".bin")
     except Exception as error:  # a network fails in many ways; the remedy is the same
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
-        raise UsageError(
-            f"`{parameter}={repository}`: not here, and fetching it from the hub failed "
-            f"({reason}); {remedy}"
+        raise about(parameter, repository)(
+            f"not here, and fetching it from the hub failed ({reason})", remedy
         ) from None

@@ -7,13 +7,15 @@ import warnings
 import zipfile
 from itertools import product
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from accel.errors import UsageError, as_usage_error, path_errors
+from accel.errors import about, as_usage_error, path_errors, shown
 from accel.files import is_utf8, open_regular
+from accel.weights.shapes import OF_SHARDS
 
 # numpy's numbers and texts that a pickle may hold.
 NUMBERS = "?", "b", "B", "h", "H", "i", "I", "l", "L", "q", "Q", "e", "f", "d", "U"
@@ -25,7 +27,7 @@ def read_pickle(
     """Return the content of a file of torch.save, an object of type `wanted`; meaning: that type
     in words. Raises UsageError about `parameter`.
     """
-    damaged = UsageError(f"`{parameter}={path}`: truncated or not a checkpoint; copy it again")
+    error = about(parameter, path)
     try:
         safe = torch.serialization.safe_globals(_plain_data())
         with path_errors(parameter, path), safe, warnings.catch_warnings():
@@ -34,34 +36,51 @@ def read_pickle(
             content = torch.load(
                 path, map_location="cpu", weights_only=True, mmap=mapped and _can_be_mapped(path)
             )
-    except pickle.UnpicklingError as error:
-        code = re.search(r"(?:GLOBAL|class) (\S+)", str(error))
+    except pickle.UnpicklingError as reason:
+        if "DTensor" in str(reason):
+            raise error(*OF_SHARDS) from None
+        code = re.search(r"(?:GLOBAL|class) (\S+)", str(reason))
         if code is None:  # another kind of file, or the half of one
-            raise damaged from None
-        raise UsageError(
-            f"`{parameter}={path}`: refused, loading it would run code ({code[1]}); save its "
-            "state dict with torch.save"
+            raise error("truncated or not a checkpoint", "copy it again") from None
+        raise error(
+            f"refused, loading it would run code ({code[1]})", "save its state dict with torch.save"
         ) from None
-    except Exception as error:  # an unpickler ends in whatever the bytes happen to mean
-        raise (as_usage_error(error) or damaged) from None
+    except Exception as reason:  # an unpickler ends in whatever the bytes happen to mean
+        words = (str(reason).splitlines() or [type(reason).__name__])[0]
+        text = f"truncated or not a checkpoint ({shown(words, 120)})"
+        raise (as_usage_error(reason) or error(text, "copy it again")) from None
     if not isinstance(content, wanted):
-        raise UsageError(f"`{parameter}={path}`: holds a {type(content).__name__}, not {meaning}")
+        raise error(f"holds a {type(content).__name__}, not {meaning}")
     return content
 
 
 def _plain_data() -> list:
     """Return the classes, with their names in pickles, that training scripts store beside the
-    weights in their parsed arguments: plain data. A path becomes a pure one, of no file.
+    weights: plain data. A path becomes a pure one, of no file.
     """
     scalar = np.float64(0).__reduce__()[0]
+    array = np.zeros(1).__reduce__()[0]
     dtypes = {type(np.dtype(name)) for name in NUMBERS}
     pure = product(("pathlib", "pathlib._local"), ("", "Pure"), (PurePosixPath, PureWindowsPath))
     paths = [
         (path, f"{module}.{prefix}{path.__name__.removeprefix('Pure')}")
         for module, prefix, path in pure
     ]
-    scalars = [(scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")]
-    return [argparse.Namespace, np.dtype, *dtypes, *scalars, *paths]
+    of_numpy = [
+        (function, f"numpy.{core}.multiarray.{name}")
+        for core in ("core", "_core")
+        for name, function in (("scalar", scalar), ("_reconstruct", array))
+    ]
+    return [
+        *(argparse.Namespace, SimpleNamespace, dict, list, int, float),
+        (_dict_for, "collections.defaultdict"),
+        *(np.ndarray, np.dtype, *dtypes, *of_numpy, *paths),
+    ]
+
+
+def _dict_for(factory: Any = None) -> dict:
+    """Return a dict in place of a defaultdict, into which torch's unpickler sets no items."""
+    return {}
 
 
 def _can_be_mapped(path: Path) -> bool:

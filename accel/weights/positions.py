@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 
-from accel.errors import UsageError
+from accel.errors import Mistake
 
 TABLE = "pos_embed"  # its name in a state dict
 # A moving average of a fixed table rounds at each step: with a decay of 0.9999 the errors
@@ -48,17 +48,18 @@ def rounding(table: torch.Tensor) -> float:
     return max(AVERAGED, torch.finfo(table.dtype).eps)
 
 
-def require_sinusoid(source: str, table: torch.Tensor, remedy: str) -> None:
-    """Raise UsageError, with `remedy`, if a position table (1, T, D) is further from the
+def require_sinusoid(error: Mistake, table: torch.Tensor, remedy: str) -> None:
+    """Raise `error`, with `remedy`, if a position table (1, T, D) is further from the
     sine-cosine table of its grid than a moving average's rounding: a table that was trained is
     no function of the grid.
     """
     off = distance(table)
     allowed = rounding(table)
     if off > allowed:
-        raise UsageError(
-            f"`ckpt={source}`: its position table is up to {off:.2g} off the sine-cosine table of "
-            f"its grid, more than the rounding of an average ({allowed:.1g}); {remedy}"
+        raise error(
+            f"its position table is up to {off:.2g} off the sine-cosine table of its grid, more "
+            f"than the rounding of an average ({allowed:.1g})",
+            remedy,
         )
 
 

@@ -7,9 +7,15 @@ from math import isqrt
 import torch
 from torch.overrides import TorchFunctionMode
 
-from accel.errors import UsageError
+from accel.errors import Mistake
 
 Shapes = dict[str, tuple]
+# Problem and remedy of tensors of FSDP2.
+OF_SHARDS = (
+    "holds DTensors, parts of tensors on many processes",
+    "save full tensors by full_tensor(), or join a distributed checkpoint by "
+    "torch.distributed.checkpoint.format_utils.dcp_to_torch_save",
+)
 
 
 class _NoInitialisation(TorchFunctionMode):
@@ -44,10 +50,8 @@ def shapes_of(state: dict[str, torch.Tensor]) -> Shapes:
     return shapes
 
 
-def require_fit(name: str, state: dict[str, torch.Tensor], model: torch.nn.Module) -> None:
-    """Raise UsageError about `name` unless `state` has the entries of `model`, of their
-    shapes, and no others.
-    """
+def require_fit(error: Mistake, state: dict[str, torch.Tensor], model: torch.nn.Module) -> None:
+    """Raise `error` unless `state` has the entries of `model`, of their shapes, and no others."""
     have = shapes_of(state)
     want = shapes_of(model.state_dict())
     # In the module's order: the first difference is then the nearest to the input.
@@ -57,10 +61,9 @@ def require_fit(name: str, state: dict[str, torch.Tensor], model: torch.nn.Modul
     # an entry of the caller's is named first
     first = next((entry for entry in wrong if entry in have), wrong[0])
     count = f" ({len(wrong)} entries differ)" if len(wrong) > 1 else ""
+    name = type(model).__name__
     if first not in want:
-        raise UsageError(
-            f"{name}: {first} is no weight of a {type(model).__name__}, and would be ignored{count}"
-        )
+        raise error(f"{first} is no weight of a {name}, and would be ignored{count}")
     if first not in have:
-        raise UsageError(f"{name}: is not a {type(model).__name__}: no {first}{count}")
-    raise UsageError(f"{name}: {first} is {have[first]}, must be {want[first]}{count}")
+        raise error(f"is not a {name}: no {first}{count}")
+    raise error(f"{first} is {have[first]}, must be {want[first]}{count}")

@@ -6,16 +6,21 @@ memory-mapped where the format allows it.
 """
 
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from accel.errors import UsageError, path_errors, shown
+from accel.errors import Mistake, UsageError, about, path_errors, shown
 from accel.files import is_utf8, open_regular
 from accel.files import read_json as read_object
-from accel.weights import Contents
+from accel.weights.shapes import OF_SHARDS
 
+Tensors = dict[str, torch.Tensor]
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]*[^\W\d][\w.-]*")  # owner/name, unlike DiT-XL/2
+FILE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 # The weights of a folder in diffusers' layout, beside its config.json.
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 PICKLED = "diffusion_pytorch_model.bin"
@@ -38,43 +43,42 @@ def read_tensors(path: Path, parameter: str, mapped: bool = True) -> dict:
     `parameter`.
     """
     if path.suffix == ".safetensors":
-        return read_safetensors(path, parameter, mapped).state
+        return read_safetensors(path, parameter, mapped)[0]
     from accel.weights.pickles import read_pickle
 
     return read_pickle(path, parameter, dict, "a state dict", mapped)
 
 
-def read_safetensors(path: Path, parameter: str, mapped: bool = True) -> Contents:
-    """Return the content of a .safetensors file, its facts as the header has them; mapped:
-    as for `read_tensors`. Raises UsageError about `parameter`.
+def read_safetensors(
+    path: Path, parameter: str, mapped: bool = True
+) -> tuple[Tensors, dict[str, str]]:
+    """Return the tensors and the header of a .safetensors file; mapped: as for `read_tensors`.
+    Raises UsageError about `parameter`.
     """
     from safetensors import SafetensorError, safe_open
 
+    error = about(parameter, path)
     if not is_utf8(path):
-        raise UsageError(
-            f"`{parameter}={path}`: has a name that is not UTF-8, which safetensors does not open; "
-            "rename it"
-        )
+        raise error("has a name that is not UTF-8, which safetensors does not open", "rename it")
     with path_errors(parameter, path):
         open_regular(path).close()  # safetensors has errors of its own for pipes and permissions
         try:
             with safe_open(path, "pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
                 header = dict(file.metadata() or {})
-            if not mapped:
-                tensors = {name: value.clone() for name, value in tensors.items()}
-            return Contents(tensors, header)
-        except (SafetensorError, OSError, ValueError, KeyError) as error:
-            reason = str(error).splitlines()[0][:120]
-            raise UsageError(
-                f"`{parameter}={path}`: truncated or not safetensors ({reason}); copy it again"
-            ) from None
+        except (SafetensorError, OSError, ValueError, KeyError) as reason:
+            words = str(reason).splitlines()[0][:120]
+            raise error(f"truncated or not safetensors ({words})", "copy it again") from None
+    if not mapped:
+        tensors = {name: value.clone() for name, value in tensors.items()}
+    return tensors, header
 
 
 def weight_files(folder: Path, parameter: str) -> list[Path]:
     """Return the weights beside a config.json: one file, or shards; .safetensors rather
     than .bin. Raises UsageError.
     """
+    error = about(parameter, folder)
     with path_errors(parameter, folder):
         names = os.listdir(folder)
     for plain in (WEIGHTS, PICKLED):
@@ -87,18 +91,15 @@ def weight_files(folder: Path, parameter: str) -> list[Path]:
             listed = {str(name) for name in shards.values()} if isinstance(shards, dict) else set()
             missing = ", ".join(sorted(listed - set(names)))  # a name with a slash is never there
             if missing or not listed:
-                raise UsageError(
-                    f"`{parameter}={folder}`: lacks {missing or 'the files'} that {index} names; "
-                    "copy it again"
-                )
+                raise error(f"lacks {missing or 'the files'} that {index} names", "copy it again")
             return [folder / name for name in sorted(listed)]
         if plain in names and "config.json" in names:
             return [folder / plain]
     others = sorted(name for name in names if name.endswith(".safetensors"))
     if len(others) > 1:
-        raise UsageError(f"`{parameter}={folder}`: {', '.join(others)} conflict; keep one of them")
+        raise error(f"{', '.join(others)} conflict", "keep one of them")
     if not others or "config.json" not in names:
-        raise UsageError(f"`{parameter}={folder}`: must hold config.json and {WEIGHTS}")
+        raise error(f"must hold config.json and {WEIGHTS}")
     return [folder / others[0]]
 
 
@@ -107,42 +108,47 @@ def read_json(path: Path, parameter: str) -> dict:
     with path_errors(parameter, path):
         try:
             return read_object(path)
+        except UsageError:
+            raise
         except ValueError:
-            raise UsageError(f"`{parameter}={path}`: is not a JSON object; copy it again") from None
+            raise about(parameter, path)("is not a JSON object", "copy it again") from None
 
 
-def require_floats(state: dict, source: str) -> None:
-    """Raise UsageError about `source` unless every entry of a state dict is a dense
-    tensor of floats, not empty, with at least one dimension.
+def floats_of(state: Mapping[str, Any], error: Mistake) -> Tensors:
+    """Return a state dict without counters. Raises `error` for anything else than whole tensors of
+    floats.
     """
-    for name, tensor in state.items():
-        if not isinstance(tensor, torch.Tensor) or tensor.is_nested:
-            description = f"of type {type(tensor).__name__}"  # nested tensors have no shape
-        elif (
-            tensor.layout is torch.strided
-            and not tensor.is_meta
-            and tensor.ndim
-            and tensor.numel()
-            and tensor.is_floating_point()
-            and isinstance(name, str)
-        ):
+    floats = {}
+    for name, value in state.items():
+        if is_counter(name, value):
             continue
-        else:
-            place = f"{tensor.layout} on {tensor.device}"
-            description = f"{tensor.dtype} of shape {tuple(tensor.shape)}, {place}"
-        raise UsageError(
-            f"{source}: {shown(name)} is {description}; weights are dense tensors of floats, save "
-            "them as such"
-        )
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+            raise error(
+                f"{shown(name)} is {kind}", "weights are tensors of floats, save them as such"
+            )
+        if hasattr(value, "full_tensor"):
+            raise error(*OF_SHARDS)
+        floats[name] = value
+    return floats
 
 
-def require_finite_floats(state: dict[str, torch.Tensor], source: str) -> None:
-    """Raise UsageError about `source` for a tensor with an infinity or NaN. It reads them all."""
+def is_counter(name: str, value: Any) -> bool:
+    """Return whether an entry of a state dict is a number that no network computes with, such
+    as the steps or the decay of an average.
+    """
+    if not isinstance(value, torch.Tensor):
+        return True
+    whole = not value.is_floating_point() and not value.is_complex()
+    # A network's own numbers are in parts of it.
+    return value.ndim == 0 and "." not in name or whole and value.numel() == 1
+
+
+def require_finite_floats(state: Tensors, error: Mistake) -> None:
+    """Raise `error` for a tensor with an infinity or NaN. It reads them all."""
     for name, tensor in state.items():
         if not tensor.float().isfinite().all():  # float8 has no isfinite
-            raise UsageError(
-                f"{source}: {shown(name)} has values that are not finite; check the weights"
-            )
+            raise error(f"{shown(name)} has values that are not finite", "check the weights")
 
 
 def file_stamps(files: Iterable[Path], parameter: str) -> list[tuple]:

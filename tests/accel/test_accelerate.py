@@ -3,9 +3,6 @@ is another network, renewed.
 """
 
 import copy
-import functools
-import gc
-import pickle
 
 import networks
 import pytest
@@ -49,18 +46,8 @@ ON = pytest.mark.parametrize(
 
 def test_it_is_used_as_a_module_is():
     model = small()
-    fast = accelerate(model).to("cpu").eval().train(False)
-    first = next(fast.parameters())
-    assert (
-        first.device == torch.device("cpu")
-        and first.dtype == torch.float32
-        and fast.in_channels == 4
-    )
-    assert not fast.training and fast.precision == "fp32" and fast.num_classes == 8
-    # fp32 computes with what it was made from.
-    assert sum(value.numel() for value in fast.parameters()) == sum(
-        value.numel() for value in model.parameters()
-    )
+    fast = accelerate(model).to("cpu").eval()
+    assert (fast.precision, fast.in_channels, fast.num_classes) == ("fp32", 4, 8)
     assert fast.state_dict().keys() == model.state_dict().keys()
     copied = small()
     copied.load_state_dict(fast.state_dict())
@@ -111,11 +98,6 @@ def test_every_tier_samples_in_upstreams_loop(tier, device):
         ),
         (lambda fast, x, t, y: fast.to(torch.float16), "the precision is fp32; use accelerate"),
         (
-            lambda fast, x, t, y: fast.train(),
-            r"train\(\): this copy only evaluates; train the model",
-        ),
-        (lambda fast, x, t, y: pickle.dumps(fast), "cannot be pickled or copied; pickle the model"),
-        (
             lambda fast, x, t, y: fast(x[:, :3], t, y),
             r"x is \(4, 3, 8, 8\), must be \(N, 4, 8, 8\)",
         ),
@@ -123,13 +105,11 @@ def test_every_tier_samples_in_upstreams_loop(tier, device):
             lambda fast, x, t, y: fast.forward_with_cfg(x[:3], t, y, 4),
             r"x is \(3, 4, 8, 8\), must be \(2N, 4, 8, 8\)",
         ),
-        (lambda fast, x, t, y: fast(nested(), t, y), "x is nested or sparse, must be a dense ten"),
-        (lambda fast, x, t, y: fast(x, 9, y), "t is int, must be a dense tensor"),
+        (lambda fast, x, t, y: fast(x, 9, y), "t is int, must be a tensor"),
         (
             lambda fast, x, t, y: fast(x.long(), t, y),
             "x is torch.int64, must be a tensor of floats",
         ),
-        (lambda fast, x, t, y: fast(x, t, y > 3), "y is torch.bool, must be numbers of classes"),
         (
             lambda fast, x, t, y: fast(x, t, y, mask=torch.ones(4)),
             "forward: mask must be None, .*; call the model itself",
@@ -150,7 +130,6 @@ def test_every_tier_samples_in_upstreams_loop(tier, device):
             "precision=fp16: cpu has no .*; choose fp32",
         ),
         (lambda fast, *_: accelerate(small(), device="nonsense"), "device nonsense"),
-        (lambda fast, *_: accelerate(small(), device="meta"), "device meta: holds no values"),
         (
             lambda fast, x, t, y: fast.load_state_dict({}),
             "load_state_dict: is not a DiT: no pos_embed .* differ",
@@ -162,13 +141,8 @@ def test_every_tier_samples_in_upstreams_loop(tier, device):
         ),
         (
             lambda fast, x, t, y: fast.load_state_dict(small().state_dict() | WHOLE),
-            "is torch.int64 of shape",
+            "final_layer.linear.weight is torch.int64; weights are tensors of floats",
         ),
-        (
-            lambda fast, x, t, y: accelerate(small(), "fp16"),
-            "precision=fp16: cpu has no .*; choose fp32",
-        ),
-        (lambda fast, x, t, y: accelerate(small(), device="nonsense"), "device nonsense"),
         (
             lambda fast, x, t, y: accelerate(small(), guidance_channels=0),
             "guidance_channels=0: must be from 1 to 4",
@@ -200,16 +174,19 @@ def group(tmp_path):
     dist.destroy_process_group()
 
 
-def test_wrapped_models_are_unwrapped(group):
-    model = small()
-    x, t, y = inputs(model, 4)
+@DEVICES
+def test_wrapped_models_are_unwrapped(device, group):
+    model = small().to(device)
+    x, t, y = inputs(model, 4, device)
     with torch.no_grad():
         want = model(x, t, y)
     parallel = nn.parallel.DistributedDataParallel(model)
-    compiled = (torch.compile(one) for one in (model, parallel))
-    others = nn.DataParallel(model), Transparent(model), AveragedModel(model)
-    for wrapped in (model, parallel, *compiled, *others):
-        assert torch.allclose(accelerate(wrapped, "fp32")(x, t, y), want, atol=1e-5)
+    wrapped = [model, parallel, *map(torch.compile, (model, parallel))]
+    wrapped += Transparent(model), AveragedModel(model)
+    if device == "cuda" or not torch.cuda.is_available():  # it takes GPUs where there are any
+        wrapped.append(nn.DataParallel(model))
+    for each in wrapped:
+        assert torch.allclose(accelerate(each, "fp32")(x, t, y), want, atol=1e-5)
 
 
 @pytest.mark.gpu
@@ -314,7 +291,7 @@ class TimesCalled(nn.DataParallel):
         return 1.3 * self.module(*inputs)
 
 
-class Transparent(nn.DataParallel):
+class Transparent(AveragedModel):
     def __getattr__(self, name):
         try:
             return super().__getattr__(name)
@@ -325,12 +302,8 @@ class Transparent(nn.DataParallel):
 def replaced(wrap):
     """Return a wrapped model with a forward that the caller wrote."""
     wrapper = wrap(small())
-
-    @functools.wraps(wrapper.forward)
-    def forward(*inputs):
-        return 1.3 * wrapper.module(*inputs)
-
-    wrapper.forward = forward
+    forward = wrapper.forward
+    wrapper.forward = lambda *inputs: 1.3 * forward(*inputs)
     return wrapper
 
 
@@ -352,7 +325,7 @@ class Called(DiT):
 def hooked(name="", pre=False, wrapped=False):
     """Return a model with a hook on a part of it, or on a wrapper around it."""
     model = small()
-    part = nn.DataParallel(model) if wrapped else model.get_submodule(name)
+    part = AveragedModel(model) if wrapped else model.get_submodule(name)
     if pre:
         part.register_forward_pre_hook(lambda part, inputs: (1.3 * inputs[0], *inputs[1:]))
     else:
@@ -380,51 +353,35 @@ class Twice(nn.Module):
 
 
 OF_ITS_OWN = {
-    "hook": (hooked, "computes another function"),
-    "pre-hook": (lambda: hooked(pre=True), "computes another function"),
-    "hook of a part": (lambda: hooked("blocks.1.attn"), "computes another function"),
-    "pre-hook of a part": (lambda: hooked("x_embedder", pre=True), "computes another function"),
-    "hook of a wrapper": (lambda: hooked(wrapped=True), "DataParallel: has forward hooks"),
-    "forward of a DataParallel": (
-        lambda: replaced(nn.DataParallel),
-        "DataParallel: has a forward of its own",
-    ),
-    "forward of torch.compile": (
-        lambda: replaced(torch.compile),
-        "OptimizedModule: has a forward of its own",
-    ),
-    "forward of a wrapper's class": (lambda: Times(small()), "Times: has a forward of its own"),
-    "__call__ of a wrapper's class": (
-        lambda: TimesCalled(small()),
-        "TimesCalled: has a __call__ of its own",
-    ),
-    "the null class": (lambda: small(NoNull), "computes another function"),
-    "activation": (
-        lambda: changed(small(), "blocks.0.mlp", "act", nn.ReLU()),
-        "computes another function",
-    ),
-    "__call__": (lambda: small(Called), "Called: computes another function"),
-    "forward": (patched, "computes another function"),
-    "forward of a part": (lambda: patched("blocks.0.mlp"), "computes another function"),
-    "parametrisation": (
-        lambda: halved_weight(lambda part: register_parametrization(part, "weight", Twice())),
-        "no blocks.0.mlp.fc1.weight",
-    ),
-    "weight norm": (lambda: halved_weight(weight_norm), "no blocks.0.mlp.fc1.weight"),
+    "hook": hooked,
+    "pre-hook": lambda: hooked(pre=True),
+    "hook of a part": lambda: hooked("blocks.1.attn"),
+    "pre-hook of a part": lambda: hooked("x_embedder", pre=True),
+    "hook of a wrapper": lambda: hooked(wrapped=True),
+    "forward of an average": lambda: replaced(AveragedModel),
+    "forward of torch.compile": lambda: replaced(torch.compile),
+    "forward of a DataParallel's class": lambda: Times(small()),
+    "__call__ of a DataParallel's class": lambda: TimesCalled(small()),
+    "the null class": lambda: small(NoNull),
+    "activation": lambda: changed(small(), "blocks.0.mlp", "act", nn.ReLU()),
+    "eps of norms": lambda: build_large(norm_eps=1e-2),
+    "__call__": lambda: small(Called),
+    "forward": patched,
+    "forward of a part": lambda: patched("blocks.0.mlp"),
 }
 
 
-@pytest.mark.parametrize("make, words", OF_ITS_OWN.values(), ids=OF_ITS_OWN)
-@pytest.mark.filterwarnings("ignore")  # torch's, of weight_norm
-def test_what_a_module_does_of_its_own_is_no_secret(make, words):
-    """Hooks, `__call__`, patches: the copy would not run them. A Sampler refuses them too, also
-    in `refresh`.
+@pytest.mark.parametrize("make", OF_ITS_OWN.values(), ids=OF_ITS_OWN)
+def test_what_a_module_does_of_its_own_is_no_secret(make):
+    """Wrappers, hooks, `__call__`, patches: the copy would not run them. A Sampler refuses them
+    too, also in `refresh`.
     """
+    words = "computes another function than a [^\n]* check=False skips this check$"
     with pytest.raises(UsageError, match=words):
         accelerate(make())
     with Sampler(small(), device="cpu", output_type="latent", num_sampling_steps=2) as sampler:
         before = sampler.latents(1)
-        with pytest.raises(UsageError, match=f"{words}|guides in a way of its own"):
+        with pytest.raises(UsageError, match=f"{words}|guides in a way of its own|has family"):
             sampler.refresh(make())
         assert torch.equal(sampler.latents(1), before)
 
@@ -490,16 +447,6 @@ def changed(model, name, attribute, value):
     return model
 
 
-def compiled_with_eps():
-    model = changed(small(), "blocks.1.norm2", "eps", 1e-3)
-    model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
-    return model
-
-
-def nested():
-    return torch.nested.nested_tensor([torch.ones(144)] * 2)
-
-
 OTHERS = {
     "fewer channels": (
         lambda: small(Halved),
@@ -507,28 +454,12 @@ OTHERS = {
     ),
     "another function": (
         lambda: small(networks.Otherwise),
-        "another function .* relative error .*, 0.0001 is allowed",
+        "another function .* relative error .*, 3e-05 is allowed",
     ),
     "untrained": (lambda: networks.Otherwise(**SMALL), "another function .* relative error"),
     "a norm more": (
         lambda: changed(small(), "blocks.1.attn", "q_norm", nn.LayerNorm(72)),
         r"blocks.1.attn.q_norm.weight is no weight of a DiT.*\(2 entries",
-    ),
-    "eps": (
-        lambda: changed(small(), "blocks.1.norm2", "eps", 1e-3),
-        "blocks.1.norm2.eps is 0.001, and only 1e-06",
-    ),
-    "eps of a compiled part": (
-        compiled_with_eps,
-        "blocks.1.norm2.eps is 0.001, and only 1e-06",
-    ),
-    "GELU": (
-        lambda: changed(small(), "blocks.0.mlp.act", "approximate", "none"),
-        "mlp.act.approximate is none",
-    ),
-    "norm_eps": (
-        lambda: build_large(norm_eps=1e-2),
-        "layers.0.attention_norm.eps is 0.01, and only 1e-05",
     ),
     "a weight less": (
         lambda: changed(small(), "final_layer.linear", "bias", None),
@@ -539,16 +470,19 @@ OTHERS = {
         lambda: transformer(attention_bias=False),
         "not a DiT in diffusers' layout .*to_q.bias",
     ),
-    "no values": (
-        lambda: small().to("meta"),
-        "DiT: pos_embed holds no values; load the weights first",
+    "no values": (lambda: small().to("meta"), "DiT: holds no values; load the weights first"),
+    "parametrisation": (
+        lambda: halved_weight(lambda part: register_parametrization(part, "weight", Twice())),
+        "no blocks.0.mlp.fc1.weight",
     ),
+    "weight norm": (lambda: halved_weight(weight_norm), "no blocks.0.mlp.fc1.weight"),
     "no DiT": (lambda: nn.Linear(2, 2), "Linear: is not a DiT: no blocks.0.attn.qkv.weight"),
     "no module": (lambda: "DiT-XL/2", "str: is not a DiT; give a torch.nn.Module"),
 }
 
 
 @pytest.mark.parametrize("make, words", OTHERS.values(), ids=OTHERS)
+@pytest.mark.filterwarnings("ignore")  # torch's, of weight_norm
 def test_another_network_is_refused(make, words):
     with pytest.raises(UsageError, match=words) as caught:
         accelerate(make())
@@ -679,7 +613,7 @@ def test_guidance_on_four_channels_is_recognised():
         device="cpu", output_type="latent", num_sampling_steps=4, ckpt=None, guidance_channels=None
     )
     with Sampler(model, **how) as sampler:
-        assert sampler.config.guidance_channels == 4
+        assert sampler.run["guidance_channels"] == 4
         assert torch.allclose(
             sampler.latents([1, 5]), upstream(model, (1, 5), 0, 4, 4.0), atol=1e-4
         )
@@ -704,7 +638,7 @@ def test_another_guidance_is_refused_and_forward_is_not():
     ):
         Sampler(model, device="cpu", output_type="latent")
     with Sampler(model, device="cpu", output_type="latent", guidance_channels=3) as sampler:
-        assert sampler.config.guidance_channels == 3
+        assert sampler.run["guidance_channels"] == 3
 
 
 class AsPublished(DiT_Llama):
@@ -714,10 +648,10 @@ class AsPublished(DiT_Llama):
         super().__init__(**shape)
         del self.n_heads
 
-    def rotation(self, x):
+    def rotation(self, x, tokens):
         length = (self.input_size // self.patch_size) ** 2
         head_dim = self.layers[0].attention.head_dim
-        return rotation_table(head_dim, length, x.dtype, x.device)
+        return rotation_table(head_dim, length, x.dtype, x.device)[tokens]
 
 
 def test_a_large_dit_as_published():
@@ -751,28 +685,3 @@ def test_in_the_pipeline_of_diffusers(device, guidance, tiny_vae):
     assert want.std() > 1e-3 and abs(got - want).max() < 1e-3
     pipe.transformer.load_state_dict(transformer(seed=1).state_dict())
     assert abs(pictures() - want).max() > 1e-3
-
-
-def test_a_pipeline_is_saved_whole_or_not_at_all(tmp_path, tiny_vae):
-    pipe = pipeline(tiny_vae)
-    pipe.save_pretrained(tmp_path / "a")
-    want = (tmp_path / "a" / "model_index.json").read_text()
-    original = pipe.transformer
-    pipe.transformer = accelerate(original)
-    for folder in ("a", "b"):  # its own folder, and another
-        pipe.to("cpu").save_pretrained(tmp_path / folder)
-        assert (tmp_path / folder / "model_index.json").read_text() == want
-        again = type(pipe).from_pretrained(tmp_path / folder).transformer
-        state = original.state_dict()
-        assert all(torch.equal(value, state[name]) for name, value in again.state_dict().items())
-        assert again.config.num_attention_heads == original.config.num_attention_heads
-    del original, state
-    gc.collect()
-    with pytest.raises(UsageError, match="the model that the weights came from is gone"):
-        pipe.transformer.state_dict()
-    with pytest.raises(
-        UsageError,
-        match=r"save_pretrained\(\): the model that the weights came from is gone; keep it",
-    ):
-        pipe.save_pretrained(tmp_path / "c")
-    assert not (tmp_path / "c").exists()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, fill
-from diffusers import AutoencoderKL, DDIMScheduler
+from diffusers import AutoencoderKL
 from networks import (
     DEVICES,
     FourChannels,
@@ -27,6 +27,7 @@ from networks import (
 )
 from PIL import Image
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from accel import Sampler
 from accel.errors import UsageError
@@ -37,8 +38,6 @@ from accel.precision import SWITCHES
 from diffusion import create_diffusion
 from models import DiT, DiT_models
 
-Z = torch.zeros(1, 4, 16, 16)
-
 
 def demo(device="cpu", **options):
     return Sampler("DiT-Demo/2", device=device, **{"num_sampling_steps": 4, **options})
@@ -46,7 +45,6 @@ def demo(device="cpu", **options):
 
 Z = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(7))
 LATENT = dict(device="cpu", output_type="latent")
-NESTED = torch.nested.nested_tensor([torch.ones(1), torch.ones(1)])
 
 
 @DEVICES
@@ -108,14 +106,14 @@ def test_a_module_that_the_caller_holds(device):
     """The demo's weights in models.DiT, wrapped, compiled, and in half: the same as by
     name. They are copied.
     """
-    from accel.families.published import find_model
+    from accel.sources.published import find_model
 
     model = DiT_models["DiT-Demo/2"]()
     model.load_state_dict(find_model(DEMO / "dit.safetensors"))
     with demo(device) as sampler:
         want = sampler.latents([1, 2])
     vae = str(DEMO / "vae")
-    for module in (model.to(device), nn.DataParallel(model), torch.compile(model)):
+    for module in (model.to(device), AveragedModel(model), torch.compile(model)):
         with Sampler(module, vae=vae, device=device, num_sampling_steps=4) as sampler:
             for value in model.parameters():
                 value.data.add_(1)
@@ -188,7 +186,7 @@ def test_a_class_that_names_no_family_is_taken_for_a_dit_aloud(capsys):
     ):
         model = small(learn_sigma=False)
         with Sampler(model if kind is DiT else kind(model), **how) as made:
-            assert made.config.sampler == sampler and words in (out := capsys.readouterr().out)
+            assert made.run["sampler"] == sampler and words in (out := capsys.readouterr().out)
             assert bool(words) == ("taken for a" in out)
 
 
@@ -223,12 +221,7 @@ def test_close_frees_the_network():
     [
         (lambda: Sampler(""), "ckpt: is empty"),
         (lambda: Sampler("x" * 300), "model=xxx.*: unknown; choose from"),
-        (lambda: demo(weights=3), "weights: is not an option of Sampler"),
         (lambda: Sampler("weights.pt"), "ckpt=weights.pt: no such file"),
-        (
-            lambda: demo(sampler=DDIMScheduler()),
-            "^sampler=DDIMScheduler .*: choose from ddpm, ddim, dpm.., unipc, ",
-        ),
         (lambda: pickle.dumps(demo()), "cannot be pickled or copied; make another"),
         (
             lambda: demo(vae=nn.Linear(2, 2)),
@@ -239,26 +232,11 @@ def test_close_frees_the_network():
             "vae=AutoencoderKL: holds no values; load the weights first",
         ),
         (lambda: demo().latents(0, num_sampling_steps=0), "num_sampling_steps=0"),
-        (lambda: demo().latents(b"12"), "labels=b'12': must be a class's number or name"),
-        (
-            lambda: demo().latents(torch.tensor([True])),
-            r"labels=tensor\(True\): must be a class's num",
-        ),
-        (
-            lambda: demo().latents(torch.tensor(True)),
-            r"labels=tensor\(True\): must be a class's num",
-        ),
-        (
-            lambda: demo().latents(np.array([True])),
-            "labels=np.True_: must be a class's number or name",
-        ),
-        (lambda: demo().latents(NESTED), "labels: is a nested tensor; give a list"),
         (lambda: demo().latents([]), "labels: give at least one"),
         (
             lambda: demo().latents([1, 2], seed=[1]),
             "seed: 1 given, and labels: 2; give one seed for each label, or one number",
         ),
-        (lambda: demo().latents([1], seed=[None]), "seed=None: must be a whole number"),
         (
             lambda: demo().latents([1], seed=[2**70]),
             "seed=1180591620717411303424: must be from -9223372036854775808 to",
@@ -268,66 +246,26 @@ def test_close_frees_the_network():
             "seed=1180591620717411303424: must be from -9223372036854775808 to",
         ),
         (
-            lambda: demo().latents(1, seed=torch.tensor(True)),
-            r"seed=tensor\(True\): must be a whole",
-        ),
-        (
             lambda: demo().latents(1, noise=Z),
             r"noise: is of shape \(2, 4, 16, 16\), must be \(1, 4, 16, 16",
         ),
         (
             lambda: demo().latents([1, 2], noise=Z.long()),
-            "noise: has dtype torch.int64; give a dense array",
-        ),
-        (
-            lambda: demo().latents([1, 2], noise=Z.long().numpy()),
-            "noise: has dtype int64; give a dense array",
+            "noise: has dtype torch.int64; give floats",
         ),
         (lambda: demo().latents([1, 2], noise=Z / 0), "noise: has values that are not finite"),
-        (
-            lambda: demo().decode(NESTED),
-            "latents: is sparse, nested or holds no values; give a dense array",
-        ),
         (
             lambda: demo().decode(Z[0]),
             r"latents: is of shape \(4, 16, 16\), must be \(n, 4, side, side\)",
         ),
-        (lambda: demo().decode("x.npy"), "latents: has dtype <U5; give a dense array of floats"),
         (lambda: demo(output_type="latent").decode(Z), "output_type=latent: loads no decoder"),
-        (
-            lambda: demo(num_steps=5),
-            "num_steps: is not an option of Sampler; did you mean num_sampling_",
-        ),
-        (lambda: demo(guidance_scale=5), "guidance_scale: is not an .*; did you mean cfg_scale"),
-        (lambda: demo(sampling_method="euler"), "sampling_method: .* did you mean sampler"),
         (lambda: demo().refresh("x.pt"), "str: is not a DiT; give a torch.nn.Module"),
-        (lambda: demo(outputs=5), "outputs: is not an option of Sampler; did you mean output_type"),
-        (lambda: demo(xyzzy=5), "xyzzy: is not an option of Sampler; docs/python.md lists them"),
-        (
-            lambda: demo().sample(1, guidance_scale=3),
-            "guidance_scale: is not an argument of sample and latents; did you mean cfg_scale",
-        ),
-        (lambda: demo().latents(1, steps=3), "steps: is not .* did you mean num_sampling_steps"),
-        (lambda: demo().latents(1, sampler="ddim"), "sampler: .* give sampler to Sampler"),
-        (lambda: demo().latents(1, x=3), "x: is not an argument .* docs/python.md lists them"),
-        (
-            lambda: demo().latents(1, noise=Z.to_sparse()),
-            "noise: is sparse, nested or holds no values",
-        ),
-        (
-            lambda: demo().latents(1, noise=Z.to("meta")),
-            "noise: is sparse, nested or holds no values",
-        ),
         (
             lambda: demo().latents(1, noise=Z.clone().requires_grad_()),
             "gradients: sampling has none for noise; call the model itself in your own loop",
         ),
         (lambda: demo().refresh([]), "list: is not a DiT; give a torch.nn.Module"),
         (lambda: demo().refresh({}), "refresh: is not a DiT: no pos_embed"),
-        (
-            lambda: demo().refresh({"pos_embed": 1}),
-            "refresh: pos_embed is of type int; weights are dense",
-        ),
         (lambda: demo().refresh(small().state_dict()), "refresh: pos_embed is .*, must be .*216"),
         (lambda: demo(output_type="latent").sample(0), "output_type=latent: loads no decoder"),
         (
@@ -363,7 +301,7 @@ def test_weights_are_renewed_in_place(precision, device):
     with Sampler(model, **how) as sampler, Sampler(ema, **how) as new:
         before = sampler.latents([1, 2])
         graphs = graphs_of(sampler)
-        sampler.refresh(nn.DataParallel(ema))
+        sampler.refresh(AveragedModel(ema))
         assert (
             torch.equal(sampler.latents([1, 2]), new.latents([1, 2]))
             and graphs_of(sampler) == graphs
@@ -378,7 +316,7 @@ def test_weights_are_renewed_in_place(precision, device):
             (fill(build(num_classes=9, class_dropout_prob=0)), "has num_classes 9, unlike"),
             (fill(FourChannels(**build.config)), "has guidance_channels 4, unlike"),
             (fill(Otherwise(**build.config)), "Otherwise: computes another function"),
-            (build().to("meta"), "DiT: pos_embed holds no values"),
+            (build().to("meta"), "DiT: holds no values"),
             (with_nan(build()), "DiT: blocks.0.mlp.fc1.bias has values that are not finite"),
             (nn.Linear(2, 2), "Linear: is not a DiT"),
         ):
@@ -428,7 +366,7 @@ def test_noise_of_the_callers_own(device):
     with demo(device, output_type="latent") as sampler:
         want = sampler.latents([1, 2], seed=7)
         before = z.clone()
-        for noise in (z, z.double(), z.cpu().numpy(), z.cpu().numpy().astype(">f4")):
+        for noise in (z, z.double(), z.cpu().numpy()):
             assert torch.equal(sampler.latents([1, 2], seed=7, noise=noise), want)
             assert not torch.equal(sampler.latents([1, 2], seed=8, noise=noise), want)
         assert torch.equal(z, before)
@@ -491,7 +429,7 @@ def test_a_state_dict_renews_the_weights():
 
 
 NOWHERE = """
-import io, resource, sys, tempfile
+import resource, sys, tempfile
 from diffusers import AutoencoderKL
 from accel import Sampler
 vae = AutoencoderKL.from_pretrained(sys.argv[1])
@@ -499,12 +437,8 @@ soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # no file can be written
 tempfile.tempdir = None
 how = dict(device="cpu", num_sampling_steps=2)
-stderr, sys.stderr = sys.stderr, None  # as in a program without a console
 sampler = Sampler("DiT-Demo/2", output_type="latent", **how)
-sampler.latents(1, progress=True)
-sys.stderr = io.StringIO()
-sys.stderr.close()
-shape = sampler.latents(1, progress=True).shape
+shape = sampler.latents(1).shape
 again = Sampler("DiT-Demo/2", vae=vae, output_type="latent", **how).latents(1)
 assert again.equal(sampler.latents(1))
 try:
@@ -512,7 +446,6 @@ try:
 except ValueError as error:
     message = str(error)
 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-sys.stderr = stderr
 print(tuple(shape))
 print(message)
 """
@@ -622,7 +555,7 @@ def test_a_pipeline_of_diffusers(device, tiny_vae):
 def graphs_of(sampler):
     return [
         id(graph)
-        for one in sampler._pipeline.network._replayed.values()
+        for one in sampler._pipeline.network.graphs.values()
         for graph in one.graphs.values()
     ]
 

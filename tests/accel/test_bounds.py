@@ -2,15 +2,17 @@
 them are refused by name.
 """
 
-from dataclasses import fields
 from math import inf, nan, nextafter
 
 import pytest
 import torch
 
-from accel.config import Config, FidJob, Grid
+from accel.errors import Given
 from accel.latents.autoencoder_kl import DEFAULTS, check_config
-from accel.weights import diffusers_layout, metadata
+from accel.options import OPTIONS, Options
+from accel.rules import check
+from accel.sources import facts
+from accel.weights import diffusers_names
 
 UP = "UpDecoderBlock2D"
 STATISTICS = dict(latent_channels=1, latents_mean=[0.0], latents_std=[1.0])
@@ -20,12 +22,12 @@ WEIGHTS = {  # of a transformer of width 12
     "y_embedder.embedding_table.weight": torch.zeros(3, 12),
 }
 CHECKS = {
-    "grid": lambda **option: Grid.of(ckpt="own.pt", **option).check(),
-    "named": lambda **option: Grid.of("DiT-Demo/2", **option).check(),
-    "ddim": lambda **option: Grid.of(sampler="ddim", **option).check(),
-    "fid": lambda **option: FidJob.of(**option).check(),
-    "checkpoint": lambda **entry: metadata.checked("own.pt", entry),
-    "recipe": lambda **entry: metadata.checked("own.pt", {"recipe": entry}),
+    "grid": lambda **option: check(Options(ckpt="own.pt", **option)),
+    "named": lambda **option: check(Options(model="DiT-Demo/2", **option)),
+    "ddim": lambda **option: check(Options(sampler="ddim", **option)),
+    "fid": lambda **option: check(Options(**{"num_fid_samples": 8, **option})),
+    "checkpoint": lambda **entry: facts.checked(Given("own.pt"), entry),
+    "recipe": lambda **entry: facts.checked(Given("own.pt"), {"recipe": entry}),
     "decoder": lambda **entry: check_config(entry),
     "levels": lambda block_out_channels: check_config(
         dict(block_out_channels=block_out_channels, up_block_types=[UP] * len(block_out_channels))
@@ -34,7 +36,7 @@ CHECKS = {
         STATISTICS | {name: [value] for name, value in entry.items()}
     ),
     "lists": lambda **entry: check_config(STATISTICS | entry),
-    "transformer": lambda **entry: diffusers_layout.check_config(
+    "transformer": lambda **entry: diffusers_names.check_config(
         {"sample_size": 8, **entry}, WEIGHTS
     ),
 }
@@ -46,7 +48,7 @@ BOUNDS = [  # names of a check and of its argument, least and most
         8192,
     ),
     ("grid.num_sampling_steps recipe.num_sampling_steps", 1, 1000),
-    ("checkpoint.num_heads", 1, 1024),
+    ("grid.num_heads checkpoint.num_heads", 1, 1024),
     ("grid.num_classes checkpoint.num_classes", 1, 10**6),
     ("grid.batch_size fid.num_fid_samples", 1, 10**9),
     ("fid.per_proc_batch_size", 1, 10**5),
@@ -59,6 +61,7 @@ BOUNDS = [  # names of a check and of its argument, least and most
     ("grid.noise_scale recipe.noise_scale", 0.001, 1000.0),
     ("grid.t_eps recipe.t_eps", 1e-6, 1.0),
     ("ddim.eta", 0.0, 1.0),
+    ("recipe.latent_scale", 1e-6, 1e6),
     ("decoder.scaling_factor statistics.latents_std", 1e-6, 1e6),
     ("decoder.shift_factor statistics.latents_mean", -1e6, 1e6),
 ]
@@ -74,13 +77,14 @@ VALUES = [  # names, valid values, refused values
     ("named.eta", [0.0], [0.5]),  # without sampler="ddim"
     ("grid.seed_list", [[-(2**63), 2**64 - 1]], [[7, 7]]),
     ("grid.guidance_interval recipe.guidance_interval", *INTERVALS),
-    ("checkpoint.family checkpoint.model checkpoint.vae", ["x" * 4096], ["x" * 4097, 1]),
+    ("checkpoint.family checkpoint.model checkpoint.vae", ["x"], [1]),
+    ("recipe.latent_norm", [True, False], [1, "yes"]),
     (
         "decoder.use_post_quant_conv decoder.mid_block_add_attention",
         [True, False],
         [1, "yes", None],
     ),
-    ("checkpoint.class_names", [["a", "b"]], ["ab", [1], ["a\n"]]),
+    ("checkpoint.class_names", [["a", "b"]], ["ab", [1]]),
     ("checkpoint.recipe", [{}], [{"seed": 1}, 1]),
     ("levels.block_out_channels", [[1], [8192], [64] * 8], [[], [0], ["16"], [8193], [64] * 9]),
     ("decoder.block_out_channels", [[64]], [8, None]),
@@ -100,8 +104,10 @@ for names, least, most in BOUNDS:
         if isinstance(least, int)
         else [nextafter(least, -inf), nextafter(most, inf), nan]
     )
-    others = [str(least), True, [least], *[least + 0.5] * isinstance(least, int)]
-    CASES |= {name: ([least, most], beyond + others) for name in names.split()}
+    of_files = [True, [least]]  # of an option, another type is Python's own error
+    for name in names.split():
+        of_options = name.startswith(("grid", "fid", "ddim"))
+        CASES[name] = ([least, most], beyond if of_options else beyond + of_files)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -117,8 +123,6 @@ def test_bounds(case):
 
 
 def test_no_bounded_value_is_missing_here():
-    items = *fields(Config), *fields(Grid), *fields(FidJob)
-    bounded = {item.name for item in items if {"bounds", "choices"} & item.metadata.keys()}
-    assert bounded | metadata.SCHEMA.keys() | DEFAULTS.keys() <= {
-        case.split(".")[1] for case in CASES
-    }
+    options = {name for name, option in OPTIONS.items() if option.bounds or option.choices}
+    of_files = {*facts.FACTS, *facts.OF_FILES, *facts.LATENTS, *DEFAULTS}
+    assert options | of_files <= {case.split(".")[1] for case in CASES}

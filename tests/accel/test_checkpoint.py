@@ -11,16 +11,16 @@ import pytest
 import torch
 from forks import refused, succeeds
 from hub import Hub
-from networks import identify, small, to_diffusers, write_transformer
+from networks import identify, small, to_diffusers, weights_at, write_transformer
 from safetensors.torch import save_file
 from unprivileged import unprivileged
 
 from accel.errors import UsageError
 from accel.families import DEMO
-from accel.families.loaded_module import LoadedModule
-from accel.families.published import find_model
+from accel.sources.files import Files
+from accel.sources.module import HeldModule
+from accel.sources.published import find_model
 from accel.weights import digests, tensor_files
-from accel.weights.checkpoint import Checkpoint
 from models import DiT_models
 
 
@@ -109,13 +109,13 @@ def test_wrapped_models_load(tmp_path, state, prefix, capsys):
     wrapped = {prefix + name: tensor for name, tensor in state.items()}
     averages = dict(n_averaged=torch.tensor(1)) if prefix == "module." else {}
     torch.save({"ema": wrapped | averages}, tmp_path / "a.pt")
-    weights = Checkpoint(tmp_path / "a.pt")
+    weights = weights_at(tmp_path / "a.pt")
     assert same(weights.state, state) and weights.state is weights.state
-    [line] = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"{tmp_path / 'a.pt'}: ") and f'"{prefix}' in line
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{tmp_path / 'a.pt'}: ") and f'"{prefix}' in printed
     save_file(state, tmp_path / "b.safetensors")
     assert (
-        weights.digest() == Checkpoint(tmp_path / "b.safetensors").digest()
+        weights.digest() == weights_at(tmp_path / "b.safetensors").digest()
         and capsys.readouterr().out == ""
     )
 
@@ -173,7 +173,8 @@ def test_folders_that_are_not_a_dit(tmp_path, folder, state, monkeypatch):
     theirs = {name: tensor.clone() for name, tensor in to_diffusers(state).items()}
     with monkeypatch.context() as patch:
         patch.setattr(torch, "cat", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.")))
-        assert "memory ran out" in error(folder)
+        with pytest.raises(UsageError, match="^memory ran out; "):
+            find_model(folder)
     theirs["transformer_blocks.1.norm1.emb.timestep_embedder.linear_1.bias"] += 1
     save_file(theirs, folder / "diffusion_pytorch_model.safetensors")
     assert "copies of emb.timestep_embedder.linear_1.bias differ" in error(folder)
@@ -194,7 +195,7 @@ def test_missing(tmp_path):
     ):
         with pytest.raises(UsageError):
             find_model(path)
-    message = error(tmp_path / "none.pt", Checkpoint)
+    message = error(tmp_path / "none.pt", weights_at)
     assert "no such file" in message and "DiT-XL-2-512x512.pt" in message
 
 
@@ -241,23 +242,17 @@ def test_no_state_dict(tmp_path):
 
 
 def test_tensors_that_are_no_weights(tmp_path, state):
-    """Refuse integers, complex numbers, quantised, sparse, empty and meta tensors, and
-    tensors of no dimension.
-    """
+    """Refuse integers, complex numbers, a number and an empty tensor in place of weights."""
     ones = torch.ones(4)
-    quantised = torch.quantize_per_tensor(ones, 0.1, 0, torch.qint8)
-    for wrong in (
-        ones.int(),
-        ones.cfloat(),
-        quantised,
-        torch.eye(4).to_sparse(),
-        ones[0],
-        ones.to("meta"),
-        ones[:0],
+    for wrong, words in (
+        (ones.int(), "is torch.int32; weights are tensors of floats"),
+        (ones.cfloat(), "is torch.complex64; weights are tensors of floats"),
+        (ones[0], "is (), must be (32,)"),
+        (ones[:0], "is (0,), must be (32,)"),
     ):
-        torch.save({**state, "final_layer.linear.bias": wrong}, tmp_path / "a.pt")
-        message = error(tmp_path / "a.pt")
-        assert "final_layer.linear.bias is" in message and "tensors of floats" in message
+        changed = {**state, "final_layer.linear.bias": wrong}
+        torch.save({"ema": changed, "args": {"num_heads": 2}}, tmp_path / "a.pt")
+        assert f"final_layer.linear.bias {words}" in error(tmp_path / "a.pt", identify)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +274,7 @@ def test_what_is_never_opened(tmp_path, folder, state):
     with socket.socket(socket.AF_UNIX) as one:
         one.bind(str(tmp_path / "socket.pt"))
         for path in (tmp_path / "pipe.pt", tmp_path / "socket.pt", "/dev/zero"):
-            assert "give a file or a folder" in error(path, Checkpoint)
+            assert "give a file or a folder" in error(path, weights_at)
     (folder / "config.json").unlink()
     os.mkfifo(folder / "config.json")
     assert "config.json: is a folder, a pipe" in error(folder)
@@ -328,12 +323,12 @@ def settled(monkeypatch):
 
 def test_one_digest_for_every_layout(tmp_path, state, folder):
     torch.save(state, tmp_path / "a.pt")
-    want = Checkpoint(tmp_path / "a.pt").digest()
-    assert len(want) == 16 and Checkpoint(folder).digest() == want
+    want = weights_at(tmp_path / "a.pt").digest()
+    assert len(want) == 16 and weights_at(folder).digest() == want
     module = small(num_classes=10)
-    assert LoadedModule(module).digest() == want
+    assert HeldModule(module).digest() == want
     module.pos_embed.data += 0.1
-    assert LoadedModule(module).digest() != want
+    assert HeldModule(module).digest() != want
 
 
 @pytest.mark.parametrize(
@@ -350,11 +345,11 @@ def test_one_digest_for_every_layout(tmp_path, state, folder):
 )
 def test_a_digest_counts_a_position_table_that_was_trained(name, change, same, tmp_path, state):
     """A sine-cosine table does not count: diffusers' layout lacks it, and any size has its own."""
-    files = []
+    digests = []
     for number, content in enumerate((state, {**state, name: change(state[name])})):
-        files.append(tmp_path / f"{number}.safetensors")
-        save_file(content, files[-1])
-    first, second = (Checkpoint(file).digest() for file in files)
+        save_file(content, tmp_path / f"{number}.safetensors")
+        digests.append(weights_at(tmp_path / f"{number}.safetensors").digest())
+    first, second = digests
     assert (first == second) == same
 
 
@@ -362,28 +357,28 @@ def test_digest_is_kept_until_a_file_changes(tmp_path, state, monkeypatch, settl
     path = tmp_path / "a.safetensors"
     save_file(state, path)
     os.utime(path, (1e9, 1e9))
-    want = Checkpoint(path).digest()
+    want = weights_at(path).digest()
     with monkeypatch.context() as closed:
-        closed.setattr(Checkpoint, "state", property(lambda self: pytest.fail("opened")))
-        assert Checkpoint(path).digest() == want
+        closed.setattr(Files, "state", property(lambda self: pytest.fail("opened")))
+        assert weights_at(path).digest() == want
     with path.open("r+b") as file:
         file.seek(-4, os.SEEK_END)
         file.write(b"1234")
     os.utime(path, (1e9, 1e9))  # the same name, size, inode and time of change
-    assert Checkpoint(path).digest() != want
+    assert weights_at(path).digest() != want
 
 
 def test_digest_of_weights_that_are_replaced_meanwhile(tmp_path, state, settled):
     """What was opened is hashed, and is not kept as the digest of what lies there now."""
     path = tmp_path / "a.safetensors"
     save_file(state, path)
-    first = Checkpoint(path)
+    first = weights_at(path)
     assert first.state.keys() == state.keys()
     other = tmp_path / "b.safetensors"
     save_file({name: tensor + 1 for name, tensor in state.items()}, other)
-    want = Checkpoint(other).digest()
+    want = weights_at(other).digest()
     other.rename(path)
-    assert first.digest() != want == Checkpoint(path).digest()
+    assert first.digest() != want == weights_at(path).digest()
 
 
 def test_a_hub_id_of_pickles(tmp_path, folder, run):

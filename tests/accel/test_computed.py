@@ -9,16 +9,13 @@ import test_jit
 import test_rae
 import torch
 from conftest import fill
-from networks import small
+from networks import identify, recognise, small
 from test_lightning_dit import as_file
 from test_lightning_dit import build as build_lightning
 
 from accel.errors import UsageError
 from accel.families.large_dit.network import Large_DiT_models
-from accel.families.recognise import recognise
 from accel.families.sit.network import SiT
-from accel.opening import fit_of_file
-from accel.weights.checkpoint import Checkpoint
 
 
 def of_repa():
@@ -117,7 +114,7 @@ def test_every_place_of_a_file_counts(family, content, words, states, tmp_path):
     facts = {name: value for name, value in FACTS.get(family, {}).items() if name != "path_type"}
     torch.save({"ema": states[family], "options": facts, **content}, tmp_path / "x.pt")
     with pytest.raises(UsageError, match=f"x.pt: was trained with {words}, and only "):
-        fit_of_file(Checkpoint(tmp_path / "x.pt"))
+        identify(tmp_path / "x.pt")
 
 
 def test_a_name_that_nobody_listed_is_printed(states, tmp_path, capsys):
@@ -133,12 +130,12 @@ def test_a_name_that_nobody_listed_is_printed(states, tmp_path, capsys):
         branch=False,
     )
     torch.save({"ema": states["DiT"], "args": harmless | FACTS["DiT"]}, tmp_path / "x.pt")
-    fit_of_file(Checkpoint(tmp_path / "x.pt"))
+    identify(tmp_path / "x.pt")
     assert "not understood" not in capsys.readouterr().out
     said = dict(second_branch="conv", path="curved", sampling_schedule="karras")
     config = {"config": {"model": {"loop_blocks": [3, 4]}}}
     torch.save({"ema": states["DiT"], "args": said | FACTS["DiT"], **config}, tmp_path / "x.pt")
-    fit_of_file(Checkpoint(tmp_path / "x.pt"))
+    identify(tmp_path / "x.pt")
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "not understood" in line)
     for words in ("second_branch conv", "path curved", "sampling_schedule karras", "loop_blocks"):
         assert words in line

@@ -7,23 +7,25 @@ import networks
 import pytest
 import torch
 from conftest import fill
-from networks import Original, error, guided, sample, sde
+from forks import succeeds
+from networks import Original, error, guided, recognise, sample, sde, weights_at
 from reference_networks import dit
 from torch import nn
 
 from accel import Sampler, accelerate
 from accel.errors import UsageError
+from accel.families import repa
 from accel.families.dit.network import DiT
-from accel.families.recognise import recognise, reference_state
-from accel.families.repa.weights import RECOGNISER as repa
+from accel.families.repa.weights import convert as turned
 from accel.families.sit.network import SiT, SiT_models
+from accel.families.spec import reference_state
 from accel.network import Plain
+from accel.opening import open_run
+from accel.options import Options
 from accel.pipeline import Pipeline
 from accel.sampling import denoise, flow, make_process, upstream_noise
 from accel.sampling.flow import Euler, Heun, Sde
 from accel.sampling.guidance import Guidance
-from accel.weights.checkpoint import Checkpoint
-from accel.weights.shapes import shapes_only
 
 Z = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(0))
 LABELS = torch.tensor([1, 5, 2])
@@ -168,9 +170,9 @@ def test_repas_weights_turned_are_a_sits():
     """
     model = small(learn_sigma=False)
     theirs = {**model.state_dict(), "projectors.0.0.weight": torch.randn(3, 3)}
-    assert repa.family.claims(theirs) and not repa.family.claims(model.state_dict())
+    assert repa.FAMILY.claims(theirs) and not repa.FAMILY.claims(model.state_dict())
     ours = copy.deepcopy(model)
-    ours.load_state_dict(repa.converted(theirs, {}), strict=True)
+    ours.load_state_dict(turned(theirs), strict=True)
     t = torch.tensor([0.0, 0.3, 1.0])
     x = Z
     assert (
@@ -180,10 +182,29 @@ def test_repas_weights_turned_are_a_sits():
         )
         < 2e-6
     )
-    again = repa.converted(ours.state_dict(), {})
+    again = turned(ours.state_dict())
     assert all(torch.allclose(again[name], theirs[name], atol=1e-6) for name in again)
-    half = repa.converted({name: value.half() for name, value in theirs.items()}, {})
+    half = turned({name: value.half() for name, value in theirs.items()})
     assert half["t_embedder.mlp.0.weight"].dtype == torch.float32
+
+
+def test_statistics_of_latents_that_repas_weights_hold(tmp_path, here):
+    """REPA-E's normalisation of latents, in a converted file too."""
+    statistics = {
+        "bn.running_mean": torch.arange(4.0),
+        "bn.running_var": torch.full((4,), 9.0),
+        "bn.num_batches_tracked": torch.tensor(7),
+    }
+    theirs = {**small(learn_sigma=False).state_dict(), "projectors.0.0.weight": torch.ones(3, 3)}
+    torch.save({"ema": {**theirs, **statistics}, "args": dict(num_heads=2)}, tmp_path / "x.pt")
+    files = "--ckpt", tmp_path / "x.pt", "--output", tmp_path / "y.safetensors"
+    succeeds(here("scripts/convert_checkpoint.py", *files))
+    for name in "x.pt", "y.safetensors":
+        run = open_run(Options(ckpt=tmp_path / name, device="cpu", output_type="latent"))
+        assert run.spec.family.name == "REPA"
+        latents = torch.randn(2, 4, 8, 8)
+        want = 3 * latents + torch.arange(4.0)[:, None, None]
+        assert torch.allclose(run.space.to_decoder(latents), want)
 
 
 # ---- the networks, and weights that callers hold ----
@@ -255,16 +276,16 @@ def test_a_sampler_of_a_sit_and_of_repas(kind):
     model = small(learn_sigma=False)
     theirs = kind(copy.deepcopy(model))
     ours = copy.deepcopy(model)
-    ours.load_state_dict(repa.converted(model.state_dict(), {}))
+    ours.load_state_dict(turned(model.state_dict()))
     how = dict(precision="fp32", device="cpu", output_type="latent", num_sampling_steps=4)
     found = []
     for one in (theirs, ours):
         with Sampler(one, **how) as sampler:
-            assert sampler.config.sampler == "sde"
+            assert sampler.run["sampler"] == "sde"
             given = (
-                sampler.config.cfg_scale,
-                sampler.config.guidance_channels,
-                sampler.config.guidance_interval,
+                sampler.run["cfg_scale"],
+                sampler.run["guidance_channels"],
+                sampler.run["guidance_interval"],
             )
             # REPA's recipe
             assert given == ((1.8, 4, (0.0, 0.7)) if one is theirs else (4.0, 3, (0.0, 1.0)))
@@ -358,10 +379,10 @@ def test_which_family_weights_are_of(name, projectors, args, model, found, state
     """
     whole = {**state, "projectors.0.0.weight": torch.ones(2, 2)} if projectors else state
     torch.save({"ema": whole, "args": argparse.Namespace(**args)}, tmp_path / name)
-    weights = Checkpoint(tmp_path / name)
+    weights = weights_at(tmp_path / name)
 
     def fit():
-        return recognise(weights.name, weights.state, weights.metadata, model)
+        return recognise(weights.given.name, weights.state, weights.facts, model)
 
     if "-S/4" not in found or " " in found:
         with pytest.raises(UsageError, match=found):
@@ -379,13 +400,8 @@ def test_which_family_weights_are_of(name, projectors, args, model, found, state
         assert f"--model {found}" not in line
     says = {"Linear": "SiT-S/4", "linear": "REPA-SiT-S/4"}.get(args.get("path_type"), model)
     assert ("as --model says" in printed) == (model not in (None, says))
-    turned = torch.equal(
-        reference_state(weights, fit())["final_layer.linear.bias"],
-        -state["final_layer.linear.bias"],
-    )
-    assert (
-        turned == found.startswith("REPA")
-        and reference_state(weights, fit()).keys() == state.keys()
-    )
-    with shapes_only():
-        assert type(fit().build(input_size=8)) is (SiT if "SiT" in found else DiT)
+    read = reference_state(fit(), weights.state)
+    bias = "final_layer.linear.bias"
+    assert torch.equal(read[bias], -state[bias]) == found.startswith("REPA")
+    assert read.keys() == state.keys()
+    assert type(fit().empty()) is (SiT if "SiT" in found else DiT)

@@ -6,13 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from networks import run_of
 
 from accel import gpu, opening, precision
-from accel.config import Config
 from accel.errors import UsageError
 from accel.kernels import attention, split_attention, split_linear
 from accel.kernels.linear import tuner
-from accel.opening import with_arithmetic
 
 GPU = torch.device("cuda", 0)
 OLD = ((7, 0), (7, 5))
@@ -65,21 +64,18 @@ def test_tiers(seen):
     """
     lacking = {"bf16", "tf32"} if seen in OLD else set()
     assert {tier for tier in precision.TIERS if not precision.supports(tier, GPU)} == lacking
-    assert precision.default_tier(GPU) == "fp16"
+    assert run_of(device="cuda:0").tier == "fp16"
     for tier in precision.TIERS:
-        config = Config(precision=tier)
+        how = dict(device="cuda:0", precision=tier)
         if tier in lacking:
-            with pytest.raises(UsageError, match=f"^precision={tier}: .* choose fp32$") as refusal:
-                with_arithmetic(config, GPU)
-            assert "\n" not in str(refusal.value)
+            with pytest.raises(UsageError, match=f"^precision={tier}: [^\n]* choose fp32$"):
+                run_of(**how)
         else:
             float32 = "fp32" if tier in ("fp32", "exact") or seen in OLD else "tf32"
             half = precision.TIERS[tier].dtype != torch.float32
-            chosen = with_arithmetic(config, GPU)
-            assert chosen.precision == tier
-            assert chosen.vae_precision == ("fp16" if half else float32)
+            run = run_of(**how)
+            assert (run.tier, run["vae_precision"]) == (tier, "fp16" if half else float32)
     assert precision.float32_decoder("fp16", GPU) == ("fp32" if seen in OLD else "tf32")
-    precision.apply_precision("fp32", GPU)
 
 
 def test_no_tf32_but_where_it_is_asked_for(switches):
@@ -90,14 +86,21 @@ def test_no_tf32_but_where_it_is_asked_for(switches):
         fp16=(False, True),
         bf16=(False, True),
     )
-    with gpu.seen_as((9, 0)):
-        for tier, want in tiers.items():
-            precision.apply_precision(tier, GPU)
+    before = switches()
+    for tier, want in tiers.items():
+        with precision.arithmetic(tier):
             assert switches() == want, tier
-        precision.apply_precision("tf32", GPU)
-    with precision.true_float32():
-        assert switches() == (False, True)
-    assert switches() == (True, True)
+            with precision.arithmetic("fp32"):
+                assert switches() == (False, False)
+            assert switches() == want
+        assert switches() == before
+    with pytest.raises(KeyError), precision.arithmetic("tf32"):
+        raise KeyError
+    assert switches() == before
+    with precision.arithmetic("tf32"):
+        with precision.true_float32():
+            assert switches() == (False, True)
+        assert switches() == (True, True)
 
 
 @pytest.mark.parametrize(

@@ -78,9 +78,12 @@ def test_own_names_are_labels_and_names_of_files(script, listed, here, tmp_path)
 
 def test_own_names_in_python_and_json(listed, tmp_path):
     numbered = dict(reversed([*enumerate(NAMES)]))
-    for number, names in enumerate((NAMES, numbered)):
-        (tmp_path / f"{number}.json").write_text(json.dumps(names))
-    for given in (NAMES, numbered, listed, tmp_path / "0.json", tmp_path / "1.json"):
+    class_to_idx = {name: number for number, name in numbered.items()}
+    forms = NAMES, numbered, class_to_idx
+    files = [tmp_path / f"{number}.json" for number in range(len(forms))]
+    for file, names in zip(files, forms):
+        file.write_text(json.dumps(names))
+    for given in (*forms, listed, *files):
         with Sampler(
             "DiT-Demo/2", device="cpu", num_sampling_steps=1, class_names=given
         ) as sampler:
@@ -93,9 +96,9 @@ def test_own_names_in_python_and_json(listed, tmp_path):
     "content, words",
     [
         ("\n".join(NAMES[:7]), "are 7 names for 8 classes"),
-        ("a\n\x1b[31mred", "name 1 is '\\x1b[31mred'"),
         ('["a", 3]', "name 1 is 3"),
-        ('{"1": "a", "2": "b"}', "name 0 is None; give printable text for each class from 0"),
+        ('{"cat": 0, "dog": 2}', "name 1 is None; give text for each class from 0"),
+        ('{"1": "a", "2": "b"}', "name 0 is None; give text for each class from 0"),
         (b"\xff\xfe\x00", "is neither UTF-8 text"),
         (None, "No such file"),
     ],

@@ -8,19 +8,19 @@ import torch
 from conftest import fill
 from safetensors.torch import save_file
 
-from accel.config import Config
 from accel.errors import UsageError
 from accel.families import constructor_of
 from accel.families.large_dit.network import DiT_Llama
-from accel.opening import open_model
+from accel.opening import open_run
+from accel.options import Options
 from accel.pipeline import Pipeline
 
 DEMO = "Large-DiT-Demo/2"
 
 
 def load(ckpt, **more):
-    config = Config(DEMO, ckpt=str(ckpt), device="cpu", **more)
-    return Pipeline.load(open_model(config, decodes=False)).network
+    options = Options(model=DEMO, ckpt=ckpt, device="cpu", output_type="latent", **more)
+    return Pipeline.load(open_run(options)).network
 
 
 def demo(**form):

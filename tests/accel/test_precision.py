@@ -1,21 +1,16 @@
-"""The process's switches: those of a tier inside, the caller's own afterwards; threads and
-forks.
-"""
+"""The process's switches: those of a tier inside, the caller's own afterwards; threads."""
 
 import threading
 import time
 
-import forks
 import pytest
 import torch
-from conftest import ROOT
 from networks import inputs, small
 
 from accel import accelerate
 from accel.isolation import alone
-from accel.precision import SWITCHES, apply_precision
+from accel.precision import SWITCHES, TIERS, arithmetic
 
-CPU = torch.device("cpu")
 BACKENDS = torch.backends
 OPERATIONS = [
     (backend, operation)
@@ -92,9 +87,10 @@ def test_the_callers_switches_are_as_if_nothing_had_run(first, fresh):
             WRITTEN[first]()
             WRITTEN[second]()
             if sampled:
-                with alone():
-                    apply_precision("fp32", CPU)
-                    assert {switch.fp32_precision for switch in SWITCHES} == {"ieee"}
+                for tier in TIERS:
+                    with arithmetic(tier):
+                        allowed = {switch.fp32_precision for switch in SWITCHES}
+                        assert (allowed == {"ieee"}) == (tier in ("fp32", "exact"))
             traces.append((shown(), shown_later()))
         assert traces[0] == traces[1], second
 
@@ -132,39 +128,3 @@ def test_a_thread_that_waits_restores_the_callers_dtype():
         assert torch.get_default_dtype() == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-FORK = """
-import os, threading, torch
-from accel.isolation import alone
-from accel.precision import apply_precision
-torch.set_default_dtype(torch.float64)
-torch.backends.cuda.matmul.fp32_precision = "tf32"
-entered, leave = threading.Event(), threading.Event()
-def other():
-    with alone():
-        apply_precision("fp32", torch.device("cpu"))
-        entered.set()
-        leave.wait()
-thread = threading.Thread(target=other)
-thread.start()
-entered.wait()
-child = os.fork()
-if not child:
-    print(torch.get_default_dtype(), torch.backends.cuda.matmul.fp32_precision)
-    with alone():
-        print(torch.get_default_dtype())
-    print("done", flush=True)
-    os._exit(0)
-print(os.waitpid(child, 0)[1], flush=True)
-leave.set()
-thread.join()
-print(torch.get_default_dtype(), torch.backends.cuda.matmul.fp32_precision)
-"""
-
-
-def test_a_fork_while_another_thread_samples():
-    """The child has the caller's state and can sample; its parent goes on."""
-    done = forks.run(["-c", FORK], ROOT, 60)
-    words = "torch.float64 tf32 torch.float32 done 0 torch.float64 tf32"
-    assert done.stdout.split() == words.split(), done.stdout + done.stderr

@@ -7,16 +7,16 @@ import argparse
 import pytest
 import torch
 from forks import refused, succeeds
-from networks import build
+from networks import build, identify, recognise
 
-from accel import Sampler, opening
-from accel.config import Config
-from accel.errors import UsageError
+from accel import Sampler
+from accel.errors import Given, UsageError
 from accel.families import DEMO, constructor_of
 from accel.families.dit.network import DiT
-from accel.families.recognise import recognise
-from accel.opening import fit_of_file
-from accel.weights.checkpoint import Checkpoint
+from accel.opening import open_run
+from accel.options import Options
+from accel.resolve import choose
+from accel.sources import Source
 from accel.weights.shapes import shapes_only
 from scripts.convert_checkpoint import facts_of
 
@@ -35,20 +35,19 @@ def state_of(name, **arguments):
 @pytest.mark.parametrize(
     "metadata, given, lines",
     [
-        ({}, {}, (NO_FAMILY, HEADS, CLASSES)),
-        ({}, dict(num_classes=1000), (NO_FAMILY, HEADS)),
-        (dict(num_heads=6), {}, (NO_FAMILY, CLASSES)),
-        (dict(num_classes=1000), {}, (NO_FAMILY, HEADS)),
-        (dict(family="DiT"), {}, (HEADS, CLASSES)),
-        (dict(model="DiT-S/2"), {}, ()),
-        (dict(model="some name"), {}, (NO_FAMILY, HEADS, CLASSES)),
-        (dict(model="DiT-S/4"), {}, (OTHER_MODEL, HEADS, CLASSES)),
-        ({}, dict(model="DiT-S/2"), ()),
-        ({}, dict(shipped_as="DiT-S/2"), ()),
+        ({}, (), (NO_FAMILY, HEADS, CLASSES)),
+        ({}, (None, 1000), (NO_FAMILY, HEADS)),
+        (dict(num_heads=6), (), (NO_FAMILY, CLASSES)),
+        (dict(num_classes=1000), (), (NO_FAMILY, HEADS)),
+        (dict(family="DiT"), (), (HEADS, CLASSES)),
+        (dict(model="DiT-S/2"), (), ()),
+        (dict(model="some name"), (), (NO_FAMILY, HEADS, CLASSES)),
+        (dict(model="DiT-S/4"), (), (OTHER_MODEL, HEADS, CLASSES)),
+        ({}, ("DiT-S/2",), ()),
     ],
 )
 def test_every_assumption_is_a_line(metadata, given, lines, capsys):
-    found = recognise("own.pt", state_of("DiT-S/2"), metadata, **given)
+    found = recognise("own.pt", state_of("DiT-S/2"), metadata, *given)
     assert (found.model, found.num_heads, found.num_classes) == ("DiT-S/2", 6, 1000)
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == len(lines)
@@ -98,11 +97,13 @@ def test_weights_that_ship_are_known_by_any_path(monkeypatch, capsys):
     """No line is needed; a model of another family is one, as for every file that names its."""
     monkeypatch.chdir(DEMO.parent)
     for path in ("demo/sit.safetensors", "demo/../demo/sit.safetensors", DEMO / "sit.safetensors"):
-        assert fit_of_file(Checkpoint(path)).model == "SiT-Demo/2"
+        assert identify(path).model == "SiT-Demo/2"
         assert capsys.readouterr().out == ""
-        assert fit_of_file(Checkpoint(path), "DiT-Demo/2").model == "DiT-Demo/2"
+        assert identify(path, "DiT-Demo/2").model == "DiT-Demo/2"
         line = f"{path}: says model SiT-Demo/2, as a SiT does; taken for a DiT, as --model says\n"
         assert capsys.readouterr().out == line
+    published = recognise("DiT-XL-2-256x256.pt", state_of("DiT-XL/2"), {})
+    assert published.model == "DiT-XL/2" and capsys.readouterr().out == ""
 
 
 def test_an_unusual_patch_has_the_heads_of_its_depth_and_width(capsys):
@@ -153,12 +154,12 @@ def test_a_training_that_is_not_sampled_is_refused_by_name(name, metadata, words
     ],
 )
 def test_the_decoder_that_a_file_names_is_believed(said, decoder):
-    fit = recognise("own.pt", state_of("DiT-S/2"), dict(vae=said), "DiT-S/2")
+    spec = recognise("own.pt", state_of("DiT-S/2"), dict(vae=said), "DiT-S/2")
+    source = Source(Given("own.pt"), spec, None)
     for given, chosen in ((None, decoder), ("ema", "ema")):
-        config = Config(ckpt="own.pt", vae=given)
-        assert config.filled(fit).vae == chosen
-    assert facts_of(fit)["vae"] == said  # a converted file says it too
-    there = fit._replace(vae="/somebody/decoder")  # but no path of this machine
+        assert choose(Options(vae=given), source).values["vae"] == chosen
+    assert facts_of(spec)["vae"] == said  # a converted file says it too
+    there = spec.changed(vae="/somebody/decoder")  # but no path of this machine
     assert facts_of(there)["vae"] == "decoder"
 
 
@@ -179,8 +180,8 @@ def test_a_decoder_of_another_size_is_a_line(size, is_said, tmp_path, capsys):
     """The position table is of 16 by 16 latents. Some programs call their side image_size."""
     arguments = dict(num_heads=3, num_classes=8, image_size=size)
     torch.save({"ema": build("DiT-Demo/2").state_dict(), "args": arguments}, tmp_path / "x.pt")
-    config = Config(ckpt=str(tmp_path / "x.pt"), model="DiT-Demo/2", device="cpu")
-    assert opening.open_model(config, decodes=False).config.image_size == 128
+    how = dict(model="DiT-Demo/2", device="cpu", output_type="latent")
+    assert open_run(Options(ckpt=tmp_path / "x.pt", **how))["image_size"] == 128
     line = (
         f"{tmp_path}/x.pt: says image_size 256, and this decoder makes 128 px of its latents of "
         "side 16; if it has another: --vae NAME\n"
@@ -202,4 +203,4 @@ def test_the_number_of_heads_is_a_flag(tmp_path):
     assert torch.equal(found["x", 6], found["y", None])
     assert not torch.equal(found["x", 3], found["x", 6])
     with pytest.raises(UsageError, match="num_heads=3: these weights have 6; drop it"):
-        fit_of_file(Checkpoint(tmp_path / "y.pt"), "DiT-Demo/2", num_heads=3)
+        identify(tmp_path / "y.pt", "DiT-Demo/2", None, 3)

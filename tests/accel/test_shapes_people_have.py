@@ -5,13 +5,12 @@ import pytest
 import torch
 from conftest import fill
 from forks import refused, succeeds
-from networks import error, small
+from networks import error, identify, small
 
 from accel import Sampler, accelerate
 from accel.errors import UsageError
 from accel.families.dit.network import DiT
 from accel.latents.files import find
-from accel.weights.checkpoint import open_checkpoint
 
 HOW = dict(device="cpu", num_sampling_steps=3, output_type="latent")
 FLAGS = ["--device", "cpu", "--num-sampling-steps", 3, "--output-type", "latent"]
@@ -49,7 +48,7 @@ def test_a_module_of_few_channels_is_guided_as_its_own_method_does(channels):
     want = model.forward_with_cfg(x, t, y, 3.0).detach().double()
     assert error(accelerate(model).forward_with_cfg(x, t, y, 3.0), want) < 1e-5
     with Sampler(model, **HOW) as sampler:
-        assert sampler.config.guidance_channels == min(3, 2 * channels)
+        assert sampler.run["guidance_channels"] == min(3, 2 * channels)
         assert sampler.latents((3, 1)).shape == (2, channels, 8, 8)
     with pytest.raises(UsageError, match=f"guidance_channels=3: .* {channels}"):
         Sampler(model, **HOW, guidance_channels=3)
@@ -96,11 +95,11 @@ def test_the_one_file_in_a_folder_is_named(tmp_path):
     with pytest.raises(
         UsageError, match="with files of weights, last.ckpt; give .* ckpt=.*last.ckpt"
     ):
-        open_checkpoint(tmp_path)
+        identify(tmp_path)
     torch.save(small().state_dict(), tmp_path / "0500000.pt")
     words = "is a folder with files of weights, 0500000.pt, last.ckpt; give one of them"
     with pytest.raises(UsageError, match=words):
-        open_checkpoint(tmp_path)
+        identify(tmp_path)
 
 
 @pytest.mark.parametrize("prefix", ["", "first_stage_model."])

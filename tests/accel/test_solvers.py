@@ -4,7 +4,7 @@ import pytest
 import torch
 from networks import fast_network, guided, sample, small
 
-from accel.errors import UsageError
+from accel.errors import Given, UsageError
 from accel.network import Plain
 from accel.sampling import denoise, upstream_noise
 from accel.sampling.ancestral import Ancestral, Ddim
@@ -53,8 +53,9 @@ def test_latents_are_the_librarys(name, steps, channels):
 
 
 def test_other_betas_are_a_line():
-    with pytest.raises(UsageError, match="x: its scheduler's trained_betas are not"):
-        require_schedule("x", dict(trained_betas=5))  # other entries: tests/test_doors.py
+    with pytest.raises(UsageError, match="^ckpt=x: its scheduler's trained_betas are not"):
+        # Other entries: tests/test_doors.py.
+        require_schedule(Given("x").error, dict(trained_betas=5))
 
 
 def test_processes_are_values():

@@ -2,20 +2,31 @@
 
 import argparse
 import pathlib
+from collections import defaultdict
+from types import SimpleNamespace
 
+import forks
 import numpy as np
 import pytest
 import torch
-from networks import identify, small
+from networks import identify, small, weights_at
+from safetensors.torch import save_file
 
 from accel.errors import UsageError
-from accel.weights.checkpoint import Checkpoint, open_checkpoint
 
 RAW = small(num_classes=10).state_dict()
-AVERAGE = {name: value + 1 if value.ndim > 1 else value for name, value in RAW.items()}
+AVERAGE = {name: value + (value.ndim > 1) for name, value in RAW.items()}
 SHADOWS = list(AVERAGE.values())
-TRAINED = [value for name, value in AVERAGE.items() if name != "pos_embed"]
+PLAIN = dict(num_classes=10, num_heads=2)
 OPTIMIZER = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 1e-4}]}
+
+
+def under(prefix, state):
+    return {prefix + name: value for name, value in state.items()}
+
+
+def without_table(state):
+    return {name: value for name, value in state.items() if name != "pos_embed"}
 
 
 def same(got, want):
@@ -46,7 +57,7 @@ def test_the_entry_that_is_sampled(content, chosen, others, tmp_path, capsys):
     no average.
     """
     torch.save(content, tmp_path / "x.pt")
-    assert same(Checkpoint(tmp_path / "x.pt").state, chosen)
+    assert same(weights_at(tmp_path / "x.pt").state, chosen)
     printed = capsys.readouterr().out
     assert others in printed and bool(printed) == bool(others)
     assert ("not of" in others) == ("--weights-entry" in printed)
@@ -62,27 +73,27 @@ def test_the_entry_that_is_sampled(content, chosen, others, tmp_path, capsys):
         ("em", "has the entries model, ema.shadow_params"),
     ],
 )
-@pytest.mark.parametrize("shadows", [SHADOWS, TRAINED])
+@pytest.mark.parametrize("shadows", [SHADOWS, list(without_table(AVERAGE).values())])
 def test_the_user_names_the_entry(entry, want, shadows, tmp_path, capsys):
     """An average without names has those of the weights, with or without the fixed table."""
     ema = {"shadow_params": shadows, "num_updates": 5}
     torch.save({"model": RAW, "ema": ema, "opt": OPTIMIZER}, tmp_path / "x.pt")
     if isinstance(want, str):
         with pytest.raises(UsageError, match=f"weights_entry={entry}: .*{want}"):
-            open_checkpoint(tmp_path / "x.pt", entry=entry)
+            weights_at(tmp_path / "x.pt", entry=entry).source()
         return
-    weights = open_checkpoint(tmp_path / "x.pt", entry=entry)
+    weights = weights_at(tmp_path / "x.pt", entry=entry)
     expected = want if shadows is SHADOWS else {**want, "pos_embed": RAW["pos_embed"]}
     assert same(weights.state, expected) and capsys.readouterr().out == ""
-    other = Checkpoint(tmp_path / "x.pt", entry="model" if entry != "model" else "ema")
+    other = weights_at(tmp_path / "x.pt", entry="model" if entry != "model" else "ema")
     assert weights.digest() != other.digest()  # of one file
 
 
 def test_several_entries_of_which_none_is_known(tmp_path):
     torch.save({"teacher": RAW, "student": AVERAGE}, tmp_path / "x.pt")
     with pytest.raises(UsageError, match="has the entries teacher, student; give weights_entry"):
-        open_checkpoint(tmp_path / "x.pt")
-    assert same(Checkpoint(tmp_path / "x.pt", entry="student").state, AVERAGE)
+        identify(tmp_path / "x.pt")
+    assert same(weights_at(tmp_path / "x.pt", entry="student").state, AVERAGE)
     torch.save({"ema": {"shadow_params": SHADOWS[2:]}, "model": RAW}, tmp_path / "y.pt")
     with pytest.raises(UsageError, match="is a list without names, and .* give weights_entry, or"):
         identify(tmp_path / "y.pt")
@@ -91,7 +102,7 @@ def test_several_entries_of_which_none_is_known(tmp_path):
         identify(tmp_path / "z.pt")
     torch.save(RAW, tmp_path / "w.pt")
     with pytest.raises(UsageError, match="weights_entry=ema: .*w.pt is a state dict itself"):
-        open_checkpoint(tmp_path / "w.pt", entry="ema")
+        weights_at(tmp_path / "w.pt", entry="ema").source()
 
 
 @pytest.mark.parametrize(
@@ -106,7 +117,7 @@ def test_several_entries_of_which_none_is_known(tmp_path):
 )
 def test_wrappers_inside_names(wrapped, tmp_path, capsys):
     torch.save({wrapped(name): value for name, value in RAW.items()}, tmp_path / "x.pt")
-    assert same(Checkpoint(tmp_path / "x.pt").state, RAW)
+    assert same(weights_at(tmp_path / "x.pt").state, RAW)
     assert "as a wrapped model is saved; loading without" in capsys.readouterr().out
 
 
@@ -118,7 +129,7 @@ def test_a_part_that_is_there_twice(tmp_path):
         if name.startswith("blocks.0.")
     }
     torch.save({**RAW, **twice}, tmp_path / "x.pt")
-    assert same(Checkpoint(tmp_path / "x.pt").state, RAW)
+    assert same(weights_at(tmp_path / "x.pt").state, RAW)
     other = {name: value + 1 for name, value in twice.items()}
     torch.save({**RAW, **other}, tmp_path / "y.pt")
     with pytest.raises(
@@ -127,7 +138,43 @@ def test_a_part_that_is_there_twice(tmp_path):
         identify(tmp_path / "y.pt")
 
 
-PLAIN = dict(num_classes=10, num_heads=2)
+@pytest.mark.parametrize("prefix", ["denoiser.", "dit.", "model.diffusion_model."])
+def test_a_network_among_others_is_found_under_its_prefix(prefix, tmp_path, capsys):
+    others = {"encoder.conv.weight": torch.ones(3, 3, 1, 1), "loss.logvar": torch.zeros(1)}
+    content = {**under(prefix, RAW), **others}
+    torch.save({"state_dict": content}, tmp_path / "x.pt")
+    save_file(content, tmp_path / "y.safetensors")
+    for name in "x.pt", "y.safetensors":
+        assert same(weights_at(tmp_path / name).state, RAW)
+        line = f'the network is under "{prefix}"; not sampled: encoder, loss\n'
+        assert capsys.readouterr().out == f"{tmp_path / name}: {line}"
+
+
+def test_of_two_networks_in_a_state_dict_the_user_names_one(tmp_path):
+    """With the entry in front or without."""
+    content = under("online_model.", RAW) | under("ema_model.", AVERAGE)
+    torch.save({"state_dict": content}, tmp_path / "x.pt")
+    save_file(content, tmp_path / "y.safetensors")
+    for name, entries in (
+        ("x.pt", ("ema_model", "ema_model.", "state_dict.ema_model")),
+        ("y.safetensors", ("ema_model",)),
+    ):
+        with pytest.raises(
+            UsageError, match=r"holds networks under 'ema_model\.' and 'online_model\.'; give weig"
+        ):
+            identify(tmp_path / name)
+        for entry in entries:
+            assert same(weights_at(tmp_path / name, entry=entry).state, AVERAGE)
+        with pytest.raises(UsageError, match="^weights_entry=online: "):
+            weights_at(tmp_path / name, entry="online").source()
+
+
+def test_an_average_of_what_is_trained_takes_the_fixed_table_of_the_weights(tmp_path):
+    torch.save({"ema": without_table(AVERAGE), "model": RAW}, tmp_path / "x.pt")
+    assert same(weights_at(tmp_path / "x.pt").state, {**AVERAGE, "pos_embed": RAW["pos_embed"]})
+    torch.save({"ema": without_table(AVERAGE), "args": PLAIN}, tmp_path / "y.pt")
+    with pytest.raises(UsageError, match="is not a DiT: no pos_embed"):
+        identify(tmp_path / "y.pt")
 
 
 @pytest.mark.parametrize(
@@ -143,7 +190,14 @@ PLAIN = dict(num_classes=10, num_heads=2)
 )
 def test_arguments_of_training_are_plain_data(arguments, tmp_path):
     """What is not needed is not read: other programs give our names other meanings."""
-    content = {"model": RAW, "args": argparse.Namespace(**arguments), "best": np.float32(0.5)}
+    content = {
+        "model": RAW,
+        "args": argparse.Namespace(**arguments),
+        "best": np.float32(0.5),
+        "rng": np.random.get_state(),
+        "losses": defaultdict(list, {"train": [0.5]}),
+        "progress": SimpleNamespace(epoch=3, counts=np.arange(3)),
+    }
     torch.save(content, tmp_path / "x.pt")
     found = identify(tmp_path / "x.pt")
     assert (found.num_classes, found.num_heads, found.family.name) == (10, 2, "DiT")
@@ -155,7 +209,7 @@ def test_arguments_of_training_are_plain_data(arguments, tmp_path):
 @pytest.mark.parametrize(
     "entry", ["args", "hyper_parameters", "config", "hparams", "cfg", "opt", "options"]
 )
-@pytest.mark.parametrize("kind", [dict, argparse.Namespace])
+@pytest.mark.parametrize("kind", [dict, argparse.Namespace, SimpleNamespace])
 def test_every_entry_with_arguments_of_training_is_read(entry, kind, tmp_path):
     for arguments, words in (
         (dict(predict_xstart=True), "predict_xstart True"),
@@ -189,9 +243,9 @@ SECTIONS = [  # a configuration, its value in another entry, the end of the line
         "was trained with prediction noise, and only velocity is sampled",
     ),
     (
-        {"model": {"num_heads": 2}, "encoder": {"num_heads": 12}},
+        {"model": {"num_heads": 2}, "data": {"num_heads": 12}},
         {},
-        r"says num_heads 2 \(config.model\) and 12 \(config.encoder\); save it again with one of",
+        r"says num_heads 2 \(args\) and 12 \(config.data\); save it again with one of",
     ),
     (
         {"diffusion": {"noise_schedule": "cosine"}},
@@ -203,8 +257,7 @@ SECTIONS = [  # a configuration, its value in another entry, the end of the line
 
 @pytest.mark.parametrize("config, args, words", SECTIONS)
 def test_what_is_not_sampled_is_refused_in_any_section(config, args, words, tmp_path):
-    args = {**PLAIN, **args} if "encoder" not in config else {}
-    torch.save({"model": RAW, "args": args, "config": config}, tmp_path / "x.pt")
+    torch.save({"model": RAW, "args": {**PLAIN, **args}, "config": config}, tmp_path / "x.pt")
     with pytest.raises(UsageError, match=f"^ckpt={tmp_path}/x.pt: [^\n]*{words}[^\n]*$"):
         identify(tmp_path / "x.pt")
 
@@ -221,13 +274,18 @@ def test_what_is_not_sampled_is_refused_in_any_entry(entry, tmp_path):
 
 
 def test_what_sections_say_is_believed_and_printed(tmp_path, capsys):
-    """A value may be said twice. A name with other meanings in sections is not read."""
+    """A value may be said twice. A name with other meanings in sections is not read, nor are
+    sections of other networks.
+    """
     config = {
         "model": {"params": {"num_heads": 2, "num_classes": 10}, "class_names": "no.txt"},
         "data": {"num_classes": "10", "vae": "mse", "in_channels": 3, "image_size": None},
         "diffusion": {"noise_schedule": ["linear"], "diffusion_steps": 1000.0},
         "optimizer": {"lr": 1e-4},
         "ema": {"lr": 0.1, "model": "small"},
+        "image_encoder": {"num_heads": 12, "prediction_type": "sample"},
+        "classifier": {"params": {"num_classes": 3}},
+        "teacher": {"use_flow": True},
     }
     torch.save({"ema": RAW, "hyper_parameters": config}, tmp_path / "x.pt")
     fit = identify(tmp_path / "x.pt", "DiT-XL/2")
@@ -235,10 +293,6 @@ def test_what_sections_say_is_believed_and_printed(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "num_heads 2 (hyper_parameters.model.params), " in printed
     assert "vae mse (hyper_parameters.data)" in printed and "lr" not in printed
-    config["model"]["itself"] = config
-    torch.save({"ema": RAW, "hyper_parameters": config}, tmp_path / "x.pt")
-    with pytest.raises(UsageError, match="its training arguments contain themselves; save it"):
-        identify(tmp_path / "x.pt")
 
 
 class Code:
@@ -255,12 +309,48 @@ def test_what_is_no_plain_data_is_refused(value, tmp_path, monkeypatch):
     assert not (tmp_path / "owned").exists()
 
 
+SHARDED = """
+import sys
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+path, folder = sys.argv[1:]
+state = torch.load(path)
+dcp.save(state, checkpoint_id=f"{folder}/dcp", no_dist=True)
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+parts = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in state.items()}
+torch.save({"model": parts}, f"{folder}/parts.pt")
+from networks import identify
+try:
+    identify(f"{folder}/parts.pt")  # where torch can load DTensors
+except ValueError as error:
+    print(error)
+dist.destroy_process_group()
+"""
+
+
+def test_parts_of_tensors_are_refused_with_what_joins_them(tmp_path):
+    torch.save(RAW, tmp_path / "x.pt")
+    path = f"{forks.ROOT}:{forks.ROOT}/tests"
+    done = forks.run(["-c", SHARDED, tmp_path / "x.pt", tmp_path], PYTHONPATH=path)
+    words = "holds DTensors, parts of tensors on many processes; save full tensors by full_tensor"
+    assert words in done.stdout, done.stderr
+    with pytest.raises(UsageError, match=rf"^ckpt={tmp_path}/parts.pt: {words}\(\), or join"):
+        identify(tmp_path / "parts.pt")
+    words = "is a distributed checkpoint, whose tensors lie in parts; join them by .*dcp_to_torch_"
+    with pytest.raises(UsageError, match=rf"^ckpt={tmp_path}/dcp: {words}"):
+        identify(tmp_path / "dcp")
+
+
 def test_names_that_are_not_utf_8(tmp_path):
     """torch maps no file of such a name, but reads it; safetensors opens none."""
     torch.save(RAW, tmp_path / "x.pt")
     (tmp_path / "x.pt").rename(tmp_path / "x\udcff.pt")
     for mapped in (True, False):
-        assert same(Checkpoint(tmp_path / "x\udcff.pt", mapped).state, RAW)
+        assert same(weights_at(tmp_path / "x\udcff.pt", mapped).state, RAW)
     (tmp_path / "x\udcff.safetensors").touch()
     with pytest.raises(UsageError, match="has a name that is not UTF-8, .*; rename it"):
         identify(tmp_path / "x\udcff.safetensors")

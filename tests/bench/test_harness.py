@@ -10,7 +10,7 @@ import torch
 from conftest import ROOT, fill
 
 from accel.families import Defaults, constructor_of, sit
-from accel.families.dit.network import DiT_models, _constructor
+from accel.families.dit.network import DiT_models, constructor
 from accel.families.sit.network import SiT, SiT_models
 from bench import harness
 from bench.harness import Rival
@@ -104,7 +104,7 @@ def test_any_family_by_its_models_name(monkeypatch, log):
         num_heads=2,
         learn_sigma=False,
     )
-    monkeypatch.setitem(SiT_models, "Other/1", _constructor("Other_1", SiT, **shape))
+    monkeypatch.setitem(SiT_models, "Other/1", constructor("Other_1", SiT, **shape))
     assert harness.demo_of("Other/1") == harness.demo_of("REPA-SiT-XL/2") == "SiT-Demo/2"
     assert harness.demo_of("Large-DiT-3B/2") == "Large-DiT-Demo/2"
     assert harness.complete(Namespace(model="Other/1", ckpt=None, image_size=128)).latent_size == 8

@@ -13,10 +13,9 @@ import pytest
 import torch
 from conftest import ROOT
 from forks import succeeds
+from networks import ready
 from PIL import Image
 
-from accel.config import Grid
-from accel.grid import ready
 from accel.output import to_grid
 
 DEMO = ROOT / "pretrained_models" / "demo"
@@ -38,9 +37,9 @@ def test_golden_on_the_cpu():
     """Two of the eight pictures through all steps: the others would take three times as
     long and show no more.
     """
-    filled, _, pipeline = ready(Grid.of("DiT-Demo/2", device="cpu"))
+    run, pipeline = ready(model="DiT-Demo/2", device="cpu")
     golden = np.load(DEMO / "golden-cpu.npy")
-    near(pipeline.latents(filled.labels, 0, [slice(2, 4)]).numpy(), golden[2:4])
+    near(pipeline.latents(run["labels"], 0, [slice(2, 4)]).numpy(), golden[2:4])
     grid = to_grid(pipeline.decode(torch.from_numpy(golden))).numpy().astype(int)
     picture = np.asarray(Image.open(DEMO / "golden-cpu.png")).astype(int)
     assert grid.shape == picture.shape == (262, 522, 3)

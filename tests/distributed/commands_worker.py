@@ -11,8 +11,9 @@ from io import StringIO
 from math import prod
 
 import sample_ddp
-from accel import grid, pipeline
+from accel import pipeline
 from accel.fast.network import FastNetwork
+from accel.jobs import grid
 from accel.latents import files
 from accel.network import Plain
 from accel.ranks import launched
@@ -22,9 +23,9 @@ load_network = pipeline.load_network
 load_decoder = files.load
 
 
-def load_and_note(weights, fit, tier, device, batch, *others):
+def load_and_note(state, spec, given, tier, device, batch, *others):
     found["prepared"] = prod(batch.rows[0])
-    return load_network(weights, fit, tier, device, batch, *others)
+    return load_network(state, spec, given, tier, device, batch, *others)
 
 
 def tune_and_note(self, row_tokens):
@@ -44,8 +45,8 @@ def noting(evaluate):
     return forward_blocks
 
 
-def warm_up_and_note(grid, pipeline, batches, watch):
-    pipeline.warm_up(grid.labels, batches)  # also on a CPU
+def warm_up_and_note(run, pipeline, batches, watch):
+    pipeline.warm_up(run["labels"], batches)  # also on a CPU
     found["warm"] = [*found["evaluated"]]
 
 

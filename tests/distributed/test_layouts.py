@@ -1,17 +1,15 @@
 """Test the refusals of `--parallel`, and the layout that `auto` chooses."""
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
+from networks import run_of
 
-from accel.config import Grid
 from accel.errors import UsageError
-from accel.families.dit import FAMILY
-from accel.parallel import choose_layout
+from accel.jobs.parallel import choose_layout
 from accel.ranks import Ranks, layouts
 from accel.ranks.placement import OFF, Layout
 
-TOKENS = 1024
 WIDTH = 1152  # of XL/2
 
 
@@ -27,16 +25,11 @@ class Several(Ranks):
         return self._peers
 
 
-def wanted(parallel, peers=False, world=4, **more):
-    """The layout of a grid at 512 px on ranks, as the command takes it."""
-    grid = Grid.of("DiT-S/2", parallel=parallel, **more)
-    grid.check()
-    stage = SimpleNamespace(prepended=0, width=WIDTH)
-    fit = SimpleNamespace(
-        empty=lambda side: SimpleNamespace(stages=[stage]), null_class=False, family=FAMILY
-    )
-    opened = SimpleNamespace(fit=fit, guide=None, tokens=TOKENS, latent_size=64, config=grid.config)
-    return choose_layout(grid, opened, Several(world, peers))
+def wanted(parallel, peers=False, world=4, precision="fp16", **more):
+    """The layout of a grid at 512 px without guidance on ranks of GPUs."""
+    run = run_of("DiT-XL/2", parallel=parallel, cfg_scale=1.0, **more)
+    run = replace(run, values={**run.values, "precision": precision})
+    return choose_layout(run, Several(world, peers))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +56,7 @@ def wanted(parallel, peers=False, world=4, **more):
 def test_refusals(text, message):
     parallel, *precision = text.split()
     with pytest.raises(UsageError) as error:
-        wanted(parallel, precision=precision[0] if precision else None)
+        wanted(parallel, precision=precision[0] if precision else "fp16")
     assert message in error.value.by_flags()
 
 

@@ -169,7 +169,7 @@ def test_two_nodes(grids, demo, here, tmp_path):
             1,
             ["--output", "../x.png"],
             ["--seed", 5],
-            "--global-seed 5: rank 0 has 0; start all ranks with the",
+            "--global-seed 5: rank 0 has none; start all ranks with the",
         ),
         (
             2,

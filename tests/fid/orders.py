@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from accel.fid.folder import Order
+from accel.jobs.fid.folder import Order
 
 
 def order(**more):

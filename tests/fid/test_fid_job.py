@@ -358,6 +358,23 @@ def test_world_independent_noise(demo, one, tmp_path):
     assert len({next(place.glob("*.npz")).read_bytes() for place in places}) == 1
 
 
+@pytest.mark.parametrize("noise", ([], ["--world-independent-noise"]))
+def test_a_folder_is_continued_to_more_pictures(noise, demo, one, tmp_path):
+    """The pictures that are there stay. The folder is that of a job that made all at once."""
+    command = [*demo, "--per-proc-batch-size", 2, "--num-sampling-steps", 3, *noise]
+    command += ["--num-fid-samples"]
+    grown = tmp_path / "grown"
+    one(*command, 4, "--sample-dir", grown)
+    written = {path: path.stat().st_mtime_ns for path in grown.glob("*/*.png")}
+    one(*command, 7, "--sample-dir", grown)
+    assert len(written) == 4
+    assert all(path.stat().st_mtime_ns == before for path, before in written.items())
+    one(*command, 7, "--sample-dir", tmp_path / "whole")
+    assert files(grown) == files(tmp_path / "whole")
+    text = one(*command, 4, "--sample-dir", grown, status=USAGE)
+    assert "--num-fid-samples 4: the pictures in" in text and "were begun with 7; give" in text
+
+
 @pytest.mark.gpu
 def test_a_job_replays_its_decoder(one, tmp_path, monkeypatch, switches):
     """On a GPU, as a CUDA graph: the same pictures as by a decoder whose kernels are

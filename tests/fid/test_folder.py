@@ -9,7 +9,7 @@ import pytest
 from orders import order
 
 from accel.errors import UsageError
-from accel.fid.folder import CODE, Batches, begin, npz_of, write_pictures
+from accel.jobs.fid.folder import CODE, COUNT, Batches, begin, npz_of, write_pictures
 
 PIXELS = np.zeros((2, 8, 8, 3), np.uint8)
 
@@ -75,6 +75,21 @@ def test_bytes_are_on_disk_before_the_names_that_rely_on_them(folder, monkeypatc
     pictures = [re.sub(r"\.\w{16}\.part$", "", path) for path in order[:2]]
     assert sorted(pictures) == [f"{folder}/.000000.png", f"{folder}/.000001.png"]
     assert order[2:] == [str(folder)]
+
+
+@pytest.mark.parametrize("labels", ("random", "by_number", "class_by_class", "permuted"))
+def test_more_pictures_need_an_order_that_does_not_depend_on_their_number(labels, folder):
+    can_grow = order(labels=labels).can_grow
+    begin(folder, {COUNT: 4, "--seed": 1}, can_grow)
+    write_pictures(folder, range(2), PIXELS)
+    if labels in ("random", "by_number"):
+        assert begin(folder, {COUNT: 8, "--seed": 1}, can_grow)
+        with pytest.raises(UsageError, match="--num-fid-samples 4: .* were begun with 8; give the"):
+            begin(folder, {COUNT: 4, "--seed": 1}, can_grow)
+        return
+    line = "--num-fid-samples 8: .*: this order of labels depends on the number of pictures$"
+    with pytest.raises(UsageError, match=line):
+        begin(folder, {COUNT: 8, "--seed": 1}, can_grow)
 
 
 def test_another_start_needs_the_same_settings(folder, capsys):

@@ -6,8 +6,8 @@ from orders import order
 
 from accel.families.dit.network import DiT_models
 from accel.families.sit.network import SiT_models
-from accel.fid.folder import Batches
-from accel.fid.noise import PictureNoise, UpstreamNoise
+from accel.jobs.fid.folder import Batches
+from accel.jobs.fid.noise import PictureNoise, UpstreamNoise
 from accel.network import Plain
 from accel.sampling import denoise
 from accel.sampling.ancestral import Ancestral, Ddim

@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from accel.errors import Stopped, UsageError
-from accel.fid.folder import picture_name, write_pictures
-from accel.fid.npz import Archive
+from accel.jobs.fid.folder import picture_name, write_pictures
+from accel.jobs.fid.npz import Archive
 
 
 def make(folder, count, size):
@@ -34,7 +34,7 @@ def test_it_is_streamed_and_read_by_numpy_and_as_adms_evaluator_does(tmp_path):
     originals = make(folder, 1200, 256)
     code = f"""
 import resource, pathlib
-from accel.fid.npz import Archive
+from accel.jobs.fid.npz import Archive
 folder = pathlib.Path({str(folder)!r})
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 Archive(folder, 40, 256).write(lambda: False)

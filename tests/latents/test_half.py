@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from accel import precision
-from accel.config import Config
 from accel.errors import UsageError
 from accel.families import DEMO
 from accel.graphs import Replayed
@@ -19,7 +18,8 @@ from accel.latents.autoencoder_kl import KIND, SD_VAE_FT, KLDecoder
 from accel.latents.autoencoder_kl.half import HalfDecoder
 from accel.latents.files import FILES, find, load
 from accel.latents.float16 import REQUIRED_PSNR
-from accel.opening import open_model
+from accel.opening import open_run
+from accel.options import Options
 from accel.pipeline import Pipeline, decoder_of
 
 CPU = torch.device("cpu")
@@ -124,11 +124,9 @@ def test_where_float16_fails_float32_decodes(make, tiny_vae, tmp_path, capsys):
     reason = f"({lost:.1f} dB from float32" if make is coarse else "overflows float16"
     (tmp_path / FILES[0]).write_text((tiny_vae / FILES[0]).read_text())
     save_file(plain.state_dict(), tmp_path / FILES[1])
-    config = Config(model="DiT-Demo/2", vae=str(tmp_path), device="cpu", num_sampling_steps=1)
+    run = open_run(Options(model="DiT-Demo/2", vae=tmp_path, device="cpu", num_sampling_steps=1))
     # as on a GPU
-    opened = open_model(config, CPU)
-    config = replace(opened.config, vae_precision="fp16")
-    decoder = Pipeline.load(opened._replace(config=config)).decoder
+    decoder = Pipeline.load(replace(run, values={**run.values, "vae_precision": "fp16"})).decoder
     latents = noise(3, 4)
     capsys.readouterr()
     got = torch.cat([decoder.decode(latents[:1]), decoder.decode(latents[1:])])
@@ -193,35 +191,34 @@ def test_float32s_switches_are_set_inside_only(name, flags, switches):
 
 @pytest.mark.gpu
 @torch.inference_mode()
-def test_sd_vae_ft_at_512px(switches):
+def test_sd_vae_ft_at_512px():
     device = torch.device("cuda")
     plain = random_decoder(device, **SD_VAE_FT)
     z = noise(2, 64, device)
-    precision.apply_precision("fp32", device)
-    want = float32(plain, z)
-    assert torch.equal(checked(plain, "fp32").decode(z), want)
-    precision.apply_precision("fp16", device)
-    decoder = checked(plain, otherwise="tf32")
-    got = decoder.decode(z)
-    assert (
-        decoder.precision == "fp16" and min(psnr(a, b) for a, b in zip(got, want)) > REQUIRED_PSNR
-    )
-    assert torch.equal(got, decoder.decode(z)) and torch.equal(got[1:], decoder.decode(z[1:]))
+    with precision.arithmetic("fp32"):
+        want = float32(plain, z)
+        assert torch.equal(checked(plain, "fp32").decode(z), want)
+    with precision.arithmetic("fp16"):
+        decoder = checked(plain, otherwise="tf32")
+        got = decoder.decode(z)
+        assert decoder.precision == "fp16"
+        assert min(psnr(a, b) for a, b in zip(got, want)) > REQUIRED_PSNR
+        assert torch.equal(got, decoder.decode(z)) and torch.equal(got[1:], decoder.decode(z[1:]))
 
 
 @pytest.mark.gpu
-def test_a_captured_decoder_gives_the_direct_ones_bits(switches, capsys):
+def test_a_captured_decoder_gives_the_direct_ones_bits(capsys):
     """From one graph; a picture that overflows is decoded in float32 all the same."""
     device = torch.device("cuda")
-    precision.apply_precision("fp16", device)
     plain = random_decoder(device, **SD_VAE_FT)
     latents = noise(4, 32, device)
     latents[[1, 3]] *= 1e6
-    want = float32(plain, latents)
-    direct, captured = (
-        checked(plain, otherwise="tf32", captured=captured) for captured in (False, True)
-    )
-    got = [decoder.decode(latents) for decoder in (direct, captured, captured)]
+    with precision.arithmetic("fp16"):
+        want = float32(plain, latents)
+        direct, captured = (
+            checked(plain, otherwise="tf32", captured=captured) for captured in (False, True)
+        )
+        got = [decoder.decode(latents) for decoder in (direct, captured, captured)]
     assert isinstance(captured.half, Replayed) and len(captured.half.graphs) == 1
     assert torch.equal(got[0], got[1]) and torch.equal(got[0], got[2])
     assert [torch.equal(a, b) for a, b in zip(got[1], want)] == [False, True, False, True]
@@ -230,7 +227,7 @@ def test_a_captured_decoder_gives_the_direct_ones_bits(switches, capsys):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("captured", [False, True])
-def test_a_picture_that_does_not_fit_is_one_line(captured, switches):
+def test_a_picture_that_does_not_fit_is_one_line(captured):
     device = torch.device("cuda")
     decoder = decoder_of(find(DEMO / "vae"), device, "fp16", "tf32", captured)
     decoder.decode(noise(1, 16, device))

@@ -1,4 +1,4 @@
-"""A kind of decoder is a file: listed, it is recognised and works, and nothing else changes."""
+"""A kind of decoder is a folder: put into accel/latents/, it works, and nothing else changes."""
 
 import torch
 

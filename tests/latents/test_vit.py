@@ -137,6 +137,14 @@ def test_levels_are_the_originals():
     assert (grid.double() - exact).abs().max() < 0.501
 
 
+def test_diffusers_class_is_another_layout_and_refused_by_name(file):
+    config = dict(_class_name="AutoencoderRAE", decoder_num_attention_heads=4)
+    (file.parent / "config.json").write_text(json.dumps(config))
+    line = refused(file.parent)
+    assert "config.json: holds no decoder of a kind that is known here" in line
+    assert line.endswith(", but AutoencoderRAE")
+
+
 def test_files_in_other_forms(file, tmp_path):
     """safetensors in a folder, a training run's moving average, statistics by channel, other
     colours.

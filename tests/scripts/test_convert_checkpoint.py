@@ -76,7 +76,7 @@ def test_a_training_file_keeps_its_kind(name, tmp_path, here):
                 extra and number == 1
             )
         text = succeeds(here("sample.py", "--ckpt", ckpt, *flags, "--output", tmp_path / "x.npy"))
-        assert text.startswith(f"{name} · 128 px") and "names no family" not in text
+        assert f"\n{name} · 128 px" in f"\n{text}" and "names no family" not in text
         found.append(np.load(tmp_path / "x.npy"))
     assert all(np.array_equal(one, found[0]) for one in found[1:]) and abs(found[0]).max() > 0.1
     facts = torch.load(tmp_path / "2.pt", weights_only=True)
@@ -129,7 +129,7 @@ def test_a_disk_that_is_full_is_a_line(weights, name, tmp_path, here):
         (("folder",), "must end in"),
         (("/proc/x.pt",), "cannot write"),
         (("x" * 300,), "File name too long"),
-        (("\udcff.pt",), "\\udcff.pt: is not UTF-8"),
+        (("\udcff.pt",), "is not UTF-8"),
         (("\udcff.safetensors",), "is not UTF-8"),
     ],
 )

@@ -1,13 +1,16 @@
 """Configurations of a Toy: a section `toy` with weights, steps and scale."""
 
-from accel.families.config_file import ConfigFile
+from pathlib import Path
+
+from accel.families.configuration import Configuration
 
 
-def read(content, path):
+def read(content, given):
     """The options of a configuration, None for another program's."""
     if not isinstance(content, dict) or "toy" not in content:
         return None
     entries = content["toy"]
+    path = Path(given.name)
     weights = str(path.parent / entries["weights"])
     options = dict(ckpt=weights, num_sampling_steps=entries["steps"], cfg_scale=entries["scale"])
     refused = {}
@@ -16,4 +19,4 @@ def read(content, path):
     else:
         options["sampler"] = "ddim"
     missing = {} if (path.parent / entries["weights"]).exists() else {"ckpt": weights}
-    return ConfigFile(options, refused, missing, lambda paths: f"fetch {len(paths)}")
+    return Configuration(options, refused, missing, lambda paths: f"fetch {len(paths)}")

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from accel.network import unpatchify
+from accel.stages import unpatchify
 
 
 def attention(qkv, num_heads):

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from accel.families import dit
-from accel.families.recognise import OfModule
-from accel.weights.diffusers_layout import check_config, from_diffusers, with_table
+from accel.families.spec import Face, ModuleRules
+from accel.weights.diffusers_names import check_config, from_diffusers, with_table
 
 
-def of_module(module: nn.Module) -> OfModule:
+def of_module(module: nn.Module) -> ModuleRules:
     """Return the rules to read the module. Raises ValueError for a configuration that is
     not a DiT's.
     """
-    config = dict(module.config)
-    return OfModule(
+    config: dict[str, Any] = dict(module.config)  # type: ignore[arg-type]
+    return ModuleRules(
         dit.FAMILY,
         check_config(config, from_diffusers(module.state_dict())),
         read=lambda state: with_table(from_diffusers(state), config["sample_size"]),
@@ -47,7 +47,7 @@ def timestep_embedding(t: Tensor, dim: int) -> Tensor:
     return torch.cat([args.cos(), args.sin()], dim=-1)
 
 
-class TransformerFace:
+class TransformerFace(Face):
     """DiTTransformer2DModel's signature over `accelerated.Accelerated`, for
     `pipe.transformer = accelerate(pipe.transformer)`.
 
@@ -55,14 +55,14 @@ class TransformerFace:
     parts.
     """
 
-    def __init__(self, loaded: Any, *arguments: Any):
-        self.config = loaded.module.config
-        self.dtype = loaded.module.dtype
-        self._kind = type(loaded.module)
+    def __init__(self, held: Any, *arguments: Any):
+        self.config = held.module.config
+        self.dtype = held.module.dtype
+        self._kind = type(held.module)
         self.__module__ = self._kind.__module__  # pipelines read the library's name from it
-        super().__init__(loaded, *arguments)
+        super().__init__(held, *arguments)
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> type:
         return self._kind
 
@@ -86,10 +86,3 @@ class TransformerFace:
     def modules(self) -> Iterator:
         """Return no submodules: pipelines search them for hooks."""
         return iter(())
-
-    def save_pretrained(self, folder: str, **options: Any) -> None:
-        """Save the original model, weights and config, by its own method. Raises
-        ValueError, before anything is written, if that model was deleted or other weights
-        were loaded since.
-        """
-        self.source("save_pretrained()").save_pretrained(folder, **options)

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 
-from accel.families.dit.network import DiT
+from accel.families.dit.network import PatchTransformer
 from accel.fast.conditioning import Conditioning
 from accel.fast.network import Packing
 from accel.fast.ops import Block, Gemms, Half, Split
 from accel.fast.reader import Reader
-from accel.network import Stage
+from accel.stages import Stage
 
 
 def block(read: Reader, name: str, ops: Half | Split) -> Block:
@@ -24,7 +24,7 @@ def block(read: Reader, name: str, ops: Half | Split) -> Block:
 
 def pack(
     read: Reader,
-    model: DiT,
+    model: PatchTransformer,
     ops: Half | Split,
     block: Callable[[Reader, str, Half | Split], Block] = block,
 ) -> Packing:

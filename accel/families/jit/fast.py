@@ -9,16 +9,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from accel.families.blocks import EPS
 from accel.families.jit.network import JiT, rotations
 from accel.families.large_dit.fast import fold_norms
 from accel.families.lightning_dit.fast import LAST_NORM, block, norms_of
-from accel.families.lightning_dit.network import EPS
 from accel.fast.conditioning import BLOCK_VECTORS, Conditioning
 from accel.fast.network import Packing
 from accel.fast.ops import Half, Split
 from accel.fast.reader import Reader
 from accel.kernels.adaln import Modulation
-from accel.network import Stage
+from accel.stages import Stage
 
 
 class LabelledConditioning(Conditioning):

@@ -8,16 +8,26 @@ Shapes: N batch, T picture tokens, F label tokens in front, D width, h heads, d 
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from accel.families.dit.network import DiT, _constructor, attention
-from accel.families.lightning_dit.network import FinalLayer, LightningDiTBlock, rotation_table
-from accel.network import Plain, Stage
+from accel.families.blocks import (
+    RMSFinalLayer,
+    RotaryBlock,
+    RotaryTransformer,
+    grid_rotation_table,
+    wide_dtype,
+)
+from accel.families.dit.network import (
+    LabelEmbedder,
+    TimestepEmbedder,
+    constructor,
+    position_embedding,
+)
+from accel.stages import Stage, forward_stages
 
 
 class Condition(NamedTuple):
@@ -33,13 +43,13 @@ def rotations(
     """Return cosines and sines (F + T, d/2, 2): `front` tokens are not rotated, those of the
     picture as LightningDiT's.
     """
-    table = rotation_table(head_dim, side, dtype, device)  # (T, d/2, 2)
+    table = grid_rotation_table(head_dim, side, dtype, device)  # (T, d/2, 2)
     still = torch.zeros_like(table[:1]).expand(front, -1, -1).clone()
     still[..., 0] = 1
     return torch.cat([still, table])
 
 
-class JiT(DiT):
+class JiT(RotaryTransformer):
     """Estimate the clean picture: x (N, C, H, W), t (N,), y (N,) → (N, C, H, W).
 
     t runs from 0, noise, to 1, data. in_context_len: the number of label tokens;
@@ -62,28 +72,27 @@ class JiT(DiT):
         in_context_len: int = 32,
         in_context_start: int = 8,
     ):
+        few = nn.Conv2d(in_channels, bottleneck_dim, patch_size, stride=patch_size, bias=False)
+        many = nn.Conv2d(bottleneck_dim, hidden_size, 1)
         super().__init__(
-            input_size,
             patch_size,
             in_channels,
-            hidden_size,
-            depth=0,  # DiT's blocks
-            num_heads=num_heads,
-            class_dropout_prob=class_dropout_prob,
-            num_classes=num_classes,
-            learn_sigma=learn_sigma,
+            learn_sigma,
+            nn.Sequential(OrderedDict(proj1=few, proj2=many)),
+            TimestepEmbedder(hidden_size),
+            LabelEmbedder(num_classes, hidden_size, class_dropout_prob),
         )
+        self.num_heads = num_heads
         self.in_context_len = in_context_len
         self.in_context_start = in_context_start
         self.side = input_size // patch_size  # of the grid of tokens
-        few = nn.Conv2d(in_channels, bottleneck_dim, patch_size, stride=patch_size, bias=False)
-        many = nn.Conv2d(bottleneck_dim, hidden_size, 1)
-        self.add_module("x_embedder", nn.Sequential(OrderedDict(proj1=few, proj2=many)))
+        self.pos_embed = position_embedding(self.side, hidden_size)
         self.in_context_posemb = nn.Parameter(torch.randn(1, in_context_len, hidden_size) * 0.02)
         self.blocks = nn.ModuleList(
-            LightningDiTBlock(hidden_size, num_heads, mlp_ratio, qk_norm=True) for _ in range(depth)
+            RotaryBlock(hidden_size, num_heads, mlp_ratio, qk_norm=True) for _ in range(depth)
         )
-        self.final_layer = FinalLayer(hidden_size, patch_size, self.out_channels)
+        self.final_layer = RMSFinalLayer(hidden_size, patch_size, self.out_channels)
+        self.initialize_weights()
 
     def embed(self, x: Tensor, tokens: slice = slice(None)) -> Tensor:
         """Embed pictures (N, C, H, W) as DiT does, by two projections → (N, T, D)."""
@@ -116,30 +125,16 @@ class JiT(DiT):
         front = condition.label[:, None] + self.in_context_posemb  # (N, F, D)
         return torch.cat([front, x], dim=1)
 
-    def transform(
-        self,
-        x: Tensor,
-        c: Tensor,
-        attend: Callable = attention,
-        tokens: slice = slice(None),
-        blocks: Iterable[nn.Module] | None = None,
-    ) -> Tensor:
-        """Apply `blocks`, by default all: tokens x (N, F + T, D), conditioning c (N, D) → the same.
-
-        F may be 0. attend: in place of `attention`. tokens: all of the picture's.
-        """
+    def rotation(self, x: Tensor, tokens: slice) -> Tensor:
+        """Return the rotations (F + T, d/2, 2) of whole rows x; F is 0 in the first stage."""
         front = x.shape[1] - self.side**2
-        dtype = torch.promote_types(x.dtype, torch.float32)
         head_dim = x.shape[-1] // self.num_heads
-        table = rotations(head_dim, self.side, front, dtype, x.device)
-        for block in self.blocks if blocks is None else blocks:
-            x = block(x, c, table, attend)
-        return x
+        return rotations(head_dim, self.side, front, wide_dtype(x), x.device)
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
         """Estimate the clean picture: x (N, C, H, W), t (N,), y (N,) → (N, C, H, W)."""
-        condition = self.condition(t, y)
-        return self.unpatchify(Plain(self).forward_blocks(self.embed(x), condition, attention))
+        c = self.condition(t, y)
+        return self.unpatchify(forward_stages(self, self.stages, self.embed(x), c, self.attend))
 
 
 # ---- Configurations ----
@@ -152,7 +147,7 @@ _SIZES = {
 JiT_models = {}
 for _size, _config in _SIZES.items():
     for _patch in (16, 32):
-        JiT_models[f"JiT-{_size}/{_patch}"] = _constructor(
+        JiT_models[f"JiT-{_size}/{_patch}"] = constructor(
             f"JiT_{_size}_{_patch}", JiT, **_config, patch_size=_patch, input_size=16 * _patch
         )
 globals().update({build.__name__: build for build in JiT_models.values()})

@@ -1,75 +1,30 @@
 """Large-DiT: the diffusion transformer with LLaMA's block.
 
 By Alpha-VLLM (LLaMA2-Accessory, Large-DiT-ImageNet). The mathematics of the network alone, as
-models.py for DiT. Sampler, guidance and latents are DiT's. The block differs: RMSNorm (Zhang &
-Sennrich 2019, arXiv:1910.07467), rotary position embedding (Su et al. 2021, arXiv:2104.09864),
-SwiGLU (Shazeer 2020, arXiv:2002.05202), and optionally normalised queries and keys. Names,
-constructor arguments and state-dict keys are those of the published checkpoints, which load with
-``strict=True``.
+models.py for DiT. Sampler, guidance and latents are DiT's. The block differs: RMSNorm, rotary
+position embedding, SwiGLU, and optionally normalised queries and keys. Names, constructor arguments
+and state-dict keys are those of the published checkpoints, which load with ``strict=True``.
 
 Shapes: N batch, C latent channels, H = W latent side, p patch side, T = (H/p)² tokens, D width,
 h heads, d head dim.
 """
 
-from collections.abc import Callable, Iterable
-from functools import lru_cache
+from collections.abc import Callable
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel.families.dit import network as dit
-from accel.families.dit.network import LabelEmbedder, TimestepEmbedder, attention, modulate
-
-
-def wide(x: Tensor) -> Tensor:
-    """Return x in float32, or unchanged if it is float64: the dtype of norms and rotations."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-@lru_cache(maxsize=None)
-def rotation_table(
-    head_dim: int, length: int, dtype: torch.dtype, device: torch.device | str
-) -> Tensor:
-    """Return cosines and sines (length, d/2, 2) of position·10000^(-2i/d), i < d/2.
-
-    The positions are 0 … length-1.
-    """
-    with torch.inference_mode(False):
-        exponents = torch.arange(0, head_dim, 2, dtype=dtype, device="cpu") / head_dim  # (d/2,)
-        positions = torch.arange(length, dtype=dtype, device="cpu")
-        angles = torch.outer(positions, 10000.0**-exponents)
-        return torch.stack([angles.cos(), angles.sin()], dim=-1).to(device)
-
-
-def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Apply the rotary embedding: x (N, T, h, d), rotation (T, d/2, 2) → (N, T, h, d).
-
-    Each pair (2i, 2i+1), as a complex number, is multiplied by exp(j·position·10000^(-2i/d)),
-    j² = -1.
-    """
-    pairs = wide(x).unflatten(-1, (-1, 2))  # (N, T, h, d/2, 2)
-    real, imaginary = pairs.unbind(-1)
-    cos, sin = rotation[:, None].unbind(-1)  # each (T, 1, d/2)
-    turned = torch.stack([real * cos - imaginary * sin, real * sin + imaginary * cos], dim=-1)
-    return turned.flatten(-2).to(x.dtype)
-
-
-# ---- The network ----
-
-
-class RMSNorm(nn.Module):
-    """x / √(mean(x²) + ε) · weight over the last dimension, computed in float32 or wider."""
-
-    def __init__(self, dim: int, eps: float):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed = wide(x) * torch.rsqrt(wide(x).square().mean(-1, keepdim=True) + self.eps)
-        return normed.to(x.dtype) * self.weight
+from accel.families.blocks import RMSNorm, RotaryTransformer, rotate, rotation_table, wide_dtype
+from accel.families.dit.network import FinalLayer as DiTFinalLayer
+from accel.families.dit.network import (
+    LabelEmbedder,
+    TimestepEmbedder,
+    attention,
+    constructor,
+    modulate,
+)
 
 
 class Attention(nn.Module):
@@ -172,7 +127,7 @@ class TransformerBlock(nn.Module):
         return torch.addcmul(x, gate_mlp.unsqueeze(1), self.feed_forward(h))
 
 
-class FinalLayer(dit.FinalLayer):
+class FinalLayer(DiTFinalLayer):
     """DiT's final layer with conditioning of width C = min(D, 1024).
 
     (N, T, D), (N, C) → (N, T, p²·out_channels).
@@ -183,11 +138,10 @@ class FinalLayer(dit.FinalLayer):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(min(dim, 1024), 2 * dim))
 
 
-class DiT_Llama(dit.DiT):
+class DiT_Llama(RotaryTransformer):
     """Large diffusion transformer over latent patches.
 
-    Arguments are those of the published code; `input_size` is the latent's side. `forward` and
-    `forward_with_cfg` are DiT's.
+    Arguments are those of the published code; `input_size` is the latent's side.
     """
 
     def __init__(
@@ -207,36 +161,34 @@ class DiT_Llama(dit.DiT):
         learn_sigma: bool = True,
         qk_norm: bool = False,
     ):
-        nn.Module.__init__(self)  # not DiT's: the submodules have other names
-        self.learn_sigma = learn_sigma
+        condition = min(dim, 1024)
+        super().__init__(
+            patch_size,
+            in_channels,
+            learn_sigma,
+            nn.Linear(patch_size * patch_size * in_channels, dim),
+            TimestepEmbedder(condition),
+            LabelEmbedder(num_classes, condition, class_dropout_prob),
+        )
         self.input_size = input_size
-        self.in_channels = in_channels
-        self.out_channels = in_channels * 2 if learn_sigma else in_channels
-        self.patch_size = patch_size
         self.norm_eps = norm_eps
         self.n_heads = n_heads
         self.num_heads = n_heads  # DiT's name
-
-        condition = min(dim, 1024)
-        self.x_embedder = nn.Linear(patch_size * patch_size * in_channels, dim)
-        self.t_embedder = TimestepEmbedder(condition)
-        self.y_embedder = LabelEmbedder(num_classes, condition, class_dropout_prob)
         form = (dim, n_heads, n_kv_heads, multiple_of, ffn_dim_multiplier, norm_eps, qk_norm)
         self.layers = nn.ModuleList(TransformerBlock(*form) for _ in range(n_layers))
         self.final_layer = FinalLayer(dim, patch_size, self.out_channels)
         self.initialize_weights()
 
-    def initialize_patches(self) -> None:
-        """No-op: the patch embedding is a linear layer, and there is no position table."""
+    def initialize_positions(self) -> None:
+        """No-op: there is no position table."""
 
-    def rotation(self, x: Tensor) -> Tensor:
-        """Return the rotations of all positions (T, d/2, 2) on x's device, in float32 or wider."""
+    def rotation(self, x: Tensor, tokens: slice) -> Tensor:
         length = (self.input_size // self.patch_size) ** 2
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        return rotation_table(x.shape[-1] // self.n_heads, length, dtype, x.device)
+        head_dim = x.shape[-1] // self.n_heads
+        return rotation_table(head_dim, length, wide_dtype(x), x.device)[tokens]
 
     @property
-    def blocks(self) -> nn.ModuleList:
+    def blocks(self) -> nn.ModuleList:  # type: ignore[override]
         """Return `layers` under DiT's name."""
         return self.layers
 
@@ -253,24 +205,6 @@ class DiT_Llama(dit.DiT):
         patches = patches.flatten(2).transpose(1, 2)  # (N, T, C·p·p)
         return self.x_embedder(patches[:, tokens])
 
-    def transform(
-        self,
-        x: Tensor,
-        c: Tensor,
-        attend: Callable = attention,
-        tokens: slice = slice(None),
-        blocks: Iterable[nn.Module] | None = None,
-    ) -> Tensor:
-        """Apply `blocks`, by default all: tokens x (N, T, D) → (N, T, D).
-
-        Conditioning c (N, min(D, 1024)). attend: in place of `attention`. tokens: the slice of each
-        row that x holds.
-        """
-        rotation = self.rotation(x)[tokens]  # (T, d/2, 2)
-        for block in self.blocks if blocks is None else blocks:
-            x = block(x, c, rotation, attend)
-        return x
-
 
 # ---- Configurations ----
 
@@ -284,7 +218,6 @@ _SIZES = {
 }
 Large_DiT_models = {}
 for _size, _config in _SIZES.items():
-    _name = f"DiT_Llama_{_size}_patch2"
-    _build = dit._constructor(_name, DiT_Llama, patch_size=2, **_config)
+    _build = constructor(f"DiT_Llama_{_size}_patch2", DiT_Llama, patch_size=2, **_config)
     Large_DiT_models[f"Large-DiT-{_size}/2"] = _build
 globals().update({build.__name__: build for build in Large_DiT_models.values()})

@@ -8,8 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from accel.families.blocks import EPS, grid_rotation_table
 from accel.families.large_dit.fast import fold_norms
-from accel.families.lightning_dit.network import EPS, LightningDiT, rotation_table
+from accel.families.lightning_dit.network import LightningDiT
 from accel.families.sit import fast as sit
 from accel.fast.network import Packing
 from accel.fast.ops import Block, Gemms, Half, Rotation, Split
@@ -28,7 +29,7 @@ def pack(read: Reader, model: LightningDiT, ops: Half | Split) -> Packing:
     """
     side = model.x_embedder.grid_size[0]
     head_dim = model.pos_embed.shape[-1] // model.num_heads
-    rotation = rotation_table(head_dim, side, ops.stream, ops.device)
+    rotation = grid_rotation_table(head_dim, side, ops.stream, ops.device)
     packing = sit.pack(read, model, ops, partial(block, heads=model.num_heads, rotation=rotation))
     norms = norms_of(read.blocks("attn.qkv.weight"))
     fold_norms(read, [*norms, LAST_NORM], packing.conditioning)
@@ -51,7 +52,7 @@ def block(
         proj=read.layer(f"{name}.attn.proj", ops.dtype),
         fc1=fc1._replace(
             weight=_aligned(fc1.weight.unflatten(0, (2, -1))).flatten(0, 1),
-            bias=_aligned(fc1.bias.unflatten(0, (2, -1))).flatten(),
+            bias=_aligned(fc1.bias.unflatten(0, (2, -1))).flatten(),  # type: ignore[union-attr]
         ),
         fc2=fc2._replace(weight=_aligned(fc2.weight)),
     )

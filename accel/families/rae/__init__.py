@@ -5,7 +5,9 @@ a wide head (DDT, Wang et al. 2025, arXiv:2504.05741) that it modulates token by
 Guidance acts on all channels. The shift of the times follows from the size of the latents.
 """
 
-from accel.families import Defaults, Family, all_channels, dit
+from math import sqrt
+
+from accel.families import Defaults, Family, dit
 from accel.files import weights_folder
 
 FOLDER = weights_folder()
@@ -19,11 +21,27 @@ RECIPE = Defaults(
     vae=OF_256,
     cfg_scale=1.0,
     num_sampling_steps=49,
-    decoders={
-        16: (OF_256, str(STATISTICS / "imagenet1k/stat.pt")),
-        32: (OF_512, str(STATISTICS / "imagenet1k_512/stat.pt")),
-    },
 )
+# Side of latents → decoder and statistics of the latents.
+BY_SIDE = {
+    16: (OF_256, str(STATISTICS / "imagenet1k/stat.pt")),
+    32: (OF_512, str(STATISTICS / "imagenet1k_512/stat.pt")),
+}
+UNSHIFTED = 4096  # numbers in a latent whose times are not shifted
+
+
+def of_latents(defaults: Defaults, channels: int, side: int | None) -> Defaults:
+    """Return the defaults for latents: guidance is on all channels. The original moves times that
+    run from data to noise by σ = √(numbers in a latent / 4096): here a shift by 1/σ.
+    """
+    defaults = defaults._replace(guidance_channels=channels)
+    if side is None:
+        return defaults
+    vae, statistics = BY_SIDE.get(side, (defaults.vae, None))
+    sigma = sqrt(channels * side**2 / UNSHIFTED)
+    return defaults._replace(vae=vae, latent_stats=statistics, timestep_shift=1 / sigma)
+
+
 SIZES = "XL", "L", "B", "S"
 
 FAMILY = Family(
@@ -40,7 +58,7 @@ FAMILY = Family(
     names_in_training={f"DiTDH-{size}/1": f"DiTDH-{size}" for size in SIZES},
     any_size=False,
     last_time=0.999,
-    of_latents=all_channels,
+    of_latents=of_latents,
     compared="float32 levels",
     label_orders=("random", "permuted"),
     config_reader=f"{__name__}.config_file",

@@ -9,8 +9,8 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
-from accel.errors import shown
-from accel.families.config_file import ConfigFile, Reader, Size, plain
+from accel.errors import Given, shown
+from accel.families.configuration import Configuration, Entries, Size, plain
 from accel.files import read_json
 
 REPOSITORY = "nyu-visionx/RAE-collections"
@@ -84,17 +84,17 @@ IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.2
 MOST = 10**6  # classes, or pixels of a patch
 
 
-def read(content: Any, path: Path) -> ConfigFile | None:
-    """Return the options of a configuration, None if it is another program's. Raises UsageError
-    for entries that are damaged.
+def read(content: Any, given: Given) -> Configuration | None:
+    """Return what a configuration says, None if it is another program's. Raises UsageError for
+    entries that are damaged.
     """
     if not isinstance(content, dict) or not content.keys() & {"stage_1", "stage_2"}:
         return None
-    file = RAEReader(content, path)
+    file = RAEEntries(content, given)
     file.read_stages()
     file.read_sampler()
     file.read_guidance()
-    return ConfigFile(file.options, file.refused, file.missing, fetch, tuple(file.sizes))
+    return Configuration(file.options, file.refused, file.missing, fetch, tuple(file.sizes))
 
 
 def fetch(paths: list[str]) -> str:
@@ -118,12 +118,12 @@ def of_pixels(content: dict) -> dict[str, Any]:
     return {name: content.get(name, usual) for name, usual in IMAGENET.items()}
 
 
-class RAEReader(Reader):
+class RAEEntries(Entries):
     """A configuration, with the options, refusals and missing files that are found in it."""
 
-    def __init__(self, content: dict, path: Path):
-        super().__init__(content, f"`config={path}`:")
-        self.folder = path.parent
+    def __init__(self, content: dict, given: Given):
+        super().__init__(content, given)
+        self.folder = Path(given.name).parent
         self.options: dict[str, Any] = {}
         self.refused: dict[str, str] = {}
         self.missing: dict[str, str] = {}

@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from accel.families.blocks import EPS
 from accel.families.large_dit.fast import fold_norms
 from accel.families.lightning_dit import fast as lightning_dit
 from accel.families.lightning_dit.fast import LAST_NORM, norms_of
-from accel.families.lightning_dit.network import EPS
 from accel.families.rae.network import DiTwDDTHead, fourier
 from accel.fast.conditioning import Conditioning
 from accel.fast.network import FastNetwork, Packing
@@ -34,8 +34,8 @@ from accel.fast.ops import Half, Split, Weights
 from accel.fast.reader import Reader
 from accel.kernels.adaln import Branches, Modulation
 from accel.kernels.rows import row_squares, silu_sum
-from accel.network import Stage
 from accel.precision import true_float32
+from accel.stages import Stage
 
 PROJECTOR = "s_projector"
 

@@ -24,10 +24,20 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel.families.dit.network import DiT, PatchEmbed, TimestepEmbedder, _constructor, attention
-from accel.families.large_dit.network import DiT_Llama
-from accel.families.lightning_dit.network import FinalLayer, LightningDiTBlock, rotation_table
-from accel.network import Plain, Stage
+from accel.families.blocks import (
+    RMSFinalLayer,
+    RotaryBlock,
+    RotaryTransformer,
+    grid_rotation_table,
+)
+from accel.families.dit.network import (
+    LabelEmbedder,
+    PatchEmbed,
+    TimestepEmbedder,
+    constructor,
+    position_embedding,
+)
+from accel.stages import Stage, forward_stages
 
 
 class Condition(NamedTuple):
@@ -62,7 +72,9 @@ class Rotations(nn.Module):
 
     def __init__(self, head_dim: int, side: int):
         super().__init__()
-        table = rotation_table(head_dim, side, torch.float32, "cpu").repeat_interleave(2, dim=1)
+        table = grid_rotation_table(head_dim, side, torch.float32, "cpu").repeat_interleave(
+            2, dim=1
+        )
         cos, sin = table.to(torch.get_default_device()).unbind(-1)
         self.register_buffer("freqs_cos", cos.contiguous())
         self.register_buffer("freqs_sin", sin.contiguous())
@@ -72,7 +84,7 @@ class Rotations(nn.Module):
         return torch.stack([self.freqs_cos, self.freqs_sin], dim=-1)[:, ::2]
 
 
-class DiTwDDTHead(DiT):
+class DiTwDDTHead(RotaryTransformer):
     """Estimate the velocity data − noise: x (N, C, H, W), t (N,), y (N,) → (N, C, H, W).
 
     t runs from 0, noise, to 1, data. hidden_size, depth, num_heads: of the trunk, then of the head.
@@ -92,30 +104,28 @@ class DiTwDDTHead(DiT):
     ):
         trunk, head = hidden_size
         super().__init__(
-            input_size,
             1,  # patch
             in_channels,
-            trunk,
-            depth=0,  # DiT's blocks
-            num_heads=gcd(*num_heads),
-            class_dropout_prob=class_dropout_prob,
-            num_classes=num_classes,
-            learn_sigma=False,
+            False,  # it estimates no variance
+            PatchEmbed(input_size, 1, in_channels, head),
+            FourierEmbedder(trunk),
+            LabelEmbedder(num_classes, trunk, class_dropout_prob),
         )
+        self.guided_channels = in_channels
         self.num_encoder_blocks = depth[0]
         self.heads = tuple(num_heads)
-        self.s_embedder = self.x_embedder
-        self.x_embedder = PatchEmbed(input_size, 1, in_channels, head)
-        self.s_projector = nn.Linear(trunk, head)
-        self.t_embedder = FourierEmbedder(trunk)
-        self.enc_feat_rope = Rotations(trunk // num_heads[0], input_size)
-        self.dec_feat_rope = Rotations(head // num_heads[1], input_size)
+        self.num_heads = gcd(*num_heads)
+        self.pos_embed = position_embedding(input_size, trunk)
         self.blocks = nn.ModuleList(
-            LightningDiTBlock(width, heads, mlp_ratio, use_qknorm)
+            RotaryBlock(width, heads, mlp_ratio, use_qknorm)
             for width, count, heads in zip(hidden_size, depth, num_heads)
             for _ in range(count)
         )
-        self.final_layer = FinalLayer(head, 1, in_channels)
+        self.final_layer = RMSFinalLayer(head, 1, in_channels)
+        self.s_embedder = PatchEmbed(input_size, 1, in_channels, trunk)
+        self.s_projector = nn.Linear(trunk, head)
+        self.enc_feat_rope = Rotations(trunk // num_heads[0], input_size)
+        self.dec_feat_rope = Rotations(head // num_heads[1], input_size)
         self.initialize_weights()
 
     def embed(self, x: Tensor, tokens: slice = slice(None)) -> Tensor:
@@ -158,12 +168,10 @@ class DiTwDDTHead(DiT):
         """Return the head's modulation (N, T, W) from the trunk's tokens x (N, T, D)."""
         return self.s_projector(F.silu(condition.time.unsqueeze(1) + x))
 
-    def rotation(self, x: Tensor) -> Tensor:
-        """Return the rotations (T, d/2, 2) of tokens of the trunk's or of the head's width."""
+    def rotation(self, x: Tensor, tokens: slice) -> Tensor:
+        """Return the rotations (t, d/2, 2) of tokens of the trunk's or of the head's width."""
         of_trunk = x.shape[-1] == self.s_projector.in_features
-        return self.enc_feat_rope() if of_trunk else self.dec_feat_rope()
-
-    transform = DiT_Llama.transform  # its blocks take `rotation` too
+        return (self.enc_feat_rope if of_trunk else self.dec_feat_rope)()[tokens]
 
     def head(self, x: Tensor, c: Tensor) -> Tensor:
         """Project tokens x (N, T, W), conditioning c (N, T, W), to velocities (N, T, C)."""
@@ -171,14 +179,8 @@ class DiTwDDTHead(DiT):
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
         """Estimate the velocity: x (N, C, H, W), t (N,), y (N,) → (N, C, H, W)."""
-        condition = self.condition(t, y)
-        return self.unpatchify(Plain(self).forward_blocks(self.embed(x), condition, attention))
-
-    def forward_with_cfg(self, x: Tensor, t: Tensor, y: Tensor, cfg_scale: float) -> Tensor:
-        """Evaluate with classifier-free guidance as DiT does, on all channels."""
-        half = x[: len(x) // 2]
-        cond, uncond = self.forward(torch.cat([half, half]), t, y).chunk(2)
-        return torch.cat([uncond + cfg_scale * (cond - uncond)] * 2)
+        c = self.condition(t, y)
+        return self.unpatchify(forward_stages(self, self.stages, self.embed(x), c, self.attend))
 
 
 # ---- Configurations ----
@@ -190,7 +192,7 @@ _SIZES = {
     "S": dict(hidden_size=(384, 2048), depth=(12, 2), num_heads=(6, 16)),
 }
 DiTDH_models = {
-    f"DiTDH-{size}/1": _constructor(f"DiTDH_{size}_1", DiTwDDTHead, **config)
+    f"DiTDH-{size}/1": constructor(f"DiTDH_{size}_1", DiTwDDTHead, **config)
     for size, config in _SIZES.items()
 }
 globals().update({build.__name__: build for build in DiTDH_models.values()})

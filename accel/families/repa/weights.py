@@ -1,4 +1,4 @@
-"""Recognise the files of REPA's SiT, and convert them to a SiT's (Yu et al. 2024,
+"""Identify weights of REPA's SiT, and convert them to a SiT's (Yu et al. 2024,
 arXiv:2410.06940).
 
 REPA's network is a SiT in the other direction: time s = 1 − t runs from data to noise,
@@ -7,7 +7,7 @@ rounding: negate the last layer; cos(f·s) and sin(f·s) are linear in cos(f·t)
 sin(f·t), so the linear layer after the timestep's sinusoid can absorb the change of time.
 """
 
-from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,59 +15,68 @@ from torch import Tensor, nn
 
 from accel.families import repa
 from accel.families.dit.network import TimestepEmbedder
-from accel.families.recognise import STRUCTURE, OfModule
+from accel.families.dit.weights import identify, of_entries
 from accel.families.repa import PROJECTORS
-from accel.families.sit.network import SiT_models
-from accel.families.sit.weights import SiTRecogniser, is_sit
+from accel.families.sit.network import SiT, SiT_models
+from accel.families.sit.weights import is_sit
+from accel.families.spec import STRUCTURE, Face, FamilyWeights, ModuleRules, State
 
 PREFIX = "REPA-"  # of our names: REPA's code calls its models as SiT's does
 FIRST = "t_embedder.mlp.0.weight"  # (D, F), after the timestep's sinusoid
+# Of REPA-E (Leng et al. 2025, arXiv:2504.10483): the latents' mean and variance by channel.
+MEAN = "bn.running_mean"
+VARIANCE = "bn.running_var"
 # What only the classes of REPA's code, and of what derives from it, keep as attributes.
 ATTRIBUTES = "path_type", "z_dims", "encoder_depth"
 
 
-class RepaRecogniser(SiTRecogniser):
-    """Recognise weights of REPA's code, with or without its projectors."""
-
-    family = repa.FAMILY
-    models = {PREFIX + name: SiT_models[name] for name in SiT_models if "Demo" not in name}
-
-    def sampled(self, state: dict[str, Tensor], metadata: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the entries that sampling needs: all but the projectors."""
-        return {name: value for name, value in state.items() if not name.startswith(PROJECTORS)}
-
-    def converted(self, state: dict[str, Tensor], metadata: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the weights of a SiT with the same samples: reverse time and the velocity's
-        sign.
-        """
-        state = self.sampled(state, metadata)
-        for name in ("final_layer.linear.weight", "final_layer.linear.bias"):
-            if name in state:
-                state[name] = -state[name]
-        if FIRST in state:
-            state[FIRST] = _of_time_turned(state[FIRST])
-        return state
-
-    def of_module(self, module: nn.Module, state: dict[str, Tensor]) -> OfModule | None:
-        """Return the rules to read a SiT of REPA's code, recognised by its projectors or
-        attributes, or None for another module.
-        """
-        # A module with projectors, or a list of none, returns features beside the velocity.
-        with_features = hasattr(module, PROJECTORS.rstrip("."))
-        known = with_features or any(hasattr(module, name) for name in ATTRIBUTES)
-        if not is_sit(module) or not known or not state.keys() >= {*self.family.keys}:
-            return None
-        return self.of_entries(
-            module,
-            state,
-            strength=STRUCTURE,
-            arguments=lambda x, t, y: ((x, 1 - t, y), {}),
-            output=lambda out: -(out[0] if isinstance(out, tuple) else out),
-            face=TurnedFace if with_features else TurnedFaceAlone,
-        )
+MODELS = {PREFIX + name: SiT_models[name] for name in SiT_models if "Demo" not in name}
 
 
-RECOGNISER = RepaRecogniser()
+def sampled(state: State) -> State:
+    """Return the entries that sampling needs: all but the projectors."""
+    return {name: value for name, value in state.items() if not name.startswith(PROJECTORS)}
+
+
+def latents_of(state: State) -> dict[str, Any]:
+    """Return mean and deviation of the latents by channel, where the weights hold them."""
+    if not state.keys() >= {MEAN, VARIANCE}:
+        return {}
+    deviation = state[VARIANCE].float().sqrt()
+    return {"mean": tuple(state[MEAN].float().tolist()), "std": tuple(deviation.tolist())}
+
+
+def convert(state: State) -> State:
+    """Return the weights of a SiT with the same samples: reverse time and the velocity's sign."""
+    state = sampled(state)
+    for name in (MEAN, VARIANCE):
+        state.pop(name, None)
+    for name in ("final_layer.linear.weight", "final_layer.linear.bias"):
+        if name in state:
+            state[name] = -state[name]
+    if FIRST in state:
+        state[FIRST] = _of_time_turned(state[FIRST])
+    return state
+
+
+def of_module(module: nn.Module, state: State) -> ModuleRules | None:
+    """Return the rules to read a SiT of REPA's code, recognised by its projectors or
+    attributes, or None for another module.
+    """
+    # A module with projectors, or a list of none, returns features beside the velocity.
+    with_features = hasattr(module, PROJECTORS.rstrip("."))
+    known = with_features or any(hasattr(module, name) for name in ATTRIBUTES)
+    if not is_sit(module) or not known:
+        return None
+    return of_entries(
+        repa.FAMILY,
+        module,
+        state,
+        strength=STRUCTURE,
+        arguments=lambda x, t, y: ((x, 1 - t, y), {}),
+        output=lambda out: -(out[0] if isinstance(out, tuple) else out),
+        face=TurnedFace if with_features else TurnedFaceAlone,
+    )
 
 
 def _of_time_turned(weight: Tensor) -> Tensor:
@@ -84,22 +93,20 @@ def _of_time_turned(weight: Tensor) -> Tensor:
     return turned.to(torch.promote_types(weight.dtype, torch.float32))
 
 
-class TurnedFaceAlone:
-    """The signature of a SiT whose time and velocity are reversed, over
-    `accelerated.Accelerated`.
-    """
+class TurnedFaceAlone(Face):
+    """The signature of a SiT whose time and velocity are reversed."""
 
-    def forward(self, x: Tensor, t: Tensor, y: Tensor, *others: Any, **named: Any) -> Tensor:
+    def forward(self, x: Tensor, t: Tensor, y: Tensor, *others: Any, **named: Any) -> Any:
         """Return the velocity (N, C, H, W)."""
         return -super().forward(x, 1 - t, y, *others, **named)
 
     def forward_with_cfg(
-        self, x: Tensor, t: Tensor, y: Tensor, cfg_scale: float | Tensor
+        self, x: Tensor, t: Tensor, y: Tensor, cfg_scale: float | Tensor, *others: Any
     ) -> Tensor:
         """Return the guided velocity (2N, C, H, W). Arguments: as for
         models.DiT.forward_with_cfg.
         """
-        return -super().forward_with_cfg(x, 1 - t, y, cfg_scale)
+        return -super().forward_with_cfg(x, 1 - t, y, cfg_scale, *others)
 
 
 class TurnedFace(TurnedFaceAlone):
@@ -110,3 +117,13 @@ class TurnedFace(TurnedFaceAlone):
     ) -> tuple[Tensor, tuple]:
         """Return (velocity (N, C, H, W), ()): REPA's features are for training."""
         return super().forward(x, t, y, *others, **named), ()
+
+
+WEIGHTS = FamilyWeights(
+    models=MODELS,
+    identify=partial(identify, repa.FAMILY, SiT, MODELS),
+    of_module=of_module,
+    convert=convert,
+    sampled=sampled,
+    latents_of=latents_of,
+)

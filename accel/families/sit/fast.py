@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from accel.families.dit import fast as dit
-from accel.families.sit.network import SiT
+from accel.families.dit.network import PatchTransformer
 from accel.fast.network import Packing
 from accel.fast.ops import Block, Half, Split
 from accel.fast.reader import Reader
@@ -16,7 +16,7 @@ from accel.fast.reader import Reader
 
 def pack(
     read: Reader,
-    model: SiT,
+    model: PatchTransformer,
     ops: Half | Split,
     block: Callable[[Reader, str, Half | Split], Block] = dit.block,
 ) -> Packing:

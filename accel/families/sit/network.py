@@ -9,7 +9,8 @@ Shapes: N batch, C latent channels, H = W latent side, p patch side, T = (H/p)²
 
 from torch import Tensor
 
-from accel.families.dit.network import _DEMO, DiT, _constructor, _constructors
+from accel.families.blocks import first_channels
+from accel.families.dit.network import DEMO, DiT, constructor, constructors
 
 
 class SiT(DiT):
@@ -24,12 +25,10 @@ class SiT(DiT):
 
         Returns (N, T, p·p·C); the order inside a token is (p, p, C).
         """
-        patches = super().head(x, c)  # (N, T, p·p·C')
-        channels = patches.unflatten(-1, (-1, self.out_channels))  # (N, T, p·p, C')
-        return channels[..., : self.in_channels].flatten(-2)
+        return first_channels(super().head(x, c), self.out_channels, self.in_channels)
 
 
-SiT_models = _constructors(SiT)
+SiT_models = constructors(SiT)
 # Shipped with its weights.
-SiT_models["SiT-Demo/2"] = _constructor("SiT_Demo_2", SiT, learn_sigma=False, **_DEMO)
+SiT_models["SiT-Demo/2"] = constructor("SiT_Demo_2", SiT, learn_sigma=False, **DEMO)
 globals().update({build.__name__: build for build in SiT_models.values()})

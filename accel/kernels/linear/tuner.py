@@ -7,7 +7,7 @@ measuring takes a fraction of a second, once for a GPU and library, and gains 4 
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,7 +49,7 @@ class Tuner:
 
     def __init__(
         self,
-        folders: list[str | Path] | None = None,
+        folders: Sequence[str | Path] | None = None,
         share: Callable[[Callable[[], Any]], Any] = lambda make: make(),
     ):
         self.folders = [cache_folder()] if folders is None else [Path(folder) for folder in folders]

@@ -19,10 +19,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from accel.errors import UsageError, shown
+from accel.errors import UsageError, about, shown
 from accel.latents import DecoderFiles, DecoderKind, LatentSpace
 from accel.weights.shapes import require_fit, shapes_only
-from accel.weights.tensor_files import read_tensors, require_floats, weight_files
+from accel.weights.tensor_files import floats_of, read_tensors, weight_files
 
 EPS = 1e-6
 STATISTICS = ("latents_mean", "latents_std")
@@ -273,13 +273,14 @@ class AutoencoderKL(DecoderKind):
                 decoder = KLDecoder(config)
         except ValueError as error:
             raise UsageError(
-                f"`vae={config_file}`: {error}, which is not computed here; give another "
-                "AutoencoderKL"
+                f"{error}, which is not computed here",
+                "give another AutoencoderKL",
+                parameter="vae",
+                value=config_file,
             ) from None
-        name = f"`vae={weight_file}`"
-        require_floats(state, name)
-        state = decoder.renamed(state)
-        require_fit(name, state, decoder)
+        mistake = about("vae", weight_file)
+        state = decoder.renamed(floats_of(state, mistake))
+        require_fit(mistake, state, decoder)
         return decoder.entries, state
 
     def space(self, files: DecoderFiles, entries: dict[str, Any]) -> LatentSpace:

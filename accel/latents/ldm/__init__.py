@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from accel.errors import UsageError, shown
+from accel.errors import UsageError, about, shown
 from accel.latents import DecoderFiles, LatentSpace
 from accel.latents.autoencoder_kl import SD_VAE_FT, AutoencoderKL
 from accel.latents.statistics import with_statistics
-from accel.weights.tensor_files import require_floats
+from accel.weights.tensor_files import floats_of
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,8 @@ _LAYER |= {"nin_shortcut": "conv_shortcut", "norm_out": "conv_norm_out"}
 
 def _entries(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of an autoencoder, of a file with it alone or with a whole pipeline."""
-    whole = content["state_dict"] if isinstance(content.get("state_dict"), dict) else content
+    inside = (content.get(name) for name in ("state_dict", "model"))
+    whole = next((entries for entries in inside if isinstance(entries, dict)), content)
     return {str(name).removeprefix(INSIDE): value for name, value in whole.items()}
 
 
@@ -67,8 +68,10 @@ class LDM(AutoencoderKL):
         usual = LatentSpace()
         if (space.channels, space.factor) != (usual.channels, usual.factor):
             raise UsageError(
-                f"`vae={files.path}`: says no scale of its latents; put {STATISTICS} beside it, or "
-                "give `latent_stats`"
+                "says no scale of its latents",
+                f"put {STATISTICS} beside it, or give `latent_stats`",
+                parameter="vae",
+                value=files.path,
             )
         log.warning(
             f"{shown(str(files.path), 300)}: says no scale of its latents, taken for Stable "
@@ -90,7 +93,7 @@ def _translated(file: Path, content: Mapping[str, Any]) -> tuple[dict[str, Any],
         for name, value in whole.items()
         if re.match(r"decoder\.|post_quant_conv\.", name)
     }
-    require_floats(state, f"`vae={file}`")
+    state = floats_of(state, about("vae", file))
     of_levels = [name.split(".")[2] for name in state if name.startswith("decoder.up.")]
     levels = sorted({int(level) for level in of_levels if level.isdecimal()})
     pattern = re.compile(r"decoder\.up\.0\.block\.\d+\.conv1\.weight")
@@ -100,7 +103,9 @@ def _translated(file: Path, content: Mapping[str, Any]) -> tuple[dict[str, Any],
         channels = state["decoder.conv_in.weight"].shape[1]
     except (KeyError, IndexError) as error:
         raise UsageError(
-            f"`vae={file}`: is not an AutoencoderKL in LDM's layout: no {error.args[0]}"
+            f"is not an AutoencoderKL in LDM's layout: no {error.args[0]}",
+            parameter="vae",
+            value=file,
         ) from None
     attends = [f"decoder.up.{level}.attn.0.q.weight" in state for level in reversed(levels)]
     config = SD_VAE_FT | dict(

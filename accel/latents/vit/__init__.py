@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.errors import UsageError, shown
+from accel.errors import UsageError, about, shown
 from accel.latents import DecoderFiles, DecoderKind, LatentSpace
 from accel.latents.statistics import read_statistics
 from accel.latents.vit.network import Sizes, ViTDecoder, half_of
 from accel.weights.shapes import require_fit, shapes_only
-from accel.weights.tensor_files import file_stamps, read_json, read_tensors, require_floats
+from accel.weights.tensor_files import file_stamps, floats_of, read_json, read_tensors
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,11 @@ class ViT(DecoderKind):
     at_once = 16  # three times the pictures a second of one at a time; 64 are no faster
 
     def holds(self, content: Mapping[str, Any]) -> bool:
-        """Return whether a file has the decoder's tensors, or a config.json its heads."""
+        """Return whether a file has the decoder's tensors, or a config.json its heads. diffusers'
+        own class of such autoencoders is another one.
+        """
+        if "_class_name" in content:
+            return False
         return HEADS in content or "decoder_embed.weight" in _entries(content)
 
     def files(self, path: Path, statistics: str | None) -> list[Path]:
@@ -63,12 +67,16 @@ class ViT(DecoderKind):
         possible = [path, *(path / name for name in WEIGHTS)]
         weights = next(filter(Path.is_file, possible), None)
         if weights is None:
-            raise UsageError(f"`vae={path}`: must hold {CONFIG} and {' or '.join(WEIGHTS)}")
+            raise UsageError(
+                f"must hold {CONFIG} and {' or '.join(WEIGHTS)}", parameter="vae", value=path
+            )
         beside = weights.parent
         if statistics is None and not (beside / STATISTICS).is_file():
             raise UsageError(
-                f"`vae={path}`: says no statistics of its latents; put {STATISTICS} beside it, or "
-                "give `latent_stats`"
+                "says no statistics of its latents",
+                f"put {STATISTICS} beside it, or give `latent_stats`",
+                parameter="vae",
+                value=path,
             )
         if statistics is not None:
             file_stamps([Path(statistics)], "latent_stats")  # an error names this option
@@ -83,7 +91,7 @@ class ViT(DecoderKind):
         name = f"`vae={weights}`"
         entries = _entries(content if files.path.is_file() else read_tensors(weights, "vae"))
         state = {key: value for key, value in entries.items() if not IGNORED.match(key)}
-        require_floats(state, name)
+        state = floats_of(state, about("vae", weights))
         metadata: dict[str, Any] = {}
         for file in facts:
             metadata |= read_json(file, "vae")
@@ -96,7 +104,7 @@ class ViT(DecoderKind):
         state |= _colours(weights.parent / COLOURS, metadata)
         with shapes_only():
             decoder = self.build(sizes)
-        require_fit(name, state, decoder)
+        require_fit(about("vae", weights), state, decoder)
         return sizes, state
 
     def space(self, files: DecoderFiles, entries: dict[str, Any]) -> LatentSpace:
@@ -189,7 +197,8 @@ def _colours(file: Path, metadata: Mapping[str, Any]) -> dict[str, Tensor]:
         valid = [type(x) in (int, float) and 0 <= x <= 1 for x in numbers]
         if valid != [True] * 3 or (name == "image_std" and 0 in numbers):
             raise UsageError(
-                f"`vae={file}`: says {name} {shown(values)}, which must be three numbers "
-                "from 0 to 1"
+                f"says {name} {shown(values)}, which must be three numbers from 0 to 1",
+                parameter="vae",
+                value=file,
             )
     return {name: torch.tensor(values).float().view(3, 1, 1) for name, values in colours.items()}

@@ -6,11 +6,11 @@ import pytest
 import torch
 from networks import error, fast_network, inputs, network_of, small
 
-from accel.diffusion import create_diffusion
 from accel.fast import conditioning
 from accel.fast import network as module
 from accel.fast.conditioning import ConditioningTable
 from accel.fast.ops import Float32Linear
+from diffusion import create_diffusion
 
 
 @pytest.fixture
@@ -30,25 +30,27 @@ def test_chunks_give_what_every_evaluation_gives(fast, entries):
         y = torch.tensor(labels)
         x = torch.randn(3, 4, 8, 8, dtype=torch.float64)
         direct = [fast.forward(x, torch.full((3,), timestep), y) for timestep in timesteps]
-        scheduled, advance = fast.schedule(timesteps, labels)
+        run = fast.prepare(timesteps, labels)
         assert fast.table is table and table.chunk == entries // len(set(labels))
         for index in range(10):
-            advance(index)
-            assert error(scheduled.forward(x, torch.full((3,), index), y), direct[index]) < 1e-12
+            run.advance(index)
+            assert error(fast.forward(x, torch.full((3,), index), y, run), direct[index]) < 1e-12
 
 
 def test_what_is_not_in_the_table_is_nan_never_a_picture(fast):
     x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
     y = torch.tensor([1, 8])
     # times may be fractions, and the same twice
-    scheduled, _ = fast.schedule([900.5, 500, 500], [1, 8])
-    assert scheduled.forward(x, torch.tensor([0, 2]), y).isfinite().all()
+    run = fast.prepare([900.5, 500, 500], [1, 8])
+    assert fast.forward(x, torch.tensor([0, 2]), y, run).isfinite().all()
     for index, labels in (([0, 3], [1, 8]), ([0, 1], [1, 2]), ([4095, -1], [1, 8])):
-        assert scheduled.forward(x, torch.tensor(index), torch.tensor(labels))[-1].isnan().all()
+        out = fast.forward(x, torch.tensor(index), torch.tensor(labels), run)
+        assert out[-1].isnan().all()
     # known outside
     assert fast.forward(x, torch.tensor([3, 4]), torch.tensor([1, 2])).isfinite().all()
-    scheduled, _ = fast.schedule([500], [2])  # forgets the labels of the run before
-    assert scheduled.forward(x, torch.tensor([0, 0]), torch.tensor([2, 8]))[-1].isnan().all()
+    run = fast.prepare([500], [2])  # forgets the labels of the run before
+    out = fast.forward(x, torch.tensor([0, 0]), torch.tensor([2, 8]), run)
+    assert out[-1].isnan().all()
 
 
 def test_more_labels_than_a_table_usually_holds(fast, monkeypatch):
@@ -64,11 +66,11 @@ def test_more_labels_than_a_table_usually_holds(fast, monkeypatch):
     for n, at_once, chunk in ((2, 1, 2), (9, 1, 1), (9, 2, 2), (2, 1, 2)):
         fast.replayed("a step", None)
         grows = fast.table is None or fast.table.capacity < n * at_once
-        scheduled, advance = fast.schedule([900, 500, 20], range(n), at_once)
-        assert fast.table.chunk == chunk and bool(fast._replayed) != grows
+        run = fast.prepare([900, 500, 20], range(n), at_once)
+        assert fast.table.chunk == chunk and bool(fast.graphs) != grows
         for index in range(3):
-            advance(*range(index, min(3, index + at_once)))
-            found.append(scheduled.forward(x[:n], torch.full((n,), index), y[:n]))
+            run.advance(*range(index, min(3, index + at_once)))
+            found.append(fast.forward(x[:n], torch.full((n,), index), y[:n], run))
         assert error(found[-1], fast.forward(x[:n], torch.full((n,), 20), y[:n])) < 1e-12
     assert all(torch.equal(a, b) for a, b in zip(found[:3], found[-3:]))
 
@@ -84,9 +86,9 @@ def test_large_projections_are_one_split_gemm(monkeypatch):
     with torch.no_grad():
         want = model.double()(x.double(), t, y)
     assert error(network.forward(x, t, y), want) < 2e-3
-    scheduled, advance = network.schedule(t.tolist(), y.tolist())
-    advance(0, 1, 2)
-    assert error(scheduled.forward(x, torch.arange(3), y), want) < 2e-3
+    run = network.prepare(t.tolist(), y.tolist())
+    run.advance(0, 1, 2)
+    assert error(network.forward(x, torch.arange(3), y, run), want) < 2e-3
     changed = model.float().requires_grad_(False)
     for value in changed.parameters():
         value.mul_(1.1)

@@ -6,16 +6,14 @@ from functools import partial
 
 import pytest
 import torch
-from networks import DEVICES, build, error, inputs, network_of
+from networks import DEVICES, build, error, inputs, network_of, ready
 from reference_networks import large_dit
 from test_large_dit import build as build_large
 
-from accel import precision
-from accel.config import Grid
 from accel.errors import UsageError
 from accel.fast.ops import Float32Linear, Weights
 from accel.graphs import Replayed
-from accel.grid import ready
+from accel.precision import arithmetic, supports
 
 
 def bound(own):
@@ -142,27 +140,27 @@ def test_overflow_of_large_dits_queries_names_the_layer():
         ("DiT-XL/2", dict(input_size=32), 4),
     ),
 )
-def test_accuracy(name, arguments, n, switches):
+def test_accuracy(name, arguments, n):
     """By every backend: at most five times float32's error, and a twentieth of TF32's;
     the same bits by a graph's replay.
     """
     model = build(name, **arguments).cuda()
     x, t, y = inputs(model, n, "cuda")
-    precision.apply_precision("fp32", x.device)
     with torch.no_grad():
-        own = model(x, t, y)
+        with arithmetic("fp32"):
+            own = model(x, t, y)
         tf32 = None
-        if precision.supports("tf32", x.device):
-            precision.apply_precision("tf32", x.device)
-            tf32 = model(x, t, y)
-            precision.apply_precision("fp32", x.device)
+        if supports("tf32", x.device):
+            with arithmetic("tf32"):
+                tf32 = model(x, t, y)
         want = model.double()(x.double(), t, y).cpu()
     model.float()
     for gemm in ("cublas", "auto"):
         exact = network_of(model, "exact", gemm=gemm)
         exact.attention = partial(exact.attention, backend=gemm)
         captured = Replayed(exact.forward)
-        got = [exact.forward(x, t, y), captured(x, t, y)]
+        with arithmetic("exact"):
+            got = [exact.forward(x, t, y), captured(x, t, y)]
         assert torch.equal(got[0], got[1]), gemm
         assert error(got[0], want) <= bound(error(own, want)), (
             gemm,
@@ -175,26 +173,29 @@ def test_accuracy(name, arguments, n, switches):
 @pytest.mark.gpu
 def test_overflow_is_a_line_before_a_run(tmp_path):
     torch.save(too_large(build("DiT-Demo/2")).state_dict(), tmp_path / "large.pt")
-    grid = Grid.of(
-        "DiT-Demo/2", ckpt=str(tmp_path / "large.pt"), output_type="latent", precision="exact"
-    )
     with pytest.raises(
         UsageError, match="precision=exact: .*blocks.1.mlp.fc1 gives values .*; use precision=fp32"
     ):
-        ready(grid)
+        ready(
+            model="DiT-Demo/2",
+            ckpt=str(tmp_path / "large.pt"),
+            output_type="latent",
+            precision="exact",
+        )
 
 
 @pytest.mark.gpu
-def test_no_tf32_kernel_runs(switches):
+def test_no_tf32_kernel_runs():
     """By the names of the kernels that ran; and our own did run."""
-    precision.apply_precision("exact", torch.device("cuda"))
     model = build("DiT-XL/2", input_size=32).cuda()
     x, t, y = inputs(model, 4, "cuda")
-    exact = network_of(model, "exact")
-    exact.forward(x, t, y)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    with arithmetic("exact"):
+        exact = network_of(model, "exact")
         exact.forward(x, t, y)
-        torch.cuda.synchronize()
+        with profiler as profile:
+            exact.forward(x, t, y)
+            torch.cuda.synchronize()
     names = [event.key for event in profile.key_averages()]
     assert names and not [name for name in names if "tf32" in name.lower() or "s1688" in name], (
         names

@@ -8,7 +8,8 @@ from accel import fast
 from accel.families.dit.network import DiT
 from accel.fast.conditioning import BLOCK_VECTORS
 from accel.fast.ops import Half
-from accel.network import Plain, Stage
+from accel.network import Plain
+from accel.stages import Stage
 
 FRONT = 3  # tokens that enter before the second block
 WIDTH = SMALL["hidden_size"]
@@ -80,9 +81,9 @@ def test_two_stages_compute_what_is_written_out(model, tier, tolerance):
     assert error(Plain(model).forward(x, t, y), want) < 1e-5
     network = in_two(network_of(model, tier))
     assert error(network.forward(x, t, y), want) < tolerance
-    scheduled, advance = network.schedule(t.tolist(), y.tolist())
-    advance(*range(4))
-    assert error(scheduled.forward(x, torch.arange(4), y), want) < tolerance
+    run = network.prepare(t.tolist(), y.tolist())
+    run.advance(*range(4))
+    assert error(network.forward(x, torch.arange(4), y, run), want) < tolerance
 
 
 def test_kernels_of_every_stage_are_warmed_up_and_tuned(model):

@@ -17,13 +17,13 @@ import numpy as np
 
 from accel import picture_files
 from accel.errors import Stopped, UsageError
-from accel.fid.folder import npz_of, picture_name, read_picture
 from accel.files import atomic_write, open_regular, read_json, sha256_of, sync_folder
+from accel.jobs.fid.folder import npz_of, picture_name, read_picture
 
 log = logging.getLogger(__name__)
 
 READERS = 4  # threads that decode PNGs
-RUN = 8  # pictures in memory
+AT_ONCE = 8  # pictures that are read ahead
 
 
 class Archive:
@@ -93,8 +93,8 @@ def _write_pictures(file, folder, count, size, stopping):
         np.lib.format.write_array_header_1_0(
             member, dict(descr="|u1", fortran_order=False, shape=shape)
         )
-        for first in range(0, count, RUN):
-            for pixels in pool.map(read, range(first, min(first + RUN, count))):
+        for first in range(0, count, AT_ONCE):
+            for pixels in pool.map(read, range(first, min(first + AT_ONCE, count))):
                 member.write(pixels)
             if stopping():
                 raise Stopped(
@@ -112,10 +112,13 @@ def create_npz(folder: Path, count: int) -> Path:
     names = (folder / picture_name(number) for number in range(count))
     there = sum(1 for _ in takewhile(Path.is_file, names))
     if there == 0:
-        raise UsageError(f"`sample_dir={folder}`: has no picture {picture_name(0)}")
+        raise UsageError(f"has no picture {picture_name(0)}", parameter="sample_dir", value=folder)
     if there < count:
         raise UsageError(
-            f"`num={count}`: {folder} has {there} pictures in a row; use `num={there}`"
+            f"{folder} has {there} pictures in a row",
+            f"use `num={there}`",
+            parameter="num",
+            value=count,
         )
     size = len(picture_files.read_picture(folder / picture_name(0)).pixels)
     path = npz_of(folder)

@@ -1,21 +1,14 @@
-"""DiT in the layout of diffusers: a folder with config.json and weights under
-DiTTransformer2DModel's names.
+"""diffusers' names of a DiT's tensors, and its configuration."""
 
-No position table is stored there: as the class does, `read` computes it for `sample_size`.
-"""
-
-import os
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from accel.errors import UsageError, as_usage_error, shown
-from accel.weights import Contents
+from accel.errors import as_usage_error, shown
 from accel.weights.positions import sine_cosine
-from accel.weights.tensor_files import read_json, read_tensors, require_floats, weight_files
 
+SCHEDULE = "scheduler/scheduler_config.json"  # of a pipeline
 _PARAMETERS = ("weight", "bias")
 
 
@@ -48,7 +41,6 @@ _BLOCK = _parameters_of(
         "adaLN_modulation.1": "norm1.linear",
     }
 )
-SCHEDULE = "scheduler/scheduler_config.json"  # of a pipeline
 
 # Entries of config.json that must have one of these values, since nothing else is
 # computed; others must be idle: None or False. norm_eps: DiT's own is 1e-6, and diffusers
@@ -69,34 +61,6 @@ WITHOUT_EFFECT = (
     "dropout",
     "norm_num_groups",
 )
-
-
-def holds(folder: Path) -> bool:
-    """Return whether `folder` has config.json, or a pipeline's transformer/."""
-    return not {"config.json", "transformer"}.isdisjoint(os.listdir(folder))
-
-
-def read(folder: Path, mapped: bool, entry: str | None = None) -> Contents:
-    """Return the state dict of models.DiT and the facts beside it, None if unknown. Raises
-    UsageError about --ckpt.
-    """
-    if entry is not None:
-        raise UsageError(f"`weights_entry={entry}`: is for a file; this is a folder; drop it")
-    folder = folder / "transformer" if (folder / "transformer").is_dir() else folder
-    state: dict[str, torch.Tensor] = {}
-    for file in weight_files(folder, "ckpt"):
-        state |= read_tensors(file, "ckpt", mapped)
-    require_floats(state, f"`ckpt={folder}`")
-    config = read_json(folder / "config.json", "ckpt")
-    try:
-        state = from_diffusers(state)
-        facts = check_config(config, state)
-        state = with_table(state, config["sample_size"])
-    except ValueError as error:
-        raise UsageError(f"`ckpt={folder / 'config.json'}`: {error}") from None
-    if folder.name == "transformer":
-        facts |= _of_pipeline(folder.parent)
-    return Contents(state, facts)
 
 
 def check_config(config: dict[str, Any], state: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -146,34 +110,6 @@ def with_table(state: dict[str, torch.Tensor], side: int) -> dict[str, torch.Ten
     kernel = state["x_embedder.proj.weight"]  # (D, C, p, p)
     table = sine_cosine(side // kernel.shape[-1], len(kernel))
     return {**state, "pos_embed": torch.from_numpy(table).to(kernel)}
-
-
-def has_vae(folder: Path) -> bool:
-    """Return whether the index of a pipeline lists a decoder."""
-    index = folder / "model_index.json"
-    return index.exists() and read_json(index, "ckpt").get("vae") not in (None, [None, None])
-
-
-def _of_pipeline(folder):
-    """Return the decoder, the schedule and the names of the classes that a DiTPipeline's
-    folder holds.
-    """
-    facts = {"vae": str(folder / "vae")} if (folder / "vae" / "config.json").is_file() else {}
-    if (folder / SCHEDULE).is_file():
-        facts["schedule"] = read_json(folder / SCHEDULE, "ckpt")
-    index = folder / "model_index.json"
-    names = read_json(index, "ckpt").get("id2label") if index.exists() else None
-    if not isinstance(names, dict):
-        return facts
-    numbers = range(len(names))
-    if {str(number) for number in numbers} != names.keys() or not all(
-        isinstance(name, str) for name in names.values()
-    ):
-        raise UsageError(
-            f"`ckpt={index}`: id2label must name classes 0 to {len(names) - 1}; mend it, or "
-            "remove it"
-        )
-    return facts | {"class_names": [names[str(number)] for number in numbers]}
 
 
 def from_diffusers(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ with the same command.
     <folder>/.job/…              the GEMM algorithms that the autotuner chose, on a GPU
     <folder>.npz                 arr_0 (N, H, W, 3) uint8, as the FID evaluators read it
 
-A command makes an `Order` (job.py). Inside `locked` it loads its Pipeline, and calls `run`.
+job.py makes an `Order`. Inside `locked` it loads its Pipeline, and calls `fill`.
 """
 
 import logging
@@ -21,11 +21,11 @@ from pathlib import Path
 from tqdm import tqdm
 
 from accel.errors import Stopped, UsageError, path_errors
-from accel.fid.folder import OF_MACHINE, Batches, Order, begin, npz_of, write_pictures
-from accel.fid.lock import sole_job
-from accel.fid.noise import PictureNoise, UpstreamNoise
-from accel.fid.npz import Archive
 from accel.files import cache_folder, require_name, require_writable
+from accel.jobs.fid.folder import OF_MACHINE, Batches, Order, begin, npz_of, write_pictures
+from accel.jobs.fid.lock import sole_job
+from accel.jobs.fid.noise import PictureNoise, UpstreamNoise
+from accel.jobs.fid.npz import Archive
 from accel.output import to_uint8
 from accel.pipeline import Pipeline
 from accel.progress import Stopwatch
@@ -65,7 +65,7 @@ def tuner_folders(folder: Path) -> list[Path]:
     return [folder / ".job", cache_folder()]
 
 
-def run(order: Order, ranks: Ranks, settings: dict, pipeline: Pipeline, watch: Stopwatch) -> None:
+def fill(order: Order, ranks: Ranks, settings: dict, pipeline: Pipeline, watch: Stopwatch) -> None:
     """Make the missing pictures of `order` and their .npz. settings: as for `begin`.
 
     Raises Stopped when asked to stop, UsageError where ranks differ in settings, the folder
@@ -102,17 +102,18 @@ def disk_errors(folder: Path) -> Iterator[None]:
         if error.errno is None:
             raise
         raise UsageError(
-            f"`sample_dir`: {error.strerror} at {error.filename or folder}; mend that or free some "
-            "space, and start again with the same command to resume"
+            f"{error.strerror} at {error.filename or folder}",
+            "mend that or free some space, and start again with the same command to resume",
+            parameter="sample_dir",
         ) from None
 
 
 def _begin(batches, archive, settings):
     """Open the folder on rank 0. Return the finished batches."""
     with disk_errors(archive.folder):
-        begin(archive.folder, settings)
+        grown = begin(archive.folder, settings, batches.order.can_grow)
         finished = batches.finished()
-        if len(finished) < batches.count:
+        if grown or len(finished) < batches.count:
             archive.forget()  # it may be of other pictures: other kernels round otherwise
         return finished
 

@@ -6,11 +6,10 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from accel.errors import UsageError, path_errors, shown
-from accel.files import open_regular
 
 log = logging.getLogger(__name__)
 
@@ -25,24 +24,16 @@ def sole_job(folder: Path) -> Iterator[None]:
     A file system without flock gets a line that says so.
     """
     path = folder / ".job" / "lock"
-    with path_errors("sample_dir", folder):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    with path_errors("sample_dir", path, "remove it or free some space, or use another"):
-        file = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)  # never through a link
-    try:
-        with path_errors("sample_dir", folder, "free some space or mend that, or use another"):
+    with ExitStack() as stack:
+        with path_errors("sample_dir", folder, "free some space, or use another"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Unbuffered: closing writes nothing, so a full disk is found here.
+            file = stack.enter_context(path.open("a+b", buffering=0))
             _lock(folder, file)
             file.truncate(0)
             now = time.strftime("%Y-%m-%d %H:%M:%S")
             file.write(f"process {os.getpid()} on {socket.gethostname()} since {now}".encode())
-        try:
-            yield
-        finally:
-            with suppress(OSError):  # such as ESTALE of NFS: the text is for people
-                file.truncate(0)
-    finally:
-        with suppress(OSError):  # unbuffered: closing writes nothing that could be lost
-            file.close()
+        yield
 
 
 def _lock(folder, file):
@@ -53,10 +44,12 @@ def _lock(folder, file):
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:
-                holder = shown(file.read(1000).decode(errors="replace"), 200)
+                file.seek(0)
+                holder = shown(file.read().decode())
                 raise UsageError(
-                    f"`sample_dir`: {folder} is in use by another job ({holder}); wait for it, or "
-                    "use another"
+                    f"{folder} is in use by another job ({holder})",
+                    "wait for it, or use another",
+                    parameter="sample_dir",
                 ) from None
         except OSError as error:
             log.warning(

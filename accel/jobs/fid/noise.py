@@ -6,7 +6,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from accel.fid.folder import Batches, Order
+from accel.jobs.fid.folder import Batches, Order
 from accel.sampling import upstream_noise
 from accel.sampling.process import Process
 

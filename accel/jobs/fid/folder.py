@@ -33,6 +33,7 @@ from accel.files import (
 log = logging.getLogger(__name__)
 
 CODE = "this code's kernels"  # the setting that may change while a job is interrupted
+COUNT = "--num-fid-samples"  # the setting that may grow
 # Settings that older records have beside their outcome, such as the contents of --ckpt. Only a job
 # that has them itself compares them.
 FORMER = {"--num-heads", "--weights-entry", "--balanced-labels"}
@@ -47,7 +48,7 @@ class Order(NamedTuple):
     """The pictures that an FID job has to make."""
 
     folder: Path
-    count: int  # pictures of the archive; upstream's way makes some more
+    count: int  # type: ignore[assignment]  # pictures of the archive; upstream's way makes some more
     batch_size: int  # pictures that a rank makes at a time
     seed: int
     num_classes: int
@@ -58,6 +59,11 @@ class Order(NamedTuple):
     labels: LabelOrder = "random"
     # Noise and labels are keyed by picture; else upstream's stream, one seed per rank.
     independent: bool = False
+
+    @property
+    def can_grow(self) -> bool:
+        """Return whether the first pictures are those of an order of more."""
+        return self.labels in ("random", "by_number")
 
     @property
     def batch_sizes(self) -> set[int]:
@@ -133,10 +139,15 @@ def picture_name(number: int) -> str:
 
 
 def write_pictures(folder: Path, numbers: range, pixels: np.ndarray) -> None:
-    """Write pixels (n, H, W, 3) uint8 as PNGs. Each is on disk before it has its name."""
+    """Write pixels (n, H, W, 3) uint8 as PNGs. Each is on disk before it has its name. Those that
+    are there stay.
+    """
 
     def write(number, picture):
-        with atomic_write(folder / picture_name(number), durable=True, through_link=False) as file:
+        path = folder / picture_name(number)
+        if path.is_file():
+            return
+        with atomic_write(path, durable=True, through_link=False) as file:
             Image.fromarray(picture).save(file, format="PNG")
 
     with ThreadPoolExecutor(WRITERS) as pool:
@@ -164,10 +175,11 @@ def read_picture(path: Path, size: int) -> np.ndarray:
     )
 
 
-def begin(folder: Path, settings: dict) -> None:
+def begin(folder: Path, settings: dict, can_grow: bool = False) -> bool:
     """Open the folder for a job with `settings`: plain JSON, all that decides the
     pictures' bits by the names that a user knows. Remove files that killed jobs left
-    unfinished. Raises UsageError if the folder's pictures were made otherwise.
+    unfinished. can_grow: whether the job may add pictures to a folder that was begun for fewer.
+    Return whether it does. Raises UsageError if the folder's pictures were made otherwise.
     """
     home = folder / ".job"
     record = home / "settings.json"
@@ -175,9 +187,11 @@ def begin(folder: Path, settings: dict) -> None:
     pictures = (
         entry for entry in os.scandir(folder) if entry.name.endswith(".png") and entry.is_file()
     )
-    if npz.exists() or any(pictures):
-        _compare(folder, record, settings)
-    else:
+    grows = False
+    is_new = not npz.exists() and not any(pictures)
+    if not is_new:
+        grows = _grows(folder, record, settings, can_grow)
+    if is_new or grows:
         with atomic_write(record, "w", durable=True, through_link=False) as file:
             json.dump(settings, file, indent=2)
         for changed in (home, folder, folder.parent):
@@ -185,23 +199,34 @@ def begin(folder: Path, settings: dict) -> None:
     remove_partial_files(folder, r"\d+\.png")
     remove_partial_files(npz.parent, re.escape(repeated(npz.name)))
     remove_partial_files(home, ".*")
+    return grows
 
 
-def _compare(folder, record, settings):
-    """Raise UsageError unless the file `record` of `folder` holds `settings`."""
+def _grows(folder: Path, record: Path, settings: dict, can_grow: bool) -> bool:
+    """Return whether `settings` are of more pictures than those in the file `record` of `folder`,
+    and the same otherwise. Raises UsageError unless they are these or equal.
+    """
     try:
         earlier = read_json(record)
     except (OSError, ValueError):
         raise UsageError(
-            f"`sample_dir`: {folder} holds pictures, or its .npz is there, without a record of "
-            f"how they were made ({record} is missing or damaged); move them, or use another "
-            "`sample_dir`"
+            f"{folder} holds pictures, or its .npz is there, without a record of how they were "
+            f"made ({record} is missing or damaged)",
+            "move them, or use another `sample_dir`",
+            parameter="sample_dir",
         ) from None
     if earlier.get(CODE) != settings.get(CODE):
         log.warning(
             f"{folder}: was begun by other kernels; pictures from here on may differ in their "
             "last bits"
         )
-    begun = f"the pictures in {folder} were begun with"
     free = {CODE} | (FORMER - settings.keys())
-    require_equal(settings, earlier, free, begun, "give the same, or another `sample_dir`")
+    grows = earlier.get(COUNT, 0) < settings.get(COUNT, 0)
+    remedy = "give the same, or another `sample_dir`"
+    if grows and can_grow:
+        free |= {COUNT}
+    elif grows:
+        remedy += ": this order of labels depends on the number of pictures"
+    begun = f"the pictures in {folder} were begun with"
+    require_equal(settings, earlier, free, begun, remedy)
+    return grows

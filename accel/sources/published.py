@@ -6,11 +6,12 @@ from pathlib import Path
 
 import torch
 
-from accel.errors import UsageError
+from accel.errors import Given, UsageError
 from accel.families import Family
-from accel.families.recognise import choose_family, families_with, recogniser_of
-from accel.weights import checkpoint
-from accel.weights.checkpoint import Checkpoint, open_checkpoint, pretrained_models
+from accel.families.identify import choose_family, families_with
+from accel.families.spec import weights_of
+from accel.sources import files
+from accel.sources.files import Files, pretrained_models
 from accel.weights.shapes import shapes_of
 
 log = logging.getLogger(__name__)
@@ -19,14 +20,14 @@ log = logging.getLogger(__name__)
 def find_model(name_or_path: str | Path) -> dict[str, torch.Tensor]:
     """Return a state dict under the names of its family's reference network, as
     upstream's function of this name does; weights of no family are returned unchanged.
-    name_or_path: as for open_checkpoint. Raises UsageError.
+    name_or_path: as for --ckpt. Raises UsageError.
     """
-    weights = open_checkpoint(name_or_path)
+    weights = Files(Given(str(name_or_path)))
     shapes = shapes_of(weights.state)
     if not families_with(shapes):
         return weights.state
-    family, _ = choose_family(weights.name, shapes, weights.metadata, None, None)
-    return recogniser_of(family).converted(weights.state, weights.metadata)
+    family, _ = choose_family(weights.given, shapes, weights.facts)
+    return weights_of(family).convert(weights.state)
 
 
 def download_model(name: str) -> dict[str, torch.Tensor]:
@@ -34,8 +35,8 @@ def download_model(name: str) -> dict[str, torch.Tensor]:
     does. Download them on first use. Raises UsageError for another name.
     """
     if name not in pretrained_models:
-        raise UsageError(
-            f"`ckpt={name}`: not published; the names are {', '.join(sorted(pretrained_models))}"
+        raise Given(name).error(
+            f"not published; the names are {', '.join(sorted(pretrained_models))}"
         )
     return find_model(name)
 
@@ -46,7 +47,7 @@ def fetch_published() -> None:
     """
     for name in sorted(pretrained_models):
         try:
-            log.info(str(Checkpoint(checkpoint.FOLDER / name).fetch()))
+            log.info(str(Files(Given(str(files.FOLDER / name))).fetch()))
         except UsageError as error:
             sys.exit(f"download.py: {error.by_flags()}")
 
@@ -60,9 +61,13 @@ def published_name(family: Family, model: str, image_size: int, num_classes: int
         return implied.published[image_size]
     if family.fetch:
         raise UsageError(
-            f"`ckpt`: {model} needs a file; the family's are fetched by: {family.fetch}"
+            f"{model} needs a file",
+            f"the family's are fetched by: {family.fetch}",
+            parameter="ckpt",
         )
     raise UsageError(
-        f"`ckpt`: no published weights for {model} at {image_size} px with {num_classes} classes; "
-        f"the names are {', '.join(sorted(pretrained_models))}; give a file or a folder"
+        f"no published weights for {model} at {image_size} px with {num_classes} classes; the "
+        f"names are {', '.join(sorted(pretrained_models))}",
+        "give a file or a folder",
+        parameter="ckpt",
     )

@@ -7,10 +7,10 @@ import os
 import re
 from pathlib import Path
 
-from accel.errors import UsageError
-from accel.weights import Contents, training_layout
+from accel.errors import Given
+from accel.sources import Contents, training
+from accel.sources.arguments import of_training
 from accel.weights.pickles import read_pickle
-from accel.weights.training_arguments import of_training
 
 # the first that is there is used
 WEIGHTS = "consolidated_ema.00-of-01.pth", "consolidated.00-of-01.pth"
@@ -23,25 +23,23 @@ def holds(folder: Path) -> bool:
     return any(name == ARGUMENTS or name.startswith("consolidated") for name in os.listdir(folder))
 
 
-def read(folder: Path, mapped: bool, entry: str | None = None) -> Contents:
+def read(folder: Path, given: Given, mapped: bool, entry: str | None = None) -> Contents:
     """Return the state dict and the arguments of the run, nothing if their file is not there.
-    Raises UsageError about --ckpt.
+    Raises UsageError.
     """
     names = sorted(os.listdir(folder))
     parts = [part for part in map(PART.fullmatch, names) if part]
     whole = [name for name in WEIGHTS if name in names]
     if not whole and parts:
-        raise UsageError(
-            f"`ckpt={folder}`: {parts[0][0]} holds a part of each tensor, for {int(parts[0][1])} "
-            f"processes; join them to {WEIGHTS[0]}"
+        raise given.error(
+            f"{parts[0][0]} holds a part of each tensor, for {int(parts[0][1])} processes",
+            f"join them to {WEIGHTS[0]}",
         )
     if not whole:
-        raise UsageError(
-            f"`ckpt={folder}`: holds neither {WEIGHTS[0]} nor {WEIGHTS[1]}; copy the weights there"
-        )
-    state, facts = training_layout.read(folder / whole[0], mapped, entry)
+        raise given.error(f"holds neither {WEIGHTS[0]} nor {WEIGHTS[1]}", "copy the weights there")
+    state, facts = training.read(folder / whole[0], given, mapped, entry)
     if ARGUMENTS in names:
         meaning = "the arguments of a training run"
-        arguments = read_pickle(folder / ARGUMENTS, "ckpt", argparse.Namespace, meaning)
+        arguments = read_pickle(folder / ARGUMENTS, given.option, argparse.Namespace, meaning)
         facts = of_training(vars(arguments))
     return Contents(state, facts)

@@ -1,0 +1,211 @@
+"""A network as data: its family, sizes, and what its training says of sampling. And how a family
+reads weights: the functions that its weights.py gives.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from accel.errors import Given
+from accel.families import Defaults, Family
+from accel.weights.shapes import Shapes, shapes_only
+
+State = dict[str, Tensor]
+LABELS = "y_embedder.embedding_table.weight"  # the label table of most families
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A network as data.
+
+    model: its name; of a size without a name DiT-2x96/2. network(input_size=, num_classes=,
+    class_dropout_prob=, **arguments): the reference network. A family's `identify` gives the first
+    fields, accel/families/identify.py the others.
+    """
+
+    family: Family
+    model: str
+    network: Callable[..., nn.Module]
+    arguments: Mapping[str, Any]
+    num_heads: int
+    timestep_embedding: str = ""  # of a module with another one than the reference network
+    # Whether no file says the number of heads: it is that of the model of this size.
+    assumes_heads: bool = False
+    usual_heads: bool = True  # whether the model of this size has this number of heads
+    # That decide its function, and follow neither from tensors nor from the model's name.
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    in_channels: int = 0
+    patch_size: int = 0
+    num_classes: int = 0
+    null_class: bool = True  # whether the label table ends with a row for no class
+    learn_sigma: bool = True
+    latent_size: int | None = None  # side of the training latents, if known
+    image_size: int | None = None  # side of the training pictures, if the file says it
+    vae: str | None = None
+    class_names: tuple[str, ...] = ()
+    says: Mapping[str, Any] = field(default_factory=dict)  # values of options, for sampling
+    said_by: str = ""  # the file that says it, where it is not the weights' own
+    # Other settings of its training: the scale of its latents, and whether they are normalised.
+    latents: Mapping[str, Any] = field(default_factory=dict)
+    # Option, or "" → a line about what is assumed of it, to be printed where it is used.
+    assumed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def defaults(self) -> Defaults:
+        """Return the values that the model, or its family, implies for these latents."""
+        defaults = self.family.models.get(self.model, self.family.recipe)
+        return self.family.of_latents(defaults, self.in_channels, self.latent_size)
+
+    @property
+    def out_channels(self) -> int:
+        """Return the number of channels that the network makes."""
+        return 2 * self.in_channels if self.learn_sigma else self.in_channels
+
+    @property
+    def trained_side(self) -> int:
+        """Return the side of the training latents. Every module says it."""
+        assert self.latent_size is not None
+        return self.latent_size
+
+    @property
+    def some_times(self) -> tuple[float, ...]:
+        """Return values of t for checks."""
+        return self.family.some_times
+
+    def changed(self, **fields: Any) -> "ModelSpec":
+        """Return the spec with other fields."""
+        return replace(self, **fields)
+
+    def empty(self, latent_size: int | None = None) -> nn.Module:
+        """Return the reference network for latents of this side, by default the trained one, on
+        the meta device: shapes without values.
+        """
+        side = latent_size or self.latent_size
+        sizes = dict(num_classes=self.num_classes, class_dropout_prob=0.1 * self.null_class)
+        sizes |= dict(input_size=side) if side else {}
+        with shapes_only():
+            return self.network(**{**self.arguments, **sizes})
+
+    def digest(self, of_tensors: str) -> str:
+        """Return 16 hex digits of all that decides the network's function. of_tensors: the digest
+        of its tensors.
+        """
+        others = [f"{name} {value}" for name, value in sorted(self.facts.items())]
+        if not self.usual_heads:
+            others.insert(0, f"{self.num_heads} heads")
+        text = " ".join([of_tensors, *others])
+        return hashlib.sha256(text.encode()).hexdigest()[:16] if others else of_tensors
+
+
+# ---- How a family reads weights ----
+
+# Strength of a claim to a module: entries or attributes count more than the class's name.
+STRUCTURE = 2
+NAMED = 1
+
+
+def call_as_dit(x: Tensor, t: Tensor, y: Tensor) -> tuple[tuple, dict]:
+    """Return the arguments of models.DiT."""
+    return (x, t, y), {}
+
+
+def unchanged(value: Any) -> Any:
+    """Return the value."""
+    return value
+
+
+class Face:
+    """The signature of an accelerated copy of a module; `accelerated.Accelerated` fills it in. A
+    family whose modules have another signature has a subclass.
+    """
+
+    def __init__(self, held: Any, *arguments: Any):
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, t: Tensor, y: Tensor, *others: Any, **named: Any) -> Any:
+        """Return the network's output."""
+        raise NotImplementedError
+
+    def forward_with_cfg(
+        self, x: Tensor, t: Tensor, y: Tensor, cfg_scale: float | Tensor, *others: Any
+    ) -> Tensor:
+        """Return the guided output."""
+        raise NotImplementedError
+
+
+class ModuleRules(NamedTuple):
+    """How to read, call and replace a module of a family. The defaults are models.DiT's."""
+
+    family: Family
+    facts: dict[str, Any]  # that no tensor holds, such as num_heads
+    # Side of the latent; None: that of the table pos_embed. A family without such a table gives it.
+    latent_size: int | None = None
+    strength: int = 0  # if several families recognise a module, the strongest claim wins
+    assumed: str = ""  # what neither the class nor the entries say, and how to say it
+    # Renames the entries of its state dict as in the family's files.
+    read: Callable[[State], State] = unchanged
+    arguments: Callable[..., tuple[tuple, dict]] = call_as_dit
+    # Its own output → the reference network's.
+    output: Callable[[Any], Tensor] = unchanged
+    # Replaces the reference network's.
+    timestep_embedding: Callable[[Tensor, int], Tensor] | None = None
+    face: type[Face] | None = None  # the signature of the accelerated copy
+
+
+class Says(NamedTuple):
+    """What the facts beside weights say of sampling: values of options, settings of their latents,
+    and lines about options of which they say nothing.
+    """
+
+    options: Mapping[str, Any] = {}
+    latents: Mapping[str, Any] = {}
+    assumed: Mapping[str, str] = {}
+    file: str = ""  # that says it, where it is not the weights' own
+
+
+def no_latents(state: State) -> dict[str, Any]:
+    """Return no settings of latents."""
+    return {}
+
+
+def says_nothing(given: Given, spec: ModelSpec, facts: Mapping[str, Any]) -> Says:
+    """Return no options."""
+    return Says()
+
+
+class FamilyWeights(NamedTuple):
+    """The functions by which a family reads weights.
+
+    models: name → constructor of the reference network. identify(shapes, facts): the network of
+    weights with these shapes; raises KeyError for a missing entry, ValueError for weights that are
+    not computed. of_module(module, state): how to read a module, None for another family's.
+    convert: entries of a file → the reference network's. sampled: leaves entries of a file out
+    that sampling does not need. says(given, spec, facts): what the facts say of sampling.
+    latents_of: settings of the latents that a file's entries say. has_files_beside: whether a YAML
+    file beside the weights may say it. labels: the label table. computed: arguments that only the
+    family's code has → their computed values.
+    """
+
+    models: Mapping[str, Callable[..., nn.Module]]
+    identify: Callable[[Shapes, Mapping[str, Any]], ModelSpec]
+    of_module: Callable[[nn.Module, State], ModuleRules | None]
+    convert: Callable[[State], State] = unchanged
+    sampled: Callable[[State], State] = unchanged
+    says: Callable[[Given, ModelSpec, Mapping[str, Any]], Says] = says_nothing
+    latents_of: Callable[[State], Mapping[str, Any]] = no_latents
+    has_files_beside: bool = False
+    labels: str = LABELS
+    computed: Mapping[str, tuple] = {}
+
+
+def weights_of(family: Family) -> FamilyWeights:
+    """Import how a family reads weights."""
+    return family.part("weights").WEIGHTS
+
+
+def reference_state(spec: ModelSpec, state: State) -> State:
+    """Return the entries of a file under the names of the reference network."""
+    return weights_of(spec.family).convert(state)

@@ -1,0 +1,190 @@
+"""An FID job, from its options to its folder: its order, and the record of all that decides its
+pictures' bits.
+"""
+
+import platform
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from accel import kernels
+from accel.errors import UsageError
+from accel.families import DEMO, Defaults
+from accel.jobs import fid
+from accel.jobs.fid.folder import CODE, Order
+from accel.kernels.linear import Tuner
+from accel.latents.files import digest
+from accel.opening import open_on_ranks
+from accel.options import CHANNELS, FID, OPTIONS, Options
+from accel.pipeline import Pipeline
+from accel.ranks import Ranks
+from accel.resolve import Run
+
+# Options that are recorded by their outcome, or decide no bit.
+LEFT_OUT = {
+    "ckpt",
+    "config",
+    "device",
+    "guide",
+    "latent_stats",
+    "num_heads",
+    "precision",
+    "sample_dir",
+    "tf32",
+    "vae",
+    "vae_precision",
+    "weights_entry",
+}
+# Options that older folders, which may be resumed, lack: recorded only where they differ
+# from these values.
+LATER = {
+    "guidance_interval": (0.0, 1.0),
+    "guidance_channels": CHANNELS,
+    "timestep_shift": 1.0,
+    "noise_scale": Defaults().noise_scale,
+    "t_eps": Defaults().t_eps,
+}
+# Published files, and the last ones of training runs, have these names in a folder each, whose
+# name tells them apart.
+SHARED_NAMES = {"model", "stage2_model", "checkpoint-last"}
+USUAL_SAMPLERS = ("ddpm", "ddim", "sde")  # not in a folder's name
+
+
+def make_folder(options: Options, ranks: Ranks) -> None:
+    """Make the folder of an FID job and its .npz: open, lock, load, fill. Raises as `fid.fill`."""
+    ranks.run_collectively(lambda: require_seeds(options, ranks.world), only=0)
+    run, watch = open_on_ranks(options, ranks)
+    order = order_of(run)
+    with fid.locked(order.folder, ranks):
+        with watch.phase("load"):
+            tuner = Tuner(fid.tuner_folders(order.folder), ranks.from_rank_0)
+            pipeline = ranks.run_collectively(
+                lambda: Pipeline.load(run, order.batch_sizes, tuner=tuner, too_large=too_large(run))
+            )
+        print(run.describe(pipeline.machine, ranks.world))
+        record = ranks.run_collectively(lambda: record_of(run, pipeline, ranks.world))
+        fid.fill(order, ranks, record, pipeline, watch)
+
+
+def require_seeds(options: Options, world: int) -> None:
+    """Raise UsageError for a seed that gives a rank of upstream's stream none of 64 bits."""
+    seed = options.get("seed", 0)
+    if options.get("world_independent_noise") or -(2**63) <= seed * world <= 2**64 - world:
+        return
+    raise UsageError(
+        f"times {world} ranks it must fit into 64 bits",
+        "use a smaller one",
+        parameter="seed",
+        value=seed,
+    )
+
+
+def too_large(run: Run) -> str:
+    """Return the error for a batch that does not fit in memory: the parameter that asks for it,
+    and the remedy.
+    """
+    return (
+        f"`per_proc_batch_size={run['per_proc_batch_size']}`: does not fit in free GPU memory; use "
+        "a smaller one"
+    )
+
+
+def order_of(run: Run) -> Order:
+    """Return the pictures that a job has to make."""
+    side = run.latent_size
+    return Order(
+        folder=folder_of(run),
+        count=run.count,
+        batch_size=run["per_proc_batch_size"],
+        seed=run["seed"],
+        num_classes=run["num_classes"],
+        image_size=run["image_size"],
+        latent=(run.space.channels, side, side),
+        drawn=run.guidance.drawn,
+        labels=run.spec.family.label_orders[run["balanced_labels"]],
+        independent=run["world_independent_noise"],
+    )
+
+
+def folder_of(run: Run) -> Path:
+    """Return the pictures' folder by upstream's rule, with options that upstream lacks before
+    the seed: samples/DiT-XL-2-pretrained-size-512-vae-ema-cfg-4.0-seed-0.
+
+    Weights and decoders given as files or folders appear by their last name, or that of their
+    folder, the model's own as "pretrained".
+    """
+    changed = ""
+    if run["sampler"] not in USUAL_SAMPLERS:
+        changed += f"-{run['sampler']}"
+    if run["timestep_shift"] != 1:
+        changed += f"-shift-{run['timestep_shift']:g}"
+    if run["guidance_interval"] != (0, 1):
+        low, high = run["guidance_interval"]
+        changed += f"-interval-{low:g}-{high:g}"
+    if run["guidance_channels"] != CHANNELS:
+        changed += f"-channels-{run['guidance_channels']}"
+    if run["guide"] is not None:
+        changed += f"-guide-{_last_name(run['guide'])}"
+    model = run["model"].replace("/", "-")
+    return Path(run["sample_dir"]) / (
+        f"{model}-{_last_name(run['ckpt'])}-size-{run['image_size']}"
+        f"-vae-{_last_name(run['vae'])}-cfg-{run['cfg_scale']}{changed}-seed-{run['seed']}"
+    )
+
+
+def _last_name(given):
+    if given is None or Path(given).is_relative_to(DEMO):
+        return "pretrained"
+    path = Path(given)
+    if path.stem in SHARED_NAMES and path.parent.name:
+        return path.parent.name
+    return path.name.removesuffix(".pt").removesuffix(".safetensors")
+
+
+def record_of(run: Run, pipeline: Pipeline, world: int) -> dict:
+    """Return all that decides a picture's bits, by the name of its flag if it has one; plain
+    JSON.
+    """
+    record = {}
+    for option in OPTIONS.values():
+        value = run[option.name]
+        if FID not in option.jobs or option.name in LEFT_OUT or LATER.get(option.name) == value:
+            continue
+        if option.name == "balanced_labels" and len({*run.spec.family.label_orders}) == 1:
+            continue  # the family has one order
+        value = list(value) if isinstance(value, tuple) else value  # as in JSON
+        record[option.flag_names(ranks=True)[0]] = value
+    device = pipeline.device
+    record |= {
+        "--precision": pipeline.tier,
+        "--ckpt (contents)": run.source.digest(),
+        "scale and shift of latents": [run.space.scale, run.space.shift],
+        "--vae (contents)": digest(run.space),
+        "--vae-precision": _decoder_precision(pipeline),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu(),
+        "torch": torch.__version__,
+        CODE: kernels.version(),
+    }
+    if run.guide is not None:
+        record["--guide (contents)"] = run.guide.digest()
+    elif run["cfg_scale"] < 1:
+        record["guidance below a scale of 1"] = True  # older folders have none
+    if device.type == "cpu":
+        record["number of threads"] = torch.get_num_threads()
+    if not run["world_independent_noise"]:
+        record["number of ranks"] = world
+    return record
+
+
+def _decoder_precision(pipeline: Pipeline) -> str:
+    """Return the arithmetic of a decoder that is loaded, and its weights checked."""
+    assert pipeline.decoder is not None
+    return pipeline.decoder.load().precision
+
+
+def _cpu():
+    model = platform.processor() or platform.machine()
+    with suppress(OSError, IndexError):
+        model = Path("/proc/cpuinfo").read_text().split("model name\t: ")[1].splitlines()[0]
+    return f"{model}, {torch.backends.cpu.get_cpu_capability()}"

@@ -1,0 +1,140 @@
+"""A grid of pictures, from its options to its files: by one process, or by the ranks of a
+job.
+
+Each rank makes the pictures of some labels or, if there are fewer labels than ranks, a part
+of every network evaluation (--parallel). All ranks draw the same random stream.
+"""
+
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from accel import launch, output
+from accel.errors import STOPPED
+from accel.latents.decoder import Decoder, NoDecoder
+from accel.opening import open_on_ranks
+from accel.options import Options
+from accel.pipeline import ALONE, Pipeline, free_memory
+from accel.progress import Stopwatch, step_bar
+from accel.ranks import Ranks
+from accel.ranks.placement import OFF
+from accel.resolve import Run
+
+log = logging.getLogger(__name__)
+
+
+def load(run: Run, any_scale: bool = False) -> Pipeline:
+    """Load the pipeline of a grid in this process. any_scale: as for Pipeline.load."""
+    sizes = ALONE.sizes(run.count, run["batch_size"])
+    return Pipeline.load(run, sizes, any_scale=any_scale, too_large=too_large(run))
+
+
+def batches_of(run: Run) -> list[slice]:
+    """Return the slices of the labels that a process by itself denoises at once."""
+    return ALONE.batches(run.count, run["batch_size"])
+
+
+def too_large(run: Run) -> str:
+    """Return the error for a batch that does not fit in memory: the parameter that asks for it,
+    and the remedy.
+    """
+    return (
+        f"`batch_size={run['batch_size'] or run.count}`: does not fit in free GPU memory; use a "
+        f"smaller one, or a smaller `image_size` than {run['image_size']}"
+    )
+
+
+def make_grid(options: Options, ranks: Ranks) -> None:
+    """Make the pictures of a grid: open, load, place, warm up, sample, decode, gather, save.
+    Rank 0 writes and prints.
+    """
+    run, watch = open_on_ranks(options, ranks)
+    if ranks.world > 1 or run.layout not in (None, OFF):
+        from accel.jobs import parallel  # brings torch.distributed
+
+        pipeline = parallel.load(run, ranks, watch, too_large(run))
+    else:
+        with watch.phase("load"):
+            pipeline = load(run)
+        log.info(run.describe(pipeline.machine))
+
+    placement = pipeline.placement
+    batches = placement.batches(run.count, run["batch_size"])
+    warm_up(run, pipeline, batches, watch)
+    decoder = pipeline.decoder
+    if decoder is not None:
+        decoder.load_ahead()
+    latents_of_seeds = sample(run, pipeline, batches, watch, show=ranks.rank == 0)
+    del pipeline
+    free_memory(run.device)
+
+    if ranks.rank == 0 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))  # removes a partial file
+    outputs = output.outputs_of(run.values)
+    for path, latents in zip(outputs, latents_of_seeds, strict=True):
+        if ranks.world == 1:  # decodes file after file: a folder needs the memory of a picture
+            save(run, path, latents, watch, decoder)
+            continue
+        pictures = parallel.gather(run, latents, ranks, placement, decoder, watch)
+        if ranks.rank == 0:
+            save(run, path, pictures, watch)
+    if ranks.rank == 0:
+        log.info(f"{', '.join(outputs)}: {watch} · {launch.seconds():.2f} s since start")
+
+
+def warm_up(run: Run, pipeline: Pipeline, batches: list[slice], watch: Stopwatch) -> None:
+    """Make each kind of step once where the first takes longer than others: the bar should
+    not learn its pace from it.
+    """
+    if pipeline.device.type == "cuda" and pipeline.network.captures:
+        with watch.phase("warm-up"):
+            pipeline.warm_up(run["labels"], batches)
+
+
+def sample(
+    run: Run, pipeline: Pipeline, batches: Sequence[slice], watch: Stopwatch, show: bool = True
+) -> list[Tensor]:
+    """Return latents (n', C, L, L) of the slices `batches` of the labels, for each seed. Show
+    a bar if this process prints.
+    """
+    steps = pipeline.process.steps * len(batches)
+    latents_of_seeds = []
+    for seed in run.seeds:
+        bar = step_bar(steps, pipeline.device, disable=not show)
+        with watch.phase("sample"), bar as on_step:
+            latents_of_seeds.append(pipeline.latents(run["labels"], seed, batches, on_step))
+    return latents_of_seeds
+
+
+def save(
+    run: Run,
+    path: str,
+    content: Tensor,
+    watch: Stopwatch,
+    decoder: Decoder | NoDecoder | None = None,
+) -> None:
+    """Write latents, or pictures: from pixels, or by a decoder from latents.
+
+    path: a file, or a folder for one file a picture. Every file is whole or absent. Raises
+    UsageError if it cannot be written.
+    """
+    if run["output_type"] == "latent":
+        with watch.phase("save"):
+            output.save_latents(path, content)
+        return
+    files = [path]
+    parts = [content]
+    if output.is_folder(path, run["output_type"]):
+        names = output.picture_names(run["labels"], run["class_names"])
+        files = [f"{path}/{name}" for name in names]
+        parts = list(content.split(1))
+    for file, part in zip(files, parts, strict=True):
+        pixels = part
+        if decoder is not None:
+            with watch.phase("decode"):
+                pixels = decoder.decode(part)
+        with watch.phase("save"):
+            output.save_pictures(file, pixels)

@@ -1,0 +1,206 @@
+"""Rules that values of options obey, whoever chose them: `check` before weights are open, the
+others also after. Imports no torch.
+"""
+
+import difflib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from accel.errors import UsageError, shown
+from accel.families import Defaults, Family, family_of, model_names, require_family_of
+from accel.labels import find_label, imagenet
+from accel.options import DEFAULTS, GRID, Options
+from accel.output import SUFFIX, is_folder
+
+if TYPE_CHECKING:  # few runs have one
+    from accel.families.configuration import Configuration
+
+DEFAULT_MODEL = "DiT-XL/2"
+# least and most steps, where a sampler has limits of its own: of 1000 diffusers rounds two
+# to one time
+STEPS = {"sde": (2, 1000), "dpm++": (1, 999), "unipc": (1, 999)}
+
+Values = Mapping[str, Any]
+
+
+def read_file(options: Options) -> "Configuration | None":
+    """Return what the user's configuration file says, None without one. Raises UsageError for a
+    file that cannot be read, or of another family than the user's model.
+    """
+    if "config" not in options:
+        return None
+    from accel.families import configuration  # few runs have one
+
+    file = configuration.read(options["config"])
+    family = family_of(options["model"]) if "model" in options else None
+    if family is not None and family.name != file.family:
+        raise UsageError(
+            f"is a {family.name}, and `config={options['config']}` is of a {file.family}",
+            "drop one",
+            parameter="model",
+            value=options["model"],
+        )
+    return file
+
+
+def merged(options: Options, file: "Configuration | None") -> Values:
+    """Return the user's options, and those of a configuration file below them. Raises UsageError
+    for a file with values that are not computed here, and for missing files.
+    """
+    if file is None:
+        return options
+    values = {**file.options, **options}
+    unused = {"guide"} if values.get("cfg_scale", 2.0) <= 1 else set()
+    file.require_computed({*options, *unused}, decodes(values))
+    return {name: value for name, value in values.items() if name in options or name not in unused}
+
+
+def decodes(values: Values) -> bool:
+    """Return whether pictures are decoded."""
+    return values.get("output_type") != "latent"
+
+
+def named_model(values: Values) -> str | None:
+    """Return the model that is named, the default one where no weights are given, and None where
+    the model follows from the weights.
+    """
+    usual = None if "ckpt" in values else DEFAULT_MODEL
+    return values.get("model", usual)
+
+
+def named_defaults(values: Values) -> Defaults:
+    """Return the values that the named model implies, before any weights are open."""
+    name = named_model(values)
+    return require_family_of(name).models[name] if name else Defaults()
+
+
+def check(options: Options) -> None:
+    """Raise UsageError for options that contradict each other, a model that there is not, and
+    options that it does not have, as far as that is known without weights.
+    """
+    values = merged(options, read_file(options))
+    if "precision" in values and values.get("tf32") not in (None, values["precision"] == "tf32"):
+        raise UsageError(
+            f"conflicts with `precision={values['precision']}`",
+            "give one",
+            parameter="tf32",
+            value=values["tf32"],
+        )
+    name = str(values.get("model", DEFAULT_MODEL))
+    if name not in model_names():
+        near = difflib.get_close_matches(name, model_names(), 1)
+        meant = f"did you mean {near[0]}? All are" if near else "choose from"
+        raise UsageError(
+            f"unknown; {meant} {', '.join(model_names())}", parameter="model", value=shown(name)
+        )
+    model = named_model(values)
+    if model is not None:
+        defaults = named_defaults(values)
+        require_family(values, model, require_family_of(model))
+        if "image_size" in values and values.get("vae", defaults.vae) == defaults.vae:
+            require_unit(values["image_size"], defaults.factor, int(model.rpartition("/")[2]))
+    if options.job == GRID:
+        _check_grid(values)
+
+
+def _check_grid(values: Values) -> None:
+    """Raise UsageError for seeds, an output or labels that no grid can have."""
+    seeds = values.get("seed_list", ())
+    if seeds and "seed" in values:
+        raise UsageError(
+            f"conflicts with `seed={values['seed']}`", "give one", parameter="seed_list"
+        )
+    if len(set(seeds)) < len(seeds):
+        raise UsageError(
+            "names a seed twice, and each has a file of its own",
+            "name it once",
+            parameter="seed_list",
+        )
+    output_type = values.get("output_type", DEFAULTS["output_type"])
+    output = values.get("output")
+    suffix = SUFFIX[output_type]
+    if output and not is_folder(output, output_type) and not output.lower().endswith(suffix):
+        folder = ", or name a folder (FOLDER/)" if output_type == "image" else ""
+        raise UsageError(
+            f"must end in {suffix} for `output_type={output_type}`{folder}",
+            parameter="output",
+            value=shown(output),
+        )
+    if "ckpt" not in values:
+        defaults = named_defaults(values)
+        classes = values.get("num_classes", defaults.num_classes)
+        names = names_of(classes, values.get("class_names"), defaults.class_names)
+        for label in values.get("labels", ()):
+            find_label(label, names, classes)
+
+
+def names_of(num_classes: int, given: tuple[str, ...] | None, *others: tuple) -> tuple[str, ...]:
+    """Return the names of all classes: those given, else the first of `others` for so
+    many classes, else ImageNet's; () if there are none. Raises UsageError for another number.
+    """
+    if given and len(given) != num_classes:
+        raise UsageError(
+            f"are {len(given)} names for {num_classes} classes",
+            "give one for each",
+            parameter="class_names",
+        )
+    usual = imagenet() if num_classes == 1000 else ()
+    return next((names for names in (given or (), *others, usual) if len(names) == num_classes), ())
+
+
+def require_family(values: Values, model: str, family: Family) -> None:
+    """Raise UsageError for a sampler, options of one, or a decoder that a model's family does
+    not have.
+    """
+    defaults = family.models.get(model, family.recipe)
+    sampler = values.get("sampler", "")
+    for name, usual in (("vae", defaults.vae), ("latent_stats", None)):
+        if defaults.factor == 1 and values.get(name, usual) != usual:
+            raise _wrong(values, name, f"{model} samples pixels, without a decoder")
+    require_sampler(sampler, model, family)
+    if values.get("eta", 0) and sampler != "ddim":
+        raise _wrong(values, "eta", "is for `sampler=ddim`")
+    is_ode = family.prediction != "noise" and sampler != "sde"
+    if values.get("timestep_shift", 1) != 1 and not is_ode:
+        raise _wrong(values, "timestep_shift", "is for euler and heun of a flow")
+    for name in ("noise_scale", "t_eps"):
+        usual = getattr(Defaults(), name)
+        if family.prediction != "data" and values.get(name, usual) != usual:
+            raise _wrong(values, name, "is for networks that estimate the clean picture")
+    least, most = STEPS.get(sampler, (1, 1000))
+    steps = values.get("num_sampling_steps", least)
+    if not least <= steps <= most:
+        raise UsageError(
+            f"must be from {least} to {most} for `sampler={sampler}`",
+            parameter="num_sampling_steps",
+            value=steps,
+        )
+
+
+def require_sampler(sampler: str, model: str, family: Family) -> None:
+    """Raise UsageError for a sampler that a model's family does not have."""
+    if sampler not in ("", *family.samplers):
+        raise UsageError(
+            f"is not for a {family.name}, which {model} is",
+            f"use {', '.join(family.samplers)}",
+            parameter="sampler",
+            value=sampler,
+        )
+
+
+def _wrong(values: Values, name: str, problem: str) -> UsageError:
+    """Return the error for an option that has no meaning here."""
+    value = values[name]
+    text = f"{value:g}" if isinstance(value, float) else value
+    return UsageError(problem, "drop it", parameter=name, value=text)
+
+
+def require_unit(size: int, factor: int, patch_size: int) -> None:
+    """Raise UsageError for a picture's side that latents or patches do not divide."""
+    unit = factor * patch_size
+    if size % unit:
+        raise UsageError(
+            f"must be a multiple of {unit} (VAE factor {factor}, patch {patch_size})",
+            parameter="image_size",
+            value=size,
+        )

@@ -1,0 +1,78 @@
+"""Names of tensors in files: what wrappers add to them, and where a network lies among others."""
+
+import re
+from collections.abc import Iterable
+from os.path import commonprefix
+
+import torch
+
+from accel.errors import Given, shown
+from accel.families import families
+from accel.families.spec import State
+
+# Of wrappers around parts of a network: anywhere in a name.
+INNER = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)[.]")
+
+
+def prefixes_of(names: Iterable[str]) -> list[str]:
+    """Return what stands before the names of networks in a state dict: all prefixes under which a
+    family's tensors lie; "" for those at its top.
+    """
+    names = set(names)
+    found = set()
+    for family in families():
+        (first, *others) = family.keys
+        starts = {name.removesuffix(first) for name in names if name.endswith(first)}
+        found |= {start for start in starts if all(start + key in names for key in others)}
+    # The prefix of a network may end within the name of another family's key.
+    return sorted(prefix for prefix in found if prefix == "" or prefix.endswith("."))
+
+
+def network_in(given: Given, state: State, prefix: str | None = None) -> State:
+    """Return the tensors of the network in a state dict, by their names without wrappers. prefix:
+    that the user names; default: the only one under which a family's tensors lie. Print what is
+    left out. Raises UsageError for two networks.
+    """
+    plain = _without_inner(given, state)
+    found = prefixes_of(plain)
+    if prefix is None:
+        if "" in found or not found:
+            return plain
+        if len(found) > 1:
+            raise given.error(
+                f"holds networks under {' and '.join(map(repr, found))}",
+                given.give("weights_entry"),
+            )
+        (prefix,) = found
+    beside = dict.fromkeys(name.partition(".")[0] for name in plain if not name.startswith(prefix))
+    left_out = f"; not sampled: {shown(', '.join(beside))}" if beside else ""
+    given.warn(f'the network is under "{prefix}"{left_out}')
+    return {
+        name.removeprefix(prefix): value for name, value in plain.items() if name.startswith(prefix)
+    }
+
+
+def without_prefix(state: State) -> State:
+    """Return a state dict by the names of its network, where that lies under one prefix. Under
+    names of no family, such as diffusers', that is the prefix of all names.
+    """
+    shared = commonprefix([*state])
+    found = prefixes_of(state) or [shared[: shared.rfind(".") + 1]]
+    prefix = found[0] if len(found) == 1 else ""
+    return {name.removeprefix(prefix): value for name, value in state.items()}
+
+
+def _without_inner(given: Given, state: State) -> State:
+    """Return a state dict without the parts of names that wrappers inside a network add."""
+    plain: State = {}
+    for name, value in state.items():
+        short = INNER.sub("", name)
+        first = plain.setdefault(short, value)
+        if first is not value and not torch.equal(first, value):
+            raise given.error(
+                f"has {shown(short)} and {shown(name)}, with other values", "save one of them"
+            )
+    wrapped = [name for name in state if name not in plain]
+    if wrapped:
+        given.warn(f'has "{shown(wrapped[0])}", as a wrapped model is saved; loading without')
+    return plain

@@ -1,0 +1,40 @@
+"""A .safetensors file: a state dict, and the facts in its header."""
+
+from pathlib import Path
+
+from accel.errors import Given, UsageError, shown
+from accel.sources import Contents
+from accel.sources.facts import from_header
+from accel.sources.names import network_in
+from accel.weights.tensor_files import floats_of, read_safetensors
+
+
+def holds(path: Path) -> bool:
+    """Return whether `path` is a file of this format."""
+    return path.suffix == ".safetensors" and not path.is_dir()
+
+
+def read(path: Path, given: Given, mapped: bool, entry: str | None = None) -> Contents:
+    """Return the tensors of the network, and the facts in the header. entry: the prefix of the
+    network's names, where the file has several. Raises UsageError.
+    """
+    tensors, header = read_safetensors(path, given.option, mapped)
+    state = floats_of(tensors, given.error)
+    return Contents(network_in(given, state, prefix_in(given, state, entry)), from_header(header))
+
+
+def prefix_in(given: Given, state: dict, entry: str | None) -> str | None:
+    """Return the prefix that a user names as an entry; None if none is named. Raises UsageError for
+    one that no names have.
+    """
+    if entry is None:
+        return None
+    prefix = f"{entry.rstrip('.')}."
+    if not any(name.startswith(prefix) for name in state):
+        raise UsageError(
+            f"{given.name} is a state dict itself, and no name in it begins so",
+            "drop it",
+            parameter="weights_entry",
+            value=shown(entry),
+        )
+    return prefix

@@ -1,1 +1,0 @@
-../scripts/_as_module.py

@@ -1,0 +1,34 @@
+"""Flags and errors of commands. What each command refuses: tests/test_commands.py."""
+
+import pytest
+from forks import refused
+
+from accel.errors import UsageError
+
+
+def test_an_error_is_worded_for_its_door():
+    error = UsageError(
+        "must be 16",
+        "`tf32=False` or `tf32`, `num_classes=8`",
+        parameter="image_size",
+        value=17,
+    )
+    assert str(error) == "image_size=17: must be 16; tf32=False or tf32, num_classes=8"
+    assert error.by_flags() == "--image-size 17: must be 16; --no-tf32 or --tf32, --num-classes 8"
+    assert str(UsageError("give one", parameter="labels")) == "labels: give one"
+
+
+@pytest.mark.parametrize(
+    "flag, meant",
+    [
+        ("--num-sampling-step", "--num-sampling-steps"),
+        ("--imagesize", "--image-size"),
+        ("--cfg-scal", "--cfg-scale"),
+        ("--xyzzy", None),
+    ],
+)
+def test_an_abbreviation_is_refused_with_the_nearest_flag(flag, meant, here):
+    """What an abbreviation means changes where a flag is added."""
+    line = refused(here("sample.py", flag, 3))
+    ending = f"; did you mean {meant}?" if meant else ""
+    assert line == f"sample.py: unrecognized arguments: {flag} 3{ending}\n"
