@@ -16,7 +16,7 @@ sample: $(VENV)/ready
 	  $(BIN)/python evaluate.py pretrained_models/demo/golden-$$kind.png sample.png --metrics mae psnr ssim
 
 test: $(VENV)/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder tests
 
 page: $(VENV)/ready
 	$(BIN)/python scripts/page.py

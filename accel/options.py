@@ -469,7 +469,3 @@ class Options(Mapping[str, Any]):
         """Return the options with other values; None leaves an option as it is."""
         given = {name: value for name, value in values.items() if value is not None}
         return Options(**{**self, **given})
-
-    def without(self, *names: str) -> "Options":
-        """Return the options without some of them."""
-        return Options(**{name: value for name, value in self.items() if name not in names})

@@ -195,13 +195,16 @@ def choose(
     """
     spec = source.spec
     channels = min(spec.defaults.guidance_channels, spec.in_channels)  # all that there are
-    facts = {**spec.says, "num_classes": spec.num_classes, "vae": spec.vae}
+    facts = {"num_classes": spec.num_classes, "vae": spec.vae}
     of_model = {**spec.defaults._asdict(), "guidance_channels": channels}
     for name in ("image_size", "class_names"):  # settled in `resolve`
         del of_model[name]
-    says = Layer(spec.said_by or source.name, facts)
-    files = [says] if file is None else [Layer(file.given.name, file.options), says]
-    values, origins = chosen(
+    files = [] if file is None else [Layer(file.given.name, file.options)]
+    if spec.said_by:  # a file beside the weights
+        files += [Layer(spec.said_by, spec.says), Layer(source.name, facts)]
+    else:
+        files.append(Layer(source.name, {**spec.says, **facts}))
+    values, origins = merge(
         [
             Layer(USER, options),
             *files,
@@ -260,7 +263,7 @@ def resolve(choice: Choice, device: torch.device, space: LatentSpace) -> Run:
     )
 
 
-def chosen(layers: list[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
+def merge(layers: list[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the value of every option that a layer has, and the origin of each."""
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}

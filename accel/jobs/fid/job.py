@@ -2,6 +2,7 @@
 pictures' bits.
 """
 
+import logging
 import platform
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +21,8 @@ from accel.options import CHANNELS, FID, OPTIONS, Options
 from accel.pipeline import Pipeline
 from accel.ranks import Ranks
 from accel.resolve import Run
+
+log = logging.getLogger(__name__)
 
 # Options that are recorded by their outcome, or decide no bit.
 LEFT_OUT = {
@@ -62,7 +65,7 @@ def make_folder(options: Options, ranks: Ranks) -> None:
             pipeline = ranks.run_collectively(
                 lambda: Pipeline.load(run, order.batch_sizes, tuner=tuner, too_large=too_large(run))
             )
-        print(run.describe(pipeline.machine, ranks.world))
+        log.info(run.describe(pipeline.machine, ranks.world))
         record = ranks.run_collectively(lambda: record_of(run, pipeline, ranks.world))
         fid.fill(order, ranks, record, pipeline, watch)
 
