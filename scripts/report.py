@@ -58,6 +58,13 @@ def fmt(value: object, spec: str) -> str:
     return "–" if math.isnan(number) else "∞"
 
 
+def milliseconds(value: float) -> str:
+    """Format a time in ms: three digits, no decimals of a zero."""
+    if value == 0:
+        return "0"
+    return fmt(value, ".1f" if value >= 10 else ".2f" if value >= 1 else ".3f")
+
+
 def code(text: object) -> str:
     """Return a text as code in a table's cell."""
     escaped = str(text).replace("`", "'").replace("|", r"\|")
@@ -72,7 +79,7 @@ def template(name: str) -> jinja2.Template:
     environment.filters |= dict(
         fmt=fmt,
         code=code,
-        ms=lambda value: fmt(value, ".1f" if value >= 10 else ".2f" if value >= 1 else ".3f"),
+        ms=milliseconds,
         pct=lambda value: fmt(100 * value, ".0f") + " %",
     )
     return environment.get_template(name)
@@ -196,6 +203,10 @@ def environment(data: dict) -> str:
     packages = {
         f"{one.metadata['Name']}=={one.version}" for one in importlib.metadata.distributions()
     }
+    ran = data["machine"]["torch"]
+    here = importlib.metadata.version("torch")
+    if ran.partition("+")[0] != here.partition("+")[0]:
+        lines += ["", f"Measured with torch {ran}, in another environment than this one:"]
     lines += ["", f"Python {sys.version.split()[0]}", *sorted(packages, key=str.lower)]
     return "\n".join(lines) + "\n"
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 import evaluate
+from accel import precision
 from accel.errors import UsageError
 from accel.files import ROOT
 from accel.picture_files import read_picture
@@ -219,6 +220,7 @@ def analyse(ladder: dict, tier: str) -> dict:
         p10=last["p10"],
         p90=last["p90"],
         kinds=kinds,
+        busy=busy,
         gaps=dict(ms=gaps, share=gaps / (busy + gaps)),
         main=max(kinds, key=lambda kind: kinds[kind]["ms"]),
         floor_ms=sum(row["floor_ms"] for row in kinds.values()),
@@ -324,6 +326,8 @@ def collect(log: dict, picture: Path, lpips: Callable) -> dict:
     baseline = next((row for row in rows if row["who"] == "fork"), ours[0])
     judge(rows, baseline, result, lpips)
     scaling(rows)
+    tiers = list(precision.TIERS)
+    rows.sort(key=lambda row: tiers.index(row["tier"]))  # of a tier one GPU's first, as before
     gpus = max(row["gpus"] for row in rows)
     before = baseline["tier"]
     profiled = [profile["tier"] for profile in ladder["profiles"]]
@@ -372,13 +376,15 @@ def collect(log: dict, picture: Path, lpips: Callable) -> dict:
 
 
 def plain(value: object) -> object:
-    """Return data as JSON has it: no paths, and no NaN or infinities."""
+    """Return data as JSON has it: no paths, no home folder, and no NaN or infinities."""
     if isinstance(value, dict):
         return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     if isinstance(value, Path):
         return re.sub(rf"^{re.escape(str(ROOT))}/", "", str(value))
+    if isinstance(value, str):
+        return value.replace(f"{Path.home()}/", "~/")
     if isinstance(value, float) and not np.isfinite(value):
         return str(value)
     return value

@@ -113,10 +113,11 @@ def roofline(profiles: list[dict], words: dict) -> bytes:
     """Draw attained TFLOP/s over FLOP per byte, below the roofs of each profile's tier."""
     figure, axis = canvas(8, 4.2, "both")
     points = []
+    ridges = [1e3 * profile["peak_tflops"] / profile["gb_s"] for profile in profiles]
     for profile, colour, name in zip(profiles, (RED, BLUE), ("before", "after")):
         peak = profile["peak_tflops"]
         ridge = 1e3 * peak / profile["gb_s"]  # FLOP per byte
-        x = np.array([ridge / 30, ridge, ridge * 30])
+        x = np.array([min(ridges) / 30, ridge, max(ridges) * 30])
         label = f"{wide(words[name])} ({profile['tier']}): {peak:.3g} TFLOP/s"
         axis.plot(x, np.minimum(peak, x * profile["gb_s"] / 1e3), color=colour, label=label)
         for kind, row in profile["kinds"].items():

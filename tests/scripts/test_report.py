@@ -3,6 +3,7 @@ incomplete, mixed and foreign logs are refused by name; a browser shows it.
 """
 
 import base64
+import importlib.metadata
 import json
 import re
 import shutil
@@ -132,6 +133,18 @@ def test_the_profile_is_analysed_in_sentences(written):
     assert r"| `nvjet_exact<a\|b>xxxx" in part
 
 
+def test_kernels_that_fill_a_step_leave_no_gap(log):
+    """Recorded steps can be slower than timed ones: 76.6 + 19 + 5 ms of kernels in 95.3 ms."""
+    record = json.loads((log / "ladder.json").read_text())
+    [profile] = [row for row in record["profiles"] if row["tier"] == "exact"]
+    profile["kinds"]["GEMM"]["ms"] = 76.6
+    contest_log.write(log / "ladder.json", record)
+    part = section(text_of(log), 2)
+    assert "| gaps | 0 | 0 % | – |" in part and " → 0 ms. The bottleneck" in part
+    assert "add up to 100.6 ms a step; the timed step takes 95.3, so no gap is left." in part
+    assert part.count("so no gap is left") == 1
+
+
 def test_designs_and_choice_are_computed_from_the_log(written, measured):
     part = section(written["en"]["report.md"].decode(), 4)
     assert "Ultra-Scale Playbook" in part
@@ -152,6 +165,16 @@ def test_several_gpus_are_compared_with_one(written):
     assert row.startswith("| `exact` (handed in) | 4 | 6.76 | 9.02 | 3.00 × | 75 % | 3.66 × | ")
     assert "| `fp16` | 4 | 0.72 | 2.12 | 1.26 × | 32 % | 1.90 × |" in part  # one label
     assert "is that of one GPU up to rounding" in part
+    tiers = re.findall(r"^\| `(\w+)`", part.partition("One label")[0], re.M)
+    assert list(dict.fromkeys(tiers)) == ["fp32", "exact", "tf32", "fp16"]
+    assert "With one label T goes from 4.90 to " in part
+    assert "T is of one run, after a short one" in written["en"]["report.md"].decode()
+
+
+def test_report_json_names_no_folder_of_this_machine():
+    home, root = report_data.Path.home(), report_data.ROOT
+    found = report_data.plain({"why": [f"{home}/.cache/x: no VGG16", root / "log/mine"]})
+    assert found == {"why": ["~/.cache/x: no VGG16", "log/mine"]}
 
 
 def test_another_tier_is_another_report(log):
@@ -422,6 +445,9 @@ def test_the_commands_that_it_gives_are_todays(lang, written):
     assert "measure.sh log/mine --ckpt" not in text or "log/again" in text
     environment = written[lang]["handin/environment.txt"].decode()
     assert "\ntorch==" in environment and "contest-4.json: python bench/jobs.py" in environment
+    ran = contest_log.ABOUT["torch"].partition("+")[0]
+    elsewhere = not importlib.metadata.version("torch").startswith(ran)
+    assert ("in another environment than this one" in environment) == elsewhere
 
 
 def test_the_chinese_contest_page_has_the_same_commands_links_and_tables():
