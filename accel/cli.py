@@ -4,9 +4,10 @@ import argparse
 import difflib
 import io
 import logging
+import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -66,8 +67,8 @@ class OneLineParser(argparse.ArgumentParser):
                 self.error(f"{action.option_strings[0]}: is empty; give a value")
         if left:
             flag = next((word for word in left if word.startswith("--")), "").partition("=")[0]
-            near = difflib.get_close_matches(flag, self._option_string_actions, 1, 0.75)
-            meant = f"; did you mean {near[0]}?" if near else ""
+            near = nearest(flag, self._option_string_actions)
+            meant = f"; did you mean {' or '.join(near)}?" if near else ""
             self.error(f"unrecognized arguments: {' '.join(left)}{meant}")
         return parsed
 
@@ -83,6 +84,25 @@ class OneLineParser(argparse.ArgumentParser):
                 if action.option_strings
             }
         )
+
+
+def nearest(flag: str, flags: Iterable[str]) -> list[str]:
+    """Return the flags that a user may have meant: of almost the same letters, else the few with
+    all words of `flag`, whose plural counts, else the one of the most similar letters.
+    """
+    flags = [each for each in flags if each.startswith("--")]
+    words = {word for word in re.split(r"[-_]", flag) if word}
+    holding = [each for each in flags if words and all(_has_word(each, word) for word in words)]
+    close = difflib.get_close_matches(flag, flags, 1, 0.9)
+    if close or not 1 <= len(holding) <= 3:
+        return close or difflib.get_close_matches(flag, flags, 1, 0.75)
+    return holding
+
+
+def _has_word(flag: str, word: str) -> bool:
+    """Return whether a flag has a word, in the singular or plural."""
+    stems = {re.escape(word), re.escape(word.rstrip("s"))}
+    return re.search(rf"-({'|'.join(sorted(stems))})(s|es)?(-|$)", flag) is not None
 
 
 class RankParser(OneLineParser):

@@ -198,6 +198,14 @@ def test_a_decoders_own_configuration_is_not_ignored(tmp_path):
         taken(name)
 
 
+def test_a_decoders_configuration_may_be_named_itself(tmp_path):
+    (tmp_path / "relu.json").write_text(json.dumps(dict(hidden_act="relu")))
+    (tmp_path / "models/decoders/a/config.json").write_text("{}")
+    name = written(changed(stage_1__params__decoder_config_path="relu.json"))
+    with pytest.raises(UsageError, match="says decoder_config_path relu.json, whose config.json h"):
+        taken(name)
+
+
 def test_the_encoders_statistics_of_pixels_are_not_ignored(tmp_path):
     """The original takes them from encoder_config_path, whatever the encoder's class is."""
     key = "stage_1__params__encoder_config_path"

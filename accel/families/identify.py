@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from accel.errors import Given, UnsaidError, UsageError, shown
 from accel.families import Family, families, family_of
 from accel.families.spec import ModelSpec, State, weights_of
-from accel.weights.computed import require_computed
+from accel.weights.computed import UNCLEAR, require_computed
 from accel.weights.shapes import Shapes, require_fit, shapes_of
 
 
@@ -66,10 +66,7 @@ def identify(
     except ValueError as error:
         raise given.error(str(error)) from None
     if unclear:
-        given.warn(
-            f"says {shown(', '.join(unclear), 300)}, which is not understood here; if it changes "
-            "the network, the pictures are wrong"
-        )
+        given.warn(f"says {shown(', '.join(unclear), 300)}, {UNCLEAR}")
     classes, null_class = _classes(given, spec, rows, facts, hints, shipped)
     spec = spec.changed(num_classes=classes, null_class=null_class)
     network: Any = spec.empty()

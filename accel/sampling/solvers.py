@@ -37,6 +37,9 @@ def require_schedule(error: Mistake, config: Mapping[str, Any]) -> None:
     """Raise `error`, naming the entry, if a scheduler's configuration is
     of another process than DiT's. trained_betas take precedence over the schedule's name.
     """
+    kind = str(config.get("_class_name"))
+    if "Flow" in kind:
+        raise error(f"its scheduler is a {shown(kind)}, of a flow, and only noise is sampled")
     wanted = dict(TRAINED)
     betas = config.get("trained_betas")
     if betas is not None:

@@ -102,6 +102,10 @@ def spec_of(
         raise
     except (TypeError, ValueError) as error:
         raise given.error(f"its training arguments cannot be read ({error})", "mend it") from None
+    if "beside" in facts:
+        from accel.sources.beside import require_function  # few weights have such a file
+
+        require_function(given, facts["beside"], spec)
     options = checked_options(given, said.options, "its training arguments say")
     return spec.changed(
         says={**spec.says, **options},

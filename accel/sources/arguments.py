@@ -5,6 +5,7 @@ it is said, and refused where two places differ.
 """
 
 import argparse
+import json
 import re
 from collections.abc import Iterator, Mapping
 from math import prod
@@ -17,7 +18,7 @@ import torch
 
 from accel.errors import Given, shown
 from accel.sources.facts import OWN, is_known, is_valid
-from accel.weights.computed import is_read_anywhere
+from accel.weights.computed import is_listed, is_suspected
 
 # Entries with the arguments of a training run. Where two say different values of an argument that
 # decides no picture, the first is believed.
@@ -28,7 +29,11 @@ OTHER_NETWORKS = re.compile(
     r"(encoder|classifier|teacher|discriminator|tokenizer|decoder|vae|guidance)"
 )
 PLAIN = str, int, float, bool, list, tuple
+AT_TOP = "beside the weights"
 MOST_VALUES = 16  # of a tensor that is an argument
+MOST_ENTRIES = 10**6  # of a file, and how deep they may lie
+DEEPEST = 50
+KINDS = "type", "name", "kind", "target", "value"  # in a section that stands for one argument
 ALSO_CALLED = {"class_num": "num_classes"}  # arguments → our entries
 OURS = "family", "recipe"  # entries that this program alone writes
 # Arguments with one meaning in any section of a configuration. Others are read at the top of
@@ -44,6 +49,7 @@ def facts_of(given: Given, content: Mapping[str, Any]) -> dict[str, Any]:
     run's arguments, and its configuration. Print the arguments in sections. Raises UsageError
     for an argument with two values.
     """
+    _require_a_tree(given, content)
     facts = content.get(OWN)
     if isinstance(facts, dict) and "family" in facts:
         return facts
@@ -59,7 +65,12 @@ def facts_of(given: Given, content: Mapping[str, Any]) -> dict[str, Any]:
             continue
         first = in_sections.setdefault(name, value)
         # Some programs save numbers as text.
-        if value != first and str(value) != str(first):
+        if value == first or str(value) == str(first):
+            pass
+        elif name not in IN_SECTIONS and not is_listed(name):
+            name = f"{place}.{name}"  # such as the schedule of two things
+            in_sections[name] = value
+        else:
             raise given.error(
                 f"says {name} {shown(first)} ({places[name]}) and {shown(value)} ({place})",
                 "save it again with one of them",
@@ -75,13 +86,46 @@ def facts_of(given: Given, content: Mapping[str, Any]) -> dict[str, Any]:
     return facts | in_sections
 
 
+def _require_a_tree(given: Given, content: Mapping[str, Any]) -> None:
+    """Raise UsageError for sections inside sections without end, as a section in itself has."""
+    level: list[Any] = [content]
+    count = 0
+    for _ in range(DEEPEST):
+        level = [part for section in level for part in section.values() if _section(part)]
+        level = [_section(part) for part in level]
+        count += sum(map(len, level))
+        if not level or count > MOST_ENTRIES:
+            break
+    if level:
+        raise given.error(
+            f"has more than {DEEPEST} levels or {MOST_ENTRIES:,} entries of sections",
+            "save it without its configuration",
+        )
+
+
 def _section(value: Any) -> dict[str, Any]:
-    """Return a section of a configuration, or {} for anything else. An optimiser's state, as
-    `opt` often is, says nothing of the network.
+    """Return a section of a configuration, which may be the text of a JSON object, or {} for
+    anything else. An optimiser's state, as `opt` often is, says nothing of the network.
     """
+    if isinstance(value, str) and value[:1] == "{":
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return {}
     if isinstance(value, (argparse.Namespace, SimpleNamespace)):
         value = vars(value)
     return value if isinstance(value, dict) and "param_groups" not in value else {}
+
+
+def of_function(content: Any) -> dict[str, Any]:
+    """Return the arguments in sections of a configuration that may be about a network's function,
+    by their places and names.
+    """
+    return {
+        f"{place}.{name}".removeprefix(f"{AT_TOP}."): _plain(value)
+        for place, name, value in _leaves(_section(content))
+        if name not in IN_SECTIONS
+    }
 
 
 def of_training(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -109,8 +153,15 @@ def _leaves(section: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, 
         if any(map(OTHER_NETWORKS.search, inside.split("."))):
             continue
         last = ALSO_CALLED.get(last, last)
-        if last in IN_SECTIONS or is_read_anywhere(last):
-            yield inside or "beside the weights", last, value
+        if last in IN_SECTIONS or is_listed(last) or is_suspected(path, value):
+            for part in _said_by(value):
+                yield inside or AT_TOP, last, part
+
+
+def _said_by(value: Any) -> list[Any]:
+    """Return what an argument says: its value, of a section the names of kinds in it."""
+    section = _section(value)
+    return [section[name] for name in KINDS if name in section] if section else [value]
 
 
 def _plain(value):
@@ -121,8 +172,10 @@ def _plain(value):
         value = value.item()
     if isinstance(value, (torch.Tensor, np.ndarray)) and prod(value.shape) <= MOST_VALUES:
         return _plain(value.tolist())
-    if isinstance(value, (list, tuple)) and len(value) == 1:
-        return _plain(value[0])
+    for _ in range(DEEPEST):
+        if not isinstance(value, (list, tuple)) or len(value) != 1:
+            break
+        value = value[0]
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
     if isinstance(value, PurePath):

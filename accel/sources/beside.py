@@ -3,8 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from accel.errors import Given
+from accel.errors import Given, shown
 from accel.families.configuration import read_yaml
+from accel.families.spec import ModelSpec, weights_of
+from accel.sources.arguments import of_function
+from accel.weights.computed import UNCLEAR, require_computed
 from accel.weights.tensor_files import FILE_SUFFIXES
 
 
@@ -34,3 +37,18 @@ def facts_of(path: Path, given: Given) -> dict[str, Any]:
         return {"beside": (file.name, read_yaml(file))}
     except (OSError, ValueError) as error:
         raise given.error(f"{file.name} beside it cannot be read ({error})", "mend it") from None
+
+
+def require_function(given: Given, beside: tuple[str, Any], spec: ModelSpec) -> None:
+    """Raise UsageError if the YAML file says that another function was trained. Print what is not
+    understood. beside: as in `facts_of`.
+    """
+    name, content = beside
+    try:
+        arguments = of_function(content)
+        own = weights_of(spec.family).computed
+        unclear = require_computed(arguments, spec.family.prediction, own)
+    except ValueError as error:
+        raise given.error(f"by {name} beside it, {error}", "move it") from None
+    if unclear:
+        given.warn(f"{name} beside it says {shown(', '.join(unclear), 300)}, {UNCLEAR}")

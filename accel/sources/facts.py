@@ -139,11 +139,19 @@ def from_header(header: dict[str, str]) -> dict[str, Any]:
     """Return the metadata in the header of a safetensors file; other programs' entries
     are left out.
     """
-    facts = {}
-    for name, text in header.items():
-        if name.startswith(PREFIX):
-            try:
-                facts[name.removeprefix(PREFIX)] = json.loads(text)
-            except ValueError:
-                facts[name.removeprefix(PREFIX)] = text
-    return facts
+    ours = {name: text for name, text in header.items() if name.startswith(PREFIX)}
+    return {name.removeprefix(PREFIX): _value(text) for name, text in ours.items()}
+
+
+def others_in_header(header: dict[str, str]) -> dict[str, Any]:
+    """Return the entries of other programs in the header of a safetensors file."""
+    others = {name: text for name, text in header.items() if not name.startswith(PREFIX)}
+    return {name: _value(text) for name, text in others.items()}
+
+
+def _value(text: str) -> Any:
+    """Return the value that an entry of a header stands for."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

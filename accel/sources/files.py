@@ -25,6 +25,12 @@ pretrained_models = {"DiT-XL-2-512x512.pt", "DiT-XL-2-256x256.pt"}
 # path reads it; later ones are not imported.
 LAYOUTS = "safetensors_file", "training", "diffusers_folder", "consolidated"
 
+PART = ".distcp"  # of a distributed checkpoint
+IN_PARTS = (
+    "is a distributed checkpoint, whose tensors lie in parts",
+    "join them by torch.distributed.checkpoint.format_utils.dcp_to_torch_save",
+)
+
 
 class Files:
     """The weights that a name stands for, fetched and opened when they are first needed.
@@ -84,6 +90,8 @@ class Files:
         """
         stamps = self._stamp()  # before opening: the content read is of this version or a newer one
         self._stamps = self._stamps or stamps
+        if self.path.suffix == PART:
+            raise self.given.error(*IN_PARTS)
         with path_errors(self.given.option, self.path):
             layouts = (import_module(f"accel.sources.{name}") for name in LAYOUTS)
             layout = next((layout for layout in layouts if layout.holds(self.path)), None)
@@ -159,11 +167,8 @@ class Files:
 def _no_layout(folder: Path, option: str) -> tuple[str, str]:
     """Return problem and remedy of a folder in no layout. Files of weights in it are named."""
     names = sorted(file.name for file in folder.iterdir())
-    if ".metadata" in names and any(name.endswith(".distcp") for name in names):
-        return (
-            "is a distributed checkpoint, whose tensors lie in parts",
-            "join them by torch.distributed.checkpoint.format_utils.dcp_to_torch_save",
-        )
+    if any(folder.glob(f"*{PART}")) or any(folder.glob(f"*/*{PART}")):
+        return IN_PARTS
     weights = [name for name in names if name.endswith(FILE_SUFFIXES)]
     if weights:
         return (

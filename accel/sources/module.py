@@ -16,7 +16,9 @@ from accel.families import families
 from accel.families.identify import families_with
 from accel.families.spec import ModelSpec, ModuleRules, State, weights_of
 from accel.sources import Source, spec_of
+from accel.sources.arguments import PLAIN
 from accel.sources.names import without_prefix
+from accel.weights.computed import is_listed, is_suspected
 from accel.weights.digests import digest
 from accel.weights.positions import trained
 from accel.weights.shapes import require_fit, shapes_of
@@ -58,7 +60,9 @@ class HeldModule:
         schedule = None
         if not isinstance(module, nn.Module):
             names = _class_names(getattr(module, "labels", None))
-            schedule = getattr(getattr(module, "scheduler", None), "config", None)
+            scheduler = getattr(module, "scheduler", None)
+            schedule = getattr(scheduler, "config", None)
+            schedule = schedule and {**schedule, "_class_name": type(scheduler).__name__}
             module = getattr(module, "transformer", module)  # a pipeline's
         if not isinstance(module, nn.Module):
             problem = "is not a DiT; give a torch.nn.Module, or a pipeline with one"
@@ -100,8 +104,21 @@ class HeldModule:
             # Of no classes the one label, the null class, is sampled without guidance.
             "num_classes": max(classes, 1),
             "class_names": names,
-            "schedule": schedule and dict(schedule),
+            "schedule": schedule,
+            **self._attributes(),
             **self.rules.facts,
+        }
+
+    def _attributes(self) -> dict[str, Any]:
+        """Return the module's attributes that may be about its function. The classes of REPA's
+        code keep a path_type that they do not use.
+        """
+        return {
+            name: value
+            for name, value in vars(self.module).items()
+            if isinstance(value, PLAIN)
+            and name != "path_type"
+            and (is_listed(name) or is_suspected(name, value))
         }
 
     def _assumed(self, raw) -> dict[str, str]:
@@ -121,7 +138,7 @@ class HeldModule:
         parts = self.module.named_children()
         holding = [name for name, part in parts if families_with(shapes_of(part.state_dict()))]
         if holding:
-            part = next((name for name in holding if "ema" in name), holding[0])
+            part = next((name for name in holding if "ema" in name.split("_")), holding[0])
             raise self.given.error("holds the network", f"give its .{part}")
         try:
             answers = [weights_of(family).of_module(self.module, state) for family in families()]

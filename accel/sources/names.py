@@ -36,13 +36,11 @@ def network_in(given: Given, state: State, prefix: str | None = None) -> State:
     plain = _without_inner(given, state)
     found = prefixes_of(plain)
     if prefix is None:
-        if "" in found or not found:
+        if found in ([], [""]):
             return plain
         if len(found) > 1:
-            raise given.error(
-                f"holds networks under {' and '.join(map(repr, found))}",
-                given.give("weights_entry"),
-            )
+            places = " and ".join(repr(place) if place else "no prefix" for place in found)
+            raise given.error(f"holds networks under {places}", given.give("weights_entry"))
         (prefix,) = found
     beside = dict.fromkeys(name.partition(".")[0] for name in plain if not name.startswith(prefix))
     left_out = f"; not sampled: {shown(', '.join(beside))}" if beside else ""

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from accel.errors import Given, UsageError, shown
 from accel.sources import Contents
-from accel.sources.facts import from_header
+from accel.sources.arguments import facts_of
+from accel.sources.facts import from_header, others_in_header
 from accel.sources.names import network_in
 from accel.weights.tensor_files import floats_of, read_safetensors
 
@@ -20,7 +21,11 @@ def read(path: Path, given: Given, mapped: bool, entry: str | None = None) -> Co
     """
     tensors, header = read_safetensors(path, given.option, mapped)
     state = floats_of(tensors, given.error)
-    return Contents(network_in(given, state, prefix_in(given, state, entry)), from_header(header))
+    facts = from_header(header)
+    if "family" not in facts:  # another program wrote it
+        others = others_in_header(header)
+        facts = {**facts_of(given, {"args": others, **others}), **facts}
+    return Contents(network_in(given, state, prefix_in(given, state, entry)), facts)
 
 
 def prefix_in(given: Given, state: dict, entry: str | None) -> str | None:

@@ -33,6 +33,8 @@ ENTRIES = (
 )
 RAW = "model"  # the entry that is trained, of which others are averages
 AVERAGE = "shadow_params"  # a list without names, of libraries that average parameters
+# Statistics of the latents, which lie among a network's tensors or beside them.
+OF_LATENTS = "latents_scale", "latents_bias", "bn.running_mean", "bn.running_var"
 # Tables that are fixed, so that an average of what is trained may leave them out.
 FIXED = "pos_embed", "freqs_cos", "freqs_sin"
 
@@ -50,7 +52,14 @@ def read(path: Path, given: Given, mapped: bool, entry: str | None = None) -> Co
     content = read_tensors(path, given.option, mapped)
     state, prefix = _chosen(given, content, entry)
     weights = network_in(given, floats_of(state, given.error), prefix)
+    if state is not content:
+        weights |= {name: content[name] for name in OF_LATENTS if _is_vector(content.get(name))}
     return Contents(weights, facts_of(given, content))
+
+
+def _is_vector(value: Any) -> bool:
+    """Return whether a value is a tensor of numbers by channel."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > 1
 
 
 def _chosen(given: Given, content: dict, entry: str | None) -> tuple[State, str | None]:

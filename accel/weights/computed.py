@@ -30,6 +30,7 @@ PREDICTIONS: dict[str, Values] = {
         "pred_x0",
     ),
 }
+FLOWS = "flow_matching", "rectified_flow"  # of a velocity, or of data
 OFF = "False", "0"
 ON = "True", "1"
 
@@ -94,12 +95,18 @@ MEANINGS = (
         values=OFF,
     ),
 )
-BY_NAME = {name: meaning for meaning in MEANINGS for name in meaning.names}
+# Texts that are a prediction whatever the argument is called. Others, such as "x", may be anything.
+UNMISTAKABLE = re.compile(
+    r"(^|_)pred(iction)?(_|$)|^(velocity|epsilon|x_?0|x_?start|start_x|flow_matching|rectified_flow)$"
+)
+# The end of a notice about arguments.
+UNCLEAR = "which is not understood here; if it changes the network, the pictures are wrong"
 # Values by which an argument says nothing.
 NOTHING = "", "none", "null"
 # A name that nobody listed, but whose words say that it may change the function.
 SUSPECTED = re.compile(
-    r"(^|_)(pred|predicts?|prediction|path|schedule|branch|loop|loops)(_|$)|snr|parametri[sz]ation"
+    r"(^|_)([vx]?pred|predicts?|prediction|path|schedule|branch|loops?)(_|$)|snr"
+    r"|paramete?ri[sz]ation"
 )
 # Arguments of training alone, and names of files, have such words too.
 HARMLESS = re.compile(
@@ -108,19 +115,34 @@ HARMLESS = re.compile(
 )
 
 
-def is_read_anywhere(name: str) -> bool:
-    """Return whether an argument has one meaning in any section of a configuration."""
-    name = plain(name)
-    return name in BY_NAME or _is_suspected(name)
+def is_listed(name: str) -> bool:
+    """Return whether an argument has one meaning in every family and place."""
+    return _letters(name) in BY_NAME
 
 
 def plain(text: object) -> str:
-    """Return a name or a value as it is compared: small letters, underscores."""
-    return str(text).strip().lower().replace("-", "_").replace(" ", "_")
+    """Return a value as it is compared: small letters, underscores, no name of an enumeration."""
+    words = re.sub(r"^[A-Za-z]\w*[.](?=[A-Za-z]\w*$)", "", str(text).strip())
+    return words.lower().replace("-", "_").replace(" ", "_")
 
 
-def _is_suspected(name: str) -> bool:
-    return bool(SUSPECTED.search(name)) and not HARMLESS.search(name)
+def _letters(name: object) -> str:
+    """Return a name as it is compared: predictionType is prediction_type."""
+    return re.sub(r"\W|_", "", str(name)).lower()
+
+
+BY_NAME = {_letters(name): meaning for meaning in MEANINGS for name in meaning.names}
+
+
+def is_suspected(name: str, value: Any) -> bool:
+    """Return whether words of a name, or a value, may be about the function. name: the sections
+    before it may say that it is not, with dots between them.
+    """
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", str(name)).lower().replace("-", "_")
+    place, _, last = words.rpartition(".")
+    is_prediction = isinstance(value, str) and UNMISTAKABLE.search(plain(value))
+    named = SUSPECTED.search(last) or is_prediction
+    return bool(named) and not HARMLESS.search(f"{place}_{last}".replace(".", "_").lstrip("_"))
 
 
 def require_computed(
@@ -129,17 +151,22 @@ def require_computed(
     """Return the arguments that are not understood, in words. Raises ValueError for an argument
     with a value that is not computed.
 
-    prediction: of the family. own: arguments that only its code has → their computed values.
+    arguments: by name, with those of sections before it. prediction: of the family. own:
+    arguments that only its code has → their computed values.
     """
     left = []
+    of_family = {_letters(name): values for name, values in own.items()}
+    agrees = {*PREDICTIONS[prediction], *(FLOWS if prediction != "noise" else ())}
     for name, value in arguments.items():
-        meaning = BY_NAME.get(plain(name))
-        values = getattr(meaning, prediction) if meaning else own.get(name)
+        last = _letters(name.rpartition(".")[2])
+        meaning = BY_NAME.get(last)
+        values = getattr(meaning, prediction) if meaning else of_family.get(last)
         if plain(value) in NOTHING or isinstance(value, dict):
             continue
         if values is None:
             is_path = isinstance(value, str) and "/" in value
-            if value and not meaning and _is_suspected(plain(name)) and not is_path:
+            says = value and not meaning and not is_path and plain(value) not in agrees
+            if says and is_suspected(name, value):
                 left.append(f"{name} {shown(value)}")
         elif plain(value) not in map(plain, values) and not _same_number(value, values):
             only = f"only {values[0]} is sampled" if values else "none is sampled"

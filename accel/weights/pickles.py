@@ -18,7 +18,7 @@ from accel.files import is_utf8, open_regular
 from accel.weights.shapes import OF_SHARDS
 
 # numpy's numbers and texts that a pickle may hold.
-NUMBERS = "?", "b", "B", "h", "H", "i", "I", "l", "L", "q", "Q", "e", "f", "d", "U"
+NUMBERS = "?", "b", "B", "h", "H", "i", "I", "l", "L", "q", "Q", "e", "f", "d", "F", "D", "U", "S"
 
 
 def read_pickle(
@@ -39,7 +39,7 @@ def read_pickle(
     except pickle.UnpicklingError as reason:
         if "DTensor" in str(reason):
             raise error(*OF_SHARDS) from None
-        code = re.search(r"(?:GLOBAL|class) (\S+)", str(reason))
+        code = re.search(r"(?:GLOBAL|class) '?([\w.]+)", str(reason))
         if code is None:  # another kind of file, or the half of one
             raise error("truncated or not a checkpoint", "copy it again") from None
         raise error(
@@ -72,7 +72,7 @@ def _plain_data() -> list:
         for name, function in (("scalar", scalar), ("_reconstruct", array))
     ]
     return [
-        *(argparse.Namespace, SimpleNamespace, dict, list, int, float),
+        *(argparse.Namespace, SimpleNamespace, dict, list, set, tuple, int, float, bool, str),
         (_dict_for, "collections.defaultdict"),
         *(np.ndarray, np.dtype, *dtypes, *of_numpy, *paths),
     ]

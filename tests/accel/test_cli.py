@@ -24,6 +24,12 @@ def test_an_error_is_worded_for_its_door():
         ("--num-sampling-step", "--num-sampling-steps"),
         ("--imagesize", "--image-size"),
         ("--cfg-scal", "--cfg-scale"),
+        ("--mode", "--model"),
+        ("--class", "--num-classes or --class-names"),
+        ("--num-steps", "--num-sampling-steps"),
+        ("--steps", "--num-sampling-steps"),
+        ("--batch", "--batch-size"),
+        ("--cfg", "--cfg-scale"),
         ("--xyzzy", None),
     ],
 )

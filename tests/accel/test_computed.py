@@ -8,11 +8,14 @@ import pytest
 import test_jit
 import test_rae
 import torch
+import yaml
 from conftest import fill
-from networks import identify, recognise, small
+from networks import identify, recognise, small, transformer
+from safetensors.torch import save_file
 from test_lightning_dit import as_file
 from test_lightning_dit import build as build_lightning
 
+from accel import Sampler, accelerate
 from accel.errors import UsageError
 from accel.families.large_dit.network import Large_DiT_models
 from accel.families.sit.network import SiT
@@ -153,3 +156,135 @@ def test_the_converter_refuses_them_too(states, tmp_path, here):
     )
     assert done.returncode == 2 and "was trained with use_zero_terminal_snr True" in done.stderr
     assert not (tmp_path / "y.safetensors").exists()
+
+
+# Arguments of a DiT, a JiT or a SiT that are refused, and those that are printed.
+OTHER_SPELLINGS = [
+    ("DiT", {"args": dict(predictionType="v_prediction")}, "predictionType v_prediction"),
+    ("JiT", {"args": dict(jit_branch="block_swap")}, "jit_branch block_swap"),
+    ("JiT", {"args": {"loop-count": 3}}, "loop-count 3"),
+    ("DiT", {"config": {"noise_schedule": {"type": "cosine"}}}, "noise_schedule cosine"),
+    ("DiT", {"config": '{"diffusion": {"parameterization": "v"}}'}, "parameterization v"),
+    ("DiT", {"args": dict(model_mean_type="ModelMeanType.START_X")}, "model_mean_type Model"),
+]
+
+
+@pytest.mark.parametrize("family, content, words", OTHER_SPELLINGS)
+def test_letters_decide_of_a_name(family, content, words, states, tmp_path):
+    """Whatever its case and its dashes, and whether its value is in a section or in JSON."""
+    facts = {"options": FACTS[family]}
+    torch.save({"ema": states[family], **facts, **content}, tmp_path / "x.pt")
+    with pytest.raises(UsageError, match=f"x.pt: was trained with {words}"):
+        identify(tmp_path / "x.pt")
+
+
+def test_the_name_of_an_enumeration_is_no_part_of_a_value(states):
+    said = dict(FACTS["DiT"], model_mean_type="ModelMeanType.EPSILON")
+    assert recognise("x.pt", states["DiT"], said).family.name == "DiT"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        dict(objective="pred_v"),
+        dict(target="velocity"),
+        dict(model_output="x0"),
+        dict(vpred=True),
+        dict(diffusion_parameterization="v"),
+    ],
+)
+def test_a_value_that_is_a_prediction_is_printed(said, states, capsys):
+    recognise("x.pt", states["DiT"], {**FACTS["DiT"], **said})
+    (name, value), *_ = said.items()
+    assert f"says {name} {value}, which is not understood" in capsys.readouterr().out
+    of_loss = {**FACTS["JiT"], "loss_type": "velocity", "objective": "flow_matching"}
+    recognise("x.pt", states["JiT"], of_loss)
+    assert "not understood" not in capsys.readouterr().out
+
+
+def test_schedules_of_two_things_are_no_contradiction(states, tmp_path, capsys):
+    config = {"lr": {"schedule": "cosine"}, "a": {"schedule": "x"}, "b": {"schedule": "y"}}
+    content = {"ema": states["DiT"], "args": FACTS["DiT"], "config": config}
+    torch.save(content, tmp_path / "x.pt")
+    identify(tmp_path / "x.pt")
+    printed = capsys.readouterr().out
+    assert "says schedule x, config.b.schedule y, which is not understood" in printed
+
+
+@pytest.mark.parametrize(
+    "header, words",
+    [
+        ({"prediction_type": "v_prediction"}, "prediction_type v_prediction"),
+        ({"modelspec.prediction_type": "v"}, "modelspec.prediction_type v"),
+        ({"args": '{"prediction": "x0"}'}, "prediction x0"),
+        ({"config": '{"diffusion": {"noise_schedule": "cosine"}}'}, "noise_schedule cosine"),
+    ],
+)
+def test_the_header_of_another_program_counts(header, words, states, tmp_path):
+    save_file(states["DiT"], tmp_path / "x.safetensors", {"num_heads": "2", **header})
+    with pytest.raises(UsageError, match=f"was trained with {words}, and only"):
+        identify(tmp_path / "x.safetensors")
+
+
+def test_a_header_without_such_words_is_believed(states, tmp_path):
+    header = {"format": "pt", "num_heads": "2", "title": "{a", "path_type": "Linear"}
+    save_file(states["SiT"], tmp_path / "x.safetensors", header)
+    spec = identify(tmp_path / "x.safetensors")
+    assert (spec.family.name, spec.num_heads) == ("SiT", 2)
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        ({"transport": {"prediction": "noise"}}, "transport.prediction noise"),
+        ({"path_type": "GVP"}, "path_type GVP"),
+        (
+            {"model": {}, "sample": {}, "diffusion": {"prediction_type": "x0"}},
+            "diffusion.prediction_type x0",
+        ),
+    ],
+)
+def test_a_yaml_file_beside_counts_whatever_its_sections(content, words, states, tmp_path):
+    torch.save({"ema": states["LightningDiT"]}, tmp_path / "x.pt")
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(UsageError, match=f"by x.yaml beside it, was trained with {words}, and on"):
+        identify(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize(
+    "attributes, words",
+    [
+        (dict(prediction_type="v"), "prediction_type v"),
+        (dict(predict_xstart=True), "predict_xstart True"),
+        (dict(noise_schedule="cosine"), "noise_schedule cosine"),
+    ],
+)
+def test_the_attributes_of_a_module_count(attributes, words):
+    model = small()
+    vars(model).update(attributes)
+    for door in (accelerate, Sampler):
+        with pytest.raises(UsageError, match=f"DiT: was trained with {words}, and only"):
+            door(model, device="cpu") if door is Sampler else door(model)
+
+
+def test_a_flows_scheduler_is_refused():
+    from diffusers import DiTPipeline, FlowMatchEulerDiscreteScheduler
+
+    flow = DiTPipeline(transformer(), None, FlowMatchEulerDiscreteScheduler())
+    with pytest.raises(UsageError, match="its scheduler is a FlowMatchEuler.*, of a flow, and on"):
+        Sampler(flow, device="cpu", output_type="latent")
+
+
+def test_sections_without_end_are_refused(states, tmp_path):
+    deep: dict = {}
+    for _ in range(200):
+        deep = {"a": deep}
+    wide: dict = {"a": 1}
+    for _ in range(40):  # 2⁴⁰ leaves
+        wide = {"a": wide, "b": wide}
+    endless: dict = {}
+    endless["a"] = endless
+    for config in (deep, wide, endless):
+        torch.save({"ema": states["DiT"], "config": config}, tmp_path / "x.pt")
+        with pytest.raises(UsageError, match="has more than 50 levels or 1,000,000 entries of se"):
+            identify(tmp_path / "x.pt")

@@ -188,15 +188,26 @@ def test_repas_weights_turned_are_a_sits():
     assert half["t_embedder.mlp.0.weight"].dtype == torch.float32
 
 
-def test_statistics_of_latents_that_repas_weights_hold(tmp_path, here):
+OF_NORM = {
+    "bn.running_mean": torch.arange(4.0),
+    "bn.running_var": torch.full((4,), 9.0),
+    "bn.num_batches_tracked": torch.tensor(7),
+}
+OF_NORM_TOO = {
+    "latents_bias": torch.arange(4.0).view(1, 4, 1, 1),
+    "latents_scale": torch.full((1, 4, 1, 1), 1 / 3),
+}
+
+
+@pytest.mark.parametrize("statistics", (OF_NORM, OF_NORM_TOO))
+@pytest.mark.parametrize("place", ("among the weights", "beside them"))
+def test_statistics_of_latents_that_repas_weights_hold(statistics, place, tmp_path, here):
     """REPA-E's normalisation of latents, in a converted file too."""
-    statistics = {
-        "bn.running_mean": torch.arange(4.0),
-        "bn.running_var": torch.full((4,), 9.0),
-        "bn.num_batches_tracked": torch.tensor(7),
-    }
     theirs = {**small(learn_sigma=False).state_dict(), "projectors.0.0.weight": torch.ones(3, 3)}
-    torch.save({"ema": {**theirs, **statistics}, "args": dict(num_heads=2)}, tmp_path / "x.pt")
+    content = {"ema": theirs, **statistics}
+    if place == "among the weights":
+        content = {"ema": {**theirs, **statistics}}
+    torch.save({**content, "args": dict(num_heads=2)}, tmp_path / "x.pt")
     files = "--ckpt", tmp_path / "x.pt", "--output", tmp_path / "y.safetensors"
     succeeds(here("scripts/convert_checkpoint.py", *files))
     for name in "x.pt", "y.safetensors":
@@ -205,6 +216,16 @@ def test_statistics_of_latents_that_repas_weights_hold(tmp_path, here):
         latents = torch.randn(2, 4, 8, 8)
         want = 3 * latents + torch.arange(4.0)[:, None, None]
         assert torch.allclose(run.space.to_decoder(latents), want)
+
+
+@pytest.mark.parametrize("left", [*list(OF_NORM)[:2], *OF_NORM_TOO])
+def test_half_of_the_statistics_of_latents_is_refused(left, tmp_path):
+    theirs = {**small(learn_sigma=False).state_dict(), "projectors.0.0.weight": torch.ones(3, 3)}
+    pair = next(pair for pair in (OF_NORM, OF_NORM_TOO) if left in pair)
+    content = {"ema": {**theirs, left: pair[left]}, "args": dict(num_heads=2)}
+    torch.save(content, tmp_path / "x.pt")
+    with pytest.raises(UsageError, match=f"{left} is no weight of a SiT, and would be ignored"):
+        open_run(Options(ckpt=tmp_path / "x.pt", device="cpu", output_type="latent"))
 
 
 # ---- the networks, and weights that callers hold ----

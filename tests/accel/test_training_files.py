@@ -169,6 +169,14 @@ def test_of_two_networks_in_a_state_dict_the_user_names_one(tmp_path):
             weights_at(tmp_path / name, entry="online").source()
 
 
+def test_a_second_network_beside_one_without_a_prefix_is_named(tmp_path):
+    content = {**RAW, **under("ema_model.", AVERAGE)}
+    torch.save({"state_dict": content}, tmp_path / "x.pt")
+    with pytest.raises(UsageError, match=r"holds networks under no prefix and 'ema_model\.'; give"):
+        identify(tmp_path / "x.pt")
+    assert same(weights_at(tmp_path / "x.pt", entry="ema_model").state, AVERAGE)
+
+
 def test_an_average_of_what_is_trained_takes_the_fixed_table_of_the_weights(tmp_path):
     torch.save({"ema": without_table(AVERAGE), "model": RAW}, tmp_path / "x.pt")
     assert same(weights_at(tmp_path / "x.pt").state, {**AVERAGE, "pos_embed": RAW["pos_embed"]})
@@ -196,6 +204,9 @@ def test_arguments_of_training_are_plain_data(arguments, tmp_path):
         "best": np.float32(0.5),
         "rng": np.random.get_state(),
         "losses": defaultdict(list, {"train": [0.5]}),
+        "names": [defaultdict(kind) for kind in (str, bool, set, tuple)],
+        "spectrum": np.zeros(2, complex),
+        "bytes": np.array([b"a"]),
         "progress": SimpleNamespace(epoch=3, counts=np.arange(3)),
     }
     torch.save(content, tmp_path / "x.pt")
@@ -341,8 +352,10 @@ def test_parts_of_tensors_are_refused_with_what_joins_them(tmp_path):
     with pytest.raises(UsageError, match=rf"^ckpt={tmp_path}/parts.pt: {words}\(\), or join"):
         identify(tmp_path / "parts.pt")
     words = "is a distributed checkpoint, whose tensors lie in parts; join them by .*dcp_to_torch_"
-    with pytest.raises(UsageError, match=rf"^ckpt={tmp_path}/dcp: {words}"):
-        identify(tmp_path / "dcp")
+    (part, *_) = (tmp_path / "dcp").glob("*.distcp")
+    for path in (tmp_path / "dcp", tmp_path, part):  # accelerate puts it into a folder of its own
+        with pytest.raises(UsageError, match=rf"^ckpt={path}: {words}"):
+            identify(path)
 
 
 def test_names_that_are_not_utf_8(tmp_path):

@@ -166,9 +166,11 @@ class RAEEntries(Entries):
         )
 
     def named(self, folder: str, file: str) -> Path | None:
-        """Return a file of a folder that is in the current one or in the configuration's."""
-        places = Path(folder, file), self.folder / folder / file
-        return next(filter(Path.is_file, places), None)
+        """Return a file of a folder that is in the current one or in the configuration's. The
+        configuration may name the file itself.
+        """
+        places = Path(folder), self.folder / folder
+        return next(filter(Path.is_file, (*(place / file for place in places), *places)), None)
 
     def compare(
         self,

@@ -26,6 +26,8 @@ FIRST = "t_embedder.mlp.0.weight"  # (D, F), after the timestep's sinusoid
 # Of REPA-E (Leng et al. 2025, arXiv:2504.10483): the latents' mean and variance by channel.
 MEAN = "bn.running_mean"
 VARIANCE = "bn.running_var"
+BIAS = "latents_bias"  # or the same as mean and inverse deviation
+SCALE = "latents_scale"
 # What only the classes of REPA's code, and of what derives from it, keep as attributes.
 ATTRIBUTES = "path_type", "z_dims", "encoder_depth"
 
@@ -40,17 +42,21 @@ def sampled(state: State) -> State:
 
 def latents_of(state: State) -> dict[str, Any]:
     """Return mean and deviation of the latents by channel, where the weights hold them."""
-    if not state.keys() >= {MEAN, VARIANCE}:
+    if state.keys() >= {MEAN, VARIANCE}:
+        mean, deviation = state[MEAN].float(), state[VARIANCE].float().sqrt()
+    elif state.keys() >= {BIAS, SCALE}:
+        mean, deviation = state[BIAS].float().flatten(), 1 / state[SCALE].float().flatten()
+    else:
         return {}
-    deviation = state[VARIANCE].float().sqrt()
-    return {"mean": tuple(state[MEAN].float().tolist()), "std": tuple(deviation.tolist())}
+    return {"mean": tuple(mean.tolist()), "std": tuple(deviation.tolist())}
 
 
 def convert(state: State) -> State:
     """Return the weights of a SiT with the same samples: reverse time and the velocity's sign."""
     state = sampled(state)
-    for name in (MEAN, VARIANCE):
-        state.pop(name, None)
+    for pair in ((MEAN, VARIANCE), (BIAS, SCALE)):
+        if state.keys() >= {*pair}:  # one alone is of no use, and is refused
+            state = {name: value for name, value in state.items() if name not in pair}
     for name in ("final_layer.linear.weight", "final_layer.linear.bias"):
         if name in state:
             state[name] = -state[name]
