@@ -31,8 +31,6 @@ OTHER_NETWORKS = re.compile(
 PLAIN = str, int, float, bool, list, tuple
 AT_TOP = "beside the weights"
 MOST_VALUES = 16  # of a tensor that is an argument
-MOST_ENTRIES = 10**6  # of a file, and how deep they may lie
-DEEPEST = 50
 KINDS = "type", "name", "kind", "target", "value"  # in a section that stands for one argument
 ALSO_CALLED = {"class_num": "num_classes"}  # arguments → our entries
 OURS = "family", "recipe"  # entries that this program alone writes
@@ -49,7 +47,6 @@ def facts_of(given: Given, content: Mapping[str, Any]) -> dict[str, Any]:
     run's arguments, and its configuration. Print the arguments in sections. Raises UsageError
     for an argument with two values.
     """
-    _require_a_tree(given, content)
     facts = content.get(OWN)
     if isinstance(facts, dict) and "family" in facts:
         return facts
@@ -84,23 +81,6 @@ def facts_of(given: Given, content: Mapping[str, Any]) -> dict[str, Any]:
     if printed:
         given.warn(f"its configuration says {shown(', '.join(printed), 300)}")
     return facts | in_sections
-
-
-def _require_a_tree(given: Given, content: Mapping[str, Any]) -> None:
-    """Raise UsageError for sections inside sections without end, as a section in itself has."""
-    level: list[Any] = [content]
-    count = 0
-    for _ in range(DEEPEST):
-        level = [part for section in level for part in section.values() if _section(part)]
-        level = [_section(part) for part in level]
-        count += sum(map(len, level))
-        if not level or count > MOST_ENTRIES:
-            break
-    if level:
-        raise given.error(
-            f"has more than {DEEPEST} levels or {MOST_ENTRIES:,} entries of sections",
-            "save it without its configuration",
-        )
 
 
 def _section(value: Any) -> dict[str, Any]:
@@ -172,10 +152,8 @@ def _plain(value):
         value = value.item()
     if isinstance(value, (torch.Tensor, np.ndarray)) and prod(value.shape) <= MOST_VALUES:
         return _plain(value.tolist())
-    for _ in range(DEEPEST):
-        if not isinstance(value, (list, tuple)) or len(value) != 1:
-            break
-        value = value[0]
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        return _plain(value[0])
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
     if isinstance(value, PurePath):

@@ -273,18 +273,3 @@ def test_a_flows_scheduler_is_refused():
     flow = DiTPipeline(transformer(), None, FlowMatchEulerDiscreteScheduler())
     with pytest.raises(UsageError, match="its scheduler is a FlowMatchEuler.*, of a flow, and on"):
         Sampler(flow, device="cpu", output_type="latent")
-
-
-def test_sections_without_end_are_refused(states, tmp_path):
-    deep: dict = {}
-    for _ in range(200):
-        deep = {"a": deep}
-    wide: dict = {"a": 1}
-    for _ in range(40):  # 2⁴⁰ leaves
-        wide = {"a": wide, "b": wide}
-    endless: dict = {}
-    endless["a"] = endless
-    for config in (deep, wide, endless):
-        torch.save({"ema": states["DiT"], "config": config}, tmp_path / "x.pt")
-        with pytest.raises(UsageError, match="has more than 50 levels or 1,000,000 entries of se"):
-            identify(tmp_path / "x.pt")

@@ -541,7 +541,10 @@ def test_an_npz_that_is_not_whole_or_of_other_kernels_pictures_is_written_again(
     (folder / "000005.png").mkdir()  # ends this start before the .npz
     assert "not a file at" in one(*command, status=USAGE)
     (folder / "000005.png").rmdir()
-    for problem in ("has no readable record of its contents", "is not as it was written"):
+    for problem in (
+        "has no record of its contents, as where pictures were added",
+        "is not as it was written",
+    ):
         os.truncate(npz, npz.stat().st_size - 1)
         assert one(*command).count(f"{npz}: {problem}; writing it again\n") == 1
     assert "writing it again" not in one(*command)

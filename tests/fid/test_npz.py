@@ -109,11 +109,11 @@ def test_an_archive_that_is_not_as_it_was_written_is_seen(tmp_path):
     path.write_bytes(whole)
     assert archive.problem() is None  # what it holds counts, not when it was written
     archive.record.write_bytes(b"{")
-    assert archive.problem() == "has no readable record of its contents"
+    assert archive.problem() == "has no record of its contents, as where pictures were added"
     archive.write(never)
     path.unlink()
     os.mkfifo(path)
-    assert archive.problem() == "has no readable record of its contents"
+    assert archive.problem() == "has no record of its contents, as where pictures were added"
 
 
 def test_upstreams_function_makes_the_archive_of_any_folder(tmp_path, monkeypatch):

@@ -45,7 +45,7 @@ class Archive:
             with open_regular(self.path) as file:
                 intact = record == {"sha256": sha256_of(file)}
         except (OSError, ValueError):
-            return "has no readable record of its contents"
+            return "has no record of its contents, as where pictures were added"
         return None if intact else "is not as it was written"
 
     def forget(self) -> None:
