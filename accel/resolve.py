@@ -3,7 +3,7 @@
     choose(options, source, guide, file) → Choice      the values, with their origins
     resolve(choice, device, space) → Run               and what follows from decoder and device
 
-Every value comes from the first of these layers that has it, and its origin stays beside it: the
+Every value comes from the first of these origins that has it, and its origin stays beside it: the
 user's options, a configuration file, the weights' own facts, their model or its family, the
 options' defaults.
 """
@@ -47,7 +47,7 @@ FAMILY = "family"
 DEFAULT = "default"
 
 
-class Layer(NamedTuple):
+class OriginValues(NamedTuple):
     """Values of options from one origin."""
 
     origin: str
@@ -199,18 +199,21 @@ def choose(
     of_model = {**spec.defaults._asdict(), "guidance_channels": channels}
     for name in ("image_size", "class_names"):  # settled in `resolve`
         del of_model[name]
-    files = [] if file is None else [Layer(file.given.name, file.options)]
+    of_files = [] if file is None else [OriginValues(file.given.name, file.options)]
     if spec.said_by:  # a file beside the weights
-        files += [Layer(spec.said_by, spec.says), Layer(source.name, facts)]
+        of_files += [
+            OriginValues(spec.said_by, spec.says),
+            OriginValues(source.name, facts),
+        ]
     else:
-        files.append(Layer(source.name, {**spec.says, **facts}))
+        of_files.append(OriginValues(source.name, {**spec.says, **facts}))
     values, origins = merge(
         [
-            Layer(USER, options),
-            *files,
-            Layer(MODEL, of_model),
-            Layer(FAMILY, {"sampler": spec.family.samplers[0]}),
-            Layer(DEFAULT, DEFAULTS),
+            OriginValues(USER, options),
+            *of_files,
+            OriginValues(MODEL, of_model),
+            OriginValues(FAMILY, {"sampler": spec.family.samplers[0]}),
+            OriginValues(DEFAULT, DEFAULTS),
         ]
     )
     values["model"] = spec.model
@@ -218,7 +221,7 @@ def choose(
     if origins["vae"] != MODEL and origins.get("latent_stats") == MODEL:
         del values["latent_stats"]  # they belong to the model's decoder
     values.pop("guide", None)  # of a file, if its scale does not use it
-    notices = _said(files, origins) if source.given.option else []
+    notices = _said(of_files, origins) if source.given.option else []
     notices += [
         source.given.notice(text)
         for name, text in spec.assumed.items()
@@ -263,12 +266,12 @@ def resolve(choice: Choice, device: torch.device, space: LatentSpace) -> Run:
     )
 
 
-def merge(layers: list[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the value of every option that a layer has, and the origin of each."""
+def merge(in_order: list[OriginValues]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the value of every option that an origin has, and that origin: the first of them."""
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    for origin, layer in layers:
-        for name, value in layer.items():
+    for origin, given in in_order:
+        for name, value in given.items():
             if name in OPTIONS and name not in values and value is not None:
                 values[name] = value
                 origins[name] = origin
@@ -319,13 +322,13 @@ def layout_of(parallel: str) -> Layout | None:
     return layouts.parse(parallel)
 
 
-def _said(layers: list[Layer], origins: Mapping[str, str]) -> list[str]:
+def _said(of_files: list[OriginValues], origins: Mapping[str, str]) -> list[str]:
     """Return a line for each file that gave values."""
     lines = []
-    for origin, layer in layers:
+    for origin, said in of_files:
         taken = {
             name: value
-            for name, value in layer.items()
+            for name, value in said.items()
             if origins.get(name) == origin and name != "num_classes"
         }
         if taken:
