@@ -33,8 +33,8 @@ def open_run(
     decoder is.
     """
     device = device or choose_device(options.get("device"))
-    file = rules.read_file(options)
-    values = rules.merged(options, file)
+    configuration = rules.read_configuration(options)
+    values = rules.merged(options, configuration)
     for name in ("precision", "vae_precision"):
         if values.get(name, "auto") != "auto":
             precision.require(name, values[name], device)
@@ -51,11 +51,11 @@ def open_run(
     source = source or files[0].source(hints_in(values))
     for each in of_guide:
         guide = each.source(Hints(guided=source.spec))
-    if file is not None:
-        file.require_network("ckpt", source.given, source.spec)
+    if configuration is not None:
+        configuration.require_network("ckpt", source.given, source.spec)
         if guide is not None:
-            file.require_network("guide", guide.given, guide.spec)
-    choice = choose(options, source, guide, file)
+            configuration.require_network("guide", guide.given, guide.spec)
+    choice = choose(options, source, guide, configuration)
     run = resolve(choice, device, open_space(choice))
     run.announce()
     return run

@@ -1,7 +1,7 @@
 """Resolve a run: the only place where values of options are chosen. It opens no file.
 
-    choose(options, source, guide, file) → Choice      the values, with their origins
-    resolve(choice, device, space) → Run               and what follows from decoder and device
+    choose(options, source, guide, configuration) → Choice    values, with their origins
+    resolve(choice, device, space) → Run    and what follows from decoder and device
 
 Every value comes from the first of these origins that has it, and its origin stays beside it: the
 user's options, a configuration file, the weights' own facts, their model or its family, the
@@ -62,7 +62,7 @@ class Choice(NamedTuple):
     notices: list[str]
     source: Source
     guide: Source | None
-    file: "Configuration | None"
+    configuration: "Configuration | None"
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Run:
     origins: Mapping[str, str]
     source: Source
     guide: Source | None
-    file: "Configuration | None"  # what the file of --config says
+    configuration: "Configuration | None"  # what the file of --config says
     space: LatentSpace  # its decoder is None where no picture is decoded
     device: torch.device
     process: Process
@@ -138,7 +138,7 @@ class Run:
         """Return the run of other options with the same weights, decoder and device. Raises
         UsageError as `choose` and `resolve`.
         """
-        choice = choose(options, self.source, self.guide, self.file)
+        choice = choose(options, self.source, self.guide, self.configuration)
         return resolve(choice, self.device, self.space)
 
     def announce(self) -> None:
@@ -187,11 +187,11 @@ def choose(
     options: Options,
     source: Source,
     guide: Source | None = None,
-    file: "Configuration | None" = None,
+    configuration: "Configuration | None" = None,
 ) -> Choice:
     """Return the values of a user's options with these weights, as far as they do not depend on
-    the decoder and the device. guide: the second network of autoguidance. file: of --config.
-    Raises UsageError for options that contradict the weights.
+    the decoder and the device. guide: the second network of autoguidance. configuration: what the
+    file of --config says. Raises UsageError for options that contradict the weights.
     """
     spec = source.spec
     channels = min(spec.defaults.guidance_channels, spec.in_channels)  # all that there are
@@ -199,7 +199,9 @@ def choose(
     of_model = {**spec.defaults._asdict(), "guidance_channels": channels}
     for name in ("image_size", "class_names"):  # settled in `resolve`
         del of_model[name]
-    of_files = [] if file is None else [OriginValues(file.given.name, file.options)]
+    of_files = []
+    if configuration is not None:
+        of_files.append(OriginValues(configuration.given.name, configuration.options))
     if spec.said_by:  # a file beside the weights
         of_files += [
             OriginValues(spec.said_by, spec.says),
@@ -233,7 +235,7 @@ def choose(
 
         notices += rules_of_guide.require_alike(values, origins, guide, source)
     _require_spec(values, spec)
-    return Choice(values, origins, notices, source, guide, file)
+    return Choice(values, origins, notices, source, guide, configuration)
 
 
 def resolve(choice: Choice, device: torch.device, space: LatentSpace) -> Run:
@@ -257,7 +259,7 @@ def resolve(choice: Choice, device: torch.device, space: LatentSpace) -> Run:
         origins,
         choice.source,
         choice.guide,
-        choice.file,
+        choice.configuration,
         space,
         device,
         process=process_of(values, spec),
