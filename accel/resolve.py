@@ -29,8 +29,8 @@ from accel.sampling.guidance import (
     CHANNELS,
     Guidance,
     Unguided,
-    compared_interval,
     guidance_of,
+    rounded_interval,
 )
 from accel.sampling.process import Process
 from accel.sources import Source
@@ -293,7 +293,7 @@ def process_of(values: Mapping[str, Any], spec: ModelSpec) -> Process:
         noise_scale=values["noise_scale"],
         by_start=family.heun_by_start,
         last_time=family.last_time,
-        compared=family.compared,
+        interval_arithmetic=family.interval_arithmetic,
     )
 
 
@@ -307,7 +307,7 @@ def guidance_in(
         spec.num_classes if spec.null_class else None,
         guide=guide is not None,
         channels=values["guidance_channels"],
-        interval=compared_interval(values["guidance_interval"], family.compared),
+        interval=rounded_interval(values["guidance_interval"], family.interval_arithmetic),
         ends=family.interval_ends,
         upstreams_job=upstreams_job,
     )

@@ -59,7 +59,7 @@ FAMILY = Family(
     any_size=False,
     last_time=0.999,
     of_latents=of_latents,
-    compared="float32 levels",
+    interval_arithmetic="float32 levels",
     label_orders=("random", "permuted"),
     config_reader=f"{__name__}.config_file",
 )
