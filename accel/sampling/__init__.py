@@ -136,7 +136,7 @@ def denoise(
     evaluate: Callable[..., torch.Tensor] = partial(network.forward, run=run)
     captures = network.captures and z.is_cuda
     if captures:
-        process.prepare(z.device)
+        process.upload_tables(z.device)
     if captures and not process.captured:
         evaluate = network.replayed(run, evaluate)
 

@@ -96,7 +96,7 @@ class Euler(Process):
     def finished(self, x, t, out) -> Tensor:
         return x + (self._ends()[-1] - t) * out if self.t_eps is None else out
 
-    def prepare(self, device) -> None:
+    def upload_tables(self, device) -> None:
         _upload(self, device)
 
     def _length(self, x, at):
