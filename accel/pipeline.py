@@ -96,18 +96,18 @@ class Pipeline:
         *,
         placement: Placement = ALONE,
         tuner: "Tuner | None" = None,
-        any_scale: bool = False,
+        keep_guide: bool = False,
         too_large: str = TOO_LARGE,
     ) -> "Pipeline":
         """Load the network and make the decoder, which loads its weights at its first use.
 
         sizes: numbers of pictures that a rank denoises at once; the network is tuned and
         checked for them. placement: of this rank among those that share an evaluation. tuner:
-        chooses the GEMMs' algorithms. any_scale: keep a guide that is not used at this scale of
-        guidance. Raises UsageError for weights that are missing or overflow the tier.
+        chooses the GEMMs' algorithms. keep_guide: load also a guide that this scale of guidance
+        does not use. Raises UsageError for weights that are missing or overflow the tier.
         """
         guide = run.guide
-        if isinstance(run.guidance, Unguided) and not any_scale:
+        if isinstance(run.guidance, Unguided) and not keep_guide:
             guide = None  # it would not be evaluated
         batch = _batch(run, placement, sizes)
         with precision.arithmetic(run.tier), enough_memory(too_large):

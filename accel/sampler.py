@@ -150,7 +150,7 @@ class Sampler:
             guide_source = None if guide is None else guide.source
             self.run = open_run(options, source=source, guide=guide_source)
             self._held = held
-            self._pipeline: Pipeline | None = load(self.run, any_scale=True)
+            self._pipeline: Pipeline | None = load(self.run, keep_guide=True)
             for part, module in zip(self._pipeline.network.parts, (held, guide)):
                 if module is None:
                     continue
