@@ -1,4 +1,4 @@
-"""An FID job, from its options to its folder: its order, and the record of all that decides its
+"""An FID job, from its options to its folder: its plan, and the record of all that decides its
 pictures' bits.
 """
 
@@ -13,7 +13,7 @@ from accel import kernels
 from accel.errors import UsageError
 from accel.families import DEMO, Defaults
 from accel.jobs import fid
-from accel.jobs.fid.folder import CODE, Order
+from accel.jobs.fid.folder import CODE, Plan
 from accel.kernels.linear import Tuner
 from accel.latents.files import digest
 from accel.opening import open_on_ranks
@@ -58,16 +58,16 @@ def make_folder(options: Options, ranks: Ranks) -> None:
     """Make the folder of an FID job and its .npz: open, lock, load, fill. Raises as `fid.fill`."""
     ranks.run_collectively(lambda: require_seeds(options, ranks.world), only=0)
     run, watch = open_on_ranks(options, ranks)
-    order = order_of(run)
-    with fid.locked(order.folder, ranks):
+    plan = plan_of(run)
+    with fid.locked(plan.folder, ranks):
         with watch.phase("load"):
-            tuner = Tuner(fid.tuner_folders(order.folder), ranks.from_rank_0)
+            tuner = Tuner(fid.tuner_folders(plan.folder), ranks.from_rank_0)
             pipeline = ranks.run_collectively(
-                lambda: Pipeline.load(run, order.batch_sizes, tuner=tuner, too_large=too_large(run))
+                lambda: Pipeline.load(run, plan.batch_sizes, tuner=tuner, too_large=too_large(run))
             )
         log.info(run.describe(pipeline.machine, ranks.world))
         record = ranks.run_collectively(lambda: record_of(run, pipeline, ranks.world))
-        fid.fill(order, ranks, record, pipeline, watch)
+        fid.fill(plan, ranks, record, pipeline, watch)
 
 
 def require_seeds(options: Options, world: int) -> None:
@@ -93,10 +93,10 @@ def too_large(run: Run) -> str:
     )
 
 
-def order_of(run: Run) -> Order:
+def plan_of(run: Run) -> Plan:
     """Return the pictures that a job has to make."""
     side = run.latent_size
-    return Order(
+    return Plan(
         folder=folder_of(run),
         count=run.count,
         batch_size=run["per_proc_batch_size"],
