@@ -23,7 +23,7 @@ from torch import Tensor
 
 from accel import precision
 from accel.errors import Given, UsageError
-from accel.families.spec import ModelSpec, State
+from accel.families.spec import ModelSpec, StateDict
 from accel.latents import LatentSpace
 from accel.latents.decoder import Decoder, NoDecoder
 from accel.network import Batch, BlockNetwork, Network, Plain
@@ -315,7 +315,7 @@ def _batch(run: Run, placement: Placement, sizes: Iterable[int]) -> Batch:
 
 
 def load_network(
-    state: State,
+    state: StateDict,
     spec: ModelSpec,
     given: Given,
     tier: str,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from accel.errors import Given, UnsaidError, UsageError, shown
 from accel.families import Family, families, family_of
-from accel.families.spec import ModelSpec, State, weights_of
+from accel.families.spec import ModelSpec, StateDict, weights_of
 from accel.weights.computed import require_computed
 from accel.weights.shapes import Shapes, require_fit, shapes_of
 
@@ -40,7 +40,7 @@ NO_HINTS = Hints()
 
 
 def identify(
-    given: Given, state: State, facts: Mapping[str, Any], hints: Hints = NO_HINTS
+    given: Given, state: StateDict, facts: Mapping[str, Any], hints: Hints = NO_HINTS
 ) -> ModelSpec:
     """Return the spec of weights with the entries `state`, under the names of their family's files.
     Print every assumption. facts: checked, that come with the tensors. Raises UsageError for

@@ -13,7 +13,7 @@ from accel.errors import Given
 from accel.families import Defaults, Family
 from accel.weights.shapes import Shapes, shapes_only
 
-State = dict[str, Tensor]
+StateDict = dict[str, Tensor]
 LABELS = "y_embedder.embedding_table.weight"  # the label table of most families
 
 
@@ -146,7 +146,7 @@ class ModuleRules(NamedTuple):
     strength: int = 0  # if several families recognise a module, the strongest claim wins
     assumed: str = ""  # what neither the class nor the entries say, and how to say it
     # Renames the entries of its state dict as in the family's files.
-    read: Callable[[State], State] = unchanged
+    read: Callable[[StateDict], StateDict] = unchanged
     arguments: Callable[..., tuple[tuple, dict]] = call_as_dit
     # Its own output → the reference network's.
     output: Callable[[Any], Tensor] = unchanged
@@ -166,7 +166,7 @@ class Says(NamedTuple):
     file: str = ""  # that says it, where it is not the weights' own
 
 
-def no_latents(state: State) -> dict[str, Any]:
+def no_latents(state: StateDict) -> dict[str, Any]:
     """Return no settings of latents."""
     return {}
 
@@ -191,11 +191,11 @@ class FamilyWeights(NamedTuple):
 
     models: Mapping[str, Callable[..., nn.Module]]
     identify: Callable[[Shapes, Mapping[str, Any]], ModelSpec]
-    of_module: Callable[[nn.Module, State], ModuleRules | None]
-    convert: Callable[[State], State] = unchanged
-    sampled: Callable[[State], State] = unchanged
+    of_module: Callable[[nn.Module, StateDict], ModuleRules | None]
+    convert: Callable[[StateDict], StateDict] = unchanged
+    sampled: Callable[[StateDict], StateDict] = unchanged
     says: Callable[[Given, ModelSpec, Mapping[str, Any]], Says] = says_nothing
-    latents_of: Callable[[State], Mapping[str, Any]] = no_latents
+    latents_of: Callable[[StateDict], Mapping[str, Any]] = no_latents
     has_files_beside: bool = False
     labels: str = LABELS
     computed: Mapping[str, tuple] = {}
@@ -206,6 +206,6 @@ def weights_of(family: Family) -> FamilyWeights:
     return family.part("weights").WEIGHTS
 
 
-def reference_state(spec: ModelSpec, state: State) -> State:
+def reference_state(spec: ModelSpec, state: StateDict) -> StateDict:
     """Return the entries of a file under the names of the reference network."""
     return weights_of(spec.family).convert(state)
