@@ -161,13 +161,13 @@ def _require_channels(name, space, spec):
 
 def _as_trained(space: LatentSpace, values: Mapping[str, Any], spec: ModelSpec) -> LatentSpace:
     """Return the latent space with the scale or the statistics that the weights say."""
-    latents = spec.latents
-    if "mean" in latents and "latent_stats" not in values:
-        return space._replace(scale=1.0, shift=0.0, mean=latents["mean"], std=latents["std"])
-    if "latent_scale" not in latents:
+    settings = spec.latent_settings
+    if "mean" in settings and "latent_stats" not in values:
+        return space._replace(scale=1.0, shift=0.0, mean=settings["mean"], std=settings["std"])
+    if "latent_scale" not in settings:
         return space
-    scale = latents["latent_scale"]
-    if not latents["latent_norm"]:
+    scale = settings["latent_scale"]
+    if not settings["latent_norm"]:
         return space._replace(scale=scale, shift=0.0, mean=(), std=())
     if not space.std and space.decoder is not None:
         raise UsageError(

@@ -108,7 +108,7 @@ class Family(NamedTuple):
     label_orders: tuple[LabelOrder, LabelOrder] = ("random", "by_number")
     any_size: bool = True  # whether it samples sizes that it was not trained for
     # Returns a model's defaults for latents of so many channels and of a side, None if unknown.
-    of_latents: Callable[[Defaults, int, int | None], Defaults] = as_they_are
+    defaults_for: Callable[[Defaults, int, int | None], Defaults] = as_they_are
 
     @property
     def recipe(self) -> Defaults:

@@ -85,7 +85,7 @@ def identify(
         vae=facts.get("vae"),
         class_names=tuple(facts.get("class_names", ())),
         says={**spec.says, **_says(facts)},
-        latents=_latents(facts),
+        latent_settings=_latent_settings(facts),
     )
     _require_estimate(given, spec, facts)
     if hints.num_heads not in (None, spec.num_heads):
@@ -190,7 +190,7 @@ def _says(facts):
     }
 
 
-def _latents(facts):
+def _latent_settings(facts):
     """Return the settings of latents that the facts name."""
     names = "latent_scale", "latent_norm"
     recipe = facts.get("recipe", {})

@@ -49,7 +49,7 @@ class ModelSpec:
     says: Mapping[str, Any] = field(default_factory=dict)  # values of options, for sampling
     said_by: str = ""  # the file that says it, where it is not the weights' own
     # Other settings of its training: the scale of its latents, and whether they are normalised.
-    latents: Mapping[str, Any] = field(default_factory=dict)
+    latent_settings: Mapping[str, Any] = field(default_factory=dict)
     # Option, or "" → a line about what is assumed of it, to be printed where it is used.
     assumed: Mapping[str, str] = field(default_factory=dict)
 
@@ -57,7 +57,7 @@ class ModelSpec:
     def defaults(self) -> Defaults:
         """Return the values that the model, or its family, implies for these latents."""
         defaults = self.family.models.get(self.model, self.family.recipe)
-        return self.family.of_latents(defaults, self.in_channels, self.latent_size)
+        return self.family.defaults_for(defaults, self.in_channels, self.latent_size)
 
     @property
     def out_channels(self) -> int:
@@ -161,12 +161,12 @@ class Says(NamedTuple):
     """
 
     options: Mapping[str, Any] = {}
-    latents: Mapping[str, Any] = {}
+    latent_settings: Mapping[str, Any] = {}
     assumed: Mapping[str, str] = {}
     file: str = ""  # that says it, where it is not the weights' own
 
 
-def no_latents(state: StateDict) -> dict[str, Any]:
+def no_latent_settings(state: StateDict) -> dict[str, Any]:
     """Return no settings of latents."""
     return {}
 
@@ -184,9 +184,9 @@ class FamilyWeights(NamedTuple):
     not computed. of_module(module, state): how to read a module, None for another family's.
     convert: entries of a file → the reference network's. sampled: leaves entries of a file out
     that sampling does not need. says(given, spec, facts): what the facts say of sampling.
-    latents_of: settings of the latents that a file's entries say. has_files_beside: whether a YAML
-    file beside the weights may say it. labels: the label table. computed: arguments that only the
-    family's code has → their computed values.
+    latent_settings_of: settings of the latents that a file's entries say. has_files_beside: whether
+    a YAML file beside the weights may say it. labels: the label table. computed: arguments that
+    only the family's code has → their computed values.
     """
 
     models: Mapping[str, Callable[..., nn.Module]]
@@ -195,7 +195,7 @@ class FamilyWeights(NamedTuple):
     convert: Callable[[StateDict], StateDict] = unchanged
     sampled: Callable[[StateDict], StateDict] = unchanged
     says: Callable[[Given, ModelSpec, Mapping[str, Any]], Says] = says_nothing
-    latents_of: Callable[[StateDict], Mapping[str, Any]] = no_latents
+    latent_settings_of: Callable[[StateDict], Mapping[str, Any]] = no_latent_settings
     has_files_beside: bool = False
     labels: str = LABELS
     computed: Mapping[str, tuple] = {}

@@ -105,7 +105,11 @@ def spec_of(
     options = checked_options(given, said.options, "its training arguments say")
     return spec.changed(
         says={**spec.says, **options},
-        latents={**spec.latents, **said.latents, **weights.latents_of(state)},
+        latent_settings={
+            **spec.latent_settings,
+            **said.latent_settings,
+            **weights.latent_settings_of(state),
+        },
         assumed=said.assumed,
         said_by=said.file,
     )

@@ -52,5 +52,5 @@ FAMILY = Family(
     heun_by_start=False,
     label_orders=("class_by_class", "class_by_class"),
     any_size=False,
-    of_latents=with_noise,
+    defaults_for=with_noise,
 )

@@ -38,7 +38,7 @@ def sampled(state: StateDict) -> StateDict:
     return {name: value for name, value in state.items() if not name.startswith(PROJECTORS)}
 
 
-def latents_of(state: StateDict) -> dict[str, Any]:
+def latent_settings_of(state: StateDict) -> dict[str, Any]:
     """Return mean and deviation of the latents by channel, where the weights hold them."""
     if not state.keys() >= {MEAN, VARIANCE}:
         return {}
@@ -125,5 +125,5 @@ WEIGHTS = FamilyWeights(
     of_module=of_module,
     convert=convert,
     sampled=sampled,
-    latents_of=latents_of,
+    latent_settings_of=latent_settings_of,
 )
