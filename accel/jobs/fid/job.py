@@ -17,10 +17,11 @@ from accel.jobs.fid.folder import CODE, Plan
 from accel.kernels.linear import Tuner
 from accel.latents.files import digest
 from accel.opening import open_on_ranks
-from accel.options import CHANNELS, FID, OPTIONS, Options
+from accel.options import DEFAULTS, FID, OPTIONS, Options
 from accel.pipeline import Pipeline
 from accel.ranks import Ranks
 from accel.resolve import Run
+from accel.sampling.guidance import CHANNELS
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +72,10 @@ def make_folder(options: Options, ranks: Ranks) -> None:
 
 
 def require_seeds(options: Options, world: int) -> None:
-    """Raise UsageError for a seed that gives a rank of upstream's stream none of 64 bits."""
-    seed = options.get("seed", 0)
+    """Raise UsageError for a seed from which upstream's stream gives a rank one of more than 64
+    bits.
+    """
+    seed = options.get("seed", DEFAULTS["seed"])
     if options.get("world_independent_noise") or -(2**63) <= seed * world <= 2**64 - world:
         return
     raise UsageError(
@@ -155,7 +158,7 @@ def record_of(run: Run, pipeline: Pipeline, world: int) -> dict:
         if FID not in option.jobs or option.name in LEFT_OUT or LATER.get(option.name) == value:
             continue
         if option.name == "balanced_labels" and len({*run.spec.family.label_orders}) == 1:
-            continue  # the family has one order
+            continue  # the family has one order of labels
         value = list(value) if isinstance(value, tuple) else value  # as in JSON
         record[option.flag_names(ranks=True)[0]] = value
     device = pipeline.device
