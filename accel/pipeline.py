@@ -5,8 +5,8 @@
     latents = pipeline.latents([207, 360], seed=0)
     pixels = pipeline.decode(latents)
 
-The commands, FID jobs, Sampler, scripts and benchmarks all sample with it. No code below
-`Pipeline.load` sees options.
+The commands, FID jobs, Sampler, scripts and benchmarks all sample with it. `Pipeline.load` and
+the code below it see no `Options`.
 """
 
 import gc

@@ -222,7 +222,7 @@ def choose(
     values["vae"] = PUBLISHED_DECODER.sub(r"\1", values["vae"])
     if origins["vae"] != MODEL and origins.get("latent_stats") == MODEL:
         del values["latent_stats"]  # they belong to the model's decoder
-    values.pop("guide", None)  # of a file, if its scale does not use it
+    values.pop("guide", None)  # a configuration names one that it may not use
     notices = _said(of_files, origins) if source.given.option else []
     notices += [
         source.given.notice(text)

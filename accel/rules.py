@@ -44,8 +44,9 @@ def read_configuration(options: Options) -> "Configuration | None":
 
 
 def merged(options: Options, configuration: "Configuration | None") -> Values:
-    """Return the user's options, and those of a configuration file below them. Raises UsageError
-    for a file with values that are not computed here, and for missing files.
+    """Return the user's options, completed by those of a configuration file. A guide of the file is
+    left out where the scale of guidance does not use it. Raises UsageError for a file with values
+    that are not computed here, and for missing files.
     """
     if configuration is None:
         return options
@@ -61,8 +62,8 @@ def decodes(values: Values) -> bool:
 
 
 def named_model(values: Values) -> str | None:
-    """Return the model that is named, the default one where no weights are given, and None where
-    the model follows from the weights.
+    """Return the model that options name; without one the default model, or None where weights are
+    given, from which it follows.
     """
     usual = None if "ckpt" in values else DEFAULT_MODEL
     return values.get("model", usual)
@@ -75,8 +76,8 @@ def named_defaults(values: Values) -> Defaults:
 
 
 def check(options: Options) -> None:
-    """Raise UsageError for options that contradict each other, a model that there is not, and
-    options that it does not have, as far as that is known without weights.
+    """Raise UsageError for options that contradict each other, an unknown model, and options that
+    the model lacks, as far as that is known without weights.
     """
     values = merged(options, read_configuration(options))
     if "precision" in values and values.get("tf32") not in (None, values["precision"] == "tf32"):

@@ -52,8 +52,8 @@ class UpstreamNoise:
     """Upstream's stream on the device's own generator: seeded once per rank, then one batch
     after the other.
 
-    A batch draws z, labels and the noise of its steps: 2n rows with guidance, n without.
-    Class by class and permuted it draws no labels.
+    A batch draws z, labels and the noise of its steps, n · `Plan.drawn` rows each. Class by class
+    and permuted it draws no labels.
     """
 
     def __init__(self, plan: Plan, batches: Batches, device: torch.device, process: Process):
