@@ -60,7 +60,7 @@ def sample(options: Options, parser: OneLineParser) -> None:
     with launched_ranks(parser.prog, parser.worded) as ranks:
         if is_fid_job:
             ranks.stop_on_signals(*STOP_SIGNALS)
-        values = rules.merged(options, rules.read_file(options))
+        values = rules.merged(options, rules.read_configuration(options))
         ranks.require_equal({f"`{name}`": values[name] for name in sorted({*values} - OF_NODE)})
         if is_fid_job:
             from accel.jobs.fid.job import make_folder

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from accel.families.spec import ModelSpec, State, reference_state
+from accel.families.spec import ModelSpec, StateDict, reference_state
 from accel.network import BlockNetwork, Plain
 from accel.precision import TIERS, arithmetic
 from accel.sampling.guidance import guided_halves
@@ -22,7 +22,7 @@ SAME = 3e-5  # of a float32 module and the reference network, which compute alik
 ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
-def build(state: State, spec: ModelSpec, tier: str, device: torch.device) -> BlockNetwork:
+def build(state: StateDict, spec: ModelSpec, tier: str, device: torch.device) -> BlockNetwork:
     """Return the network of a tier for latents of the trained size: the reference network for
     fp32 and tf32, an accelerated one otherwise. The weights, under the names of the reference
     network, are copied.
@@ -38,7 +38,7 @@ def build(state: State, spec: ModelSpec, tier: str, device: torch.device) -> Blo
     )
 
 
-def _reference(model: nn.Module, state: State) -> Plain:
+def _reference(model: nn.Module, state: StateDict) -> Plain:
     model.load_state_dict(state, strict=True, assign=True)
     return Plain(model.eval().requires_grad_(False))
 
@@ -163,7 +163,7 @@ def _not_zero(held):
 def _evaluate(
     held: HeldModule,
     t: float,
-    weights: State | None = None,
+    weights: StateDict | None = None,
     method: str = "",
     *more: float,
 ) -> Tensor:

@@ -26,8 +26,12 @@ def require_alike(
         "a side of trained latents": (other.latent_size, spec.latent_size),
         "image_size": (other.says.get("image_size", other.image_size), size),
         # Without a configuration latents are those of the family's decoder.
-        "latent_scale": tuple(each.latents.get("latent_scale", 1) for each in (other, spec)),
-        "latent_norm": tuple(each.latents.get("latent_norm", True) for each in (other, spec)),
+        "latent_scale": tuple(
+            each.latent_settings.get("latent_scale", 1) for each in (other, spec)
+        ),
+        "latent_norm": tuple(
+            each.latent_settings.get("latent_norm", True) for each in (other, spec)
+        ),
     }
     for fact, (value, guided) in compared.items():
         if None not in (value, guided) and value != guided:

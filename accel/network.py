@@ -60,12 +60,12 @@ class RunState(ABC):
         return None
 
 
-State = TypeVar("State")
+RunStateT = TypeVar("RunStateT")
 
 
-class Network(ABC, Generic[State]):
-    """A network that is ready to sample, whose runs have states of type `State`. Subclasses define
-    `parts`, `prepare` and `replayed`, and `forward_tokens` or `forward`.
+class Network(ABC, Generic[RunStateT]):
+    """A network that is ready to sample. Its runs have states of type `RunStateT`. Subclasses
+    define `parts`, `prepare` and `replayed`, and `forward_tokens` or `forward`.
     """
 
     patch_size: int
@@ -78,12 +78,14 @@ class Network(ABC, Generic[State]):
     def parts(self) -> "list[BlockNetwork]":
         """Return the networks with weights of their own: itself, and its guide if there is one."""
 
-    def forward_tokens(self, x: Tensor, t: Tensor, y: Tensor, run: State | None = None) -> Tensor:
+    def forward_tokens(
+        self, x: Tensor, t: Tensor, y: Tensor, run: RunStateT | None = None
+    ) -> Tensor:
         """Evaluate as `forward` does, and return the last tokens (N, T, p·p·C')."""
         raise NotImplementedError
 
     @torch.no_grad()
-    def forward(self, x: Tensor, t: Tensor, y: Tensor, run: State | None = None) -> Tensor:
+    def forward(self, x: Tensor, t: Tensor, y: Tensor, run: RunStateT | None = None) -> Tensor:
         """Evaluate x (n, C, H, W), repeated to N batch rows, at t (N,) for labels y (N,).
 
         run: the state of a run, of `prepare`; t are then indices of its evaluations, and times
@@ -92,7 +94,7 @@ class Network(ABC, Generic[State]):
         return unpatchify(self.forward_tokens(x, t, y, run), self.patch_size).to(x.dtype)
 
     @abstractmethod
-    def prepare(self, times: list[float], labels: list[int], at_once: int = 1) -> State:
+    def prepare(self, times: list[float], labels: list[int], at_once: int = 1) -> RunStateT:
         """Begin a sampling run and return its state. The run before has ended.
 
         times: of each evaluation, in order; labels: all of them; at_once: the most evaluations

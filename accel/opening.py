@@ -33,8 +33,8 @@ def open_run(
     decoder is.
     """
     device = device or choose_device(options.get("device"))
-    file = rules.read_file(options)
-    values = rules.merged(options, file)
+    configuration = rules.read_configuration(options)
+    values = rules.merged(options, configuration)
     for name in ("precision", "vae_precision"):
         if values.get(name, "auto") != "auto":
             precision.require(name, values[name], device)
@@ -51,11 +51,11 @@ def open_run(
     source = source or files[0].source(hints_in(values))
     for each in of_guide:
         guide = each.source(Hints(guided=source.spec))
-    if file is not None:
-        file.require_network("ckpt", source.given, source.spec)
+    if configuration is not None:
+        configuration.require_network("ckpt", source.given, source.spec)
         if guide is not None:
-            file.require_network("guide", guide.given, guide.spec)
-    choice = choose(options, source, guide, file)
+            configuration.require_network("guide", guide.given, guide.spec)
+    choice = choose(options, source, guide, configuration)
     run = resolve(choice, device, open_space(choice))
     run.announce()
     return run
@@ -161,13 +161,13 @@ def _require_channels(name, space, spec):
 
 def _as_trained(space: LatentSpace, values: Mapping[str, Any], spec: ModelSpec) -> LatentSpace:
     """Return the latent space with the scale or the statistics that the weights say."""
-    latents = spec.latents
-    if "mean" in latents and "latent_stats" not in values:
-        return space._replace(scale=1.0, shift=0.0, mean=latents["mean"], std=latents["std"])
-    if "latent_scale" not in latents:
+    settings = spec.latent_settings
+    if "mean" in settings and "latent_stats" not in values:
+        return space._replace(scale=1.0, shift=0.0, mean=settings["mean"], std=settings["std"])
+    if "latent_scale" not in settings:
         return space
-    scale = latents["latent_scale"]
-    if not latents["latent_norm"]:
+    scale = settings["latent_scale"]
+    if not settings["latent_norm"]:
         return space._replace(scale=scale, shift=0.0, mean=(), std=())
     if not space.std and space.decoder is not None:
         raise UsageError(

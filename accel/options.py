@@ -112,7 +112,6 @@ FILES = "files"
 ADVANCED = "advanced"
 MOST_PIXELS = 8192  # of a side: a mistyped size should not ask for terabytes
 SEEDS = -(2**63), 2**64 - 1  # that torch's generators take
-CHANNELS = 3  # guided of four, as for the published pictures
 
 _TABLE = (
     Option(

@@ -5,8 +5,8 @@
     latents = pipeline.latents([207, 360], seed=0)
     pixels = pipeline.decode(latents)
 
-The commands, FID jobs, Sampler, scripts and benchmarks all sample with it. No code below
-`Pipeline.load` sees options.
+The commands, FID jobs, Sampler, scripts and benchmarks all sample with it. `Pipeline.load` and
+the code below it see no `Options`.
 """
 
 import gc
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from accel import precision
 from accel.errors import Given, UsageError
-from accel.families.spec import ModelSpec, State
+from accel.families.spec import ModelSpec, StateDict
 from accel.latents import LatentSpace
 from accel.latents.decoder import Decoder, NoDecoder
 from accel.network import Batch, BlockNetwork, Network, Plain
@@ -96,18 +96,18 @@ class Pipeline:
         *,
         placement: Placement = ALONE,
         tuner: "Tuner | None" = None,
-        any_scale: bool = False,
+        keep_guide: bool = False,
         too_large: str = TOO_LARGE,
     ) -> "Pipeline":
         """Load the network and make the decoder, which loads its weights at its first use.
 
         sizes: numbers of pictures that a rank denoises at once; the network is tuned and
         checked for them. placement: of this rank among those that share an evaluation. tuner:
-        chooses the GEMMs' algorithms. any_scale: keep a guide that is not used at this scale of
-        guidance. Raises UsageError for weights that are missing or overflow the tier.
+        chooses the GEMMs' algorithms. keep_guide: load also a guide that this scale of guidance
+        does not use. Raises UsageError for weights that are missing or overflow the tier.
         """
         guide = run.guide
-        if isinstance(run.guidance, Unguided) and not any_scale:
+        if isinstance(run.guidance, Unguided) and not keep_guide:
             guide = None  # it would not be evaluated
         batch = _batch(run, placement, sizes)
         with precision.arithmetic(run.tier), enough_memory(too_large):
@@ -315,7 +315,7 @@ def _batch(run: Run, placement: Placement, sizes: Iterable[int]) -> Batch:
 
 
 def load_network(
-    state: State,
+    state: StateDict,
     spec: ModelSpec,
     given: Given,
     tier: str,

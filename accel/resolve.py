@@ -1,9 +1,9 @@
 """Resolve a run: the only place where values of options are chosen. It opens no file.
 
-    choose(options, source, guide, file) → Choice      the values, with their origins
-    resolve(choice, device, space) → Run               and what follows from decoder and device
+    choose(options, source, guide, configuration) → Choice    values, with their origins
+    resolve(choice, device, space) → Run    and what follows from decoder and device
 
-Every value comes from the first of these layers that has it, and its origin stays beside it: the
+Every value comes from the first of these origins that has it, and its origin stays beside it: the
 user's options, a configuration file, the weights' own facts, their model or its family, the
 options' defaults.
 """
@@ -29,8 +29,8 @@ from accel.sampling.guidance import (
     CHANNELS,
     Guidance,
     Unguided,
-    compared_interval,
     guidance_of,
+    rounded_interval,
 )
 from accel.sampling.process import Process
 from accel.sources import Source
@@ -47,7 +47,7 @@ FAMILY = "family"
 DEFAULT = "default"
 
 
-class Layer(NamedTuple):
+class OriginValues(NamedTuple):
     """Values of options from one origin."""
 
     origin: str
@@ -62,7 +62,7 @@ class Choice(NamedTuple):
     notices: list[str]
     source: Source
     guide: Source | None
-    file: "Configuration | None"
+    configuration: "Configuration | None"
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Run:
     origins: Mapping[str, str]
     source: Source
     guide: Source | None
-    file: "Configuration | None"  # what the file of --config says
+    configuration: "Configuration | None"  # what the file of --config says
     space: LatentSpace  # its decoder is None where no picture is decoded
     device: torch.device
     process: Process
@@ -138,7 +138,7 @@ class Run:
         """Return the run of other options with the same weights, decoder and device. Raises
         UsageError as `choose` and `resolve`.
         """
-        choice = choose(options, self.source, self.guide, self.file)
+        choice = choose(options, self.source, self.guide, self.configuration)
         return resolve(choice, self.device, self.space)
 
     def announce(self) -> None:
@@ -187,11 +187,11 @@ def choose(
     options: Options,
     source: Source,
     guide: Source | None = None,
-    file: "Configuration | None" = None,
+    configuration: "Configuration | None" = None,
 ) -> Choice:
     """Return the values of a user's options with these weights, as far as they do not depend on
-    the decoder and the device. guide: the second network of autoguidance. file: of --config.
-    Raises UsageError for options that contradict the weights.
+    the decoder and the device. guide: the second network of autoguidance. configuration: what the
+    file of --config says. Raises UsageError for options that contradict the weights.
     """
     spec = source.spec
     channels = min(spec.defaults.guidance_channels, spec.in_channels)  # all that there are
@@ -199,26 +199,31 @@ def choose(
     of_model = {**spec.defaults._asdict(), "guidance_channels": channels}
     for name in ("image_size", "class_names"):  # settled in `resolve`
         del of_model[name]
-    files = [] if file is None else [Layer(file.given.name, file.options)]
+    of_files = []
+    if configuration is not None:
+        of_files.append(OriginValues(configuration.given.name, configuration.options))
     if spec.said_by:  # a file beside the weights
-        files += [Layer(spec.said_by, spec.says), Layer(source.name, facts)]
+        of_files += [
+            OriginValues(spec.said_by, spec.says),
+            OriginValues(source.name, facts),
+        ]
     else:
-        files.append(Layer(source.name, {**spec.says, **facts}))
+        of_files.append(OriginValues(source.name, {**spec.says, **facts}))
     values, origins = merge(
         [
-            Layer(USER, options),
-            *files,
-            Layer(MODEL, of_model),
-            Layer(FAMILY, {"sampler": spec.family.samplers[0]}),
-            Layer(DEFAULT, DEFAULTS),
+            OriginValues(USER, options),
+            *of_files,
+            OriginValues(MODEL, of_model),
+            OriginValues(FAMILY, {"sampler": spec.family.samplers[0]}),
+            OriginValues(DEFAULT, DEFAULTS),
         ]
     )
     values["model"] = spec.model
     values["vae"] = PUBLISHED_DECODER.sub(r"\1", values["vae"])
     if origins["vae"] != MODEL and origins.get("latent_stats") == MODEL:
         del values["latent_stats"]  # they belong to the model's decoder
-    values.pop("guide", None)  # of a file, if its scale does not use it
-    notices = _said(files, origins) if source.given.option else []
+    values.pop("guide", None)  # a configuration names one that it may not use
+    notices = _said(of_files, origins) if source.given.option else []
     notices += [
         source.given.notice(text)
         for name, text in spec.assumed.items()
@@ -230,7 +235,7 @@ def choose(
 
         notices += rules_of_guide.require_alike(values, origins, guide, source)
     _require_spec(values, spec)
-    return Choice(values, origins, notices, source, guide, file)
+    return Choice(values, origins, notices, source, guide, configuration)
 
 
 def resolve(choice: Choice, device: torch.device, space: LatentSpace) -> Run:
@@ -254,7 +259,7 @@ def resolve(choice: Choice, device: torch.device, space: LatentSpace) -> Run:
         origins,
         choice.source,
         choice.guide,
-        choice.file,
+        choice.configuration,
         space,
         device,
         process=process_of(values, spec),
@@ -263,12 +268,12 @@ def resolve(choice: Choice, device: torch.device, space: LatentSpace) -> Run:
     )
 
 
-def merge(layers: list[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the value of every option that a layer has, and the origin of each."""
+def merge(in_order: list[OriginValues]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the value of every option that an origin has, and that origin: the first of them."""
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    for origin, layer in layers:
-        for name, value in layer.items():
+    for origin, given in in_order:
+        for name, value in given.items():
             if name in OPTIONS and name not in values and value is not None:
                 values[name] = value
                 origins[name] = origin
@@ -288,7 +293,7 @@ def process_of(values: Mapping[str, Any], spec: ModelSpec) -> Process:
         noise_scale=values["noise_scale"],
         by_start=family.heun_by_start,
         last_time=family.last_time,
-        compared=family.compared,
+        interval_arithmetic=family.interval_arithmetic,
     )
 
 
@@ -302,7 +307,7 @@ def guidance_in(
         spec.num_classes if spec.null_class else None,
         guide=guide is not None,
         channels=values["guidance_channels"],
-        interval=compared_interval(values["guidance_interval"], family.compared),
+        interval=rounded_interval(values["guidance_interval"], family.interval_arithmetic),
         ends=family.interval_ends,
         upstreams_job=upstreams_job,
     )
@@ -319,13 +324,13 @@ def layout_of(parallel: str) -> Layout | None:
     return layouts.parse(parallel)
 
 
-def _said(layers: list[Layer], origins: Mapping[str, str]) -> list[str]:
+def _said(of_files: list[OriginValues], origins: Mapping[str, str]) -> list[str]:
     """Return a line for each file that gave values."""
     lines = []
-    for origin, layer in layers:
+    for origin, said in of_files:
         taken = {
             name: value
-            for name, value in layer.items()
+            for name, value in said.items()
             if origins.get(name) == origin and name != "num_classes"
         }
         if taken:

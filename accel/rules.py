@@ -23,35 +23,36 @@ STEPS = {"sde": (2, 1000), "dpm++": (1, 999), "unipc": (1, 999)}
 Values = Mapping[str, Any]
 
 
-def read_file(options: Options) -> "Configuration | None":
+def read_configuration(options: Options) -> "Configuration | None":
     """Return what the user's configuration file says, None without one. Raises UsageError for a
     file that cannot be read, or of another family than the user's model.
     """
     if "config" not in options:
         return None
-    from accel.families import configuration  # few runs have one
+    from accel.families.configuration import read  # few runs have one
 
-    file = configuration.read(options["config"])
+    configuration = read(options["config"])
     family = family_of(options["model"]) if "model" in options else None
-    if family is not None and family.name != file.family:
+    if family is not None and family.name != configuration.family:
         raise UsageError(
-            f"is a {family.name}, and `config={options['config']}` is of a {file.family}",
+            f"is a {family.name}, and `config={options['config']}` is of a {configuration.family}",
             "drop one",
             parameter="model",
             value=options["model"],
         )
-    return file
+    return configuration
 
 
-def merged(options: Options, file: "Configuration | None") -> Values:
-    """Return the user's options, and those of a configuration file below them. Raises UsageError
-    for a file with values that are not computed here, and for missing files.
+def merged(options: Options, configuration: "Configuration | None") -> Values:
+    """Return the user's options, completed by those of a configuration file. A guide of the file is
+    left out where the scale of guidance does not use it. Raises UsageError for a file with values
+    that are not computed here, and for missing files.
     """
-    if file is None:
+    if configuration is None:
         return options
-    values = {**file.options, **options}
+    values = {**configuration.options, **options}
     unused = {"guide"} if values.get("cfg_scale", 2.0) <= 1 else set()
-    file.require_computed({*options, *unused}, decodes(values))
+    configuration.require_computed({*options, *unused}, decodes(values))
     return {name: value for name, value in values.items() if name in options or name not in unused}
 
 
@@ -61,8 +62,8 @@ def decodes(values: Values) -> bool:
 
 
 def named_model(values: Values) -> str | None:
-    """Return the model that is named, the default one where no weights are given, and None where
-    the model follows from the weights.
+    """Return the model that options name; without one the default model, or None where weights are
+    given, from which it follows.
     """
     usual = None if "ckpt" in values else DEFAULT_MODEL
     return values.get("model", usual)
@@ -75,10 +76,10 @@ def named_defaults(values: Values) -> Defaults:
 
 
 def check(options: Options) -> None:
-    """Raise UsageError for options that contradict each other, a model that there is not, and
-    options that it does not have, as far as that is known without weights.
+    """Raise UsageError for options that contradict each other, an unknown model, and options that
+    the model lacks, as far as that is known without weights.
     """
-    values = merged(options, read_file(options))
+    values = merged(options, read_configuration(options))
     if "precision" in values and values.get("tf32") not in (None, values["precision"] == "tf32"):
         raise UsageError(
             f"conflicts with `precision={values['precision']}`",

@@ -50,9 +50,9 @@ class Sampler:
     model, or the first argument, is one of these. A name, as --model has it. Weights, as --ckpt
     has them, such as a file, or the folder or hub id of a DiTPipeline. A network that the caller
     has, whose weights are copied: models.DiT, another family's, the original classes, wrapped or
-    compiled, or diffusers' DiTTransformer2DModel or DiTPipeline. vae: ema, mse, a folder or
-    an AutoencoderKL; a pipeline brings its own. config: a configuration file of the model's own
-    repository, for options that are open. guide: autoguidance by a second network of the same
+    compiled, or diffusers' DiTTransformer2DModel or DiTPipeline. vae: a decoder, as --vae has
+    it, or an AutoencoderKL; a pipeline brings its own. config: a configuration file of the model's
+    own repository, for options that are open. guide: autoguidance by a second network of the same
     family, weights as --guide has them or a network that the caller has. check: compare networks
     that the caller has with their copies on noise, as `accelerate` does. The other options are
     those of sample.py's flags; None leaves one open. Arguments of `sample` have the
@@ -150,7 +150,7 @@ class Sampler:
             guide_source = None if guide is None else guide.source
             self.run = open_run(options, source=source, guide=guide_source)
             self._held = held
-            self._pipeline: Pipeline | None = load(self.run, any_scale=True)
+            self._pipeline: Pipeline | None = load(self.run, keep_guide=True)
             for part, module in zip(self._pipeline.network.parts, (held, guide)):
                 if module is None:
                     continue

@@ -20,7 +20,7 @@ from accel.families import model_names
 from accel.families.identify import Hints
 from accel.families.spec import ModelSpec, weights_of
 from accel.files import atomic_write, is_utf8
-from accel.sources.facts import LATENTS, OWN, to_header
+from accel.sources.facts import LATENT_SETTINGS, OWN, to_header
 from accel.sources.files import Files
 from accel.weights.digests import digest
 from accel.weights.tensor_files import mode_of, require_finite_floats
@@ -31,7 +31,9 @@ def facts_of(spec: ModelSpec) -> dict[str, Any]:
     accel/sources/facts.py.
     """
     # Other settings of latents follow from tensors.
-    latents = {name: spec.latents[name] for name in LATENTS if name in spec.latents}
+    latents = {
+        name: spec.latent_settings[name] for name in LATENT_SETTINGS if name in spec.latent_settings
+    }
     recipe = {**spec.says, **latents}
     facts = {
         **spec.facts,

@@ -203,7 +203,7 @@ class Studio:
         if key not in self.loaded:
             self.loaded.clear()
             free_memory(run.device)
-            self.loaded[key] = load(run, any_scale=True)
+            self.loaded[key] = load(run, keep_guide=True)
         return self.loaded[key].with_(process=run.process, guidance=run.guidance)
 
     def serve(self, work: Callable, outputs: list, *values: object) -> Iterator[dict]:

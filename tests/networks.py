@@ -94,7 +94,7 @@ def ready(**options):
     given = Options(**options)
     check(given)
     run = open_run(given)
-    return run, load(run, any_scale=True)
+    return run, load(run, keep_guide=True)
 
 
 def latents_of(run, pipeline, on_step=None):

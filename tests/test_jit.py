@@ -22,7 +22,7 @@ from accel.errors import Given, UsageError
 from accel.families import DEMO
 from accel.families.blocks import RMSFinalLayer
 from accel.families.jit.network import JiT, JiT_models
-from accel.jobs.fid.folder import Batches, Order
+from accel.jobs.fid.folder import Batches, Plan
 from accel.jobs.fid.noise import PictureNoise, UpstreamNoise
 from accel.latents.files import find
 from accel.latents.pixels import PIXELS
@@ -399,18 +399,18 @@ def test_two_ranks_share_a_picture(tmp_path, here):
 
 def test_labels_of_an_fid_job_are_class_by_class(tmp_path):
     """A rank makes a contiguous run of each round; its seed is the job's plus its number."""
-    order = Order(tmp_path, 16, 2, 5, 4, 32, (3, 32, 32), labels="class_by_class")
+    plan = Plan(tmp_path, 16, 2, 5, 4, 32, (3, 32, 32), labels="class_by_class")
     made = {}
     for rank in range(2):
-        batches = Batches(order, rank, 2)
-        noise = UpstreamNoise(order, batches, torch.device("cpu"), Heun(2))
+        batches = Batches(plan, rank, 2)
+        noise = UpstreamNoise(plan, batches, torch.device("cpu"), Heun(2))
         torch_noise = torch.Generator().manual_seed(5 + rank)
         for batch in batches.to_draw(()):
             z, labels, _ = noise.batch(batch)
             assert torch.equal(z, torch.randn(2, 3, 32, 32, generator=torch_noise))
             made |= dict(zip(batches.pictures(batch), labels.tolist()))
-            by_picture = PictureNoise(order, Batches(order, 0, 1), torch.device("cpu"), Heun(2))
-        assert list(Batches(order, rank, 2).pictures(2 + rank)) == [4 + 2 * rank, 5 + 2 * rank]
+            by_picture = PictureNoise(plan, Batches(plan, 0, 1), torch.device("cpu"), Heun(2))
+        assert list(Batches(plan, rank, 2).pictures(2 + rank)) == [4 + 2 * rank, 5 + 2 * rank]
     assert [made[number] for number in range(16)] == [i // 4 for i in range(16)]
     _, labels, _ = by_picture.batch(3)
     assert labels.tolist() == [1, 1]

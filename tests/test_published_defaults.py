@@ -56,7 +56,7 @@ def test_a_models_defaults(name):
     own = family.models[name]
     for channels in (3, 16, 1152):
         side = own.image_size // own.factor
-        implied = family.of_latents(own, channels, side)
+        implied = family.defaults_for(own, channels, side)
         scale, guided, interval, steps, sampler, pixels, noise, shift, vae = TABLE[name]
         assert implied.guidance_channels == (channels if guided == "C" else guided)
         assert implied.guidance_interval == interval
@@ -86,7 +86,7 @@ def test_published_files():
         (16, "ViTXL_n08/model.pt", "imagenet1k/stat.pt"),
         (32, "ViTXL_n08_i512/model.pt", "imagenet1k_512/stat.pt"),
     ):
-        implied = rae.of_latents(rae.models["DiTDH-XL/1"], 768, side)
+        implied = rae.defaults_for(rae.models["DiTDH-XL/1"], 768, side)
         assert implied.vae == str(decoders / decoder)
         assert implied.latent_stats == str(statistics / stat)
 

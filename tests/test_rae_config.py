@@ -11,7 +11,7 @@ from conftest import ROOT
 
 from accel.errors import UsageError
 from accel.options import Options
-from accel.rules import merged, read_file
+from accel.rules import merged, read_configuration
 
 TEXT = """
 stage_1:
@@ -95,7 +95,7 @@ def changed(**entries):
 def taken(name, **given):
     """Return the options that a configuration file adds to those that are given."""
     options = Options(config=name, **given)
-    values = merged(options, read_file(options))
+    values = merged(options, read_configuration(options))
     return {name: value for name, value in values.items() if name not in options}
 
 
@@ -230,7 +230,7 @@ def test_flags_override_a_file():
     name = written(changed(guidance__method="cfg", sampler__params__sampling_method=None))
     given = dict(ckpt="other.pt", vae="ema", cfg_scale=2.0, sampler="heun", timestep_shift=0.5)
     options = Options(config=name, **given)
-    values = merged(options, read_file(options))
+    values = merged(options, read_configuration(options))
     assert {**values, **given} == values
     assert (values["num_sampling_steps"], values["guidance_interval"]) == (49, (0.1, 0.9))
 
@@ -300,8 +300,8 @@ def test_other_files_are_refused_in_a_line(text):
 def test_reading_imports_no_torch(tmp_path):
     written(TEXT)
     code = (
-        "import sys; from accel.options import Options; from accel.rules import read_file;"
-        "assert read_file(Options(config=sys.argv[1])).options['cfg_scale'] == 1.42;"
+        "import sys; from accel.options import Options; from accel.rules import read_configuration;"
+        "assert read_configuration(Options(config=sys.argv[1])).options['cfg_scale'] == 1.42;"
         "assert not {'torch', 'numpy'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code, tmp_path / "run.yaml"], cwd=ROOT, check=True)

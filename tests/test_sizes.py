@@ -54,7 +54,7 @@ DEFAULTS = {
         249,
         0.3,
     ),
-    "DiTDH-XL/1": (256, rae.OF_256, 1.0, 3, (0.0, 1.0), 49, 1.0),  # before `of_latents`
+    "DiTDH-XL/1": (256, rae.OF_256, 1.0, 3, (0.0, 1.0), 49, 1.0),  # before `defaults_for`
 }
 
 

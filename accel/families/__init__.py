@@ -33,7 +33,7 @@ DEMO = weights_folder() / "demo"
 LabelOrder = Literal["random", "by_number", "class_by_class", "permuted"]
 
 
-Compared = Literal["float64 levels", "float32 levels", "float32 times"]
+IntervalArithmetic = Literal["float64 levels", "float32 levels", "float32 times"]
 
 
 class Defaults(NamedTuple):
@@ -99,15 +99,16 @@ class Family(NamedTuple):
     names_in_training: Mapping[str, str] = MappingProxyType({})
     # What its original does otherwise than the others':
     interval_ends: bool = True  # whether guidance acts at the ends of its interval too
-    # The numbers that are compared with the interval's ends; a time is 1 − its noise level.
-    compared: Compared = "float64 levels"
+    # Type and kind of the numbers in which it compares an evaluation with the interval; a time is
+    # 1 − its noise level.
+    interval_arithmetic: IntervalArithmetic = "float64 levels"
     heun_by_start: bool = True  # whether both evaluations of a step have its start's guidance
     last_time: float = 1.0  # end of an ODE's even times
     # Labels of FID jobs, usually and with --balanced-labels.
     label_orders: tuple[LabelOrder, LabelOrder] = ("random", "by_number")
     any_size: bool = True  # whether it samples sizes that it was not trained for
     # Returns a model's defaults for latents of so many channels and of a side, None if unknown.
-    of_latents: Callable[[Defaults, int, int | None], Defaults] = as_they_are
+    defaults_for: Callable[[Defaults, int, int | None], Defaults] = as_they_are
 
     @property
     def recipe(self) -> Defaults:

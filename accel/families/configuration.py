@@ -46,8 +46,8 @@ class Configuration(NamedTuple):
     given: Given = Given("", "config")
 
     def require_computed(self, given: Collection[str], decodes: bool = True) -> None:
-        """Raise UsageError for values that are not computed here, and one for all files that are
-        missing. given: options that the user gives. decodes: whether a decoder is needed.
+        """Raise UsageError for a value that is not computed here, and for missing files, all in one
+        error. given: options that the user gives. decodes: whether a decoder is needed.
         """
         for name, reason in self.refused.items():
             if name not in given or name == "config":
@@ -65,7 +65,7 @@ class Configuration(NamedTuple):
 
     def require_network(self, parameter: str, given: Given, spec: "ModelSpec") -> None:
         """Raise UsageError for a network of another family than the file's, or of other sizes than
-        the file says. parameter: that names the network.
+        the file says. parameter: `ckpt` or `guide`, which names the network.
         """
         if spec.family.name != self.family:
             raise given.error(

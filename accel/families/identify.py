@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from accel.errors import Given, UnsaidError, UsageError, shown
 from accel.families import Family, families, family_of
-from accel.families.spec import ModelSpec, State, weights_of
+from accel.families.spec import ModelSpec, StateDict, weights_of
 from accel.weights.computed import UNCLEAR, require_computed
 from accel.weights.shapes import Shapes, require_fit, shapes_of
 
@@ -40,7 +40,7 @@ NO_HINTS = Hints()
 
 
 def identify(
-    given: Given, state: State, facts: Mapping[str, Any], hints: Hints = NO_HINTS
+    given: Given, state: StateDict, facts: Mapping[str, Any], hints: Hints = NO_HINTS
 ) -> ModelSpec:
     """Return the spec of weights with the entries `state`, under the names of their family's files.
     Print every assumption. facts: checked, that come with the tensors. Raises UsageError for
@@ -82,7 +82,7 @@ def identify(
         vae=facts.get("vae"),
         class_names=tuple(facts.get("class_names", ())),
         says={**spec.says, **_says(facts)},
-        latents=_latents(facts),
+        latent_settings=_latent_settings(facts),
     )
     _require_estimate(given, spec, facts)
     if hints.num_heads not in (None, spec.num_heads):
@@ -187,7 +187,7 @@ def _says(facts):
     }
 
 
-def _latents(facts):
+def _latent_settings(facts):
     """Return the settings of latents that the facts name."""
     names = "latent_scale", "latent_norm"
     recipe = facts.get("recipe", {})

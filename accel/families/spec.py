@@ -13,7 +13,7 @@ from accel.errors import Given
 from accel.families import Defaults, Family
 from accel.weights.shapes import Shapes, shapes_only
 
-State = dict[str, Tensor]
+StateDict = dict[str, Tensor]
 LABELS = "y_embedder.embedding_table.weight"  # the label table of most families
 
 
@@ -49,7 +49,7 @@ class ModelSpec:
     says: Mapping[str, Any] = field(default_factory=dict)  # values of options, for sampling
     said_by: str = ""  # the file that says it, where it is not the weights' own
     # Other settings of its training: the scale of its latents, and whether they are normalised.
-    latents: Mapping[str, Any] = field(default_factory=dict)
+    latent_settings: Mapping[str, Any] = field(default_factory=dict)
     # Option, or "" → a line about what is assumed of it, to be printed where it is used.
     assumed: Mapping[str, str] = field(default_factory=dict)
 
@@ -57,7 +57,7 @@ class ModelSpec:
     def defaults(self) -> Defaults:
         """Return the values that the model, or its family, implies for these latents."""
         defaults = self.family.models.get(self.model, self.family.recipe)
-        return self.family.of_latents(defaults, self.in_channels, self.latent_size)
+        return self.family.defaults_for(defaults, self.in_channels, self.latent_size)
 
     @property
     def out_channels(self) -> int:
@@ -146,7 +146,7 @@ class ModuleRules(NamedTuple):
     strength: int = 0  # if several families recognise a module, the strongest claim wins
     assumed: str = ""  # what neither the class nor the entries say, and how to say it
     # Renames the entries of its state dict as in the family's files.
-    read: Callable[[State], State] = unchanged
+    read: Callable[[StateDict], StateDict] = unchanged
     arguments: Callable[..., tuple[tuple, dict]] = call_as_dit
     # Its own output → the reference network's.
     output: Callable[[Any], Tensor] = unchanged
@@ -161,12 +161,12 @@ class Says(NamedTuple):
     """
 
     options: Mapping[str, Any] = {}
-    latents: Mapping[str, Any] = {}
+    latent_settings: Mapping[str, Any] = {}
     assumed: Mapping[str, str] = {}
     file: str = ""  # that says it, where it is not the weights' own
 
 
-def no_latents(state: State) -> dict[str, Any]:
+def no_latent_settings(state: StateDict) -> dict[str, Any]:
     """Return no settings of latents."""
     return {}
 
@@ -184,18 +184,18 @@ class FamilyWeights(NamedTuple):
     not computed. of_module(module, state): how to read a module, None for another family's.
     convert: entries of a file → the reference network's. sampled: leaves entries of a file out
     that sampling does not need. says(given, spec, facts): what the facts say of sampling.
-    latents_of: settings of the latents that a file's entries say. has_files_beside: whether a YAML
-    file beside the weights may say it. labels: the label table. computed: arguments that only the
-    family's code has → their computed values.
+    latent_settings_of: settings of the latents that a file's entries say. has_files_beside: whether
+    a YAML file beside the weights may say it. labels: the label table. computed: arguments that
+    only the family's code has → their computed values.
     """
 
     models: Mapping[str, Callable[..., nn.Module]]
     identify: Callable[[Shapes, Mapping[str, Any]], ModelSpec]
-    of_module: Callable[[nn.Module, State], ModuleRules | None]
-    convert: Callable[[State], State] = unchanged
-    sampled: Callable[[State], State] = unchanged
+    of_module: Callable[[nn.Module, StateDict], ModuleRules | None]
+    convert: Callable[[StateDict], StateDict] = unchanged
+    sampled: Callable[[StateDict], StateDict] = unchanged
     says: Callable[[Given, ModelSpec, Mapping[str, Any]], Says] = says_nothing
-    latents_of: Callable[[State], Mapping[str, Any]] = no_latents
+    latent_settings_of: Callable[[StateDict], Mapping[str, Any]] = no_latent_settings
     has_files_beside: bool = False
     labels: str = LABELS
     computed: Mapping[str, tuple] = {}
@@ -206,6 +206,6 @@ def weights_of(family: Family) -> FamilyWeights:
     return family.part("weights").WEIGHTS
 
 
-def reference_state(spec: ModelSpec, state: State) -> State:
+def reference_state(spec: ModelSpec, state: StateDict) -> StateDict:
     """Return the entries of a file under the names of the reference network."""
     return weights_of(spec.family).convert(state)

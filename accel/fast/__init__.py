@@ -14,12 +14,14 @@ from accel.kernels.linear import Tuner
 from accel.precision import TIERS
 from accel.stages import stages_of
 
-State = dict[str, torch.Tensor]
+StateDict = dict[str, torch.Tensor]
 # A family's function: (reader, reference network, ops) → its weights, packed.
 Pack = Callable[[Reader, Any, Half | Split], Packing]
 
 
-def assemble(state: State, model: torch.nn.Module, pack: Pack, ops: Half | Split) -> FastNetwork:
+def assemble(
+    state: StateDict, model: torch.nn.Module, pack: Pack, ops: Half | Split
+) -> FastNetwork:
     """Make the accelerated network of the weights `state`, on any device, computed with `ops`.
 
     model: the reference network, with or without values, for heads, sizes and the timestep's
@@ -33,7 +35,7 @@ def assemble(state: State, model: torch.nn.Module, pack: Pack, ops: Half | Split
 
 
 def build(
-    state: State,
+    state: StateDict,
     model: torch.nn.Module,
     pack: Pack,
     tier: str,
@@ -51,7 +53,7 @@ def build(
 
 
 def load(
-    state: State,
+    state: StateDict,
     model: torch.nn.Module,
     pack: Pack,
     tier: str,
@@ -87,7 +89,7 @@ def load(
     return network
 
 
-def zeros_of(model: torch.nn.Module, device: torch.device) -> State:
+def zeros_of(model: torch.nn.Module, device: torch.device) -> StateDict:
     """Return zeros for a reference network's tensors, of each stage with its first block alone.
 
     The zeros take no memory.

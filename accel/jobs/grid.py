@@ -26,10 +26,10 @@ from accel.resolve import Run
 log = logging.getLogger(__name__)
 
 
-def load(run: Run, any_scale: bool = False) -> Pipeline:
-    """Load the pipeline of a grid in this process. any_scale: as for Pipeline.load."""
+def load(run: Run, keep_guide: bool = False) -> Pipeline:
+    """Load the pipeline of a grid in this process. keep_guide: as for Pipeline.load."""
     sizes = ALONE.sizes(run.count, run["batch_size"])
-    return Pipeline.load(run, sizes, any_scale=any_scale, too_large=too_large(run))
+    return Pipeline.load(run, sizes, keep_guide=keep_guide, too_large=too_large(run))
 
 
 def batches_of(run: Run) -> list[slice]:

@@ -3,9 +3,10 @@
 It depends on three interfaces only: a network, a process (accel/sampling/process.py) and
 a guidance.
 
-The random stream is upstream's: z of n latents, then at every step, also the last and
-also DDIM's with η = 0, one normal draw of the whole guided batch. The null half's noise
-is drawn and not used: both halves share their latents.
+The random stream is upstream's: z of n latents, then one normal draw at every step of
+`Process.draws`, of DiT's processes also at the last and with DDIM's η = 0. A draw has
+`Guidance.drawn` rows a latent. Only the first n rows are used: all batch rows of a latent
+share it.
 """
 
 from collections import Counter
@@ -87,23 +88,23 @@ def initial_noise(
 
 def upstream_noise(
     z: torch.Tensor,
-    copies: int,
+    drawn: int,
     rows: slice = slice(None),
     generator: torch.Generator | None = None,
 ) -> Callable[[], torch.Tensor]:
     """Return a function that draws a step's noise (n', C, L, L) for `rows` of the batch z
     (n, C, L, L).
 
-    copies: batch rows of a latent. generator: by default torch's own on z's device. A CPU
-    generator draws on the CPU; its numbers are pinned and copied to z's device without
-    waiting.
+    drawn: rows of noise that a step draws for a latent; one is used. generator: by default
+    torch's own on z's device. A CPU generator draws on the CPU; its numbers are pinned and copied
+    to z's device without waiting.
     """
-    shape = (copies * len(z), *z.shape[1:])
+    shape = (drawn * len(z), *z.shape[1:])
     device = z.device if generator is None else generator.device
     pinned = z.is_cuda and device.type == "cpu"
 
     def draw():
-        # Draw 2n rows, use n': upstream's random stream.
+        # Draw `drawn`·n rows, use n': upstream's random stream.
         noise = torch.randn(shape, generator=generator, device=device, pin_memory=pinned)
         return noise[: len(z)][rows].to(z.device, non_blocking=True)
 
@@ -136,7 +137,7 @@ def denoise(
     evaluate: Callable[..., torch.Tensor] = partial(network.forward, run=run)
     captures = network.captures and z.is_cuda
     if captures:
-        process.prepare(z.device)
+        process.upload_tables(z.device)
     if captures and not process.captured:
         evaluate = network.replayed(run, evaluate)
 

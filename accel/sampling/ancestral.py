@@ -70,7 +70,7 @@ class Ancestral(Process):
     def times(self) -> list[int]:
         return kept_timesteps(self.number)[::-1]
 
-    def prepare(self, device) -> None:
+    def upload_tables(self, device) -> None:
         _tables(self.number, device)
 
     def _at(self, name, at, x):

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from accel.families import IntervalArithmetic
 from accel.sampling.process import Process, State
 
 LAST = 0.04  # of the SDE: the length of its last step, as SiT has it
@@ -41,8 +42,8 @@ class Euler(Process):
     network that estimates the data, the least 1 − t that its estimate is divided by; None: it
     estimates the velocity. noise_scale: of the first noise. by_start: whether both evaluations of
     Heun's step have the guidance of its start, or each that of its own time. last_time: the end of
-    the even times; below 1 some noise is left. compared: how the original computes the numbers
-    that it compares with the ends of guidance's interval.
+    the even times; below 1 some noise is left. interval_arithmetic: as of `Family`; it rounds
+    `levels`.
     """
 
     number: int  # of steps
@@ -51,7 +52,7 @@ class Euler(Process):
     noise_scale: float = 1.0
     by_start: bool = True
     last_time: float = 1.0
-    compared: str = "float64 levels"
+    interval_arithmetic: IntervalArithmetic = "float64 levels"
 
     @property
     def draws(self) -> int:
@@ -66,11 +67,11 @@ class Euler(Process):
         return self._ends()[:-1]
 
     def levels(self) -> list[float]:
-        dtype = torch.float64 if self.compared == "float64 levels" else torch.float32
-        if self.compared == "float32 times":
+        dtype = torch.float64 if self.interval_arithmetic == "float64 levels" else torch.float32
+        if self.interval_arithmetic == "float32 times":
             even = torch.linspace(0, self.last_time, self.number + 1, dtype=dtype)
             levels = 1 - shifted(even, self.shift).double()
-        elif self.compared == "float32 levels":
+        elif self.interval_arithmetic == "float32 levels":
             even = 1 - torch.linspace(0, self.last_time, self.number + 1, dtype=dtype)
             levels = shifted(even, 1 / self.shift)
         else:
@@ -95,7 +96,7 @@ class Euler(Process):
     def finished(self, x, t, out) -> Tensor:
         return x + (self._ends()[-1] - t) * out if self.t_eps is None else out
 
-    def prepare(self, device) -> None:
+    def upload_tables(self, device) -> None:
         _upload(self, device)
 
     def _length(self, x, at):

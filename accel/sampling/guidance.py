@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from accel.families import IntervalArithmetic
+
 CHANNELS = 3  # of the noise estimate's four, as for the published pictures
 
 
@@ -112,14 +114,16 @@ class Autoguidance(Guidance):
         return torch.cat([y, y])
 
 
-def compared_interval(interval: tuple[float, float], compared: str) -> tuple[float, float]:
-    """Return an interval of noise levels with its ends as an original compares them with levels:
-    as they are, or rounded to float32, or 1 − time with a rounded time.
+def rounded_interval(
+    interval: tuple[float, float], arithmetic: IntervalArithmetic
+) -> tuple[float, float]:
+    """Return an interval of noise levels with its ends in a family's `interval_arithmetic`: as they
+    are, rounded to float32, or 1 − a time that is rounded to float32.
     """
-    if compared == "float64 levels":
+    if arithmetic == "float64 levels":
         return interval
     low, high = interval
-    if compared == "float32 levels":
+    if arithmetic == "float32 levels":
         return float(np.float32(low)), float(np.float32(high))
     return 1 - float(np.float32(1 - low)), 1 - float(np.float32(1 - high))
 

@@ -62,8 +62,8 @@ class Process(ABC):
         """
         return [time / 1000 for time in self.times()]
 
-    def prepare(self, device: torch.device) -> None:
-        """Upload the tables, so that a step can be captured."""
+    def upload_tables(self, device: torch.device) -> None:
+        """Upload the tables of coefficients, so that a step can be captured. Here: no-op."""
         return None
 
     def begin(self, x: Tensor) -> State:

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple, Protocol
 
 from accel.errors import Given, UsageError
 from accel.families.identify import NO_HINTS, Hints, identify
-from accel.families.spec import ModelSpec, State, reference_state, weights_of
+from accel.families.spec import ModelSpec, StateDict, reference_state, weights_of
 from accel.sources.facts import checked_options
 
 
 class Contents(NamedTuple):
     """The contents of a file or folder: float tensors by name, and the facts beside them."""
 
-    state: State
+    state: StateDict
     facts: Mapping[str, Any]
 
 
@@ -26,9 +26,9 @@ class Tensors(Protocol):
     """The tensors of a source, under the names of their family's files; not to be written to."""
 
     @property
-    def state(self) -> State: ...
+    def state(self) -> StateDict: ...
 
-    def reading(self) -> AbstractContextManager[State]:
+    def reading(self) -> AbstractContextManager[StateDict]:
         """Yield `state` for its last use. Raises UsageError if it was changed meanwhile."""
 
     def digest(self) -> str:
@@ -59,12 +59,12 @@ class Source:
         return replace(self, spec=self.spec.changed(says={**self.spec.says, **options}))
 
     @property
-    def state(self) -> State:
+    def state(self) -> StateDict:
         """Return the tensors under the names of the reference network, on their own device."""
         return reference_state(self.spec, self.tensors.state)
 
     @contextmanager
-    def reading(self) -> Iterator[State]:
+    def reading(self) -> Iterator[StateDict]:
         """Yield `state` for its last use: afterwards the tensors of a file are dropped. Raises
         UsageError if a file was changed since it was opened.
         """
@@ -78,7 +78,7 @@ class Source:
 
 def spec_of(
     given: Given,
-    state: State,
+    state: StateDict,
     facts: Mapping[str, Any],
     hints: Hints = NO_HINTS,
     facts_beside: Callable[[], Mapping[str, Any]] = dict,
@@ -109,7 +109,11 @@ def spec_of(
     options = checked_options(given, said.options, "its training arguments say")
     return spec.changed(
         says={**spec.says, **options},
-        latents={**spec.latents, **said.latents, **weights.latents_of(state)},
+        latent_settings={
+            **spec.latent_settings,
+            **said.latent_settings,
+            **weights.latent_settings_of(state),
+        },
         assumed=said.assumed,
         said_by=said.file,
     )

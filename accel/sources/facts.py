@@ -49,7 +49,7 @@ OF_RECIPES = (
     *("cfg_scale", "guidance_interval", "image_size", "noise_scale"),
     *("num_sampling_steps", "sampler", "t_eps", "timestep_shift"),
 )
-LATENTS = {  # settings of a recipe that are no options
+LATENT_SETTINGS = {  # settings of a recipe that are no options
     "latent_norm": _Fact(lambda value: isinstance(value, bool), "true or false"),
     "latent_scale": _Fact(
         lambda value: type(value) in (int, float) and 1e-6 <= value <= 1e6,
@@ -116,12 +116,12 @@ def checked(given: Given, facts: Mapping[str, Any]) -> dict[str, Any]:
     kept |= checked_options(given, known, "says")
     recipe = kept.get("recipe", {})
     for name, value in recipe.items():
-        if name in LATENTS and not LATENTS[name].valid(value):
+        if name in LATENT_SETTINGS and not LATENT_SETTINGS[name].valid(value):
             raise given.error(
-                f"says {name} {shown(value)}, which must be {LATENTS[name].meaning}",
+                f"says {name} {shown(value)}, which must be {LATENT_SETTINGS[name].meaning}",
                 "save it again without that entry",
             )
-    options = {name: value for name, value in recipe.items() if name not in LATENTS}
+    options = {name: value for name, value in recipe.items() if name not in LATENT_SETTINGS}
     unknown = options.keys() - {*OF_RECIPES}
     if unknown:
         raise given.error(f"says {min(unknown)} in its recipe, which is not known", "save it again")

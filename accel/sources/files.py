@@ -12,7 +12,7 @@ from typing import Any
 
 from accel.errors import Given, path_errors, shown
 from accel.families.identify import NO_HINTS, Hints
-from accel.families.spec import State
+from accel.families.spec import StateDict
 from accel.files import weights_folder
 from accel.sources import Contents, Source, spec_of
 from accel.sources.facts import checked
@@ -101,7 +101,7 @@ class Files:
         return Contents(state, checked(self.given, facts))
 
     @property
-    def state(self) -> State:
+    def state(self) -> StateDict:
         """Return the tensors of `contents`. Read-only."""
         return self.contents.state
 
@@ -121,7 +121,7 @@ class Files:
         return beside.facts_of(self.path, self.given)
 
     @contextmanager
-    def reading(self) -> Iterator[State]:
+    def reading(self) -> Iterator[StateDict]:
         """Yield the tensors. Afterwards drop them, so that the mapped files are closed. Raises
         UsageError if a file was changed since it was opened.
         """

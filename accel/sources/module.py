@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from accel.errors import Given
 from accel.families import families
 from accel.families.identify import families_with
-from accel.families.spec import ModelSpec, ModuleRules, State, weights_of
+from accel.families.spec import ModelSpec, ModuleRules, StateDict, weights_of
 from accel.sources import Source, spec_of
 from accel.sources.arguments import PLAIN
 from accel.sources.names import without_prefix
@@ -153,7 +153,7 @@ class HeldModule:
             raise self.given.error(f"is not a DiT: no {keys}")
         return max(claims, key=lambda rules: rules.strength)
 
-    def renamed(self, state: State) -> State:
+    def renamed(self, state: StateDict) -> StateDict:
         """Return a state dict of the module under the names of its family's files."""
         try:
             state = {name: value.detach() for name, value in _not_wrapped(state).items()}
@@ -162,7 +162,7 @@ class HeldModule:
             raise self.given.error(str(error)) from None
 
     @contextmanager
-    def reading(self) -> Iterator[State]:
+    def reading(self) -> Iterator[StateDict]:
         """Yield the weights; they stay until `release`."""
         yield self.state
 
@@ -183,11 +183,11 @@ class HeldModule:
 class HeldState:
     """A state dict in place of the tensors that a network was made from."""
 
-    def __init__(self, state: State):
+    def __init__(self, state: StateDict):
         self.state = state
 
     @contextmanager
-    def reading(self) -> Iterator[State]:
+    def reading(self) -> Iterator[StateDict]:
         """Yield the tensors."""
         yield self.state
 
@@ -205,7 +205,7 @@ def of_state(
     state: Mapping[str, Tensor],
     spec: ModelSpec,
     side: int,
-    renamed: Callable[[State], State] = without_prefix,
+    renamed: Callable[[StateDict], StateDict] = without_prefix,
 ) -> Source:
     """Return the source with a state dict of the network `spec`. renamed: gives its entries the
     names of the family's files. side: of latents. Raises UsageError for another network's, and

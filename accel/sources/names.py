@@ -8,7 +8,7 @@ import torch
 
 from accel.errors import Given, shown
 from accel.families import families
-from accel.families.spec import State
+from accel.families.spec import StateDict
 
 # Of wrappers around parts of a network: anywhere in a name.
 INNER = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)[.]")
@@ -28,7 +28,7 @@ def prefixes_of(names: Iterable[str]) -> list[str]:
     return sorted(prefix for prefix in found if prefix == "" or prefix.endswith("."))
 
 
-def network_in(given: Given, state: State, prefix: str | None = None) -> State:
+def network_in(given: Given, state: StateDict, prefix: str | None = None) -> StateDict:
     """Return the tensors of the network in a state dict, by their names without wrappers. prefix:
     that the user names; default: the only one under which a family's tensors lie. Print what is
     left out. Raises UsageError for two networks.
@@ -50,7 +50,7 @@ def network_in(given: Given, state: State, prefix: str | None = None) -> State:
     }
 
 
-def without_prefix(state: State) -> State:
+def without_prefix(state: StateDict) -> StateDict:
     """Return a state dict by the names of its network, where that lies under one prefix. Under
     names of no family, such as diffusers', that is the prefix of all names.
     """
@@ -60,9 +60,9 @@ def without_prefix(state: State) -> State:
     return {name.removeprefix(prefix): value for name, value in state.items()}
 
 
-def _without_inner(given: Given, state: State) -> State:
+def _without_inner(given: Given, state: StateDict) -> StateDict:
     """Return a state dict without the parts of names that wrappers inside a network add."""
-    plain: State = {}
+    plain: StateDict = {}
     for name, value in state.items():
         short = INNER.sub("", name)
         first = plain.setdefault(short, value)

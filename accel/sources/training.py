@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from accel.errors import Given, UsageError, shown
-from accel.families.spec import State
+from accel.families.spec import StateDict
 from accel.sources import Contents
 from accel.sources.arguments import facts_of
 from accel.sources.names import network_in
@@ -62,7 +62,7 @@ def _is_vector(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > 1
 
 
-def _chosen(given: Given, content: dict, entry: str | None) -> tuple[State, str | None]:
+def _chosen(given: Given, content: dict, entry: str | None) -> tuple[StateDict, str | None]:
     """Return the weights in the entry that the user names, else in the first of ENTRIES, and the
     prefix of the network's names if the user names one. Print which entry it is if there are others
     and it is not the usual one.
@@ -140,7 +140,7 @@ def _rank(name: str) -> int:
     return min(places, default=len(ENTRIES))
 
 
-def _named(given: Given, name: str, states: Mapping[str, Any]) -> State:
+def _named(given: Given, name: str, states: Mapping[str, Any]) -> StateDict:
     """Return the weights of an entry. An average without names has those of the weights that
     it is of, in their order; one without the fixed tables has theirs.
     """
@@ -165,7 +165,7 @@ def _named(given: Given, name: str, states: Mapping[str, Any]) -> State:
     )
 
 
-def _covers(whole: State, part: State) -> bool:
+def _covers(whole: StateDict, part: StateDict) -> bool:
     """Return whether all weights of `part` are in `whole`, of their shapes."""
     return all(
         key in whole and whole[key].shape == value.shape

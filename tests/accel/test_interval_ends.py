@@ -7,7 +7,7 @@ import torch
 
 from accel.families import families
 from accel.sampling import make_process
-from accel.sampling.guidance import compared_interval, guidance_of
+from accel.sampling.guidance import guidance_of, rounded_interval
 
 ENDS = [i / 100 for i in range(0, 101, 5)] + [0.11, 0.125, 0.3, 0.7, 0.875]
 STEPS = 2, 5, 10, 20, 25, 40, 49, 50, 100, 249, 250
@@ -52,12 +52,12 @@ def ours(name, sampler, steps, interval, shift=1.0):
         shift=shift,
         by_start=family.heun_by_start,
         last_time=family.last_time,
-        compared=family.compared,
+        interval_arithmetic=family.interval_arithmetic,
     )
     guidance = guidance_of(
         2.0,
         8,
-        interval=compared_interval(interval, family.compared),
+        interval=rounded_interval(interval, family.interval_arithmetic),
         ends=family.interval_ends,
     )
     return [guidance.at(level) is guidance for level in process.levels()]

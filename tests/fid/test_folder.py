@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from orders import order
+from plans import plan
 
 from accel.errors import UsageError
 from accel.jobs.fid.folder import CODE, COUNT, Batches, begin, npz_of, write_pictures
@@ -37,7 +37,7 @@ def names(folder):
     ],
 )
 def test_batches_cover_every_picture_once(wanted, n, world, independent):
-    chosen = order(count=wanted, batch_size=n, independent=independent)
+    chosen = plan(count=wanted, batch_size=n, independent=independent)
     ranks = [Batches(chosen, rank, world) for rank in range(world)]
     made = sorted(
         number for rank in ranks for batch in rank.to_draw(set()) for number in rank.pictures(batch)
@@ -79,7 +79,7 @@ def test_bytes_are_on_disk_before_the_names_that_rely_on_them(folder, monkeypatc
 
 @pytest.mark.parametrize("labels", ("random", "by_number", "class_by_class", "permuted"))
 def test_more_pictures_need_an_order_that_does_not_depend_on_their_number(labels, folder):
-    can_grow = order(labels=labels).can_grow
+    can_grow = plan(labels=labels).can_grow
     begin(folder, {COUNT: 4, "--seed": 1}, can_grow)
     write_pictures(folder, range(2), PIXELS)
     if labels in ("random", "by_number"):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from orders import order
+from plans import plan
 
 from accel.families.dit.network import DiT_models
 from accel.families.sit.network import SiT_models
@@ -22,7 +22,7 @@ DDPM = Ancestral(DRAWS)
 
 
 def noise_of(kind, rank=0, world=1, process=DDPM, **more):
-    chosen = order(independent=kind is PictureNoise, **more)
+    chosen = plan(independent=kind is PictureNoise, **more)
     return kind(chosen, Batches(chosen, rank, world), CPU, process)
 
 
@@ -172,7 +172,7 @@ def test_noise_of_steps_from_the_cpu():
     """SiT's stream: z and labels of the GPU's generator, steps of the CPU's; both are
     drawn again.
     """
-    chosen = order()
+    chosen = plan()
     device = torch.device("cuda")
     torch.manual_seed(3)
     for _ in range(3):

@@ -9,7 +9,7 @@ from torch import nn
 from accel.errors import UnsaidError
 from accel.families import Family, dit
 from accel.families.dit.network import DiT, DiT_models
-from accel.families.spec import FamilyWeights, ModelSpec, ModuleRules, State
+from accel.families.spec import FamilyWeights, ModelSpec, ModuleRules, StateDict
 from accel.weights.shapes import Shapes
 
 PATCHES = "x_embedder.proj.weight"  # a convolution (D, C, p, p)
@@ -98,7 +98,7 @@ def named_as_dit(
     )
 
 
-def of_module(module: nn.Module, state: State) -> ModuleRules | None:
+def of_module(module: nn.Module, state: StateDict) -> ModuleRules | None:
     """Return the rules to read a DiT: this repository's, the original or diffusers'. None for
     another module.
     """
@@ -109,7 +109,7 @@ def of_module(module: nn.Module, state: State) -> ModuleRules | None:
     return of_entries(dit.FAMILY, module, state)
 
 
-def of_entries(family: Family, module: Any, state: State, **rules: Any) -> ModuleRules | None:
+def of_entries(family: Family, module: Any, state: StateDict, **rules: Any) -> ModuleRules | None:
     """Return the rules to read a module with the family's entries, or None for another module.
     rules: other fields of ModuleRules.
     """

@@ -48,9 +48,9 @@ FAMILY = Family(
     code=__name__,
     fast=f"{__name__}.fast",
     interval_ends=False,
-    compared="float32 times",
+    interval_arithmetic="float32 times",
     heun_by_start=False,
     label_orders=("class_by_class", "class_by_class"),
     any_size=False,
-    of_latents=with_noise,
+    defaults_for=with_noise,
 )

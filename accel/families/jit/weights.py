@@ -8,7 +8,7 @@ from accel.families import jit
 from accel.families.dit.weights import PATCHES, blocks_of, models_with, named_as_dit
 from accel.families.jit.network import JiT, JiT_models
 from accel.families.lightning_dit.weights import swiglu_ratio
-from accel.families.spec import STRUCTURE, FamilyWeights, ModelSpec, ModuleRules, Says, State
+from accel.families.spec import STRUCTURE, FamilyWeights, ModelSpec, ModuleRules, Says, StateDict
 from accel.weights.shapes import Shapes
 
 FAMILY = jit.FAMILY
@@ -84,7 +84,7 @@ def says(given: Given, spec: ModelSpec, facts: Mapping[str, Any]) -> Says:
     return Says(options, assumed={"noise_scale": assumed})
 
 
-def of_module(module: Any, state: State) -> ModuleRules | None:
+def of_module(module: Any, state: StateDict) -> ModuleRules | None:
     """Return the rules to read a module with a JiT's entries, None for another module."""
     if not state.keys() >= {*FAMILY.keys}:
         return None

@@ -6,7 +6,7 @@ from typing import Any
 from accel.families import large_dit
 from accel.families.dit.weights import LAST, models_with, require_heads
 from accel.families.large_dit.network import DiT_Llama, Large_DiT_models
-from accel.families.spec import FamilyWeights, ModelSpec, ModuleRules, State
+from accel.families.spec import FamilyWeights, ModelSpec, ModuleRules, StateDict
 from accel.weights.shapes import Shapes
 
 PATCHES = "x_embedder.weight"  # (D, C·p·p)
@@ -58,7 +58,7 @@ def identify(shapes: Shapes, facts: Mapping[str, Any]) -> ModelSpec:
     )
 
 
-def of_module(module: Any, state: State) -> ModuleRules | None:
+def of_module(module: Any, state: StateDict) -> ModuleRules | None:
     """Return the rules to read a module with a Large-DiT's entries, or None for another module."""
     if not state.keys() >= {*large_dit.FAMILY.keys}:
         return None

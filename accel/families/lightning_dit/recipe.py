@@ -51,7 +51,7 @@ def says(given: Given, spec: ModelSpec, facts: Mapping[str, Any]) -> Says:
         reason = entries.otherwise(entry, computed, computed)
         if reason:
             raise given.error(f"{name} {reason} here", "move it")
-    return Says(_options(entries), _latents(entries), file=file)
+    return Says(_options(entries), _latent_settings(entries), file=file)
 
 
 def _options(entries: Entries) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def _options(entries: Entries) -> dict[str, Any]:
     return options
 
 
-def _latents(entries: Entries) -> dict[str, Any]:
+def _latent_settings(entries: Entries) -> dict[str, Any]:
     """Return the scale of latents, and whether they are normalised; nothing for VA-VAE's, which are
     normalised by their statistics. Others are multiplied alone.
     """

@@ -11,7 +11,7 @@ from accel.families.blocks import grid_rotation_table
 from accel.families.dit.weights import PATCHES, named_as_dit
 from accel.families.lightning_dit.network import LightningDiT, LightningDiT_models
 from accel.families.lightning_dit.recipe import says
-from accel.families.spec import STRUCTURE, Face, FamilyWeights, ModelSpec, ModuleRules, State
+from accel.families.spec import STRUCTURE, Face, FamilyWeights, ModelSpec, ModuleRules, StateDict
 from accel.weights.shapes import Shapes
 
 COS = "feat_rope.freqs_cos"
@@ -56,7 +56,7 @@ def identify(shapes: Shapes, facts: Mapping[str, Any]) -> ModelSpec:
     )
 
 
-def convert(state: State) -> State:
+def convert(state: StateDict) -> StateDict:
     """Return the state dict of the reference network. The network computes the table of rotations,
     so drop it. Fill modulations of four vectors up to six with zero shifts. Raises ValueError for
     a table of other rotations.
@@ -74,7 +74,7 @@ def convert(state: State) -> State:
     return kept
 
 
-def of_module(module: Any, state: State) -> ModuleRules | None:
+def of_module(module: Any, state: StateDict) -> ModuleRules | None:
     """Return the rules to read a module with a LightningDiT's entries, or None for another
     module.
     """
@@ -114,7 +114,7 @@ def _require_rotations(state):
             )
 
 
-def rotations(head: int, side: int) -> State:
+def rotations(head: int, side: int) -> StateDict:
     """Return a file's entries for heads of `head` channels on side² tokens."""
     # (T, d, 2)
     table = grid_rotation_table(head, side, torch.float32, "cpu").repeat_interleave(2, dim=1)

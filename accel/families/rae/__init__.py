@@ -30,7 +30,7 @@ BY_SIDE = {
 UNSHIFTED = 4096  # numbers in a latent whose times are not shifted
 
 
-def of_latents(defaults: Defaults, channels: int, side: int | None) -> Defaults:
+def defaults_for(defaults: Defaults, channels: int, side: int | None) -> Defaults:
     """Return the defaults for latents: guidance is on all channels. The original moves times that
     run from data to noise by σ = √(numbers in a latent / 4096): here a shift by 1/σ.
     """
@@ -58,8 +58,8 @@ FAMILY = Family(
     names_in_training={f"DiTDH-{size}/1": f"DiTDH-{size}" for size in SIZES},
     any_size=False,
     last_time=0.999,
-    of_latents=of_latents,
-    compared="float32 levels",
+    defaults_for=defaults_for,
+    interval_arithmetic="float32 levels",
     label_orders=("random", "permuted"),
     config_reader=f"{__name__}.config_file",
 )

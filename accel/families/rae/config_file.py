@@ -181,7 +181,7 @@ class RAEEntries(Entries):
         known: bool,
     ) -> None:
         """Refuse a decoder unless the file that the configuration names has the facts of the one
-        beside the decoder. Without either these are the published ones. entry: the configuration's,
+        beside the decoder. A missing file has the published facts. entry: the configuration's,
         in words. known: whether the name alone stands for the published facts.
         """
         contents = []

@@ -11,7 +11,7 @@ from accel.families import rae
 from accel.families.dit.weights import models_with
 from accel.families.rae.network import DiTDH_models, DiTwDDTHead
 from accel.families.repa.weights import TurnedFaceAlone
-from accel.families.spec import STRUCTURE, FamilyWeights, ModelSpec, ModuleRules, State
+from accel.families.spec import STRUCTURE, FamilyWeights, ModelSpec, ModuleRules, StateDict
 from accel.weights.shapes import Shapes
 
 # Of trunk and head: the embedding (width, C, 1, 1), and a table of rotations (T, d).
@@ -63,7 +63,7 @@ def identify(shapes: Shapes, facts: Mapping[str, Any]) -> ModelSpec:
     )
 
 
-def of_module(module: Any, state: State) -> ModuleRules | None:
+def of_module(module: Any, state: StateDict) -> ModuleRules | None:
     """Return the rules to read a module with a DiT^DH's entries, None for another module."""
     if not state.keys() >= {*rae.FAMILY.keys}:
         return None

@@ -25,6 +25,6 @@ FAMILY = Family(
         Argument("path_type", "[a-z].*"),
         Argument("prediction", "v", beside="path_type"),
     ),
-    of_latents=all_channels,
+    defaults_for=all_channels,
     names_in_training={f"REPA-SiT-{size}": f"SiT-{size}" for size in SIZES},
 )

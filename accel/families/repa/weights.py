@@ -19,7 +19,7 @@ from accel.families.dit.weights import identify, of_entries
 from accel.families.repa import PROJECTORS
 from accel.families.sit.network import SiT, SiT_models
 from accel.families.sit.weights import is_sit
-from accel.families.spec import STRUCTURE, Face, FamilyWeights, ModuleRules, State
+from accel.families.spec import STRUCTURE, Face, FamilyWeights, ModuleRules, StateDict
 
 PREFIX = "REPA-"  # of our names: REPA's code calls its models as SiT's does
 FIRST = "t_embedder.mlp.0.weight"  # (D, F), after the timestep's sinusoid
@@ -35,12 +35,12 @@ ATTRIBUTES = "path_type", "z_dims", "encoder_depth"
 MODELS = {PREFIX + name: SiT_models[name] for name in SiT_models if "Demo" not in name}
 
 
-def sampled(state: State) -> State:
+def sampled(state: StateDict) -> StateDict:
     """Return the entries that sampling needs: all but the projectors."""
     return {name: value for name, value in state.items() if not name.startswith(PROJECTORS)}
 
 
-def latents_of(state: State) -> dict[str, Any]:
+def latent_settings_of(state: StateDict) -> dict[str, Any]:
     """Return mean and deviation of the latents by channel, where the weights hold them."""
     if state.keys() >= {MEAN, VARIANCE}:
         mean, deviation = state[MEAN].float(), state[VARIANCE].float().sqrt()
@@ -51,7 +51,7 @@ def latents_of(state: State) -> dict[str, Any]:
     return {"mean": tuple(mean.tolist()), "std": tuple(deviation.tolist())}
 
 
-def convert(state: State) -> State:
+def convert(state: StateDict) -> StateDict:
     """Return the weights of a SiT with the same samples: reverse time and the velocity's sign."""
     state = sampled(state)
     for pair in ((MEAN, VARIANCE), (BIAS, SCALE)):
@@ -65,7 +65,7 @@ def convert(state: State) -> State:
     return state
 
 
-def of_module(module: nn.Module, state: State) -> ModuleRules | None:
+def of_module(module: nn.Module, state: StateDict) -> ModuleRules | None:
     """Return the rules to read a SiT of REPA's code, recognised by its projectors or
     attributes, or None for another module.
     """
@@ -131,5 +131,5 @@ WEIGHTS = FamilyWeights(
     of_module=of_module,
     convert=convert,
     sampled=sampled,
-    latents_of=latents_of,
+    latent_settings_of=latent_settings_of,
 )

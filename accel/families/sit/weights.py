@@ -9,7 +9,7 @@ from torch import nn
 from accel.families import sit
 from accel.families.dit.weights import identify, of_entries
 from accel.families.sit.network import SiT, SiT_models
-from accel.families.spec import NAMED, FamilyWeights, ModuleRules, State
+from accel.families.spec import NAMED, FamilyWeights, ModuleRules, StateDict
 
 DIRECTION = (
     "does not say which way its time runs, taken for a SiT's, from noise to data; if it runs from "
@@ -17,7 +17,7 @@ DIRECTION = (
 )
 
 
-def of_module(module: nn.Module, state: State) -> ModuleRules | None:
+def of_module(module: nn.Module, state: StateDict) -> ModuleRules | None:
     """Return the rules to read a SiT, recognised by its class: its entries are a DiT's. None for
     another module.
     """

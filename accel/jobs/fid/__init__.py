@@ -8,7 +8,7 @@ with the same command.
     <folder>/.job/…              the GEMM algorithms that the autotuner chose, on a GPU
     <folder>.npz                 arr_0 (N, H, W, 3) uint8, as the FID evaluators read it
 
-job.py makes an `Order`. Inside `locked` it loads its Pipeline, and calls `fill`.
+job.py makes a `Plan`. Inside `locked` it loads its Pipeline, and calls `fill`.
 """
 
 import logging
@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from accel.errors import Stopped, UsageError, path_errors
 from accel.files import cache_folder, require_name, require_writable
-from accel.jobs.fid.folder import OF_MACHINE, Batches, Order, begin, npz_of, write_pictures
+from accel.jobs.fid.folder import OF_MACHINE, Batches, Plan, begin, npz_of, write_pictures
 from accel.jobs.fid.lock import sole_job
 from accel.jobs.fid.noise import PictureNoise, UpstreamNoise
 from accel.jobs.fid.npz import Archive
@@ -65,31 +65,31 @@ def tuner_folders(folder: Path) -> list[Path]:
     return [folder / ".job", cache_folder()]
 
 
-def fill(order: Order, ranks: Ranks, settings: dict, pipeline: Pipeline, watch: Stopwatch) -> None:
-    """Make the missing pictures of `order` and their .npz. settings: as for `begin`.
+def fill(plan: Plan, ranks: Ranks, settings: dict, pipeline: Pipeline, watch: Stopwatch) -> None:
+    """Make the missing pictures of `plan` and their .npz. settings: as for `begin`.
 
     Raises Stopped when asked to stop, UsageError where ranks differ in settings, the folder
     holds something else or the disk is full.
     """
     ranks.require_equal(settings, OF_MACHINE)
-    if order.labels == "class_by_class" and order.count % order.num_classes:
+    if plan.labels == "class_by_class" and plan.count % plan.num_classes:
         log.warning(
-            f"{order.count} pictures are not a multiple of {order.num_classes} classes: some "
+            f"{plan.count} pictures are not a multiple of {plan.num_classes} classes: some "
             "classes have one more"
         )
-    folder = order.folder
-    batches = Batches(order, ranks.rank, ranks.world)
-    archive = Archive(folder, order.count, order.image_size)
+    folder = plan.folder
+    batches = Batches(plan, ranks.rank, ranks.world)
+    archive = Archive(folder, plan.count, plan.image_size)
     # Rank 0's view for all: each node has its own, older view of a network file system,
     # and ranks with different views would leave batches to each other.
     finished = ranks.from_rank_0(lambda: _begin(batches, archive, settings))
     with disk_errors(folder):
         if len(finished) < batches.count:
-            _make_pictures(pipeline, watch, order, ranks, batches, finished)
+            _make_pictures(pipeline, watch, plan, ranks, batches, finished)
         if ranks.rank == 0:
             with watch.phase("npz"):
                 archive.complete(lambda: ranks.stopping)
-    in_archive = "all" if order.count == batches.total else f"the first {order.count}"
+    in_archive = "all" if plan.count == batches.total else f"the first {plan.count}"
     log.info(f"{folder}: {batches.total} pictures · {archive.path}: {in_archive} · {watch}")
 
 
@@ -111,21 +111,21 @@ def disk_errors(folder: Path) -> Iterator[None]:
 def _begin(batches, archive, settings):
     """Open the folder on rank 0. Return the finished batches."""
     with disk_errors(archive.folder):
-        grown = begin(archive.folder, settings, batches.order.can_grow)
+        grown = begin(archive.folder, settings, batches.plan.can_grow)
         finished = batches.finished()
         if grown or len(finished) < batches.count:
             archive.forget()  # it may be of other pictures: other kernels round otherwise
         return finished
 
 
-def _make_pictures(pipeline, watch, order, ranks, batches, finished):
+def _make_pictures(pipeline, watch, plan, ranks, batches, finished):
     """Make this rank's share of the batches that are not finished. Raises Stopped if any
     rank was asked to stop.
     """
     todo = batches.to_draw(finished)
     already = sum(len(batches.pictures(batch)) for batch in finished)
-    noise_type = PictureNoise if order.independent else UpstreamNoise
-    noise = noise_type(order, batches, pipeline.device, pipeline.process)
+    noise_type = PictureNoise if plan.independent else UpstreamNoise
+    noise = noise_type(plan, batches, pipeline.device, pipeline.process)
     with (
         tqdm(
             total=batches.total,
@@ -152,10 +152,10 @@ def _make_pictures(pipeline, watch, order, ranks, batches, finished):
                 pixels = to_uint8(pipeline.decode(latents), pipeline.decoder.levels).numpy()
             written.result()  # at most one batch waits in memory
             numbers = batches.pictures(batch)
-            written = background.submit(write_pictures, order.folder, numbers, pixels)
+            written = background.submit(write_pictures, plan.folder, numbers, pixels)
             bar.update(already + ranks.add(len(pixels)) - bar.n)
         written.result()
         left = ranks.all_gather_object(len(todo))  # waits for all ranks
         bar.update(already + ranks.add(0) - bar.n)
     if any(left):
-        raise Stopped(f"stopped; start again with the same command to resume {order.folder}")
+        raise Stopped(f"stopped; start again with the same command to resume {plan.folder}")

@@ -1,4 +1,4 @@
-"""The folder of an FID job: the order, its batches and pictures, and the settings that
+"""The folder of an FID job: the plan, its batches and pictures, and the settings that
 make them.
 
 A picture gets its name when its bytes are on disk: a file under a picture's name is a
@@ -44,7 +44,7 @@ OF_MACHINE = {"device", "torch", "number of threads", CODE}
 WRITERS = 4
 
 
-class Order(NamedTuple):
+class Plan(NamedTuple):
     """The pictures that an FID job has to make."""
 
     folder: Path
@@ -54,7 +54,7 @@ class Order(NamedTuple):
     num_classes: int
     image_size: int  # pixels of a side
     latent: tuple[int, int, int]  # (C, L, L)
-    # Normals that a step of upstream's stream draws for a picture: 2 with guidance, else 1.
+    # Rows of noise that a step of upstream's stream draws for a picture: 2 with guidance, else 1.
     drawn: int = 2
     labels: LabelOrder = "random"
     # Noise and labels are keyed by picture; else upstream's stream, one seed per rank.
@@ -62,7 +62,7 @@ class Order(NamedTuple):
 
     @property
     def can_grow(self) -> bool:
-        """Return whether the first pictures are those of an order of more."""
+        """Return whether the first pictures are those of a plan of more."""
         return self.labels in ("random", "by_number")
 
     @property
@@ -74,25 +74,25 @@ class Order(NamedTuple):
 
 
 class Batches:
-    """The division of an order's pictures into batches and ranks.
+    """The division of a plan's pictures into batches and ranks.
 
     Upstream's way: in a round each rank makes n pictures, interleaved by rank or, class by
     class, in a row; the total is rounded up to whole rounds. The world-independent way: a
     round is one batch, made by any rank; the last may be smaller.
     """
 
-    def __init__(self, order: Order, rank: int, world: int):
-        self.order = order
+    def __init__(self, plan: Plan, rank: int, world: int):
+        self.plan = plan
         self.rank = rank
         self.world = world
-        self.in_round = 1 if order.independent else world  # batches; pictures are interleaved
-        rounds = ceil(order.count / (self.in_round * order.batch_size))
+        self.in_round = 1 if plan.independent else world  # batches; pictures are interleaved
+        rounds = ceil(plan.count / (self.in_round * plan.batch_size))
         self.count = self.in_round * rounds  # batches of all ranks
-        self.total = order.count if order.independent else self.count * order.batch_size
+        self.total = plan.count if plan.independent else self.count * plan.batch_size
 
     def finished(self) -> set[int]:
         """Return the batches of all ranks whose pictures are all in the folder."""
-        files = {entry.name for entry in os.scandir(self.order.folder) if entry.is_file()}
+        files = {entry.name for entry in os.scandir(self.plan.folder) if entry.is_file()}
         return {
             batch
             for batch in range(self.count)
@@ -103,7 +103,7 @@ class Batches:
         """Return the batches whose noise this rank draws, in order: its share of those that are
         not in `finished`; in upstream's stream also the finished ones before its last.
         """
-        if self.order.independent:
+        if self.plan.independent:
             left = [batch for batch in range(self.count) if batch not in finished]
             return left[self.rank :: self.world]
         batches = range(self.rank, self.count, self.world)
@@ -114,9 +114,9 @@ class Batches:
         """Return the picture numbers of a batch. In upstream's way, batch i·world + rank
         is the i-th of that rank.
         """
-        step = 1 if self.order.labels == "class_by_class" else self.in_round
+        step = 1 if self.plan.labels == "class_by_class" else self.in_round
         index, offset = divmod(batch, step)
-        size = step * self.order.batch_size
+        size = step * self.plan.batch_size
         first = index * size
         return range(first + offset, min(first + size, self.total), step)
 
@@ -125,7 +125,7 @@ class Batches:
         a row, rank 0's first.
         """
         index, offset = divmod(batch, self.in_round)
-        return (offset * (self.count // self.in_round) + index) * self.order.batch_size
+        return (offset * (self.count // self.in_round) + index) * self.plan.batch_size
 
 
 def npz_of(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""An FID job, from its options to its folder: its order, and the record of all that decides its
+"""An FID job, from its options to its folder: its plan, and the record of all that decides its
 pictures' bits.
 """
 
@@ -13,14 +13,15 @@ from accel import kernels
 from accel.errors import UsageError
 from accel.families import DEMO, Defaults
 from accel.jobs import fid
-from accel.jobs.fid.folder import CODE, Order
+from accel.jobs.fid.folder import CODE, Plan
 from accel.kernels.linear import Tuner
 from accel.latents.files import digest
 from accel.opening import open_on_ranks
-from accel.options import CHANNELS, FID, OPTIONS, Options
+from accel.options import DEFAULTS, FID, OPTIONS, Options
 from accel.pipeline import Pipeline
 from accel.ranks import Ranks
 from accel.resolve import Run
+from accel.sampling.guidance import CHANNELS
 
 log = logging.getLogger(__name__)
 
@@ -58,21 +59,23 @@ def make_folder(options: Options, ranks: Ranks) -> None:
     """Make the folder of an FID job and its .npz: open, lock, load, fill. Raises as `fid.fill`."""
     ranks.run_collectively(lambda: require_seeds(options, ranks.world), only=0)
     run, watch = open_on_ranks(options, ranks)
-    order = order_of(run)
-    with fid.locked(order.folder, ranks):
+    plan = plan_of(run)
+    with fid.locked(plan.folder, ranks):
         with watch.phase("load"):
-            tuner = Tuner(fid.tuner_folders(order.folder), ranks.from_rank_0)
+            tuner = Tuner(fid.tuner_folders(plan.folder), ranks.from_rank_0)
             pipeline = ranks.run_collectively(
-                lambda: Pipeline.load(run, order.batch_sizes, tuner=tuner, too_large=too_large(run))
+                lambda: Pipeline.load(run, plan.batch_sizes, tuner=tuner, too_large=too_large(run))
             )
         log.info(run.describe(pipeline.machine, ranks.world))
         record = ranks.run_collectively(lambda: record_of(run, pipeline, ranks.world))
-        fid.fill(order, ranks, record, pipeline, watch)
+        fid.fill(plan, ranks, record, pipeline, watch)
 
 
 def require_seeds(options: Options, world: int) -> None:
-    """Raise UsageError for a seed that gives a rank of upstream's stream none of 64 bits."""
-    seed = options.get("seed", 0)
+    """Raise UsageError for a seed from which upstream's stream gives a rank one of more than 64
+    bits.
+    """
+    seed = options.get("seed", DEFAULTS["seed"])
     if options.get("world_independent_noise") or -(2**63) <= seed * world <= 2**64 - world:
         return
     raise UsageError(
@@ -93,10 +96,10 @@ def too_large(run: Run) -> str:
     )
 
 
-def order_of(run: Run) -> Order:
+def plan_of(run: Run) -> Plan:
     """Return the pictures that a job has to make."""
     side = run.latent_size
-    return Order(
+    return Plan(
         folder=folder_of(run),
         count=run.count,
         batch_size=run["per_proc_batch_size"],
@@ -155,7 +158,7 @@ def record_of(run: Run, pipeline: Pipeline, world: int) -> dict:
         if FID not in option.jobs or option.name in LEFT_OUT or LATER.get(option.name) == value:
             continue
         if option.name == "balanced_labels" and len({*run.spec.family.label_orders}) == 1:
-            continue  # the family has one order
+            continue  # the family has one order of labels
         value = list(value) if isinstance(value, tuple) else value  # as in JSON
         record[option.flag_names(ranks=True)[0]] = value
     device = pipeline.device

@@ -6,7 +6,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from accel.jobs.fid.folder import Batches, Order
+from accel.jobs.fid.folder import Batches, Plan
 from accel.sampling import upstream_noise
 from accel.sampling.process import Process
 
@@ -15,24 +15,24 @@ BatchNoise = tuple[Tensor, Tensor, Callable[[], Tensor]]
 
 
 def labels_of(batches: Batches, batch: int, drawn: Tensor) -> Tensor:
-    """Return labels (n,) of a batch in the order's `LabelOrder`. drawn (n,): random labels,
+    """Return labels (n,) of a batch in the plan's `LabelOrder`. drawn (n,): random labels,
     on the device. They are drawn for labels by number too, so the noise is that of a job with
     random labels.
     """
-    order = batches.order
-    classes = order.num_classes
+    plan = batches.plan
+    classes = plan.num_classes
     pictures = batches.pictures(batch)
-    if order.labels == "random":
+    if plan.labels == "random":
         return drawn
-    if order.labels == "permuted":
-        all_labels = permuted_labels(order.count, classes, order.seed, batches.total)
+    if plan.labels == "permuted":
+        all_labels = permuted_labels(plan.count, classes, plan.seed, batches.total)
         first = batches.first_of_rank(batch)
         return all_labels[first : first + len(pictures)].to(drawn.device)
-    if order.labels == "by_number":
+    if plan.labels == "by_number":
         labels = [number % classes for number in pictures]
     else:
-        last = classes - 1  # of the pictures beyond the order's
-        labels = [min(number * classes // order.count, last) for number in pictures]
+        last = classes - 1  # of the pictures beyond the plan's
+        labels = [min(number * classes // plan.count, last) for number in pictures]
     return torch.tensor(labels, device=drawn.device)
 
 
@@ -52,31 +52,31 @@ class UpstreamNoise:
     """Upstream's stream on the device's own generator: seeded once per rank, then one batch
     after the other.
 
-    A batch draws z, labels and the noise of its steps: 2n rows with guidance, n without.
-    Class by class and permuted it draws no labels.
+    A batch draws z, labels and the noise of its steps, n · `Plan.drawn` rows each. Class by class
+    and permuted it draws no labels.
     """
 
-    def __init__(self, order: Order, batches: Batches, device: torch.device, process: Process):
-        self.order = order
+    def __init__(self, plan: Plan, batches: Batches, device: torch.device, process: Process):
+        self.plan = plan
         self.batches = batches
         self.device = device
         self.of_steps = torch.default_generator if process.noise_from_cpu else None
-        by_class = order.labels == "class_by_class"
-        first_seed = order.seed if by_class else order.seed * batches.world
+        by_class = plan.labels == "class_by_class"
+        first_seed = plan.seed if by_class else plan.seed * batches.world
         torch.manual_seed(first_seed + batches.rank)
 
     def batch(self, batch: int) -> BatchNoise:
         """Draw z and labels of this rank's next batch. The noise of all its steps must be drawn
         before the batch after it.
         """
-        order = self.order
+        plan = self.plan
         device = self.device
-        n = self.order.batch_size
-        z = torch.randn(n, *order.latent, device=device)
+        n = self.plan.batch_size
+        z = torch.randn(n, *plan.latent, device=device)
         drawn = z[:0]
-        if order.labels in ("random", "by_number"):
-            drawn = torch.randint(0, order.num_classes, (n,), device=device)
-        draw = upstream_noise(z, order.drawn, generator=self.of_steps)
+        if plan.labels in ("random", "by_number"):
+            drawn = torch.randint(0, plan.num_classes, (n,), device=device)
+        draw = upstream_noise(z, plan.drawn, generator=self.of_steps)
         return z, labels_of(self.batches, batch, drawn), draw
 
 
@@ -85,19 +85,19 @@ class PictureNoise:
     the same for a picture.
     """
 
-    def __init__(self, order: Order, batches: Batches, device: torch.device, process: Process):
-        self.order = order
+    def __init__(self, plan: Plan, batches: Batches, device: torch.device, process: Process):
+        self.plan = plan
         self.batches = batches
         self.device = device
 
     def batch(self, batch: int) -> BatchNoise:
         """Draw z and labels of a batch."""
-        order = self.order
+        plan = self.plan
         device = self.device
         pictures = self.batches.pictures(batch)
         # The odd factor keeps the seeds of one job apart in their low 32 bits, all that
         # the CPU's generator takes.
-        seeds = [(order.seed * 0x9E3779B97F4A7C15 + number) % 2**63 for number in pictures]
+        seeds = [(plan.seed * 0x9E3779B97F4A7C15 + number) % 2**63 for number in pictures]
         generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
 
         def draw(make, *arguments):
@@ -106,6 +106,6 @@ class PictureNoise:
             ]
             return torch.stack(values)
 
-        drawn = draw(torch.randint, 0, order.num_classes, ())
-        draw_step = partial(draw, torch.randn, *order.latent)
+        drawn = draw(torch.randint, 0, plan.num_classes, ())
+        draw_step = partial(draw, torch.randn, *plan.latent)
         return draw_step(), labels_of(self.batches, batch, drawn), draw_step

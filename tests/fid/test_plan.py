@@ -1,4 +1,4 @@
-"""From a command's options to an order, and the settings that are recorded with it."""
+"""From a command's options to a plan, and the settings that are recorded with it."""
 
 from dataclasses import replace
 from types import SimpleNamespace
