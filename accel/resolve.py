@@ -136,8 +136,16 @@ class Run:
 
     def resolved(self, options: Options) -> "Run":
         """Return the run of other options with the same weights, decoder and device. Raises
-        UsageError as `choose` and `resolve`.
+        UsageError as `choose` and `resolve`, and for a scale of guidance that uses a guide of the
+        configuration file which was not loaded.
         """
+        if self.guide is None and "guide" in rules.merged(options, self.configuration):
+            raise UsageError(
+                "uses the guide of the configuration file, which was not loaded at a scale of 1",
+                "load it with this scale",
+                parameter="cfg_scale",
+                value=options.get("cfg_scale"),
+            )
         choice = choose(options, self.source, self.guide, self.configuration)
         return resolve(choice, self.device, self.space)
 

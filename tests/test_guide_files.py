@@ -339,3 +339,13 @@ def test_another_familys_network_is_refused_with_a_configuration(raes, jits, tmp
         open_run(Options(ckpt=tmp_path / "rae.pt", device="cpu"))
     pixels = "--ckpt", tmp_path / "jit.pth", "--latent-stats", tmp_path / "vit" / "stat.pt"
     assert "samples pixels, without a decoder" in refused(here("sample.py", *pixels))
+
+
+def test_a_guide_that_was_not_loaded_is_not_replaced_by_the_null_class(raes):
+    """A Sampler of a configuration with a guide, made for a scale of 1."""
+    with Sampler(
+        config=raes(), cfg_scale=1, device="cpu", output_type="latent", num_sampling_steps=2
+    ) as sampler:
+        assert sampler.latents([1], seed=0).shape[0] == 1
+        with pytest.raises(UsageError, match="cfg_scale=1.4: uses the guide of .*; load it with"):
+            sampler.latents([1], seed=0, cfg_scale=1.4)
