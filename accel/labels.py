@@ -56,7 +56,7 @@ def _read_names(path):
         text = content.decode("utf-8-sig")
         if text.lstrip()[:1] in ("[", "{"):
             return json.loads(text)
-    except (ValueError, RecursionError):
+    except ValueError:
         raise UsageError(
             "is neither UTF-8 text with one name per line nor JSON",
             parameter="class_names",

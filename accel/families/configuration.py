@@ -33,7 +33,7 @@ class Size(NamedTuple):
 
 
 class Configuration(NamedTuple):
-    """What a configuration file says."""
+    """The content of a configuration file."""
 
     options: Mapping[str, Any]
     # Options whose value in the file is not computed here → the reason. It does not matter where

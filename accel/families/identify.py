@@ -28,7 +28,7 @@ class Claim(NamedTuple):
 
 
 class Hints(NamedTuple):
-    """What a user says of weights, and the network that they guide, if any."""
+    """A user's hints about weights, and the network that they guide, if any."""
 
     model: str | None = None
     num_classes: int | None = None

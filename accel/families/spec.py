@@ -153,11 +153,12 @@ class ModuleRules(NamedTuple):
     # Replaces the reference network's.
     timestep_embedding: Callable[[Tensor, int], Tensor] | None = None
     face: type[Face] | None = None  # the signature of the accelerated copy
+    unused: tuple[str, ...] = ()  # attributes that its class keeps and does not use
 
 
 class Says(NamedTuple):
-    """What the facts beside weights say of sampling: values of options, settings of their latents,
-    and lines about options of which they say nothing.
+    """Settings of sampling in the facts beside weights: values of options, settings of their
+    latents, and lines about options of which they say nothing.
     """
 
     options: Mapping[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What a command does with a Pipeline.
+"""Jobs of the commands, by a Pipeline.
 
 grid.py       pictures of chosen classes, in one file or a folder a seed
 parallel.py   a grid on many ranks

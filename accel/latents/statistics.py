@@ -7,6 +7,7 @@ from torch import Tensor
 
 from accel.errors import UsageError
 from accel.latents import LatentSpace
+from accel.weights.latent_statistics import mean_and_deviation
 from accel.weights.tensor_files import read_tensors
 
 LARGEST = 1e6  # of statistics, far beyond any
@@ -18,9 +19,10 @@ def read_statistics(file: Path, spread: str, shape: tuple[int, ...]) -> list[Ten
     Raises UsageError.
     """
     content = read_tensors(file, "latent_stats")
-    if {"latents_scale", "latents_bias"} <= content.keys():  # of REPA-E
-        deviation = 1 / content["latents_scale"]
-        content = {"mean": content["latents_bias"], "std": deviation, "var": deviation**2}
+    of_training = mean_and_deviation(content)
+    if of_training is not None:
+        mean, deviation = of_training
+        content = {"mean": mean, "std": deviation, "var": deviation.square()}
     found = []
     for name in ("mean", spread):
         value = content.get(name)

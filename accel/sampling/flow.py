@@ -10,10 +10,10 @@ On the linear path x_t = t·x* + (1 − t)·ε the velocity v estimates x* − �
 
 The SDE's drift is v + w·score, with score = (t·v − x)/(1 − t) and SiT's diffusion w = 1 −
 t, the noise level. A shift s moves even times t to s·t / (1 + (s − 1)·t): below one the
-steps at noise are shorter. An ODE's even times may end before 1: at 0.999 for RAE (Zheng et al.
-2025, arXiv:2510.11690).
+steps at noise are shorter. An ODE's even times may end before 1, as at 0.999 (Zheng et al. 2025,
+arXiv:2510.11690).
 
-A network may estimate the data x̂ in place of the velocity (JiT, Li & He 2025, arXiv:2511.13720):
+A network may estimate the data x̂ in place of the velocity (Li & He 2025, arXiv:2511.13720):
 then v = (x̂ − x) / max(1 − t, ε). Guidance is linear, so it may come before this.
 """
 

@@ -62,16 +62,14 @@ def facts_of(given: Given, content: Mapping[str, Any]) -> dict[str, Any]:
             continue
         first = in_sections.setdefault(name, value)
         # Some programs save numbers as text.
-        if value == first or str(value) == str(first):
-            pass
-        elif name not in IN_SECTIONS and not is_listed(name):
+        if value != first and str(value) != str(first):
+            if name in IN_SECTIONS or is_listed(name):
+                raise given.error(
+                    f"says {name} {shown(first)} ({places[name]}) and {shown(value)} ({place})",
+                    "save it again with one of them",
+                )
             name = f"{place}.{name}"  # such as the schedule of two things
             in_sections[name] = value
-        else:
-            raise given.error(
-                f"says {name} {shown(first)} ({places[name]}) and {shown(value)} ({place})",
-                "save it again with one of them",
-            )
         places.setdefault(name, place)
     printed = [
         f"{name} {shown(value)} ({places[name]})"
@@ -90,7 +88,7 @@ def _section(value: Any) -> dict[str, Any]:
     if isinstance(value, str) and value[:1] == "{":
         try:
             value = json.loads(value)
-        except (ValueError, RecursionError):
+        except ValueError:
             return {}
     if isinstance(value, (argparse.Namespace, SimpleNamespace)):
         value = vars(value)

@@ -144,8 +144,11 @@ def from_header(header: dict[str, str]) -> dict[str, Any]:
 
 
 def others_in_header(header: dict[str, str]) -> dict[str, Any]:
-    """Return the entries of other programs in the header of a safetensors file."""
-    others = {name: text for name, text in header.items() if not name.startswith(PREFIX)}
+    """Return the entries of other programs in the header of a safetensors file, but for the
+    format, which says nothing of the network.
+    """
+    ours = PREFIX, "format"
+    others = {name: text for name, text in header.items() if not name.startswith(ours)}
     return {name: _value(text) for name, text in others.items()}
 
 
@@ -153,5 +156,5 @@ def _value(text: str) -> Any:
     """Return the value that an entry of a header stands for."""
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):
+    except ValueError:
         return text

@@ -47,7 +47,27 @@ _WRAPPERS = (
 )
 
 
-class HeldModule:
+class HeldState:
+    """A state dict in place of the tensors that a network was made from."""
+
+    def __init__(self, state: StateDict):
+        self.state = state
+
+    @contextmanager
+    def reading(self) -> Iterator[StateDict]:
+        """Yield the tensors."""
+        yield self.state
+
+    def digest(self) -> str:
+        """Return 16 hex digits of all values that were trained, as of a file's."""
+        return digest(trained({name: value.cpu() for name, value in self.state.items()}))
+
+    def same_as(self, other: Any) -> bool:
+        """Return False: what a caller gives twice is the caller's choice."""
+        return False
+
+
+class HeldModule(HeldState):
     """A network that the caller holds, and how to read and call it.
 
     whole: as the caller gave it, wrapped or not. module: without wrappers. rules: of its family.
@@ -85,7 +105,7 @@ class HeldModule:
             embedding = partial(_with_embedding, spec.network, rules.timestep_embedding)
             name = rules.timestep_embedding.__module__
             spec = spec.changed(network=embedding, timestep_embedding=name)
-        self.state = {name: value.clone() for name, value in raw.items()} if copy else raw
+        super().__init__({name: value.clone() for name, value in raw.items()} if copy else raw)
         self.source = Source(self.given, spec, self)
 
     @property
@@ -110,14 +130,12 @@ class HeldModule:
         }
 
     def _attributes(self) -> dict[str, Any]:
-        """Return the module's attributes that may be about its function. The classes of REPA's
-        code keep a path_type that they do not use.
-        """
+        """Return the module's attributes that may be about its function."""
         return {
             name: value
             for name, value in vars(self.module).items()
             if isinstance(value, PLAIN)
-            and name != "path_type"
+            and name not in self.rules.unused
             and (is_listed(name) or is_suspected(name, value))
         }
 
@@ -161,43 +179,10 @@ class HeldModule:
         except ValueError as error:
             raise self.given.error(str(error)) from None
 
-    @contextmanager
-    def reading(self) -> Iterator[StateDict]:
-        """Yield the weights; they stay until `release`."""
-        yield self.state
-
-    def digest(self) -> str:
-        """Return 16 hex digits of all values that were trained, as of a file's."""
-        return digest(trained({name: value.cpu() for name, value in self.state.items()}))
-
-    def same_as(self, other: Any) -> bool:
-        """Return False: what a caller gives twice is the caller's choice."""
-        return False
-
     def release(self) -> None:
         """Drop the module and its weights; keep the facts."""
         del self.module, self.whole
         self.state = {}
-
-
-class HeldState:
-    """A state dict in place of the tensors that a network was made from."""
-
-    def __init__(self, state: StateDict):
-        self.state = state
-
-    @contextmanager
-    def reading(self) -> Iterator[StateDict]:
-        """Yield the tensors."""
-        yield self.state
-
-    def digest(self) -> str:
-        """Return 16 hex digits of all values that were trained, as of a file's."""
-        return digest(trained({name: value.cpu() for name, value in self.state.items()}))
-
-    def same_as(self, other: Any) -> bool:
-        """Return False: what a caller gives twice is the caller's choice."""
-        return False
 
 
 def of_state(

@@ -4,7 +4,6 @@ from pathlib import Path
 
 from accel.errors import Given, UsageError, shown
 from accel.sources import Contents
-from accel.sources.arguments import facts_of
 from accel.sources.facts import from_header, others_in_header
 from accel.sources.names import network_in
 from accel.weights.tensor_files import floats_of, read_safetensors
@@ -22,8 +21,10 @@ def read(path: Path, given: Given, mapped: bool, entry: str | None = None) -> Co
     tensors, header = read_safetensors(path, given.option, mapped)
     state = floats_of(tensors, given.error)
     facts = from_header(header)
-    if "family" not in facts:  # another program wrote it
-        others = others_in_header(header)
+    others = others_in_header(header)
+    if others and "family" not in facts:  # another program wrote it
+        from accel.sources.arguments import facts_of  # our own files need none
+
         facts = {**facts_of(given, {"args": others, **others}), **facts}
     return Contents(network_in(given, state, prefix_in(given, state, entry)), facts)
 

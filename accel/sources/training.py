@@ -3,6 +3,7 @@ contains one.
 """
 
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from accel.sources import Contents
 from accel.sources.arguments import facts_of
 from accel.sources.names import network_in
 from accel.sources.safetensors_file import prefix_in
+from accel.weights.latent_statistics import PAIRS
 from accel.weights.tensor_files import floats_of, is_counter, read_tensors
 
 # Entries of a training checkpoint with weights. The first that is there is sampled.
@@ -33,8 +35,6 @@ ENTRIES = (
 )
 RAW = "model"  # the entry that is trained, of which others are averages
 AVERAGE = "shadow_params"  # a list without names, of libraries that average parameters
-# Statistics of the latents, which lie among a network's tensors or beside them.
-OF_LATENTS = "latents_scale", "latents_bias", "bn.running_mean", "bn.running_var"
 # Tables that are fixed, so that an average of what is trained may leave them out.
 FIXED = "pos_embed", "freqs_cos", "freqs_sin"
 
@@ -53,7 +53,8 @@ def read(path: Path, given: Given, mapped: bool, entry: str | None = None) -> Co
     state, prefix = _chosen(given, content, entry)
     weights = network_in(given, floats_of(state, given.error), prefix)
     if state is not content:
-        weights |= {name: content[name] for name in OF_LATENTS if _is_vector(content.get(name))}
+        # Statistics of the latents lie among a network's tensors or beside them.
+        weights |= {name: content[name] for name in chain(*PAIRS) if _is_vector(content.get(name))}
     return Contents(weights, facts_of(given, content))
 
 

@@ -1,4 +1,4 @@
-"""What the arguments of a training run say of a network's function, and which of it is computed.
+"""Arguments of training runs about a network's function, and their values that are computed here.
 
 No tensor says what a network predicts, on which path and schedule, and training programs spell it
 in many ways. One table serves all families: spellings, and by a family's prediction the values

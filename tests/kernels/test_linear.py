@@ -139,7 +139,8 @@ def test_every_tile_gives_the_same_bits(tile, epilogue, monkeypatch):
     launch = hopper.launch
     monkeypatch.setattr(hopper, "choose", lambda *_: tile)
     monkeypatch.setattr(hopper, "launch", lambda *given: launched.append(given) or launch(*given))
-    rows, tokens, n, k, head = 7, 128, 1152, 328, 72
+    shape = 7, 128, 1152, 328, 72
+    rows, tokens, n, k, head = shape
     x, weight, bias = case(tokens, n, k, torch.float16, "cuda", (rows,))
     options, given = beside(epilogue, rows, tokens, n, head, torch.float16, "cuda")
     layer = Linear(weight, bias, epilogue, **options)

@@ -8,6 +8,7 @@ sin(f·t), so the linear layer after the timestep's sinusoid can absorb the chan
 """
 
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,14 +21,10 @@ from accel.families.repa import PROJECTORS
 from accel.families.sit.network import SiT, SiT_models
 from accel.families.sit.weights import is_sit
 from accel.families.spec import STRUCTURE, Face, FamilyWeights, ModuleRules, StateDict
+from accel.weights.latent_statistics import PAIRS, mean_and_deviation
 
 PREFIX = "REPA-"  # of our names: REPA's code calls its models as SiT's does
 FIRST = "t_embedder.mlp.0.weight"  # (D, F), after the timestep's sinusoid
-# Of REPA-E (Leng et al. 2025, arXiv:2504.10483): the latents' mean and variance by channel.
-MEAN = "bn.running_mean"
-VARIANCE = "bn.running_var"
-BIAS = "latents_bias"  # or the same as mean and inverse deviation
-SCALE = "latents_scale"
 # What only the classes of REPA's code, and of what derives from it, keep as attributes.
 ATTRIBUTES = "path_type", "z_dims", "encoder_depth"
 
@@ -41,20 +38,20 @@ def sampled(state: StateDict) -> StateDict:
 
 
 def latent_settings_of(state: StateDict) -> dict[str, Any]:
-    """Return mean and deviation of the latents by channel, where the weights hold them."""
-    if state.keys() >= {MEAN, VARIANCE}:
-        mean, deviation = state[MEAN].float(), state[VARIANCE].float().sqrt()
-    elif state.keys() >= {BIAS, SCALE}:
-        mean, deviation = state[BIAS].float().flatten(), 1 / state[SCALE].float().flatten()
-    else:
+    """Return mean and deviation of the latents by channel, where the weights hold them, as those
+    of REPA-E do (Leng et al. 2025, arXiv:2504.10483).
+    """
+    here = {name: state[name].float() for name in chain(*PAIRS) if name in state}
+    found = mean_and_deviation(here)
+    if found is None:
         return {}
-    return {"mean": tuple(mean.tolist()), "std": tuple(deviation.tolist())}
+    return {name: tuple(value.flatten().tolist()) for name, value in zip(("mean", "std"), found)}
 
 
 def convert(state: StateDict) -> StateDict:
     """Return the weights of a SiT with the same samples: reverse time and the velocity's sign."""
     state = sampled(state)
-    for pair in ((MEAN, VARIANCE), (BIAS, SCALE)):
+    for pair in PAIRS:
         if state.keys() >= {*pair}:  # one alone is of no use, and is refused
             state = {name: value for name, value in state.items() if name not in pair}
     for name in ("final_layer.linear.weight", "final_layer.linear.bias"):
@@ -82,6 +79,7 @@ def of_module(module: nn.Module, state: StateDict) -> ModuleRules | None:
         arguments=lambda x, t, y: ((x, 1 - t, y), {}),
         output=lambda out: -(out[0] if isinstance(out, tuple) else out),
         face=TurnedFace if with_features else TurnedFaceAlone,
+        unused=("path_type",),
     )
 
 

@@ -180,7 +180,7 @@ def launch(
         return cuda.tensor_map(tensor, (width, rows), strides, box, swizzle, gaps)
 
     of_x = lines(x, depth, m, (64, tile.rows))
-    old_stream, gates = of_x, of_x  # where the epilogue has none
+    old_stream = gates = of_x  # where the epilogue has none
     if beside.stream is not None:
         old_stream = lines(beside.stream, outputs, m, (32, tile.rows))
     if beside.gate is not None:

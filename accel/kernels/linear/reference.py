@@ -1,4 +1,4 @@
-"""What follows a GEMM, in plain torch, for backends whose GEMM does not end so."""
+"""The epilogues in plain torch, for backends whose GEMM lacks them."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,7 +16,7 @@ TWO = ("swiglu", "modulate")  # of two matrices, one below the other in W
 
 
 class Beside(NamedTuple):
-    """What an epilogue reads or writes beside the result."""
+    """Operands of an epilogue, and its outputs beside the result."""
 
     rotation: Tensor | None = None  # (positions, d/2, 2) float32: cosine and sine
     tokens: int = 1  # of a batch row
