@@ -21,6 +21,7 @@ from torch import Tensor
 
 from accel.fast.conditioning import BLOCK_VECTORS, Conditioning, ConditioningTable
 from accel.fast.ops import Block, Float32Linear, Half, Split, Weights
+from accel.kernels import cuda
 from accel.kernels.adaln import Branches, Modulation
 from accel.kernels.linear import Linear
 from accel.network import BlockNetwork, RunState
@@ -90,9 +91,11 @@ class FastNetwork(BlockNetwork):
         self.patch_size = packing.patch_size
         self.in_channels = packing.in_channels
         widths = packing.widths or (len(packing.patches),)
+        # The first one's error passes through all stages; a later one's is that of any GEMM.
+        in_half = ops.dtype in cuda.HALF
         self.embeddings = [
-            Float32Linear(Weights("the patch embedding", part))
-            for part in packing.patches.split(widths)
+            Float32Linear(Weights("the patch embedding", part), half=in_half and index > 0)
+            for index, part in enumerate(packing.patches.split(widths))
         ]
         self.positions = [part.contiguous() for part in packing.position.split(widths, dim=1)]
         self.position = self.positions[0]

@@ -67,14 +67,18 @@ def splits(weight: Tensor) -> bool:
 class Float32Linear:
     """A layer x (…, K) → (…, N) with the dtype and accuracy of the residual stream, in any tier.
 
-    split: compute it by a split GEMM, a SplitLinear; by default where `splits` says so.
+    split: compute it by a split GEMM, a SplitLinear; by default where `splits` says so. half: that
+    GEMM may be one in half precision, with its sums and results in float32.
     """
 
-    def __init__(self, gemm: Weights, split: bool | None = None):
+    def __init__(self, gemm: Weights, split: bool | None = None, half: bool = False):
         weight = gemm.weight
         split = splits(weight) if split is None else split
         plain = [weight] if gemm.bias is None else [weight, gemm.bias]
-        self.split = SplitLinear(weight, gemm.bias_or_zeros(), name=gemm.name) if split else None
+        self.split: SplitLinear | None = None
+        if split:
+            bias = gemm.bias_or_zeros()
+            self.split = SplitLinear(weight, bias, low=not half, name=gemm.name)
         self.tensors = list(self.split.parameters()) if self.split else plain
 
     def prepare(self, m: int) -> None:

@@ -128,9 +128,29 @@ def check_overflow(backend, device="cpu"):
             assert int(overflow) == expected and finite == (not expected)
 
 
+def check_half(m, n, k, backend, device="cpu"):
+    """Without low parts a layer has the error of half-precision operands, whatever their size."""
+    weight = draw(n, k, seed=1, device=device) * 1e-6
+    bias = draw(n, seed=2, device=device)
+    x = draw(m, k, seed=3, device=device) * 1e6
+    whole = SplitLinear(weight, bias, backend=backend)
+    layer = SplitLinear(weight, bias, low=False, backend=backend)
+    assert len(layer.pair) == 1
+    want = F.linear(x.double(), weight.double(), bias.double())
+    assert 1e-4 < error(layer(split(x)), want) < 4e-4
+    high, low = split(x).pair
+    without = HighLow(torch.stack([high, 0 * low]), split(x).scale)
+    assert torch.equal(layer(split(x)), layer(without))
+    assert error(whole(split(x)), want) < 1e-6
+
+
 @pytest.mark.parametrize("m, n, k", SHAPES)
 def test_the_reference(m, n, k):
     check_linear(m, n, k, "torch")
+
+
+def test_the_reference_in_half_precision():
+    check_half(40, 64, 256, "torch")
 
 
 def test_overflow_is_reported():
@@ -194,15 +214,17 @@ def test_interpreted_kernel():
     interpreted("test_split_linear.interpret()")
 
 
-@pytest.mark.parametrize("result", (0, 2))
-def test_machine_code(result):
-    """Three warpgroup MMAs for every 16 of the inner dimension, awaited once a part, and
-    no register spilled.
+@pytest.mark.parametrize(
+    "result, tile, gemms",
+    ((0, hopper.TILE, 3), (2, hopper.TILE, 3), (0, hopper.FEW_ROWS, 3), (0, hopper.HALF, 1)),
+)
+def test_machine_code(result, tile, gemms):
+    """Three warpgroup MMAs for every 16 of the inner dimension, one without low parts, awaited
+    once a part, and no register spilled.
     """
-    tile = hopper.TILE
-    code = disassemble(cuda.compile_cubin(hopper.source(result), "split_linear"))
+    code = disassemble(cuda.compile_cubin(hopper.source(result, tile), "split_linear"))
     shapes = re.findall(r"HGMMA\.(64x\d+x16)\.F32", code)
-    assert shapes == [f"64x{tile.columns}x16"] * (3 * tile.depth // 16)
+    assert shapes == [f"64x{tile.columns}x16"] * (gemms * tile.depth // 16)
     assert "STL" not in code and "LDL" not in code and code.count("WARPGROUP.DEPBAR") <= 1
     assert tile.shared_bytes <= 227 * 1024
 
@@ -226,6 +248,19 @@ def test_backends_on_a_gpu(backend):
     layer = SplitLinear(*draw(8, 65, device="cuda").split([64, 1], 1))
     stack = new_stack(5, 64, device="cuda").copy_(x.pair)  # as cuBLAS's attention leaves it
     assert torch.equal(layer(HighLow(stack, x.scale)), layer(x))
+    if backend == "hopper":
+        check_half(1000, 2048, 768, "hopper", "cuda")
+        check_few_rows()
+
+
+def check_few_rows():
+    """Few rows have the bits that they have among many."""
+    x = split(draw(200, 1152, seed=1, device="cuda"))
+    layer = SplitLinear(*draw(1000, 1153, device="cuda").split([1152, 1], 1))
+    whole = layer(x)
+    for rows in (1, 2, 64):
+        few = HighLow(x.pair[:, :rows].contiguous(), x.scale[:rows])
+        assert torch.equal(layer(few), whole[:rows])
 
 
 @pytest.mark.gpu

@@ -62,8 +62,9 @@ class SplitLinear:
     element. With it the result is HighLow without scales, and it is set to 1 where a value is too
     large for float16; without it the result is float32. after (N,), with overflow: GELU in its tanh
     form follows, then a multiplication by these powers of two; the next layer has their inverse in
-    its weights (`balance`). scaled: whether inputs have scales, for `prepare`. name: of the layer,
-    for errors. Raises ValueError, naming the layer, for weights that are not finite.
+    its weights (`balance`). scaled: whether inputs have scales, for `prepare`. low: whether low
+    parts count; without them the GEMM is one in half precision, by "hopper" or "torch". name: of
+    the layer, for errors. Raises ValueError, naming the layer, for weights that are not finite.
     """
 
     def __init__(
@@ -74,12 +75,14 @@ class SplitLinear:
         overflow: Tensor | None = None,
         after: Tensor | None = None,
         scaled: bool = True,
+        low: bool = True,
         name: str = "",
         backend: str = "auto",
     ):
         check_backend("split_linear", backend, BACKENDS)
         assert after is None or overflow is not None
         self.backend = choose(weight.device) if backend == "auto" else backend
+        assert low or self.backend != "cublas"
         if not bool(weight.isfinite().all() & bias.isfinite().all()):
             raise ValueError(f"{name}: has weights that are not finite")
         self.columns, self.depth = weight.shape
@@ -89,8 +92,11 @@ class SplitLinear:
         self.gelu = after is not None
         self.high_low = overflow is not None
         self.scaled = scaled
+        self.low = low
         self.kernels = {"hopper": hopper, "cublas": cublas, "torch": reference}[self.backend]
         self.pair = self.kernels.arrange(weight)
+        if not low:
+            self.pair = self.pair[:1].clone()
         self.scale = split(weight).scale  # (N,)
 
     def prepare(self, m: int) -> None:

@@ -7,13 +7,14 @@
 // small. It is then added to the sum with float32's own rounding. One warpgroup loads (the producer), the others
 // (consumers) compute 64 rows each; while one adds and stores, the others multiply.
 //
-// bias has `period` rows, which rows of x take in turn. Defined before this text: ROWS, COLUMNS, DEPTH (of a tile), STAGES, RESULT (0: float32; 1: high and low;
-// 2: GELU, high and low), REGISTERS and PRODUCER_REGISTERS (of a thread), multiply (wgmma, 64 × COLUMNS × 16).
+// bias has `period` rows, which rows of x take in turn. Defined before this text: ROWS, COLUMNS, DEPTH (of a tile),
+// STAGES, PARTS (2; 1: high·high alone, a GEMM in half precision), RESULT (0: float32; 1: high and low; 2: GELU, high and
+// low), REGISTERS and PRODUCER_REGISTERS (of a thread), multiply (wgmma, 64 × COLUMNS × 16).
 
 constexpr int WARPGROUPS = ROWS / 64;
 constexpr int THREADS = WARPGROUPS * 128 + 128;
 constexpr int LINE = DEPTH * 2;  // bytes of a tile's row: 128, over which TMA swizzles
-constexpr int A_LOW = ROWS * LINE, B_LOW = COLUMNS * LINE, STAGE = 2 * (A_LOW + B_LOW);  // where low parts begin
+constexpr int A_LOW = ROWS * LINE, B_LOW = COLUMNS * LINE, STAGE = PARTS * (A_LOW + B_LOW);  // where low parts begin
 constexpr int HEADER = 1024;
 constexpr float LARGEST = 65504;  // of float16
 
@@ -61,7 +62,7 @@ split_linear(const __grid_constant__ TensorMap a, const __grid_constant__ Tensor
                 wait(empty + 8 * stage, turn / STAGES % 2 ^ 1);
                 arrive_and_expect(full + 8 * stage, STAGE);
                 load(stages + stage * STAGE, a, step * DEPTH, row, full + 8 * stage);
-                load(stages + stage * STAGE + 2 * A_LOW, b, step * DEPTH, column, full + 8 * stage);
+                load(stages + stage * STAGE + PARTS * A_LOW, b, step * DEPTH, column, full + 8 * stage);
             }
         }
         return;
@@ -78,11 +79,13 @@ split_linear(const __grid_constant__ TensorMap a, const __grid_constant__ Tensor
             const int stage = turn % STAGES;
             wait(full + 8 * stage, turn / STAGES % 2);
             const unsigned high = stages + stage * STAGE + warpgroup * 64 * LINE, low = high + A_LOW;
-            const unsigned b_high = stages + stage * STAGE + 2 * A_LOW, b_low = b_high + B_LOW;
+            const unsigned b_high = stages + stage * STAGE + PARTS * A_LOW, b_low = b_high + B_LOW;
             wgmma_fence();
-            issue(part, low, b_high, false);
-            issue(part, high, b_low, true);
-            issue(part, high, b_high, true);
+            if (PARTS == 2) {
+                issue(part, low, b_high, false);
+                issue(part, high, b_low, true);
+            }
+            issue(part, high, b_high, PARTS == 2);
             wgmma_commit();
             wgmma_wait();
             fence_registers(part);

@@ -20,6 +20,7 @@ class Tile(NamedTuple):
     columns: int
     depth: int
     stages: int
+    parts: int = 2
 
     @property
     def threads(self) -> int:
@@ -27,30 +28,40 @@ class Tile(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        return 1024 + self.stages * 4 * self.depth * (self.rows + self.columns)
+        return 1024 + self.stages * self.parts * 2 * self.depth * (self.rows + self.columns)
 
 
 TILE = Tile(rows=128, columns=192, depth=64, stages=2)  # measured: log/split-kernels-h200.json
+FEW_ROWS = Tile(rows=64, columns=192, depth=64, stages=3)  # the same bits
+HALF = Tile(rows=128, columns=192, depth=64, stages=4, parts=1)
 
 
-def source(result: int) -> str:
+def choose(layer: Any, rows: int) -> Tile:
+    """Return the tile for x (rows, K)."""
+    if not layer.low:
+        return HALF
+    return FEW_ROWS if rows <= FEW_ROWS.rows else TILE
+
+
+def source(result: int, tile: Tile = TILE) -> str:
     """Return the whole CUDA text of a variant.
 
     result: 0 float32, 1 high and low, 2 GELU, high and low.
     """
     return cuda.source(
         (FILE,),
-        TILE,
-        cuda.wgmma("multiply", TILE.columns, "f16"),
+        tile,
+        cuda.wgmma("multiply", tile.columns, "f16"),
         "f16",
         RESULT=result,
-        **cuda.registers(TILE.rows // 64),
+        **cuda.registers(tile.rows // 64),
     )
 
 
 @lru_cache(None)
-def _kernel(result, device):
-    return cuda.Kernel(source(result), "split_linear", TILE.threads, TILE.shared_bytes, device)
+def _kernel(result, tile, device):
+    text = source(result, tile)
+    return cuda.Kernel(text, "split_linear", tile.threads, tile.shared_bytes, device)
 
 
 def arrange(weight: Tensor) -> Tensor:
@@ -65,15 +76,15 @@ def arrange(weight: Tensor) -> Tensor:
     return split(weight.unflatten(0, (-1, 4, 4, 2)).transpose(1, 2).flatten(0, 3)).pair
 
 
-def _pair_map(pair, box_rows):
-    """Return the tensor map of a pair (2, …, K). One load takes high and low of a tile."""
+def _pair_map(pair, box_rows, tile):
+    """Return the tensor map of a pair (2, …, K). One load takes the parts of a tile."""
     depth = pair.shape[-1]
     rows = pair[0].numel() // depth
     return cuda.tensor_map(
         pair,
-        sizes=(depth, rows, 2),
+        sizes=(depth, rows, len(pair)),
         strides=(2 * depth, 2 * rows * depth),
-        box=(TILE.depth, box_rows, 2),
+        box=(tile.depth, box_rows, tile.parts),
         swizzle=128,
     )
 
@@ -95,13 +106,14 @@ def linear(layer: Any, x: HighLow, position: Tensor | None = None) -> Tensor | H
         out = torch.empty(shape, dtype=torch.float32, device=device)
     result = HighLow(out, None) if layer.high_low else out
     rows = pair[0].numel() // layer.depth
-    tiles = -(-rows // TILE.rows) * -(-layer.columns // TILE.columns)
+    tile = choose(layer, rows)
+    tiles = -(-rows // tile.rows) * -(-layer.columns // tile.columns)
     if not tiles:
         return result
-    _kernel(layer.high_low + layer.gelu, device).launch(
+    _kernel(layer.high_low + layer.gelu, tile, device).launch(
         min(tiles, cuda.multiprocessors(device)),
-        _pair_map(pair, TILE.rows),
-        _pair_map(layer.pair, TILE.columns),
+        _pair_map(pair, tile.rows, tile),
+        _pair_map(layer.pair, tile.columns, tile),
         out,
         x.scale,
         layer.scale,

@@ -16,8 +16,11 @@ def arrange(weight: Tensor) -> Tensor:
 def linear(layer: Any, x: HighLow) -> Tensor | HighLow:
     """Apply the layer: x HighLow (…, K) → (…, N), float32 or HighLow."""
     x_high, x_low = x.pair.double().unbind(0)
-    w_high, w_low = layer.pair.double().unbind(0)
-    y = x_low @ w_high.t() + x_high @ w_low.t() + x_high @ w_high.t()
+    w_high = layer.pair[0].double()
+    y = x_high @ w_high.t()
+    if layer.low:
+        w_low = layer.pair[1].double()
+        y = x_low @ w_high.t() + x_high @ w_low.t() + y
     if x.scale is not None:
         y = y * x.scale[..., None]
     return finish(layer, (y * layer.scale + layer.bias).float())
