@@ -70,7 +70,8 @@ class TimestepEmbedder(nn.Module):
 
     def forward(self, t: Tensor) -> Tensor:
         sinusoid = self.timestep_embedding(t, self.frequency_embedding_size)
-        return self.mlp(sinusoid.to(next(self.mlp.parameters()).dtype))
+        weight: Any = self.mlp[0].weight  # replicas of nn.DataParallel have no parameters()
+        return self.mlp(sinusoid.to(weight.dtype))
 
 
 class LabelEmbedder(nn.Module):

@@ -3,8 +3,12 @@ what does not fit.
 """
 
 import pytest
+import test_jit
+import test_lightning_dit
+import test_rae
 import torch
 from conftest import fill
+from networks import inputs
 
 from accel import fast
 from accel.errors import UsageError
@@ -37,6 +41,35 @@ def test_guidance_reads_one_half_and_guides_three_channels(family):
     assert torch.equal(out[:, 3:], plain[:, 3:])
     x[3:] = float("nan")
     assert torch.equal(model.forward_with_cfg(x, t, y, 4.0), out)
+
+
+def replica_of(model):
+    """Return a module as nn.DataParallel copies it to each GPU: weights as attributes alone."""
+    replicas = {module: module._replicate_for_data_parallel() for module in model.modules()}
+    for module, replica in replicas.items():
+        for name, child in module._modules.items():
+            setattr(replica, name, child and replicas[child])
+        for name, value in (*module._parameters.items(), *module._buffers.items()):
+            setattr(replica, name, value if value is None else value.detach())
+    return replicas[model]
+
+
+@pytest.mark.parametrize(
+    "model, given",
+    [
+        *((fill(family(**arguments)), None) for family, arguments in SMALL.items()),
+        (test_lightning_dit.build(), None),
+        (test_jit.build(), test_jit.inputs()),
+        (test_rae.build(), test_rae.inputs()),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, torch.nn.Module) else "",
+)
+def test_a_replica_of_data_parallel(model, given):
+    replica = replica_of(model)
+    assert not list(replica.parameters())
+    given = given or inputs(model, 4)
+    with torch.no_grad():
+        assert torch.equal(replica(*given), model(*given))
 
 
 @FAMILIES

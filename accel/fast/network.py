@@ -21,7 +21,6 @@ from torch import Tensor
 
 from accel.fast.conditioning import BLOCK_VECTORS, Conditioning, ConditioningTable
 from accel.fast.ops import Block, Float32Linear, Half, Split, Weights
-from accel.kernels import cuda
 from accel.kernels.adaln import Branches, Modulation
 from accel.kernels.linear import Linear
 from accel.network import BlockNetwork, RunState
@@ -73,7 +72,7 @@ class Packing(NamedTuple):
     last_rms_eps: float | None = None  # likewise, of the last layer
     # Widths of the embeddings of stages that have their own, which add up to D.
     widths: tuple[int, ...] = ()
-    tail: "Tail | None" = None  # computes the last stage and the last layer
+    tail: "Tail | None" = None  # computes the last stage and the last layer, in half tiers
 
 
 class FastNetwork(BlockNetwork):
@@ -91,17 +90,19 @@ class FastNetwork(BlockNetwork):
         self.patch_size = packing.patch_size
         self.in_channels = packing.in_channels
         widths = packing.widths or (len(packing.patches),)
-        # The first one's error passes through all stages; a later one's is that of any GEMM.
-        in_half = ops.dtype in cuda.HALF
+        # With a tail, hundreds of channels make them as large as a block's GEMMs. The first
+        # embedding's error would pass through all stages.
+        half = packing.tail is not None
         self.embeddings = [
-            Float32Linear(Weights("the patch embedding", part), half=in_half and index > 0)
+            Float32Linear(Weights("the patch embedding", part), half=half and index > 0)
             for index, part in enumerate(packing.patches.split(widths))
         ]
         self.positions = [part.contiguous() for part in packing.position.split(widths, dim=1)]
         self.position = self.positions[0]
         self.stages = packing.stages
         self.tail = packing.tail
-        self.last = Float32Linear(Weights("final_layer", packing.last_weight, packing.last_bias))
+        last = Weights("final_layer", packing.last_weight, packing.last_bias)
+        self.last = Float32Linear(last, half=half)
         self.conditioning = packing.conditioning
         self.conditioning.freeze()
         self.ops = ops

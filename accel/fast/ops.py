@@ -67,8 +67,8 @@ def splits(weight: Tensor) -> bool:
 class Float32Linear:
     """A layer x (…, K) → (…, N) with the dtype and accuracy of the residual stream, in any tier.
 
-    split: compute it by a split GEMM, a SplitLinear; by default where `splits` says so. half: that
-    GEMM may be one in half precision, with its sums and results in float32.
+    split: compute it by a split GEMM, a SplitLinear; by default where `splits` says so. half: x and
+    the weight may be taken in half precision there; sums and results stay in float32.
     """
 
     def __init__(self, gemm: Weights, split: bool | None = None, half: bool = False):
@@ -90,21 +90,24 @@ class Float32Linear:
         """Return the layer's tensors."""
         return iter(self.tensors)
 
-    def operand(self, x: Tensor) -> Tensor | HighLow:
+    def operand(self, x: Tensor | HighLow) -> Tensor | HighLow:
         """Return x (…, K) as the layer takes it."""
-        return x if self.split is None else split_rows(x)
+        if self.split is None or isinstance(x, HighLow):
+            return x
+        if x.dtype in cuda.HALF:
+            return HighLow(x.half()[None], None)
+        return split_rows(x)
 
     def __call__(self, x: Tensor | HighLow, position: Tensor | None = None) -> Tensor:
-        """Apply the layer to a tensor or an `operand`.
+        """Apply the layer to a tensor, with `half` also to one in half precision, or an `operand`.
 
         position (t, N): added to the result (…, t, N) of a layer without bias.
         """
         if self.split is not None:
-            return self.split(  # type: ignore[return-value]
-                x if isinstance(x, HighLow) else split_rows(x), position
-            )
+            return self.split(self.operand(x), position)  # type: ignore[arg-type, return-value]
+        value = x.value() if isinstance(x, HighLow) else x
         with true_float32():
-            y = F.linear(x.value() if isinstance(x, HighLow) else x, *self.tensors)
+            y = F.linear(value.to(self.tensors[0].dtype), *self.tensors)
         return y if position is None else y + position
 
 

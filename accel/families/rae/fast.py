@@ -144,15 +144,11 @@ class FusedHead(TrunkConditioning):
             squares = block.proj(a, stream=x, gate=attention_gate)
             h = norms[2 * index + 1](s, stream=x, squares=squares, eps=EPS)
             squares = block.fc2(block.fc1(h), stream=x, gate=mlp_gate)
-        out = norms[-1](s, stream=x, squares=squares, eps=EPS, high_low=True)
-        return network.last(out)
+        return network.last(norms[-1](s, stream=x, squares=squares, eps=EPS))
 
     def kernel_calls(self, tokens: int) -> list[Callable[[], object]]:
         """Return calls that warm up the kernels, as Tail has it."""
-        *layers, last = self.gemms
-        calls: list[Callable[[], object]] = [self._warm_rows]
-        calls += [partial(layer.prepare, tokens) for layer in layers]
-        return [*calls, partial(last.prepare, tokens, high_low=True)]
+        return [self._warm_rows, *(partial(layer.prepare, tokens) for layer in self.gemms)]
 
     def _warm_rows(self):
         """Run the kernels on rows of the stream on one token of zeros."""

@@ -29,7 +29,6 @@ from torch import Tensor
 from accel.kernels import check_backend, cuda
 from accel.kernels.linear.reference import AFTER, TWO, Beside
 from accel.kernels.linear.tuner import Tuner
-from accel.kernels.split_linear.high_low import HighLow
 
 BACKENDS = ("auto", "hopper", "tuned", "epilogue", "torch")
 PERIOD = 256  # tokens, after which our kernel's blocks rotate by the same angles again
@@ -84,15 +83,12 @@ class Linear:
         """Return (M, N, K, gelu) of the GEMM on M tokens, for the backend "tuned"."""
         return (m, *self.weight.shape, self.epilogue == "gelu")
 
-    def prepare(self, m: int, high_low: bool = False) -> None:
-        """Compile and load the kernels for M tokens; high_low: those of a result that is split.
-
-        cuBLASLt has its kernels compiled.
-        """
+    def prepare(self, m: int) -> None:
+        """Compile and load the kernels for M tokens. cuBLASLt has its kernels compiled."""
         if self.backend == "hopper":
             from accel.kernels.linear import hopper
 
-            hopper.load(self._tile(m), self, high_low)
+            hopper.load(self._tile(m), self)
         elif self.epilogue == "swiglu":
             AFTER[self.epilogue](self.weight.new_zeros(1, len(self.weight)), Beside())
 
@@ -108,9 +104,9 @@ class Linear:
         """Apply the layer: x (…, K), contiguous → (…, N), of two matrices (…, N/2).
 
         beside: fields of Beside. For "rotate" x is (N, t, K) and `first` the position of the first
-        of the t tokens. For "modulate": stream (…, N/2) and its sums of squares, eps, and
-        `high_low`, whether the result is HighLow without scales. For "residual": stream and gate
-        (…, N); the result is the new stream's sums of squares (parts, M).
+        of the t tokens. For "modulate": stream (…, N/2) and its sums of squares, eps. For
+        "residual": stream and gate (…, N); the result is the new stream's sums of squares
+        (parts, M).
         """
         also = Beside(self.rotation, x.shape[-2], **beside)
         if self.backend == "hopper" and not (self.rotates and PERIOD % also.tokens):
@@ -138,14 +134,10 @@ class Linear:
             parts = tile.across(self.width, self.epilogue)
             squares = torch.empty(parts, m, device=x.device)
             beside = beside._replace(squares=squares)
-        elif beside.high_low:
-            out = torch.empty(2, *shape, dtype=torch.float16, device=x.device)
         else:
             out = torch.empty(shape, dtype=x.dtype, device=x.device)
         hopper.launch(tile, self.epilogue, x, self.weight, self.bias, out, beside)
-        if out is None:
-            return beside.squares
-        return HighLow(out, None) if beside.high_low else out
+        return beside.squares if out is None else out
 
     def _multiply(self, x):
         """Return x·Wᵀ + b, after GELU where the backend's epilogue has it."""

@@ -22,8 +22,8 @@
 // computes, which are the same in all its tiles, lie in shared memory as float16.
 //
 // Defined before this text: HEIGHT (of a consumer's part of a tile, in 64s of rows), COLUMNS (of W in a tile), STAGES
-// (tiles of operands held), SLOTS, WARPGROUPS (consumers), PINGPONG, CLUSTER (blocks that share weights), EPILOGUE, PAIR
-// (1: the result leaves as high and low), HEAD (of queries and keys that are rotated, else 0), BFLOAT16, REGISTERS and
+// (tiles of operands held), SLOTS, WARPGROUPS (consumers), PINGPONG, CLUSTER (blocks that share weights), EPILOGUE,
+// HEAD (of queries and keys that are rotated, else 0), BFLOAT16, REGISTERS and
 // PRODUCER_REGISTERS (of a thread), multiply (wgmma, 64 × COLUMNS × 16).
 
 constexpr int SILU = 0, SWIGLU = 1, ROTATE = 2, MODULATE = 3, RESIDUAL = 4;  // EPILOGUE
@@ -362,7 +362,7 @@ linear(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
             if (BESIDE) wait(slot_full + 8 * slot, slot_parity);
             #pragma unroll
             for (int m = 0; m < HEIGHT; m++) {
-                unsigned word[2][4], low[2][4];
+                unsigned word[2][4];
                 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const int number = 4 * group + i, eight = column + 8 * number;
@@ -402,12 +402,7 @@ linear(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
                                 factor[2 * m + half] += t.x * t.x + t.y * t.y;
                             }
                         }
-                        word[half][i] = PAIR ? round_float16(y.x, y.y) : round_pair(y.x, y.y);
-                        if (PAIR) {
-                            float2 high;
-                            widen(word[half][i], high.x, high.y);
-                            low[half][i] = round_float16(y.x - high.x, y.y - high.y);
-                        }
+                        word[half][i] = round_pair(y.x, y.y);
                     }
                 }
                 if (EPILOGUE == RESIDUAL) continue;
@@ -421,7 +416,6 @@ linear(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
                                 make_uint4(words[0], words[1], words[2], words[3]);
                     };
                     store(word[half], out);
-                    if (PAIR) store(low[half], out + (long long)rows * columns);
                 }
             }
             if (BESIDE) {

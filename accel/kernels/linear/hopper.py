@@ -110,9 +110,7 @@ def choose(m: int, outputs: int, depth: int, epilogue: str, multiprocessors: int
     return min(TILES, key=cycles)
 
 
-def source(
-    tile: Tile, epilogue: str, dtype: torch.dtype, head: int = 0, high_low: bool = False
-) -> str:
+def source(tile: Tile, epilogue: str, dtype: torch.dtype, head: int = 0) -> str:
     """Return the whole CUDA text of a variant. head: the width of heads that are rotated."""
     half = cuda.HALF[dtype]
     return cuda.source(
@@ -124,7 +122,6 @@ def source(
         STAGES=tile.stages(epilogue, head),
         SLOTS=tile.slots,
         EPILOGUE=EPILOGUES.index(epilogue),
-        PAIR=high_low,
         HEAD=head,
         BFLOAT16=half == "bf16",
         **cuda.registers(tile.warpgroups, producer=40),
@@ -138,18 +135,17 @@ def _kernel(
     dtype: torch.dtype,
     device: torch.device,
     head: int = 0,
-    high_low: bool = False,
 ) -> cuda.Kernel:
     """Return a variant, loaded on a device."""
-    text = source(tile, epilogue, dtype, head, high_low)
+    text = source(tile, epilogue, dtype, head)
     return cuda.Kernel(text, "linear", tile.threads, tile.shared_bytes(epilogue, head), device)
 
 
-def load(tile: Tile, layer: Any, high_low: bool = False) -> None:
+def load(tile: Tile, layer: Any) -> None:
     """Compile and load the kernel of a Linear."""
     head = 0 if layer.rotation is None else 2 * layer.rotation.shape[1]
     weight = layer.weight
-    _kernel(tile, layer.epilogue, weight.dtype, weight.device, head, high_low)
+    _kernel(tile, layer.epilogue, weight.dtype, weight.device, head)
 
 
 def launch(
@@ -164,7 +160,7 @@ def launch(
     """Launch a variant on the current stream: x (M, K), weight (N, K), bias (N,), contiguous, in
     half precision → out.
 
-    out: (M, N), and (M, N/2) of two matrices; split (2, M, N/2). None for "residual". The kernel
+    out: (M, N), and (M, N/2) of two matrices. None for "residual". The kernel
     starts, and loads weights, while the one before it still runs: that must not write weight, bias
     or rotation.
     """
@@ -188,7 +184,7 @@ def launch(
     head = 0 if beside.rotation is None else 2 * beside.rotation.shape[1]
     at_once = cuda.multiprocessors(x.device) // CLUSTER
     clusters = min(tile.clusters(m, outputs, epilogue), at_once)
-    _kernel(tile, epilogue, x.dtype, x.device, head, beside.high_low).launch(
+    _kernel(tile, epilogue, x.dtype, x.device, head).launch(
         clusters * CLUSTER,
         of_x,
         lines(weight, depth, columns, (64, tile.columns // 2)),

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from accel.kernels.qk_norm_rotary import qk_norm_rotary
 from accel.kernels.rows import row_squares
-from accel.kernels.split_linear.high_low import HighLow, split
 from accel.kernels.swiglu import swiglu
 
 TWO = ("swiglu", "modulate")  # of two matrices, one below the other in W
@@ -25,7 +24,6 @@ class Beside(NamedTuple):
     gate: Tensor | None = None  # (…, N) half; rows lie at one distance from each other
     squares: Tensor | None = None  # (parts, M) float32: sums of the stream's squares
     eps: float = 0.0
-    high_low: bool = False  # whether the result leaves split
 
 
 def rotate(y: Tensor, beside: Beside) -> Tensor:
@@ -34,14 +32,14 @@ def rotate(y: Tensor, beside: Beside) -> Tensor:
     return qk_norm_rotary(y, beside.rotation, beside.first)
 
 
-def modulate(y: Tensor, beside: Beside) -> Tensor | HighLow:
+def modulate(y: Tensor, beside: Beside) -> Tensor:
     """Return t·r·(1 + y₁) + y₂ of the residual stream t (…, N), y (…, 2·N)."""
     stream = beside.stream
     assert stream is not None and beside.squares is not None
     scale, shift = y.to(stream.dtype).chunk(2, dim=-1)
     mean = beside.squares.sum(0).view(*stream.shape[:-1], 1) / stream.shape[-1]
     out = torch.addcmul(shift, stream * torch.rsqrt(mean + beside.eps), 1 + scale)
-    return split(out, per_row=False) if beside.high_low else out.to(y.dtype)
+    return out.to(y.dtype)
 
 
 def residual(y: Tensor, beside: Beside) -> Tensor:

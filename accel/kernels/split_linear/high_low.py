@@ -35,12 +35,20 @@ def split(x: Tensor, per_row: bool = True) -> HighLow:
     if per_row:
         # amax = m·2^e with m in [1/2, 1); the clamp keeps the power of two itself a normal number.
         exponent = torch.frexp(x.abs().amax(-1)).exponent.clamp(min=-111, max=128)  # (…,)
-        ones = torch.ones_like(x[..., 0])
-        scale = torch.ldexp(ones, exponent - 15)
-        x = x * torch.ldexp(ones, 15 - exponent)[..., None]
+        scale = _power_of_two(exponent - 15)
+        x = x * _power_of_two(15 - exponent)[..., None]
     high = x.half()
     low = (x - high.float()).half()
     return HighLow(torch.stack([high, low]), scale)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """Return 2^exponent as float32, by its bits: exponent int32, from -126 to 127.
+
+    torch.ldexp of a tensor on another GPU than the current one accesses memory illegally (torch
+    2.11).
+    """
+    return ((exponent + 127) << 23).view(torch.float32)
 
 
 def new_stack(*shape: int, device: torch.device) -> Tensor:

@@ -15,10 +15,11 @@ def arrange(weight: Tensor) -> Tensor:
 
 def linear(layer: Any, x: HighLow) -> Tensor | HighLow:
     """Apply the layer: x HighLow (…, K) → (…, N), float32 or HighLow."""
-    x_high, x_low = x.pair.double().unbind(0)
+    x_high = x.pair[0].double()
     w_high = layer.pair[0].double()
     y = x_high @ w_high.t()
     if layer.low:
+        x_low = x.pair[1].double()
         w_low = layer.pair[1].double()
         y = x_low @ w_high.t() + x_high @ w_low.t() + y
     if x.scale is not None:
