@@ -7,7 +7,6 @@ disk and compares.
 
 import json
 import logging
-import os
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,8 +22,8 @@ from accel.jobs.fid.folder import npz_of, picture_name, read_picture
 
 log = logging.getLogger(__name__)
 
-READERS = min(16, os.cpu_count() or 1)  # threads that decode PNGs
-AT_ONCE = 64  # pictures that are read ahead
+READERS = 4  # threads that decode PNGs
+AT_ONCE = 8  # pictures that are read ahead
 
 
 class Archive:
