@@ -17,7 +17,9 @@ LARGEST = 65504.0  # of float16
 class HighLow(NamedTuple):
     """A float32 tensor (…, K): (high + low) · scale."""
 
-    pair: Tensor  # (2, …, K) float16, contiguous or a `new_stack`: high, low
+    # (2, …, K) float16, contiguous or a `new_stack`: high, low. (1, …, K): high, for a layer that
+    # takes no low parts.
+    pair: Tensor
     scale: Tensor | None  # (…,) float32, a power of two per row; None is 1
 
     def value(self, dtype: torch.dtype = torch.float32) -> Tensor:
