@@ -7,6 +7,7 @@ from test_rae import build, inputs, velocity
 
 from accel import fast
 from accel.families.rae.fast import FusedHead
+from accel.fast import ops
 from accel.fast.ops import Half
 
 
@@ -22,6 +23,17 @@ def test_the_fused_head_computes_the_definition(qk_norm, fused):
     network = network_of(model, "fp16")
     assert isinstance(network.tail, FusedHead)
     assert error(network.forward(*inputs()), velocity(model, *inputs())) < 2e-3
+
+
+@pytest.mark.parametrize("tier, tolerance", (("fp16", 2e-3), ("bf16", 2e-2)))
+def test_large_outer_layers_are_half_gemms(tier, tolerance, fused, monkeypatch):
+    """All but the first embedding, as where they have hundreds of channels."""
+    monkeypatch.setattr(ops, "splits", lambda weight: True)
+    model = build()
+    network = network_of(model, tier)
+    layers = [*network.embeddings, network.last]
+    assert [layer.split.low for layer in layers] == [True, False, False]
+    assert error(network.forward(*inputs()), velocity(model, *inputs())) < tolerance
 
 
 def test_tokens_on_two_ranks(fused):
