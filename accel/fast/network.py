@@ -90,8 +90,8 @@ class FastNetwork(BlockNetwork):
         self.patch_size = packing.patch_size
         self.in_channels = packing.in_channels
         widths = packing.widths or (len(packing.patches),)
-        # With a tail, hundreds of channels make them as large as a block's GEMMs. The first
-        # embedding's error would pass through all stages.
+        # A tail, and the layers around it alone, compute in half precision. The error of the first
+        # embedding would pass through all stages.
         half = packing.tail is not None
         self.embeddings = [
             Float32Linear(Weights("the patch embedding", part), half=half and index > 0)

@@ -83,8 +83,12 @@ class Float32Linear:
 
     def prepare(self, m: int) -> None:
         """Compile and load the kernels for M tokens, by a call on zeros."""
-        if self.split is not None:
+        if self.split is None:
+            return
+        if self.split.low:
             self(torch.zeros(m, self.split.depth, device=self.split.bias.device))
+        else:  # another kernel makes its operand
+            self.split.prepare(m)
 
     def parameters(self) -> Iterator[Tensor]:
         """Return the layer's tensors."""

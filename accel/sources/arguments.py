@@ -18,7 +18,7 @@ import torch
 
 from accel.errors import Given, shown
 from accel.sources.facts import OWN, is_known, is_valid
-from accel.weights.computed import is_listed, is_suspected
+from accel.weights.computed import UNCLEAR, is_listed, is_suspected
 
 # Entries with the arguments of a training run. Where two say different values of an argument that
 # decides no picture, the first is believed.
@@ -52,7 +52,10 @@ def facts_of(given: Given, content: Mapping[str, Any]) -> dict[str, Any]:
         return facts
     merged: dict[str, Any] = {}
     for name in ARGUMENTS:
-        merged = {**_section(content.get(name)), **merged}
+        section = _section(content.get(name))
+        if not section and _may_be_section(content.get(name)):
+            given.warn(f"its {name} is text that is not a JSON object, {UNCLEAR}")
+        merged = {**section, **merged}
     places: dict[str, str] = {}  # of the arguments in IN_SECTIONS, with dots between sections
     in_sections: dict[str, Any] = {}
     facts = of_training({"config": content.get("config"), **merged})
@@ -93,6 +96,11 @@ def _section(value: Any) -> dict[str, Any]:
     if isinstance(value, (argparse.Namespace, SimpleNamespace)):
         value = vars(value)
     return value if isinstance(value, dict) and "param_groups" not in value else {}
+
+
+def _may_be_section(value: Any) -> bool:
+    """Return whether a value is text that may hold arguments: an object, or several lines."""
+    return isinstance(value, str) and (value[:1] == "{" or "\n" in value.strip())
 
 
 def of_function(content: Any) -> dict[str, Any]:

@@ -144,6 +144,17 @@ def test_a_name_that_nobody_listed_is_printed(states, tmp_path, capsys):
         assert words in line
 
 
+@pytest.mark.parametrize("text", ("{'predict_v': True}", "model: DiT-S/2\npredict_v: true\n"))
+def test_arguments_that_are_other_text_are_printed(text, states, tmp_path, capsys):
+    torch.save({"ema": states["DiT"], "options": FACTS["DiT"], "args": text}, tmp_path / "x.pt")
+    identify(tmp_path / "x.pt")
+    assert "its args is text that is not a JSON object" in capsys.readouterr().out
+    facts = {"options": FACTS["DiT"], "config": "configs/small.yaml"}
+    torch.save({"ema": states["DiT"], **facts}, tmp_path / "y.pt")
+    identify(tmp_path / "y.pt")
+    assert "is text" not in capsys.readouterr().out
+
+
 def test_the_converter_refuses_them_too(states, tmp_path, here):
     content = {"ema": states["DiT"], "args": dict(FACTS["DiT"], use_zero_terminal_snr=True)}
     torch.save(content, tmp_path / "x.pt")

@@ -32,7 +32,8 @@ class Tile(NamedTuple):
 
 
 TILE = Tile(rows=128, columns=192, depth=64, stages=2)  # measured: log/split-kernels-h200.json
-FEW_ROWS = Tile(rows=64, columns=192, depth=64, stages=3)  # the same bits
+# Both: log/h100/rae.json, all_families. Few rows have the bits that they have among many.
+FEW_ROWS = Tile(rows=64, columns=192, depth=64, stages=3)
 HALF = Tile(rows=128, columns=192, depth=64, stages=4, parts=1)
 
 

@@ -34,6 +34,8 @@ def test_large_outer_layers_are_half_gemms(tier, tolerance, fused, monkeypatch):
     layers = [*network.embeddings, network.last]
     assert [layer.split.low for layer in layers] == [True, False, False]
     assert error(network.forward(*inputs()), velocity(model, *inputs())) < tolerance
+    for call in fast.kernel_calls(network, 2):
+        call()
 
 
 def test_tokens_on_two_ranks(fused):
