@@ -130,20 +130,23 @@ def test_two_flags(pair, files, here, tmp_path, monkeypatch):
 # ---- ends at any point ----
 
 
-POINTS = 14
+# The modules whose lines are end points: atomic files, the folder and the archive of an FID job.
+TRACED = [sys.modules[one.__module__].__file__ for one in (atomic_write, write_pictures, Archive)]
 
 
 def run_traced(work, last=None):
-    """Do `work`; end this process before the last-th line of accel/files.py and accel/fid.
-    Return their number.
+    """Do `work`; end this process before the last-th line of the files TRACED. Return the file
+    of each line that was run.
     """
-    lines = itertools.count()
+    lines = []
 
     def trace(frame, event, argument):
-        if "/accel/fi" not in frame.f_code.co_filename:
+        if frame.f_code.co_filename not in TRACED:
             return None
-        if event == "line" and next(lines) == last:
-            os._exit(9)
+        if event == "line":
+            if len(lines) == last:
+                os._exit(9)
+            lines.append(frame.f_code.co_filename)
         return trace
 
     threading.settrace(trace)  # of pools
@@ -153,7 +156,7 @@ def run_traced(work, last=None):
     finally:
         sys.settrace(None)
         threading.settrace(None)
-    return next(lines)
+    return lines
 
 
 def end(work, last):
@@ -167,45 +170,44 @@ def end(work, last):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
 
 
-@pytest.mark.parametrize("point", range(POINTS))
-def test_a_job_that_ends_at_any_point_is_made_whole(point, tmp_path):
+def test_a_job_that_ends_at_any_point_is_made_whole(tmp_path):
     """Pictures, archive and record: each is whole or absent, and the next start makes what an
     undisturbed one makes.
     """
-    pixels = np.random.default_rng(0).integers(0, 256, (3, 16, 16, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 8, 8, 3), dtype=np.uint8)
 
-    def work(folder):
+    def work(root):
+        folder = root / "pictures"
+        (folder / ".job").mkdir(parents=True, exist_ok=True)
         remove_partial_files(folder, r"\d+\.png")
-        remove_partial_files(folder.parent, r"pictures\.npz")
+        remove_partial_files(root, r"pictures\.npz")
         remove_partial_files(folder / ".job", ".*")
-        for number in range(3):
+        for number in range(2):
             if not (folder / f"{number:06d}.png").exists():
                 write_pictures(folder, range(number, number + 1), pixels[number : number + 1])
-        Archive(folder, 3, 16).complete(lambda: False)
+        Archive(folder, 2, 8).complete(lambda: False)
 
     def pictures(root):
         return {path.name: path.read_bytes() for path in root.rglob("*.png")}
 
-    whole, ended = tmp_path / "whole", tmp_path / "ended"
-    for root in (whole, ended):
-        (root / "pictures" / ".job").mkdir(parents=True)
-    total = run_traced(lambda: work(whole / "pictures"))
-    want = pictures(whole)
-    assert len(want) == 3 and total > 100
-    end(lambda: work(ended / "pictures"), total * point // POINTS)
-    npz = ended / "pictures.npz"
-    assert not npz.exists() or np.array_equal(np.load(npz)["arr_0"], pixels)
-    assert pictures(ended).items() <= want.items()
-    work(ended / "pictures")
-    assert pictures(ended) == want
-    assert np.array_equal(np.load(npz)["arr_0"], pixels)
-    assert Archive(ended / "pictures", 3, 16).problem() is None
-    names = sorted(path.name for path in ended.rglob("*") if path.is_file())
-    assert names == sorted([*want, "npz.json", "pictures.npz"])
+    lines = run_traced(lambda: work(tmp_path / "whole"))
+    want = pictures(tmp_path / "whole")
+    assert len(want) == 2 and set(lines) == set(TRACED)
+    for last in range(len(lines)):
+        ended = tmp_path / str(last)
+        end(lambda: work(ended), last)
+        npz = ended / "pictures.npz"
+        assert not npz.exists() or np.array_equal(np.load(npz)["arr_0"], pixels), last
+        assert pictures(ended).items() <= want.items(), last
+        work(ended)
+        assert pictures(ended) == want
+        assert np.array_equal(np.load(npz)["arr_0"], pixels)
+        assert Archive(ended / "pictures", 2, 8).problem() is None
+        names = sorted(path.name for path in ended.rglob("*") if path.is_file())
+        assert names == sorted([*want, "npz.json", "pictures.npz"]), last
 
 
-@pytest.mark.parametrize("point", range(POINTS))
-def test_a_file_that_is_replaced_is_the_old_or_the_new(point, tmp_path):
+def test_a_file_that_is_replaced_is_the_old_or_the_new(tmp_path):
     path = tmp_path / "x.npy"
     old, new = 1000 * b"o", 3000 * b"n"
 
@@ -214,12 +216,14 @@ def test_a_file_that_is_replaced_is_the_old_or_the_new(point, tmp_path):
             file.write(new)
 
     path.write_bytes(old)
-    total = run_traced(work)
-    path.write_bytes(old)
-    end(work, total * point // POINTS)
-    assert path.read_bytes() in (old, new)
-    work()
-    assert path.read_bytes() == new
+    lines = run_traced(work)
+    assert set(lines) == {TRACED[0]}
+    for last in range(len(lines)):
+        path.write_bytes(old)
+        end(work, last)
+        assert path.read_bytes() in (old, new), last
+        work()
+        assert path.read_bytes() == new
 
 
 # ---- runs that agree ----
