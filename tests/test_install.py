@@ -241,14 +241,3 @@ def test_make_installs_tested_versions_that_the_ranges_allow():
 
 def lines_of(path):
     return re.findall(r"^[A-Za-z][^#\n]*", path.read_text(), re.M)
-
-
-def test_the_version_is_stated_once_and_the_changelog_begins_with_it():
-    stated = [
-        path
-        for path in tracked("*.py", "*.toml", "*.cff", "*.md")
-        if not path.startswith("log/") and accel.__version__ in (ROOT / path).read_text()
-    ]
-    assert stated == ["CHANGELOG.md", "pyproject.toml"]
-    versions = re.findall(r"^### (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
-    assert versions[0] == accel.__version__

@@ -2,8 +2,6 @@
 and nothing else changes.
 """
 
-import ast
-import re
 import shutil
 
 import forks
@@ -14,8 +12,6 @@ from conftest import ROOT, tracked
 from jobs import wait_for_pictures
 from PIL import Image
 from safetensors.torch import load_file, save_file
-
-from accel.families import families
 
 ALONE = dict(PYTHONPATH="", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
 TOY = ["--model", "Toy/2", "--num-sampling-steps", 8]
@@ -270,19 +266,3 @@ for given in (dict(model="Toy/2"), dict(model=model, vae="accel/families/toy/vae
 
 def test_python(tree):
     succeeds(tree, "-c", PYTHON)
-
-
-def test_a_family_is_named_in_its_folder_alone():
-    """DiT aside, after which the program is called."""
-    folders = [one.code.rpartition(".")[2] for one in families()[1:]]
-    words = "|".join([*folders, *(one.name for one in families()[1:])])
-    names = re.compile(rf"(?<!triton\.)\b({words})\b")  # triton.jit is no family
-    for file in tracked("accel/*.py", "bench/*.py", "scripts/*.py", "*.py"):
-        if not file.startswith(("accel/families/", "tests/", "pretrained_models/")):
-            code = re.sub(
-                r'^ *"""(.|\n)*?"""$',
-                "",
-                ast.unparse(ast.parse((ROOT / file).read_text())),
-                flags=re.M,
-            )
-            assert not (found := names.search(code)), f"{file}: {found}"

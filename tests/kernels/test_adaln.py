@@ -141,12 +141,3 @@ def test_compiled_kernel(width, branches):
 @pytest.mark.gpu
 def test_compiled_split():
     check_split("triton", "cuda")
-
-
-@pytest.mark.gpu
-def test_auto_takes_the_kernel_on_a_gpu(monkeypatch):
-    launched = []
-    monkeypatch.setattr(kernels, "launch", lambda *arguments: launched.append(arguments))
-    x, modulation, pairs = case(216, 2, 9, 1, torch.float16, "cuda")
-    adaln(x, modulation, 3, pairs, dtype=torch.float16)
-    assert len(launched) == 1

@@ -94,11 +94,3 @@ def test_interpreted_kernels():
 def test_compiled_kernels(form):
     for shape in (*SHAPES, (128, 32, 512, 512), (512, 32, 64, 64), (256, 32, 255, 130)):
         check(*shape, *form, "cuda", "triton")
-
-
-def test_no_gpu_rounds_otherwise_for_its_size():
-    """Stretches cover every picture, by its size alone."""
-    for pixels in (1, 31, 32, 4096, 65536, 512 * 512, 2048 * 2048, 999999):
-        parts, turns = kernels.stretches(pixels, 128)
-        assert parts <= kernels.PROGRAMS / 2
-        assert (parts - 1) * turns * kernels.PIXELS < pixels <= parts * turns * kernels.PIXELS

@@ -3,7 +3,6 @@ or on a GPU.
 """
 
 import json
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from test_linear import case, formula
 
 from accel.files import cache_folder
-from accel.kernels import keep
 from accel.kernels.linear import Linear, cublaslt, tuner
 from accel.kernels.linear.cublaslt import Algorithm
 from accel.kernels.linear.tuner import Choice, Tuner
@@ -44,23 +42,8 @@ def measured(monkeypatch, tmp_path):
     return found
 
 
-def test_the_file_of_measurements(tmp_path):
-    """Written whole, read back equal, and a damaged or foreign one counts as none."""
-    file = tmp_path / "deep" / "gemms.json"
-    kept = {"8x8x8 float16": [WORDS, 64], "8x8x8 bfloat16 gelu": [WORDS, 0]}
-    keep(file, json.dumps(kept).encode())
-    assert tuner._read(file) == kept and os.listdir(file.parent) == [file.name]
-    entries = 3, [], [WORDS[:2], 64], [WORDS, "64"], [WORDS, -1], [["1"] * 8, 64]
-    for text in ("", "{", "[1]", *(json.dumps({"8x8x8 float16": entry}) for entry in entries)):
-        file.write_text(text)
-        assert tuner._read(file) == {}, text[:80]
-    assert tuner._read(tmp_path / "absent.json") == {}
-    keep(file / "below-a-file.json", b"{}")  # cannot be written: no error, nothing there
-    assert file.is_file()
-
-
 def test_a_choice_is_made_once(measured, tmp_path):
-    """In a process, and by its file in the next one."""
+    """In a process, and by its file in the next one. A damaged file counts as none."""
     first = Tuner()
     assert (
         first.choose(*GEMM) is first.choose(*GEMM[:5], torch.device("cuda", 0))
@@ -71,6 +54,12 @@ def test_a_choice_is_made_once(measured, tmp_path):
     assert file.name == "products-GPU-1-2-cublaslt-1.json"
     assert json.loads(file.read_text()) == {"8x8x8 float16": [WORDS, 1]}
     assert Tuner([]).choose(*GEMM).algorithm.workspace == 2  # no folder: measured by every process
+    entries = 3, [], [WORDS[:2], 64], [WORDS, "64"], [WORDS, -1], [["1"] * 8, 64]
+    damaged = "", "{", "[1]", *(json.dumps({"8x8x8 float16": entry}) for entry in entries)
+    for workspace, text in enumerate(damaged, start=3):
+        file.write_text(text)
+        assert Tuner().choose(*GEMM).algorithm.workspace == workspace, text
+        assert json.loads(file.read_text()) == {"8x8x8 float16": [WORDS, workspace]}
 
 
 def test_two_jobs_take_one_choice(measured, tmp_path, monkeypatch):
