@@ -270,7 +270,7 @@ def resolve(choice: Choice, device: torch.device, space: LatentSpace) -> Run:
         choice.configuration,
         space,
         device,
-        process=process_of(values, spec),
+        process=process_of(values, origins, spec),
         guidance=guidance_in(values, spec, choice.guide, upstreams_job=is_fid_job),
         notices=tuple(notices),
     )
@@ -288,13 +288,18 @@ def merge(in_order: list[OriginValues]) -> tuple[dict[str, Any], dict[str, str]]
     return values, origins
 
 
-def process_of(values: Mapping[str, Any], spec: ModelSpec) -> Process:
+def process_of(values: Mapping[str, Any], origins: Mapping[str, str], spec: ModelSpec) -> Process:
     """Return the process of chosen values."""
     family = spec.family
+    # An original that shifts float32 levels may round the first one above 1, outside any interval.
+    shift = values["timestep_shift"]
+    is_originals = (
+        family.interval_arithmetic == "float32 levels" and origins["timestep_shift"] != USER
+    )
     return make_process(
         values["sampler"],
         values["num_sampling_steps"],
-        shift=values["timestep_shift"],
+        shift=shift,
         eta=values["eta"],
         learn_sigma=spec.learn_sigma,
         t_eps=values["t_eps"] if family.prediction == "data" else None,
@@ -302,6 +307,7 @@ def process_of(values: Mapping[str, Any], spec: ModelSpec) -> Process:
         by_start=family.heun_by_start,
         last_time=family.last_time,
         interval_arithmetic=family.interval_arithmetic,
+        sigma=1 / shift if is_originals else None,
     )
 
 

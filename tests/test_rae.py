@@ -122,6 +122,16 @@ def test_published_sizes_are_recognised():
     assert [*counts.values()] == [382, 334, 190, 190]
 
 
+def test_a_users_shift_guides_noise_and_the_sizes_may_not(tmp_path):
+    """The original's σ rounds the first level above 1 for these sizes."""
+    torch.save(build().state_dict(), tmp_path / "x.pt")
+    options = Options(ckpt=tmp_path / "x.pt", device="cpu", output_type="latent", cfg_scale=2)
+    implied = open_run(options)
+    assert implied.guidance.at(implied.process.levels()[0]).copies == 1 < implied.guidance.copies
+    run = open_run(options.changed(timestep_shift=implied["timestep_shift"]))
+    assert run.process.levels() == [1, *implied.process.levels()[1:]]
+
+
 def test_each_size_has_its_own_decoder(tmp_path, monkeypatch):
     for side, name in ((16, "ViTXL_n08"), (32, "ViTXL_n08_i512")):
         options = Options(ckpt=tmp_path / f"{side}.pt", device="cpu")

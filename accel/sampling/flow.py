@@ -43,7 +43,8 @@ class Euler(Process):
     estimates the velocity. noise_scale: of the first noise. by_start: whether both evaluations of
     Heun's step have the guidance of its start, or each that of its own time. last_time: the end of
     the even times; below 1 some noise is left. interval_arithmetic: as of `Family`; it rounds
-    `levels`.
+    `levels`. sigma: σ = 1/shift of an original that shifts its levels by σ; None for a shift that
+    the user chose.
     """
 
     number: int  # of steps
@@ -53,6 +54,7 @@ class Euler(Process):
     by_start: bool = True
     last_time: float = 1.0
     interval_arithmetic: IntervalArithmetic = "float64 levels"
+    sigma: float | None = None
 
     @property
     def draws(self) -> int:
@@ -67,16 +69,17 @@ class Euler(Process):
         return self._ends()[:-1]
 
     def levels(self) -> list[float]:
-        dtype = torch.float64 if self.interval_arithmetic == "float64 levels" else torch.float32
-        if self.interval_arithmetic == "float32 times":
-            even = torch.linspace(0, self.last_time, self.number + 1, dtype=dtype)
-            levels = 1 - shifted(even, self.shift).double()
+        if self.interval_arithmetic == "float64 levels":
+            even = torch.linspace(1, 1 - self.last_time, self.number + 1, dtype=torch.float64)
+            levels = shifted(even, 1 / self.shift)
         elif self.interval_arithmetic == "float32 levels":
-            even = 1 - torch.linspace(0, self.last_time, self.number + 1, dtype=dtype)
-            levels = shifted(even, 1 / self.shift)
+            even = 1 - torch.linspace(0, self.last_time, self.number + 1, dtype=torch.float32)
+            levels = shifted(even, self.sigma or 1 / self.shift)
         else:
-            even = torch.linspace(1, 1 - self.last_time, self.number + 1, dtype=dtype)
-            levels = shifted(even, 1 / self.shift)
+            even = torch.linspace(0, self.last_time, self.number + 1, dtype=torch.float32)
+            levels = 1 - shifted(even, self.shift).double()
+        if self.sigma is None:
+            levels[0] = 1  # a level that the shift rounds above 1 is in no interval
         return levels[:-1].tolist()
 
     def lengths(self) -> list[float]:

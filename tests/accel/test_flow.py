@@ -55,14 +55,13 @@ def velocity(model, scale=4.0, channels=3, interval=(0.0, 1.0)):
     return v
 
 
-def ode(v, x, steps, heun=False):
+def ode(v, x, steps, heun=False, shift=1):
     """The library's loop over noise levels 1 … 0. Guidance of a correction is that of its
     step's start.
     """
-    for i in range(steps):
-        t = i / steps
-        end = (i + 1) / steps
-        level = (steps - i) / steps
+    times = [shift * i / (steps + (shift - 1) * i) for i in range(steps + 1)]
+    for i, (t, end) in enumerate(zip(times, times[1:])):
+        level = 1 - t
         slope = v(x, t, level)
         if heun and i < steps - 1:
             slope = (slope + v(x + (end - t) * slope, end, level)) / 2
@@ -146,6 +145,19 @@ def test_even_times_that_end_before_one(sigma, interval):
     pipeline = Pipeline(Plain(model), process, guidance, None, "fp32", torch.device("cpu"), 8)
     preview = pipeline.estimate(states[-1][:3].float(), steps - 1, LABELS.tolist())
     assert error(preview, want[:3]) < 1e-6
+
+
+@pytest.mark.parametrize("kind", (Euler, Heun))
+@pytest.mark.parametrize("shift", (3.0, 0.55))
+@pytest.mark.parametrize("arithmetic", ("float64 levels", "float32 levels"))
+def test_the_first_step_of_shifted_times_is_guided(kind, shift, arithmetic):
+    model = small()
+    both = torch.cat([Z, Z]).double()
+    for interval in ((0.0, 1.0), (0.5, 1.0)):
+        want = ode(velocity(model, interval=interval), both, 5, kind is Heun, shift)
+        process = kind(5, shift, interval_arithmetic=arithmetic)
+        guidance = Guidance(4.0, 8, interval=interval)
+        assert error(denoise(Plain(model), process, guidance, Z, LABELS, None), want[:3]) < 1e-6
 
 
 def test_heun_ends_with_the_even_times():

@@ -43,7 +43,7 @@ def rae(steps, low, high, sigma):
     return ((levels >= low) & (levels <= high)).tolist()
 
 
-def ours(name, sampler, steps, interval, shift=1.0):
+def ours(name, sampler, steps, interval, shift=1.0, sigma=None):
     """Return whether each evaluation of a family's run is guided."""
     family = next(family for family in families() if family.name == name)
     process = make_process(
@@ -53,6 +53,7 @@ def ours(name, sampler, steps, interval, shift=1.0):
         by_start=family.heun_by_start,
         last_time=family.last_time,
         interval_arithmetic=family.interval_arithmetic,
+        sigma=sigma,
     )
     guidance = guidance_of(
         2.0,
@@ -73,7 +74,9 @@ def test_every_end_is_compared_as_the_original_does(steps):
         interval = (low, high)
         assert ours("REPA", "euler", steps, interval) == repa(steps, low, high)
         assert ours("REPA", "sde", steps, interval) == repa(steps, low, high, sde=True)
-        assert ours("RAE", "euler", steps, interval, 1 / sigma) == rae(steps, low, high, sigma)
+        assert ours("RAE", "euler", steps, interval, 1 / sigma, sigma) == rae(
+            steps, low, high, sigma
+        )
         assert ours("RAE", "euler", steps, interval) == rae(steps, low, high, 1)
         # Options are noise levels, the ends of JiT's and LightningDiT's scripts times.
         levels = (1 - high, 1 - low)
@@ -83,6 +86,28 @@ def test_every_end_is_compared_as_the_original_does(steps):
         for shift in (0.3, 1.0):
             got = ours("LightningDiT", "euler", steps, (0.0, 1 - start), shift)
             assert got == lightning(steps, start, shift)
+
+
+@pytest.mark.parametrize(
+    "name", [family.name for family in families() if family.prediction != "noise"]
+)
+@pytest.mark.parametrize("sampler", ("euler", "heun"))
+def test_noise_is_guided_with_every_shift_that_a_user_chooses(name, sampler):
+    """Rounding may shift its level above 1, as by 3 in float64 and by 1.1 in float32."""
+    for interval in ((0.0, 1.0), (0.3, 1.0)):
+        shifts = [i / 100 for i in range(1, 1001)]
+        assert [s for s in shifts if not ours(name, sampler, 9, interval, s)[0]] == []
+
+
+def test_raes_shift_is_rounded_as_the_originals():
+    """Its σ rounds the level of noise above 1 for some sizes of latents, which have no guidance."""
+    shapes = [(24, side) for side in range(1, 65)] + [(768, 16), (768, 32), (384, 8)]
+    guided = []
+    for channels, side in shapes:
+        sigma = (channels * side**2 / 4096) ** 0.5
+        guided.append(ours("RAE", "euler", 10, (0.0, 1.0), 1 / sigma, sigma))
+        assert guided[-1] == rae(10, 0.0, 1.0, sigma)
+    assert {first for first, *_ in guided} == {True, False}
 
 
 def test_some_of_these_differ_from_exact_numbers():
