@@ -489,9 +489,10 @@ class GaussianDiffusion:
         sigma = eta * torch.sqrt((1 - abar_prev) / (1 - abar)) * torch.sqrt(1 - abar / abar_prev)
         if noise is None:
             noise = torch.randn_like(x)
-        mean = (
-            out["pred_xstart"] * torch.sqrt(abar_prev) + torch.sqrt(1 - abar_prev - sigma**2) * eps
-        )
+        variance = 1 - abar_prev - sigma**2
+        if eta <= 1:
+            variance = variance.clamp(min=0)  # rounding may make it negative
+        mean = out["pred_xstart"] * torch.sqrt(abar_prev) + torch.sqrt(variance) * eps
         sample = mean + sigma * noise
         return {"sample": sample, "pred_xstart": out["pred_xstart"]}
 

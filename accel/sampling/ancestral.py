@@ -120,5 +120,7 @@ class Ddim(Ancestral):
         abar = self._at("abar", at, x)
         before = self._at("abar_before", at, x)
         sigma = self.eta * torch.sqrt((1 - before) / (1 - abar)) * torch.sqrt(1 - abar / before)
-        mean = start * torch.sqrt(before) + torch.sqrt(1 - before - sigma**2) * eps
+        # With η = 1 rounding may make it negative.
+        variance = (1 - before - sigma**2).clamp(min=0)
+        mean = start * torch.sqrt(before) + torch.sqrt(variance) * eps
         return (mean + sigma * noise,)

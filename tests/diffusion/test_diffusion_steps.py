@@ -97,7 +97,7 @@ def test_p_mean_variance_and_ancestral_step(variance, mean, clip):
 
 @pytest.mark.parametrize("guided", [False, True])
 @pytest.mark.parametrize("clip", [True, False])
-@pytest.mark.parametrize("respacing", ["", "ddim50", "1"])
+@pytest.mark.parametrize("respacing", ["", "ddim50", "2", "1"])
 def test_ddim_step(respacing, clip, guided):
     """Guidance is of the score (Dhariwal, algorithm 2)."""
     d, ref = process(respacing)
@@ -109,7 +109,7 @@ def test_ddim_step(respacing, clip, guided):
         gradient = slope(x, torch.tensor(d.timestep_map)[t], 0.7)
         x0 = ref.x0(x, t, ref.eps(x, t, x0) - (1 - ref.abar(t)).sqrt() * gradient)
     given = dict(clip_denoised=clip, cond_fn=slope if guided else None, model_kwargs=dict(y=0.7))
-    for eta in (0.0, 0.5):
+    for eta in (0.0, 0.5, 1.0):
         out = d.ddim_sample(wavy, x, t, eta=eta, noise=noise, **given)
         close(out["pred_xstart"], x0)
         # In float32 1 - abar has 4 digits left at t = 1, and so has sigma: so it is in
