@@ -110,7 +110,7 @@ def run(command, cwd=ROOT, timeout=240, **environment):
         process.kill()
 
 
-def until(found, seconds=60, where=lambda: None, pause=0.01):
+def until(found, seconds=200, where=lambda: None, pause=0.01):
     """Wait until found() is true, and return it. where() is shown if that takes too long."""
     deadline = time.monotonic() + seconds
     while not (value := found()):

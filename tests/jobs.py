@@ -121,8 +121,8 @@ class Command:
     def end(self):
         """Wait until no process of the command is left, and return (status, standard error)."""
         try:
-            _, error = self.process.communicate(timeout=60)
-            until(lambda: not self.alive(), seconds=5, where=self.alive)
+            _, error = self.process.communicate(timeout=200)
+            until(lambda: not self.alive(), where=self.alive)
             return self.process.returncode, error
         finally:
             self.kill()

@@ -247,7 +247,7 @@ def test_the_command_believes_the_file(tmp_path, here):
     want = written_out(model, 0.5 * z, LABELS, 3, False, cfg=1.5, low=0.0, t_eps=0.1)
     assert error(torch.from_numpy(np.load(tmp_path / "x.npy")), want) < 5e-6
     succeeds(here("sample.py", *flags, *more, "--output", f"{tmp_path}/folder/"))
-    for picture, pixels in zip(sorted((tmp_path / "folder").iterdir()), want):
+    for picture, pixels in zip(sorted((tmp_path / "folder").iterdir()), want, strict=True):
         levels = ((pixels + 1) / 2 * 255).clamp(0, 255).round().permute(1, 2, 0)
         assert np.abs(np.asarray(Image.open(picture)).astype(int) - levels.numpy()).max() <= 1
 
@@ -381,7 +381,7 @@ def test_pixels_are_a_latent_space():
 def by_two(*words, status=0):
     """Run sample_ddp.py with two ranks → what they printed."""
     jobs = forks.ranks(2, ["sample_ddp.py", *words], ROOT, OMP_NUM_THREADS="1")
-    texts = [job.communicate(timeout=60) for job in jobs]
+    texts = [job.communicate(timeout=240) for job in jobs]
     assert [job.returncode for job in jobs] == [status] * 2, texts
     return "".join(map("".join, texts))
 

@@ -56,7 +56,7 @@ def succeeds(tree, *words):
 def by_two(tree, *words, status=0):
     """Run sample_ddp.py with two ranks → what they printed as errors."""
     jobs = forks.ranks(2, ["sample_ddp.py", *TOY, *words], tree, **ALONE)
-    errors = [job.communicate(timeout=60)[1] for job in jobs]
+    errors = [job.communicate(timeout=240)[1] for job in jobs]
     assert [job.returncode for job in jobs] == [status] * 2, errors
     return "".join(errors)
 

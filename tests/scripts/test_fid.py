@@ -10,7 +10,6 @@ import math
 import os
 import re
 import shutil
-import time
 import tracemalloc
 import zipfile
 from argparse import Namespace
@@ -326,16 +325,15 @@ SIGMA = np.eye(2048)
     ],
     ids=range(13),  # an archive names the second in which it was made
 )
-def test_bad_samples_are_one_line_at_once(content, words, data, inception, tmp_path, here):
+def test_bad_samples_are_one_line(content, words, data, inception, tmp_path, here):
     path = tmp_path / "x.npz"
     if content == "fifo":
         os.mkfifo(path)
     elif content is not None:
         path.write_bytes(content)
     how = ("--inception-weights", inception, "--device", "cpu")
-    start = time.monotonic()
     error = forks.refused(here("scripts/fid.py", path, data / "reference.npz", *how))
-    assert words in error and str(path) in error and time.monotonic() - start < 2
+    assert words in error and str(path) in error
 
 
 def encoded(picture, file_format="PNG", **options):

@@ -338,11 +338,9 @@ def test_stop_stops_between_steps_and_the_next_run_is_whole(visitor, late):
     visitor.wait_for("Stopped")
     visitor.ask("new Promise(done => setTimeout(done, 2000, true))")
     assert visitor.status() == "Stopped."
-    begun = time.monotonic()
     visitor.fill("Steps", 3)
     visitor.press("Sample")
     assert visitor.wait_for("Done|must") == "Done"
-    assert time.monotonic() - begun < 15
 
 
 def asked(address, path, body=None, **headers):

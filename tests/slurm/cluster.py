@@ -165,7 +165,7 @@ PartitionName=ssc-gpu Nodes={",".join(self.nodes)} Default=YES MaxTime=INFINITE 
                 )
             )
 
-    def _wait(self, ready, complaint, seconds=10):
+    def _wait(self, ready, complaint, seconds=60):
         deadline = time.monotonic() + seconds
         while not ready():
             if time.monotonic() > deadline or any(p.poll() is not None for p in self.processes):

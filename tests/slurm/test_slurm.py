@@ -81,7 +81,7 @@ def test_a_step_of_srun_ends_with_the_status_of_its_ranks(ending, status, words,
         env={**cluster.env, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     said = done.stdout + done.stderr
     assert done.returncode == status and said.count(words) == 1, said
@@ -143,7 +143,7 @@ def test_a_comparison_whose_jobs_fail_is_cancelled(cluster, checkout):
     after = f"--dependency=afterok:{job}", "--kill-on-invalid-dep=yes"
     verdict = cluster.submit(*after, "slurm/evaluate.sbatch", "a.png", "b.png", cwd=checkout)
     assert "--ckpt none.pt: no such file" in "\n".join(failed(cluster, checkout, job))
-    cluster.wait_for(verdict, {"CANCELLED"}, 60)
+    cluster.wait_for(verdict, {"CANCELLED"}, 200)
 
 
 @pytest.mark.timeout(900)
@@ -225,12 +225,12 @@ def test_a_repository_that_is_gone_ends_the_job(cluster, checkout, tmp_path):
 FID = "--num-fid-samples", "28", "--per-proc-batch-size", "2", "--num-sampling-steps", "25"
 
 
-def wait_for_pictures(checkout, job, count, seconds=90):
+def wait_for_pictures(checkout, job, count, seconds=200):
     made = lambda: list((checkout / "output").glob(f"job_{job}/*/*.png"))
     until(lambda: len(made()) >= count, seconds, lambda: log_of(checkout, job))
 
 
-def requeued(cluster, checkout, job, restarts, seconds=60):
+def requeued(cluster, checkout, job, restarts, seconds=200):
     """Wait until the job has put itself back in the queue, and spare the test Slurm's two
     minutes of patience.
     """
@@ -263,7 +263,7 @@ def test_fid_job_survives_what_a_queue_does_to_it(cluster, checkout, demo):
     cluster.run("scontrol", "requeue", job)
     requeued(cluster, checkout, job, 1)
     for restart, how in enumerate(([], ["--batch", "--signal=USR1"], ["--signal=TERM"]), start=2):
-        cluster.wait_for(job, {"RUNNING"}, 30)
+        cluster.wait_for(job, {"RUNNING"}, 200)
         wait_for_pictures(
             checkout, job, len(list((checkout / "output").glob(f"job_{job}/*/*.png"))) + 4
         )
