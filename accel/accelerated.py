@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from accel.compare import build, own_guidance, require_same
 from accel.errors import Given, UsageError
 from accel.families.spec import Face
-from accel.graphs import Replayed
 from accel.isolation import alone
-from accel.network import KEPT, Batch, BlockNetwork, require_no_gradients
+from accel.network import Batch, BlockNetwork, require_no_gradients
 from accel.overflow import require_finite
 from accel.precision import arithmetic, default_tier, require
 from accel.sampling.guidance import guided_halves
@@ -109,8 +108,8 @@ class Accelerated(Face):
         self._forward = network.forward
         self._guided = self._forward_guided
         if network.captures and device.type == "cuda":  # one graph per shape
-            self._forward = Replayed(self._forward, KEPT)
-            self._guided = Replayed(self._guided, KEPT)
+            self._forward = network.replayed("forward", self._forward)
+            self._guided = network.replayed("guided", self._guided)
         self._source: Callable[[], nn.Module | None] = weakref.ref(held.module)
         held.release()
 

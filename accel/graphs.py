@@ -4,15 +4,18 @@ So the GPU never waits for the host.
 """
 
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+KEPT = 4  # graphs of an owner, such as a network
 
-def capture(step: Callable[[], object]) -> Callable[[], None]:
-    """Record `step` on the current GPU and return its replay.
 
-    The replay gives the same bits unless the step draws random numbers. step: takes no arguments,
+def capture(step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    """Record `step` on the current GPU. Return its result, and the function that computes it anew.
+
+    A replay gives the same bits unless the step draws random numbers. step: takes no arguments,
     works on tensors at fixed addresses and never waits for the device. It is run once before it is
     recorded, to compile kernels and choose algorithms.
     """
@@ -29,31 +32,15 @@ def capture(step: Callable[[], object]) -> Callable[[], None]:
     # graph's is freed with that graph, or by torch.compile: each graph makes a new one.
     torch._C._cuda_clearCublasWorkspaces()
     with cuda.recording(graph, stream):
-        step()
+        output = step()
     torch._C._cuda_clearCublasWorkspaces()  # later work must not use this graph's workspace
-    return graph.replay
-
-
-def obtain(
-    cache: dict[Hashable, Any], key: Hashable, make: Callable[[], Any], most: int | None = None
-) -> Any:
-    """Return the entry of `key`, made if absent.
-
-    Before another entry is made, the one unused for longest is dropped: at most `most` are kept.
-    """
-    if key in cache:
-        entry = cache.pop(key)
-    else:
-        while most is not None and len(cache) >= most:
-            cache.pop(next(iter(cache)))
-        entry = make()
-    cache[key] = entry  # the last is the one used last
-    return entry
+    return output, graph.replay
 
 
 class Captured(NamedTuple):
     """A captured function."""
 
+    function: Callable  # the graph reads tensors that it holds
     inputs: list[torch.Tensor]  # at the addresses that the graph reads
     output: Any  # a tensor or a tuple of them, which the graph writes
     replay: Callable[[], None]
@@ -62,23 +49,39 @@ class Captured(NamedTuple):
 class Replayed:
     """A function of tensors that is captured at its first call and replayed after.
 
-    It returns a tensor or a tuple of them. There is one graph for each combination of shapes,
-    dtypes and other arguments, which holds its tensors; the `kept` used last are kept, by default
-    all. Call from one thread and on one stream at a time.
+    It returns a tensor or a tuple of them. There is one graph for each key and combination of
+    shapes, dtypes and other arguments. key: all that the function depends on apart from its
+    arguments; the first function of a key serves all later ones. graphs: of the owner of several
+    functions; the KEPT that were used last are kept. Call from one thread and on one stream at a
+    time.
     """
 
-    def __init__(self, function: Callable, kept: int | None = None):
+    def __init__(
+        self,
+        function: Callable,
+        key: Hashable = None,
+        graphs: dict[Hashable, Captured] | None = None,
+    ):
         self.function = function
-        self.kept = kept
-        self.graphs: dict[Hashable, Captured] = {}
+        self.key = key
+        self.graphs = {} if graphs is None else graphs  # the one used last at the end
 
     def __call__(self, *arguments):
         tensors = [value for value in arguments if torch.is_tensor(value)]
-        key = tuple(
-            (value.shape, value.dtype) if torch.is_tensor(value) else value for value in arguments
+        key = (
+            self.key,
+            *(
+                (value.shape, value.dtype) if torch.is_tensor(value) else value
+                for value in arguments
+            ),
         )
-        with torch.cuda.device(tensors[0].device):
-            graph = obtain(self.graphs, key, lambda: self._capture(arguments), self.kept)
+        with torch.cuda.device_of(tensors[0]):
+            graph = self.graphs.pop(key, None)
+            if graph is None:
+                while len(self.graphs) >= KEPT:  # free its memory first
+                    del self.graphs[next(iter(self.graphs))]
+                graph = self._capture(arguments)
+            self.graphs[key] = graph
             for fixed, tensor in zip(graph.inputs, tensors, strict=True):
                 fixed.copy_(tensor)
             graph.replay()
@@ -90,7 +93,6 @@ class Replayed:
     @torch.no_grad()
     def _capture(self, arguments):
         fixed = [value.clone() if torch.is_tensor(value) else value for value in arguments]
-        results = []
-        replay = capture(lambda: results.append(self.function(*fixed)))
+        output, replay = capture(partial(self.function, *fixed))
         inputs = [value for value in fixed if torch.is_tensor(value)]
-        return Captured(inputs, results[-1], replay)
+        return Captured(self.function, inputs, output, replay)

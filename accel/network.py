@@ -23,9 +23,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from accel.errors import UsageError
+from accel.graphs import Captured, Replayed
 from accel.stages import Stage, forward_stages, stages_of, unpatchify
-
-KEPT = 4  # graphs kept, one per (process, guidance)
 
 
 class Batch(NamedTuple):
@@ -103,10 +102,9 @@ class Network(ABC, Generic[RunStateT]):
 
     @abstractmethod
     def replayed(self, key: Hashable, step: Callable) -> Callable:
-        """Return `step` as a CUDA graph.
+        """Return `step`, captured as CUDA graphs, of which a network keeps few.
 
-        The first step of a key serves all later ones; the last KEPT keys are kept. key: all that
-        the step depends on beside its arguments, the state of its run included.
+        key: all that the step depends on apart from its arguments, the state of its run included.
         """
 
     def tune(self, row_tokens: Iterable[int]) -> None:
@@ -131,7 +129,7 @@ class BlockNetwork(Network[RunState]):
     attention: Callable
 
     def __init__(self) -> None:
-        self.graphs: dict[Hashable, Any] = {}  # captured steps, the one used last at the end
+        self.graphs: dict[Hashable, Captured] = {}
 
     @property
     def parts(self) -> "list[BlockNetwork]":
@@ -184,9 +182,7 @@ class BlockNetwork(Network[RunState]):
         return Times(self, tuple(times), table)
 
     def replayed(self, key: Hashable, step: Callable) -> Callable:
-        from accel.graphs import Replayed, obtain  # a CPU needs none
-
-        return obtain(self.graphs, key, lambda: Replayed(step), KEPT)
+        return Replayed(step, key, self.graphs)
 
 
 @dataclass(frozen=True)

@@ -214,7 +214,7 @@ class Pipeline:
         y = guidance.labels(torch.tensor(labels, device=x.device))
         with precision.arithmetic(self.tier):
             out = self.network.forward(x, torch.full(y.shape, t, device=x.device), y)
-        return self.process.finished(x, t, guidance.combine(out)[:, : x.shape[1]])
+        return self.process.finished(x, t, guidance.combine(out, guidance.scale)[:, : x.shape[1]])
 
     def warm_up(self, labels: Sequence[int], batches: Sequence[slice] = ALL) -> None:
         """Make each kind of step of `latents` once, with each number of labels in a slice

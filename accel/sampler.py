@@ -59,7 +59,8 @@ class Sampler:
     constructor's values as defaults. With output_type="latent" no decoder is needed.
 
     Pictures equal those of sample.py with the same flags, to the bit. On a GPU a step is
-    captured at its first use with a number of pictures, steps and guidance, then replayed.
+    captured at its first use with a number of pictures and of steps, with or without guidance, then
+    replayed.
     Callers in several threads, of this and of other Samplers, are served one at a time.
     torch's global generators and backend switches are left as they were, and the caller's
     autocast, inference mode and default dtype change nothing. Raises ValueError

@@ -449,7 +449,7 @@ def guided(network: Network, args: Namespace, device: torch.device) -> torch.Ten
     y = guidance.labels(labels)
     # `forward` would round a float64 network's output
     out = network.forward_tokens(z, torch.full_like(y, 500), y)
-    return guidance.combine(unpatchify(out, network.patch_size)).double()
+    return guidance.combine(unpatchify(out, network.patch_size), SCALE).double()
 
 
 # ---- other implementations of a network, and other GPUs ----

@@ -242,7 +242,7 @@ def evaluate(network, x, t, y, scale):
     """Return a network's guided estimate (n, C', H, W) for x (2n, C, H, W), whose first n
     rows are read.
     """
-    return Guidance(scale, 0).combine(network.forward(x[: len(x) // 2], t, y))
+    return Guidance(scale, 0).combine(network.forward(x[: len(x) // 2], t, y), scale)
 
 
 def sample(

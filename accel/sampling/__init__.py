@@ -136,19 +136,22 @@ def denoise(
     run = network.prepare(list(process.times()), y.tolist(), at_once)
     evaluate: Callable[..., torch.Tensor] = partial(network.forward, run=run)
     captures = network.captures and z.is_cuda
+    scale: float | torch.Tensor = guidance.scale
     if captures:
         process.upload_tables(z.device)
+        # On the device: one captured step serves every scale.
+        scale = torch.full((), guidance.scale, dtype=torch.float32, device=z.device)
     if captures and not process.captured:
         evaluate = network.replayed(run, evaluate)
 
-    def make_step(guidances, at, y, noise, *state):
+    def make_step(rules, scale, at, y, noise, *state):
         networks = []
-        for i, part in enumerate(guidances):
-            networks.append(partial(_guided, evaluate, part, at + i if i else at, y))
+        for i, rule in enumerate(rules):
+            networks.append(partial(_guided, evaluate, rule, scale, at + i if i else at, y))
         return process.step(state, at, noise, networks)
 
     if captures and process.captured:
-        make_step = network.replayed((process, guidance, run), make_step)
+        make_step = network.replayed((process, run), make_step)
 
     state = process.begin(z)
     noise = z[:0]
@@ -157,14 +160,16 @@ def denoise(
         if number < process.draws:
             noise = draw()
         at = indices[evaluation].expand(len(z))
-        state = make_step(guidances, at, y, noise, *state)
+        rules = tuple(each.rule() for each in guidances)
+        state = make_step(rules, scale, at, y, noise, *state)
         if on_step is not None:
             on_step(number, state[0])
     return state[0]
 
 
-def _guided(evaluate, guidance, at, y, x):
+def _guided(evaluate, rule, scale, at, y, x):
     """Evaluate the network at x (n, C, H, W), guided → (n, C', H, W) in x's dtype. at
     (n,): the index of the evaluation. y: the labels of all batch rows.
     """
-    return guidance.combine(evaluate(x, at.repeat(guidance.copies), y[: guidance.copies * len(x)]))
+    out = evaluate(x, at.repeat(rule.copies), y[: rule.copies * len(x)])
+    return rule.combine(out, scale)

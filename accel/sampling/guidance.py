@@ -6,7 +6,7 @@ the labels of the batch rows, and how their outputs are combined.
 `guidance_of` chooses it.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
@@ -57,7 +57,13 @@ class Unguided:
         """Return the labels of the batch rows (N,) for labels y (n,)."""
         return y
 
-    def combine(self, out: Tensor) -> Tensor:
+    def rule(self) -> "Unguided":
+        """Return the guidance without the numbers that do not change a captured step: those that
+        choose it, and the scale, which is an argument of `combine`.
+        """
+        return Unguided()
+
+    def combine(self, out: Tensor, scale: float | Tensor) -> Tensor:
         """Combine the outputs for the batch rows (N, C', H, W) → estimates for the
         latents (n, C', H, W).
         """
@@ -93,9 +99,12 @@ class Guidance:
     def labels(self, y: Tensor) -> Tensor:
         return torch.cat([y, torch.full_like(y, self.null_label)])
 
-    def combine(self, out: Tensor) -> Tensor:
+    def rule(self) -> "Guidance":
+        return replace(self, scale=1.0, interval=(0.0, 1.0))
+
+    def combine(self, out: Tensor, scale: float | Tensor) -> Tensor:
         rest = out[: len(out) // 2, self.channels :]
-        return torch.cat([guided(out, self.scale, self.channels), rest], dim=1)
+        return torch.cat([guided(out, scale, self.channels), rest], dim=1)
 
 
 @dataclass(frozen=True)

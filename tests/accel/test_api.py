@@ -33,7 +33,7 @@ from accel import Sampler
 from accel.errors import UsageError
 from accel.families import DEMO
 from accel.families.sit.network import SiT
-from accel.network import KEPT
+from accel.graphs import KEPT
 from accel.precision import SWITCHES
 from diffusion import create_diffusion
 from models import DiT, DiT_models
@@ -553,17 +553,13 @@ def test_a_pipeline_of_diffusers(device, tiny_vae):
 
 
 def graphs_of(sampler):
-    return [
-        id(graph)
-        for one in sampler._pipeline.network.graphs.values()
-        for graph in one.graphs.values()
-    ]
+    return [id(graph) for graph in sampler._pipeline.network.graphs.values()]
 
 
 @pytest.mark.gpu
 def test_a_step_is_captured_once_and_replayed():
-    """A new number of pictures, steps or guidance is another graph; a new seed or label
-    is not, nor is a former value. Few are kept.
+    """A new number of pictures or steps is another graph, and so is none in place of guidance; a
+    new seed, label or scale is not, nor is a former value. Few are kept.
     """
     with demo("cuda", precision="fp16", output_type="latent") as sampler:
         first_latents = sampler.latents([1, 2], seed=0)
@@ -571,13 +567,14 @@ def test_a_step_is_captured_once_and_replayed():
         sampler.latents([3, 4], seed=1)
         assert len(first) == 1 and graphs_of(sampler) == first
         sampler.latents([1, 2], num_sampling_steps=5)
-        sampler.latents([1, 2], cfg_scale=2.0)
+        sampler.latents([1, 2], cfg_scale=1.0)
         three = sorted(graphs_of(sampler))
         assert torch.equal(sampler.latents([1, 2], seed=0), first_latents)
         sampler.latents([1, 2], num_sampling_steps=5)
+        sampler.latents([1, 2], cfg_scale=2.0)
         assert len(three) == 3 and sorted(graphs_of(sampler)) == three
-        for scale in range(1, 3 + KEPT):
-            sampler.latents([1, 2], cfg_scale=scale)
+        for count in range(1, 3 + KEPT):
+            sampler.latents([1] * count)
         assert len(graphs_of(sampler)) == KEPT
 
 

@@ -2,19 +2,21 @@
 network, captured steps.
 """
 
+import weakref
 from functools import partial
 
 import pytest
 import torch
-from networks import build, error, fast_network, network_of, sample, small, upstream
+from networks import DEVICES, build, error, fast_network, network_of, sample, small, upstream
 
+from accel import graphs
 from accel.fast.conditioning import ConditioningTable
 from accel.network import Plain
 from accel.pipeline import Pipeline
-from accel.sampling import initial_noise
+from accel.sampling import denoise, initial_noise
 from accel.sampling.ancestral import Ancestral, Ddim
 from accel.sampling.flow import Euler, Heun, Sde
-from accel.sampling.guidance import Guidance
+from accel.sampling.guidance import Guidance, Unguided
 from accel.sampling.solvers import Solver
 from diffusion import create_diffusion
 
@@ -143,8 +145,8 @@ def test_a_warm_up_makes_each_kind_of_step_once(name, monkeypatch):
     step = type(process).step
 
     def noted(self, state, at, noise, networks):
-        guidances = tuple(evaluate.args[1] for evaluate in networks)  # args: network, guidance, …
-        seen.append((guidances, state[0].shape, noise.shape))
+        rules = tuple(evaluate.args[1] for evaluate in networks)  # args: network, rule, …
+        seen.append((rules, state[0].shape, noise.shape))
         return step(self, state, at, noise, networks)
 
     monkeypatch.setattr(type(process), "step", noted)
@@ -159,12 +161,71 @@ def test_a_captured_step_serves_runs_of_the_same_times():
     """Of a network that computes its conditioning at every evaluation; other runs of an accelerated
     one read the same table."""
     plain = Plain(small())
-    step = plain.replayed(plain.prepare([9, 5], [1, 2]), None)
-    assert plain.replayed(plain.prepare([9, 5], [3]), None) is step
-    assert plain.replayed(plain.prepare([9, 4], [1, 2]), None) is not step
+    run = plain.prepare([9, 5], [1, 2])
+    assert plain.prepare([9, 5], [3]) == run != plain.prepare([9, 4], [1, 2])
     fast = network_of(small(), "fp16")
-    step = fast.replayed(fast.prepare([9, 5], [1, 2]), None)
-    assert fast.replayed(fast.prepare([7, 4, 1], [3]), None) is step
+    assert fast.prepare([9, 5], [1, 2]) == fast.prepare([7, 4, 1], [3])
+
+
+class OnGpu(torch.Tensor):
+    """A tensor on the CPU that the loop takes for one on a GPU."""
+
+    is_cuda = True
+
+
+# Each is sampled in turn: twelve numbers of pictures, twelve scales, and guidance at some levels.
+REQUESTS = [(n, Guidance(4.0, 8)) for n in range(1, 13)]
+REQUESTS += [(2, Guidance(scale, 8)) for scale in range(2, 14)]
+REQUESTS += [(2, Guidance(3.0, 8, interval=(0.2, 0.7))), (2, Unguided(drawn=2))]
+
+
+@DEVICES
+@pytest.mark.parametrize("name", ["ancestral", "heun"])
+def test_few_captured_steps_serve_all_requests(name, device, monkeypatch):
+    """At most four graphs are alive; one serves every scale; the latents are those of steps that
+    are not captured. On a CPU a replay evaluates the step again.
+    """
+    captures = []
+    capture = graphs.capture
+
+    def on_cpu(step):
+        output = step()
+
+        def replay():
+            for tensor, again in zip(as_tuple(output), as_tuple(step()), strict=True):
+                tensor.copy_(again)
+
+        return output, replay
+
+    def counted(step):
+        output, replay = (on_cpu if device == "cpu" else capture)(step)
+        graph = partial(replay)  # a bound method has no weak references
+        captures.append(weakref.ref(graph))
+        return output, graph
+
+    monkeypatch.setattr(graphs, "capture", counted)
+    model = small(depth=1, learn_sigma=name != "heun")
+    direct, captured = (
+        Plain(model) if device == "cpu" else network_of(model, "fp16", device) for _ in range(2)
+    )
+    direct.captures = False
+    captured.captures = True
+    new = []
+    for n, guidance in REQUESTS:
+        z, noise = torch.randn(2, n, 4, 8, 8, generator=torch.Generator().manual_seed(n)).to(device)
+        how = dict(labels=torch.arange(n, device=device) % 8, draw=lambda noise=noise: noise)
+        want = denoise(direct, PROCESSES[name], guidance, z, **how)
+        z = z.as_subclass(OnGpu) if device == "cpu" else z
+        before = len(captures)
+        got = denoise(captured, PROCESSES[name], guidance, z, **how)
+        assert torch.equal(got.as_subclass(torch.Tensor), want) and want.std() > 0.1
+        new.append(len(captures) - before)
+        assert sum(graph() is not None for graph in captures) <= 4
+    assert all(new[:12]) and not any(new[13:24]) and new[-1]
+
+
+def as_tuple(output):
+    return output if isinstance(output, tuple) else (output,)
 
 
 @pytest.mark.gpu

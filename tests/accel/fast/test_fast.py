@@ -73,7 +73,7 @@ def test_tiers_on_the_cpu(precision, tolerance, make):
     got = fast.forward(x, t, y)
     assert got.dtype == torch.float32 and error(got, definition(model, x, t, y)) < tolerance
     t[3:] = t[:3]
-    want = Guidance(3.5, 0).combine(definition(model, torch.cat([x[:3], x[:3]]), t, y))
+    want = Guidance(3.5, 0).combine(definition(model, torch.cat([x[:3], x[:3]]), t, y), 3.5)
     assert error(evaluate(fast, x, t, y, 3.5), want) < 4 * tolerance
 
 
