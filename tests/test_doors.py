@@ -125,23 +125,7 @@ def test_a_checkpoint_is_enough_for_sample_py(own, tmp_path, here):
     )
 
 
-def test_a_checkpoint_is_enough_for_sampler(own):
-    path, model, flags = own
-    how = dict(
-        device="cpu",
-        output_type="latent",
-        num_sampling_steps=STEPS,
-        cfg_scale=1.0 if flags else 4.0,
-    )
-    want = upstream(model, (3, 1), SEED, STEPS, how["cfg_scale"])
-    for given in (dict(model=str(path)), dict(ckpt=path), dict(model=model)):
-        with Sampler(**given, **how) as sampler:
-            assert same(sampler.latents((3, 1), seed=SEED).numpy(), want), given
-
-
-@pytest.mark.parametrize(
-    "own", ["train.py's, ten classes, 64 px", "no null class", "a SiT"], indirect=True
-)
+@pytest.mark.parametrize("own", ["no null class"], indirect=True)
 def test_a_checkpoint_is_enough_for_ranks(own, tmp_path, tiny_vae):
     """A grid on two ranks, and an FID job, whose labels are those of the model."""
     path, model, flags = own

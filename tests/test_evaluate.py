@@ -336,17 +336,6 @@ def test_lossy_pictures_are_noticed(command):
     assert out.count("note: ") == 1 and "note: JPEG is lossy" in out and "a.jpg and 2 more" in out
 
 
-def test_the_unit_of_mae_is_said(command, pair):
-    """Levels of 0-255 for people, the fraction of 0-1 for the rule."""
-    out = command(*pair, "--metrics", "mae", "--json", "o.json")[1]
-    levels = evaluate.mae(BASE, noisy(BASE, 1))
-    assert f"Mean Absolute Difference: {levels:.4f}\n" in out
-    assert "\nMAE is for pixels of 0-255. The gate divides it by 255.\n" in out
-    assert f"  MAE of 0-1    {levels / 255:<12.6g}<= 0.01" in out
-    assert f"  MAE of 0-255  {levels:<12.6g}<= 2.55" in out
-    assert f"b.png: MAE {levels:.4f} of 0-255   PSNR" in out
-
-
 def test_a_metric_without_value_is_never_a_pass(command, loosened):
     save("a.png", np.zeros_like(BASE)), save("b.png", np.full_like(BASE, 9))
     for names in (("a.png", "a.png"), ("b.png", "b.png"), ("a.png", "b.png")):

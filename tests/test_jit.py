@@ -24,8 +24,6 @@ from accel.families.blocks import RMSFinalLayer
 from accel.families.jit.network import JiT, JiT_models
 from accel.jobs.fid.folder import Batches, Plan
 from accel.jobs.fid.noise import PictureNoise, UpstreamNoise
-from accel.latents.files import find
-from accel.latents.pixels import PIXELS
 from accel.network import Plain
 from accel.sampling import denoise
 from accel.sampling.flow import Euler, Heun
@@ -372,10 +370,6 @@ class Training(nn.Module):
 def test_a_module_that_holds_the_network_is_refused_by_its_name(door):
     with pytest.raises(UsageError, match=r"^Training: holds the network; give its .net$"):
         door(Training(Original(build())))
-
-
-def test_pixels_are_a_latent_space():
-    assert find("pixels") == PIXELS and (PIXELS.channels, PIXELS.factor, PIXELS.scale) == (3, 1, 1)
 
 
 def by_two(*words, status=0):

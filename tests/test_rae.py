@@ -13,7 +13,7 @@ from torch import nn
 
 from accel import Sampler, accelerate, fast
 from accel.errors import Given, UsageError
-from accel.families.rae import BY_SIDE, FAMILY
+from accel.families.rae import BY_SIDE
 from accel.families.rae.network import DiTDH_models, DiTwDDTHead
 from accel.network import Plain
 from accel.opening import open_run
@@ -231,25 +231,6 @@ def test_modules_are_accelerated_sampled_and_refreshed():
         new = network_of(changed, tier)
         network.copy_weights(new)
         assert torch.equal(network.forward(*inputs()), new.forward(*inputs()))
-
-
-def test_two_widths_are_warmed_up_and_tuned():
-    """The GEMM of the head's vectors has the size that will run, with the first block alone."""
-    model = build()
-    zeros = fast.zeros_of(model, torch.device("cpu"))
-    assert {name.split(".")[1] for name in zeros if name.startswith("blocks")} == {"0", str(TRUNK)}
-    network = network_of(model, "fp16")
-    shallow = fast.build(zeros, model, FAMILY.pack, "fp16", torch.device("cpu"))
-    for few, all_blocks in zip(shallow.conditioning.gemms, network.conditioning.gemms):
-        assert few.weight.shape == all_blocks.weight.shape
-    for call in fast.kernel_calls(shallow, 2):
-        call()
-    for layer in shallow.conditioning.gemms:
-        layer.backend = "tuned"
-    tuned = []
-    shallow.tuner.choose_alike = tuned.extend
-    shallow.tune([2 * 16])
-    assert [shape[:3] for shape in tuned] == [(32, 512, 144), (32, 14 * 512, 512)]
 
 
 def test_ranks_share_a_picture(tmp_path, here):

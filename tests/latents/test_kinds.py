@@ -71,6 +71,7 @@ def test_a_kind_is_found_by_listing(tmp_path, monkeypatch, capsys):
 
 def test_a_kind_without_files_is_given_by_its_name():
     space = find("pixels")
+    assert (space.channels, space.factor, space.scale) == (3, 1, 1)
     decoder = decoder_of(space, torch.device("cpu"), "fp16")
     z = torch.randn(2, 3, 4, 4)
     assert isinstance(decoder, NoDecoder) and decoder.decode(z) is z and digest(space) == "pixels"

@@ -158,14 +158,6 @@ def test_a_tracked_file_that_is_gone_is_a_line(checkout):
     assert not list(checkout.glob("*.gz"))
 
 
-def test_git_ignores_the_archives(checkout):
-    names = "Us_DiT.tar.gz", "Us_DiT_rehearsal.tar.gz"
-    done = subprocess.run(
-        ["git", "check-ignore", *names], cwd=checkout, text=True, capture_output=True
-    )
-    assert done.stdout.split() == [*names]
-
-
 def test_a_rehearsal_is_marked(checkout):
     write_report(checkout, weights="random, seed 0")
     assert "REHEARSAL, which earns no points" in succeeds(pack(checkout, "output/report-en"))

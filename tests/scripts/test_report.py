@@ -16,7 +16,7 @@ from browser import Browser, find
 from conftest import ROOT
 from contest_log import change
 from forks import refused, succeeds
-from pages import NO_FIGURE, code_blocks, half_digit, numbers, program, tables, unknown_flags
+from pages import NO_FIGURE, code_blocks, half_digit, numbers, program, unknown_flags
 
 import evaluate
 from accel.errors import UsageError
@@ -131,18 +131,6 @@ def test_the_profile_is_analysed_in_sentences(written):
     assert "The bottleneck is now the arithmetic of GEMMs." in part
     assert "`ladder.tf32.trace.json.gz`, `ladder.exact.trace.json.gz`" in part
     assert r"| `nvjet_exact<a\|b>xxxx" in part
-
-
-def test_kernels_that_fill_a_step_leave_no_gap(log):
-    """Recorded steps can be slower than timed ones: 76.6 + 19 + 5 ms of kernels in 95.3 ms."""
-    record = json.loads((log / "ladder.json").read_text())
-    [profile] = [row for row in record["profiles"] if row["tier"] == "exact"]
-    profile["kinds"]["GEMM"]["ms"] = 76.6
-    contest_log.write(log / "ladder.json", record)
-    part = section(text_of(log), 2)
-    assert "| gaps | 0 | 0 % | – |" in part and " → 0 ms. The bottleneck" in part
-    assert "add up to 100.6 ms a step; the timed step takes 95.3, so no gap is left." in part
-    assert part.count("so no gap is left") == 1
 
 
 def test_designs_and_choice_are_computed_from_the_log(written, measured):
@@ -271,25 +259,9 @@ def test_both_languages_have_the_same_figures(written):
     found = [re.findall(r"\d+\.\d+", text) for text in (english, chinese)]
     assert found[0] == found[1] and len(found[0]) > 300
     assert not re.search("[\u4e00-\u9fff]", english)
-    names = r"DiT|CUDA graph|GPU|Megatron|GPipe|PipeFusion|ZeRO|Ulysses|fp16|fp32|tf32|exact|GELU|adaLN|TFLOP/s|ms"
-    for name, content in written["zh"].items():
-        if name.endswith(".svg"):
-            texts = re.findall(r"<text[^>]*>([^<]*)</text>", content.decode())
-            foreign = [text for text in texts if re.search("[A-Za-z]{2,}", re.sub(names, "", text))]
-            assert texts and not foreign, name
     page = written["zh"]["report.html"].decode()
     assert "**" not in page  # emphasis that Markdown did not take
     assert not re.findall(r'(?:src|href)="(?!data:)[^"]*"', page) and "http" not in page
-
-
-@pytest.mark.parametrize("lang", LANGUAGES)
-def test_every_step_design_and_kind_of_work_has_words(lang):
-    texts = [report.TEMPLATES / f"{name}.{lang}.md" for name in ("report", "designs")]
-    text = "".join(path.read_text() for path in texts)
-    shape = Shape(**contest_log.SHAPE)
-    names = [design.name for design in designs(shape, 8, 4, 2)]
-    names += [name for name, _ in STEPS] + ["fp32", "tf32", "exact", "GEMM", "element-wise", "gaps"]
-    assert [name for name in names if f'"{name}":' not in text] == []
 
 
 # ---- every figure is traced ----
@@ -337,30 +309,12 @@ def derived(data):
     yield data["shape"]["parameters"] * size / 2**30
 
 
-def test_every_figure_is_traced_to_its_file(written, measured):
-    """Of the text to report.json, of measurements in report.json to the log's files."""
+def test_every_figure_is_traced_to_report_json(written):
     data = json.loads(written["en"]["report.json"])
     text = written["en"]["report.md"].decode().partition("## Sources")[0]
     assert untraced([data, list(derived(data))], text) == []
     wrong = text.replace("| 9.02 |", "| 9.87 |", 1)
     assert untraced([data, list(derived(data))], wrong) == ["9.87"]
-    for row in data["runs"] + data["one_label"]:
-        record = json.loads((measured / row["record"]).read_text())
-        rows = [record["fork"]] if row["who"] == "fork" else record["contest"]
-        assert row["seconds"] in [one["seconds"] for one in rows]
-    ladder = json.loads((measured / "ladder.json").read_text())
-    assert [rung["ms"] for rung in data["ladder"]] == [
-        rung["ms"] for rung in ladder["rungs"] if rung in data["ladder"]
-    ]
-    for source in data["sources"]:
-        content = (measured / source["file"]).read_bytes()
-        assert report_data.hashlib.sha256(content).hexdigest().startswith(source["digest"])
-
-
-@pytest.mark.parametrize("lang", LANGUAGES)
-def test_the_text_follows_from_report_json(lang, written):
-    data = json.loads(written[lang]["report.json"])
-    assert report.render(data, lang)[0] == written[lang]["report.md"].decode()
 
 
 def test_the_committed_example_is_that_of_its_files():
@@ -448,21 +402,6 @@ def test_the_commands_that_it_gives_are_todays(lang, written):
     ran = contest_log.ABOUT["torch"].partition("+")[0]
     elsewhere = not importlib.metadata.version("torch").startswith(ran)
     assert ("in another environment than this one" in environment) == elsewhere
-
-
-def test_the_chinese_contest_page_has_the_same_commands_links_and_tables():
-    pages = [(ROOT / "docs" / name).read_text() for name in ("contest.md", "contest.zh-CN.md")]
-    commands = []
-    for text in pages:
-        blocks = code_blocks(text, "bash")
-        commands.append(
-            [line.partition("#")[0].strip() for block in blocks for line in block.splitlines()]
-        )
-    assert commands[0] == commands[1] and len(commands[0]) > 20
-    links = [re.findall(r"\]\(([^)#]+)", text)[1:] for text in pages]  # each first names the other
-    assert links[0] == links[1]
-    sizes = [[(len(table), len(table[0])) for table in tables(text)] for text in pages]
-    assert sizes[0] == sizes[1]
 
 
 # ---- a browser shows it ----

@@ -10,8 +10,7 @@ from networks import DEVICES, error, network_of
 from reference_networks import jit
 
 from accel import fast
-from accel.fast import ops
-from accel.fast.ops import Float32Linear, Weights
+from accel.fast.ops import Float32Linear
 
 
 def jit_definition(model):
@@ -53,23 +52,3 @@ def test_a_network_with_split_outer_layers(of_family, definition, tier, most, de
     network.copy_weights(other)
     after = network.forward(x, t, y)
     assert torch.equal(after, other.forward(x, t, y)) and error(after, before.double().cpu()) > 0.1
-
-
-@pytest.mark.parametrize(
-    "columns, depth, dtype, is_split",
-    (
-        (768, 1024, torch.float32, True),
-        (588, 1024, torch.float32, False),  # of patches of 14 pixels: no eights
-        (3200, 588, torch.float32, False),
-        (1152, 16, torch.float32, False),
-        (768, 1024, torch.float64, False),
-    ),
-)
-def test_large_layers_that_the_kernel_takes_are_split_on_hopper(
-    columns, depth, dtype, is_split, monkeypatch
-):
-    monkeypatch.setattr(ops, "choose", lambda device: "hopper")
-    layer = Float32Linear(Weights("layer", torch.randn(columns, depth, dtype=dtype)))
-    assert (layer.split is not None) == is_split
-    monkeypatch.setattr(ops, "choose", lambda device: "cublas")
-    assert Float32Linear(Weights("layer", torch.randn(columns, depth))).split is None

@@ -86,26 +86,6 @@ def test_two_stages_compute_what_is_written_out(model, tier, tolerance):
     assert error(network.forward(x, torch.arange(4), y, run), want) < tolerance
 
 
-def test_kernels_of_every_stage_are_warmed_up_and_tuned(model):
-    """GEMMs for the tokens of each stage; of each stage's blocks the first is loaded as zeros."""
-    network = in_two(network_of(model, "fp16"))
-    names = fast.zeros_of(model, torch.device("cpu"))
-    assert {name.split(".")[1] for name in names if name.startswith("blocks")} == {"0", "1"}
-    asked = []
-    for stage in network.stages:
-        for layer in stage.blocks[0].gemms:
-            layer.backend, layer.prepare = "tuned", asked.append
-    tuned = []
-    network.tuner.choose_alike = tuned.extend
-    network.tune([2 * 16])
-    assert [shape[0] for shape in tuned] == [2 * 16] * 4 + [2 * (16 + FRONT)] * 4
-    for layer in (layer for stage in network.stages for layer in stage.blocks[0].gemms):
-        layer.backend = "torch"
-    for call in fast.kernel_calls(network, 2):
-        call()
-    assert asked == [2 * 16] * 4 + [2 * (16 + FRONT)] * 4
-
-
 def test_a_packing_reads_every_tensor():
     model = small()
     ops = Half(torch.float32, torch.device("cpu"))
