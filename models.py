@@ -10,7 +10,7 @@ h heads, d head dim.
 """
 
 from collections.abc import Callable, Iterable
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any
 
 import numpy as np
@@ -28,10 +28,22 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return torch.addcmul(shift.unsqueeze(1), x, 1 + scale.unsqueeze(1))
 
 
+def cached_table(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Cache a function's tensors by its arguments, except in a trace, whose tensors may be fake."""
+    cached = lru_cache(maxsize=None)(make)
+
+    @wraps(make)
+    def table(*arguments):
+        in_trace = torch.jit.is_tracing() or type(torch.empty(0)) is not Tensor
+        return make(*arguments) if in_trace else cached(*arguments)
+
+    return table
+
+
 # ---- Embeddings of t, y and x ----
 
 
-@lru_cache(maxsize=None)
+@cached_table
 def _frequencies(half, max_period, device):
     """Return max_period^(-i/half), i < half, on `device`.
 
@@ -61,9 +73,7 @@ class TimestepEmbedder(nn.Module):
 
         t is an integer or a fraction.
         """
-        # The cache must not keep a trace's fake tensors.
-        frequencies_of = _frequencies if type(t) is Tensor else _frequencies.__wrapped__
-        frequencies = frequencies_of(dim // 2, max_period, t.device)
+        frequencies = _frequencies(dim // 2, max_period, t.device)
         args = t[:, None].float() * frequencies  # (N, dim/2)
         embedding = torch.cat([args.cos(), args.sin()], dim=-1)
         return F.pad(embedding, (0, dim % 2))  # an odd width ends in a zero

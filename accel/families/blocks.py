@@ -6,14 +6,19 @@ Shapes: N batch, T tokens, D width, h heads, d head dim, L side of the grid of t
 """
 
 from collections.abc import Callable, Iterable
-from functools import lru_cache
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel.families.dit.network import Attention, FinalLayer, PatchTransformer, attention
+from accel.families.dit.network import (
+    Attention,
+    FinalLayer,
+    PatchTransformer,
+    attention,
+    cached_table,
+)
 
 EPS = 1e-6  # of RMSNorm, where no argument says another
 
@@ -40,7 +45,7 @@ class RMSNorm(nn.Module):
 # ---- Rotations ----
 
 
-@lru_cache(maxsize=None)
+@cached_table
 def rotation_table(
     head_dim: int, length: int, dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:
@@ -55,7 +60,7 @@ def rotation_table(
         return torch.stack([angles.cos(), angles.sin()], dim=-1).to(device)
 
 
-@lru_cache(maxsize=None)
+@cached_table
 def grid_rotation_table(
     head_dim: int, side: int, dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:

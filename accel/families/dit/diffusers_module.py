@@ -4,13 +4,13 @@ timestep frequencies.
 
 import math
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from accel.families import dit
+from accel.families.dit.network import cached_table
 from accel.families.spec import Face, ModuleRules
 from accel.weights.diffusers_names import check_config, from_diffusers, with_table
 
@@ -31,7 +31,7 @@ def of_module(module: nn.Module) -> ModuleRules:
     )
 
 
-@lru_cache(maxsize=None)
+@cached_table
 def _frequencies(half, device):
     with torch.inference_mode(False):
         return torch.exp(-math.log(10000) * torch.arange(half, device="cpu") / (half - 1)).to(
