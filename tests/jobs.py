@@ -57,7 +57,7 @@ def run(world, *args, status=0, **how):
 
 
 def run_each(world, *commands, **environment):
-    """Several commands by the same ranks: what commands_worker.py prints."""
+    """Several commands by the same ranks: the texts that they print."""
     commands = json.dumps([list(map(str, command)) for command in commands])
     worker = "tests/distributed/commands_worker.py"
     return json.loads(run(world, commands, script=worker, **environment).splitlines()[0])

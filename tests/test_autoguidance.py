@@ -18,12 +18,11 @@ from accel import Sampler
 from accel.errors import USAGE, UsageError
 from accel.families.dit.network import DiT, DiT_models
 from accel.families.sit.network import SiT
-from accel.fast.conditioning import ConditioningTable
 from accel.network import Plain
-from accel.sampling import count_by_rows, denoise, upstream_noise
+from accel.sampling import denoise, upstream_noise
 from accel.sampling.ancestral import Ancestral
 from accel.sampling.autoguidance import WithGuide
-from accel.sampling.flow import Euler, Heun, Sde
+from accel.sampling.flow import Euler
 from accel.sampling.guidance import Autoguidance, Unguided, guidance_of
 from accel.sources.facts import OWN
 from diffusion import create_diffusion
@@ -120,22 +119,6 @@ def test_a_flows_interval_has_its_ends():
         close(sampled(pair, Euler(10), interval), flows(f, g, Z, LABELS, 10, interval))
 
 
-@pytest.mark.parametrize(
-    "process, counts", [(Euler(10), (10, 7)), (Heun(10), (19, 14)), (Sde(10), (10, 6))]
-)
-def test_no_row_is_evaluated_twice_or_for_nothing(process, counts):
-    f, g = networks_of(SiT)
-    seen = [], []
-    for model, rows in zip((f, g), seen):
-        embed = model.embed
-        model.embed = lambda x, tokens, embed=embed, rows=rows: (
-            rows.append(len(x)) or embed(x, tokens)
-        )
-    sampled(WithGuide(Plain(f), Plain(g)), process)
-    assert seen == tuple([len(Z)] * count for count in counts)
-    assert count_by_rows(process, Autoguidance(SCALE, CHANNELS, INTERVAL)) == {1: counts[0]}
-
-
 @pytest.mark.parametrize("scale", (1.0, 0.5))
 def test_at_a_scale_of_one_the_network_alone_is_evaluated(scale):
     f, _ = networks_of()
@@ -162,16 +145,6 @@ def test_accelerated_networks(tier, tolerance):
     want = upstreams(f, g, Z, LABELS, 9)
     torch.manual_seed(3)
     close(sampled(pair, Ancestral(9)), want, tolerance)
-
-
-def test_a_captured_step_serves_as_long_as_both_tables_stay():
-    f, g = networks_of()
-    pair = WithGuide(network_of(f, "fp16"), network_of(g, "fp16"))
-    for network in (pair.network, pair.guide):
-        run = pair.prepare([999, 500], [1, 2])
-        assert pair.prepare([999, 500], [1, 3]) == run
-        network.table = ConditioningTable(network.conditioning, table_bytes=1)
-        assert pair.prepare([999, 500], [1, 3]) != run
 
 
 @pytest.mark.gpu

@@ -153,7 +153,7 @@ def test_a_checkpoint_is_enough_for_ranks(own, tmp_path, tiny_vae):
     ]
     fid = ["--num-fid-samples", 4, "--per-proc-batch-size", 2, "--sample-dir", tmp_path / "samples"]
     grid, job = jobs.run_each(2, [*common, *latents], [*common, *fid])
-    assert "2 labels" in grid["text"] and "4 pictures" in job["text"]
+    assert "2 labels" in grid and "4 pictures" in job
     assert same(
         np.load(tmp_path / "x.npy"), upstream(model, (3, 1), SEED, STEPS, 1 if flags else 4.0)
     )

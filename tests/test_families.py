@@ -10,9 +10,6 @@ import torch
 from conftest import fill
 from networks import inputs
 
-from accel import fast
-from accel.errors import UsageError
-from accel.families import dit
 from accel.families.dit.network import DiT
 from accel.families.large_dit.network import DiT_Llama
 from accel.families.sit.network import SiT
@@ -130,24 +127,3 @@ def test_label_dropout_and_gradients(family):
         name for name, one in model.named_parameters() if one.requires_grad and not one.grad.any()
     ]
     assert without == []
-
-
-class Derived(DiT):
-    """A DiT with a tensor of its own."""
-
-    def __init__(self, **shape):
-        super().__init__(**shape)
-        self.gain = torch.nn.Parameter(torch.ones(shape["hidden_size"]))
-
-    def head(self, x, c):
-        return super().head(x * self.gain, c)
-
-
-@pytest.mark.parametrize("tier", ["fp16", "exact"])
-def test_a_family_that_derives_from_another_is_not_packed_as_that(tier):
-    """Only its record says whose packing it uses, and that packing must read every tensor."""
-    with pytest.raises(UsageError, match="the family Derived has no fast.py"):
-        assert dit.FAMILY._replace(name="Derived", fast="").pack
-    model = Derived(**SMALL[DiT])
-    with pytest.raises(ValueError, match="does not use gain; use"):
-        fast.build(model.state_dict(), model, dit.FAMILY.pack, tier, torch.device("cpu"))

@@ -2,8 +2,6 @@
 GPUs are stand-ins: nothing is launched.
 """
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from networks import run_of
@@ -11,7 +9,6 @@ from networks import run_of
 from accel import gpu, opening, precision
 from accel.errors import UsageError
 from accel.kernels import attention, split_attention, split_linear
-from accel.kernels.linear import tuner
 
 GPU = torch.device("cuda", 0)
 OLD = ((7, 0), (7, 5))
@@ -48,14 +45,6 @@ def test_backends(seen):
     assert split_attention.choose(GPU, 64) == "cublas"
     cpu = torch.device("cpu")
     assert split_linear.choose(cpu) == split_attention.choose(cpu, 72) == "torch"
-
-
-def test_winners_of_another_gpu_are_not_taken(seen, monkeypatch):
-    """Nor is its file of measurements."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    assert gpu.name(GPU) == f"NVIDIA H200 as {seen[0]}.{seen[1]}"
-    gemm = SimpleNamespace(name="2048x3456x1152 float16", device=GPU)
-    assert not tuner._winner(gemm)
 
 
 def test_tiers(seen):

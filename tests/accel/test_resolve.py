@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import fill
-from networks import ready, run_of
+from networks import run_of
 
 from accel.errors import Given, UsageError
 from accel.families import DEMO
@@ -106,17 +106,3 @@ def test_weights_come_before_their_model_and_options_before_both(tmp_path):
     ):
         with pytest.raises(UsageError, match=words):
             run.resolved(options.changed(**wrong))
-
-
-@pytest.mark.parametrize("scale", (0.0, 0.5, 1.0, 4.0))
-def test_guidance_is_the_same_through_every_door(scale, weights):
-    """It is computed unless the scale is 1. Grids draw upstream's 2n rows of noise at every
-    scale, FID jobs n rows without guidance.
-    """
-    how = dict(model="DiT-Demo/2", ckpt=str(weights), device="cpu", cfg_scale=scale)
-    run, pipeline = ready(**how)
-    of_job = open_run(Options(**how, num_fid_samples=8)).guidance
-    assert pipeline.guidance == run.guidance
-    for guidance, drawn in ((run.guidance, 2), (of_job, 1 if scale == 1 else 2)):
-        assert (guidance.scale, guidance.copies) == (scale, 1 if scale == 1 else 2)
-        assert guidance.drawn == drawn

@@ -44,7 +44,7 @@ class Terminal(Command):
         super().begin()
         fcntl.ioctl(self.theirs, termios.TIOCSCTTY, 0)
 
-    def read(self, until=None, seconds=120):
+    def read(self, until=None, seconds=200):
         """Until `until` stands on the terminal, or the command has ended → its text."""
         deadline = time.monotonic() + seconds
         ended = False

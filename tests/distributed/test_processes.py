@@ -57,17 +57,14 @@ import sample, sample_ddp
 for program in sample, sample_ddp:
     sys.argv = [f"{program.__name__}.py", *WORDS, f"{program.__name__}.npy"]
     program.main()
-print(*(name for name in sys.modules if name.startswith("accel.ranks.")))
 """
 
 
-def test_a_process_by_itself_imports_no_exchange(demo, tmp_path):
-    """It is a world of one, by either command: the same sequence makes the same latents."""
+def test_a_process_by_itself_is_a_world_of_one(demo, tmp_path):
+    """By either command: the same sequence makes the same latents."""
     flags = ["--num-sampling-steps", "1", "--labels", "1", "--output-type", "latent", "--output"]
     code = ALONE.replace("WORDS", repr([*demo, *flags]))
-    printed = forks.succeeds(forks.run(["-c", code], tmp_path, **ENVIRONMENT))
-    ranks = {"placement", "launched"}
-    assert set(printed.splitlines()[-1].split()) == {f"accel.ranks.{name}" for name in ranks}
+    forks.succeeds(forks.run(["-c", code], tmp_path, **ENVIRONMENT))
     latents = [(tmp_path / f"{name}.npy").read_bytes() for name in ("sample", "sample_ddp")]
     assert latents[0] == latents[1]
 
@@ -224,7 +221,7 @@ def test_an_fid_job_that_is_stopped_while_it_starts_can_be_continued(number):
         text=True,
         stderr=subprocess.PIPE,
     )
-    forks.until(lambda: caught(job.pid) >> (number - 1) & 1, 20, pause=0.001)
+    forks.until(lambda: caught(job.pid) >> (number - 1) & 1, pause=0.001)
     job.send_signal(number)
     _, error = job.communicate(timeout=240)
     assert (
