@@ -2,12 +2,9 @@
 
 import copy
 import json
-import subprocess
-import sys
 
 import pytest
 import yaml
-from conftest import ROOT
 
 from accel.errors import UsageError
 from accel.options import Options
@@ -295,13 +292,3 @@ def test_other_files_are_refused_in_a_line(text):
         UsageError, match="config=none.yaml: cannot be read .No such file[^;]*; give"
     ):
         taken("none.yaml")
-
-
-def test_reading_imports_no_torch(tmp_path):
-    written(TEXT)
-    code = (
-        "import sys; from accel.options import Options; from accel.rules import read_configuration;"
-        "assert read_configuration(Options(config=sys.argv[1])).options['cfg_scale'] == 1.42;"
-        "assert not {'torch', 'numpy'} & sys.modules.keys()"
-    )
-    subprocess.run([sys.executable, "-c", code, tmp_path / "run.yaml"], cwd=ROOT, check=True)

@@ -1,8 +1,8 @@
-"""Every named model has its published sizes, and implies its published defaults."""
+"""Every named model has its published sizes."""
 
 import pytest
 
-from accel.families import constructor_of, families, family_of, rae
+from accel.families import constructor_of, families
 from accel.weights.shapes import shapes_only
 
 DIT = {"XL": (28, 1152, 16), "L": (24, 1024, 16), "B": (12, 768, 12), "S": (12, 384, 6)}
@@ -37,25 +37,6 @@ HIDDEN |= {"LightningDiT-B/1": 2048, "LightningDiT-1p0B/1": 4096, "LightningDiT-
 HIDDEN |= {"DiTDH-XL/1": 3072, "DiTDH-L/1": 2730, "DiTDH-S/1": 1024}
 HIDDEN |= {"JiT-B/16": 2048, "JiT-L/32": 2730, "JiT-H/16": 3413}
 HIDDEN |= {"Large-DiT-600M/2": 4096, "Large-DiT-3B/2": 8192, "Large-DiT-7B/2": 11008}
-IMAGENET = ("ema", 4.0, 3, (0.0, 1.0), 250, 1.0)
-# first model of a family → image size, VAE, guidance, guided channels, interval, steps,
-# shift
-DEFAULTS = {
-    "DiT-XL/2": (512, *IMAGENET),
-    "SiT-XL/2": (256, *IMAGENET),
-    "Large-DiT-600M/2": (256, *IMAGENET),
-    "REPA-SiT-XL/2": (256, "ema", 1.8, 4, (0.0, 0.7), 250, 1.0),
-    "LightningDiT-XL/1": (
-        256,
-        "hustvl/vavae-imagenet256-f16d32-dinov2",
-        6.7,
-        3,
-        (0.0, 0.875),
-        249,
-        0.3,
-    ),
-    "DiTDH-XL/1": (256, rae.OF_256, 1.0, 3, (0.0, 1.0), 49, 1.0),  # before `defaults_for`
-}
 
 
 @pytest.mark.parametrize("name", [name for family in families() for name in family.models])
@@ -79,29 +60,3 @@ def test_sizes(name):
             key for key, value in model.blocks[0].named_parameters() if HIDDEN[name] in value.shape
         ]
         assert {"fc2.weight", "w3.weight", "w2.weight"} & {key.partition(".")[2] for key in of_mlp}
-
-
-@pytest.mark.parametrize("name", DEFAULTS)
-def test_defaults(name):
-    implied = family_of(name).models[name]
-    assert family_of(name).recipe == implied._replace(ckpt=None)
-    assert implied.num_classes == 1000 and implied.factor == (
-        16 if name.startswith(("LightningDiT", "DiTDH")) else 8
-    )
-    numbers = (
-        implied.guidance_channels,
-        implied.guidance_interval,
-        implied.num_sampling_steps,
-        implied.timestep_shift,
-    )
-    assert (implied.image_size, implied.vae, implied.cfg_scale, *numbers) == DEFAULTS[name]
-
-
-def test_published_names():
-    published = {
-        name: dict(one.published)
-        for family in families()
-        for name, one in family.models.items()
-        if one.published
-    }
-    assert published == {"DiT-XL/2": {256: "DiT-XL-2-256x256.pt", 512: "DiT-XL-2-512x512.pt"}}
