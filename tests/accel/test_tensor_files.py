@@ -33,7 +33,7 @@ def test_a_digest_covers_names_and_shapes():
 
 def test_what_is_kept_of_a_digest_is_whole_and_of_an_old_file(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    stamps = [("a", 1, 0, 0, time.time_ns())]
+    stamps = [("a", 1, 0, 0, time.time_ns() + 10**12)]
     state = {"a": torch.ones(3)}
     want = cached_digest(stamps, lambda: state)
     # files just written: a change within the clock's resolution would go unseen
