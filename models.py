@@ -80,8 +80,9 @@ class TimestepEmbedder(nn.Module):
 
     def forward(self, t: Tensor) -> Tensor:
         sinusoid = self.timestep_embedding(t, self.frequency_embedding_size)
-        weight: Any = self.mlp[0].weight  # replicas of nn.DataParallel have no parameters()
-        return self.mlp(sinusoid.to(weight.dtype))
+        # Not of integers or float8, in which quantised layers store weights.
+        wide = (p.dtype for p in self.parameters() if p.is_floating_point() and p.itemsize > 1)
+        return self.mlp(sinusoid.to(next(wide, sinusoid.dtype)))
 
 
 class LabelEmbedder(nn.Module):
@@ -176,20 +177,25 @@ def position_embedding(grid_size: int, hidden_size: int) -> nn.Parameter:
 # ---- The network ----
 
 
+def split_heads(qkv: Tensor, num_heads: int) -> tuple[Tensor, ...]:
+    """Return q, k, v, each (N, h, T, d), of qkv (N, T, 3·D): concatenated, each head-major."""
+    return qkv.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+
+
 def attention(qkv: Tensor, num_heads: int) -> Tensor:
     """Return softmax(q·kᵀ/√d)·v per head (Vaswani et al. 2017, arXiv:1706.03762, eq. 1).
 
     qkv (N, T, 3·D): q, k, v concatenated, each head-major → (N, T, D).
     """
-    qkv = qkv.unflatten(-1, (3, num_heads, -1))  # (N, T, 3, h, d)
-    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (N, h, T, d)
+    q, k, v = split_heads(qkv, num_heads)
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
 class Attention(nn.Module):
     """Multi-head self-attention with one projection for q, k and v. (N, T, D) → (N, T, D).
 
-    Raises ValueError if num_heads does not divide dim.
+    Attributes have timm's names. Without `fused_attn` the weights softmax(scale·q·kᵀ) pass
+    `attn_drop`, where a hook can read them. Raises ValueError if num_heads does not divide dim.
     """
 
     def __init__(self, dim: int, num_heads: int):
@@ -197,24 +203,52 @@ class Attention(nn.Module):
         if dim % num_heads:
             raise ValueError(f"width {dim} does not divide into {num_heads} heads")
         self.num_heads = num_heads
+        self.head_dim = dim // num_heads
+        self.scale = self.head_dim**-0.5
+        self.fused_attn = True
         self.qkv = nn.Linear(dim, 3 * dim)
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        self.attn_drop = nn.Dropout(0.0)
         self.proj = nn.Linear(dim, dim)
+        self.proj_drop = nn.Dropout(0.0)
 
-    def forward(self, x: Tensor, attend: Callable = attention) -> Tensor:
-        return self.proj(attend(self.qkv(x), self.num_heads))
+    def forward(self, x: Tensor, attend: Callable | None = None) -> Tensor:
+        """attend: in place of `mix` and the norms, of packed q, k, v, as `attention`."""
+        qkv = self.qkv(x)  # (N, T, 3·D)
+        if attend:
+            mixed = attend(qkv, self.num_heads)
+        else:
+            q, k, v = split_heads(qkv, self.num_heads)
+            mixed = self.mix(self.q_norm(q), self.k_norm(k), v)
+        return self.proj_drop(self.proj(mixed))
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the heads' averages of v, q, k, v each (N, h, T, d) → (N, T, D)."""
+        if self.fused_attn:
+            dropout = self.attn_drop.p if self.training else 0.0
+            mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
+        else:
+            weights = (self.scale * q @ k.mT).softmax(dim=-1)  # (N, h, T, T)
+            mixed = self.attn_drop(weights) @ v
+        return mixed.transpose(1, 2).flatten(2)
 
 
 class Mlp(nn.Module):
-    """Linear, GELU in its tanh form, linear. (N, T, D) → (N, T, D)."""
+    """Linear, GELU in its tanh form, linear. (N, T, D) → (N, T, D). Attributes as timm's."""
 
     def __init__(self, dim: int, hidden_dim: int):
         super().__init__()
         self.fc1 = nn.Linear(dim, hidden_dim)
         self.act = nn.GELU(approximate="tanh")
+        self.drop1 = nn.Dropout(0.0)
+        self.norm = nn.Identity()
         self.fc2 = nn.Linear(hidden_dim, dim)
+        self.drop2 = nn.Dropout(0.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.act(self.fc1(x)))
+        hidden = self.norm(self.drop1(self.act(self.fc1(x))))
+        return self.drop2(self.fc2(hidden))
 
 
 class DiTBlock(nn.Module):
@@ -231,15 +265,15 @@ class DiTBlock(nn.Module):
         self.mlp = Mlp(hidden_size, int(hidden_size * mlp_ratio))
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
 
-    def forward(self, x: Tensor, c: Tensor, attend: Callable = attention) -> Tensor:
+    def forward(self, x: Tensor, c: Tensor, *attend: Callable) -> Tensor:
         """Apply attention and MLP: tokens x (N, T, D), conditioning c (N, D) → (N, T, D).
 
-        attend: in place of `attention`.
+        attend: one argument for `attn`, or none.
         """
         vectors = self.adaLN_modulation(c).chunk(6, dim=1)  # each (N, D)
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = vectors
         h = modulate(self.norm1(x), shift_msa, scale_msa)
-        x = torch.addcmul(x, gate_msa.unsqueeze(1), self.attn(h, attend))
+        x = torch.addcmul(x, gate_msa.unsqueeze(1), self.attn(h, *attend))
         h = modulate(self.norm2(x), shift_mlp, scale_mlp)
         return torch.addcmul(x, gate_mlp.unsqueeze(1), self.mlp(h))
 
@@ -332,7 +366,7 @@ class PatchTransformer(nn.Module):
 
     def unpatchify(self, x: Tensor) -> Tensor:
         """Assemble patches: tokens (N, T, p·p·C') of order (p, p, C') → (N, C', H, W)."""
-        side = round(x.shape[1] ** 0.5)
+        side = int(x.shape[1] ** 0.5)  # torch.jit.trace makes tensors of sizes, without round()
         p = self.patch_size
         x = x.unflatten(-1, (p, p, -1)).unflatten(1, (side, side))  # (N, side, side, p, p, C')
         return x.permute(0, 5, 1, 3, 2, 4).reshape(x.shape[0], -1, side * p, side * p)
@@ -360,8 +394,10 @@ class PatchTransformer(nn.Module):
 
         attend: in place of `attention`. tokens: the slice of each row that x holds.
         """
+        # Replaced blocks may take x and c alone.
+        other = () if attend is attention else (attend,)
         for block in self.blocks if blocks is None else blocks:
-            x = block(x, c, attend)
+            x = block(x, c, *other)
         return x
 
     def head(self, x: Tensor, c: Tensor) -> Tensor:
@@ -374,8 +410,9 @@ class PatchTransformer(nn.Module):
         Returns (N, 2C, H, W), or (N, C, H, W) without learned sigma. Raises ValueError for latents
         of another size.
         """
-        c = self.condition(t, y)
-        return self.unpatchify(self.head(self.transform(self.embed(x), c), c))
+        x = self.embed(x)  # (N, T, D)
+        c = self.condition(t, y)  # (N, D)
+        return self.unpatchify(self.head(self.transform(x, c), c))
 
     def forward_with_cfg(self, x: Tensor, t: Tensor, y: Tensor, cfg_scale: float) -> Tensor:
         """Evaluate with classifier-free guidance.

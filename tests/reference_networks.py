@@ -5,8 +5,10 @@ every faster network is held to.
 """
 
 import math
+from collections import OrderedDict
 
 import torch
+from torch import nn
 
 
 def normed(x, eps, weight=1.0, bias=0.0, centre=True):
@@ -276,3 +278,129 @@ def lightning_dit(state, x, t, y):
     shift, scale = p.linear(condition, "final_layer.adaLN_modulation.1")[:, None].chunk(2, -1)
     h = normed(tokens, 1e-6, p["final_layer.norm_final.weight"], centre=False) * (1 + scale) + shift
     return picture(p.linear(h, "final_layer.linear"), x, kernel.shape[-1])[:, : x.shape[1]]
+
+
+class Part(nn.Module):
+    """A module with these parts and facts."""
+
+    def __init__(self, **parts):
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+
+class AttentionPart(Part):
+    def forward(self, x):
+        q, k, v = (
+            part.unflatten(2, (self.num_heads, -1)).movedim(2, 1)
+            for part in self.qkv(x).chunk(3, -1)
+        )
+        scores = torch.einsum("nhid,nhjd->nhij", self.q_norm(q), self.k_norm(k)) * self.scale
+        mixed = torch.einsum("nhij,nhjd->nihd", self.attn_drop(torch.softmax(scores, -1)), v)
+        return self.proj_drop(self.proj(mixed.flatten(2)))
+
+
+class BlockPart(Part):
+    def forward(self, x, c):
+        m = self.adaLN_modulation(c)[:, None]
+        shift1, scale1, gate1, shift2, scale2, gate2 = m.chunk(6, -1)
+        x = x + gate1 * self.attn(self.norm1(x) * (1 + scale1) + shift1)
+        return x + gate2 * self.mlp(self.norm2(x) * (1 + scale2) + shift2)
+
+
+class LastPart(Part):
+    def forward(self, x, c):
+        shift, scale = self.adaLN_modulation(c)[:, None].chunk(2, -1)
+        return self.linear(self.norm_final(x) * (1 + scale) + shift)
+
+
+class PatchesPart(Part):
+    def forward(self, x):
+        return self.proj(x).flatten(2).mT
+
+
+class TimePart(Part):
+    def forward(self, t):
+        frequencies = torch.exp(-math.log(10000) * torch.arange(128) / 128)
+        angles = t[:, None] * frequencies
+        return self.mlp(torch.cat([torch.cos(angles), torch.sin(angles)], 1))
+
+
+class LabelPart(Part):
+    def forward(self, y, train):
+        if train:
+            drawn = torch.rand(len(y)) < 0.1
+            y = torch.where(drawn, self.embedding_table.num_embeddings - 1, y)
+        return self.embedding_table(y)
+
+
+class Dissectable(Part):
+    """A DiT of modules whose names are those of upstream's parts and of timm's, in float32."""
+
+    def forward(self, x, t, y):
+        tokens = self.x_embedder(x) + self.pos_embed
+        condition = self.t_embedder(t) + self.y_embedder(y, self.training)
+        for block in self.blocks:
+            tokens = block(tokens, condition)
+        return picture(self.final_layer(tokens, condition), x, self.patch_size)
+
+
+def dissectable_dit(state, heads):
+    """Return the network of a DiT's state dict, to replace parts of."""
+    kernel = state["x_embedder.proj.weight"]
+    width = len(kernel)
+
+    def linear(name):
+        return nn.Linear(*state[f"{name}.weight"].shape[::-1])
+
+    def norm():
+        return nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
+
+    def modulation(name):
+        return nn.Sequential(nn.SiLU(), linear(f"{name}.adaLN_modulation.1"))
+
+    def block(name):
+        attn = AttentionPart(
+            num_heads=heads,
+            scale=(width // heads) ** -0.5,
+            qkv=linear(f"{name}.attn.qkv"),
+            q_norm=nn.Identity(),
+            k_norm=nn.Identity(),
+            attn_drop=nn.Dropout(0),
+            proj=linear(f"{name}.attn.proj"),
+            proj_drop=nn.Dropout(0),
+        )
+        mlp = OrderedDict(
+            fc1=linear(f"{name}.mlp.fc1"),
+            act=nn.GELU(approximate="tanh"),
+            drop1=nn.Dropout(0),
+            norm=nn.Identity(),
+            fc2=linear(f"{name}.mlp.fc2"),
+            drop2=nn.Dropout(0),
+        )
+        return BlockPart(
+            norm1=norm(),
+            attn=attn,
+            norm2=norm(),
+            mlp=nn.Sequential(mlp),
+            adaLN_modulation=modulation(name),
+        )
+
+    last = "final_layer"
+    time = [linear("t_embedder.mlp.0"), nn.SiLU(), linear("t_embedder.mlp.2")]
+    patches = nn.Conv2d(kernel.shape[1], width, kernel.shape[-1], stride=kernel.shape[-1])
+    table = nn.Embedding(*state["y_embedder.embedding_table.weight"].shape)
+    depth = Weights(state).depth("attn.qkv.weight")
+    network = Dissectable(
+        patch_size=kernel.shape[-1],
+        x_embedder=PatchesPart(proj=patches),
+        pos_embed=nn.Parameter(torch.empty_like(state["pos_embed"]), requires_grad=False),
+        t_embedder=TimePart(mlp=nn.Sequential(*time)),
+        y_embedder=LabelPart(embedding_table=table),
+        blocks=nn.ModuleList(block(f"blocks.{number}") for number in range(depth)),
+        final_layer=LastPart(
+            norm_final=norm(), linear=linear(f"{last}.linear"), adaLN_modulation=modulation(last)
+        ),
+    )
+    network.load_state_dict(state)
+    return network.eval()

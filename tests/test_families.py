@@ -2,6 +2,8 @@
 what does not fit.
 """
 
+import copy
+
 import pytest
 import test_jit
 import test_lightning_dit
@@ -10,6 +12,7 @@ import torch
 from conftest import fill
 from networks import inputs
 
+from accel.families.blocks import RotaryTransformer
 from accel.families.dit.network import DiT
 from accel.families.large_dit.network import DiT_Llama
 from accel.families.sit.network import SiT
@@ -51,7 +54,7 @@ def replica_of(model):
     return replicas[model]
 
 
-@pytest.mark.parametrize(
+ALL = pytest.mark.parametrize(
     "model, given",
     [
         *((fill(family(**arguments)), None) for family, arguments in SMALL.items()),
@@ -61,12 +64,35 @@ def replica_of(model):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, torch.nn.Module) else "",
 )
+
+
+@ALL
 def test_a_replica_of_data_parallel(model, given):
     replica = replica_of(model)
     assert not list(replica.parameters())
     given = given or inputs(model, 4)
     with torch.no_grad():
         assert torch.equal(replica(*given), model(*given))
+
+
+@ALL
+@torch.no_grad()
+def test_replaced_parts_get_the_originals_arguments(model, given):
+    """No attention equals a projection of zeros, an identity one block less."""
+    given = given or inputs(model, 4)
+    changed = copy.deepcopy(model)
+    model = copy.deepcopy(model)
+    rotary = isinstance(model, RotaryTransformer)
+    name, last = ("attention", "wo") if isinstance(model, DiT_Llama) else ("attn", "proj")
+    attention = changed.blocks[-1].get_submodule(name)
+    attention.forward = (lambda x, rotation: 0 * x) if rotary else lambda x: 0 * x
+    for value in model.blocks[-1].get_submodule(f"{name}.{last}").parameters():
+        value.zero_()
+    assert torch.equal(changed(*given), model(*given))
+    block = changed.blocks[-1]
+    block.forward = (lambda x, c, rotation: x) if rotary else lambda x, c: x
+    del model.blocks[-1]
+    assert torch.equal(changed(*given), model(*given))
 
 
 @FAMILIES

@@ -18,6 +18,7 @@ from accel.families.dit.network import (
     PatchTransformer,
     attention,
     cached_table,
+    split_heads,
 )
 
 EPS = 1e-6  # of RMSNorm, where no argument says another
@@ -110,8 +111,9 @@ class RotaryTransformer(PatchTransformer):
         attend: in place of `attention`. tokens: the slice of each row that x holds.
         """
         rotation = self.rotation(x, tokens)  # (t, d/2, 2)
+        other = () if attend is attention else (attend,)
         for block in self.blocks if blocks is None else blocks:
-            x = block(x, c, rotation, attend)
+            x = block(x, c, rotation, *other)
         return x
 
 
@@ -126,19 +128,23 @@ class RotaryAttention(Attention):
 
     def __init__(self, dim: int, num_heads: int, qk_norm: bool = False):
         super().__init__(dim, num_heads)
-        head_dim = dim // num_heads
-        self.q_norm = RMSNorm(head_dim) if qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(head_dim) if qk_norm else nn.Identity()
+        if qk_norm:
+            self.q_norm = RMSNorm(self.head_dim)
+            self.k_norm = RMSNorm(self.head_dim)
 
     def forward(  # type: ignore[override]  # blocks pass a rotation
-        self, x: Tensor, rotation: Tensor, attend: Callable = attention
+        self, x: Tensor, rotation: Tensor, attend: Callable | None = None
     ) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # (N, T, 3, h, d)
         q, k, v = qkv.unbind(2)  # each (N, T, h, d)
         q = rotate(self.q_norm(q), rotation)
         k = rotate(self.k_norm(k), rotation)
         qkv = torch.stack([q, k, v], dim=2).flatten(2)  # (N, T, 3·D)
-        return self.proj(attend(qkv, self.num_heads))
+        if attend:
+            mixed = attend(qkv, self.num_heads)
+        else:
+            mixed = self.mix(*split_heads(qkv, self.num_heads))
+        return self.proj_drop(self.proj(mixed))
 
 
 class SwiGLU(nn.Module):
@@ -172,18 +178,16 @@ class RotaryBlock(nn.Module):
         self.mlp = SwiGLU(hidden_size, int(2 / 3 * int(hidden_size * mlp_ratio)))
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
 
-    def forward(
-        self, x: Tensor, c: Tensor, rotation: Tensor, attend: Callable = attention
-    ) -> Tensor:
+    def forward(self, x: Tensor, c: Tensor, rotation: Tensor, *attend: Callable) -> Tensor:
         """Apply attention and MLP: tokens x (N, T, D), conditioning c (N, D) or (N, T, D)
         → (N, T, D).
 
-        rotation (T, d/2, 2). attend: in place of `attention`.
+        rotation (T, d/2, 2). attend: one argument for `attn`, or none.
         """
         vectors = of_tokens(self.adaLN_modulation(c)).chunk(6, dim=2)  # each (N, 1 or T, D)
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = vectors
         h = torch.addcmul(shift_msa, self.norm1(x), 1 + scale_msa)
-        x = torch.addcmul(x, gate_msa, self.attn(h, rotation, attend))
+        x = torch.addcmul(x, gate_msa, self.attn(h, rotation, *attend))
         h = torch.addcmul(shift_mlp, self.norm2(x), 1 + scale_mlp)
         return torch.addcmul(x, gate_mlp, self.mlp(h))
 

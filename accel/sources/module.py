@@ -90,7 +90,7 @@ class HeldModule(HeldState):
         self.whole = module
         self.module = unwrapped(module)
         self.given = Given(type(self.module).__name__, option)
-        state = _not_wrapped(self.module.state_dict())
+        state = _not_wrapped(_tensors_of(self.module))
         if any(getattr(value, "is_meta", False) for value in state.values()):
             raise self.given.error("holds no values", "load the weights first")
         self.rules = rules = self._recognised(state)
@@ -115,7 +115,10 @@ class HeldModule(HeldState):
 
     def _facts(self, raw, names, schedule):
         """Return the facts that follow from the module and its pipeline."""
-        rows = raw[weights_of(self.rules.family).labels].shape[0]
+        labels = weights_of(self.rules.family).labels
+        if labels not in raw:
+            raise self.given.error(f"is not a {self.rules.family.name}: no {labels}")
+        rows = len(raw[labels])
         classes = getattr(getattr(self.module, "y_embedder", None), "num_classes", rows - 1)
         if classes not in (rows, rows - 1):
             classes = rows - 1
@@ -154,7 +157,7 @@ class HeldModule(HeldState):
 
     def _recognised(self, state) -> ModuleRules:
         parts = self.module.named_children()
-        holding = [name for name, part in parts if families_with(shapes_of(part.state_dict()))]
+        holding = [name for name, part in parts if families_with(shapes_of(_tensors_of(part)))]
         if holding:
             part = next((name for name in holding if "ema" in name.split("_")), holding[0])
             raise self.given.error("holds the network", f"give its .{part}")
@@ -207,6 +210,11 @@ def of_state(
     except KeyError as missing:
         raise given.error(f"is not such a state dict: no {missing.args[0]}") from None
     return source
+
+
+def _tensors_of(module):
+    """Return a module's state dict without the other objects that quantised layers put there."""
+    return {name: part for name, part in module.state_dict().items() if torch.is_tensor(part)}
 
 
 def _not_wrapped(named):

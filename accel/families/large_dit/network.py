@@ -112,17 +112,16 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = RMSNorm(dim, norm_eps)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(min(dim, 1024), 6 * dim))
 
-    def forward(
-        self, x: Tensor, c: Tensor, rotation: Tensor, attend: Callable = attention
-    ) -> Tensor:
+    def forward(self, x: Tensor, c: Tensor, rotation: Tensor, *attend: Callable) -> Tensor:
         """Apply attention and MLP: tokens x (N, T, D) → (N, T, D).
 
-        Conditioning c (N, min(D, 1024)), rotation (T, d/2, 2). attend: in place of `attention`.
+        Conditioning c (N, min(D, 1024)), rotation (T, d/2, 2). attend: one argument
+        for `attention`, or none.
         """
         vectors = self.adaLN_modulation(c).chunk(6, dim=1)  # each (N, D)
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = vectors
         h = modulate(self.attention_norm(x), shift_msa, scale_msa)
-        x = torch.addcmul(x, gate_msa.unsqueeze(1), self.attention(h, rotation, attend))
+        x = torch.addcmul(x, gate_msa.unsqueeze(1), self.attention(h, rotation, *attend))
         h = modulate(self.ffn_norm(x), shift_mlp, scale_mlp)
         return torch.addcmul(x, gate_mlp.unsqueeze(1), self.feed_forward(h))
 
