@@ -3,6 +3,7 @@
 from math import prod
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from accel.errors import UsageError
@@ -16,13 +17,15 @@ LEAST = {"mean": -LARGEST, "std": 1 / LARGEST, "var": 0.0}
 
 def read_statistics(file: Path, spread: str, shape: tuple[int, ...]) -> list[Tensor]:
     """Return a file's mean and `spread`, std or var, of latents, expanded to `shape` (C, H, W).
-    Raises UsageError.
+    RAE's files, which have a var, may lack the mean: it is 0. Raises UsageError.
     """
     content = read_tensors(file, "latent_stats")
     of_training = mean_and_deviation(content)
     if of_training is not None:
         mean, deviation = of_training
         content = {"mean": mean, "std": deviation, "var": deviation.square()}
+    elif spread == "var" and content.get("mean") is None:
+        content = {**content, "mean": torch.zeros(shape)}
     found = []
     for name in ("mean", spread):
         value = content.get(name)

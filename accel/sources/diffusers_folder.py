@@ -10,7 +10,13 @@ import torch
 
 from accel.errors import Given, UsageError
 from accel.sources import Contents
-from accel.weights.diffusers_names import SCHEDULE, check_config, from_diffusers, with_table
+from accel.weights.diffusers_names import (
+    DEFAULT_SIDE,
+    SCHEDULE,
+    check_config,
+    from_diffusers,
+    with_table,
+)
 from accel.weights.tensor_files import floats_of, read_json, read_tensors, weight_files
 
 
@@ -35,7 +41,7 @@ def read(folder: Path, given: Given, mapped: bool, entry: str | None = None) -> 
     try:
         state = from_diffusers(floats_of(state, given.error))
         facts = check_config(config, state)
-        state = with_table(state, config["sample_size"])
+        state = with_table(state, config.get("sample_size", DEFAULT_SIDE))
     except ValueError as error:
         if isinstance(error, UsageError):
             raise

@@ -8,6 +8,7 @@ import torch
 from accel.errors import as_usage_error, shown
 from accel.weights.positions import sine_cosine
 
+DEFAULT_SIDE = 32  # DiTTransformer2DModel's sample_size, of a config without one
 SCHEDULE = "scheduler/scheduler_config.json"  # of a pipeline
 _PARAMETERS = ("weight", "bias")
 
@@ -69,7 +70,7 @@ def check_config(config: dict[str, Any], state: dict[str, torch.Tensor]) -> dict
     describes another function, or latents of no side.
     """
     width, channels, patch, _ = state["x_embedder.proj.weight"].shape
-    side = config.get("sample_size")
+    side = config.get("sample_size", DEFAULT_SIDE)
     heads = config.get("num_attention_heads")
     if type(side) is not int or not 0 < side <= 4096 or side % patch:
         raise ValueError(

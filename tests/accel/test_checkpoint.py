@@ -160,12 +160,17 @@ def test_diffusers_layout(tmp_path, folder, state):
     [
         ("[]", "is not a JSON object; copy it again"),
         ("", "is not a JSON object; copy it again"),
-        ("{}", "sample_size is None, must be"),
+        ('{"sample_size": null}', "sample_size is None, must be"),
     ],
 )
 def test_damaged_config(folder, config, words):
     (folder / "config.json").write_text(config)
     assert f"config.json: {words}" in error(folder)
+
+
+def test_a_config_without_a_size_is_of_the_class_default(folder):
+    (folder / "config.json").write_text("{}")
+    assert find_model(folder)["pos_embed"].shape[1] == (32 // 2) ** 2  # tokens of 32×32 latents
 
 
 def test_folders_that_are_not_a_dit(tmp_path, folder, state, monkeypatch):

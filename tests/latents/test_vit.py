@@ -186,6 +186,16 @@ def test_files_in_other_forms(file, tmp_path):
     assert (pixels - want).norm() < 2e-6 * want.norm()
 
 
+@pytest.mark.parametrize("mean", [{}, {"mean": None}])
+def test_statistics_without_a_mean_have_the_mean_0(mean, file):
+    statistics = random_statistics()
+    torch.save({"var": statistics["var"], **mean}, file.parent / "stat.pt")
+    pixels = Decoder(find(str(file)), CPU).decode(latents())
+    # written_out adds the mean of random_statistics
+    shifted = latents() - statistics["mean"] / (statistics["var"] + 1e-5).sqrt()
+    assert (pixels - (2 * written_out(shifted) - 1)).abs().max() < 1e-3
+
+
 def test_what_no_file_says_is_printed(tmp_path, capsys):
     sizes = SMALL._replace(width=768, heads=12, depth=1)
     file = vit_files(tmp_path / "wide", sizes)
