@@ -6,7 +6,7 @@ from typing import Any
 
 from accel import rules
 from accel.errors import UsageError
-from accel.latents.files import find
+from accel.latents.files import recognise
 from accel.sources.files import Files
 
 
@@ -18,7 +18,8 @@ def fetch(opened: list[Files], values: rules.Values) -> None:
     usual = None if "ckpt" in values else rules.named_defaults(values).vae
     decoder = values.get("vae", usual)
     if rules.decodes(values) and decoder is not None:
-        work.insert(0, partial(find, decoder, values.get("latent_stats")))
+        # Statistics of its latents may follow from the weights.
+        work.insert(0, partial(recognise, str(decoder)))
     missing = []
     for fetch_one in work:
         try:

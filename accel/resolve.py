@@ -228,7 +228,8 @@ def choose(
     )
     values["model"] = spec.model
     values["vae"] = PUBLISHED_DECODER.sub(r"\1", values["vae"])
-    if origins["vae"] != MODEL and origins.get("latent_stats") == MODEL:
+    is_models = Path(values["vae"]).resolve() == Path(of_model["vae"]).resolve()
+    if not is_models and origins.get("latent_stats") == MODEL:
         del values["latent_stats"]  # they belong to the model's decoder
     values.pop("guide", None)  # a configuration names one that it may not use
     notices = _said(of_files, origins) if source.given.option else []

@@ -1,5 +1,7 @@
 """RAE: its equations in float64, its tiers, its files and modules, ranks."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +17,7 @@ from accel import Sampler, accelerate, fast
 from accel.errors import Given, UsageError
 from accel.families.rae import BY_SIDE
 from accel.families.rae.network import DiTDH_models, DiTwDDTHead
+from accel.fetching import fetch
 from accel.network import Plain
 from accel.opening import open_run
 from accel.options import Options
@@ -145,9 +148,15 @@ def test_each_size_has_its_own_decoder(tmp_path, monkeypatch):
     statistics = tmp_path / "stat.pt"
     torch.save({"mean": torch.zeros(24, 1, 1), "var": torch.ones(24, 1, 1)}, statistics)
     monkeypatch.setitem(BY_SIDE, 32, (str(vae), str(statistics)))
-    assert open_run(options)["latent_stats"] == str(statistics)
+    monkeypatch.chdir(tmp_path)
+    for named in ({}, {"vae": str(vae)}, {"vae": "vit/model.pt"}):
+        assert open_run(options.changed(**named))["latent_stats"] == str(statistics)
+    fetch([], options.changed(vae=str(vae)))  # of weights that are not here
+    (tmp_path / "other").mkdir()
+    for file in vae.parent.iterdir():
+        shutil.copy(file, "other")
     with pytest.raises(UsageError, match="latent_stats"):
-        open_run(options.changed(vae=vae))
+        open_run(options.changed(vae="other/model.pt"))
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,16 @@ def kind_of(name: str) -> DecoderKind:
     return import_module(f"{latents.__name__}.{name}").KIND
 
 
+def recognise(name: str) -> tuple[Path, DecoderKind]:
+    """Return the path of a decoder, which is fetched if it is published, and its kind. name: as for
+    `find`. Raises UsageError.
+    """
+    if name in kind_names() and kind_of(name).without_files:
+        return Path(name), kind_of(name)
+    path = _locate(name)
+    return path, _recognise(path, _content(path))
+
+
 def find(name: str, statistics: str | None = None) -> LatentSpace:
     """Return the latent space of a decoder, with its files.
 
@@ -54,11 +64,9 @@ def find(name: str, statistics: str | None = None) -> LatentSpace:
     stabilityai/sd-vae-ft-NAME, which is fetched; or pixels. statistics: a file of the latents'
     mean and deviation; default: the one beside a decoder that says none. Raises UsageError.
     """
-    without_files = kind_of(name).without_files if name in kind_names() else None
-    if without_files:
-        return without_files
-    path = _locate(str(name))
-    kind = _recognise(path, _content(path))
+    path, kind = recognise(str(name))
+    if kind.without_files:
+        return kind.without_files
     files = DecoderFiles(path, _stamps(kind, path, statistics), kind, statistics)
     return kind.space(files, _read(files)[0])
 
