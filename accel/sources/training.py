@@ -2,6 +2,7 @@
 contains one.
 """
 
+import re
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
@@ -13,12 +14,13 @@ from accel.errors import Given, UsageError, shown
 from accel.families.spec import StateDict
 from accel.sources import Contents
 from accel.sources.arguments import facts_of
-from accel.sources.names import network_in
+from accel.sources.names import INNER, network_in, prefixes_of
 from accel.sources.safetensors_file import prefix_in
 from accel.weights.latent_statistics import PAIRS
 from accel.weights.tensor_files import floats_of, is_counter, read_tensors
 
-# Entries of a training checkpoint with weights. The first that is there is sampled.
+# Entries of a training checkpoint with weights, in order of preference. A name with the word "ema"
+# goes before all without it.
 ENTRIES = (
     "ema",
     "model_ema1",
@@ -33,6 +35,7 @@ ENTRIES = (
     "net",
     "weights",
 )
+WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # of a name such as netEMA or model_ema1
 RAW = "model"  # the entry that is trained, of which others are averages
 AVERAGE = "shadow_params"  # a list without names, of libraries that average parameters
 # Tables that are fixed, so that an average of what is trained may leave them out.
@@ -47,7 +50,7 @@ def holds(path: Path) -> bool:
 def read(path: Path, given: Given, mapped: bool, entry: str | None = None) -> Contents:
     """Return the state dict and the facts that lie beside it. entry: the name of the entry with
     the weights, with a dot before that of an entry inside it, or before the prefix of the
-    network's names, or this prefix alone; default: the first of ENTRIES. Raises UsageError.
+    network's names, or this prefix alone; default: by `_rank`. Raises UsageError.
     """
     content = read_tensors(path, given.option, mapped)
     state, prefix = _chosen(given, content, entry)
@@ -64,9 +67,9 @@ def _is_vector(value: Any) -> bool:
 
 
 def _chosen(given: Given, content: dict, entry: str | None) -> tuple[StateDict, str | None]:
-    """Return the weights in the entry that the user names, else in the first of ENTRIES, and the
-    prefix of the network's names if the user names one. Print which entry it is if there are others
-    and it is not the usual one.
+    """Return the weights in the entry that the user names, else in the one that `_rank` prefers,
+    and the prefix of the network's names if the user names one. Print which entry it is if there
+    are others and its name is not "ema".
     """
     states = _states(content)
     if not states:
@@ -88,13 +91,15 @@ def _chosen(given: Given, content: dict, entry: str | None) -> tuple[StateDict, 
         raise UsageError(
             f"{given.name} has the entries {listed}", parameter="weights_entry", value=shown(entry)
         )
-    name = min(states, key=_rank)
+    fitting = [name for name in states if _may_be_network(states[name])]
+    ranks = [_rank(name) for name in fitting or states]
+    name = min(fitting or states, key=_rank)
     if len(states) == 1:
         if name == RAW:
             given.warn(f'holds "{RAW}" alone, without a moving average of the weights')
-    elif _rank(name) == len(ENTRIES):
+    elif ranks.count(min(ranks)) > 1:
         raise given.error(f"has the entries {listed}", given.give("weights_entry"))
-    elif _rank(name) > 0:
+    elif "ema" not in name.split("."):
         others = shown(", ".join(other for other in states if other != name))
         given.warn(
             f'the weights are those of "{name}", not of {others}; for those: '
@@ -135,10 +140,18 @@ def _begins_names(state: Any, prefix: str) -> bool:
     return any(name.startswith(f"{prefix.rstrip('.')}.") for name in state if isinstance(name, str))
 
 
-def _rank(name: str) -> int:
-    """Return the place of an entry's name in ENTRIES, their number if it has none."""
+def _may_be_network(state: Any) -> bool:
+    """Return whether a state dict has a network of some family. A list without names may be one."""
+    return not isinstance(state, dict) or bool(prefixes_of(INNER.sub("", name) for name in state))
+
+
+def _rank(name: str) -> tuple[bool, int]:
+    """Return (whether an entry's name lacks the word "ema", its place in ENTRIES, their number if
+    it has none). The least is preferred.
+    """
     places = [ENTRIES.index(part) for part in name.split(".") if part in ENTRIES]
-    return min(places, default=len(ENTRIES))
+    is_raw = "ema" not in map(str.lower, WORDS.findall(name))
+    return is_raw, min(places, default=len(ENTRIES))
 
 
 def _named(given: Given, name: str, states: Mapping[str, Any]) -> StateDict:

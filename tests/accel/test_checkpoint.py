@@ -61,15 +61,11 @@ def test_plain_legacy_and_safetensors(tmp_path, state, capsys):
     torch.save(state, tmp_path / "b.pt", _use_new_zipfile_serialization=False)
     torch.save({"state_dict": state}, tmp_path / "c.ckpt")
     save_file(state, tmp_path / "d.safetensors")
-    # only `ema` is upstream's name: test_doors.py
-    average = {name: value + 1 for name, value in state.items()}
-    torch.save(
-        {"model": state, "model_ema": average, "args": argparse.Namespace(lr=1e-4)},
-        tmp_path / "e.pt",
-    )
+    # another average: test_training_files.py
+    torch.save({"model": state, "args": argparse.Namespace(lr=1e-4)}, tmp_path / "e.pt")
     for name in ("a.pt", "b.pt", "c.ckpt", "d.safetensors", "e.pt"):
         assert same(find_model(tmp_path / name), state), name
-    assert 'the weights are those of "model", not of model_ema' in capsys.readouterr().out
+    assert 'e.pt: holds "model" alone' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["pt", "safetensors"])

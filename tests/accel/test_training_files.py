@@ -43,7 +43,24 @@ def same(got, want):
         ({"state": {"model": RAW}, "rng": torch.ones(5, dtype=torch.uint8)}, RAW, ""),
         ({"ema": AVERAGE, "model": RAW}, AVERAGE, ""),
         ({"ema": {"module": AVERAGE}, "model": RAW}, AVERAGE, ""),
-        ({"model": RAW, "model_ema": AVERAGE}, RAW, '"model", not of model_ema'),
+        ({"model": RAW, "model_ema": AVERAGE}, AVERAGE, '"model_ema", not of model;'),
+        (
+            {"model_state_dict": RAW, "ema_state_dict": AVERAGE},
+            AVERAGE,
+            '"ema_state_dict", not of model_state_dict;',
+        ),
+        ({"net": RAW, "netEMA": AVERAGE}, AVERAGE, '"netEMA", not of net;'),
+        ({"dit": RAW, "dit-ema.v1": AVERAGE}, AVERAGE, '"dit-ema.v1", not of dit;'),
+        ({"weights": {"raw": RAW, "Ema": AVERAGE}}, AVERAGE, '"weights.Ema", not of weights.raw;'),
+        ({"shadow_params": SHADOWS[2:], "model": RAW}, RAW, '"model", not of shadow_params'),
+        ({"model": RAW, "schema": AVERAGE}, RAW, '"model", not of schema;'),
+        (
+            {"model": RAW, "model_ema2": RAW, "model_ema1": AVERAGE},
+            AVERAGE,
+            '"model_ema1", not of model, model_ema2;',
+        ),
+        ({"model": RAW, "vae_ema": {"conv.weight": torch.ones(2)}}, RAW, '"model", not of vae_ema'),
+        ({"model": RAW, "net_ema": without_table(AVERAGE)}, None, '"net_ema", not of model;'),
         ({"shadow_params": SHADOWS, "model": RAW}, RAW, '"model", not of shadow_params'),
         ({"ema": {"shadow_params": SHADOWS, "decay": 0.9}, "model": RAW}, AVERAGE, ""),
         ({"model": RAW, "ema": {}}, RAW, '"model" alone'),
@@ -57,6 +74,8 @@ def test_the_entry_that_is_sampled(content, chosen, others, tmp_path, capsys):
     no average.
     """
     torch.save(content, tmp_path / "x.pt")
+    if chosen is None:  # an average of what is trained
+        chosen = {**AVERAGE, "pos_embed": RAW["pos_embed"]}
     assert same(weights_at(tmp_path / "x.pt").state, chosen)
     printed = capsys.readouterr().out
     assert others in printed and bool(printed) == bool(others)
@@ -94,6 +113,9 @@ def test_several_entries_of_which_none_is_known(tmp_path):
     with pytest.raises(UsageError, match="has the entries teacher, student; give weights_entry"):
         identify(tmp_path / "x.pt")
     assert same(weights_at(tmp_path / "x.pt", entry="student").state, AVERAGE)
+    torch.save({"ema_0.99": RAW, "ema_0.9999": AVERAGE, "model": RAW}, tmp_path / "v.pt")
+    with pytest.raises(UsageError, match="has the entries ema_0.99, ema_0.9999, model; give"):
+        identify(tmp_path / "v.pt")
     torch.save({"ema": {"shadow_params": SHADOWS[2:]}, "model": RAW}, tmp_path / "y.pt")
     with pytest.raises(UsageError, match="is a list without names, and .* give weights_entry, or"):
         identify(tmp_path / "y.pt")
