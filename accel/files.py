@@ -23,16 +23,20 @@ REPEATED = 200  # bytes of a file's name that its temporary name has, of the 255
 
 @contextmanager
 def atomic_write(
-    path: str | Path, mode: str = "wb", durable: bool = False, through_link: bool = True
+    path: str | Path,
+    mode: str = "wb",
+    durable: bool = False,
+    through_link: bool = True,
+    replace: bool = True,
 ) -> Iterator[IO]:
     """Open a file that gets the name `path` when the block ends well; an error or Ctrl-C
     removes it.
 
     durable: its bytes are on disk before it gets the name. A file that is replaced passes
     on its permissions. A link keeps its target, or is itself replaced without
-    `through_link`. Raises OSError if path is not a regular file. The temporary name is
-    random and made exclusively: no two writers share one, and none is written through a
-    link.
+    `through_link`. Without `replace` a file that has appeared meanwhile stays, and the new one is
+    dropped. Raises OSError if path is not a regular file. The temporary name is random and made
+    exclusively: no two writers share one, and none is written through a link.
     """
     path = Path(os.path.realpath(path)) if through_link else Path(path)
     if path.exists() and not path.is_file():
@@ -49,12 +53,24 @@ def atomic_write(
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
-        if path.exists():
+        if replace and path.exists():
             partial.chmod(path.stat().st_mode & 0o7777)
-        os.replace(partial, path)
+        if replace or not _linked(partial, path):
+            os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def _linked(partial: Path, path: Path) -> bool:
+    """Give a temporary file the name `path` unless a file has it. Return whether a file has it
+    then: not on a file system without links.
+    """
+    with suppress(OSError):
+        os.link(partial, path)
+    if path.exists():
+        partial.unlink(missing_ok=True)
+    return path.exists()
 
 
 def repeated(name: str) -> str:
@@ -67,7 +83,7 @@ def remove_partial_files(folder: Path, name: str) -> None:
     expression of the files meant.
     """
     left = re.compile(rf"\.(?:{name})\.[0-9a-f]{{16}}\.part")
-    with suppress(PermissionError):
+    with suppress(PermissionError, FileNotFoundError):  # another process may remove them too
         for entry in list(os.scandir(folder)):
             if left.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                 os.unlink(entry.path)

@@ -2,11 +2,16 @@
 are fetched.
 """
 
+import select
+import subprocess
+import sys
+import threading
+
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, fill
-from forks import succeeds
+from forks import succeeds, until
 from hub import Handler, Server
 from PIL import Image
 from safetensors.torch import load_file
@@ -135,18 +140,55 @@ def test_names(module, tmp_path):
         published_name(family_of("SiT-XL/2"), "SiT-XL/2", 256, 1000)
 
 
-class Published(Server):
-    """Serve one file. On request, promise more bytes than are sent."""
+# Fetches the published file, opens it, and reads it when it is told to.
+FETCH = """
+import sys
+from pathlib import Path
+from accel.errors import Given
+from accel.sources import files
+from accel.weights import fetch
+fetch.BASE_URL, files.FOLDER = sys.argv[1], Path(sys.argv[2])
+weights = files.Files(Given(sys.argv[3]))
+weights.state
+print("opened", flush=True)
+sys.stdin.readline()
+with weights.reading():
+    print("read")
+"""
 
-    def __init__(self, body, promised=None):
+
+class Published(Server):
+    """Serve one file. length: the header, None for none. first and others: events before whose
+    time the last bytes of an answer are not sent, of the first request and of others. asked: the
+    number of requests.
+    """
+
+    def __init__(self, body, length="", first=None, others=None):
+        self.asked = 0
+        server = self
+
         class File(Handler):
             def do_GET(self):
-                if self.path == f"/{NAME}":
-                    self.answer(200, body, {"Content-Length": str(promised or len(body))})
-                else:
-                    self.answer(404)
+                if self.path != f"/{NAME}":
+                    return self.answer(404)
+                server.asked += 1
+                event = first if server.asked == 1 else others
+                self.send_response(200)
+                if length is not None:
+                    self.send_header("Content-Length", length or str(len(body)))
+                self.end_headers()
+                self.wfile.write(body[:-100])
+                if event:
+                    event.wait(60)
+                self.wfile.write(body[-100:])
 
         super().__init__(File)
+
+    def fetch(self, folder):
+        """Start a process that fetches the file into a folder."""
+        command = [sys.executable, "-c", FETCH, f"{self.url}/", folder, NAME]
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        return subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
 
 
 @pytest.fixture
@@ -185,15 +227,62 @@ def test_a_download_is_whole_or_absent(published, monkeypatch):
         monkeypatch.setattr(fetch, "BASE_URL", f"{server.url}/")
         with pytest.raises(UsageError, match="404"):
             download.find_model("DiT-XL-2-256x256.pt")
-    with Published(body[:-100], promised=len(body)) as server:
-        monkeypatch.setattr(fetch, "BASE_URL", f"{server.url}/")
-        with pytest.raises(
-            UsageError, match=f"{len(body) - 100} of {len(body)}.*put it at {folder / NAME}"
-        ):
-            download.find_model(NAME)
+    page = b"<html>" + b" " * 100 + b"Log in</html>"
+    for sent, length, words in (
+        (body[:-100], str(len(body)), f"ended after {len(body) - 100} of {len(body)} bytes"),
+        (body[:-100], None, "the answer is no whole .pt file"),
+        (page, "", "the answer is no whole .pt file; is it a login page?"),
+    ):
+        with Published(sent, length) as server:
+            monkeypatch.setattr(fetch, "BASE_URL", f"{server.url}/")
+            with pytest.raises(UsageError, match=f"{words}.*put it at {folder / NAME}"):
+                download.find_model(NAME)
     with pytest.raises(UsageError, match="download failed"):
         download.find_model(NAME)  # the server is gone
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("length", [None, "many", "-1"])
+def test_the_length_may_be_unsaid(length, published, monkeypatch):
+    body, folder = published
+    with Published(body, length) as server:
+        monkeypatch.setattr(fetch, "BASE_URL", f"{server.url}/")
+        download.find_model(NAME)
+    assert (folder / NAME).read_bytes() == body
+
+
+def test_of_downloads_at_the_same_time_the_first_stays(published):
+    """It is being read when the others end."""
+    body, folder = published
+    first, others = threading.Event(), threading.Event()
+    with Published(body, first=first, others=others) as server:
+        processes = [server.fetch(folder) for _ in range(3)]
+        until(lambda: server.asked == 3)
+        first.set()
+        until(lambda: (folder / NAME).exists())
+        (fastest,) = select.select([each.stdout for each in processes], [], [], 60)[0]
+        assert fastest.readline() == "opened\n"
+        inode = (folder / NAME).stat().st_ino
+        others.set()
+        waiting = [each for each in processes if each.stdout is not fastest]
+        for process in (*waiting, *(each for each in processes if each not in waiting)):
+            out, error = process.communicate("\n", timeout=60)
+            assert process.returncode == 0 and out.endswith("read\n"), error
+    assert (folder / NAME).stat().st_ino == inode and [*folder.iterdir()] == [folder / NAME]
+
+
+def test_a_download_after_a_killed_one_leaves_nothing_of_it(published):
+    body, folder = published
+    first = threading.Event()
+    with Published(body, first=first) as server:
+        killed = server.fetch(folder)
+        until(lambda: any(folder.glob(f".{NAME}.*.part")))
+        killed.kill()
+        killed.communicate()
+        assert len([*folder.iterdir()]) == 1
+        first.set()
+        assert server.fetch(folder).communicate("\n", timeout=60)[0] == "opened\nread\n"
+    assert [*folder.iterdir()] == [folder / NAME]
 
 
 def test_commands_fetch_what_is_missing(published, monkeypatch, capsys):

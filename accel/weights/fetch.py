@@ -1,7 +1,9 @@
 """Fetch weights: published files from their address, others from the hub."""
 
+import re
 import shutil
 import urllib.request
+import zipfile
 from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
@@ -9,7 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from accel.errors import UsageError, about
-from accel.files import atomic_write
+from accel.files import atomic_write, remove_partial_files
 from accel.weights.diffusers_names import SCHEDULE
 from accel.weights.tensor_files import weight_files
 
@@ -17,21 +19,24 @@ BASE_URL = "https://dl.fbaipublicfiles.com/DiT/models/"
 
 
 def download(target: Path, parameter: str) -> None:
-    """Fetch published weights to `target`, with a progress bar. The file is whole or absent.
-    Raises UsageError about `parameter`.
+    """Fetch published weights to `target`, with a progress bar. The file is whole or absent; one
+    that another process fetched meanwhile stays. Raises UsageError about `parameter`.
     """
     url = BASE_URL + target.name
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with (
             urllib.request.urlopen(url, timeout=30) as response,
-            atomic_write(target, durable=True) as file,
+            atomic_write(target, "w+b", durable=True, replace=False) as file,
         ):
-            total = int(response.headers.get("Content-Length", 0)) or None
+            total = response.length  # None where the server names none
             with tqdm.wrapattr(response, "read", total=total, desc=target.name) as stream:
                 shutil.copyfileobj(stream, file)
             if total is not None and file.tell() != total:
                 raise OSError(f"the connection ended after {file.tell()} of {total} bytes")
+            if not zipfile.is_zipfile(file):
+                raise OSError("the answer is no whole .pt file; is it a login page?")
+        remove_partial_files(target.parent, re.escape(target.name))  # of killed processes
     except (OSError, HTTPException) as error:  # URLError, time-outs and a full disk are OSErrors
         copy = f"facebook/{target.stem.rpartition('x')[0]}"
         raise about(parameter, target.name)(

@@ -17,6 +17,7 @@ from accel.errors import about, as_usage_error, path_errors, shown
 from accel.files import is_utf8, open_regular
 from accel.weights.shapes import OF_SHARDS
 
+AGAIN = "delete it, then copy or download it again"  # the remedy for an incomplete file
 # numpy's numbers and texts that a pickle may hold.
 NUMBERS = "?", "b", "B", "h", "H", "i", "I", "l", "L", "q", "Q", "e", "f", "d", "F", "D", "U", "S"
 
@@ -41,14 +42,14 @@ def read_pickle(
             raise error(*OF_SHARDS) from None
         code = re.search(r"(?:GLOBAL|class) '?([\w.]+)", str(reason))
         if code is None:  # another kind of file, or the half of one
-            raise error("truncated or not a checkpoint", "copy it again") from None
+            raise error("truncated or not a checkpoint", AGAIN) from None
         raise error(
             f"refused, loading it would run code ({code[1]})", "save its state dict with torch.save"
         ) from None
     except Exception as reason:  # an unpickler ends in whatever the bytes happen to mean
         words = (str(reason).splitlines() or [type(reason).__name__])[0]
         text = f"truncated or not a checkpoint ({shown(words, 120)})"
-        raise (as_usage_error(reason) or error(text, "copy it again")) from None
+        raise (as_usage_error(reason) or error(text, AGAIN)) from None
     if not isinstance(content, wanted):
         raise error(f"holds a {type(content).__name__}, not {meaning}")
     return content
