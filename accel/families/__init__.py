@@ -158,6 +158,13 @@ class Family(NamedTuple):
         """Return whether a model of the family is called so, here or by its training code."""
         return name in self.models or name in self.names_in_training.values()
 
+    def calls_models_as(self, name: str | None) -> bool:
+        """Return whether a model's name begins as those of the family do here or in its training
+        code, as DiT-Tiny/2 does.
+        """
+        names = chain(self.models, self.names_in_training.values())
+        return str(name).partition("-")[0] in {each.partition("-")[0] for each in names}
+
     def part(self, name: str) -> ModuleType:
         """Import the family's module `name`: network or weights."""
         return import_module(f"{self.code}.{name}")

@@ -237,9 +237,12 @@ def choose_family(
         return family, False
     if not claims:
         return _by_file_name(given.name, alike), len(alike) > 1
-    # Several train models of one name; it is the family's whose model is called so.
-    owner = family_of(str(facts.get("model")))
-    return owner if owner in possible else possible[0], False
+    # Several train models of one name; it is the family's whose own models are called so.
+    first = str(facts.get("model") or shipped).partition("-")[0]
+    owners = [
+        each for each in possible if any(name.startswith(f"{first}-") for name in each.models)
+    ]
+    return (owners or possible)[0], False
 
 
 def _claims(given, alike, have, facts, shipped):
@@ -264,7 +267,9 @@ def _claims(given, alike, have, facts, shipped):
         ]
     claims.sort(key=lambda claim: not claim.certain)
     for name in (facts.get("model"), shipped):
-        owners = tuple(family for family in alike if family.has_model(name))
+        owners = tuple(family for family in alike if family.calls_models_as(name))
+        if name == shipped:
+            owners = tuple(family for family in alike if name in family.models)
         if owners:
             claims.append(Claim(f"model {name}", owners))
     return claims

@@ -364,6 +364,10 @@ def state():
         ("SiT-S-4.pt", False, {}, None, "SiT-S/4"),
         ("SiT-S-4.pt", False, {}, "DiT-S/4", "DiT-S/4"),
         ("a.pt", False, SIT, None, "SiT-S/4"),
+        # Models that are in no family's list.
+        ("a.pt", False, {"model": "SiT-Tiny/4"}, None, "SiT-S/4"),
+        ("a.pt", False, {"model": "DiT-Tiny/4"}, None, "DiT-S/4"),
+        ("a.pt", False, {**REPA, "model": "SiT-Tiny/4"}, None, "REPA-SiT-S/4"),
         ("a.pt", True, {}, None, "REPA-SiT-S/4"),
         ("a.pt", True, REPA, None, "REPA-SiT-S/4"),
         ("a.pt", False, REPA, None, "REPA-SiT-S/4"),

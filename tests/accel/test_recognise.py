@@ -41,6 +41,8 @@ def state_of(name, **arguments):
         (dict(num_classes=1000), (), (NO_FAMILY, HEADS)),
         (dict(family="DiT"), (), (HEADS, CLASSES)),
         (dict(model="DiT-S/2"), (), ()),
+        (dict(model="DiT-Tiny/2"), (), (HEADS, CLASSES)),
+        (dict(model="DiTs"), (), (NO_FAMILY, HEADS, CLASSES)),
         (dict(model="some name"), (), (NO_FAMILY, HEADS, CLASSES)),
         (dict(model="DiT-S/4"), (), (OTHER_MODEL, HEADS, CLASSES)),
         ({}, ("DiT-S/2",), ()),
