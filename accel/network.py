@@ -15,6 +15,7 @@ p patch side, T = (H/p)² tokens, t of them on this device, D width.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -212,7 +213,7 @@ class Plain(BlockNetwork):
         self.in_channels = model.in_channels
 
     def parameters(self) -> Iterator[Tensor]:
-        return self.model.parameters()
+        return chain(self.model.parameters(), self.model.buffers())  # such as tables of rotations
 
     def embed(self, x: Tensor, tokens: slice = slice(None), copies: int = 1) -> Tensor:
         return self.model.embed(torch.cat([x] * copies) if copies > 1 else x, tokens)

@@ -230,5 +230,7 @@ def parameters_of(block: Block) -> Iterator[Tensor]:
     """Return the tensors of a block."""
     for layer in block.gemms:
         yield from layer.parameters()
-    if block.norms is not None:
-        yield block.norms
+    if block.rotation is not None:
+        yield block.rotation.rotation
+        if block.rotation.norms is not None:
+            yield block.rotation.norms

@@ -142,7 +142,7 @@ class Block(NamedTuple):
     # (packed projection, first=its first token) → q and k rotated; None: qkv does it, or nobody.
     rotate: Callable | None
     activate: Callable | None  # between fc1 and fc2; None: fc1 does it
-    norms: Tensor | None  # as Rotation has them
+    rotation: Rotation | None  # its tensors depend on the weights
 
     @property
     def gemms(self) -> tuple[Linear | SplitLinear, ...]:
@@ -193,12 +193,10 @@ class Half:
         last = "residual" if updates_stream else ""
         qkv = self.linear(gemms.qkv)
         rotate = None
-        norms = None
         if rotation is not None and rotation.norms is None:
             qkv = self.linear(gemms.qkv, "rotate", rotation.rotation)
         elif rotation is not None:
             rotate = partial(qk_norm_rotary, **rotation._asdict())
-            norms = rotation.norms
         return Block(
             qkv=qkv,
             proj=self.linear(gemms.proj, last),
@@ -206,7 +204,7 @@ class Half:
             fc2=self.linear(gemms.fc2, last),
             rotate=rotate,
             activate=None,
-            norms=norms,
+            rotation=rotation,
         )
 
     def linear(self, gemm: Weights, epilogue: str = "", rotation: Tensor | None = None) -> Linear:
@@ -278,7 +276,7 @@ class Split:
                 scaled=False,
             )
             activate = None
-        return Block(qkv, proj, fc1, fc2, rotate, activate, factors.norms)
+        return Block(qkv, proj, fc1, fc2, rotate, activate, rotation)
 
     def linear(self, gemm: Weights, **variant: Any) -> SplitLinear:
         """Return the layer of a GEMM. variant: SplitLinear's arguments."""
