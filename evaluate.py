@@ -21,11 +21,12 @@ import argparse
 import hashlib
 import json
 import math
+import os
 import socket
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache
 from itertools import chain
 from operator import ge, gt, le
@@ -44,38 +45,33 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from accel.errors import USAGE, UsageError
-from accel.files import atomic_write
+from accel.errors import USAGE, UsageError, shown
+from accel.files import atomic_write, require_writable
 from accel.picture_files import SUFFIXES, read_picture
 
-METRICS = {  # the lines of the contest's script
-    "mae": "Pixel-wise Mean Absolute Difference: {:.4f}",
-    "lpips": "LPIPS (VGG):                        {:.4f}",
-    "psnr": "PSNR:                              {:.2f} dB",
-    "ssim": "SSIM:                              {:.4f}",
+
+class Metric(NamedTuple):
+    """A metric's texts and criterion."""
+
+    line: str  # of the contest's script
+    short: str
+    sign: str  # of the criterion
+    meets: Callable[[float, float], bool]  # (value, threshold)
+
+
+METRICS = {
+    "mae": Metric("Pixel-wise Mean Absolute Difference: {:.4f}", "MAE {:.4f} of 0-255", "<=", le),
+    "lpips": Metric("LPIPS (VGG):                        {:.4f}", "LPIPS {:.4f}", "<=", le),
+    "psnr": Metric("PSNR:                              {:.2f} dB", "PSNR {:.4f}", ">", gt),
+    "ssim": Metric("SSIM:                              {:.4f}", "SSIM {:.4f}", ">=", ge),
 }
-GATES = {  # mae of the 0..1 range; strict allows 0.01 of a 0..255 level
+GATES = {  # criterion → thresholds; mae of the 0..1 range
     "contest": {"mae": 0.01, "lpips": 0.01, "psnr": 40.0, "ssim": 0.99},
     "strict": {"mae": 0.01 / 255, "lpips": 0.01, "psnr": 40.0, "ssim": 0.99},
 }
-SHORT = {
-    "mae": "MAE {:.4f} of 0-255",
-    "lpips": "LPIPS {:.4f}",
-    "psnr": "PSNR {:.4f}",
-    "ssim": "SSIM {:.4f}",
-}
-CRITERIA = {"mae": ("<=", le), "lpips": ("<=", le), "psnr": (">", gt), "ssim": (">=", ge)}
-LEVELS = "of 0-255"  # the unit of MAE where people read it
 EXIT_STATUS = {"PASS": 0, "FAIL": 1, "NONE": 3}
 VGG16_URL = "https://download.pytorch.org/models/vgg16-397923af.pth"
 VGG16_SHA256 = "397923af"  # its first eight digits, as torch's hub names the file
-
-
-class Tile(NamedTuple):
-    """A picture of a grid."""
-
-    name: str  # "row,column", from 1
-    place: tuple[slice, slice]  # pixels
 
 
 class NotComputed(Exception):
@@ -246,23 +242,40 @@ def measure(
 
 
 def judge(values: dict[str, float], thresholds: dict[str, float]) -> dict[str, str]:
-    """Return whether each value (mae in levels) meets its threshold (mae of 0..1), if it
-    has one: PASS or FAIL; NONE for NaN.
+    """Return PASS or FAIL for each value (mae in levels) that has a threshold (mae of 0..1), NONE
+    for NaN.
     """
     results = {}
     for metric in thresholds.keys() & values.keys():
         value = values[metric] / 255 if metric == "mae" else values[metric]
-        _, meets = CRITERIA[metric]
-        results[metric] = "PASS" if meets(value, thresholds[metric]) else "FAIL"
+        results[metric] = "PASS" if METRICS[metric].meets(value, thresholds[metric]) else "FAIL"
         if math.isnan(value):
             results[metric] = "NONE"
     return results
 
 
-def find_tiles(a: np.ndarray, b: np.ndarray) -> list[Tile]:
-    """Return the pictures of a grid; none if it is not a grid in sample.png's layout: square
-    pictures, four per row (fewer if there is only one row), with black lines of 2 px between
-    and around them.
+def overall(verdicts: Iterable[str]) -> str:
+    """Return the verdict of several: FAIL before NONE before PASS; NONE if there is none."""
+    return min(verdicts, key=["FAIL", "NONE", "PASS"].index, default="NONE")
+
+
+def verdict_of(values: dict[str, float], thresholds: dict[str, float]) -> str:
+    """Return the verdict on the values of a picture."""
+    return overall(judge(values, thresholds).values())
+
+
+def judge_pixels(
+    a: np.ndarray, b: np.ndarray, thresholds: dict[str, float], lpips: Lpips | None
+) -> dict:
+    """Return the values of two pictures or tiles, their verdict, and the reason for every NaN."""
+    values, reasons = measure(a, b, lpips)
+    return {"values": values, "verdict": verdict_of(values, thresholds), "reasons": reasons}
+
+
+def find_tiles(a: np.ndarray, b: np.ndarray) -> dict[str, tuple[slice, slice]]:
+    """Return the pixels of each picture of a grid, by "row,column" from 1; {} if it is not a grid
+    in sample.png's layout: square pictures, four per row (fewer if there is only one row), with
+    black lines of 2 px between and around them.
     """
     line = 2
     height = a.shape[0] - line
@@ -281,59 +294,75 @@ def find_tiles(a: np.ndarray, b: np.ndarray) -> list[Tile]:
             top = row * stride
             left = column * stride
             place = slice(top + line, top + stride), slice(left + line, left + stride)
-            tiles.append(Tile(f"{row + 1},{column + 1}", place))
-        while tiles and not a[tiles[-1].place].any() and not b[tiles[-1].place].any():
+            tiles.append((f"{row + 1},{column + 1}", place))
+        while tiles and not a[tiles[-1][1]].any() and not b[tiles[-1][1]].any():
             tiles.pop()  # the last row may be unfilled
-        return tiles
-    return []
+        return dict(tiles)
+    return {}
 
 
-def verdict_of(values: dict[str, float], thresholds: dict[str, float]) -> str:
-    """Return the verdict on the values of a picture."""
-    return overall(judge(values, thresholds).values())
-
-
-def judge_pixels(
-    a: np.ndarray, b: np.ndarray, thresholds: dict[str, float], lpips: Lpips | None
-) -> dict:
-    """Return the values of two pictures or tiles, their verdict, and the reason for every NaN."""
-    values, reasons = measure(a, b, lpips)
-    return {"values": values, "verdict": verdict_of(values, thresholds), "reasons": reasons}
-
-
-def judge_pair(
-    args: argparse.Namespace,
-    pair: tuple[Path, Path],
-    a: np.ndarray,
-    b: np.ndarray,
+def judge_pairs(
+    pairs: Iterable[tuple[Path, Path]],
+    thresholds: dict[str, float],
     lpips: Lpips | None,
+    every_tile: bool = False,
 ) -> dict:
-    """Return values and verdict of a candidate and of its tiles; of tiles LPIPS only with
-    --every-tile.
+    """Judge pairs of files. Return the verdict; each metric's mean, without infinities (the PSNR of
+    equal pictures) unless all are infinite, and worst value; a record per pair, with the values and
+    verdicts of the candidate and of its tiles, of tiles LPIPS only with `every_tile`; the reasons
+    for NaNs; and the compression of lossy files. Raises UsageError.
     """
-    baseline, candidate = pair
-    tiles = find_tiles(a, b)
-    if args.every_tile and not tiles:
-        raise UsageError(
-            f"{candidate}: {a.shape[1]}x{a.shape[0]} px is not a grid in sample.png's layout; "
-            "drop --every-tile"
-        )
+    read = lru_cache(maxsize=2)(read_picture)  # all candidates may have one baseline
     records = []
-    for tile in tiles:
-        lpips_of_tile = lpips if args.every_tile else None
-        record = judge_pixels(a[tile.place], b[tile.place], args.thresholds, lpips_of_tile)
-        records.append({"tile": tile.name, **record})
-    return {
-        "file": str(candidate),
-        "baseline": str(baseline),
-        **judge_pixels(a, b, args.thresholds, lpips),
-        "tiles": records,
-    }
+    lossy = {}
+    for pair in pairs:
+        a, b = [read(path) for path in pair]
+        lossy |= {path: each.lossy for path, each in zip(pair, (a, b)) if each.lossy}
+        baseline, candidate = map(str, pair)
+        if (a.size, a.mode) != (b.size, b.mode):
+            raise UsageError(
+                f"{baseline} has {a.size} px, {a.mode}, {candidate} has {b.size} px, {b.mode}; "
+                "save both alike"
+            )
+        places = find_tiles(a.pixels, b.pixels)
+        if every_tile and not places:
+            raise UsageError(
+                f"{candidate}: {b.size} px is not a grid in sample.png's layout; drop --every-tile"
+            )
+        tiles = []
+        for name, place in places.items():
+            tile = a.pixels[place], b.pixels[place]
+            record = judge_pixels(*tile, thresholds, lpips if every_tile else None)
+            tiles.append({"tile": name, **record})
+        whole = judge_pixels(a.pixels, b.pixels, thresholds, lpips)
+        records.append({"file": candidate, "baseline": baseline, **whole, "tiles": tiles})
+    judged = [*records]
+    if every_tile:
+        judged += chain.from_iterable(record["tiles"] for record in records)
+    mean = {}
+    worst = {}
+    for metric in records[0]["values"]:
+        values = np.array([record["values"][metric] for record in records])
+        differing = values[values != math.inf]
+        mean[metric] = float(differing.mean()) if len(differing) else math.inf
+        worst[metric] = float(values.max() if METRICS[metric].meets is le else values.min())
+    # as a dict's keys: each once, in order
+    reasons = dict.fromkeys(chain.from_iterable(record["reasons"] for record in judged))
+    return dict(
+        verdict=overall(record["verdict"] for record in judged),
+        mean=mean,
+        worst=worst,
+        files=records,
+        reasons=[*reasons],
+        lossy=lossy,
+    )
 
 
 def summary(values: dict[str, float]) -> str:
     """Return the values in one line, MAE in levels."""
-    return "   ".join(SHORT[metric].format(values[metric]) for metric in SHORT if metric in values)
+    return "   ".join(
+        METRICS[name].short.format(values[name]) for name in METRICS if name in values
+    )
 
 
 def json_ready(value: dict) -> dict:
@@ -373,51 +402,37 @@ def heatmap(
         figure.savefig(file, format="png", dpi=110)
 
 
-def metric_names(text: str) -> list[str]:
-    """Return the metrics that a value of --metrics names, separated by commas."""
-    names = text.split(",")
-    if not METRICS.keys() >= set(names):
-        raise argparse.ArgumentTypeError(f"{text!r}: give one or more of {' '.join(METRICS)}")
-    return names
-
-
-def join_metrics(words: list[str]) -> list[str]:
-    """Return the words of a command with the names after --metrics as one word, so that
-    files may follow them: --metrics mae psnr A B → --metrics=mae,psnr A B.
-    """
-    joined = [""]
-    for word in words:
-        flag, _, names = joined[-1].partition("=")
-        if flag == "--metrics" and word in METRICS:
-            joined[-1] = f"--metrics={names},{word}" if names else f"--metrics={word}"
-        else:
-            joined.append(word)
-    return joined[1:]
+def draw_worst(path: Path, records: list[dict]) -> None:
+    """Write the heatmap of the record with the lowest PSNR."""
+    worst = min(records, key=lambda record: record["values"]["psnr"])
+    pair = Path(worst["baseline"]), Path(worst["file"])
+    a, b = [read_picture(file).pixels for file in pair]
+    heatmap(path, a, b, worst["values"], [file.name for file in pair], worst["verdict"])
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line. Files may follow the names of --metrics."""
     parser = argparse.ArgumentParser(
         usage=argparse.SUPPRESS, description=__doc__.splitlines()[0], allow_abbrev=False
     )
     add = parser.add_argument
-    add("baseline", type=Path, help="the reference picture, or a folder of them")
     add(
-        "candidate",
-        type=Path,
-        help="the picture to judge, or a folder of pictures, all of which must pass; a folder "
-        "against a folder compares files of the same name",
+        "files",
+        nargs="*",
+        metavar="BASELINE CANDIDATE",
+        help="two pictures; a picture and a folder, all of whose pictures must pass; or two "
+        "folders, whose files of the same name are compared",
     )
+    strict = GATES["strict"]["mae"] * 255
     add(
         "--gate",
         choices=GATES,
         default="contest",
-        help=f"thresholds; strict: MAE <= 0.01 {LEVELS} (default: contest)",
+        help=f"thresholds; strict: MAE <= {strict:g} of 0-255 (default: contest)",
     )
     add(
         "--metrics",
-        nargs="?",
-        const="",  # no name: metric_names refuses it
-        type=metric_names,
+        nargs="+",
         default=[*METRICS],
         metavar="NAME",
         help=f"judge by these only, of {' '.join(METRICS)} (default: all)",
@@ -440,80 +455,73 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         metavar="PATH",
         help="torchvision's VGG16 (default: torch's hub cache)",
     )
-    words = sys.argv[1:] if argv is None else argv
-    args, others = parser.parse_known_args(join_metrics(words))
-    if others:
+    args = parser.parse_intermixed_args(argv)
+    metrics = []
+    for word in args.metrics:
+        names = word.split(",")  # --metrics=mae,psnr
+        if METRICS.keys() >= set(names):
+            metrics += names
+        else:
+            args.files.append(word)
+    if len(args.files) != 2 or not metrics:
         parser.error(
-            f"unrecognized arguments: {' '.join(others)}; give a baseline, a candidate "
-            f"and flags; metrics are {', '.join(METRICS)}"
+            f"got {shown(' '.join(args.files))}; give a baseline, a candidate and flags; metrics "
+            f"are {', '.join(METRICS)}"
         )
+    args.baseline, args.candidate = map(Path, args.files)
     gate = GATES[args.gate]
-    args.thresholds = {metric: gate[metric] for metric in METRICS if metric in args.metrics}
+    args.thresholds = {metric: gate[metric] for metric in METRICS if metric in metrics}
     return args
 
 
 def pictures_in(folder: Path) -> list[Path]:
-    """Return the pictures in a folder, sorted by name; none if it is not a folder."""
+    """Return the pictures in a folder, sorted by name; [] if it is not a folder."""
     return sorted(path for path in folder.glob("*") if path.suffix.lower() in SUFFIXES)
 
 
 def find_pairs(baseline: Path, candidate: Path) -> list[tuple[Path, Path]]:
-    """Return the files to compare, the baseline first: a baseline with a candidate or with
-    every picture in a folder, or the pictures of the same name in two folders.
+    """Return the pairs of files to compare, the baseline first: a baseline with a candidate or
+    with every picture in a folder, or the pictures of the same name in two folders. Raises
+    UsageError.
     """
-    candidates = pictures_in(candidate) or [candidate]
-    if baseline.is_dir() and candidate.is_dir():
-        return [(baseline / path.name, path) for path in candidates]
-    return [(baseline, path) for path in candidates]
-
-
-def prepare(args: argparse.Namespace, report: dict) -> None:
-    """Find the inputs, remove what an earlier run left, and refuse outputs that are
-    inputs or cannot be written.
-    """
-    args.pairs = find_pairs(args.baseline, args.candidate)
-    inputs = {*chain.from_iterable(args.pairs), args.vgg_weights}
-    taken = [path.resolve() for path in inputs if path is not None]
-    for flag, path in (("--heatmap", args.heatmap), ("--json", args.json)):
-        if path is not None:
-            try:
-                if path.resolve() in taken or (path.exists() and not path.is_file()):
-                    raise FileExistsError(0, "is an input or not a file")
-                path.unlink(missing_ok=True)  # a link too: nothing is written through one
-                path.touch(exist_ok=False)
-                path.unlink()
-            except OSError as error:
-                raise UsageError(f"{flag} {path}: {error.strerror}; name another file") from None
-            taken.append(path.resolve())
-
-
-def check_inputs(args: argparse.Namespace) -> None:
-    """Raise UsageError unless two folders hold pictures of the same names."""
-    for folder in (args.baseline, args.candidate):
+    for folder in (baseline, candidate):
         if folder.is_dir() and not pictures_in(folder):
-            raise UsageError(f"{folder}: holds no picture; name another")
-    if args.baseline.is_dir() and args.candidate.is_file():
+            raise UsageError(f"{folder}: contains no picture; name another")
+    if not baseline.is_dir():
+        return [(baseline, path) for path in pictures_in(candidate) or [candidate]]
+    if not candidate.is_dir():
         raise UsageError(
-            f"{args.baseline}: is a folder, and {args.candidate} is not; name two pictures or two "
-            "folders"
+            f"{baseline}: is a folder, and {candidate} is not; name two pictures or two folders"
         )
-    if args.baseline.is_dir() and args.candidate.is_dir():
-        names = {path.name for path in pictures_in(args.baseline)}
-        alone = sorted(names ^ {path.name for path in pictures_in(args.candidate)})
-        if alone:
-            folder = args.candidate if alone[0] in names else args.baseline
-            raise UsageError(
-                f"{folder}: lacks {alone[0]} ({len(alone)} names are in one folder only); compare "
-                "folders with the same names"
-            )
+    names = {path.name for path in pictures_in(baseline)}
+    only_one = sorted(names ^ {path.name for path in pictures_in(candidate)})
+    if only_one:
+        folder = candidate if only_one[0] in names else baseline
+        raise UsageError(
+            f"{folder}: lacks {only_one[0]} ({len(only_one)} names are in one folder only); "
+            "compare folders with the same names"
+        )
+    return [(baseline / name, candidate / name) for name in sorted(names)]
 
 
-def mean_of(values: list[float]) -> float:
-    """Return the mean of the values without infinities, the PSNR of equal pictures; infinity if
-    there are no others.
+def require_outputs(args: argparse.Namespace) -> None:
+    """Remove the files of an earlier run. Raise UsageError for outputs that are inputs or cannot
+    be written.
     """
-    others = [value for value in values if value != math.inf]
-    return float(np.mean(others)) if others else math.inf
+    inputs = [args.baseline, args.candidate, args.vgg_weights]
+    inputs += chain(pictures_in(args.baseline), pictures_in(args.candidate))
+    taken = {os.path.realpath(path) for path in inputs if path is not None}
+    for flag, path in (("--heatmap", args.heatmap), ("--json", args.json)):
+        if path is None:
+            continue
+        try:
+            if os.path.realpath(path) in taken or (path.exists() and not path.is_file()):
+                raise FileExistsError(0, "is an input or not a file")
+            path.unlink(missing_ok=True)  # a link too: nothing is written through one
+            require_writable(path.parent)
+        except OSError as error:
+            raise UsageError(f"{flag} {path}: {error.strerror}; name another file") from None
+        taken.add(os.path.realpath(path))
 
 
 def print_table(
@@ -524,88 +532,57 @@ def print_table(
     """
     print("=== Image Comparison Metrics ===")
     for metric, value in mean.items():
-        print(METRICS[metric].format(value))
+        print(METRICS[metric].line.format(value))
     gate = args.gate
     if files > 1:
         print(f"\nThese are means of {files} files; PSNR's leaves equal pictures out.")
         gate += f", the worst of {files} files"
-    print(f"\nMAE is for pixels {LEVELS}. The gate divides it by 255.\nGate: {gate}")
+    print(f"\nMAE is for pixels of 0-255. The gate divides it by 255.\nGate: {gate}")
     results = judge(worst, args.thresholds)
     for metric, threshold in args.thresholds.items():
         value = worst[metric]
         rows = {metric.upper(): (value, threshold)}
         if metric == "mae":
-            rows = {"MAE of 0-1": (value / 255, threshold)}
-            rows[f"MAE {LEVELS}"] = value, threshold * 255
-        sign, _ = CRITERIA[metric]
+            rows = {
+                "MAE of 0-1": (value / 255, threshold),
+                "MAE of 0-255": (value, threshold * 255),
+            }
         result = results[metric].replace("NONE", "NOT COMPUTED")
-        for label, (value, threshold) in rows.items():
-            print(f"  {label:14}{value:<12.6g}{sign:3}{threshold:<12.6g}{result}")
+        for label, (number, limit) in rows.items():
+            print(f"  {label:14}{number:<12.6g}{METRICS[metric].sign:3}{limit:<12.6g}{result}")
 
 
 def print_records(records: list[dict], every_tile: bool) -> None:
-    """Print a line for each picture and each tile."""
+    """Print a line per picture and per tile."""
     for record in records:
-        name = record["file"]
-        print(f"\n{name}: {summary(record['values'])}   {record['verdict']}")
+        print(f"\n{record['file']}: {summary(record['values'])}   {record['verdict']}")
         for tile in record["tiles"]:
             verdict = f"   {tile['verdict']}" if every_tile else ""
             print(f"  {tile['tile']:6}{summary(tile['values'])}{verdict}")
 
 
-def draw_worst(args: argparse.Namespace, records: list[dict]) -> None:
-    """Write the heatmap of the record with the least PSNR."""
-    worst = min(records, key=lambda record: record["values"]["psnr"])
-    pair = Path(worst["baseline"]), Path(worst["file"])
-    a, b = [read_picture(path).pixels for path in pair]
-    names = [path.name for path in pair]
-    heatmap(args.heatmap, a, b, worst["values"], names, worst["verdict"])
-
-
-def overall(verdicts: Iterable[str]) -> str:
-    """Return the verdict of several: FAIL before NONE before PASS; NONE of nothing."""
-    return min(verdicts, key=["FAIL", "NONE", "PASS"].index, default="NONE")
-
-
-def run(args: argparse.Namespace, report: dict) -> None:
-    """Judge what the arguments name, print the figures and fill the report."""
-    check_inputs(args)
-    lpips = Lpips(args.vgg_weights) if "lpips" in args.metrics else None
-    read = lru_cache(maxsize=2)(read_picture)  # a baseline may be that of all candidates
-    records = []
-    lossy = {}  # file → its compression
-    for pair in args.pairs:
-        pictures = [read(path) for path in pair]
-        lossy |= {path: each.lossy for path, each in zip(pair, pictures) if each.lossy}
-        a, b = pictures
-        if (a.size, a.mode) != (b.size, b.mode):
-            raise UsageError(
-                f"{pair[0]} has {a.size} px, {a.mode}, {pair[1]} has {b.size} px, {b.mode}; save "
-                "both alike"
-            )
-        records.append(judge_pair(args, pair, a.pixels, b.pixels, lpips))
-    mean = {}
-    worst = {}
-    for metric in records[0]["values"]:
-        values = [record["values"][metric] for record in records]
-        mean[metric] = mean_of(values)
-        worst_of = np.max if CRITERIA[metric][1] is le else np.min
-        worst[metric] = float(worst_of(values))
-    print_table(mean, worst, len(records), args)
+def run(args: argparse.Namespace) -> dict:
+    """Judge the pictures, print the figures, and return the report."""
+    pairs = find_pairs(args.baseline, args.candidate)
+    lpips = Lpips(args.vgg_weights) if "lpips" in args.thresholds else None
+    judged = judge_pairs(pairs, args.thresholds, lpips, args.every_tile)
+    lossy = judged.pop("lossy")
+    reasons = judged.pop("reasons")
+    records = judged["files"]
+    verdict = judged["verdict"]
+    print_table(judged["mean"], judged["worst"], len(records), args)
     print_records(records, args.every_tile)
     if args.heatmap:
-        draw_worst(args, records)
-    judged = list(records)
-    if args.every_tile:
-        judged += chain.from_iterable(record["tiles"] for record in records)
-    verdict = overall(record["verdict"] for record in judged)
+        draw_worst(args.heatmap, records)
     if lossy:
         path, compression = next(iter(lossy.items()))
+        more = f" and {len(lossy) - 1} more" if len(lossy) > 1 else ""
         print(
-            f"note: {compression} is lossy, and the figures include its loss: "
-            f"{path}{f' and {len(lossy) - 1} more' if len(lossy) > 1 else ''}; "
+            f"note: {compression} is lossy, and the figures include its loss: {path}{more}; "
             "compare PNGs"
         )
+    for reason in reasons:
+        print(f"evaluate.py: {reason}", file=sys.stderr)
     failed = sum(record["verdict"] != "PASS" for record in records)
     vgg = lpips.source if lpips else None
     caveats = {
@@ -617,49 +594,49 @@ def run(args: argparse.Namespace, report: dict) -> None:
         "not the published VGG16": vgg and not vgg["published"],
     }
     applying = "; ".join(caveat for caveat, applies in caveats.items() if applies)
-    # a dict keeps the order
-    for reason in dict.fromkeys(chain.from_iterable(record["reasons"] for record in judged)):
-        print(f"evaluate.py: {reason}", file=sys.stderr)
     print(f"VERDICT: {verdict} ({applying})")
-    report.update(
-        verdict=verdict,
+    return dict(
         exit_status=EXIT_STATUS[verdict],
         gate=args.gate,
         thresholds=args.thresholds,
         mae_units={"values": "0-255", "thresholds": "0-1"},
-        mean=mean,
-        worst=worst,
-        files=records,
         vgg_weights=vgg,
+        **judged,
     )
 
 
-def write_json(args: argparse.Namespace, report: dict) -> None:
-    if args.json:
-        with atomic_write(args.json, "w") as file:
-            file.write(json.dumps(json_ready(report), indent=1) + "\n")
+def failure(error: Exception) -> dict:
+    """Print an error and return its report."""
+    is_users = isinstance(error, (UsageError, OSError))
+    if not is_users:
+        traceback.print_exception(error)
+    text = f"{error!s:.500}" if is_users else repr(error)
+    print(f"evaluate.py: {text}", file=sys.stderr)
+    status = USAGE if is_users else EXIT_STATUS["NONE"]
+    return dict(verdict="NONE", exit_status=status, error=text)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Compare the pictures; draw the heatmap and write the JSON report if asked for. Return
-    the exit status. The report includes the error of an earlier step that failed.
+    the exit status. The report includes the error of a run that failed.
     """
     args = arguments(argv)
     warnings.filterwarnings("ignore", module="PIL")  # the reader's error is the line
-    report = {"verdict": "NONE", "exit_status": 0}
-    for step in (prepare, run, write_json):
-        try:
-            step(args, report)
-        except Exception as error:
-            # a name that no file system takes too
-            bad = step is prepare or isinstance(error, (UsageError, OSError))
-            report["error"] = f"{error!s:.500}" if bad else repr(error)
-            report["exit_status"] = USAGE if bad else EXIT_STATUS["NONE"]
-            if not bad:
-                traceback.print_exc()
-            print(f"evaluate.py: {report['error']}", file=sys.stderr)
-            if step is prepare:
-                break
+    try:
+        require_outputs(args)
+    except (OSError, ValueError) as error:  # ValueError: UsageError, or a NUL in a name
+        print(f"evaluate.py: {error!s:.500}", file=sys.stderr)
+        return USAGE
+    try:
+        report = run(args)
+    except Exception as error:
+        report = failure(error)
+    try:
+        if args.json:
+            with atomic_write(args.json, "w") as file:
+                file.write(json.dumps(json_ready(report), indent=1) + "\n")
+    except OSError as error:
+        report = failure(error)
     return report["exit_status"]
 
 

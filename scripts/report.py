@@ -152,7 +152,7 @@ def criteria(judged: dict) -> list[dict]:
         result = evaluate.judge({metric: value}, {metric: threshold})[metric]
         if metric == "mae":
             value = value * scale / 255
-        sign = evaluate.CRITERIA[metric][0].replace("<=", "≤").replace(">=", "≥")
+        sign = evaluate.METRICS[metric].sign.replace("<=", "≤").replace(">=", "≥")
         row = dict(name=name, value=value, digits=digits, sign=sign, result=result)
         rows.append(row | dict(threshold=f"{threshold * (scale if metric == 'mae' else 1):g}"))
     return rows

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -197,17 +198,18 @@ SSIM:                              1.0000
 
 
 def test_gates(command, pair):
-    others = ["<= 0.01 PASS", "> 40 PASS", ">= 0.99 PASS"]
+    """MAE is judged by its 0-1 value, and shown in both units."""
     for gate, status, mae, levels in (
         ("contest", 0, "<= 0.01 PASS", "<= 2.55 PASS"),
         ("strict", 1, "<= 3.92157e-05 FAIL", "<= 0.01 FAIL"),
     ):
         found, out, _ = command(*pair, "--gate", gate)
-        table = [
-            " ".join(line.split()[-3:]) for line in out.splitlines() if "<=" in line or ">" in line
-        ]
-        assert found == status and table == [mae, levels, *others]
-        assert f"VERDICT: {mae[-4:]} (gate {gate}; not the published VGG16" in out
+        rows = [line for line in out.splitlines() if re.search("[<>]", line)]
+        table = [" ".join(row.split()[-3:]) for row in rows]
+        assert found == status
+        assert table == [mae, levels, "<= 0.01 PASS", "> 40 PASS", ">= 0.99 PASS"]
+    exact = evaluate.mae(BASE, noisy(BASE, 1))
+    assert [float(row.split()[3]) for row in rows[:2]] == pytest.approx([exact / 255, exact], 1e-5)
 
 
 MAE, PSNR, SSIM = (
@@ -247,90 +249,84 @@ def test_metrics_judges_by_those_alone(command, pair, monkeypatch):
 
 
 def test_a_folder_fails_with_one_file(command, loosened):
+    """The lines show the mean of the files that differ, the criteria the worst file."""
     save("a.png", BASE), Path("many").mkdir(), Path("none").mkdir()
-    (
-        save("many/0.png", BASE),
-        save("many/1.PNG", BASE),
-        save("many/2.webp", one_pixel(noisy(BASE, 30)), lossless=True),
-    )
+    save("many/0.png", BASE), save("many/1.PNG", BASE)
+    save("many/2.webp", one_pixel(noisy(BASE, 30)), lossless=True)
     Path("many/notes.txt").write_text("no picture")
     loosened["psnr"] = 40
     status, out, _ = command("a.png", "many", "--json", "o.json")
-    assert status == 1 and "1 of 3 pictures do not pass" in out
-    # The lines show the mean of what differs, the criteria the worst file.
-    psnr = json.loads(Path("o.json").read_text())["files"][2]["values"]["psnr"]
-    assert 10 < psnr < 30 and f"PSNR:                              {psnr:.2f} dB" in out
-    assert "These are means of 3 files; PSNR's leaves equal pictures out.\n" in out
-    assert "Gate: contest, the worst of 3 files\n" in out
-    assert f"  PSNR          {psnr:<12.6g}>  40          FAIL\n" in out and "inf dB" not in out
+    report = json.loads(Path("o.json").read_text())
+    psnr = report["files"][2]["values"]["psnr"]
+    assert status == 1 and 10 < psnr < 30
+    assert report["mean"]["psnr"] == report["worst"]["psnr"] == psnr
+    mae = [record["values"]["mae"] for record in report["files"]]
+    assert report["mean"]["mae"] == pytest.approx(np.mean(mae)) and report["worst"]["mae"] == mae[2]
+    assert f"PSNR:                              {psnr:.2f} dB" in out
     Path("many/2.webp").unlink()
     assert command("a.png", "many")[0] == 0
-    assert "many: is a folder, " in command("many", "a.png")[2]
     Path("many/3.png").write_text("no picture")
-    assert command("a.png", "many")[0] == command("a.png", "none")[0] == 2
+    assert command("a.png", "many")[0] == 2
 
 
 def test_folders_are_compared_by_name(command):
-    """Each picture with its namesake, in whatever order; a name in one folder only is named."""
     Path("a").mkdir(), Path("b").mkdir(), Path("none").mkdir()
     scenes = [scene(seed=seed) for seed in range(3)]
     for index, picture in enumerate(scenes):
         save(f"a/{index}.png", picture), save(f"b/{index}.png", noisy(picture, index))
     flags = "--metrics", "mae", "psnr", "--json", "o.json"
-    status, out, _ = command("a", "b", *flags)
-    assert status == 0 and out.count(".png: MAE ") == 3 and "FAIL" not in out
-    report = json.loads(Path("o.json").read_text())
-    pairs = [(record["baseline"], record["file"]) for record in report["files"]]
+    assert command("a", "b", *flags)[0] == 0
+    records = json.loads(Path("o.json").read_text())["files"]
+    pairs = [(record["baseline"], record["file"]) for record in records]
     assert pairs == [(f"a/{index}.png", f"b/{index}.png") for index in range(3)]
-    for index, record in enumerate(report["files"]):
+    for index, record in enumerate(records):
         exact = evaluate.mae(scenes[index], noisy(scenes[index], index))
         assert record["values"]["mae"] == exact
     save("b/1.png", scenes[2])
-    status, out, _ = command("a", "b", *flags, "--heatmap", "heat.png")
-    assert status == 1 and "1 of 3 pictures do not pass" in out and Path("heat.png").exists()
+    assert command("a", "b", *flags)[0] == 1
     os.rename("b/1.png", "b/4.png")
-    assert "b: lacks 1.png (2 names are in one folder only)" in command("a", "b")[2]
-    os.remove("a/1.png")
-    assert "a: lacks 4.png (1 names are in one folder only)" in command("a", "b")[2]
-    save("a/4.png", scenes[2][:50])
-    assert "a/4.png has 128x50 px, RGB, b/4.png has 128x96 px" in command("a", "b")[2]
-    for names in (("a", "none"), ("none", "a"), ("none", "a/0.png")):
-        assert "none: holds no picture" in command(*names)[2]
-    assert "a: is a folder, and b/0.png is not; name two pictures or" in command("a", "b/0.png")[2]
+    for names, lacking in (
+        (("a", "b"), "b: lacks 1.png"),
+        (("b", "a"), "b: lacks 1.png"),
+        (("a", "none"), "none: "),
+        (("none", "a/0.png"), "none: "),
+        (("a", "b/0.png"), "a: is a folder"),
+    ):
+        assert lacking in command(*names)[2]
 
 
 @pytest.mark.parametrize(
     "words, judged",
     [
-        ("--metrics mae psnr a.png b.png", "MAE, PSNR"),
-        ("--metrics mae,psnr a.png b.png", "MAE, PSNR"),
-        ("--metrics=mae,psnr a.png b.png", "MAE, PSNR"),
-        ("a.png --metrics psnr mae b.png", "MAE, PSNR"),
-        ("a.png b.png --metrics ssim --metrics mae", "MAE"),
-        ("--metrics a.png b.png", "'a.png': give one or more of mae lpips psnr ssim"),
-        ("--metrics mae pnsr a.png b.png", "unrecognized arguments: b.png; give a baseline"),
-        ("a.png b.png --metrics", "'': give one or more of mae lpips psnr ssim"),
-        ("a.png b.png --metrics mae, psnr", "'mae,': give one or more"),
+        ("--metrics mae psnr a.png b.png", ["mae", "psnr"]),
+        ("--metrics=mae,psnr a.png b.png", ["mae", "psnr"]),
+        ("a.png --metrics psnr mae b.png", ["mae", "psnr"]),
+        ("a.png b.png --metrics ssim --metrics mae", ["mae"]),
+        ("--metrics a.png b.png", None),
+        ("--metrics mae pnsr a.png b.png", None),
+        ("a.png b.png --metrics", None),
+        ("a.png b.png --metrics mae, psnr", None),
+        ("a.png b.png --json", None),
+        ("a.png b.png --gates strict", None),
+        ("a.png", None),
     ],
 )
 def test_files_may_follow_metrics(words, judged, command, pair):
-    status, out, err = command(*words.split())
-    if status == 0:
-        assert f"judged by {judged})" in out
-    else:
-        assert status == 2 and judged in err
+    status, out, _ = command(*words.split(), *(["--json", "o.json"] if judged else []))
+    assert status == (0 if judged else 2)
+    if judged:
+        assert [*json.loads(Path("o.json").read_text())["thresholds"]] == judged
 
 
 def test_lossy_pictures_are_noticed(command):
-    """One line, however many there are."""
+    """One line, of any number of files."""
     Path("many").mkdir(), save("a.png", BASE), save("a.jpg", BASE, quality=95)
     save("many/1.webp", BASE), save("many/2.jpg", BASE), save("many/3.webp", BASE, lossless=True)
     flags = "--metrics", "psnr"
-    assert "lossy" not in command("a.png", "a.png", *flags)[1]
-    out = command("a.png", "a.jpg", *flags)[1]
-    assert "note: JPEG is lossy, and the figures include its loss: a.jpg; compare PNGs\n" in out
+    assert "note: " not in command("a.png", "a.png", *flags)[1]
+    assert "note: JPEG is lossy" in command("a.png", "a.jpg", *flags)[1]
     out = command("a.jpg", "many", *flags)[1]
-    assert out.count("note: ") == 1 and "note: JPEG is lossy" in out and "a.jpg and 2 more" in out
+    assert out.count("note: ") == 1 and "a.jpg and 2 more" in out
 
 
 def test_a_metric_without_value_is_never_a_pass(command, loosened):
@@ -550,31 +546,22 @@ def test_grids_are_not_imagined(command):
     save("a.png", scene(102, 202, 3))  # the size of 2x4 pictures of 48 px, but no black lines
     assert "\n  1,1" not in command("a.png", "a.png")[1]
     assert command("a.png", "a.png", "--every-tile")[0] == 2
-    seven = sheet([scene(48, 48, s) for s in range(7)])
-    six = sheet([scene(48, 48, s) for s in range(6)])
-    assert [c[0] for c in evaluate.find_tiles(seven, seven)][-1] == "2,3"
+    seven, six, three = (sheet([scene(48, 48, s) for s in range(count)]) for count in (7, 6, 3))
+    assert [*evaluate.find_tiles(seven, seven)][-1] == "2,3"
     # a missing picture is no empty place
-    assert [c[0] for c in evaluate.find_tiles(seven, six)][-1] == "2,3"
-    assert [c[0] for c in evaluate.find_tiles(*[sheet([scene(48, 48, 1)] * 3)] * 2)] == [
-        "1,1",
-        "1,2",
-        "1,3",
-    ]
+    assert [*evaluate.find_tiles(seven, six)][-1] == "2,3"
+    assert [*evaluate.find_tiles(three, three)] == ["1,1", "1,2", "1,3"]
 
 
 def test_heatmap(command):
     """Of a folder it shows the worst picture."""
     save("a.png", BASE), Path("many").mkdir()
-    (
-        save("many/1.png", noisy(BASE, 2)),
-        save("many/2.png", noisy(BASE, 60)),
-        save("many/3.png", BASE),
-    )
-    assert command("a.png", "many", "--metrics", "mae", "psnr", "--heatmap", "heat.png")[0] == 1
+    for index, levels in enumerate((2, 60, 0)):
+        save(f"many/{index}.png", noisy(BASE, levels))
+    flags = "--metrics", "mae", "psnr", "--heatmap"
+    assert command("a.png", "many", *flags, "heat.png")[0] == 1
     pixels = np.asarray(Image.open("heat.png").convert("RGB"))
     assert pixels.shape[1] > 1000 and len(np.unique(pixels.reshape(-1, 3), axis=0)) > 1000
     assert sorted(p.name for p in Path().iterdir()) == ["a.png", "heat.png", "many"]
-    assert (
-        command("a.png", "many/2.png", "--metrics", "mae", "psnr", "--heatmap", "worst.png")[0] == 1
-    )
+    assert command("a.png", "many/1.png", *flags, "worst.png")[0] == 1
     assert np.array_equal(np.asarray(Image.open("worst.png").convert("RGB")), pixels)
