@@ -4,6 +4,7 @@ import argparse
 import difflib
 import io
 import logging
+import os
 import re
 import sys
 import time
@@ -17,10 +18,15 @@ from accel.options import FID, GRID, OPTIONS, Option, Options, label
 
 
 class _Printing(logging.Handler):
-    """Print each message as a line of standard output, whichever that is at the time."""
+    """Print each message as a line of standard output, whichever that is at the time. Without a
+    reader, as after `| head -1`, the command goes on in silence: its work is not lost.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record))
+        try:
+            print(self.format(record), flush=True)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_notices() -> None:

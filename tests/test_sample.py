@@ -4,8 +4,10 @@ import resource
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
-from forks import succeeds
+from forks import ROOT, succeeds
+from jobs import Command
 from PIL import Image
 from unprivileged import limited
 
@@ -49,6 +51,18 @@ def test_picture_and_latents_are_the_same_in_two_processes(
         and image.size == (4 * 130 + 2, 2 * 130 + 2)
         and np.asarray(image).std() > 1
     )
+
+
+@pytest.mark.parametrize("processes", (1, 2))
+def test_a_picture_is_written_without_a_reader_of_its_lines(processes, demo, tmp_path):
+    """As by `sample.py … | head -1`, in which head has ended before the last line."""
+    words = "--labels", 1, "--num-sampling-steps", 2, "--output", tmp_path / "x.png"
+    job = Command(ROOT / "sample.py", *demo, *words, "--gpus", processes)
+    job.process.stdout.close()
+    job.process.stdout = None
+    status, error = job.end()
+    assert status == 0 and "Error" not in error, error
+    assert Image.open(tmp_path / "x.png").size == (128, 128)
 
 
 def test_memory_that_runs_out_in_loading_is_named(tmp_path, here):
