@@ -61,7 +61,7 @@ def choose_layout(run: Run, ranks: Ranks) -> Layout:
     stages = stages_of(run.spec.empty(run.latent_size))
     obstacle = undivided(run.tier, stages)
     if layout is None:
-        reason = "least work for each GPU, batch rows before tokens"
+        reason = "least work for each rank, batch rows before tokens"
         by_push = ranks.peers() and not obstacle
         layout = layouts.choose(
             run.count,
@@ -82,7 +82,7 @@ def choose_layout(run: Run, ranks: Ranks) -> Layout:
             )
         layouts.check(layout, run.tokens, ranks.world)
     busy = layout.ranks if layout != OFF else run.count
-    log.info(f"parallel: {layout}, {busy} of {ranks.world} GPUs: {reason}")
+    log.info(f"parallel: {layout}, {busy} of {ranks.world} ranks: {reason}")
     return layout
 
 
@@ -100,6 +100,18 @@ def gather(
     pictures = ranks.own_pictures(latents, run.count, placement)
     if decoder is not None:
         with watch.phase("decode"):
+            _agree(decoder, ranks, busy=len(pictures) > 0)
             pictures = decoder.decode(pictures)
     with watch.phase("gather"):
         return ranks.gather_pictures(pictures, run.count, placement)
+
+
+def _agree(decoder: Decoder | NoDecoder, ranks: Ranks, busy: bool) -> None:
+    """Decode in one arithmetic on all ranks: float32 if the check of float16 failed on one of
+    them. busy: whether this rank decodes pictures; an idle one loads no decoder.
+    """
+    chosen = ranks.all_gather_object(decoder.load().precision if busy else None)
+    precision = next((each for each in ("fp32", "tf32") if each in chosen), "fp16")
+    if isinstance(decoder, Decoder) and precision != decoder.precision:
+        log.warning(f"the decoder fails in float16 on a rank: all ranks decode in {precision}")
+        decoder.use_float32(precision)

@@ -102,6 +102,11 @@ class Decoder:
                 value=self.space.factor * latents.shape[-1],
             ) from None
 
+    def use_float32(self, precision: str) -> None:
+        """Decode in fp32 or tf32 from here on."""
+        self.precision = precision
+        self.half = None
+
     def pixels(self, latents: Tensor) -> Tensor:
         """Return pixels in the decoder's arithmetic."""
         return self.in_float32(latents, self.precision)

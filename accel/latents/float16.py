@@ -59,7 +59,7 @@ class Float16Decoder(Decoder):
         half = self.kind.half(self.network)
         problem = "has no float16 version" if half is None else self._problem(half)
         if half is None or problem:
-            self.precision = self.otherwise
+            self.use_float32(self.otherwise)
             log.warning(f"this decoder {problem}: decoding in {NAMES[self.otherwise]}")
             return self
         if self.device.type == "cuda" and self._together(half):

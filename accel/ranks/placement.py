@@ -20,7 +20,7 @@ class Layout(NamedTuple):
 
     def __str__(self):
         if self.ranks == 1:
-            return "one GPU per picture"
+            return "one rank per picture"
         given = {name: value for name, value in self._asdict().items() if value > 1}
         return ",".join(f"{name}={value}" for name, value in given.items())
 

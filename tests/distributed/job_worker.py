@@ -4,12 +4,17 @@ import os
 import signal
 import sys
 import time
+from argparse import Namespace
 from datetime import timedelta
 from functools import partial
 
 import torch
 
 from accel.errors import Stopped, UsageError
+from accel.jobs.parallel import gather
+from accel.latents.files import find, load
+from accel.pipeline import decoder_of
+from accel.progress import Stopwatch
 from accel.ranks import distributed, launched
 from accel.ranks.placement import Layout, Placement
 
@@ -48,6 +53,32 @@ def different(ranks):
     for busy, off in ((3, 0), (2, ranks.rank == 2), (3, ranks.rank * 1e-6)):
         placement = Placement(Layout(rows=busy), ranks.world, ranks.rank)
         ranks.own_pictures(latents + off, 2, placement)
+
+
+def decode(ranks):
+    """Two of three ranks have a picture. The decoder of rank `failing` overflows float16, with the
+    same function in float32: all decode in float32 then, else in float16.
+    """
+    cpu = torch.device("cpu")
+    space = find(os.environ["VAE"])
+    latents = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+    want = decoder_of(space, cpu).decode(latents)
+    placement = Placement(Layout(), ranks.world, ranks.rank)
+    for failing in (None, 1):
+        decoder = decoder_of(space, cpu, "fp16")
+        if ranks.rank == failing:  # a norm follows
+            decoder.network = load(space, cpu)
+            for values in decoder.network.decoder.up_blocks[1].resnets[0].conv1.parameters():
+                values.detach().mul_(1e5)
+        own = latents[placement.pictures(2)]
+        got = gather(Namespace(count=2), own, ranks, placement, decoder, Stopwatch(cpu))
+        errors = (got - want).abs().amax((1, 2, 3))
+        assert decoder.precision == ("fp16" if failing is None else "fp32")
+        assert (decoder.network is None) == (ranks.rank == 2)  # idle
+        # rounding alone: the factor is no power of two
+        limits = (1e-9, 0.1) if failing is None else (0, 1e-4)
+        assert all(limits[0] <= error <= limits[1] for error in errors), errors
+    print("one arithmetic")
 
 
 def complain(message):

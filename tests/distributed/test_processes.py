@@ -166,6 +166,12 @@ def test_ranks_with_different_latents_fail():
     )
 
 
+def test_all_ranks_of_a_grid_decode_in_one_arithmetic(tiny_vae):
+    statuses, output, error = by_themselves(3, "decode", VAE=str(tiny_vae))
+    assert set(statuses.values()) == {0} and output == "one arithmetic\n", error
+    assert "fails in float16 on a rank: all ranks decode in fp32" in error
+
+
 def test_ranks_that_do_not_all_start():
     """Begun by hand, without the others: a bounded wait, a line meanwhile and one at its end."""
     started = forks.ranks(3, [WORKER, "exchange", 2], started=2, **ENVIRONMENT)
