@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 ALONE = dict(PYTHONPATH="", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
-TOY = ["--model", "Toy/2", "--num-sampling-steps", 8]
+TOY = ["--model", "Toy/2", "--num-sampling-steps", 8, "--device", "cpu"]
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +211,8 @@ def test_a_configuration_file(tree):
     """
     for method in ("ddim", "euler"):
         (tree / f"{method}.yaml").write_text(CONFIG.format(method=method))
-    latents = ["--labels", 1, 3, "--seed", 2, "--output-type", "latent", "--output"]
+    latents = ["--device", "cpu", "--labels", 1, 3, "--seed", 2, "--output-type", "latent"]
+    latents += ["--output"]
     flags = ["--ckpt", "toy.pt", "--num-sampling-steps", 5, "--sampler", "ddim"]
     succeeds(tree, "sample.py", *flags, "--cfg-scale", 2.5, *latents, "flags.npy")
     for name, more in (("file.npy", []), ("by_two.npy", ["--gpus", 2])):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from accel import launch
 from accel.errors import UsageError
 from accel.kernels import cuda
 from accel.network import BlockNetwork, Network
@@ -171,7 +172,7 @@ class DistributedRanks(Ranks):
         index = self.local_rank % max(visible, 1)
         uuid = str(torch.cuda.get_device_properties(index).uuid) if visible else None
         gpus = self.all_gather_object((socket.gethostname(), uuid))
-        if not wanted and all(uuid is None for _, uuid in gpus):
+        if not (wanted or launch.STARTED_HERE or any(uuid for _, uuid in gpus)):
             return "cpu"
         self.run_collectively(lambda: self._require_own_gpu(gpus))
         return f"cuda:{index}"
@@ -181,7 +182,8 @@ class DistributedRanks(Ranks):
         _, uuid = gpus[self.rank]
         if uuid is None:
             raise UsageError(
-                "no GPU; start as many processes as there are GPUs, or use `device=cpu`"
+                "this machine has 0 GPUs; start as many processes as there are GPUs, or use "
+                "`device=cpu`"
             )
         if gpus.count(gpus[self.rank]) > 1:
             raise UsageError(

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT
 from forks import refused, until
 from jobs import ENVIRONMENT, Command
@@ -159,6 +160,14 @@ def test_what_cannot_be_is_refused_in_a_line(gpus, environment, words, demo, her
         monkeypatch.setenv(name, value)
     done = here("sample.py", *demo, "--gpus", gpus)
     assert words in refused(done) and not done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpus_that_are_not_there_are_one_line(demo, tmp_path):
+    words = *demo[:-2], "--gpus", 2, "--output", tmp_path / "x.png"
+    status, error = Command(ROOT / "sample.py", *words).end()
+    assert status == USAGE and error.startswith("sample.py: this machine has 0 GPUs; "), error
+    assert "use --device cpu" in error and error.count("\n") == 1, error
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_a_picture_on_ranks_is_that_of_one_process(grids, demo, here, tmp_path):
         if layout == "off":
             assert np.array_equal(mine, expected)  # the same rows in the same GEMMs
         else:
-            assert f"parallel: {layout}, 2 of 4 GPUs: as it was asked for" in text
+            assert f"parallel: {layout}, 2 of 4 ranks: as it was asked for" in text
 
 
 def test_a_grid_on_ranks_is_that_of_one_process(grids, demo, here, tmp_path, monkeypatch):
@@ -74,7 +74,7 @@ def test_two_runs_give_one_picture(grids):
     """One label on four ranks: its batch rows are divided, since no NVLink connects the ranks."""
     folder, results = grids
     for name in ("auto.npy", "again.npy"):
-        line = "parallel: rows=2, 2 of 4 GPUs: least work for each GPU, batch rows before tokens"
+        line = "parallel: rows=2, 2 of 4 ranks: least work for each rank, batch rows before tokens"
         assert line in results[name].splitlines()
     assert (folder / "auto.npy").read_bytes() == (folder / "again.npy").read_bytes()
 
@@ -144,6 +144,6 @@ def test_what_one_node_lacks_or_has_otherwise_is_named_before_sampling(
 def test_ranks_without_gpus_are_named(demo):
     text = run(2, *demo[:-1], "cuda", status=USAGE)
     assert (
-        re.search(r"^sample_ddp.py: no GPU; .*--device cpu", text, re.M)
-        and text.count("no GPU") == 1
+        re.search(r"^sample_ddp.py: this machine has 0 GPUs; .*--device cpu", text, re.M)
+        and text.count("0 GPUs") == 1
     )
