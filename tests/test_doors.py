@@ -453,7 +453,7 @@ def test_a_pipelines_hub_id_is_enough(pipeline, tmp_path, run):
             "attention_bias is False, and a DiT of these weights has True",
         ),
         (dict(patch_size=3), "patch_size is 3, and a DiT of these weights has 2"),
-        (dict(_class_name="PixArtTransformer2DModel"), "_class_name is PixArtTransformer2DModel"),
+        (dict(_class_name="PixArtTransformer2DModel"), "is of a PixArtTransformer2DModel, and in"),
         (dict(num_layers=28), "num_layers is 28, and a DiT of these weights has 2"),
         (
             dict(num_embeds_ada_norm=1000),
@@ -478,6 +478,16 @@ def test_a_config_that_says_otherwise_is_refused(change, words, pipeline, tmp_pa
     with pytest.raises(UsageError, match="ckpt=.*config.json: ") as error:
         identify(tmp_path)
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_folder_of_another_class_is_named_by_it(tmp_path, here):
+    """Its tensors, of which a DiT has none, are not read."""
+    write_transformer(
+        tmp_path, {"blocks.0.x": torch.zeros(2)}, {"_class_name": "JiTTransformer2DModel"}
+    )
+    error = refused(here("sample.py", "--device", "cpu", "--ckpt", tmp_path))
+    assert f"--ckpt {tmp_path}/config.json: is of a JiTTransformer2DModel, and in this lay" in error
+    assert error.endswith("; give the checkpoint of the model's own repository\n")
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from accel.errors import Given, UsageError
+from accel.errors import Given, UsageError, shown
 from accel.sources import Contents
 from accel.weights.diffusers_names import (
+    COMPUTED,
     DEFAULT_SIDE,
     SCHEDULE,
     check_config,
@@ -18,6 +19,8 @@ from accel.weights.diffusers_names import (
     with_table,
 )
 from accel.weights.tensor_files import floats_of, read_json, read_tensors, weight_files
+
+CLASSES = COMPUTED["_class_name"]
 
 
 def holds(folder: Path) -> bool:
@@ -34,10 +37,16 @@ def read(folder: Path, given: Given, mapped: bool, entry: str | None = None) -> 
             "is for a file; this is a folder", "drop it", parameter="weights_entry", value=entry
         )
     folder = folder / "transformer" if (folder / "transformer").is_dir() else folder
+    config = read_json(folder / "config.json", given.option)
+    name = config.get("_class_name", CLASSES[0])
+    if name not in CLASSES:
+        raise Given(str(folder / "config.json"), given.option).error(
+            f"is of a {shown(name)}, and in this layout only a {CLASSES[0]} is read",
+            "give the checkpoint of the model's own repository",
+        )
     state: dict[str, torch.Tensor] = {}
     for file in weight_files(folder, given.option):
         state |= read_tensors(file, given.option, mapped)
-    config = read_json(folder / "config.json", given.option)
     try:
         state = from_diffusers(floats_of(state, given.error))
         facts = check_config(config, state)
