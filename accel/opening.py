@@ -109,12 +109,9 @@ def files_of(values: rules.Values, mapped: bool = True) -> Files:
         from accel.sources.published import published_name
 
         model = rules.named_model(values) or rules.DEFAULT_MODEL
-        name = published_name(
-            require_family_of(model),
-            model,
-            values.get("image_size", defaults.image_size),
-            values.get("num_classes", defaults.num_classes),
-        )
+        family = require_family_of(model)
+        sizes = {**defaults._asdict(), **rules.job_defaults(values, family), **values}
+        name = published_name(family, model, sizes["image_size"], sizes["num_classes"])
     return Files(Given(name), mapped, values.get("weights_entry"))
 
 

@@ -127,7 +127,8 @@ _TABLE = (
         int,
         SAMPLED,
         "side of a picture in pixels, a multiple of 16 (patch 4: of 32, patch 8: of 64); pictures "
-        "look worse at sizes other than the trained one; default: that of --ckpt, else 512",
+        "look worse at sizes other than the trained one; default: that of --ckpt, else 512, in an "
+        "FID job 256",
         bounds=(1, MOST_PIXELS),
     ),
     Option(
@@ -136,7 +137,7 @@ _TABLE = (
         SAMPLED,
         "strength of classifier-free guidance: 1 is none, 0 the null label's estimate on guided "
         "channels, between them a mixture; default: what the model implies, 4.0 unless its recipe "
-        "says otherwise",
+        "says otherwise; of an FID job that of the family's own program, such as 1.5",
         bounds=(0, 10**6),
     ),
     Option(
@@ -361,7 +362,7 @@ _TABLE = (
         str,
         SPEED,
         "how GPUs share a picture if there are fewer pictures than GPUs. auto: first the batch "
-        "rows of guidance, then tokens over NVLink; off: one GPU per picture; or a layout, "
+        "rows of guidance, then tokens over NVLink; off: one rank per picture; or a layout, "
         "rows=2,tokens=2: numbers of GPUs for batch rows and tokens",
         default="auto",
         metavar="auto|off|rows=N,tokens=N",

@@ -4,8 +4,8 @@
     resolve(choice, device, space) → Run    and what follows from decoder and device
 
 Every value comes from the first of these origins that has it, and its origin stays beside it: the
-user's options, a configuration file, the weights' own facts, their model or its family, the
-options' defaults.
+user's options, a configuration file, the weights' own facts, the family's own program for the job,
+their model or its family, the options' defaults.
 """
 
 import logging
@@ -42,7 +42,8 @@ log = logging.getLogger(__name__)
 
 LABELS = (207, 360, 387, 974, 88, 979, 417, 279)  # of ImageNet; of other classes the first eight
 PUBLISHED_DECODER = re.compile(r"^(?:stabilityai/)?sd-vae-ft-(ema|mse)$")
-MODEL = "model"  # origins of values
+JOB = "job"  # origins of values
+MODEL = "model"
 FAMILY = "family"
 DEFAULT = "default"
 
@@ -70,7 +71,7 @@ class Run:
     """All that a run computes, chosen.
 
     values: of every option, by its name. origins: where each came from: USER, the name of a file,
-    MODEL, FAMILY or DEFAULT; labels of a grid that the user leaves open have none. notices:
+    JOB, MODEL, FAMILY or DEFAULT; labels of a grid that the user leaves open have none. notices:
     lines that the user should read once.
     """
 
@@ -205,8 +206,7 @@ def choose(
     channels = min(spec.defaults.guidance_channels, spec.in_channels)  # all that there are
     facts = {"num_classes": spec.num_classes, "vae": spec.vae}
     of_model = {**spec.defaults._asdict(), "guidance_channels": channels}
-    for name in ("image_size", "class_names"):  # settled in `resolve`
-        del of_model[name]
+    del of_model["class_names"]  # settled in `resolve`
     of_files = []
     if configuration is not None:
         of_files.append(OriginValues(configuration.given.name, configuration.options))
@@ -221,6 +221,7 @@ def choose(
         [
             OriginValues(USER, options),
             *of_files,
+            OriginValues(JOB, rules.job_defaults(options, spec.family)),
             OriginValues(MODEL, of_model),
             OriginValues(FAMILY, {"sampler": spec.family.samplers[0]}),
             OriginValues(DEFAULT, DEFAULTS),
@@ -448,9 +449,9 @@ def _settle_size(
                     f"its latents of side {spec.latent_size}; if it has another: --vae NAME"
                 )
             )
-    if "image_size" not in values:
-        values["image_size"] = trained or spec.defaults.image_size
-        origins["image_size"] = source.name if trained else MODEL
+    if trained and origins["image_size"] in (JOB, MODEL):
+        values["image_size"] = trained
+        origins["image_size"] = source.name
     size = OPTIONS["image_size"].checked(values["image_size"])
     rules.require_unit(size, space.factor, spec.patch_size)
     if trained not in (None, size):

@@ -75,6 +75,11 @@ def named_defaults(values: Values) -> Defaults:
     return require_family_of(name).models[name] if name else Defaults()
 
 
+def job_defaults(values: Values, family: Family) -> Values:
+    """Return the defaults of the family's own FID program for an FID job, none for a grid."""
+    return family.fid_defaults if "num_fid_samples" in values else {}
+
+
 def check(options: Options) -> None:
     """Raise UsageError for options that contradict each other, an unknown model, and options that
     the model lacks, as far as that is known without weights.

@@ -93,7 +93,7 @@ def test_published_files():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_familys_own_ways(name):
-    """Prediction, labels of FID jobs, the last time, Heun's guidance."""
+    """Prediction, labels and defaults of FID jobs, the last time, Heun's guidance."""
     family = MODELS[name]
     ways = (
         family.prediction,
@@ -102,18 +102,22 @@ def test_a_familys_own_ways(name):
         family.heun_by_start,
         family.interval_ends,
         family.any_size,
+        dict(family.fid_defaults),
     )
     usual = (("random", "by_number"), 1.0, True, True, True)
+    # sample_ddp.py of DiT and SiT
+    dit = dict(image_size=256, cfg_scale=1.5)
+    sit = dict(image_size=256, cfg_scale=1.0)
     by_class = ("class_by_class", "class_by_class")
     assert (
         ways
         == {
-            "DiT": ("noise", *usual),
-            "Large-DiT": ("noise", *usual),
-            "SiT": ("velocity", *usual),
-            "REPA": ("velocity", *usual),
-            "LightningDiT": ("velocity", *usual),
-            "JiT": ("data", by_class, 1.0, False, False, False),
-            "RAE": ("velocity", ("random", "permuted"), 0.999, True, True, False),
+            "DiT": ("noise", *usual, dit),
+            "Large-DiT": ("noise", *usual, {}),
+            "SiT": ("velocity", *usual, sit),
+            "REPA": ("velocity", *usual, {}),
+            "LightningDiT": ("velocity", *usual, {}),
+            "JiT": ("data", by_class, 1.0, False, False, False, {}),
+            "RAE": ("velocity", ("random", "permuted"), 0.999, True, True, False, {}),
         }[family.name]
     )

@@ -107,6 +107,8 @@ class Family(NamedTuple):
     # Labels of FID jobs, usually and with --balanced-labels.
     label_orders: tuple[LabelOrder, LabelOrder] = ("random", "by_number")
     any_size: bool = True  # whether it samples sizes that it was not trained for
+    # Options of the family's own FID program whose defaults differ from those of its models.
+    fid_defaults: Mapping[str, Any] = MappingProxyType({})
     # Returns a model's defaults for latents of so many channels and of a side, None if unknown.
     defaults_for: Callable[[Defaults, int, int | None], Defaults] = as_they_are
 

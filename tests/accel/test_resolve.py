@@ -14,10 +14,10 @@ from accel.families import DEMO
 from accel.families.configuration import Configuration
 from accel.families.dit.network import DiT_models
 from accel.latents import LatentSpace
-from accel.opening import open_run
+from accel.opening import files_of, open_run
 from accel.options import DEFAULTS, USER, Options
 from accel.output import outputs_of
-from accel.resolve import DEFAULT, FAMILY, MODEL, choose, resolve
+from accel.resolve import DEFAULT, FAMILY, JOB, MODEL, choose, resolve
 from accel.rules import check, named_model
 
 
@@ -81,6 +81,35 @@ def test_of_several_origins_the_first_has_the_value(capsys):
     ):
         assert (each["cfg_scale"], each.guidance.scale) == (scale, scale)
         assert each.origins["cfg_scale"] == origin
+
+
+@pytest.mark.parametrize("flags, size", [({}, 512), (dict(image_size=256), 256)])
+def test_the_published_file_of_a_job(flags, size):
+    assert files_of(Options(**flags)).given.name == f"DiT-XL-2-{size}x{size}.pt"
+    of_job = files_of(Options(**flags, num_fid_samples=9))
+    assert of_job.given.name == "DiT-XL-2-256x256.pt"
+    of_job = files_of(Options(image_size=512, num_fid_samples=9))
+    assert of_job.given.name == "DiT-XL-2-512x512.pt"
+
+
+def test_a_job_comes_after_the_weights_and_before_their_model():
+    """Upstream's FID program has 256 px and a scale of 1.5, here DiT's models 512 px and 4.0."""
+    source = replace(run_of().source, given=Given("own.pt"))
+    trained = replace(source, spec=replace(source.spec, latent_size=64))
+    file = Configuration(dict(cfg_scale=3.0), given=Given("own.yaml", "config"))
+    for flags, weights, configuration, sizes, scales in (
+        ({}, source, None, (256, JOB), (1.5, JOB)),
+        ({}, trained, None, (512, "own.pt"), (1.5, JOB)),
+        (dict(image_size=512), source, None, (512, USER), (1.5, JOB)),
+        (dict(cfg_scale=5.0), trained, file, (512, "own.pt"), (5.0, USER)),
+        ({}, trained.saying(cfg_scale=2.0), None, (512, "own.pt"), (2.0, "own.pt")),
+        ({}, trained.saying(cfg_scale=2.0), file, (512, "own.pt"), (3.0, "own.yaml")),
+    ):
+        options = Options(num_fid_samples=9, **flags)
+        choice = choose(options, weights, None, configuration)
+        run = resolve(choice, torch.device("cpu"), LatentSpace())
+        assert (run["image_size"], run.origins["image_size"]) == sizes
+        assert (run["cfg_scale"], run.origins["cfg_scale"]) == scales
 
 
 def test_weights_come_before_their_model_and_options_before_both(tmp_path):

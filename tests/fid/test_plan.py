@@ -9,15 +9,16 @@ from networks import run_of
 
 from accel.errors import UsageError
 from accel.jobs.fid import job as fid_job
-from accel.jobs.fid.job import folder_of, record_of, require_seeds
+from accel.jobs.fid.job import folder_of, mention_former, record_of, require_seeds
 from accel.latents import LatentSpace
+from accel.opening import open_run
 from accel.options import Options
 
 
 @pytest.mark.parametrize(
     "name, flags",
     [
-        ("DiT-XL-2-pretrained-size-512-vae-ema-cfg-4.0-seed-0", {}),
+        ("DiT-XL-2-pretrained-size-256-vae-ema-cfg-1.5-seed-0", {}),
         (
             "DiT-B-4-b-size-256-vae-d-cfg-1.5-seed-3",
             dict(model="DiT-B/4", ckpt="a/b.pt", vae="c/d", image_size=256, cfg_scale=1.5, seed=3)
@@ -26,29 +27,68 @@ from accel.options import Options
             ),
         ),
         (
-            "DiT-XL-2-x_ep14-size-512-vae-ViTXL_n08-cfg-4.0-guide-model-seed-0",
+            "DiT-XL-2-x_ep14-size-256-vae-ViTXL_n08-cfg-1.5-guide-model-seed-0",
             dict(model="DiT-XL/2", ckpt="DiTs/x_ep14/stage2_model.pt")
             | dict(vae="ViTXL_n08/model.pt", guide="model.pt"),
         ),
         (
-            "DiT-XL-2-run7-size-512-vae-ema-cfg-4.0-guide-b.1.pth-seed-0",
-            dict(model="DiT-XL/2", ckpt="out/run7/checkpoint-last.pth", guide="b.1.pth"),
+            "DiT-XL-2-run7-size-512-vae-ema-cfg-1.5-guide-b.1.pth-seed-0",
+            dict(ckpt="out/run7/checkpoint-last.pth", guide="b.1.pth", image_size=512),
         ),
         (
-            "DiT-XL-2-pretrained-size-512-vae-ema-cfg-4.0-unipc-interval-0.125-0.7-channels-4-seed-0",
+            "DiT-XL-2-pretrained-size-256-vae-ema-cfg-1.5-unipc-interval-0.125-0.7-channels-4-seed-0",
             dict(guidance_interval=(0.125, 0.7), guidance_channels=4, sampler="unipc"),
         ),
         (
-            "SiT-XL-2-pretrained-size-256-vae-ema-cfg-4.0-euler-shift-0.3-seed-0",
+            "SiT-XL-2-pretrained-size-256-vae-ema-cfg-1.0-euler-shift-0.3-seed-0",
             dict(model="SiT-XL/2", sampler="euler", timestep_shift=0.3),
         ),
-        ("DiT-Demo-2-pretrained-size-128-vae-pretrained-cfg-4.0-seed-0", dict(model="DiT-Demo/2")),
+        (
+            "Large-DiT-3B-2-pretrained-size-256-vae-ema-cfg-4.0-seed-0",
+            dict(model="Large-DiT-3B/2"),
+        ),
     ],
 )
 def test_the_folder_has_upstreams_name(name, flags):
     run = run_of(num_fid_samples=9, sample_dir="x", **flags)
     run = replace(run, values={**run.values, "guide": flags.get("guide")})
     assert folder_of(run).as_posix() == f"x/{name}"
+
+
+@pytest.mark.parametrize(
+    "model, scale", [("DiT-Demo/2", 1.5), ("SiT-Demo/2", 1.0), ("Large-DiT-Demo/2", 4.0)]
+)
+def test_a_demo_keeps_its_size(model, scale):
+    run = open_run(Options(model=model, num_fid_samples=9, device="cpu"))
+    assert (run["image_size"], run["cfg_scale"]) == (128, scale)
+
+
+FORMER = "DiT-XL-2-pretrained-size-512-vae-ema-cfg-4.0-seed-0"
+AT_1_5 = "DiT-XL-2-pretrained-size-512-vae-ema-cfg-1.5-seed-0"
+MINE = "DiT-XL-2-w-size-256-vae-ema-cfg-4.0-seed-0"
+
+
+@pytest.mark.parametrize(
+    "there, flags, line",
+    [
+        ([FORMER], {}, f"{FORMER}: was begun with other defaults; to continue it: "
+         "--image-size 512 --cfg-scale 4.0"),
+        ([AT_1_5], dict(cfg_scale=1.5), f"{AT_1_5}: was begun with other defaults; to continue "
+         "it: --image-size 512"),
+        ([MINE], dict(ckpt="w.pt"), f"{MINE}: was begun with other defaults; to continue it: "
+         "--cfg-scale 4.0"),
+        ([FORMER, "DiT-XL-2-pretrained-size-256-vae-ema-cfg-1.5-seed-0"], {}, None),
+        ([FORMER], dict(image_size=512, cfg_scale=4.0), None),
+        ([FORMER], dict(seed=1), None),
+        (["Large-DiT-3B-2-pretrained-size-256-vae-ema-cfg-4.0-seed-0"],
+         dict(model="Large-DiT-3B/2"), None),
+    ],
+)  # fmt: skip
+def test_a_folder_of_the_former_defaults_is_named(there, flags, line, tmp_path, capsys):
+    for name in there:
+        (tmp_path / name).mkdir()
+    mention_former(run_of(num_fid_samples=9, sample_dir=str(tmp_path), **flags))
+    assert capsys.readouterr().out == (f"{tmp_path}/{line}\n" if line else "")
 
 
 @pytest.mark.parametrize(

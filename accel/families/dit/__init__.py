@@ -36,4 +36,5 @@ FAMILY = Family(
     keys=KEYS,
     code=__name__,
     fast=f"{__name__}.fast",
+    fid_defaults=dict(image_size=256, cfg_scale=1.5),
 )

@@ -19,5 +19,6 @@ FAMILY = Family(
         Argument("path_type", "[A-Z].*"),
         Argument("prediction", "velocity|score|noise", beside="path_type"),
     ),
+    fid_defaults=dict(image_size=256, cfg_scale=1.0),
     fetch="hf download nyu-visionx/SiT-collections --local-dir pretrained_models",
 )

@@ -5,7 +5,9 @@ pictures' bits.
 import logging
 import platform
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,10 +19,10 @@ from accel.jobs.fid.folder import CODE, Plan
 from accel.kernels.linear import Tuner
 from accel.latents.files import digest
 from accel.opening import open_on_ranks
-from accel.options import DEFAULTS, FID, OPTIONS, Options
+from accel.options import DEFAULTS, FID, OPTIONS, USER, Options
 from accel.pipeline import Pipeline
 from accel.ranks import Ranks
-from accel.resolve import Run
+from accel.resolve import JOB, Run
 from accel.sampling.guidance import CHANNELS
 
 log = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ def make_folder(options: Options, ranks: Ranks) -> None:
     ranks.run_collectively(lambda: require_seeds(options, ranks.world), only=0)
     run, watch = open_on_ranks(options, ranks)
     plan = plan_of(run)
+    mention_former(run)
     with fid.locked(plan.folder, ranks):
         with watch.phase("load"):
             tuner = Tuner(fid.tuner_folders(plan.folder), ranks.from_rank_0)
@@ -115,7 +118,7 @@ def plan_of(run: Run) -> Plan:
 
 def folder_of(run: Run) -> Path:
     """Return the pictures' folder by upstream's rule, with options that upstream lacks before
-    the seed: samples/DiT-XL-2-pretrained-size-512-vae-ema-cfg-4.0-seed-0.
+    the seed: samples/DiT-XL-2-pretrained-size-256-vae-ema-cfg-1.5-seed-0.
 
     Weights and decoders given as files or folders appear by their last name, or that of their
     folder, the model's own as "pretrained".
@@ -137,6 +140,21 @@ def folder_of(run: Run) -> Path:
         f"{model}-{_last_name(run['ckpt'])}-size-{run['image_size']}"
         f"-vae-{_last_name(run['vae'])}-cfg-{run['cfg_scale']}{changed}-seed-{run['seed']}"
     )
+
+
+def mention_former(run: Run) -> None:
+    """Name a folder that was begun with the defaults of earlier versions, which were a grid's, if
+    this run is about to begin another.
+    """
+    former: dict[str, Any] = {}
+    if run["ckpt"] is None and run.origins["image_size"] != USER:
+        former["image_size"] = run.spec.defaults.image_size
+    if run.origins["cfg_scale"] == JOB:
+        former["cfg_scale"] = run.spec.defaults.cfg_scale
+    folder = folder_of(replace(run, values={**run.values, **former}))
+    if folder.is_dir() and not folder_of(run).exists():
+        flags = " ".join(f"{OPTIONS[name].flag_names()[0]} {former[name]}" for name in former)
+        log.warning(f"{folder}: was begun with other defaults; to continue it: {flags}")
 
 
 def _last_name(given):
