@@ -392,8 +392,10 @@ def report(args: Namespace) -> None:
         looked_at.append(reference)
     for side in looked_at:
         if len(side) < LEAST:
+            kind = "a folder" if side.path.is_dir() else "an archive (arr_0)"
             raise UsageError(
-                f"{side.path}: holds {len(side)} pictures (arr_0, or PNGs); at least {LEAST} needed"
+                f"{side.path}: is {kind} with {len(side)} pictures; give one of at least {LEAST}, "
+                "as sample_ddp.py --num-fid-samples makes"
             )
     device = choose_device(args.device)
     weights, published = find_weights(args.inception_weights)

@@ -1,5 +1,5 @@
 """A page for the browser: sample pictures, compare two settings on the same noise. Needs
-`pip install -e .[page]`.
+`pip install -e '.[page]'`.
 
     python scripts/page.py                                      # the demo models
     python scripts/page.py --model DiT-XL/2 --image-size 512    # one model, by sample.py's flags
@@ -423,7 +423,7 @@ def main() -> None:
                 probe.bind((host, 0))
         studio = Studio(Options(**options))
         if gr is None:
-            raise UsageError("gradio is missing; install it with pip install -e .[page]")
+            raise UsageError("gradio is missing; install it with pip install -e '.[page]'")
         FOLDER.mkdir(mode=0o700)
         try:
             serve_page(studio, host, port)

@@ -235,7 +235,7 @@ def test_figures_that_statistics_do_not_give(data, inception, tmp_path, here):
     )
     text = forks.succeeds(here(*command, "--device", "cpu"))
     assert "\nsFID             none: the reference has statistics, but not mu_s" in text
-    assert "fid.npz: holds 0 pictures" in forks.refused(
+    assert "fid.npz: is an archive (arr_0) with 0 pictures" in forks.refused(
         here(*command, "--device", "cpu", "--precision-recall")
     )
 
@@ -316,8 +316,8 @@ SIGMA = np.eye(2048)
         (archive(arr_0=SMALL[..., 0]), "not uint8 (N, H, W, 3)"),
         (archive(arr_0=np.asfortranarray(SMALL)), "Fortran order, whose values are not picture"),
         (damaged(archive(arr_0=SMALL)), "Bad CRC-32 for file 'arr_0.npy'"),
-        (archive(other=np.zeros(3)), "holds 0 pictures"),
-        (archive(arr_0=SMALL[:3]), "holds 3 pictures (arr_0, or PNGs); at least 10 needed"),
+        (archive(other=np.zeros(3)), "is an archive (arr_0) with 0 pictures; give one of at least"),
+        (archive(arr_0=SMALL[:3]), "is an archive (arr_0) with 3 pictures; give one of at least"),
         (archive(mu=np.zeros(64), sigma=np.eye(64)), "not of Inception's 2048 features"),
         (archive(mu=MU, sigma=SIGMA, mu_s=np.zeros(7), sigma_s=np.eye(7)), "Inception's 2023"),
         (archive(mu=MU * np.nan, sigma=SIGMA), "not finite"),

@@ -108,7 +108,7 @@ def test_few_steps_show_an_estimate_each(studio, tmp_path, monkeypatch):
 def test_missing_gradio_is_a_line(tmp_path, here):
     (tmp_path / "gradio.py").write_text("raise ImportError")
     done = forks.run(["scripts/page.py", "--device", "cpu"], PYTHONPATH=str(tmp_path))
-    assert forks.refused(done).endswith("install it with pip install -e .[page]\n")
+    assert forks.refused(done).endswith("install it with pip install -e '.[page]'\n")
     assert "page.py: --sampler euler: is not for a DiT" in forks.refused(
         here("scripts/page.py", "--sampler", "euler")
     )
