@@ -13,6 +13,7 @@ from accel.errors import Given, UsageError
 from accel.families.spec import Face
 from accel.isolation import alone
 from accel.network import Batch, BlockNetwork, require_no_gradients
+from accel.options import OPTIONS
 from accel.overflow import require_finite
 from accel.precision import arithmetic, default_tier, require
 from accel.sampling.guidance import guided_halves
@@ -25,7 +26,7 @@ OF_COPY = "this copy has none; call the model itself for gradients"
 def accelerate(
     model: nn.Module,
     precision: str | None = None,
-    device: torch.device | str | None = None,
+    device: torch.device | str | int | None = None,
     *,
     guidance_channels: int | None = None,
     check: bool = True,
@@ -48,11 +49,13 @@ def accelerate(
     """
     with alone():
         held = HeldModule(model)
-        device = _device(device or next(iter(held.state.values())).device)
+        device = _device(next(iter(held.state.values())).device if device is None else device)
         tier = default_tier(device) if precision is None else precision
         require("precision", tier, device)
         most = held.spec.in_channels
-        if guidance_channels is not None and not 1 <= guidance_channels <= most:
+        if guidance_channels is not None:
+            guidance_channels = OPTIONS["guidance_channels"].checked(guidance_channels)
+        if guidance_channels not in (None, *range(1, most + 1)):
             raise UsageError(
                 f"must be from 1 to {most}", parameter="guidance_channels", value=guidance_channels
             )
@@ -63,10 +66,10 @@ def accelerate(
         return make(held, tier, device, check, guidance_channels)
 
 
-def _device(device: torch.device | str) -> torch.device:
+def _device(device: torch.device | str | int) -> torch.device:
     try:
         return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, TypeError) as error:
         raise UsageError(f"device {device}: {str(error).splitlines()[0]}") from None
 
 
@@ -105,13 +108,39 @@ class Accelerated(Face):
         if guidance_channels is None:
             guidance_channels = min(spec.defaults.guidance_channels, spec.in_channels)
         self.guidance_channels = guidance_channels  # 0: the model guides in a way of its own
-        self._forward = network.forward
-        self._guided = self._forward_guided
-        if network.captures and device.type == "cuda":  # one graph per shape
+        self._replay()
+        self._source: Callable[[], nn.Module | None] = weakref.ref(held.module)
+        self._loaded: Mapping[str, Tensor] | None = None
+        held.release()
+
+    def _replay(self) -> None:
+        """Choose the functions that evaluate the network: on a GPU a graph for each shape."""
+        network = self.network
+        self._forward: Callable[..., Tensor] = network.forward
+        self._guided: Callable[..., Tensor] = self._forward_guided
+        if network.captures and self.device.type == "cuda":
             self._forward = network.replayed("forward", self._forward)
             self._guided = network.replayed("guided", self._guided)
-        self._source: Callable[[], nn.Module | None] = weakref.ref(held.module)
-        held.release()
+
+    def __deepcopy__(self, memo: dict) -> "Accelerated":
+        """Return a copy with weights of its own."""
+        spec = self._held.spec
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        memo[id(self)] = other
+        with self._running():
+            shapes = spec.empty(self.input_size).state_dict()
+            zeros = {name: torch.zeros(value.shape) for name, value in shapes.items()}
+            other.network = build(zeros, spec, self.precision, self.device)
+            other.network.copy_weights(self.network)
+            other._replay()
+        return other
+
+    def __reduce__(self):
+        raise UsageError(
+            "an accelerated copy cannot be pickled",
+            "save the model's state dict, and call accelerate again; copy.deepcopy copies it",
+        )
 
     def _build(self, source: Source) -> BlockNetwork:
         """Return a network with a copy of the weights. Raises UsageError for an overflow."""
@@ -230,9 +259,11 @@ class Accelerated(Face):
         return self
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the present state dict of the source model. Raises ValueError if the model is
-        gone, or other weights were loaded since.
+        """Return the state dict that was loaded last, or the present one of the source model.
+        Raises ValueError if that is gone.
         """
+        if self._loaded is not None:
+            return dict(self._loaded)
         model = self._source()
         if model is None:
             raise UsageError(
@@ -254,4 +285,4 @@ class Accelerated(Face):
             given = Given("load_state_dict", "")
             source = of_state(given, state, self._held.spec, self.input_size, self._held.renamed)
             self.network.copy_weights(self._build(source))
-        self._source = lambda: None
+        self._loaded = dict(state)

@@ -8,12 +8,12 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from accel import rules, signals
-from accel.errors import USAGE, UsageError, as_usage_error, record
+from accel.errors import USAGE, UsageError, Worded, as_usage_error, record
 from accel.options import FID, GRID, OPTIONS, Option, Options, label
 
 
@@ -22,19 +22,27 @@ class _Printing(logging.Handler):
     reader, as after `| head -1`, the command goes on in silence: its work is not lost.
     """
 
+    def __init__(self, flags: Callable[[], Mapping[str, str]]):
+        super().__init__()
+        self.flags = flags
+
     def emit(self, record: logging.LogRecord) -> None:
+        message: Any = record.msg
+        worded = isinstance(message, Worded)
+        line = message.by_flags(self.flags()) if worded else self.format(record)
         try:
-            print(self.format(record), flush=True)
+            print(line, flush=True)
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def print_notices() -> None:
+def print_notices(flags: Callable[[], Mapping[str, str]] = dict) -> None:
     """Print what the package logs. A command does so; elsewhere Python's logging shows
-    warnings, and the caller may configure it.
+    warnings, and the caller may configure it. flags: returns those whose names differ from their
+    parameters'.
     """
     logger = logging.getLogger("accel")
-    logger.handlers = [_Printing()]
+    logger.handlers = [_Printing(flags)]
     logger.propagate = False
     logger.setLevel(logging.INFO)
 
@@ -59,7 +67,7 @@ class OneLineParser(argparse.ArgumentParser):
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")
-        print_notices()
+        print_notices(self.flags)
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -83,13 +91,12 @@ class OneLineParser(argparse.ArgumentParser):
 
     def worded(self, error: UsageError) -> str:
         """Return the text of an error with this command's flags for parameters."""
-        return error.by_flags(
-            {
-                action.dest: action.option_strings[0]
-                for action in self._actions
-                if action.option_strings
-            }
-        )
+        return error.by_flags(self.flags())
+
+    def flags(self) -> dict[str, str]:
+        """Return the main flag of each parameter."""
+        actions = [action for action in self._actions if action.option_strings]
+        return {action.dest: action.option_strings[0] for action in actions}
 
 
 def nearest(flag: str, flags: Iterable[str]) -> list[str]:

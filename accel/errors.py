@@ -23,32 +23,12 @@ INTERRUPTED = 130  # Ctrl-C: 128 + SIGINT
 REFERENCE = re.compile(r"`([a-z]\w*)(?:=([^`]*))?`")
 
 
-class UsageError(ValueError):
-    """A user's mistake.
-
-    problem: what is wrong. remedy: what to do. parameter, value: the option or argument that the
-    mistake is about; "" for none. Problem and remedy name other parameters in backquotes, as in
-    "use `cfg_scale=1`". Put into words, a line for callers in Python says image_size=17, and a
-    command's line (`by_flags`) says --image-size 17.
+class Worded:
+    """A line that names parameters in backquotes, as in "use `cfg_scale=1`". str() is the line for
+    callers in Python: image_size=17. A command's line (`by_flags`) has --image-size 17.
     """
 
-    def __init__(
-        self, problem: str, remedy: str = "", *, parameter: str = "", value: object = None
-    ):
-        super().__init__(problem, remedy)
-        self.problem = problem
-        self.remedy = remedy
-        self.parameter = parameter
-        self.value = value
-
-    @property
-    def marked(self) -> str:
-        """Return the line with parameters in backquotes."""
-        words = self.problem
-        if self.parameter:
-            given = "" if self.value is None else f"={self.value}"
-            words = f"`{self.parameter}{given}`: {words}"
-        return f"{words}; {self.remedy}" if self.remedy else words
+    marked: str  # the line with backquotes
 
     def __str__(self):
         return REFERENCE.sub(lambda match: match[0][1:-1], self.marked)
@@ -64,6 +44,44 @@ class UsageError(ValueError):
             return f"--no-{name[2:]}" if value == "False" else f"{name} {value}"
 
         return REFERENCE.sub(flag, self.marked)
+
+
+class UsageError(Worded, ValueError):
+    """A user's mistake.
+
+    problem: what is wrong. remedy: what to do. parameter, value: the option or argument that the
+    mistake is about; "" for none. Problem and remedy name other parameters in backquotes.
+    """
+
+    def __init__(
+        self, problem: str, remedy: str = "", *, parameter: str = "", value: object = None
+    ):
+        super().__init__(problem, remedy)
+        self.problem = problem
+        self.remedy = remedy
+        self.parameter = parameter
+        self.value = value
+
+    @property
+    def marked(self) -> str:  # type: ignore[override]
+        """Return the line with parameters in backquotes."""
+        words = self.problem
+        if self.parameter:
+            given = "" if self.value is None else f"={self.value}"
+            words = f"`{self.parameter}{given}`: {words}"
+        return f"{words}; {self.remedy}" if self.remedy else words
+
+
+class Notice(Worded):
+    """A message of the package's logger."""
+
+    def __init__(self, marked: str):
+        self.marked = marked
+
+
+def warn(text: str) -> None:
+    """Print a notice, which names parameters in backquotes."""
+    log.warning(Notice(text))
 
 
 Mistake = Callable[..., UsageError]  # (problem, remedy="") → the error about one thing
@@ -92,7 +110,7 @@ class Given(NamedTuple):
 
     def warn(self, text: str) -> None:
         """Print a notice about it."""
-        log.warning(self.notice(text))
+        warn(self.notice(text))
 
     def give(self, option: str) -> str:
         """Return the remedy for a fact that a file of weights lacks. Options say it of the sampled
@@ -104,8 +122,9 @@ class Given(NamedTuple):
 
     def otherwise(self, option: str, value: str) -> str:
         """Return the end of a notice about what is assumed of an option."""
-        flag = f"--{option.replace('_', '-')} {value}"
-        return flag if self.option == "ckpt" else f"give {flag} to {CONVERTER}"
+        if self.option == "ckpt":
+            return f"`{option}={value}`"
+        return f"give --{option.replace('_', '-')} {value} to {CONVERTER}"
 
 
 class UnsaidError(ValueError):

@@ -39,17 +39,9 @@ def require_alike(
                 f"has {fact} {value}, and {source.name} {guided}",
                 "a guide has the family, classes and latents of the network that it guides",
             )
-    notices = []
     if spec.family.prediction == "data":
-        notices += _noise_notices(values, origins, guide, source)
-    if guide.tensors.same_as(source.tensors):
-        notices.append(
-            guide.given.notice(
-                "is the file of the network that it guides; both estimates are equal, so guidance "
-                "changes nothing"
-            )
-        )
-    return notices
+        return _noise_notices(values, origins, guide, source)
+    return []
 
 
 def _noise_notices(values, origins, guide, source):
@@ -76,7 +68,7 @@ def _noise_notices(values, origins, guide, source):
         notices.append(
             guide.given.notice(
                 f"was trained with t_eps {t_eps:g}; {values['t_eps']:g} is used for both networks; "
-                "for another: --t-eps N"
+                "for another: `t_eps=N`"
             )
         )
     return notices

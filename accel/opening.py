@@ -51,6 +51,11 @@ def open_run(
     source = source or files[0].source(hints_in(values))
     for each in of_guide:
         guide = each.source(Hints(guided=source.spec))
+        if guide.tensors.same_as(source.tensors):
+            guide.given.warn(
+                "is the file of the network that it guides; both estimates are equal, so guidance "
+                "changes nothing"
+            )
     if configuration is not None:
         configuration.require_network("ckpt", source.given, source.spec)
         if guide is not None:

@@ -8,7 +8,7 @@ Imports no torch.
 import argparse
 import operator
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,12 @@ from accel.labels import read_class_names
 GRID = "grid"  # pictures of chosen classes
 FID = "fid"  # a folder of many pictures of random classes
 
-CONVERSIONS: dict[type, Callable[[Any], Any]] = {
-    bool: bool,
-    int: operator.index,
-    float: float,
-    str: os.fspath,
+# Type → the function that converts values of other types, and the type in messages.
+CONVERSIONS: dict[Callable[[Any], Any], tuple[Callable[[Any], Any], str]] = {
+    bool: (bool, "True or False"),
+    int: (operator.index, "a whole number"),
+    float: (float, "a number"),
+    str: (os.fspath, "text or a path"),
 }
 
 
@@ -68,7 +69,7 @@ class Option:
             return self.convert(value)
         if self.several is None:
             return self._checked(value)
-        if isinstance(value, str):
+        if isinstance(value, str) or not isinstance(value, Iterable):
             raise UsageError("must be several", "give a list", parameter=self.name, value=value)
         values = tuple(map(self._checked, value))
         if not values:
@@ -79,7 +80,15 @@ class Option:
         if self.choices and value not in self.choices:
             problem = f"choose from {', '.join(self.choices)}"
             raise UsageError(problem, parameter=self.name, value=shown(value))
-        value = CONVERSIONS.get(self.type, self.type)(value)
+        convert, wanted = CONVERSIONS.get(self.type, (self.type, "a whole number or a name"))
+        try:
+            if isinstance(value, bool) and self.type is not bool:
+                raise TypeError
+            value = convert(value)
+        except (TypeError, ValueError):
+            raise UsageError(
+                f"must be {wanted}", parameter=self.name, value=shown(repr(value))
+            ) from None
         if value == "":
             raise UsageError("is empty", "give a value, or leave it out", parameter=self.name)
         if self.bounds and not self.bounds[0] <= value <= self.bounds[1]:
@@ -95,12 +104,15 @@ def label(value: int | str) -> int | str:
 
 def noise_levels(values: Any) -> tuple[float, float]:
     """Return an interval of noise levels. Raises UsageError."""
-    levels = tuple(map(float, values))
+    try:
+        levels = tuple(map(float, values))
+    except (TypeError, ValueError):
+        levels = ()
     if len(levels) != 2 or not 0 <= levels[0] < levels[1] <= 1:
         raise UsageError(
             "must be two numbers from 0 to 1, the lower first",
             parameter="guidance_interval",
-            value=" ".join(f"{level:g}" for level in levels),
+            value=" ".join(f"{level:g}" for level in levels) or shown(values),
         )
     return levels
 

@@ -8,7 +8,6 @@ user's options, a configuration file, the weights' own facts, the family's own p
 their model or its family, the options' defaults.
 """
 
-import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from accel import precision, rules
-from accel.errors import Given, UsageError
+from accel.errors import Given, UsageError, warn
 from accel.families.spec import ModelSpec
 from accel.labels import NULL, find_label
 from accel.latents import LatentSpace
@@ -37,8 +36,6 @@ from accel.sources import Source
 
 if TYPE_CHECKING:  # few runs have a configuration file
     from accel.families.configuration import Configuration
-
-log = logging.getLogger(__name__)
 
 LABELS = (207, 360, 387, 974, 88, 979, 417, 279)  # of ImageNet; of other classes the first eight
 PUBLISHED_DECODER = re.compile(r"^(?:stabilityai/)?sd-vae-ft-(ema|mse)$")
@@ -136,11 +133,13 @@ class Run:
         return self.values["num_fid_samples"] if self.is_fid_job else len(self.values["labels"])
 
     def resolved(self, options: Options) -> "Run":
-        """Return the run of other options with the same weights, decoder and device. Raises
-        UsageError as `choose` and `resolve`, and for a scale of guidance that uses a guide of the
-        configuration file which was not loaded.
+        """Return the run of other options with the same weights, decoder and device; read no file.
+        Raises UsageError as `rules.check`, `choose` and `resolve`, and for a scale of guidance that
+        uses a guide of the configuration file which was not loaded.
         """
-        if self.guide is None and "guide" in rules.merged(options, self.configuration):
+        values = rules.merged(options, self.configuration)
+        rules.check_merged(values)
+        if self.guide is None and "guide" in values:
             raise UsageError(
                 "uses the guide of the configuration file, which was not loaded at a scale of 1",
                 "load it with this scale",
@@ -153,7 +152,7 @@ class Run:
     def announce(self) -> None:
         """Print the notices."""
         for notice in self.notices:
-            log.warning(notice)
+            warn(notice)
 
     def describe(self, machine: list[str], ranks: int = 1) -> str:
         """Return the line that announces the run. machine: the arithmetic and where it runs, in
@@ -417,7 +416,7 @@ def _settle_arithmetic(
     notices = []
     if tf32 and not precision.supports("tf32", device):
         hardware = precision.TIERS["tf32"].hardware
-        notices.append(f"--tf32: {device} has no {hardware}; sampling in fp32")
+        notices.append(f"`tf32`: {device} has no {hardware}; sampling in fp32")
         tier = "fp32"
     tier = tier or precision.default_tier(device)
     precision.require("precision", tier, device)
@@ -446,7 +445,7 @@ def _settle_size(
             notices.append(
                 source.given.notice(
                     f"says image_size {spec.image_size}, and this decoder makes {trained} px of "
-                    f"its latents of side {spec.latent_size}; if it has another: --vae NAME"
+                    f"its latents of side {spec.latent_size}; if it has another: `vae=NAME`"
                 )
             )
     if trained and origins["image_size"] in (JOB, MODEL):

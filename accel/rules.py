@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from accel.errors import UsageError, shown
 from accel.families import Defaults, Family, family_of, model_names, require_family_of
 from accel.labels import find_label, imagenet
-from accel.options import DEFAULTS, GRID, Options
+from accel.options import DEFAULTS, Options
 from accel.output import SUFFIX, is_folder
 
 if TYPE_CHECKING:  # few runs have one
@@ -84,7 +84,11 @@ def check(options: Options) -> None:
     """Raise UsageError for options that contradict each other, an unknown model, and options that
     the model lacks, as far as that is known without weights.
     """
-    values = merged(options, read_configuration(options))
+    check_merged(merged(options, read_configuration(options)))
+
+
+def check_merged(values: Values) -> None:
+    """Check options as `check` does, completed by those of the configuration file."""
     if "precision" in values and values.get("tf32") not in (None, values["precision"] == "tf32"):
         raise UsageError(
             f"conflicts with `precision={values['precision']}`",
@@ -105,7 +109,7 @@ def check(options: Options) -> None:
         require_family(values, model, require_family_of(model))
         if "image_size" in values and values.get("vae", defaults.vae) == defaults.vae:
             require_unit(values["image_size"], defaults.factor, int(model.rpartition("/")[2]))
-    if options.job == GRID:
+    if "num_fid_samples" not in values:
         _check_grid(values)
 
 

@@ -26,6 +26,7 @@ from accel.opening import open_run
 from accel.options import OPTIONS, Options
 from accel.output import to_grid
 from accel.pipeline import Pipeline, free_memory
+from accel.precision import arithmetic
 from accel.progress import step_bar
 from accel.sources import Source
 from accel.sources.module import HeldModule, of_state, unwrapped
@@ -92,7 +93,7 @@ class Sampler:
         guide: str | Path | torch.nn.Module | None = None,
         vae: str | Path | torch.nn.Module | None = None,
         latent_stats: str | Path | None = None,
-        device: str | torch.device | None = None,
+        device: str | int | torch.device | None = None,
         labels: "Labels | None" = None,
         class_names: str | Path | Iterable[str] | Mapping | None = None,
         batch_size: int | None = None,
@@ -125,7 +126,7 @@ class Sampler:
             held_guide = _hold(guide, "guide")
             given["guide"] = held_guide.given.name
         if device is not None:
-            given["device"] = str(device)
+            given["device"] = f"cuda:{device}" if isinstance(device, int) else str(device)
         decoder = given["vae"]
         if not isinstance(decoder, torch.nn.Module):
             self._open(given, held, held_guide)
@@ -135,9 +136,6 @@ class Sampler:
         else:
             with _written(decoder) as given["vae"]:
                 self._open(given, held, held_guide)
-                with self._running() as pipeline:
-                    assert pipeline.decoder is not None
-                    pipeline.decoder.load()  # while the folder is there
 
     def _open(
         self, given: dict[str, Any], held: HeldModule | None, guide: HeldModule | None
@@ -152,6 +150,9 @@ class Sampler:
             self.run = open_run(options, source=source, guide=guide_source)
             self._held = held
             self._pipeline: Pipeline | None = load(self.run, keep_guide=True)
+            if self._pipeline.decoder is not None:
+                with arithmetic(self._pipeline.tier):
+                    self._pipeline.decoder.load()  # files may move later
             for part, module in zip(self._pipeline.network.parts, (held, guide)):
                 if module is None:
                     continue
@@ -272,7 +273,6 @@ class Sampler:
             cfg_scale=cfg_scale,
             seed=seed if seeds is None else None,
         )
-        rules.check(options)
         with self._running() as pipeline:
             run = self.run.resolved(options)
             of_labels = run["seed"] if seeds is None else _seeds(seeds, run.count)
@@ -346,7 +346,10 @@ def _floats(
     """Return an array as float32 on `device`. shape: of its dimensions, a text for one of any
     size. Raises UsageError about the parameter `name`.
     """
-    tensor = values if torch.is_tensor(values) else torch.as_tensor(np.asarray(values))
+    try:
+        tensor = values if torch.is_tensor(values) else torch.as_tensor(np.asarray(values))
+    except TypeError:
+        raise UsageError("must be an array of numbers", parameter=name) from None
     if not tensor.is_floating_point():
         raise UsageError(f"has dtype {tensor.dtype}", "give floats", parameter=name)
     fits = len(shape) == tensor.ndim and all(

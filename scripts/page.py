@@ -99,7 +99,6 @@ class Model(NamedTuple):
     def changed(self, **options: object) -> "Model":
         """Return the same files with other options. Raises UsageError."""
         changed = self.options.changed(**options)
-        check(changed)
         return Model(changed, self.run.resolved(changed))
 
     def command(self) -> str:
@@ -253,7 +252,7 @@ def choose(labels, seed, scale, low, high, sampler, steps, tier) -> dict:
         )
     return dict(
         labels=labels or None,
-        seed=whole("seed", seed or 0),
+        seed=whole("seed", seed),
         cfg_scale=scale,
         guidance_interval=(low, high),
         sampler=sampler,

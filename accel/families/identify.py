@@ -126,7 +126,7 @@ def _require_model(given: Given, spec: ModelSpec, model: str | None) -> None:
         raise given.error(
             f"holds the weights of {spec.model}, not of {model}", f"use `model={spec.model}`"
         )
-    given.warn(f"holds the weights of {spec.model}; --model {model} says the family alone")
+    given.warn(f"holds the weights of {spec.model}; `model={model}` says the family alone")
 
 
 def _say_what_is_assumed(
@@ -162,7 +162,7 @@ def _say_what_is_assumed(
         if hints.guided is not None:
             return  # it has the classes of the network that it guides
         classes = spec.num_classes
-        words = f"{classes} classes and the null class (all {rows} classes? --num-classes {rows})"
+        words = f"{classes} classes and the null class (all {rows} classes? `num_classes={rows}`)"
         given.warn(words if spec.null_class else "one class and no null class")
 
 
@@ -291,7 +291,7 @@ def _require_allowed(given, wanted, model, alike, claims):
         )
     given.warn(
         f"says {claim.text}, as a {claim.families[0].name} does; taken for a {wanted.name}, as "
-        "--model says"
+        "`model` says"
     )
 
 

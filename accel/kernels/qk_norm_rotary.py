@@ -114,7 +114,7 @@ def _triton(qkv, rotation, first, norms, rms_eps, pair=None, overflow=None):
             qkv.numel(),  # from high to low
             NORM=norms is not None,
             OVER_HEADS=rms_eps is None,
-            EPS=rms_eps or EPS,
+            EPS=EPS if rms_eps is None else rms_eps,
             HIGH_LOW=high_low,
             **constants,
         )

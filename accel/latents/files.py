@@ -155,7 +155,8 @@ def load(space: LatentSpace, device: torch.device | str) -> torch.nn.Module:
         name: tensor.to(device, torch.float32, copy=True, memory_format=torch.contiguous_format)
         for name, tensor in state.items()
     }
-    require_unchanged(space.files)  # the state is mapped
+    _read.cache_clear()  # it holds the mapped files
+    require_unchanged(space.files)
     decoder.load_state_dict(state, assign=True)
     return decoder.eval().requires_grad_(False)
 

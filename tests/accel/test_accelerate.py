@@ -3,6 +3,9 @@ is another network, renewed.
 """
 
 import copy
+import pickle
+import re
+from functools import partial
 
 import networks
 import pytest
@@ -130,6 +133,11 @@ def test_every_tier_samples_in_upstreams_loop(tier, device):
             "precision=fp16: cpu has no .*; choose fp32",
         ),
         (lambda fast, *_: accelerate(small(), device="nonsense"), "device nonsense"),
+        (lambda fast, *_: pickle.dumps(fast), "cannot be pickled; save the model's state dict"),
+        (
+            lambda fast, *_: accelerate(small(), guidance_channels=3.0),
+            "guidance_channels=3.0: must be a whole number",
+        ),
         (
             lambda fast, x, t, y: fast.load_state_dict({}),
             "load_state_dict: is not a DiT: no pos_embed .* differ",
@@ -145,7 +153,7 @@ def test_every_tier_samples_in_upstreams_loop(tier, device):
         ),
         (
             lambda fast, x, t, y: accelerate(small(), guidance_channels=0),
-            "guidance_channels=0: must be from 1 to 4",
+            "guidance_channels=0: must be from 1 to",
         ),
         (
             lambda fast, x, t, y: accelerate(small(), guidance_channels=5),
@@ -557,11 +565,43 @@ def test_weights_are_renewed_in_place(tier, device):
         )
         assert not torch.equal(got[0], before[0]) and _graphs(fast) == graphs
         assert len(graphs) == 2 * (device == "cuda" and TIERS[tier].accelerated)
+        loaded = fast.state_dict()
+        assert all(torch.equal(value, loaded[name]) for name, value in ema.state_dict().items())
         for value in ema.parameters():
             value.data.zero_()
         assert torch.equal(fast(x, t, y), got[0])  # copied
-        with pytest.raises(UsageError, match="keep it, or the state dict"):
-            fast.state_dict()
+
+
+@ON
+def test_a_deep_copy_has_weights_of_its_own(tier, device):
+    if not supports(tier, torch.device(device)):
+        pytest.skip(f"this GPU has no {tier}")
+    for make in (small, transformer):
+        model = make().to(device)
+        fast = accelerate(model, tier)
+        x, t, y = inputs(small(), 4, device)
+        want = evaluated(fast, x, t, y)
+        other = copy.deepcopy(fast)
+        assert torch.equal(evaluated(other, x, t, y), want)
+        new = fill(small(), seed=5) if make is small else transformer(seed=5)
+        other.load_state_dict(new.state_dict())
+        assert torch.equal(evaluated(fast, x, t, y), want)
+        assert not torch.equal(evaluated(other, x, t, y), want)
+
+
+def evaluated(fast, x, t, y):
+    """Return the output for a model of this repository or of diffusers."""
+    out = fast(x, t, y)
+    return out if torch.is_tensor(out) else out.sample
+
+
+def test_a_state_dict_of_a_model_that_is_gone():
+    fast = accelerate(small())
+    with pytest.raises(UsageError, match="is gone; keep it, or the state dict"):
+        fast.state_dict()
+    state = small(num_classes=8).state_dict()
+    fast.load_state_dict(state)
+    assert fast.state_dict().keys() == state.keys()
 
 
 def _graphs(fast):
@@ -590,6 +630,17 @@ def test_the_callers_modes_change_nothing(device):
     finally:
         torch.set_default_dtype(default)
         torch.set_default_device(None)
+
+
+def test_device_0_is_the_first_gpu():
+    """Not the device of the model, which lies on a CPU."""
+    for make in (accelerate, partial(Sampler, output_type="latent")):
+        try:
+            made = make(small(), device=0)
+        except UsageError as error:
+            assert not torch.cuda.is_available() and re.match("device.*GPU", str(error))
+        else:
+            assert getattr(made, "run", made).device == torch.device("cuda:0")
 
 
 class Rescaled(DiT):

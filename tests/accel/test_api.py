@@ -2,11 +2,14 @@
 
 import copy
 import gc
+import logging
 import pickle
 import re
+import shutil
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from math import nan
+from pathlib import Path
 
 import forks
 import numpy as np
@@ -26,6 +29,7 @@ from networks import (
     upstream,
 )
 from PIL import Image
+from test_guide_files import write_rae
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -216,6 +220,48 @@ def test_close_frees_the_network():
             call(0)
 
 
+def test_a_loaded_sampler_reads_no_file(tmp_path, monkeypatch):
+    """Its configuration, weights, guide and decoder may move, and the process may go elsewhere."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    config = write_rae(folder)().name
+    how = dict(labels=[1, 5], cfg_scale=1.3)
+    with Sampler(config=config, device="cpu") as sampler:
+        want = sampler.sample(**how)
+        Path(config).write_text("no: YAML of ours")
+        assert sampler.sample(**how) == want
+        folder.rename(tmp_path / "elsewhere")
+        monkeypatch.chdir(tmp_path)
+        assert sampler.sample(**how) == want
+    with Sampler("DiT-Demo/2", vae=elsewhere(DEMO / "vae", tmp_path), device="cpu") as sampler:
+        (tmp_path / "vae").rename(tmp_path / "moved")  # before the first picture
+        assert len(sampler.sample(1, num_sampling_steps=2)) == 1
+
+
+def elsewhere(folder, place):
+    return shutil.copytree(folder, place / folder.name)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+def test_no_file_stays_open(tmp_path):
+    with demo(vae=elsewhere(DEMO / "vae", tmp_path)) as sampler:
+        sampler.sample(1, num_sampling_steps=2)
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
+def test_a_notice_names_the_parameter(tmp_path):
+    """A command's line has its flag: test_recognise.py."""
+    torch.save({"ema": small(learn_sigma=False).state_dict()}, tmp_path / "own.pt")
+    seen = []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())
+    logging.getLogger("accel").addHandler(handler)
+    with Sampler(tmp_path / "own.pt", num_heads=2, **LATENT):
+        assert any("if it is not: model=" in line for line in seen), seen
+    assert not any("--" in line for line in seen)
+
+
 @pytest.mark.parametrize(
     "make, words",
     [
@@ -233,6 +279,17 @@ def test_close_frees_the_network():
         ),
         (lambda: demo().latents(0, num_sampling_steps=0), "num_sampling_steps=0"),
         (lambda: demo().latents([]), "labels: give at least one"),
+        (lambda: demo(num_sampling_steps=10.0), "num_sampling_steps=10.0: must be a whole number"),
+        (lambda: demo(image_size="64"), "image_size='64': must be a whole number"),
+        (lambda: demo(cfg_scale="abc"), "cfg_scale='abc': must be a number"),
+        (lambda: demo(seed=1.0), "seed=1.0: must be a whole number"),
+        (lambda: demo(ckpt=5), "ckpt=5: must be text or a path"),
+        (lambda: demo(labels=5), "labels=5: must be several; give a list"),
+        (lambda: demo(guidance_interval=0.5), "guidance_interval=0.5: must be two numbers"),
+        (lambda: demo().latents([1.0]), "labels=1.0: must be a whole number or a name"),
+        (lambda: demo().latents([True]), "labels=True: must be a whole number or a name"),
+        (lambda: demo().latents([1], seed=[1.0]), "seed=1.0: must be a whole number"),
+        (lambda: demo().latents([1], noise="z"), "noise: must be an array of numbers"),
         (
             lambda: demo().latents([1, 2], seed=[1]),
             "seed: 1 given, and labels: 2; give one seed for each label, or one number",
@@ -322,6 +379,17 @@ def test_weights_are_renewed_in_place(precision, device):
         ):
             with pytest.raises(ValueError, match=words):
                 sampler.refresh(other)
+        assert torch.equal(sampler.latents([1, 2]), new.latents([1, 2]))
+
+
+@pytest.mark.parametrize("how", [dict(check=False), dict(guidance_channels=3)])
+def test_guidance_of_a_module_matters_where_the_caller_left_it_open(how):
+    """A refresh takes a module that guides other channels where its guidance is not asked for."""
+    build = DiT_models["DiT-Demo/2"]
+    other = fill(FourChannels(**build.config), seed=3)
+    how = dict(device="cpu", output_type="latent", num_sampling_steps=3) | how
+    with Sampler(fill(build()), **how) as sampler, Sampler(other, **how) as new:
+        sampler.refresh(other)
         assert torch.equal(sampler.latents([1, 2]), new.latents([1, 2]))
 
 

@@ -10,7 +10,6 @@ import torch
 from hub import Hub
 from safetensors.torch import load_file, save_file
 
-from accel import Sampler
 from accel.errors import UsageError
 from accel.latents import files
 
@@ -90,16 +89,6 @@ def test_a_decoder_that_was_changed_since_it_was_opened_is_refused(name, ask, fo
     ):
         ask(found)
     assert files.digest(files.find(str(folder))) != before
-
-
-def test_a_sampler_whose_decoder_is_replaced_before_its_first_use(folder, weights):
-    """The network samples, and no picture is decoded by the other."""
-    how = dict(model="DiT-Demo/2", ckpt=str(weights), device="cpu", num_sampling_steps=1)
-    with Sampler(**how, vae=folder) as sampler:
-        os.utime(folder / files.FILES[1])
-        with pytest.raises(UsageError, match="vae=.*: was changed since it was opened"):
-            sampler.sample(1)
-        assert sampler.latents(1).isfinite().all()
 
 
 def test_digest_is_of_the_decoder_and_of_what_its_config_decides(folder):

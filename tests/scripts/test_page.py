@@ -96,6 +96,26 @@ def test_before_the_last_step_the_estimate_is_the_result(studio, number, sampler
     assert nearer.square().mean() < (seen[half] - latents).square().mean()
 
 
+def test_an_empty_field_leaves_the_option():
+    assert choose([], None, 4.0, 0, 1, "ddpm", None, "fp32") == dict(
+        labels=None,
+        seed=None,
+        cfg_scale=4.0,
+        guidance_interval=(0, 1),
+        sampler="ddpm",
+        num_sampling_steps=None,
+        precision="fp32",
+    )
+
+
+def test_a_configuration_is_read_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = write_rae(tmp_path)()
+    (model,) = Studio(Options(device="cpu", config=str(config))).models
+    config.unlink()
+    assert model.changed(cfg_scale=1.3).run["cfg_scale"] == 1.3
+
+
 def test_few_steps_show_an_estimate_each(studio, tmp_path, monkeypatch):
     """Six previews are due in four steps, one after each step but the last."""
     monkeypatch.setattr("scripts.page.FOLDER", tmp_path)

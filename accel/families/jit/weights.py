@@ -79,7 +79,7 @@ def says(given: Given, spec: ModelSpec, facts: Mapping[str, Any]) -> Says:
         return Says(options)
     assumed = (
         f"says no scale of the first noise, taken for {spec.defaults.noise_scale:g} as at "
-        f"{spec.latent_size} px; if it has another: --noise-scale N"
+        f"{spec.latent_size} px; if it has another: `noise_scale=N`"
     )
     return Says(options, assumed={"noise_scale": assumed})
 

@@ -4,7 +4,6 @@ VA-VAE (Yao et al. 2025, arXiv:2501.01423) comes so: one file with encoder, deco
 losses, and latents_stats.pt.
 """
 
-import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,13 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from accel.errors import UsageError, about, shown
+from accel.errors import UsageError, about, shown, warn
 from accel.latents import DecoderFiles, LatentSpace
 from accel.latents.autoencoder_kl import SD_VAE_FT, AutoencoderKL
 from accel.latents.statistics import with_statistics
 from accel.weights.tensor_files import floats_of
-
-log = logging.getLogger(__name__)
 
 STATISTICS = "latents_stats.pt"
 INSIDE = "first_stage_model."  # begins the names in a file of a whole pipeline
@@ -73,9 +70,9 @@ class LDM(AutoencoderKL):
                 parameter="vae",
                 value=files.path,
             )
-        log.warning(
+        warn(
             f"{shown(str(files.path), 300)}: says no scale of its latents, taken for Stable "
-            f"Diffusion's {usual.scale}; if it has another: --latent-stats FILE"
+            f"Diffusion's {usual.scale}; if it has another: `latent_stats=FILE`"
         )
         return space._replace(scale=usual.scale)
 
