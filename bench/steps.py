@@ -1,587 +1,544 @@
-"""Time denoising steps: each optimisation on one GPU, or each layout on many.
-
-    python bench/steps.py --gate 3 --profile --output output/ladder.json
-    python bench/steps.py --only "CUDA graph" --vs compile max-autotune --output output/versus.json
-    torchrun --standalone --nproc_per_node=4 bench/steps.py --output output/layouts.json
-
-Times are of whole steps in the sampling loop that sample.py runs (guidance, update and
-noise draw included, no decoder): median, 10th and 90th percentile, after --load seconds
-of the same steps. Weights are random and not zero, except the demo's: a fresh DiT outputs
-zeros. Errors are relative, ‖out − ref‖ / ‖ref‖.
-
-One process climbs the ladder: its errors are of one forward pass against float64. --profile
-also records each tier as sample.py runs it: the time of GEMMs, attention and all else, this
-machine's ceilings, and beside --output a trace for Perfetto (ui.perfetto.dev).
---gate judges 250-step pictures of the family's demo, or of one with its prediction, against
-fp32's from the same noise. Ranks share a batch by every layout: times are of the slowest rank,
-errors of a guided evaluation against one GPU's. To compare two trees, run it in each, with
---commit for a tree that git does not know.
-"""
-
-if __name__ == "__main__":
-    import _start  # noqa: F401
+"""Denoising steps: each optimisation, torch's ways to run the network, layouts on many GPUs."""
 
 import copy
 import gc
 import os
 import re
-import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
-from operator import attrgetter
+from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.distributed
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile, schedule
-from tqdm import tqdm
+import torch.distributed as dist
+from torch import profiler
 
 import evaluate
-from accel import precision
-from accel.cli import OneLineParser, positive, user_errors
+from accel import fast, precision, rules
 from accel.errors import UsageError
-from accel.families import family_of
-from accel.files import atomic_write
-from accel.jobs.grid import load
-from accel.jobs.parallel import undivided
+from accel.families import constructor_of, families, family_of
+from accel.jobs import grid, parallel
 from accel.kernels.linear import Tuner
-from accel.network import Batch, BlockNetwork, Network
+from accel.network import Batch, BlockNetwork, Network, Plain
 from accel.opening import open_run
 from accel.options import Options
-from accel.output import check_writable, to_uint8
-from accel.ranks import Ranks, layouts
-from accel.ranks.launched import launched_ranks, numbers
+from accel.output import to_uint8
+from accel.ranks import Ranks
 from accel.ranks.placement import OFF, Layout, Placement
+from accel.resolve import Run
+from accel.sampling import denoise, steps_of, upstream_noise
 from accel.sampling.guidance import Guidance
-from bench import harness
-from bench.harness import RIVALS, Rival
+from accel.stages import stages_of
 
-STEPS = (  # rung → switches of harness.build; each adds one to the rung before
-    ("half GEMMs", {}),
-    ("hoisted conditioning", dict(hoist=True)),
-    ("fused adaLN kernel", dict(adaln="auto")),
+if TYPE_CHECKING:
+    from torch.utils.benchmark import Timer
+
+# Rungs of a half tier, each with the switches of `build` that it adds to the rung before.
+RUNGS = (
+    (
+        "half GEMMs",
+        dict(hoists=False, adaln="torch", last_adaln="torch", gemm="torch", captures=False),
+    ),
+    ("hoisted conditioning", dict(hoists=True)),
+    ("fused adaLN kernel", dict(adaln="auto", last_adaln="auto")),
     ("attention", dict(attention="auto")),
     ("GELU epilogue", dict(gemm="epilogue")),
     ("autotuned GEMMs", dict(gemm="auto")),
-    ("CUDA graph", dict(graph=True)),
+    ("CUDA graph", dict(captures=True)),
 )
-LAYOUTS = [
-    Layout(tokens=2),
-    Layout(rows=2, tokens=2),
-    Layout(tokens=4),
-    Layout(rows=2),
-    Layout(rows=4),
-]
-# The first kind of work whose pattern a function's name contains. Attention comes first: its
-# kernels are named after GEMMs too.
-KINDS = (
-    ("attention", r"attention|flash|fmha|sdpa|softmax|mha_fwd"),
-    (
-        "GEMM",
-        r"gemm|gemv|nvjet|cutlass|cublas|splitK|split_linear|xmma|wgmma|conv(?!ert)|winograd"
-        r"|::(add)?mm$|::bmm$",
-    ),
-)
-OTHER = "element-wise"  # norms, gates, residuals, copies, the sampler
-WARM_UP = 3  # steps before the recorded ones
-RECORDED = 3  # steps of a profile
-MOST = 10  # functions in a profile's record
+# A kind of work and the functions that do it. Attention comes first: its kernels are named after
+# GEMMs too.
+KINDS = {
+    "attention": r"attention|flash|fmha|sdpa|softmax|mha_fwd",
+    "GEMM": r"gemm|gemv|nvjet|cutlass|cublas|splitK|split_linear|xmma|wgmma|conv(?!ert)|winograd"
+    r"|::(add)?mm$|::bmm$",
+    "element-wise": "",  # norms, gates, residuals, copies, the sampler
+}
+SHARED = Layout(tokens=2), Layout(2, 2), Layout(tokens=4), Layout(rows=2), Layout(rows=4)
+RECORDED = 3  # steps of a profile, after as many for warm-up
+SCALE = 4.0  # of guidance, at every step
+SWITCHES = ExitStack()  # torch's, of the tier in use
+
+# Makes the first `count` steps of a sampling run, and calls on_step after each.
+Sample = Callable[[int, Callable | None], torch.Tensor]
 
 
-# ---- the ladder, on one GPU ----
+# ---- networks and batches ----
 
 
-def ladder(device: torch.device, tiers: list[str]) -> Iterator[tuple[str, str, dict]]:
-    """Yield every rung as its name, tier and switches of harness.build; half tiers are climbed
-    step by step.
+def random_weights(options: Options, folder: Path) -> str:
+    """Write the weights of a network that are random and not zero, and return their file.
+    Activations keep a variance of about one.
     """
+    model = options.get("model", rules.DEFAULT_MODEL)
+    defaults = rules.named_defaults(options)
+    side = options.get("image_size", defaults.image_size) // defaults.factor
+    constructors = family_of(model).part("weights").WEIGHTS.models.values()
+    # as the family's trained weights have it
+    qk_norm = any(constructor.config.get("qk_norm") for constructor in constructors)
+    norms = dict(qk_norm=True) if qk_norm else {}
+    network = constructor_of(model)(input_size=side, num_classes=defaults.num_classes, **norms)
+    torch.manual_seed(0)
+    for name, value in network.requires_grad_(False).named_parameters():
+        if name != "pos_embed":
+            value.normal_(std=value[0].numel() ** -0.5 if value.ndim > 1 else 0.1)
+            value += "norm.weight" in name  # norms scale by about one
+    torch.save(network.state_dict(), folder / "random.pt")
+    return str(folder / "random.pt")
+
+
+def use(tier: str) -> None:
+    """Set torch's arithmetic to a tier's, until the next call."""
+    SWITCHES.close()
+    SWITCHES.enter_context(precision.arithmetic(tier))
+
+
+def build(
+    run: Run,
+    model: torch.nn.Module,
+    tier: str,
+    tuner: Tuner | None = None,
+    gemm: str = "auto",
+    **switches: str | bool,
+) -> BlockNetwork:
+    """Return the network of a tier with the weights of the reference network `model`, and use
+    the tier's arithmetic.
+
+    gemm: the backend of an accelerated tier's GEMMs. switches: other attributes of the
+    accelerated network; a string is the backend of that op.
+    """
+    use(tier)
+    if not precision.TIERS[tier].accelerated:
+        return Plain(model)
+    pack = run.spec.family.pack
+    network = fast.build(model.state_dict(), model, pack, tier, run.device, tuner, gemm)
+    for name, value in switches.items():
+        backend = isinstance(value, str)
+        setattr(network, name, partial(getattr(network, name), backend=value) if backend else value)
+    return network
+
+
+def rival(mode: str, run: Run, tier: str) -> Plain:
+    """Return the reference network in a tier's dtype, eager under autocast, or in a mode of
+    torch.compile, and use the tier's arithmetic.
+    """
+    use(tier)
+    dtype = precision.TIERS[tier].dtype
+    network = Plain(grid.load(run).network.model.to(dtype))
+    if mode == "eager":
+        mixed = torch.autocast(run.device.type, dtype, enabled=dtype != torch.float32)
+        evaluate = mixed(network.forward_tokens)
+    else:
+        torch.compiler.reset()
+        evaluate = torch.compile(network.forward_tokens, mode=mode, dynamic=False)
+
+    def forward_tokens(x, t, y, run=None):
+        times = t if run is None else run.table[t]
+        # a copy: the compiler's graph overwrites its output
+        return evaluate(x.to(dtype), times, y).to(x.dtype, copy=True)
+
+    network.forward_tokens = forward_tokens
+    return network
+
+
+def sampling(network: Network, run: Run, pictures: int, part: slice = slice(None)) -> Sample:
+    """Return sample.py's sampling of a batch. part: of this process."""
+    guidance = Guidance(SCALE, run.spec.num_classes)
+    steps = steps_of(run.process, guidance)
+    shape = pictures, run.spec.in_channels, run.latent_size, run.latent_size
+    z = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(run.device)
+    labels = torch.arange(pictures, device=run.device) % run.spec.num_classes
+    generator = torch.default_generator if run.process.noise_from_cpu else None
+    draw = upstream_noise(z, guidance.drawn, part, generator)
+
+    def sample(count, on_step=None):
+        while count > 0:
+            first = steps[:count]
+            denoise(
+                network,
+                run.process,
+                guidance,
+                z[part],
+                labels[part],
+                draw,
+                steps=first,
+                on_step=on_step,
+            )
+            count -= len(first)
+
+    return sample
+
+
+# ---- time ----
+
+
+def step_times(sample: Sample | None, count: int, device: torch.device) -> list[float]:
+    """Return the milliseconds of each of `count` steps; zeros on a rank without a part."""
+    if sample is None:
+        return [0.0] * count
+    stamps = []
+
+    def on_gpu(*_):
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        stamps.append(event)
+
+    if device.type == "cuda":
+        sample(count + 1, on_gpu)
+        torch.cuda.synchronize(device)
+        return [before.elapsed_time(after) for before, after in pairwise(stamps)]
+    sample(count + 1, lambda *_: stamps.append(time.perf_counter()))
+    return [1e3 * (after - before) for before, after in pairwise(stamps)]
+
+
+def time_steps(
+    sample: Sample | None, device: torch.device, args: Namespace, slowest: Callable = list
+) -> dict:
+    """Return the median, 10th and 90th percentile of a step's milliseconds during args.window
+    seconds, after args.load seconds of steps: a GPU under load runs slower than in a burst.
+
+    slowest: replaces a rank's times by those of the slowest rank.
+    """
+    first = step_times(sample, 5, device)[2:]  # the two before compile and tune
+    [expected] = slowest([float(np.median(first))])
+    timed = max(3, round(1e3 * args.window / expected))
+    warm = round(1e3 * args.load / expected)
+    times = step_times(sample, warm + timed, device)[-timed:]
+    p10, median, p90 = slowest(np.quantile(times, (0.1, 0.5, 0.9)).tolist())
+    return dict(ms=median, p10=p10, p90=p90, steps=timed)
+
+
+# ---- one GPU ----
+
+
+def rungs_of(tiers: list[str], device: torch.device) -> Iterator[tuple[str, str, dict]]:
+    """Yield every rung as its name, tier and switches of `build`."""
     # Plain half precision gets torch's flash attention where there is one.
     attention = "flash" if precision.supports("bf16", device) else "efficient"
     for tier in tiers:
         if precision.TIERS[tier].dtype == torch.float32:
             yield tier, tier, {}
             continue
-        switches = {**harness.PLAIN, "attention": attention}
-        for name, change in STEPS:
-            switches = {**switches, **change}
+        switches = dict(attention=attention)
+        for name, change in RUNGS:
+            switches = switches | change
             yield f"{tier} + {name}", tier, switches
 
 
-class Reference:
-    """A forward pass in float64 and others' distance to it: a label and the null label,
-    at three timesteps.
+def ladder(args: Namespace, run: Run, record: dict) -> Iterator[dict]:
+    """Fill `record` with the time and error of every rung, and with profiles. Yield each row.
+    Raises UsageError if there is no rung to time.
     """
-
-    def __init__(self, model: torch.nn.Module, args: Namespace, device: torch.device):
-        generator = torch.Generator().manual_seed(1)
-        side = args.latent_size
-        self.x = torch.randn(2, model.in_channels, side, side, generator=generator).to(device)
-        self.y = torch.tensor([1, args.num_classes], device=device)
-        is_flow = family_of(args.model).prediction != "noise"
-        times = (0.02, 0.5, 0.98) if is_flow else (980, 500, 20)
-        self.t = [torch.full((2,), t, device=device) for t in times]
-        wide = harness.build(args.model, copy.deepcopy(model).double(), "fp32", device)
-        self.out = [wide.forward(self.x.double(), t, self.y) for t in self.t]
-
-    @torch.no_grad()
-    def error(self, network: Network) -> float:
-        """Return the largest relative error of a network's output."""
-        errors = []
-        for t, want in zip(self.t, self.out):
-            out = network.forward(self.x, t, self.y).double()
-            errors.append(float((out - want).norm() / want.norm()))
-        return max(errors)
-
-
-class Judge:
-    """A demo's pictures after 250 guided steps, 64 a seed, against those of fp32 from the
-    same noise.
-    """
-
-    def __init__(
-        self,
-        seeds: int,
-        device: torch.device,
-        each: int = 64,
-        steps: int = 250,
-        model: str = "DiT-Demo/2",
-    ):
-        options = Options(model=model, precision="fp32", num_sampling_steps=steps)
-        run = open_run(options, device)
-        self.reference = load(run)
-        self.name = model
-        self.model = self.reference.network.model
-        self.seeds = range(seeds)
-        self.labels = [index % run["num_classes"] for index in range(each)]
-        self.want = self.pictures("fp32", {})
-
-    def pictures(self, tier: str, switches: dict, model: torch.nn.Module | None = None) -> list:
-        """Return (n, H, W, 3) uint8 for each seed. model: in place of the demo's."""
-        device = self.reference.device
-        network = harness.build(self.name, model or self.model, tier, device, **switches)
-        pipeline = self.reference.with_(network=network, tier=tier)
-        latents = [pipeline.latents(self.labels, seed) for seed in self.seeds]
-        decoder = self.reference.decoder  # in fp32: it is not under comparison
-        pixels = map(self.reference.decode, latents)
-        return [to_uint8(of_seed, decoder.levels).numpy() for of_seed in pixels]
-
-    def judge(self, tier: str, switches: dict, model: torch.nn.Module | None = None) -> dict:
-        """Return the worst picture's figures, and whether every picture meets each
-        criterion, without LPIPS. MAE is of 0–1. model: as for `pictures`.
-        """
-        want = np.concatenate(self.want)
-        got = np.concatenate(self.pictures(tier, switches, model))
-        worst = dict(
-            mae=max(map(evaluate.mae, want, got)),
-            psnr=min(map(evaluate.psnr, want, got)),
-            ssim=min(map(evaluate.ssim, want, got)),
-        )
-        meets = {}
-        for name, thresholds in evaluate.GATES.items():
-            meets[name] = evaluate.verdict_of(worst, thresholds) == "PASS"
-        worst["mae"] /= 255
-        return dict(pictures=len(want), worst=worst, **meets)
-
-
-def climb(args: Namespace, device: torch.device, record: dict) -> Iterator[dict]:
-    """Fill `record` with the rungs, timed and judged, the rivals and the profiles. Yield each
-    rung once it is in.
-    """
-    model = harness.model_of(args, device)
-    record["shape"] = harness.shape_of(model, args)
-    reference = Reference(model, args, device)
-    judge = None
-    # on a CPU there is fp32 alone
-    if args.gate and any(name != "fp32" for name, _, _ in args.rungs):
-        judge = Judge(args.gate, device, model=harness.demo_of(args.model))
-
-    def measure(name, make):
-        gc.collect()  # the memory of the rung before
-        started = time.perf_counter()
-        network = make()
-        loop = harness.sampling(network, args, device)
-        row = dict(rung=name, **harness.time_steps(loop, device, args.load, args.window))
-        row["seconds"] = time.perf_counter() - started
-        # the compiler would search again for the reference's two batch rows
-        if "max-autotune" not in name:
-            row["error"] = reference.error(network)
-        record["rungs"].append(row)
-        return row
-
-    for name, tier, switches in args.rungs:
-        row = measure(name, partial(harness.build, args.model, model, tier, device, **switches))
-        if judge and name != "fp32":
-            row["judged"] = judge.judge(tier, switches)
+    every = list(rungs_of(args.tiers, run.device))
+    rungs = [rung for rung in every if any(word in rung[0] for word in args.only)]
+    if not rungs:
+        remedy = f"there are {', '.join(name for name, _, _ in every)}"
+        raise UsageError("no rung has that in its name", remedy, parameter="only")
+    model = grid.load(run).network.model
+    makers = {name: partial(build, run, model, tier, **switches) for name, tier, switches in rungs}
+    judge = judge_of(args.gate, run) if args.gate else None
+    rows = time_networks(makers, model, args, run, record)
+    for row, (_, tier, switches) in zip(rows, rungs):
+        if judge and tier != "fp32":
+            row["judged"] = judge(tier, **switches)
         yield row
-    for rival in args.vs:
-        make = partial(Rival, rival, harness.model_of(args, device), torch.float16, device)
-        harness.use("fp16")
-        torch._dynamo.reset()
-        yield measure(f"fp16 + {RIVALS[rival]}", make)
     if args.profile:  # last: a profiler may slow the steps after it
-        tiers = list(dict.fromkeys(tier for _, tier, _ in args.rungs))
-        record["ceilings"] = ceilings(tiers, device)
+        tiers = {tier: None for _, tier, _ in rungs}
+        record["ceilings"] = ceilings(tiers, run.device)
         for tier in tiers:
-            network = harness.build(args.model, model, tier, device)
-            record["profiles"].append(profile_of(network, tier, args, device))
+            sample = sampling(build(run, model, tier), run, record["pictures"])
+            record["profiles"].append(profile_of(sample, tier, args, run.device))
             yield record["profiles"][-1]
 
 
-# ---- profiles ----
+def rivals(args: Namespace, run: Run, record: dict) -> Iterator[dict]:
+    """Fill `record` with the time and error of the tiers, and of the reference network as torch
+    runs it in the device's default tier. Yield each row.
+    """
+    model = grid.load(run).network.model
+    rungs = {tier: name for name, tier, _ in rungs_of(args.tiers, run.device)}  # the last
+    makers = {name: partial(build, run, model, tier) for tier, name in rungs.items()}
+    default = precision.default_tier(run.device)
+    for mode in args.vs:
+        name = mode if mode == "eager" else f"torch.compile {mode}"
+        makers[f"{default} + {name}"] = partial(rival, mode, run, default)
+    return time_networks(makers, model, args, run, record)
 
 
-def record_steps(loop: Callable, device: torch.device) -> profile:
-    """Return the profile of RECORDED warm steps of `loop`."""
+def time_networks(
+    makers: dict[str, Callable], model: torch.nn.Module, args: Namespace, run: Run, record: dict
+) -> Iterator[dict]:
+    """Fill `record` with the time of a step and the error of every network. Yield each row."""
+    [pictures] = args.pictures or [8]
+    record |= dict(kind="steps", pictures=pictures, batch_rows=Guidance.copies * pictures)
+    record |= dict(load_seconds=args.load, shape=shape_of(model, run), rungs=[], profiles=[])
+    error = errors_of(model, run)
+    for name, make in makers.items():
+        started = time.perf_counter()
+        network = make()
+        times = time_steps(sampling(network, run, pictures), run.device, args)
+        row = dict(rung=name, **times, seconds=time.perf_counter() - started)
+        # the compiler would search again for the reference's two batch rows
+        if "max-autotune" not in name:
+            row["error"] = error(network)
+        del network
+        gc.collect()
+        record["rungs"].append(row)
+        yield row
+
+
+def shape_of(model: torch.nn.Module, run: Run) -> dict | None:
+    """Return the sizes of a network of one stage of DiT's blocks; None for other networks."""
+    stages = stages_of(model)
+    mlp = getattr(stages[0].blocks[0], "mlp", None)
+    if len(stages) > 1 or not hasattr(mlp, "fc1"):
+        return None
+    return dict(
+        depth=len(stages[0].blocks),
+        width=stages[0].width,
+        heads=stages[0].num_heads,
+        hidden=mlp.fc1.out_features,
+        tokens=run.tokens,
+        patch=model.patch_size,
+        channels=model.in_channels,
+        outputs=model.out_channels,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+    )
+
+
+def errors_of(model: torch.nn.Module, run: Run) -> Callable[[Network], float]:
+    """Return a function that gives a network's largest relative error, ‖out − ref‖ / ‖ref‖,
+    against `model` in float64: a label and the null label, at three timesteps.
+    """
+    shape = 2, run.spec.in_channels, run.latent_size, run.latent_size
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(run.device)
+    y = torch.tensor([1, run.spec.num_classes], device=run.device)
+    times = (980, 500, 20) if run.spec.family.prediction == "noise" else (0.02, 0.5, 0.98)
+    batches = [torch.full((2,), each, device=run.device) for each in times]
+    double = Plain(copy.deepcopy(model).double())
+    wanted = torch.stack([double.forward(x.double(), t, y) for t in batches])
+
+    def error(network):
+        found = torch.stack([network.forward(x, t, y).double() for t in batches])
+        norms = [
+            torch.linalg.vector_norm(each.flatten(1), dim=1) for each in (found - wanted, wanted)
+        ]
+        return float((norms[0] / norms[1]).max())
+
+    return error
+
+
+def judge_of(seeds: int, run: Run, count: int = 64) -> Callable[..., dict]:
+    """Return a function that judges a tier with switches of `build` by the guided pictures of a
+    demo, `count` per seed, against those of fp32 from the same noise: the worst picture's metrics
+    (MAE of 0–1), and whether every picture meets each criterion, without LPIPS.
+
+    The demo is of the run's family, or of one with the same prediction.
+    """
+    alike = [each for each in families() if each.prediction == run.spec.family.prediction]
+    name = next(each.shipped[0] for each in (run.spec.family, *alike) if each.shipped)
+    steps = run["num_sampling_steps"]
+    demo = open_run(Options(model=name, precision="fp32", num_sampling_steps=steps), run.device)
+    reference = grid.load(demo)
+    labels = [index % demo.spec.num_classes for index in range(count)]
+
+    def pictures(network, tier):
+        pipeline = reference.with_(network=network, tier=tier)
+        latents = [pipeline.latents(labels, seed) for seed in range(seeds)]
+        pixels = reference.decode(torch.cat(latents))  # in fp32 in every tier
+        return to_uint8(pixels, reference.decoder.levels).numpy()
+
+    wanted = pictures(reference.network, "fp32")
+
+    def judge(tier, **switches):
+        network = build(demo, reference.network.model, tier, **switches)
+        rows = [evaluate.measure(*pair)[0] for pair in zip(wanted, pictures(network, tier))]
+        worst = {name: min(row[name] for row in rows) for name in ("psnr", "ssim")}
+        worst["mae"] = max(row["mae"] for row in rows)
+        verdicts = {
+            gate: evaluate.verdict_of(worst, limits) for gate, limits in evaluate.GATES.items()
+        }
+        meets = {gate: verdict == "PASS" for gate, verdict in verdicts.items()}
+        worst["mae"] /= 255
+        return dict(pictures=len(rows), worst=worst, **meets)
+
+    return judge
+
+
+def profile_of(sample: Sample, tier: str, args: Namespace, device: torch.device) -> dict:
+    """Return the time of a step by kind of work and by function: kernels, copies and fills on a
+    GPU, else torch's operators. The trace goes next to the record.
+    """
     # CUPTI must outlive the first profile, or a captured step that is replayed in the
     # second one crashes.
-    os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
-    os.environ.setdefault("TEARDOWN_CUPTI", "0")
+    os.environ |= dict(DISABLE_CUPTI_LAZY_REINIT="1", TEARDOWN_CUPTI="0")
+    sample(RECORDED)  # a step is captured without the profiler
 
-    cuda = device.type == "cuda"
-
-    def on_step():
+    def on_step(*_):
         # earlier steps' kernels must not be recorded
-        if cuda and profiler.step_num == WARM_UP - 1:
+        if device.type == "cuda" and profile.step_num == RECORDED - 1:
             torch.cuda.synchronize(device)
-        profiler.step()
+        profile.step()
 
-    with profile(
-        activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda,
-        acc_events=True,
-        schedule=schedule(wait=0, warmup=WARM_UP, active=RECORDED, repeat=1),
-    ) as profiler:
-        harness.run_steps(loop, WARM_UP + RECORDED, on_step)
-    return profiler
-
-
-def kind_of(function: str) -> str:
-    """Return the kind of work of a kernel or operator by its name."""
-    kinds = (kind for kind, pattern in KINDS if re.search(pattern, function, re.I))
-    return next(kinds, OTHER)
-
-
-def by_function(profiler: profile, device: torch.device) -> list[dict]:
-    """Return the functions by the time they take, most first: kernels, copies and fills on a
-    GPU, else torch's operators. Each has its name, kind of work, ms and calls per step.
-    """
-    on_cpu = device.type == "cpu"
-    time = attrgetter("self_cpu_time_total" if on_cpu else "self_device_time_total")
-    functions = [
-        dict(
-            name=row.key,
-            kind=kind_of(row.key),
-            ms=time(row) / RECORDED / 1e3,
-            calls=row.count / RECORDED,
-        )
-        for row in profiler.key_averages()
-        if (row.device_type == DeviceType.CPU) == on_cpu
-        and not (row.is_user_annotation or row.key.startswith("ProfilerStep"))
-    ]
-    return sorted(functions, key=lambda function: -function["ms"])
-
-
-def profile_of(network: Network, tier: str, args: Namespace, device: torch.device) -> dict:
-    """Return a tier's time by kind of work and by function; the trace goes beside --output."""
-    loop = harness.sampling(network, args, device)
-    harness.run_steps(loop, WARM_UP, lambda: None)  # a step is captured without the profiler
-    profiler = record_steps(loop, device)
-    functions = by_function(profiler, device)
+    schedule = profiler.schedule(wait=0, warmup=RECORDED, active=RECORDED, repeat=1)
+    with profiler.profile(acc_events=True, schedule=schedule) as profile:
+        sample(2 * RECORDED, on_step)
+    functions = functions_of(profile.key_averages(), device)
     kinds = {}
     for function in functions:
         kind = kinds.setdefault(function["kind"], dict(ms=0.0, calls=0.0))
         kind["ms"] += function["ms"]
         kind["calls"] += function["calls"]
-    row = dict(tier=tier, steps=RECORDED, kinds=kinds, functions=functions[:MOST])
-    if args.output:
-        path = Path(args.output).with_suffix(f".{tier}.trace.json.gz")
-        with tempfile.NamedTemporaryFile(suffix=".json.gz") as trace, atomic_write(path) as file:
-            profiler.export_chrome_trace(trace.name)
-            file.write(Path(trace.name).read_bytes())
+    row = dict(tier=tier, steps=RECORDED, kinds=kinds, functions=functions[:10])
+    if args.file:
+        path = Path(args.file).with_suffix(f".{tier}.trace.json.gz")
+        profile.export_chrome_trace(str(path))
         row["trace"] = path.name
     return row
 
 
-def ceilings(tiers: list[str], device: torch.device) -> dict:
-    """Measure this machine's ceilings: for each tier a large GEMM in its arithmetic, in
-    TFLOP/s, and a large copy, in GB/s read and written: the fastest tenth of their times.
+def functions_of(events: list, device: torch.device) -> list[dict]:
+    """Return the functions by the time they take, most first, each with its kind of work, and ms
+    and calls per step. events: averages of torch.profiler.
     """
-    side = 1024
-    size = 1 << 26  # bytes
-    load = 0.2
-    window = 0.5
-    if device.type == "cuda":
-        side = 8192
-        size = 1 << 30
-        load = 1.5
+    functions = []
+    for row in events:
+        on_device = row.device_type.name.lower() == device.type
+        if not on_device or row.is_user_annotation or "ProfilerStep" in row.key:
+            continue
+        kind = next(kind for kind, names in KINDS.items() if re.search(names, row.key, re.I))
+        time_us = row.self_cpu_time_total if device.type == "cpu" else row.self_device_time_total
+        times = dict(ms=time_us / RECORDED / 1e3, calls=row.count / RECORDED)
+        functions.append(dict(name=row.key, kind=kind, **times))
+    return sorted(functions, key=lambda function: -function["ms"])
 
-    def milliseconds(work):
-        def loop(on_step):
-            work()
-            on_step()
 
-        return harness.time_steps(loop, device, load, window)["p10"]
-
+def ceilings(tiers: dict[str, None], device: torch.device) -> dict:
+    """Return this machine's ceilings: the TFLOP/s of a large GEMM in each tier's arithmetic, and
+    the GB/s, read and written, of a large copy.
+    """
+    side = 8192 if device.type == "cuda" else 1024
     tflops = {}
     for tier in tiers:
+        use(tier)
         # exact computes a float32 GEMM by three in float16
         parts = 3 if tier == "exact" else 1
         dtype = torch.float16 if tier == "exact" else precision.TIERS[tier].dtype
-        if device.type == "cuda":
-            harness.use(tier)
         a, b = torch.randn(2, side, side, device=device).to(dtype)
-        out = torch.empty_like(a)
-        ms = milliseconds(lambda: torch.mm(a, b, out=out))
-        tflops[tier] = 2 * side**3 / parts / ms / 1e9
-    source, target = torch.ones(2, size, dtype=torch.uint8, device=device)
-    ms = milliseconds(lambda: target.copy_(source))
-    return dict(tflops=tflops, gemm=f"{side} × {side} × {side}", gb_s=2 * size / ms / 1e6)
+        seconds = fastest("torch.mm(a, b, out=out)", a=a, b=b, out=torch.empty_like(a))
+        tflops[tier] = 2 * side**3 / parts / seconds / 1e12
+    source, target = torch.ones(2, 16 * side**2, dtype=torch.uint8, device=device)
+    seconds = fastest("target.copy_(source)", source=source, target=target)
+    gb_s = 2 * len(source) / seconds / 1e9
+    return dict(tflops=tflops, gemm=f"{side} × {side} × {side}", gb_s=gb_s)
 
 
-# ---- layouts, on many GPUs ----
+def fastest(statement: str, **names: torch.Tensor) -> float:
+    """Return the fastest tenth of a statement's times in seconds, under load."""
+    timer = timer_of(statement, **names)
+    timer.blocked_autorange(min_run_time=1.0)
+    return float(np.quantile(timer.blocked_autorange(min_run_time=0.5).times, 0.1))
 
 
-def runnable(network: BlockNetwork, side: int, tier: str, ranks: Ranks) -> Iterator[Layout]:
-    """Yield the layouts that can run here. side: of a latent."""
-    tokens = (side // network.patch_size) ** 2
-    divisible = not undivided(tier, network.stages)
-    for layout in LAYOUTS:
-        # Ranks find each other's memory by counting, so all of them must map memory equally often.
-        if layout.tokens > 1 and not (divisible and layout.ranks == ranks.world):
-            continue
-        with suppress(UsageError):
-            layouts.check(layout, tokens, ranks.world)
-            yield layout
+def timer_of(statement: str, **names: object) -> "Timer":
+    """Return torch's timer of a statement with these names. It synchronises the device."""
+    from torch.utils.benchmark import Timer  # warns where there is no GPU
+
+    return Timer(statement, globals=names, num_threads=torch.get_num_threads())
 
 
-def cases(
-    possible: Iterable[Layout], pictures: int, world: int
-) -> Iterator[tuple[str, Layout, int]]:
-    """Yield name, layout and number of working ranks of each case to time: one GPU, pictures for
-    each number of ranks, then useful layouts.
+# ---- many GPUs ----
+
+
+def layouts(args: Namespace, run: Run, record: dict) -> Iterator[dict]:
+    """Fill `record` with the link between the GPUs and the times of every tier, number of
+    pictures and layout. Yield each row.
     """
-    for used in (1, 2, 4, 8):
-        if used <= world and (pictures >= used or used == world and pictures > 1):
-            yield "one GPU" if used == 1 else "pictures", OFF, used
-    for layout in possible:
-        only_padding = layout.rows > Guidance.copies * pictures
-        # each GPU could have a picture
-        divides_in_vain = layout.tokens > 1 and pictures >= layout.ranks
-        if not (only_padding or divides_in_vain):
-            yield str(layout), layout, layout.ranks
-
-
-def time_layouts(args: Namespace, ranks: Ranks, network: BlockNetwork, tier: str) -> Iterator[dict]:
-    """Yield a row for each layout of the batch that `args` names, the first of one GPU."""
-    device = ranks.device
-    side = args.latent_size
-
-    def slowest(times):
-        return [max(of_ranks) for of_ranks in zip(*ranks.all_gather_object(times))]
-
-    alone = {}  # the row and the output of one GPU, the first case
-    for name, layout, used in cases(
-        runnable(network, side, tier, ranks), args.pictures, ranks.world
-    ):
-        placement = Placement(layout, ranks.world)
-        batches = [placement.rows(n, Guidance.copies) for n in placement.sizes(args.pictures)]
-        network.tune(Batch(batches, side, 0, layout.tokens).row_tokens(network.patch_size))
-        shared = ranks.share(network, layout)  # on every rank: all make the groups
-        works = ranks.rank < used
-        pictures = slice(None)
-        if layout == OFF and works:
-            pictures = Placement(OFF, used, ranks.rank).pictures(args.pictures)
-        loop = None
-        if works and range(args.pictures)[pictures]:
-            loop = harness.sampling(shared, args, device, rows=pictures)
-        row = dict(tier=tier, size=args.image_size, labels=args.pictures, gpus=used, plan=name)
-        row |= harness.time_steps(loop, device, args.load, args.window, slowest)
-        alone = alone or dict(row)
-        row["speedup"] = alone["ms"] / row["ms"]
-        if used == 1 or works and layout != OFF:
-            out = harness.guided(shared, args, device)
-            want = alone.setdefault("out", out)
-            row["error"] = float((out - want).norm() / want.norm())
-        yield row
-        network.graphs.clear()  # of this layout
-        del loop, shared
-        gc.collect()
-
-
-def link(ranks: Ranks) -> dict:
-    """Measure the link between all ranks' devices: bytes that a rank sends per second in a
-    large all-gather, in GB/s, and the time of one of four bytes, in µs.
-    """
-    device = ranks.device
-    everyone = Placement(OFF, ranks.world)
-    ranks.gather_pictures(torch.zeros(1, 1, device=device), ranks.world, everyone)  # connects
-
-    def milliseconds(count):
-        part = torch.zeros(count, device=device)
-        whole = part.new_empty(ranks.world * count)
-
-        def loop(on_step):
-            torch.distributed.all_gather_into_tensor(whole, part)
-            on_step()
-
-        times = harness.step_times(loop, 40, device)
-        return float(np.median(ranks.all_gather_object(np.median(times[10:]))))
-
-    count = 1 << (24 if device.type == "cuda" else 20)  # float32 numbers
-    sent = (ranks.world - 1) * 4 * count
-    return dict(gb_s=sent / milliseconds(count) / 1e6, us=1e3 * milliseconds(1))
-
-
-def share_batch(args: Namespace, ranks: Ranks, record: dict) -> Iterator[dict]:
-    """Fill `record` with the link and the times of every tier and number of pictures. Yield each
-    row once it is in.
-    """
-    record["link"] = link(ranks)
-    model = harness.model_of(args, ranks.device)
-    record["shape"] = harness.shape_of(model, args)
+    ranks = args.ranks
+    ranks.open_collectives()
+    model = grid.load(run).network.model
+    record |= dict(kind="parallel", gpus=ranks.world, load_seconds=args.load, plans=[])
+    record |= dict(link=link(ranks, run.device), shape=shape_of(model, run))
     tuner = Tuner(share=ranks.from_rank_0)
-    for tier in args.precision:
-        network = harness.build(args.model, model, tier, ranks.device, tuner)
-        for pictures in args.batches:
-            args.pictures = pictures
-            for row in time_layouts(args, ranks, network, tier):
+    for tier in args.tiers:
+        network = build(run, model, tier, tuner)
+        for pictures in args.pictures or (1, 8):
+            for row in time_layouts(network, tier, pictures, args, run):
                 record["plans"].append(row)
                 yield row
 
 
-# ---- the command ----
-
-
-def line(row: dict) -> str:
-    """Return a rung, a layout or a profile as text."""
-    if "kinds" in row:
-        kinds = [f"{kind} {of_kind['ms']:.2f} ms" for kind, of_kind in row["kinds"].items()]
-        lines = [f"{each['ms']:12.3f} ms  {each['name']:.72}" for each in row["functions"]]
-        return "\n".join([f"{row['tier']}, profiled: {', '.join(kinds)}", *lines])
-    name = row.get("rung") or "{tier}, {labels} labels, {gpus} ranks: {plan}".format(**row)
-    text = f"{name:40} {row['ms']:8.2f} ms [{row['p10']:.2f}, {row['p90']:.2f}]"
-    if "error" in row:
-        text += f"   error {row['error']:.1e}"
-    if "judged" in row:
-        judged = row["judged"]
-        worst = judged["worst"]
-        meets = ", ".join(f"{name} {'PASS' if judged[name] else 'FAIL'}" for name in evaluate.GATES)
-        text += (
-            f"   worst PSNR {worst['psnr']:.1f}, MAE {255 * worst['mae']:.4f} of 0-255, without "
-            f"LPIPS: {meets}"
-        )
-    return text
-
-
-def rungs_of(args: Namespace, device: torch.device) -> list[tuple[str, str, dict]]:
-    """Return the rungs of the ladder that --only names. Raises UsageError if there is
-    nothing to time.
+def link(ranks: Ranks, device: torch.device) -> dict:
+    """Return the link between all ranks' devices: the GB/s that a rank sends in a large
+    all-gather, and the µs of one of four bytes.
     """
-    every = list(ladder(device, args.precision))
-    if not args.only:
-        return every
-    rungs = [rung for rung in every if any(word in rung[0] for word in args.only)]
-    if not (rungs or args.vs):
-        names = ", ".join(name for name, _, _ in every)
-        raise UsageError(
-            f"--only {' '.join(args.only)}: no rung on {device} has that in its name; there are "
-            f"{names}"
-        )
-    return rungs
+    everyone = Placement(OFF, ranks.world)
+    ranks.gather_pictures(torch.zeros(1, 1, device=device), ranks.world, everyone)  # connects
+
+    def seconds(count):
+        part = torch.zeros(count, device=device)
+        whole = part.new_empty(ranks.world * count)
+        gather = "dist.all_gather_into_tensor(whole, part)"
+        timer = timer_of(gather, dist=dist, whole=whole, part=part)
+        timer.timeit(10)
+        return float(np.median(ranks.all_gather_object(timer.timeit(30).mean)))
+
+    count = 1 << (24 if device.type == "cuda" else 20)  # float32 numbers
+    sent = (ranks.world - 1) * 4 * count
+    return dict(gb_s=sent / seconds(count) / 1e9, us=1e6 * seconds(1))
 
 
-def prepare(args: Namespace, ranks: Ranks) -> torch.device:
-    """Return the device, and complete `args` for it. Raises UsageError before anything is
-    measured.
+def layouts_of(
+    network: BlockNetwork, tier: str, pictures: int, tokens: int, world: int
+) -> Iterator[tuple[str, Layout, int]]:
+    """Yield name, layout and number of working ranks: one GPU, pictures for each number of
+    ranks, then layouts that share an evaluation.
     """
-    if ranks.world > 1:
-        args.device = ranks.take_device(args.device)
-        ranks.run_collectively(lambda: args.output and check_writable(args.output), only=0)
-        args.output = args.output if ranks.rank == 0 else None
-    device = harness.prepare(args)
-    args.batches = args.pictures or ([8] if ranks.world == 1 else [1, 8])
-    args.pictures = args.batches[0]
-    args.precision = args.precision or harness.contest_tiers(device)
-    for tier in args.precision:
-        precision.require("precision", tier, device)
-    if args.vs and device.type != "cuda":
-        raise UsageError("--vs: compares float16 on a GPU, and this is none; leave it out")
-    if ranks.world > 1:
-        for name in ("gate", "only", "profile", "vs"):
-            if getattr(args, name):
-                raise UsageError(f"--{name}: is for one process; leave it out under torchrun")
-        return device
-    if len(args.batches) > 1:
-        raise UsageError("--pictures: one process times one batch; give one, or use torchrun")
-    args.rungs = rungs_of(args, device)
-    return device
+    for used in (1, 2, 4, 8):
+        if used <= world and (pictures >= used or used == world and pictures > 1):
+            yield "one GPU" if used == 1 else "pictures", OFF, used
+    for layout in SHARED:
+        fits = layout.ranks <= world and layout.rows <= Guidance.copies * pictures
+        if layout.tokens > 1:
+            # Ranks find each other's memory by counting, so all must map memory equally often.
+            fits &= layout.ranks == world > pictures and tokens % layout.tokens == 0
+            fits &= not parallel.undivided(tier, network.stages)
+        if fits:
+            yield str(layout), layout, layout.ranks
 
 
-def measure(args: Namespace, ranks: Ranks) -> None:
-    """Time, judge and profile; rank 0 writes and prints."""
-    device = prepare(args, ranks)
-    about = harness.about("steps", args, device)
-    alone = ranks.world == 1
-    if alone:
-        record = about | dict(batch_rows=2 * args.pictures, rungs=[], profiles=[])
-        work = climb(args, device, record)
-    else:
-        ranks.open_collectives()
-        del about["pictures"]
-        record = about | dict(kind="parallel", gpus=ranks.world, plans=[])
-        work = share_batch(args, ranks, record)
-    record["load_seconds"] = args.load
-    for row in work:
-        if ranks.rank == 0:
-            harness.write(args.output, record)
-            tqdm.write(line(row))
+def time_layouts(
+    network: BlockNetwork, tier: str, pictures: int, args: Namespace, run: Run
+) -> Iterator[dict]:
+    """Yield a row for each layout of a batch, first of one GPU: the time of the slowest rank."""
+    ranks = args.ranks
 
+    def slowest(times):
+        return [max(of_ranks) for of_ranks in zip(*ranks.all_gather_object(times))]
 
-def main() -> None:
-    parser = OneLineParser(description=__doc__.splitlines()[0])
-    harness.add_arguments(parser)
-    parser.add_argument(
-        "--pictures",
-        type=positive,
-        nargs="+",
-        metavar="N",
-        help="pictures in a batch, two batch rows each (default: 8; ranks: 1 and 8)",
-    )
-    harness.add_timing(parser)
-    parser.add_argument(
-        "--precision",
-        nargs="+",
-        choices=precision.TIERS,
-        help="tiers; the ladder climbs half ones step by step (default: all but bf16)",
-    )
-    parser.add_argument(
-        "--only", nargs="+", default=[], metavar="WORD", help="rungs with such a word in their name"
-    )
-    parser.add_argument(
-        "--vs",
-        nargs="+",
-        choices=RIVALS,
-        default=[],
-        help="the same weights in float16 as others run them; compile, max-autotune: modes of "
-        "torch.compile",
-    )
-    parser.add_argument(
-        "--gate", type=int, default=0, metavar="SEEDS", help="judge a demo's pictures, 64 a seed"
-    )
-    parser.add_argument("--profile", action="store_true", help="profile each tier of the ladder")
-    args = parser.parse_args()
-    with user_errors(parser):
-        many = numbers().world > 1
-        if not many:
-            measure(args, Ranks())
-    if many:
-        with launched_ranks("steps.py") as ranks:
-            measure(args, ranks)
-
-
-if __name__ == "__main__":
-    main()
+    one_gpu = None  # ms
+    for name, layout, used in layouts_of(network, tier, pictures, run.tokens, ranks.world):
+        placement = Placement(layout, ranks.world)
+        batches = [placement.rows(n, Guidance.copies) for n in placement.sizes(pictures)]
+        batch = Batch(batches, run.latent_size, run.spec.num_classes, layout.tokens)
+        network.tune(batch.row_tokens(network.patch_size))
+        shared = ranks.share(network, layout)  # on every rank: all make the groups
+        part = slice(pictures if ranks.rank < used else 0)
+        if layout == OFF and ranks.rank < used:
+            part = Placement(OFF, used, ranks.rank).pictures(pictures)
+        sample = None
+        if range(pictures)[part]:
+            sample = sampling(shared, run, pictures, part)
+        times = time_steps(sample, run.device, args, slowest)
+        one_gpu = one_gpu or times["ms"]
+        row = dict(tier=tier, size=run["image_size"], labels=pictures, gpus=used, plan=name)
+        row |= times | dict(speedup=one_gpu / times["ms"])
+        yield row
+        network.graphs.clear()  # of this layout
+        del sample, shared
+        gc.collect()

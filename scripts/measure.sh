@@ -32,7 +32,7 @@ fi
 shift
 asked=$*
 # Steps need no decoder; whole runs have a number of steps.
-network=() run=() steps=() tiers=(all) gpus= fork=
+network=() run=() steps=() tiers=() gpus= fork=
 while (($#)); do
   flag=$1 values=()
   shift
@@ -45,7 +45,7 @@ while (($#)); do
     --ckpt | --model | --image-size) network+=("$flag" "${values[@]}") ;;
     --vae | --num-sampling-steps | --repeats) run+=("$flag" "${values[@]}") ;;
     --load | --window) steps+=("$flag" "${values[@]}") ;;
-    --precision) tiers=("${values[@]}") steps+=("$flag" "${values[@]}") ;;
+    --precision) tiers=("$flag" "${values[@]}") ;;
     --gpus) gpus=${values[0]} ;;
     --fork) fork=${values[0]} ;;
     *) fail "$flag: no such flag; bash scripts/measure.sh --help lists them" ;;
@@ -64,6 +64,8 @@ if ((found)); then
 else
   echo "No GPU: the demo is measured on the CPU, one thread a process."
   export OMP_NUM_THREADS=1 # one process and many then compute the same bits
+  network=(--model DiT-Demo/2 --device cpu "${network[@]}") # a later --model wins
+  run=(--repeats 1 "${run[@]}")
   gate=()
 fi
 gpus=${gpus:-$((found ? found : 2))}
@@ -86,16 +88,16 @@ measure() { # FILE COMMAND...
 
 counts=(1) # of GPUs
 for ((n = 2; n <= gpus; n *= 2)); do counts+=("$n"); done
-jobs=(python bench/jobs.py "${network[@]}" "${run[@]}")
+jobs=(python bench/measure.py jobs "${network[@]}" "${run[@]}")
 for n in "${counts[@]}"; do
-  measure "contest-$n.json" "${jobs[@]}" --contest "${tiers[@]}" --gpus "$n"
+  measure "contest-$n.json" "${jobs[@]}" "${tiers[@]}" --gpus "$n"
 done
-measure ladder.json python bench/steps.py "${network[@]}" "${steps[@]}" "${gate[@]}" --profile
+measure ladder.json python bench/measure.py ladder "${network[@]}" "${steps[@]}" "${tiers[@]}" "${gate[@]}" --profile
 if ((gpus > 1)); then
-  measure layouts.json torchrun --standalone --nproc_per_node="$gpus" bench/steps.py \
-    "${network[@]}" --load 1 --window 1 "${steps[@]}"
+  measure layouts.json torchrun --standalone --nproc_per_node="$gpus" bench/measure.py layouts \
+    "${network[@]}" --load 1 --window 1 "${steps[@]}" "${tiers[@]}"
   for n in "${counts[@]}"; do
-    measure "label-$n.json" "${jobs[@]}" --contest "${tiers[@]}" --pictures 1 --gpus "$n"
+    measure "label-$n.json" "${jobs[@]}" "${tiers[@]}" --labels 0 --gpus "$n"
   done
 fi
 [[ -z $fork ]] || measure fork.json "${jobs[@]}" --fork "$fork"

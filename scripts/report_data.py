@@ -5,8 +5,10 @@ are never mixed.
 """
 
 import hashlib
+import math
 import re
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +16,10 @@ import numpy as np
 import evaluate
 from accel import precision
 from accel.errors import UsageError
-from accel.files import ROOT
+from accel.files import ROOT, read_json
 from accel.picture_files import read_picture
-from bench import harness
-from bench.jobs import CONTEST, other_job, rehearsal, score
-from bench.steps import STEPS
+from bench.measure import CONTEST, RANDOM
+from bench.steps import RUNGS
 from scripts.strategies import COPIES, Machine, Shape, bytes_moved, choose, designs, flops
 
 KINDS = {  # kind of record → entries that must be the same in all records
@@ -51,7 +52,10 @@ def read_log(folder: Path) -> dict[str, list[dict]]:
     """
     log = {kind: [] for kind in KINDS}
     for path in sorted(folder.glob("*.json")):
-        record = harness.read(path, str(path), "measure again or remove it")
+        try:
+            record = read_json(path)
+        except (ValueError, OSError) as error:
+            raise UsageError(f"{path}: not JSON ({error}); measure again or remove it") from None
         if path.with_name(path.name + ".unfinished").exists():
             raise UsageError(
                 f"{path}: is not finished: wait, or if nothing runs, give the same measure.sh "
@@ -67,11 +71,36 @@ def read_log(folder: Path) -> dict[str, list[dict]]:
             raise UsageError(
                 f"{folder}: holds no {kind} measurement; bash scripts/measure.sh {folder} makes it"
             )
-        harness.require_alike([log["contest"][0], *log[kind]], names)
+        first = log["contest"][0]
+        for record, name in product(log[kind], names):
+            if record[name] != first[name]:
+                raise UsageError(
+                    f"{first['path']} is of {name} {first[name]}, {record['path']} of "
+                    f"{record[name]}: move one of them elsewhere"
+                )
     return log
 
 
 # ---- the contest's job ----
+
+
+def other_job(record: dict) -> bool:
+    """Return whether a record is of another job than the contest's. Random weights make none:
+    they cost the same time.
+    """
+    return any(record[key] != value for key, value in CONTEST.items())
+
+
+def rehearsal(record: dict) -> bool:
+    """Return whether the picture of a record cannot be handed in: it is of another job, or of
+    random weights.
+    """
+    return other_job(record) or RANDOM in (record["weights"], record.get("decoder"))
+
+
+def score(seconds: float) -> float:
+    """Return the contest's points for T seconds: 50 up to 100 s, none from 300 s on."""
+    return 50 * min(1.0, max(0.0, math.log(300 / seconds) / math.log(3)))
 
 
 def runs(log: dict) -> list[dict]:
@@ -244,7 +273,7 @@ def plans_of(log: dict, tier: str, labels: int) -> list[dict]:
 
 
 def plan_of(design: str, labels: int, gpus: int) -> str | None:
-    """Return the layout of bench/steps.py that measures a design."""
+    """Return the layout of bench/measure.py that measures a design."""
     return {
         "data": "pictures",
         "rows": f"rows={min(gpus, COPIES * labels)}",
@@ -331,7 +360,7 @@ def collect(log: dict, picture: Path, lpips: Callable) -> dict:
     gpus = max(row["gpus"] for row in rows)
     before = baseline["tier"]
     profiled = [profile["tier"] for profile in ladder["profiles"]]
-    steps_today = {"", *dict(STEPS)}
+    steps_today = {"", *dict(RUNGS)}
     sources = [*log["contest"], *log["fork"], ladder, *log["parallel"]]
     versions = {}
     for key in ("driver", "torch", "python", "cores", "version", "commit", "date"):
@@ -343,7 +372,7 @@ def collect(log: dict, picture: Path, lpips: Callable) -> dict:
             {name: first[name] for name in ("model", "image_size", "steps", "pictures")},
             weights=first["weights"],
             decoder=first["decoder"],
-            random=harness.RANDOM in (first["weights"], first["decoder"]),
+            random=RANDOM in (first["weights"], first["decoder"]),
             other=other_job(first),
             rehearsal=rehearsal(first),
         ),

@@ -16,7 +16,7 @@ COPIES = 2  # batch rows of a label: with its class and with the null class
 
 
 class Shape(NamedTuple):
-    """A DiT's sizes, as bench/steps.py records them."""
+    """A DiT's sizes, as bench/measure.py records them."""
 
     depth: int
     width: int

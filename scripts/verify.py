@@ -28,7 +28,7 @@ from accel.opening import choose_device
 from accel.options import OPTIONS
 from accel.output import check_writable
 from accel.precision import TIERS, require, supports
-from bench import harness
+from bench import measure
 
 
 def sample(given: dict, tier: str, seeds: int, folder: Path) -> tuple[list[Path], float]:
@@ -83,7 +83,7 @@ def verify(args: Namespace) -> int:
     best = min(passing, key=lambda tier: reports[tier]["seconds"], default="fp32")
     record = dict(
         kind="verify",
-        **harness.provenance(device, None),
+        **measure.provenance(device, None),
         gate=args.gate,
         seeds=seeds,
         seconds=seconds,
@@ -91,7 +91,7 @@ def verify(args: Namespace) -> int:
         recommended=best,
         vgg_weights=lpips.source,
     )
-    harness.write(args.folder / "verify.json", evaluate.json_ready(record))
+    measure.write(args.folder / "verify.json", evaluate.json_ready(record))
     print(f"RECOMMENDED: --precision {best}")
     statuses = (evaluate.EXIT_STATUS[report["verdict"]] for report in reports.values())
     return 0 if passing else max(statuses, default=1)

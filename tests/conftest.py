@@ -154,13 +154,13 @@ def here(monkeypatch, capsys, one_thread):
 
 @pytest.fixture
 def log(here, tmp_path):
-    """Run a program of bench/: log("jobs", "--contest") → the record that it writes, the
-    text that it prints.
+    """Run bench/measure.py: log("jobs", "--labels", 0) → the record that it writes, the rows
+    that it prints.
     """
 
-    def log(program, *args):
+    def log(*args):
         output = tmp_path / "log.json"
-        printed = forks.succeeds(here(f"bench/{program}.py", *args, "--output", output))
+        printed = forks.succeeds(here("bench/measure.py", *args, "--output", output))
         return json.loads(output.read_text()), printed
 
     return log

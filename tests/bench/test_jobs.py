@@ -1,73 +1,93 @@
-"""Whole processes: the contest's time and points, and FID jobs."""
+"""Whole processes: grids, the organisers' program and FID jobs; refusals before anything is
+measured.
+"""
 
 import hashlib
+import json
 import os
 import shutil
 import time
-from subprocess import CompletedProcess
 from types import SimpleNamespace
 
 import forks
 import pytest
+import torch
 from conftest import ROOT
-from forks import refused
 
-from bench import harness, jobs
+from bench import measure
+
+DEMO = "--model", "DiT-Demo/2", "--device", "cpu"
+SMALL = "--model", "DiT-S/8", "--image-size", 64, "--num-sampling-steps", 1, "--device", "cpu"
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def forked(monkeypatch):
-    """The jobs' processes are forks, torchrun's ranks too: its agent would import torch
-    anew in each.
-    """
+    """The jobs' processes are forks: a fresh interpreter imports torch anew."""
 
     def run(command, cwd, **_):
-        words = command[1:]
-        if words[:3] != forks.torchrun(1)[:3]:
-            return forks.run(words, cwd)
-        ranks = forks.ranks(int(words[3].removeprefix("--nproc_per_node=")), words[4:], cwd)
-        texts = [rank.communicate(timeout=240) for rank in ranks]
-        return CompletedProcess(command, max(rank.returncode for rank in ranks), *texts[0])
+        return forks.run(command[1:], cwd)
 
-    monkeypatch.setattr(jobs, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(measure, "subprocess", SimpleNamespace(run=run, PIPE=None))
 
 
-@pytest.mark.parametrize(
-    "seconds, points", [(0.5, 50), (100, 50), (300 / 3**0.5, 25), (299.9, 0.015), (900, 0)]
-)
-def test_the_contests_points(seconds, points):
-    assert jobs.score(seconds) == pytest.approx(points, abs=0.001)
+def digest(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_contest(forked, tmp_path, run, log):
-    record, printed = log("jobs", "--contest", "--device", "cpu", "--num-sampling-steps", 2)
+REFUSED = [
+    (["ladder", *DEMO, "--output", "/proc/x.json"], "--output /proc/x.json: No such file"),
+    (["ladder", *DEMO, "--only", "graph"], "--only: no rung has that in its name; there are fp32"),
+    (["ladder", "--model", "DiT-S/8", "--image-size", "144"], "--image-size 144: must be a "),
+    (["ladder", *DEMO, "--precision", "fp16"], "--precision fp16: cpu has no "),
+    (["layouts", *DEMO], "use torchrun for layouts"),
+    (["jobs", *DEMO, "--labels", "9"], "--labels 9: "),
+    (["steps", *DEMO], "argument measurement: invalid choice: 'steps'"),
+]
+
+
+@pytest.mark.parametrize("arguments, words", REFUSED)
+def test_refused_before_anything_is_measured(arguments, words, here):
+    line = forks.refused(here("bench/measure.py", *arguments))
+    assert line.startswith("measure.py: ") and words in line
+
+
+def test_a_file_runs_as_its_module_does():
+    done = forks.run([ROOT / "bench/measure.py", "ladder", "--model", "x"], cwd="/")
+    assert done.returncode == 2
+    assert done.stderr.startswith("measure.py: --model x: unknown")
+
+
+def test_the_command_can_be_typed_again(monkeypatch):
+    monkeypatch.setattr("sys.argv", [str(ROOT / "bench" / "x.py"), "--flag", "two words"])
+    origin = measure.provenance(torch.device("cpu"))
+    assert origin["command"] == "python bench/x.py --flag 'two words'"
+    monkeypatch.setenv("PATH", "/bin")
+    monkeypatch.setenv("GIT_DIR", "/nowhere")
+    assert measure.provenance(torch.device("cpu"))["commit"] is None
+
+
+def test_a_grid_of_two_ranks(tmp_path, run, log):
+    """The picture that was timed is the one that the same settings make."""
+    flags = "--labels", 5, 2, 0, "--num-sampling-steps", 2, "--seed", 3
+    record, printed = log("jobs", *DEMO, *flags, "--gpus", 2, "--repeats", 2)
     [row] = record["contest"]
-    [once] = row["runs"]
-    assert record["kind"] == "contest" and record["model"] == "DiT-Demo/2" and record["steps"] == 2
-    assert record["gpus"] == 1
-    assert row["tier"] == "fp32" and row["seconds"] == once["total"] < once["process"]
-    assert "points" not in row and "a rehearsal, no points" in printed
-    assert {"load", "sample", "decode", "save"} < set(once)
-    # The picture that was timed is the one that the same settings make.
-    flags = ["--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", "2", "--output"]
-    assert run("sample.py", *flags, tmp_path / "again.png").returncode == 0
-    assert hashlib.sha256((tmp_path / "again.png").read_bytes()).hexdigest() == row["picture"]
-    assert "DiT-Demo/2 · 128 px · 8 labels · 2 steps" in row["settings"]
-
-
-def test_contest_of_two_ranks(forked, tmp_path, log):
-    """The first labels only; the picture is kept beside the record."""
-    small = "--gpus", 2, "--device", "cpu", "--steps", 1, "--pictures", 3
-    record, _ = log("jobs", "--contest", "all", *small)
-    [row] = record["contest"]
-    assert record["gpus"] == 2 and record["pictures"] == 3 and row["settings"].endswith(" 2 ranks")
-    assert "3 labels" in row["settings"] and str(ROOT) not in row["command"]
-    assert row["command"].startswith("python sample.py --gpus 2 --model ")
-    assert "--labels 0 1 2 " in row["command"]
-    kept = tmp_path / row["file"]
-    assert kept.name == "log-fp32.png"
-    assert hashlib.sha256(kept.read_bytes()).hexdigest() == row["picture"]
-    assert {"load", "sample", "gather", "save", "total"} < set(row["runs"][0])
+    assert json.loads(printed.splitlines()[-1]) == row
+    names = "kind", "model", "image_size", "steps", "gpus", "pictures", "weights", "decoder"
+    assert [record[name] for name in names] == [
+        *("contest", "DiT-Demo/2", 128, 2, 2, 3, "dit.safetensors", "vae")
+    ]
+    assert (
+        row["tier"] == "fp32" and row["seconds"] == sum(each["total"] for each in row["runs"]) / 2
+    )
+    for phases in row["runs"]:
+        assert {"load", "sample", "gather", "save", "total"} < set(phases)
+    assert "3 labels · 2 steps" in row["settings"]
+    words = "python sample.py --gpus 2 --model DiT-Demo/2 --device cpu --labels 5 2 0 "
+    assert row["command"].startswith(words) and str(ROOT) not in row["command"]
+    again = tmp_path / "again.png"
+    done = run("sample.py", *DEMO, *flags, "--gpus", 2, "--output", again)
+    assert done.returncode == 0 and row["file"] == "log-fp32.png"
+    assert digest(again) == row["picture"] == digest(tmp_path / row["file"])
 
 
 FORK = """import argparse
@@ -97,7 +117,7 @@ print(f"Average sampling time: {sum(seconds) / 2:.4f} seconds.")
 """
 
 
-def test_the_organisers_program(forked, tmp_path, tiny_vae, log):
+def test_the_organisers_program(tmp_path, tiny_vae, log):
     """A program that prints what theirs does: T of its first grid has its loading, the figure
     that it prints has not.
     """
@@ -107,84 +127,28 @@ def test_the_organisers_program(forked, tmp_path, tiny_vae, log):
     (fork / "sample.py").write_text(FORK)
     (fork / "sample_0.png").write_bytes(b"an older grid")
     os.utime(fork / "sample_0.png", (time.time() - 1e4,) * 2)
-    small = "--model", "DiT-S/8", "--image-size", 64, "--steps", 1, "--device", "cpu"
-    record, printed = log("jobs", "--fork", fork, *small)
+    record, _ = log("jobs", *SMALL, "--fork", fork)
     row = record["fork"]
     assert record["kind"] == "fork" and row["tier"] == "fp32" and row["grids"] == 2
     # The program sleeps: 0.2 s for each grid, and 0.5 s before the first.
     assert row["printed"] >= 0.2 and row["seconds"] >= 0.7
-    assert f"printed: {row['printed']} s" in printed
-    first = (fork / "output/sample_0.png").read_bytes()
-    assert (tmp_path / row["file"]).read_bytes() == first
-    assert row["picture"] == hashlib.sha256(first).hexdigest()
+    first = fork / "output/sample_0.png"
+    assert digest(first) == row["picture"] == digest(tmp_path / row["file"])
 
 
-def test_random_weights_and_a_random_decoder_without_files(forked, log):
-    small = "--model", "DiT-S/8", "--image-size", 64, "--steps", 1
-    record, printed = log("jobs", "--contest", "--device", "cpu", *small)
+def test_random_weights_and_a_random_decoder_without_files(log):
+    record, _ = log("jobs", *SMALL, "--labels", 0, "--repeats", 1)
     assert record["weights"] == record["decoder"] == "random, seed 0"
-    assert (
-        record["contest"][0]["seconds"] > 0
-        and "--ckpt FOLDER/random.pt --vae FOLDER/vae" in record["contest"][0]["command"]
-        and "A picture of random ones is a rehearsal's" in printed
-    )
+    [row] = record["contest"]
+    assert row["seconds"] > 0 and "--ckpt FOLDER/random.pt --vae FOLDER" in row["command"]
 
 
-@pytest.mark.parametrize("random", ["weights", "decoder"])
-def test_the_contests_job_with_random_weights_is_a_rehearsal(random):
-    """Random weights cost the same time, so the report gives points for T."""
-    record = jobs.CONTEST | dict(weights="XL.pt", decoder="ema")
-    assert not jobs.rehearsal(record) and jobs.rehearsal(record | dict(steps=25))
-    record[random] = harness.RANDOM
-    assert jobs.rehearsal(record) and not jobs.other_job(record)
-
-
-def test_all_missing_files_are_named_at_once(run, tmp_path):
-    """Weights and decoder without a network connection, as sample.py does."""
-    names = "http_proxy", "https_proxy", "HTTPS_PROXY", "HF_ENDPOINT"
-    nowhere = dict.fromkeys(names, "http://127.0.0.1:9") | dict(HF_HUB_CACHE=str(tmp_path))
-    flags = "--model", "DiT-XL/2", "--ckpt", "DiT-XL-2-512x512.pt", "--vae", "ema"
-    line = refused(run("bench/jobs.py", "--contest", "--device", "cpu", *flags, **nowhere))
-    assert "--ckpt DiT-XL-2-512x512.pt: download failed" in line
-    assert "--vae stabilityai/sd-vae-ft-ema: not here" in line
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_fid_job(ranks, forked, log):
-    count = 4 * ranks
-    small = "--batch", 2, "--device", "cpu", "--steps", 2
-    record, printed = log("jobs", "--fid", count, "--gpus", ranks, *small)
-    assert (record["kind"], record["pictures"], record["steps"]) == ("fid", count, 2)
-    assert (record["gpus"], record["precision"]) == (ranks, "fp32")
-    [once] = record["fid"]
-    assert once["pictures_per_s"]["whole"] == count / once["process"]
-    assert once["pictures_per_s"]["steady"] > 0
-    assert 0 < once["sample"] + once["decode"] < once["total"] < once["process"]
-    assert "steady" in printed
-
-
-def test_pictures_per_second(tmp_path):
-    """Three batches of two: the first, which warms up, does not count."""
-    (tmp_path / "job").mkdir()
-    for index, second in enumerate((100, 108, 110, 111, 112, 112)):
-        (tmp_path / "job" / f"{index:06}.png").touch()
-        os.utime(tmp_path / "job" / f"{index:06}.png", (second, second))
-    assert jobs.pictures_per_second(tmp_path, 2) == 4 / (112 - 108)
-
-
-def test_a_commands_complaint_is_given_in_its_line(forked, tmp_path, here):
-    done = here(
-        "bench/jobs.py",
-        "--contest",
-        "--device",
-        "cpu",
-        "--model",
-        "DiT-S/8",
-        "--vae",
-        "x",
-        "--output",
-        tmp_path / "x.json",
-    )
-    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith(
-        "jobs.py: sample.py: --vae x: "
-    )
+def test_an_fid_job(log):
+    """Two batches of two."""
+    flags = "--num-fid-samples", 4, "--per-proc-batch-size", 2, "--num-sampling-steps", 2
+    record, _ = log("jobs", *DEMO, *flags, "--repeats", 1)
+    assert (record["kind"], record["pictures"], record["steps"]) == ("fid", 4, 2)
+    [row] = record["fid"]
+    [once] = row["runs"]
+    assert row["tier"] == "fp32" and row["pictures_per_s"] > 0
+    assert {"load", "sample", "decode"} < set(once) and row["seconds"] == once["total"]

@@ -50,6 +50,23 @@ def fresh_process(*arguments, **environment):
     return done.stdout
 
 
+def compile_for(capability):
+    """Make Triton compile for an older GPU of `capability`, and the driver compile its
+    PTX for this GPU. Call this once in a process, before a kernel is launched.
+    """
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.driver import CudaDriver
+
+    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+
+    def keep_ptx(backend, stages, *_):
+        stages["cubin"] = lambda ptx, metadata: ptx.encode() + b"\0"
+
+    CudaDriver.get_current_target = lambda driver: target
+    knobs.runtime.add_stages_inspection_hook = keep_ptx
+
+
 def interpreted(call):
     """Make `call`, "module.function(…)" of a test file, with Triton's interpreter, which
     must be chosen before Triton is imported.

@@ -12,7 +12,7 @@ from kernel_testing import compiled_for, fresh_process
 RUN = """
 import torch
 from accel import gpu
-from bench.harness import compile_for
+from kernel_testing import compile_for
 
 capability = {capability}
 compile_for(capability)

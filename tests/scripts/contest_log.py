@@ -10,7 +10,7 @@ import numpy as np
 from conftest import ROOT
 from PIL import Image
 
-from bench.jobs import CONTEST
+from bench.measure import CONTEST
 
 ABOUT = dict(
     gpu="NVIDIA H200",
@@ -93,7 +93,7 @@ def contest(folder, name, gpus, labels, seconds):
             )
         )
     record = ABOUT | dict(kind="contest", gpus=gpus, decoder="ema", contest=rows, pictures=labels)
-    command = f"python bench/jobs.py --contest all --gpus {gpus} --output log/mine/{name}.json"
+    command = f"python bench/measure.py jobs --gpus {gpus} --output log/mine/{name}.json"
     write(folder / f"{name}.json", record | dict(command=command))
 
 
@@ -119,7 +119,7 @@ def ladder(folder):
         rungs=read("ladder-h200-512px-16rows.json")["rungs"],
         profiles=profiles,
         ceilings=dict(tflops=CEILINGS, gemm="8192 × 8192 × 8192", gb_s=4214.0),
-        command="python bench/steps.py --gate 1 --profile --output log/mine/ladder.json",
+        command="python bench/measure.py ladder --gate 1 --profile --output log/mine/ladder.json",
     )
     write(folder / "ladder.json", ABOUT | more)
 
@@ -147,7 +147,7 @@ def layouts(folder):
         shape=SHAPE,
         link=dict(gb_s=250.0, us=18.0),
         plans=plans,
-        command="torchrun --standalone --nproc_per_node=4 bench/steps.py --output layouts.json",
+        command="torchrun --standalone --nproc_per_node=4 bench/measure.py layouts --output layouts.json",
     )
     record = ABOUT | more
     del record["pictures"], record["steps"]
@@ -164,7 +164,7 @@ def fork(folder):
         picture=picture(folder / "fork.png", 0),
         file="fork.png",
     )
-    command = "python bench/jobs.py --fork ../fork --ckpt XL.pt --output log/mine/fork.json"
+    command = "python bench/measure.py jobs --fork ../fork --ckpt XL.pt --output log/mine/fork.json"
     record = ABOUT | dict(kind="fork", gpus=1, decoder="ema", fork=row, command=command)
     write(folder / "fork.json", record)
 

@@ -47,9 +47,12 @@ def test_a_file_that_was_cut_short_is_measured_again(folder):
     (folder / "asked.txt").unlink()
     (folder / "ladder.json.unfinished").touch()
     done = measure(folder, "--model", "DiT-None/2")
-    assert done.returncode == 2 and "steps.py: argument --model: invalid choice" in done.stderr
+    assert done.returncode == 2 and "measure.py: --model DiT-None/2: unknown" in done.stderr
     assert "contest-2.json is there" in done.stdout
-    assert "== python bench/steps.py --model DiT-None/2 --profile" in done.stdout
+    assert (
+        "== python bench/measure.py ladder --model DiT-Demo/2 --device cpu --model DiT-None/2 --profile"
+        in done.stdout
+    )
     assert (folder / "ladder.json.unfinished").exists()
 
 

@@ -17,7 +17,7 @@ from forks import refused, succeeds
 from evaluate import Lpips
 from scripts import report
 
-CODE = "bench/steps.py", "models.py"
+CODE = "bench/measure.py", "models.py"
 DEMO = "log/cpu.json", "pretrained_models/download.py", "pretrained_models/demo/dit.safetensors"
 TRACKED = *CODE, *DEMO, "pretrained_models/large.pt", "log/example/report.md"
 PROGRAMS = ".gitignore", "scripts/pack.sh"

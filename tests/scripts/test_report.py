@@ -20,7 +20,7 @@ from pages import NO_FIGURE, code_blocks, half_digit, numbers, program, unknown_
 
 import evaluate
 from accel.errors import UsageError
-from bench.steps import STEPS
+from bench.steps import RUNGS
 from scripts import report, report_data
 from scripts.strategies import Machine, Shape, designs
 
@@ -170,7 +170,7 @@ def test_another_tier_is_another_report(log):
     assert "on 2 GPUs in `fp16`" in text and "**After: `fp16`**, 32.2 ms" in text
     ranked = [line for line in text.splitlines() if re.match(r"- fp16 \+ ", line)]
     gains = [np.subtract(*map(float, re.findall(r"[\d.]+(?= →| ms)", line)[:2])) for line in ranked]
-    assert len(gains) == len(STEPS) and gains == sorted(gains, reverse=True)
+    assert len(gains) == len(RUNGS) and gains == sorted(gains, reverse=True)
     same = text_of(log, "contest-4-fp32.png")
     (log / "fork.json").unlink()
     assert "**After" in same and "**After" not in text_of(log, "contest-4-fp32.png")
@@ -211,6 +211,21 @@ def test_no_value_is_invented_for_lpips(log, monkeypatch, tmp_path):
     (log / "fork.json").unlink()
     text = text_of(log, "contest-1-fp32.png", lpips=evaluate.Lpips())
     assert "| LPIPS (VGG16) | 0.0000 | ≤ 0.01 | yes |" in text and "identical to the bit" in text
+
+
+@pytest.mark.parametrize(
+    "seconds, points", [(0.5, 50), (100, 50), (300 / 3**0.5, 25), (299.9, 0.015), (900, 0)]
+)
+def test_the_contests_points(seconds, points):
+    assert report_data.score(seconds) == pytest.approx(points, abs=0.001)
+
+
+def test_random_weights_have_the_contests_time_and_no_hand_in():
+    record = contest_log.ABOUT | dict(decoder="ema")
+    assert not report_data.rehearsal(record) and report_data.rehearsal(record | dict(steps=25))
+    for random in ("weights", "decoder"):
+        other = record | {random: "random, seed 0"}
+        assert report_data.rehearsal(other) and not report_data.other_job(other)
 
 
 def test_a_rehearsal_has_no_points(log):
@@ -398,7 +413,9 @@ def test_the_commands_that_it_gives_are_todays(lang, written):
     assert "python sample.py --gpus 4 --ckpt XL.pt --precision exact --output again.png" in text
     assert "measure.sh log/mine --ckpt" not in text or "log/again" in text
     environment = written[lang]["handin/environment.txt"].decode()
-    assert "\ntorch==" in environment and "contest-4.json: python bench/jobs.py" in environment
+    assert (
+        "\ntorch==" in environment and "contest-4.json: python bench/measure.py jobs" in environment
+    )
     ran = contest_log.ABOUT["torch"].partition("+")[0]
     elsewhere = not importlib.metadata.version("torch").startswith(ran)
     assert ("in another environment than this one" in environment) == elsewhere

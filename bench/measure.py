@@ -1,0 +1,302 @@
+"""Measure steps and whole jobs; --output gets a JSON record.
+
+    python bench/measure.py ladder --gate 3 --profile --output output/ladder.json
+    python bench/measure.py rivals --vs eager max-autotune --output output/rivals.json
+    torchrun --standalone --nproc_per_node=4 bench/measure.py layouts --output output/layouts.json
+    python bench/measure.py jobs --gpus 4 --output output/contest.json
+    python bench/measure.py jobs --fork ../DiT-SUSTCSC --ckpt WEIGHTS --output output/fork.json
+    python bench/measure.py jobs --num-fid-samples 640 --sampler dpm++ --num-sampling-steps 10
+
+ladder: the time of a step on one GPU by every optimisation of every tier, and its error; with
+--gate also pictures of the family's demo; with --profile the time of GEMMs, attention and
+element-wise work, this machine's ceilings, and a trace for Perfetto next to --output.
+rivals: the tiers, and the reference network as torch runs it, eager or compiled.
+layouts: the time of a step by every layout in which the ranks share a batch.
+jobs: whole processes. A grid: T from loading the model to the picture on disk, in every tier; the
+pictures are kept next to --output. --fork: T of the organisers' sample.py, and the time that it
+prints, the mean of its grids without loading. --num-fid-samples: pictures/s of an FID job.
+
+Flags of sample.py and sample_ddp.py describe the run. Without --ckpt the weights are random and
+not zero, since a new DiT outputs zeros; a demo has its own. Times of steps are of sample.py's loop
+(guidance, update and noise, no decoder): median, 10th and 90th percentile, after --load seconds.
+Errors are ‖out − ref‖ / ‖ref‖, of one evaluation against float64.
+"""
+
+if __name__ == "__main__":
+    import _start  # noqa: F401
+
+import hashlib
+import json
+import os
+import platform
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import ExitStack
+from datetime import date
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from safetensors.torch import save_file
+from torch.utils import collect_env
+
+import accel
+from accel import cli, gpu, precision
+from accel.errors import UsageError
+from accel.files import ROOT, atomic_write, weights_folder
+from accel.latents.autoencoder_kl import SD_VAE_FT, KLDecoder
+from accel.latents.files import FILES, PUBLISHED
+from accel.opening import choose_device, open_run
+from accel.options import FID, GRID, Options
+from accel.output import check_writable
+from accel.ranks.launched import launched_ranks
+from accel.resolve import Run
+from accel.rules import named_defaults
+from bench import steps
+
+RANDOM = "random, seed 0"  # weights or a decoder that no file holds
+# seconds of runs after which a tier is not run again: long runs differ by less than 1 %
+ENOUGH = 60.0
+CONTEST = dict(model="DiT-XL/2", image_size=512, steps=250, pictures=8)
+
+
+def provenance(device: torch.device, commit: str | None = None) -> dict:
+    """Return the origin of figures: GPU and driver (None on a CPU), CPU cores, versions, commit
+    (by default git's), date and command.
+    """
+    cuda = device.type == "cuda"
+    world = os.environ.get("WORLD_SIZE")
+    program = f"torchrun --nproc_per_node={world}" if world else "python"
+    words = [os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]
+    return dict(
+        gpu=gpu.name(device) if cuda else None,
+        driver=collect_env.get_nvidia_driver_version(collect_env.run) if cuda else None,
+        cores=len(os.sched_getaffinity(0)),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        version=accel.__version__,
+        commit=commit or commit_of(ROOT),
+        date=str(date.today()),
+        command=f"{program} {shlex.join(words)}",
+    )
+
+
+def commit_of(folder: Path) -> str | None:
+    """Return the commit of a checkout, None without git."""
+    command = f"git -C {shlex.quote(str(folder))} describe --always --dirty"
+    return collect_env.run_and_read_all(collect_env.run, command)
+
+
+def write(path: str | Path, record: dict) -> None:
+    """Write a record as the whole file `path`."""
+    with atomic_write(path) as file:
+        file.write((json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+# ---- whole processes ----
+
+
+def decoder_of(options: Options, folder: Path) -> str:
+    """Return the decoder of a job: the given one, the model's own, or in place of a published
+    one, which would be downloaded, a random one of its size in `folder`.
+    """
+    vae = options.get("vae") or named_defaults(options).vae
+    if "vae" in options or vae not in PUBLISHED:
+        return vae
+    torch.manual_seed(0)
+    (folder / FILES[0]).write_text(json.dumps(SD_VAE_FT))
+    save_file(KLDecoder(SD_VAE_FT).state_dict(), folder / FILES[1])
+    return str(folder)
+
+
+def execute(command: list, folder: Path = ROOT) -> tuple[str, dict[str, float]]:
+    """Run a Python command in a folder. Return the text that it printed, and the seconds of the
+    phases in its last line and of the whole process. Raises UsageError if it fails.
+    """
+    command = [sys.executable, *map(str, command)]
+    started = time.perf_counter()
+    done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True)
+    process = time.perf_counter() - started
+    if done.returncode:
+        raise UsageError(f"{shlex.join(command)} failed; its error is above")
+    phases = re.findall(r"([\w-]+) ([\d.]+) s", done.stdout.rstrip().rpartition("\n")[2])
+    return done.stdout, {name: float(value) for name, value in phases} | dict(process=process)
+
+
+def jobs(args: Namespace, run: Run, record: dict) -> Iterator[dict]:
+    """Fill `record` with the runs of a job in each tier. Yield each row."""
+    kind = "fork" if args.fork else "fid" if run.is_fid_job else "contest"
+    decoder = RANDOM if run["vae"] == str(args.folder) else Path(run["vae"]).name
+    record |= dict(kind=kind, steps=run["num_sampling_steps"], gpus=args.gpus, decoder=decoder)
+    record |= dict(pictures=run.count, **{kind: []})
+    for name in ("ckpt", "vae"):
+        if getattr(args, name) is None:
+            args.flags += [f"--{name}", run[name]]
+    if args.fork:
+        record["fork"] = fork(args, run)
+        yield record["fork"]
+        return
+    for tier in args.tiers:
+        record[kind].append(timed(args, run, tier))
+        yield record[kind][-1]
+
+
+def kept(args: Namespace, ending: str, picture: Path) -> dict:
+    """Copy a picture next to the record. Return its entries: SHA-256 and file."""
+    content = picture.read_bytes()
+    target = Path(args.file or picture)
+    target = target.with_name(target.stem + ending)
+    target.write_bytes(content)
+    return dict(picture=hashlib.sha256(content).hexdigest(), file=target.name)
+
+
+def timed(args: Namespace, run: Run, tier: str) -> dict:
+    """Time a job after a short one that fills the caches. Keep a grid's picture; of an FID job
+    return the pictures/s after the first batches, by the files' times.
+    """
+    command = ["sample.py", "--gpus", args.gpus] if args.gpus > 1 else ["sample.py"]
+    short = ["--num-sampling-steps", 3]
+    output = "--output"
+    if run.is_fid_job:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.gpus}"]
+        command = [*launcher, "sample_ddp.py"] if args.gpus > 1 else ["sample_ddp.py"]
+        short = ["--num-fid-samples", 1]
+        output = "--sample-dir"
+    command += [*args.flags, "--precision", tier]
+    execute([*command, *short, output, args.folder / f"{tier}-first.png"])
+    runs = []
+    while len(runs) < args.repeats and sum(phases["total"] for phases in runs) < ENOUGH:
+        place = args.folder / f"{tier}-{len(runs)}.png"
+        text, phases = execute([*command, output, place])
+        runs.append(phases)
+    # to be typed in the repository's folder; random weights are gone by then
+    typed = shlex.join(map(str, ["python", *command]))
+    row = dict(
+        tier=tier,
+        seconds=statistics.median(phases["total"] for phases in runs),
+        runs=runs,
+        settings=next(line for line in text.splitlines() if " · " in line),
+        command=typed.replace(f"{ROOT}/", "").replace(str(args.folder), "FOLDER"),
+    )
+    if not run.is_fid_job:
+        return row | kept(args, f"-{tier}.png", place)
+    first = run["per_proc_batch_size"] * args.gpus
+    written = [path.stat().st_mtime for path in sorted(place.rglob("*.png"))]
+    steady = (run.count - first) / (max(written) - max(written[:first]))
+    return row | dict(pictures_per_s=steady)
+
+
+# Run the imports of sample.py first, so that the clock starts at loading, as ours does.
+FORK = """
+import ast, runpy, time
+tree = ast.parse(open("sample.py").read())
+imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+exec(compile(ast.Module(imports, []), "sample.py", "exec"), {})
+print(f"loading at {time.time()}", flush=True)
+runpy.run_path("sample.py", run_name="__main__")
+"""
+
+
+def fork(args: Namespace, run: Run) -> dict:
+    """Time the organisers' sample.py in its checkout, and keep its first grid."""
+    (args.fork / "output").mkdir(exist_ok=True)  # the program does not make it
+    path = Path(run["ckpt"])
+    path = path if path.exists() else weights_folder() / path
+    command = ["-c", FORK, "--model", run["model"], "--image-size", run["image_size"]]
+    command += ["--num-sampling-steps", run["num_sampling_steps"], "--ckpt", path.absolute()]
+    text, _ = execute(command, args.fork)
+    printed = re.search(r"Average sampling time: ([\d.]+)", text)
+    started = float(re.search(r"loading at ([\d.]+)", text)[1])
+    made = [(picture.stat().st_mtime, picture) for picture in args.fork.rglob("sample*.png")]
+    grids = sorted(entry for entry in made if entry[0] >= started)
+    finished, first = grids[0]
+    return dict(
+        tier="tf32" if precision.supports("tf32", run.device) else "fp32",  # as it sets
+        seconds=finished - started,
+        printed=float(printed[1]) if printed else None,
+        grids=len(grids),
+        of_commit=commit_of(args.fork),
+        **kept(args, ".png", first),
+    )
+
+
+# ---- the command ----
+
+COMMANDS = dict(ladder=steps.ladder, rivals=steps.rivals, layouts=steps.layouts, jobs=jobs)
+
+
+def own_arguments() -> ArgumentParser:
+    """Return a parser of the flags that sample.py lacks."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    add = parser.add_argument
+    add("measurement", choices=COMMANDS)
+    tiers = dict(nargs="+", choices=precision.TIERS, help="tiers (default: all but bf16)")
+    add("--precision", dest="tiers", **tiers)
+    add("--pictures", type=cli.positive, nargs="+", help="in a batch (default: 8; layouts: 1 8)")
+    add("--output", dest="file", help="JSON file to write")
+    add("--commit", help="commit to record (default: git's)")
+    add("--load", type=float, default=5.0, help="seconds of steps before timing (default: 5)")
+    add("--window", type=float, default=3.0, help="seconds of timed steps (default: 3)")
+    add("--seen-as", type=float, metavar="X.Y", help="choose the backends of such a GPU")
+    add("--only", nargs="+", default=[""], help="ladder: rungs with such a word in their name")
+    add("--gate", type=cli.positive, metavar="SEEDS", help="ladder: judge 64 pictures per seed")
+    add("--profile", action="store_true", help="ladder: profile each tier")
+    modes = dict(nargs="+", choices=("eager", "default", "max-autotune"), default=["eager"])
+    add("--vs", **modes, help="rivals: eager, and modes of torch.compile (default: eager)")
+    add("--gpus", type=cli.positive, default=1, help="jobs: GPUs of this node (default: 1)")
+    add("--repeats", type=cli.positive, default=3, help="jobs: runs of each (default: 3)")
+    add("--fork", type=Path, help="jobs: a checkout of the organisers' program")
+    return parser
+
+
+def main() -> None:
+    own = own_arguments()
+    parser = cli.OneLineParser(description=__doc__.splitlines()[0], parents=[own])
+    left_out = "precision", "output", "output_type", "seed_list"
+    cli.add_arguments(parser, GRID, FID, leave_out=left_out)
+    args = parser.parse_args()
+    args.flags = own.parse_known_args()[1]  # of sample.py
+    with (
+        launched_ranks("measure.py", parser.worded) as ranks,
+        TemporaryDirectory() as folder,
+        ExitStack() as contexts,
+    ):
+        if (args.measurement == "layouts") != (ranks.world > 1):
+            raise UsageError("use torchrun for layouts, and one process for all else")
+        args.ranks = ranks
+        args.folder = Path(folder)
+        options = cli.options_from(args)
+        device = choose_device(ranks.take_device(args.device))
+        if args.seen_as:
+            contexts.enter_context(gpu.seen_as(divmod(round(10 * args.seen_as), 10)))
+        tiers = [tier for tier in precision.TIERS if precision.supports(tier, device)]
+        args.tiers = args.tiers or [tier for tier in tiers if tier != "bf16"]
+        for tier in args.tiers:
+            precision.require("precision", tier, device)
+        if args.file and ranks.rank == 0:
+            check_writable(args.file)
+        ckpt = args.ckpt or named_defaults(options).ckpt
+        weights = ckpt or ranks.from_rank_0(lambda: steps.random_weights(options, args.folder))
+        changes = dict(precision="fp32", output_type="latent")
+        if args.measurement == "jobs":
+            changes = dict(vae=decoder_of(options, args.folder))
+        run = open_run(options.changed(ckpt=weights, **changes), device)
+        record = provenance(device, args.commit)
+        record |= dict(model=run["model"], image_size=run["image_size"])
+        record["weights"] = Path(ckpt).name if ckpt else RANDOM
+        for row in COMMANDS[args.measurement](args, run, record):
+            if ranks.rank:
+                continue
+            if args.file:
+                write(args.file, record)
+            print(json.dumps(row, ensure_ascii=False), flush=True)
+
+
+if __name__ == "__main__":
+    main()
