@@ -96,7 +96,15 @@ def taken(name, **given):
     return {name: value for name, value in values.items() if name not in options}
 
 
-def test_the_options_of_a_file():
+def refused(name, **given):
+    """Return the error about a configuration file."""
+    with pytest.raises(UsageError) as error:
+        taken(name, **given)
+    assert error.value.parameter == "config" and "\n" not in str(error.value)
+    return error.value
+
+
+def test_the_options_of_a_file(caplog):
     options = taken(written(TEXT))
     assert options.pop("timestep_shift") == pytest.approx((4096 / (768 * 16 * 16)) ** 0.5)
     assert options == dict(
@@ -108,6 +116,16 @@ def test_the_options_of_a_file():
         cfg_scale=1.42,
         sampler="euler",
         num_sampling_steps=49,  # 50 points
+    )
+    assert not caplog.records  # all its entries are known
+
+
+def test_other_entries_are_listed_in_a_line(caplog):
+    content = changed(transport__params__sigma=1, misc__foo="bar", training__lr=2)
+    assert taken(written(content)) == taken(written(TEXT))
+    [record] = caplog.records
+    assert record.getMessage() == (
+        "run.yaml: arguments not interpreted: transport.params.sigma=1, misc.foo=bar"
     )
 
 
@@ -141,10 +159,8 @@ def test_files_are_here_or_beside_the_configuration(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "beside" / "models" / "XL").mkdir(parents=True)
     name = written(changed(guidance=None), "beside/run.yaml")
-    with pytest.raises(UsageError) as refused:
-        taken(name)
-    assert str(refused.value) == (
-        "config=beside/run.yaml: names models/XL/stage2_model.pt (and 2 more), which is missing; "
+    error = refused(name)
+    assert "models/stats/a/stat.pt" in error.problem and error.remedy == (
         "hf download nyu-visionx/RAE-collections XL/stage2_model.pt decoders/a/model.pt "
         "stats/a/stat.pt --local-dir models"
     )
@@ -155,8 +171,7 @@ def test_files_are_here_or_beside_the_configuration(tmp_path, monkeypatch):
     (tmp_path / "models" / "XL" / "stage2_model.pt").touch()
     job = taken(name, num_fid_samples=4, vae="ema", latent_stats="other.pt")
     assert job["ckpt"] == "models/XL/stage2_model.pt"
-    with pytest.raises(UsageError, match=r"names models/decoders/a/model.pt \(and 1 more\)"):
-        taken(name, num_fid_samples=4)
+    assert "models/decoders/a/model.pt" in refused(name, num_fid_samples=4).problem
 
 
 def test_a_decoders_own_configuration_is_not_ignored(tmp_path):
@@ -168,39 +183,34 @@ def test_a_decoders_own_configuration_is_not_ignored(tmp_path):
     beside = tmp_path / "models/decoders/a/config.json"
     content = dict(decoder_hidden_size=1152, decoder_num_attention_heads=16, layer_norm_eps=1e-12)
     name = written(TEXT)
-    for entry, value, usual in (
-        ("decoder_num_attention_heads", 18, 16),
-        ("layer_norm_eps", 1e-6, 1e-12),
-        ("hidden_act", "relu", "gelu"),
-        ("hidden_act", "gelu_new", "gelu"),
-        ("qkv_bias", False, True),
-        ("num_channels", 1, 3),
+    for entry, value in (
+        ("decoder_num_attention_heads", 18),
+        ("layer_norm_eps", 1e-6),
+        ("hidden_act", "relu"),
+        ("hidden_act", "gelu_new"),
+        ("qkv_bias", False),
+        ("num_channels", 1),
     ):
         (folder / "config.json").write_text(json.dumps(content))
         taken(name)
         other = json.dumps({**content, entry: value})
         (folder / "config.json").write_text(other)
-        line = f"config=run.yaml: says [^\n]*ViTXL, whose config.json has {entry} {value}, and "
-        with pytest.raises(UsageError, match=f"{line}{usual} is computed; copy it beside the dec"):
-            taken(name)
-        beside.write_text(other)  # as the line says
+        assert entry in refused(name).problem
+        beside.write_text(other)  # the remedy
         taken(name)
         beside.write_text(json.dumps(content))  # it does not hide the other
-        with pytest.raises(UsageError, match=line):
-            taken(name)
+        assert entry in refused(name).problem
         beside.unlink()
     assert taken(name, vae="other")
     (folder / "config.json").write_text("[1]")
-    with pytest.raises(UsageError, match="config=run.yaml: [^\\n]*ViTXL, and .* cannot be read"):
-        taken(name)
+    assert "ViTXL" in refused(name).problem
 
 
 def test_a_decoders_configuration_may_be_named_itself(tmp_path):
     (tmp_path / "relu.json").write_text(json.dumps(dict(hidden_act="relu")))
     (tmp_path / "models/decoders/a/config.json").write_text("{}")
     name = written(changed(stage_1__params__decoder_config_path="relu.json"))
-    with pytest.raises(UsageError, match="says decoder_config_path relu.json, whose config.json h"):
-        taken(name)
+    assert "hidden_act" in refused(name).problem
 
 
 def test_the_encoders_statistics_of_pixels_are_not_ignored(tmp_path):
@@ -211,9 +221,7 @@ def test_the_encoders_statistics_of_pixels_are_not_ignored(tmp_path):
     half = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3)
     (folder / "preprocessor_config.json").write_text(json.dumps(half))
     name = written(changed(**{key: "encoder"}))
-    line = "encoder_config_path encoder, whose preprocessor_config.json has image_mean .0.5, 0.5, 0"
-    with pytest.raises(UsageError, match=line):
-        taken(name)
+    assert "image_mean" in refused(name).problem
     beside = tmp_path / "models/decoders/a/preprocessor_config.json"
     beside.write_text(json.dumps(half))
     taken(name)
@@ -233,62 +241,49 @@ def test_flags_override_a_file():
 
 
 @pytest.mark.parametrize(
-    "entries, reason",
+    "entries, name",
     [
-        (
-            dict(sampler__params__sampling_method=None),
-            "no sampler.params.sampling_method, which is "
-            "then dopri5, and only euler is computed; give sampler=euler",
-        ),
-        (dict(sampler=None), "dopri5"),
-        (dict(sampler__params__sampling_method="heun2"), "heun2, and only euler"),
-        (dict(sampler__mode="SDE"), "sampler.mode SDE, and only ODE"),
-        (dict(sampler__params__reverse=True), "sampler.params.reverse True"),
-        (dict(sampler__params__num_steps=1), "num_steps 1, which must be a whole number from 2"),
-        (dict(transport__params__path_type="GVP"), "path_type GVP, and only Linear"),
-        (dict(transport__params__prediction="noise"), "prediction noise, and only velocity"),
-        (dict(transport__params__sigma=1), "transport.params.sigma, which is not known"),
-        (dict(stage_2__params__wo_shift=True), "stage_2.params.wo_shift True"),
-        (
-            dict(stage_2__params__use_rope=False),
-            "use_rope False, and only True is computed; give ckpt",
-        ),
-        (dict(stage_2__params__patch_size=[2, 1]), r"patch_size \[2, 1\]"),
-        (dict(stage_2__target="stage2.models.lightningDiT.LightningDiT"), "stage_2.target stage2"),
-        (dict(stage_2__ckpt=None), "no stage_2.ckpt; give ckpt"),
-        (dict(stage_2=None), "says no stage_2"),
-        (dict(stage_1__ckpt="rae.pt"), "stage_1.ckpt rae.pt"),
+        (dict(sampler__params__sampling_method=None), "sampling_method"),
+        (dict(sampler=None), "sampling_method"),
+        (dict(sampler__params__sampling_method="heun2"), "sampling_method"),
+        (dict(sampler__mode="SDE"), "sampler.mode"),
+        (dict(sampler__params__reverse=True), "sampler.params.reverse"),
+        (dict(sampler__params__num_steps=1), "num_steps"),
+        (dict(transport__params__path_type="GVP"), "path_type"),
+        (dict(transport__params__prediction="noise"), "prediction"),
+        (dict(stage_2__params__wo_shift=True), "stage_2.params.wo_shift"),
+        (dict(stage_2__params__use_rope=False), "stage_2.params.use_rope"),
+        (dict(stage_2__params__patch_size=[2, 1]), "patch_size"),
+        (dict(stage_2__target="stage2.models.lightningDiT.LightningDiT"), "stage_2.target"),
+        (dict(stage_2__ckpt=None), "stage_2.ckpt"),
+        (dict(stage_2=None), "stage_2"),
+        (dict(stage_1__ckpt="rae.pt"), "stage_1.ckpt"),
         (
             dict(stage_1__params__encoder_config_path="google/siglip2-base-patch16-256"),
-            "google/siglip2-base-patch16-256, whose preprocessor_config.json is not here; put it",
+            "google/siglip2-base-patch16-256",
         ),
-        (dict(stage_1__params__decoder_config_path=None), "decoder_config_path vit_mae-base"),
-        (dict(stage_1__params__normalization_stat_path=None), "give latent_stats"),
-        (dict(stage_1__params__reshape_to_2d=False), "reshape_to_2d False"),
-        (dict(stage_1__params__eps=0.1), "stage_1.params.eps 0.1"),
-        (dict(guidance__method="interval"), "guidance.method interval"),
+        (dict(stage_1__params__decoder_config_path=None), "vit_mae-base"),
+        (dict(stage_1__params__normalization_stat_path=None), "normalization_stat_path"),
+        (dict(stage_1__params__reshape_to_2d=False), "reshape_to_2d"),
+        (dict(stage_1__params__eps=0.1), "stage_1.params.eps"),
+        (dict(guidance__method="interval"), "guidance.method"),
         (dict(guidance__guidance_model=None), "guidance_model"),
-        (dict(guidance__guidance_model__params__wo_shift=True), "wo_shift True"),
-        (dict(guidance__scale="1.42"), "guidance.scale 1.42, which must be a number"),
-        (dict(guidance__t_min=0.9), "t_min 0.9 and t_max 0.9"),
-        (dict(guidance__method="cfg", misc__null_label=0), "null_label 0, and only 1000"),
+        (dict(guidance__guidance_model__params__wo_shift=True), "wo_shift"),
+        (dict(guidance__scale="1.42"), "guidance.scale"),
+        (dict(guidance__t_min=0.9), "t_min"),
+        (dict(guidance__method="cfg", misc__null_label=0), "null_label"),
         (dict(misc__latent_size=[768, 16, 8]), "latent_size"),
-        (dict(misc__num_classes=10), "num_classes 10, and stage_2 has 1000"),
-        (dict(misc__time_dist_shift_dim=1024), "0.5, which must be from 1"),
-        (dict(stage_2__ckpt="${oc.env:HOME}/x.pt"), "must be plain text"),
-        (dict(guidance=[1]), "guidance of type list|guidance \\[1\\]"),
+        (dict(misc__num_classes=10), "num_classes"),
+        (dict(misc__time_dist_shift_dim=1024), "time_dist_shift_dim"),
+        (dict(stage_2__ckpt="${oc.env:HOME}/x.pt"), "${oc.env:HOME}/x.pt"),
+        (dict(guidance=[1]), "guidance"),
     ],
 )
-def test_what_a_file_says_and_is_not_computed_is_refused(entries, reason):
-    with pytest.raises(UsageError, match=f"^config=run.yaml: [^\n]*{reason}[^\n]*$"):
-        taken(written(changed(**entries)))
+def test_an_unsupported_value_is_refused(entries, name):
+    assert name in refused(written(changed(**entries))).problem
 
 
 @pytest.mark.parametrize("text", ["a: [", "a: 1", "- 1", "", "\0"])
-def test_other_files_are_refused_in_a_line(text):
-    with pytest.raises(UsageError, match="^config=run.yaml: [^\n]*$"):
-        taken(written(text))
-    with pytest.raises(
-        UsageError, match="config=none.yaml: cannot be read .No such file[^;]*; give"
-    ):
-        taken("none.yaml")
+def test_other_files_are_refused(text):
+    refused(written(text))
+    refused("none.yaml")

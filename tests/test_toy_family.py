@@ -232,7 +232,7 @@ def test_a_configuration_file(tree):
     assert "--config euler.yaml: says method euler; give --sampler ddim" in refused
     (tree / "gone.yaml").write_text(CONFIG.format(method="ddim").replace("toy.pt", "gone.pt"))
     refused = forks.refused(forks.run(["sample.py", "--config", "gone.yaml"], tree, **ALONE))
-    assert "--config gone.yaml: names gone.pt, which is missing; fetch 1" in refused
+    assert "--config gone.yaml: cannot find gone.pt; fetch 1" in refused
     job = ["--num-fid-samples", 4, "--per-proc-batch-size", 2, "--sample-dir"]
     by_flags = [*flags, "--cfg-scale", 2.5, *job, "by_flags"]
     by_file = ["--config", "ddim.yaml", *job, "by_file"]

@@ -18,13 +18,12 @@ from accel.files import read_small
 if TYPE_CHECKING:  # brings torch
     from accel.families.spec import ModelSpec
 
-MISSING = object()  # of an entry that a file lacks
 OF_DECODER = {"vae", "latent_stats"}
 NUMBER = re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+")  # yaml takes 1e-6 for text
 
 
 class Size(NamedTuple):
-    """A size of a network that a configuration file says."""
+    """A size of a network in a configuration file."""
 
     option: str  # that names the network's file; "config": the size of every network
     entry: str  # as the file spells it
@@ -36,8 +35,8 @@ class Configuration(NamedTuple):
     """The content of a configuration file."""
 
     options: Mapping[str, Any]
-    # Options whose value in the file is not computed here → the reason. It does not matter where
-    # the user gives the option; that of "config" always does.
+    # Options whose value in the file is not supported → the reason. A flag for the option replaces
+    # the value; nothing replaces "config".
     refused: Mapping[str, str] = {}
     missing: Mapping[str, str] = {}  # options → paths of files that are not there
     fetch: Callable[[list[str]], str] = lambda paths: ""  # the command for them, "" if unknown
@@ -46,81 +45,73 @@ class Configuration(NamedTuple):
     given: Given = Given("", "config")
 
     def require_computed(self, given: Collection[str], decodes: bool = True) -> None:
-        """Raise UsageError for a value that is not computed here, and for missing files, all in one
-        error. given: options that the user gives. decodes: whether a decoder is needed.
+        """Raise UsageError for a value that is not supported, and one for all missing files.
+        given: options that the user gives. decodes: whether a decoder is needed.
         """
         for name, reason in self.refused.items():
             if name not in given or name == "config":
                 raise self.given.error(reason)
-        needed = {
-            name: path
-            for name, path in self.missing.items()
-            if name not in given and (decodes or name not in OF_DECODER)
-        }
+        unneeded = {*given} if decodes else {*given, *OF_DECODER}
+        needed = {name: path for name, path in self.missing.items() if name not in unneeded}
         if needed:
-            first, *others = needed
-            more = f" (and {len(others)} more)" if others else ""
-            remedy = self.fetch([*needed.values()]) or f"put it there, or give `{first}`"
-            raise self.given.error(f"names {needed[first]}{more}, which is missing", remedy)
+            option, *_ = needed
+            remedy = self.fetch([*needed.values()]) or f"put it there, or give `{option}`"
+            raise self.given.error(f"cannot find {', '.join(needed.values())}", remedy)
 
     def require_network(self, parameter: str, given: Given, spec: "ModelSpec") -> None:
-        """Raise UsageError for a network of another family than the file's, or of other sizes than
-        the file says. parameter: `ckpt` or `guide`, which names the network.
+        """Raise UsageError for a network of another family than the file's, or of other sizes.
+        parameter: `ckpt` or `guide`, which names the network.
         """
         if spec.family.name != self.family:
             raise given.error(
                 f"is a {spec.family.name}, and `config={self.given.name}` is of a {self.family}",
                 "drop one",
             )
-        is_named = self.options.get(parameter) == given.name
+        own = {"config"}
+        if self.options.get(parameter) == given.name:
+            own.add(parameter)
         for size in self.sizes:
             value = spec.arguments.get(size.argument, size.value)
-            applies = size.option == "config" or is_named and size.option == parameter
-            if applies and value != size.value:
+            if size.option in own and value != size.value:
                 raise self.given.error(
-                    f"says {size.entry} {size.value}, and {given.name} has {value}", "mend it"
+                    f"has {size.entry} {size.value}, and {given.name} has {value}", "fix it"
                 )
 
 
+def warn_uninterpreted(given: Given, arguments: Mapping[str, Any]) -> None:
+    """Print the arguments of a file that nothing reads, in one line; no-op if there is none."""
+    if arguments:
+        listed = ", ".join(f"{shown(name)}={plain(value)}" for name, value in arguments.items())
+        given.warn(f"arguments not interpreted: {listed}")
+
+
 def read(path: str) -> Configuration:
-    """Return what a configuration file says. Raises UsageError for a file that cannot be read, or
-    of no family.
+    """Read a configuration file. Raises UsageError for a file that cannot be read, or that is of no
+    family.
     """
     given = Given(path, "config")
     try:
         content = read_yaml(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        wanted = "give its path" if isinstance(error, FileNotFoundError) else "mend it"
-        raise given.error(f"cannot be read ({reason})", wanted) from None
+        raise given.error(f"cannot be read ({reason})", "give a YAML file") from None
     readers = [family for family in families() if family.config_reader]
     for family in readers:
         file = import_module(family.config_reader).read(content, given)
         if file is not None:
             return file._replace(family=family.name, given=given)
-    names = " or ".join(family.name for family in readers) or "a family that is read here"
+    names = " or ".join(family.name for family in readers)
     raise given.error(f"is not a configuration of {names}", "drop it, and give `ckpt`")
 
 
 def read_yaml(path: str | Path) -> Any:
-    """Return the content of a small YAML file. Raises OSError, or ValueError for any other
-    content.
-    """
-    import yaml  # few runs have such a file
+    """Read a small YAML file. Raises OSError, or ValueError for any other content."""
+    import yaml  # lazy import: only for --config and training configurations
 
     try:
-        return _with_numbers(yaml.safe_load(read_small(path).decode()))
+        return yaml.safe_load(read_small(path).decode())
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError((str(error).splitlines() or [type(error).__name__])[0][:120]) from None
-
-
-def _with_numbers(value: Any) -> Any:
-    """Return a value with the numbers that YAML 1.1 takes for text."""
-    if isinstance(value, dict):
-        return {name: _with_numbers(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return list(map(_with_numbers, value))
-    return float(value) if isinstance(value, str) and NUMBER.fullmatch(value) else value
 
 
 class Entries:
@@ -142,46 +133,45 @@ class Entries:
             if section is None:
                 return {}
             if not isinstance(section, dict):
-                raise self.error(f"says {name} {plain(section)}, which must be a section")
+                raise self.error(f"has {name} {plain(section)}, which must be a section")
         return section
 
-    def get(self, name: str, usual: Any = None) -> Any:
-        """Return an entry of a section, `usual` if it is missing."""
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return an entry of a section, `default` if it is missing."""
         section, _, entry = name.rpartition(".")
-        return self.section(section).get(entry, usual)
+        return self.section(section).get(entry, default)
 
     def number(
         self,
         name: str,
-        usual: float,
+        default: float,
         low: float,
         high: float,
         kind: type[int] | type[float] = float,
     ) -> Any:
-        """Return a number, `usual` if it is missing. kind: int for a whole number."""
-        value = self.get(name, usual)
+        """Return a number, `default` if it is missing. kind: int for a whole number."""
+        value = self.get(name, default)
+        if isinstance(value, str) and NUMBER.fullmatch(value):
+            value = float(value)
         if type(value) not in (int, float) or not low <= value <= high or kind(value) != value:
             word = "whole number" if kind is int else "number"
             raise self.error(
-                f"says {name} {plain(value)}, which must be a {word} from {low:g} to {high:g}"
+                f"has {name} {plain(value)}, which must be a {word} from {low:g} to {high:g}"
             )
         return kind(value)
 
-    def otherwise(self, name: str, usual: Any, computed: Any) -> str:
-        """Return what an entry says in words if it is not the computed value, else "". A pair may
-        stand for one value.
+    def unsupported(self, name: str, default: Any, supported: Any) -> str:
+        """Return the reason why an entry's value is not supported, "" if it is. A pair may stand
+        for one value.
         """
-        value = self.get(name, usual)
-        if value in (computed, [computed, computed]):
+        value = self.get(name, default)
+        if value in (supported, [supported, supported]):
             return ""
-        says = f"says {name} {plain(value)}"
-        if self.get(name, MISSING) is MISSING:
-            says = f"says no {name}, which is then {plain(usual)}"
-        return f"{says}, and only {plain(computed)} is computed"
+        return f"has {name} {plain(value)}, and only {plain(supported)} is supported"
 
     def error(self, reason: str) -> UsageError:
         """Return the error for an entry that the file's author must change."""
-        return self.given.error(f"{self.name} {reason}".strip(), "mend it")
+        return self.given.error(f"{self.name} {reason}".strip(), "fix it")
 
 
 def plain(value: Any) -> str:

@@ -48,7 +48,7 @@ def says(given: Given, spec: ModelSpec, facts: Mapping[str, Any]) -> Says:
     if named != spec.model and named in [*FAMILY.models] and spec.model in FAMILY.models:
         raise given.error(f"{name} describes {named}, and the weights are {spec.model}", "move it")
     for entry, computed in COMPUTED.items():
-        reason = entries.otherwise(entry, computed, computed)
+        reason = entries.unsupported(entry, computed, computed)
         if reason:
             raise given.error(f"{name} {reason} here", "move it")
     return Says(_options(entries), _latent_settings(entries), file=file)
