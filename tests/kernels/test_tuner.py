@@ -3,6 +3,8 @@ or on a GPU.
 """
 
 import json
+from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from test_linear import case, formula
 
 from accel.files import cache_folder
+from accel.graphs import capture
 from accel.kernels.linear import Linear, cublaslt, tuner
 from accel.kernels.linear.cublaslt import Algorithm
 from accel.kernels.linear.tuner import Choice, Tuner
@@ -20,6 +23,9 @@ WORDS = [1, 2**63, 3, 4, 5, 6, 7, 8]
 
 def stand_in(m, n, k, gelu, dtype, device):
     return SimpleNamespace(name=f"{m}x{n}x{k} {str(dtype).removeprefix('torch.')}", device=device)
+
+
+SHAPES = (256, 64), (128, 64), (128,)  # of x, weight, bias
 
 
 @pytest.fixture
@@ -124,6 +130,32 @@ def test_the_same_bits_every_time(m, n, k):
         for result in results:
             gemm.run(algorithm, x, weight, bias, result)
         assert all(torch.equal(result, results[0]) for result in results), algorithm
+
+
+@pytest.mark.gpu
+def test_what_the_library_makes_for_a_gemm_is_destroyed_with_it(monkeypatch):
+    """Also of the neighbouring shapes; a captured launch outlives them."""
+    calls = Counter()
+    call = cublaslt._call
+
+    def counted(name, *arguments):
+        calls[name] += 1
+        call(name, *arguments)
+
+    monkeypatch.setattr(cublaslt, "_call", counted)
+    x, weight, bias = (torch.randn(*shape, device="cuda").half() for shape in SHAPES)
+    out = x.new_empty(256, 128)
+    gemm = cublaslt.Gemm(256, 128, 64, False, x.dtype, x.device)
+    launch = partial(gemm.run, gemm.candidates()[0], x, weight, bias, out)
+    _, replay = capture(launch)
+    want = out.clone()
+    del gemm, launch
+    out.zero_()
+    replay()
+    assert torch.equal(out, want) and want.std() > 0
+    for thing, number in (("MatmulDesc", 8), ("MatrixLayout", 32), ("MatmulPreference", 8)):
+        made = calls[f"cublasLt{thing}Create"], calls[f"cublasLt{thing}Destroy"]
+        assert made == (number, number), calls
 
 
 @pytest.mark.gpu
