@@ -7,8 +7,8 @@ from accel import launch
 if __name__ == "__main__":
     launch.begin()
 
-from accel.sources.files import pretrained_models
-from accel.sources.published import download_model, fetch_published, find_model
+from accel.checkpoints.files import pretrained_models
+from accel.checkpoints.published import download_model, fetch_published, find_model
 
 __all__ = ["download_model", "find_model", "pretrained_models"]
 

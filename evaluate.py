@@ -46,8 +46,8 @@ if __name__ == "__main__":
 import numpy as np
 
 from accel.errors import USAGE, UsageError, shown
-from accel.files import atomic_write, require_writable
-from accel.picture_files import SUFFIXES, read_picture
+from accel.io.files import atomic_write, require_writable
+from accel.io.picture_files import SUFFIXES, read_picture
 
 
 class Metric(NamedTuple):

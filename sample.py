@@ -11,9 +11,9 @@ if __name__ == "__main__":
     launch.begin()
 
 from accel.cli import RankParser, add_arguments, options_from, user_errors
-from accel.options import GRID, SPEED, Options
-from accel.output import require_outputs
-from accel.ranks import Ranks
+from accel.config.options import GRID, SPEED, Options
+from accel.distributed import Ranks
+from accel.io.output import require_outputs
 
 EXAMPLES = """examples:
   python sample.py --image-size 512 --labels "golden retriever" 207  one grid, sample.png
@@ -42,7 +42,7 @@ def main() -> None:
         world = launch.world_size(args.gpus, options.get("device"))
         require_outputs(options)
         if world > 1:
-            from accel.processes import run_ranks
+            from accel.launch.processes import run_ranks
 
             sys.exit(run_ranks(world, parser.prog))
         sample_alone(options)

@@ -7,15 +7,17 @@ An FID job that was stopped or killed resumes when the same command is given aga
 import signal
 from pathlib import Path
 
-from accel import launch, rules, signals
+from accel import launch
+from accel.config import rules
+from accel.launch import signals
 
 if __name__ == "__main__":
     launch.begin()
 
 from accel.cli import OneLineParser, RankParser, add_arguments, options_from, user_errors
-from accel.options import FID, GRID, Options
-from accel.output import require_outputs
-from accel.ranks import require_device
+from accel.config.options import FID, GRID, Options
+from accel.distributed import require_device
+from accel.io.output import require_outputs
 
 # Of queues, before they take a job's nodes away; SIGHUP of a terminal that is closed.
 STOP_SIGNALS = signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
@@ -55,7 +57,7 @@ def sample(options: Options, parser: OneLineParser) -> None:
     with user_errors(parser):
         require_device(options.get("device"))
         launch.import_torch(options.get("device"))  # after the cheap checks: it is slow
-        from accel.ranks.launched import launched_ranks
+        from accel.distributed.launched import launched_ranks
 
     with launched_ranks(parser.prog, parser.worded) as ranks:
         if is_fid_job:

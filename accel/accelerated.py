@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel.compare import build, own_guidance, require_same
+from accel.checkpoints import Source
+from accel.checkpoints.compare import build, own_guidance, require_same
+from accel.checkpoints.module import HeldModule, of_state
+from accel.config.options import OPTIONS
 from accel.errors import Given, UsageError
 from accel.families.spec import Face
-from accel.isolation import alone
-from accel.network import Batch, BlockNetwork, require_no_gradients
-from accel.options import OPTIONS
-from accel.overflow import require_finite
-from accel.precision import arithmetic, default_tier, require
+from accel.runtime.isolation import alone
+from accel.runtime.network import Batch, BlockNetwork, require_no_gradients
+from accel.runtime.overflow import require_finite
+from accel.runtime.precision import arithmetic, default_tier, require
 from accel.sampling.guidance import guided_halves
-from accel.sources import Source
-from accel.sources.module import HeldModule, of_state
 
 OF_COPY = "this copy has none; call the model itself for gradients"
 

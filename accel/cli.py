@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from accel import rules, signals
+from accel.config import rules
+from accel.config.options import FID, GRID, OPTIONS, Option, Options, label
 from accel.errors import USAGE, UsageError, Worded, as_usage_error, record
-from accel.options import FID, GRID, OPTIONS, Option, Options, label
+from accel.launch import signals
 
 
 class _Printing(logging.Handler):

@@ -21,14 +21,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from accel import precision
+from accel.checkpoints import Source
+from accel.decoders import LatentSpace
+from accel.decoders.decoder import Decoder, NoDecoder
+from accel.distributed.placement import Placement
 from accel.errors import Given, UsageError
 from accel.families.spec import ModelSpec, StateDict
-from accel.latents import LatentSpace
-from accel.latents.decoder import Decoder, NoDecoder
-from accel.network import Batch, BlockNetwork, Network, Plain
-from accel.ranks.placement import Placement
-from accel.resolve import Run
+from accel.run.resolve import Run
+from accel.runtime import precision
+from accel.runtime.network import Batch, BlockNetwork, Network, Plain
 from accel.sampling import (
     OnStep,
     count_by_rows,
@@ -39,7 +40,6 @@ from accel.sampling import (
 )
 from accel.sampling.guidance import Guidance, Unguided
 from accel.sampling.process import Process
-from accel.sources import Source
 
 if TYPE_CHECKING:  # chooses GEMMs: other tiers need not wait for it
     from accel.kernels.linear import Tuner
@@ -187,7 +187,7 @@ class Pipeline:
             )
         failed = torch.nonzero(~sums.isfinite())
         if len(failed):
-            from accel.overflow import remedy  # most runs need none
+            from accel.runtime.overflow import remedy  # most runs need none
 
             raise UsageError(
                 f"the latents are not finite from step {int(failed[0]) + 1} of {len(sums)} on",
@@ -243,7 +243,7 @@ class Pipeline:
         counts = count_by_rows(self.process, self.guidance)
         rows = sorted(((1, rows) for rows in counts), reverse=True)
         batch = Batch(rows, self.side, source.spec.num_classes)
-        from accel.overflow import require_finite
+        from accel.runtime.overflow import require_finite
 
         with precision.arithmetic(self.tier), source.reading() as state:
             network = load_network(state, source.spec, source.given, self.tier, self.device, batch)
@@ -298,7 +298,7 @@ def decoder_of(
     if space.files.kind.without_files is not None:
         return NoDecoder(space)
     if precision == "fp16":
-        from accel.latents.float16 import Float16Decoder  # float32 needs none
+        from accel.decoders.float16 import Float16Decoder  # float32 needs none
 
         return Float16Decoder(space, device, otherwise, captured)
     return Decoder(space, device, precision)
@@ -330,7 +330,7 @@ def load_network(
     table = state.get("pos_embed")
     # a function of the grid: any size will do
     if table is not None and table.shape != model.pos_embed.shape:
-        from accel.weights.positions import require_sinusoid  # other sizes need it
+        from accel.tensors.positions import require_sinusoid  # other sizes need it
 
         require_sinusoid(given.error, table, "sample at the size that it was trained at")
         state = {**state, "pos_embed": model.position_table()}
@@ -381,7 +381,7 @@ def _load_checked(
         network = WithGuide(*networks)
     if not precision.TIERS[tier].accelerated or tier == "bf16":
         return network, tier
-    from accel.overflow import overflows, remedy  # float32 holds all
+    from accel.runtime.overflow import overflows, remedy  # float32 holds all
 
     whose = " and ".join(
         name

@@ -13,25 +13,25 @@ import numpy as np
 import torch
 from PIL import Image
 
-from accel import rules
-from accel.compare import own_guidance, require_same
+from accel.checkpoints import Source
+from accel.checkpoints.compare import own_guidance, require_same
+from accel.checkpoints.module import HeldModule, of_state, unwrapped
+from accel.config import rules
+from accel.config.options import OPTIONS, Options
+from accel.decoders.autoencoder_kl import OF_LATENTS
+from accel.decoders.files import FILES
 from accel.errors import Given, UsageError, about, path_errors
 from accel.families import model_names
-from accel.isolation import alone
+from accel.io.output import to_grid
+from accel.io.progress import step_bar
 from accel.jobs.grid import batches_of, load
-from accel.latents.autoencoder_kl import OF_LATENTS
-from accel.latents.files import FILES
-from accel.network import require_no_gradients
-from accel.opening import open_run
-from accel.options import OPTIONS, Options
-from accel.output import to_grid
 from accel.pipeline import Pipeline, free_memory
-from accel.precision import arithmetic
-from accel.progress import step_bar
-from accel.sources import Source
-from accel.sources.module import HeldModule, of_state, unwrapped
-from accel.weights.shapes import require_fit
-from accel.weights.tensor_files import FILE_SUFFIXES, HUB_ID, require_finite_floats
+from accel.run.opening import open_run
+from accel.runtime.isolation import alone
+from accel.runtime.network import require_no_gradients
+from accel.runtime.precision import arithmetic
+from accel.tensors.shapes import require_fit
+from accel.tensors.tensor_files import FILE_SUFFIXES, HUB_ID, require_finite_floats
 
 log = logging.getLogger(__name__)
 

@@ -47,17 +47,19 @@ from safetensors.torch import save_file
 from torch.utils import collect_env
 
 import accel
-from accel import cli, gpu, precision
+from accel import cli
+from accel.config.options import FID, GRID, Options
+from accel.config.rules import named_defaults
+from accel.decoders.autoencoder_kl import SD_VAE_FT, KLDecoder
+from accel.decoders.files import FILES, PUBLISHED
+from accel.distributed.launched import launched_ranks
 from accel.errors import UsageError
-from accel.files import ROOT, atomic_write, weights_folder
-from accel.latents.autoencoder_kl import SD_VAE_FT, KLDecoder
-from accel.latents.files import FILES, PUBLISHED
-from accel.opening import choose_device, open_run
-from accel.options import FID, GRID, Options
-from accel.output import check_writable
-from accel.ranks.launched import launched_ranks
-from accel.resolve import Run
-from accel.rules import named_defaults
+from accel.io.files import ROOT, atomic_write, weights_folder
+from accel.io.output import check_writable
+from accel.kernels import gpu
+from accel.run.opening import choose_device, open_run
+from accel.run.resolve import Run
+from accel.runtime import precision
 from bench import steps
 
 RANDOM = "random, seed 0"  # weights or a decoder that no file holds

@@ -19,21 +19,23 @@ import torch.distributed as dist
 from torch import profiler
 
 import evaluate
-from accel import fast, precision, rules
+from accel import fast
+from accel.config import rules
+from accel.config.options import Options
+from accel.distributed import Ranks
+from accel.distributed.placement import OFF, Layout, Placement
 from accel.errors import UsageError
 from accel.families import constructor_of, families, family_of
+from accel.io.output import to_uint8
 from accel.jobs import grid, parallel
 from accel.kernels.linear import Tuner
-from accel.network import Batch, BlockNetwork, Network, Plain
-from accel.opening import open_run
-from accel.options import Options
-from accel.output import to_uint8
-from accel.ranks import Ranks
-from accel.ranks.placement import OFF, Layout, Placement
-from accel.resolve import Run
+from accel.run.opening import open_run
+from accel.run.resolve import Run
+from accel.runtime import precision
+from accel.runtime.network import Batch, BlockNetwork, Network, Plain
+from accel.runtime.stages import stages_of
 from accel.sampling import denoise, steps_of, upstream_noise
 from accel.sampling.guidance import Guidance
-from accel.stages import stages_of
 
 if TYPE_CHECKING:
     from torch.utils.benchmark import Timer

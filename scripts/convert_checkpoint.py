@@ -14,21 +14,21 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save
 
+from accel.checkpoints.facts import LATENT_SETTINGS, OWN, to_header
+from accel.checkpoints.files import Files
 from accel.cli import OneLineParser, positive, user_errors
 from accel.errors import Given, UsageError, shown
 from accel.families import model_names
 from accel.families.identify import Hints
 from accel.families.spec import ModelSpec, weights_of
-from accel.files import atomic_write, is_utf8
-from accel.sources.facts import LATENT_SETTINGS, OWN, to_header
-from accel.sources.files import Files
-from accel.weights.digests import digest
-from accel.weights.tensor_files import mode_of, require_finite_floats
+from accel.io.files import atomic_write, is_utf8
+from accel.tensors.digests import digest
+from accel.tensors.tensor_files import mode_of, require_finite_floats
 
 
 def facts_of(spec: ModelSpec) -> dict[str, Any]:
     """Return the facts to write into a file of these weights, by their names in
-    accel/sources/facts.py.
+    accel/checkpoints/facts.py.
     """
     # Other settings of latents follow from tensors.
     latents = {

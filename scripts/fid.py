@@ -35,10 +35,10 @@ from tqdm import tqdm
 
 from accel.cli import OneLineParser, positive, user_errors
 from accel.errors import UsageError, path_errors, shown
-from accel.files import open_regular, sha256_of
-from accel.opening import choose_device
-from accel.picture_files import SUFFIXES, read_picture
-from accel.precision import convolutions
+from accel.io.files import open_regular, sha256_of
+from accel.io.picture_files import SUFFIXES, read_picture
+from accel.run.opening import choose_device
+from accel.runtime.precision import convolutions
 
 URL = "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth"
 SHA256 = "6726825d"  # of the published weights, the first digits, as torch's hub checks them

@@ -34,19 +34,19 @@ from PIL import Image
 
 import evaluate
 from accel.cli import OneLineParser, add_arguments, user_errors
+from accel.config.options import OPTIONS, Options
+from accel.config.rules import check
 from accel.errors import UsageError, as_usage_error, path_errors
 from accel.families import families
-from accel.isolation import alone
+from accel.io.output import to_grid
+from accel.io.picture_files import read_picture
+from accel.io.progress import Stopwatch
 from accel.jobs.grid import batches_of, load, save, warm_up
-from accel.opening import choose_device, open_run
-from accel.options import OPTIONS, Options
-from accel.output import to_grid
-from accel.picture_files import read_picture
 from accel.pipeline import Pipeline, free_memory
-from accel.precision import TIERS, supports
-from accel.progress import Stopwatch
-from accel.resolve import Run
-from accel.rules import check
+from accel.run.opening import choose_device, open_run
+from accel.run.resolve import Run
+from accel.runtime.isolation import alone
+from accel.runtime.precision import TIERS, supports
 
 FOLDER = Path(tempfile.gettempdir(), f"dit-page-{secrets.token_hex(8)}")
 if __name__ == "__main__":  # gradio and matplotlib look for their folders when they are imported

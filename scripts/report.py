@@ -35,9 +35,9 @@ from markdown_it import MarkdownIt
 import evaluate
 from accel.cli import OneLineParser, user_errors
 from accel.errors import UsageError
-from accel.files import ROOT, atomic_write
-from accel.output import check_writable
-from accel.picture_files import read_picture
+from accel.io.files import ROOT, atomic_write
+from accel.io.output import check_writable
+from accel.io.picture_files import read_picture
 from scripts import report_plots
 from scripts.report_data import collect, plain, read_log, require_own
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 
 import evaluate
-from accel import precision
 from accel.errors import UsageError
-from accel.files import ROOT, read_json
-from accel.picture_files import read_picture
+from accel.io.files import ROOT, read_json
+from accel.io.picture_files import read_picture
+from accel.runtime import precision
 from bench.measure import CONTEST, RANDOM
 from bench.steps import RUNGS
 from scripts.strategies import COPIES, Machine, Shape, bytes_moved, choose, designs, flops

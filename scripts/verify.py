@@ -23,11 +23,11 @@ from pathlib import Path
 import evaluate
 from accel import Sampler
 from accel.cli import OneLineParser, add_arguments, positive, user_errors
+from accel.config.options import OPTIONS
 from accel.errors import UsageError
-from accel.opening import choose_device
-from accel.options import OPTIONS
-from accel.output import check_writable
-from accel.precision import TIERS, require, supports
+from accel.io.output import check_writable
+from accel.run.opening import choose_device
+from accel.runtime.precision import TIERS, require, supports
 from bench import measure
 
 

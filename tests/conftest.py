@@ -117,7 +117,7 @@ def one_thread():
 @pytest.fixture
 def switches():
     """(GEMMs, convolutions) that may take TF32; put back afterwards."""
-    from accel.precision import switches_kept
+    from accel.runtime.precision import switches_kept
 
     with switches_kept():
         yield lambda: tuple(
@@ -129,8 +129,8 @@ def switches():
 @pytest.fixture
 def here(monkeypatch, capsys, one_thread):
     """As `run`, on one thread of this process, which has torch already."""
-    from accel.precision import switches_kept
-    from accel.ranks import launched
+    from accel.distributed import launched
+    from accel.runtime.precision import switches_kept
     from sample_ddp import STOP_SIGNALS
 
     def here(script, *args):

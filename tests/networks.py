@@ -11,6 +11,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accel import fast
+from accel.checkpoints import Source, spec_of
+from accel.checkpoints.files import Files
+from accel.config.options import Options
+from accel.config.rules import check
+from accel.decoders import LatentSpace
 from accel.errors import Given
 from accel.families import constructor_of, dit, family_of, jit, large_dit, lightning_dit, rae, sit
 from accel.families.dit.network import DiT, DiT_models
@@ -23,16 +28,11 @@ from accel.families.sit.network import SiT
 from accel.families.spec import ModelSpec
 from accel.fast.ops import Half
 from accel.jobs.grid import batches_of, load
-from accel.latents import LatentSpace
-from accel.opening import open_run
-from accel.options import Options
-from accel.resolve import choose, resolve
-from accel.rules import check
+from accel.run.opening import open_run
+from accel.run.resolve import choose, resolve
 from accel.sampling import denoise, upstream_noise
 from accel.sampling.guidance import Guidance, Unguided
-from accel.sources import Source, spec_of
-from accel.sources.files import Files
-from accel.weights.tensor_files import WEIGHTS
+from accel.tensors.tensor_files import WEIGHTS
 from diffusion import create_diffusion
 
 # heads of 72 as in XL; 64 px

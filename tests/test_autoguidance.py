@@ -15,16 +15,16 @@ from networks import large_inside, network_of, ready, small
 from safetensors.torch import load_file
 
 from accel import Sampler
+from accel.checkpoints.facts import OWN
 from accel.errors import USAGE, UsageError
 from accel.families.dit.network import DiT, DiT_models
 from accel.families.sit.network import SiT
-from accel.network import Plain
+from accel.runtime.network import Plain
 from accel.sampling import denoise, upstream_noise
 from accel.sampling.ancestral import Ancestral
 from accel.sampling.autoguidance import WithGuide
 from accel.sampling.flow import Euler
 from accel.sampling.guidance import Autoguidance, Unguided, guidance_of
-from accel.sources.facts import OWN
 from diffusion import create_diffusion
 
 SCALE = 1.7
@@ -257,8 +257,8 @@ def test_weights_without_a_null_class(guides, weights):
 
 
 def test_a_guide_that_overflows_takes_both_to_bfloat16(guides, weights, monkeypatch, capsys):
-    monkeypatch.setattr("accel.precision.default_tier", lambda device: "fp16")
-    monkeypatch.setattr("accel.precision.supports", lambda tier, device: True)
+    monkeypatch.setattr("accel.runtime.precision.default_tier", lambda device: "fp16")
+    monkeypatch.setattr("accel.runtime.precision.supports", lambda tier, device: True)
     how = dict(ckpt=weights, model="DiT-Demo/2", guide=guides["large"], num_sampling_steps=2)
     how |= dict(device="cpu", output_type="latent")
     _, pipeline = ready(**how)

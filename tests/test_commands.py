@@ -15,10 +15,10 @@ from forks import succeeds
 from networks import latents_of, ready
 from PIL import Image
 
+from accel.config.options import Options
+from accel.config.rules import check
 from accel.errors import UsageError
 from accel.families import model_names
-from accel.options import Options
-from accel.rules import check
 
 DEMO = ("--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", 2)
 

@@ -21,10 +21,10 @@ from networks import identify, latents_of, ready, to_diffusers, upstream, write_
 from safetensors.torch import load_file, save_file
 
 from accel import Sampler
+from accel.config.options import Options
 from accel.errors import UsageError
 from accel.families import constructor_of
-from accel.options import Options
-from accel.weights.tensor_files import WEIGHTS
+from accel.tensors.tensor_files import WEIGHTS
 from models import DiT, DiT_models
 
 STEPS = 3

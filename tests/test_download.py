@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 
 import download
 import pretrained_models.download
+from accel.checkpoints import files
+from accel.checkpoints.files import Files
+from accel.checkpoints.published import fetch_published, published_name
 from accel.errors import Given, UsageError
 from accel.families import DEMO, family_of
-from accel.sources import files
-from accel.sources.files import Files
-from accel.sources.published import fetch_published, published_name
-from accel.weights import fetch
+from accel.tensors import fetch
 from models import DiT
 
 NAME = "DiT-XL-2-512x512.pt"
@@ -145,8 +145,8 @@ FETCH = """
 import sys
 from pathlib import Path
 from accel.errors import Given
-from accel.sources import files
-from accel.weights import fetch
+from accel.checkpoints import files
+from accel.tensors import fetch
 fetch.BASE_URL, files.FOLDER = sys.argv[1], Path(sys.argv[2])
 weights = files.Files(Given(sys.argv[3]))
 weights.state

@@ -99,7 +99,7 @@ sys.meta_path.insert(0, Finder)
     "command, module",
     [
         (["sample.py"], "torch._C"),
-        (["sample_ddp.py"], "accel.ranks.launched"),
+        (["sample_ddp.py"], "accel.distributed.launched"),
         (["scripts/verify.py"], "numpy"),
     ],
 )
@@ -135,7 +135,7 @@ def test_a_full_disk_is_a_line_and_leaves_no_file(tmp_path):
     code = """
 import resource
 from accel.cli import OneLineParser, user_errors
-from accel.files import atomic_write
+from accel.io.files import atomic_write
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 with user_errors(OneLineParser(prog="command")):
     with atomic_write('p.json') as file:

@@ -20,11 +20,11 @@ from test_lightning_dit import build as build_lightning
 from test_rae import build as build_rae
 
 from accel import Sampler
+from accel.checkpoints.facts import OWN
+from accel.config.options import Options
 from accel.errors import UsageError
 from accel.families.dit.network import DiT
-from accel.opening import open_run
-from accel.options import Options
-from accel.sources.facts import OWN
+from accel.run.opening import open_run
 
 OF_GUIDE = dict(hidden_size=80, depth=3, num_heads=1)
 LATENTS = dict(output_type="latent", device="cpu")

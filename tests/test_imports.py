@@ -36,7 +36,7 @@ def test_cold_start_imports_nothing_heavy():
     """Slow imports stay off the way to the first denoising step, torch off that to a
     refused flag.
     """
-    assert not loaded("import sample, sample_ddp, accel.options, accel.rules") & {
+    assert not loaded("import sample, sample_ddp, accel.config.options, accel.config.rules") & {
         "torch",
         "numpy",
         "diffusers",

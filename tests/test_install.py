@@ -164,7 +164,7 @@ TOY = """if True:
     from accel import Sampler
     from accel.errors import Given, UsageError
     from accel.families.toy.network import Toy
-    from accel.sources.files import Files
+    from accel.checkpoints.files import Files
     torch.manual_seed(0)
     vae = AutoencoderKL(
         down_block_types=["DownEncoderBlock2D"] * 3,

@@ -18,19 +18,19 @@ from reference_networks import jit
 from torch import nn
 
 from accel import Sampler, accelerate
+from accel.checkpoints import facts as facts_beside
+from accel.checkpoints.files import Files
 from accel.errors import Given, UsageError
 from accel.families import DEMO
 from accel.families.blocks import RMSFinalLayer
 from accel.families.jit.network import JiT, JiT_models
 from accel.jobs.fid.folder import Batches, Plan
 from accel.jobs.fid.noise import PictureNoise, UpstreamNoise
-from accel.network import Plain
+from accel.runtime.network import Plain
 from accel.sampling import denoise
 from accel.sampling.flow import Euler, Heun
 from accel.sampling.guidance import Guidance, Unguided
-from accel.sources import facts as facts_beside
-from accel.sources.files import Files
-from accel.weights.shapes import shapes_only
+from accel.tensors.shapes import shapes_only
 from scripts.convert_checkpoint import facts_of
 
 # heads of 80 as in H; 16 tokens of the picture and 3 of the label

@@ -13,11 +13,11 @@ from accel.errors import UsageError
 from accel.families.blocks import grid_rotation_table
 from accel.families.lightning_dit.network import LightningDiT, LightningDiT_models
 from accel.families.spec import reference_state
-from accel.network import Plain
+from accel.runtime.network import Plain
 from accel.sampling import denoise
 from accel.sampling.flow import Euler, Heun
 from accel.sampling.guidance import Guidance
-from accel.weights.shapes import shapes_only
+from accel.tensors.shapes import shapes_only
 from models import DiT
 
 SMALL = dict(input_size=4, in_channels=32, hidden_size=144, depth=2, num_heads=2, num_classes=8)

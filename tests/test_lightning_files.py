@@ -12,21 +12,21 @@ from networks import error, identify, run_of
 from PIL import Image
 from test_lightning_dit import as_file, build
 
+from accel.checkpoints import beside
+from accel.config.options import Options
+from accel.decoders.autoencoder_kl.half import HalfDecoder
+from accel.decoders.files import digest, find, load
+from accel.decoders.ldm import STATISTICS
 from accel.errors import Given, UsageError
 from accel.families import Defaults
 from accel.families.lightning_dit.recipe import says
 from accel.families.spec import Says
-from accel.latents.autoencoder_kl.half import HalfDecoder
-from accel.latents.files import digest, find, load
-from accel.latents.ldm import STATISTICS
-from accel.network import Plain
-from accel.opening import open_run
-from accel.options import Options
-from accel.output import to_grid
+from accel.io.output import to_grid
+from accel.run.opening import open_run
+from accel.runtime.network import Plain
 from accel.sampling import denoise
 from accel.sampling.flow import Euler
 from accel.sampling.guidance import Guidance
-from accel.sources import beside
 
 YAML = """data: {image_size: 64, num_classes: 8, latent_norm: true, latent_multiplier: 1.0}
 model: {model_type: LightningDiT-XL/1, use_qknorm: false}

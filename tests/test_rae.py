@@ -14,18 +14,18 @@ from reference_networks import rae
 from torch import nn
 
 from accel import Sampler, accelerate, fast
+from accel.checkpoints import facts as facts_beside
+from accel.config.options import Options
 from accel.errors import Given, UsageError
 from accel.families.rae import BY_SIDE
 from accel.families.rae.network import DiTDH_models, DiTwDDTHead
-from accel.fetching import fetch
-from accel.network import Plain
-from accel.opening import open_run
-from accel.options import Options
+from accel.run.fetching import fetch
+from accel.run.opening import open_run
+from accel.runtime.network import Plain
 from accel.sampling import denoise
 from accel.sampling.flow import Euler
 from accel.sampling.guidance import Guidance
-from accel.sources import facts as facts_beside
-from accel.weights.shapes import shapes_only
+from accel.tensors.shapes import shapes_only
 from scripts.convert_checkpoint import facts_of
 
 # heads of 72 and 128 as in XL; the head's hidden width is 1365, which is odd as the published one

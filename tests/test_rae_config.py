@@ -6,9 +6,9 @@ import json
 import pytest
 import yaml
 
+from accel.config.options import Options
+from accel.config.rules import merged, read_configuration
 from accel.errors import UsageError
-from accel.options import Options
-from accel.rules import merged, read_configuration
 
 TEXT = """
 stage_1:

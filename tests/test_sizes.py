@@ -3,7 +3,7 @@
 import pytest
 
 from accel.families import constructor_of, families
-from accel.weights.shapes import shapes_only
+from accel.tensors.shapes import shapes_only
 
 DIT = {"XL": (28, 1152, 16), "L": (24, 1024, 16), "B": (12, 768, 12), "S": (12, 384, 6)}
 SIZES = {  # name without its patch → blocks, width, heads

@@ -126,7 +126,7 @@ import sys
 import numpy as np
 import torch
 from accel import Sampler
-from accel.output import to_uint8
+from accel.io.output import to_uint8
 
 n = 3
 world = 2

@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
+from accel.checkpoints.facts import checked_options
 from accel.errors import Given, UsageError
 from accel.families.identify import NO_HINTS, Hints, identify
 from accel.families.spec import ModelSpec, StateDict, reference_state, weights_of
-from accel.sources.facts import checked_options
 
 
 class Contents(NamedTuple):
@@ -103,7 +103,7 @@ def spec_of(
     except (TypeError, ValueError) as error:
         raise given.error(f"its training arguments cannot be read ({error})", "mend it") from None
     if "beside" in facts:
-        from accel.sources.beside import require_function  # few weights have such a file
+        from accel.checkpoints.beside import require_function  # few weights have such a file
 
         require_function(given, facts["beside"], spec)
     options = checked_options(given, said.options, "its training arguments say")

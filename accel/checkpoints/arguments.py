@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from accel.checkpoints.facts import OWN, is_known, is_valid
 from accel.errors import Given, shown
-from accel.sources.facts import OWN, is_known, is_valid
-from accel.weights.computed import UNCLEAR, is_listed, is_suspected
+from accel.tensors.computed import UNCLEAR, is_listed, is_suspected
 
 # Entries with the arguments of a training run. Where two say different values of an argument that
 # decides no picture, the first is believed.

@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+from accel.checkpoints.arguments import of_function
 from accel.errors import Given, shown
 from accel.families.configuration import read_yaml
 from accel.families.spec import ModelSpec, weights_of
-from accel.sources.arguments import of_function
-from accel.weights.computed import UNCLEAR, require_computed
-from accel.weights.tensor_files import FILE_SUFFIXES
+from accel.tensors.computed import UNCLEAR, require_computed
+from accel.tensors.tensor_files import FILE_SUFFIXES
 
 
 def facts_of(path: Path, given: Given) -> dict[str, Any]:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from accel.checkpoints.module import HeldModule
 from accel.families.spec import ModelSpec, StateDict, reference_state
-from accel.network import BlockNetwork, Plain
-from accel.precision import TIERS, arithmetic
+from accel.runtime.network import BlockNetwork, Plain
+from accel.runtime.precision import TIERS, arithmetic
 from accel.sampling.guidance import guided_halves
-from accel.sources.module import HeldModule
 
 # Relative error of an evaluation beyond which it is another function's, by tier and by
 # the module's own dtype.

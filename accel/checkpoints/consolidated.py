@@ -7,10 +7,10 @@ import os
 import re
 from pathlib import Path
 
+from accel.checkpoints import Contents, training
+from accel.checkpoints.arguments import of_training
 from accel.errors import Given
-from accel.sources import Contents, training
-from accel.sources.arguments import of_training
-from accel.weights.pickles import read_pickle
+from accel.tensors.pickles import read_pickle
 
 # the first that is there is used
 WEIGHTS = "consolidated_ema.00-of-01.pth", "consolidated.00-of-01.pth"

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from accel.checkpoints import Contents
 from accel.errors import Given, UsageError, shown
-from accel.sources import Contents
-from accel.weights.diffusers_names import (
+from accel.tensors.diffusers_names import (
     COMPUTED,
     DEFAULT_SIDE,
     SCHEDULE,
@@ -18,7 +18,7 @@ from accel.weights.diffusers_names import (
     from_diffusers,
     with_table,
 )
-from accel.weights.tensor_files import floats_of, read_json, read_tensors, weight_files
+from accel.tensors.tensor_files import floats_of, read_json, read_tensors, weight_files
 
 CLASSES = COMPUTED["_class_name"]
 

@@ -9,8 +9,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from accel.config.options import OPTIONS
 from accel.errors import Given, UsageError, shown
-from accel.options import OPTIONS
 
 OWN = "metadata"  # of a .pt file: the key beside its tensors
 PREFIX = "dit."  # of our entries in the header of a safetensors file, whose values are strings

@@ -10,13 +10,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from accel.checkpoints import Contents, Source, spec_of
+from accel.checkpoints.facts import checked
 from accel.errors import Given, path_errors, shown
 from accel.families.identify import NO_HINTS, Hints
 from accel.families.spec import StateDict
-from accel.files import weights_folder
-from accel.sources import Contents, Source, spec_of
-from accel.sources.facts import checked
-from accel.weights.tensor_files import FILE_SUFFIXES, HUB_ID, file_stamps, mode_of
+from accel.io.files import weights_folder
+from accel.tensors.tensor_files import FILE_SUFFIXES, HUB_ID, file_stamps, mode_of
 
 FOLDER = weights_folder()
 # published names; the variable's name is upstream's
@@ -58,8 +58,8 @@ class Files:
         if self._path is None:
             name = self.given.name
             remedy = f"fetch https://huggingface.co/{name} by other means and give its folder"
-            from accel.sources import diffusers_folder  # local weights need neither
-            from accel.weights import fetch
+            from accel.checkpoints import diffusers_folder  # local weights need neither
+            from accel.tensors import fetch
 
             self._path = fetch.from_hub(name, "transformer/", self.given.option, remedy)
             if diffusers_folder.has_vae(self._path, self.given.option):
@@ -76,7 +76,7 @@ class Files:
         UsageError.
         """
         if self.path.parent == FOLDER and not self.path.exists():
-            from accel.weights import fetch
+            from accel.tensors import fetch
 
             fetch.download(self.path, self.given.option)
         return self.path
@@ -93,7 +93,7 @@ class Files:
         if self.path.suffix == PART:
             raise self.given.error(*IN_PARTS)
         with path_errors(self.given.option, self.path):
-            layouts = (import_module(f"accel.sources.{name}") for name in LAYOUTS)
+            layouts = (import_module(f"accel.checkpoints.{name}") for name in LAYOUTS)
             layout = next((layout for layout in layouts if layout.holds(self.path)), None)
             if layout is None:
                 raise self.given.error(*_no_layout(self.path, self.given.option))
@@ -116,7 +116,7 @@ class Files:
         return Source(self.given, spec, self)
 
     def _facts_beside(self):
-        from accel.sources import beside  # few files have others
+        from accel.checkpoints import beside  # few files have others
 
         return beside.facts_of(self.path, self.given)
 
@@ -143,8 +143,8 @@ class Files:
         if self._digest is None:
             if "contents" not in self.__dict__:
                 self._require_unchanged()
-            from accel.weights.digests import cached_digest  # a grid needs none
-            from accel.weights.positions import trained
+            from accel.tensors.digests import cached_digest  # a grid needs none
+            from accel.tensors.positions import trained
 
             stamps = self._stamps or self._stamp()
             self._digest = cached_digest(stamps, lambda: trained(self.state), self.entry or "")

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accel.checkpoints import Source, spec_of
+from accel.checkpoints.arguments import PLAIN
+from accel.checkpoints.names import without_prefix
 from accel.errors import Given
 from accel.families import families
 from accel.families.identify import families_with
 from accel.families.spec import ModelSpec, ModuleRules, StateDict, weights_of
-from accel.sources import Source, spec_of
-from accel.sources.arguments import PLAIN
-from accel.sources.names import without_prefix
-from accel.weights.computed import is_listed, is_suspected
-from accel.weights.digests import digest
-from accel.weights.positions import trained
-from accel.weights.shapes import require_fit, shapes_of
-from accel.weights.tensor_files import floats_of, require_finite_floats
+from accel.tensors.computed import is_listed, is_suspected
+from accel.tensors.digests import digest
+from accel.tensors.positions import trained
+from accel.tensors.shapes import require_fit, shapes_of
+from accel.tensors.tensor_files import floats_of, require_finite_floats
 
 COMPILER = "torch._dynamo.eval_frame"  # the module of torch.compile's wrapper
 

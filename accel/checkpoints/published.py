@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
+from accel.checkpoints import files
+from accel.checkpoints.files import Files, pretrained_models
 from accel.errors import Given, UsageError
 from accel.families import Family
 from accel.families.identify import choose_family, families_with
 from accel.families.spec import weights_of
-from accel.sources import files
-from accel.sources.files import Files, pretrained_models
-from accel.weights.shapes import shapes_of
+from accel.tensors.shapes import shapes_of
 
 log = logging.getLogger(__name__)
 

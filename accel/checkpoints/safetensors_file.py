@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
+from accel.checkpoints import Contents
+from accel.checkpoints.facts import from_header, others_in_header
+from accel.checkpoints.names import network_in
 from accel.errors import Given, UsageError, shown
-from accel.sources import Contents
-from accel.sources.facts import from_header, others_in_header
-from accel.sources.names import network_in
-from accel.weights.tensor_files import floats_of, read_safetensors
+from accel.tensors.tensor_files import floats_of, read_safetensors
 
 
 def holds(path: Path) -> bool:
@@ -23,7 +23,7 @@ def read(path: Path, given: Given, mapped: bool, entry: str | None = None) -> Co
     facts = from_header(header)
     others = others_in_header(header)
     if others and "family" not in facts:  # another program wrote it
-        from accel.sources.arguments import facts_of  # our own files need none
+        from accel.checkpoints.arguments import facts_of  # our own files need none
 
         facts = {**facts_of(given, {"args": others, **others}), **facts}
     return Contents(network_in(given, state, prefix_in(given, state, entry)), facts)

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
+from accel.checkpoints import Contents
+from accel.checkpoints.arguments import facts_of
+from accel.checkpoints.names import INNER, network_in, prefixes_of
+from accel.checkpoints.safetensors_file import prefix_in
 from accel.errors import Given, UsageError, shown
 from accel.families.spec import StateDict
-from accel.sources import Contents
-from accel.sources.arguments import facts_of
-from accel.sources.names import INNER, network_in, prefixes_of
-from accel.sources.safetensors_file import prefix_in
-from accel.weights.latent_statistics import PAIRS
-from accel.weights.tensor_files import floats_of, is_counter, read_tensors
+from accel.tensors.latent_statistics import PAIRS
+from accel.tensors.tensor_files import floats_of, is_counter, read_tensors
 
 # Entries of a training checkpoint with weights, in order of preference. A name with the word "ema"
 # goes before all without it.

@@ -1,7 +1,7 @@
 """The options of a run: one table, and the values that a user gave.
 
 OPTIONS has each option once: type, bounds, choices, default, flag and help. Options are the values
-that a user gave, checked; what is not given is not there. accel/resolve.py chooses the others.
+that a user gave, checked; what is not given is not there. accel/run/resolve.py chooses the others.
 Imports no torch.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from accel.errors import UsageError, shown
 from accel.families import model_names, sampler_names
-from accel.labels import read_class_names
+from accel.io.labels import read_class_names
 
 GRID = "grid"  # pictures of chosen classes
 FID = "fid"  # a folder of many pictures of random classes

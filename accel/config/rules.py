@@ -6,11 +6,11 @@ import difflib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from accel.config.options import DEFAULTS, Options
 from accel.errors import UsageError, shown
 from accel.families import Defaults, Family, family_of, model_names, require_family_of
-from accel.labels import find_label, imagenet
-from accel.options import DEFAULTS, Options
-from accel.output import SUFFIX, is_folder
+from accel.io.labels import find_label, imagenet
+from accel.io.output import SUFFIX, is_folder
 
 if TYPE_CHECKING:  # few runs have one
     from accel.families.configuration import Configuration

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accel.decoders import DecoderKind, LatentSpace, files
 from accel.errors import UsageError
-from accel.latents import DecoderKind, LatentSpace, files
-from accel.network import require_no_gradients
-from accel.precision import convolutions
+from accel.runtime.network import require_no_gradients
+from accel.runtime.precision import convolutions
 
 
 class NoDecoder:

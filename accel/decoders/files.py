@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from accel import latents
+from accel import decoders as latents
+from accel.decoders import DecoderFiles, DecoderKind, LatentSpace
 from accel.errors import UsageError, shown
-from accel.files import weights_folder
-from accel.latents import DecoderFiles, DecoderKind, LatentSpace
-from accel.weights.shapes import shapes_only
-from accel.weights.tensor_files import (
+from accel.io.files import weights_folder
+from accel.tensors.shapes import shapes_only
+from accel.tensors.tensor_files import (
     FILE_SUFFIXES,
     HUB_ID,
     WEIGHTS,
@@ -37,7 +37,7 @@ HUB_FILE = re.compile(r"([\w.-]+/[\w.-]+)[:/](.+)")  # owner/name/path, or owner
 
 
 def kind_names() -> list[str]:
-    """Return the kinds of decoder: the names of the folders of accel/latents."""
+    """Return the kinds of decoder: the names of the folders of accel/decoders."""
     return sorted(module.name for module in iter_modules(latents.__path__) if module.ispkg)
 
 
@@ -102,7 +102,7 @@ def _locate(name):
                 if is_tensors and not mode
                 else f"`vae={name}`: neither ema nor mse nor a folder; give a folder with {both}"
             )
-        from accel.weights import fetch
+        from accel.tensors import fetch
 
         folder = fetch.from_hub(repository, "", "vae", remedy)
     if not mode_of(folder / FILES[0], "vae") and stat.S_ISDIR(mode_of(folder / "vae", "vae")):
@@ -168,7 +168,7 @@ def digest(space: LatentSpace) -> str:
     """
     if space.files.kind.without_files is not None:
         return str(space.files.path)
-    from accel.weights.digests import cached_digest  # a grid needs none
+    from accel.tensors.digests import cached_digest  # a grid needs none
 
     entries, state = _read(space.files)
     require_unchanged(space.files)

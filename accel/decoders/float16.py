@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from accel.graphs import Replayed
-from accel.latents import LatentSpace
-from accel.latents.decoder import Decoder, not_finite
+from accel.decoders import LatentSpace
+from accel.decoders.decoder import Decoder, not_finite
+from accel.runtime.graphs import Replayed
 
 log = logging.getLogger(__name__)
 

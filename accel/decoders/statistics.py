@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from accel.decoders import LatentSpace
 from accel.errors import UsageError
-from accel.latents import LatentSpace
-from accel.weights.latent_statistics import mean_and_deviation
-from accel.weights.tensor_files import read_tensors
+from accel.tensors.latent_statistics import mean_and_deviation
+from accel.tensors.tensor_files import read_tensors
 
 LARGEST = 1e6  # of statistics, far beyond any
 LEAST = {"mean": -LARGEST, "std": 1 / LARGEST, "var": 0.0}

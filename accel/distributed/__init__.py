@@ -14,8 +14,8 @@ from accel.errors import UsageError, require_equal
 if TYPE_CHECKING:  # torch is slow to import
     from torch import Tensor
 
-    from accel.network import BlockNetwork, Network
-    from accel.ranks.placement import Layout, Placement
+    from accel.distributed.placement import Layout, Placement
+    from accel.runtime.network import BlockNetwork, Network
 
 
 def require_device(wanted: str | None) -> None:

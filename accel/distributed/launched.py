@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import NamedTuple, NoReturn
 
-from accel import launch, signals
+from accel import launch
+from accel.distributed import Ranks
 from accel.errors import (
     STOPPED,
     USAGE,
@@ -26,7 +27,7 @@ from accel.errors import (
     record,
     shown,
 )
-from accel.ranks import Ranks
+from accel.launch import signals
 
 
 class Numbers(NamedTuple):
@@ -105,7 +106,7 @@ def _join():
     mine = numbers()
     if mine.world == 1:
         return Ranks()
-    from accel.ranks.distributed import connect  # a process by itself does without
+    from accel.distributed.ranks import connect  # a process by itself does without
 
     _set_address(os.environ)
     launch.end_with_parent()

@@ -3,8 +3,8 @@
 from itertools import product
 from math import prod
 
+from accel.distributed.placement import Layout, Placement
 from accel.errors import UsageError, shown
-from accel.ranks.placement import Layout, Placement
 
 # A rank keeps this much of a row, tokens × width. Measured on two ranks: dividing 1024 tokens of
 # width 1152 is faster, and 256 of width 4096; 256 of width 1152 is not.

@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 
 from accel import launch
+from accel.distributed import FirstFailure, Ranks
+from accel.distributed.exchanges import AllGather, Push
+from accel.distributed.placement import Layout, Placement
+from accel.distributed.sharded import Sharded
 from accel.errors import UsageError
 from accel.kernels import cuda
-from accel.network import BlockNetwork, Network
-from accel.ranks import FirstFailure, Ranks
-from accel.ranks.exchanges import AllGather, Push
-from accel.ranks.placement import Layout, Placement
-from accel.ranks.sharded import Sharded
+from accel.runtime.network import BlockNetwork, Network
 
 PATIENCE = 10  # seconds after which a rank says that it waits for others
 START = timedelta(minutes=10)  # limit for all ranks to start and connect

@@ -15,8 +15,8 @@ from collections.abc import Callable, Hashable
 import torch
 import torch.distributed as dist
 
-from accel.network import BlockNetwork, Network, RunState
-from accel.ranks.exchanges import AllGather
+from accel.distributed.exchanges import AllGather
+from accel.runtime.network import BlockNetwork, Network, RunState
 
 
 class Sharded(Network[RunState]):

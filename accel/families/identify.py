@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from accel.errors import Given, UnsaidError, UsageError, shown
 from accel.families import Family, families, family_of
 from accel.families.spec import ModelSpec, StateDict, weights_of
-from accel.weights.computed import UNCLEAR, require_computed
-from accel.weights.shapes import Shapes, require_fit, shapes_of
+from accel.tensors.computed import UNCLEAR, require_computed
+from accel.tensors.shapes import Shapes, require_fit, shapes_of
 
 
 class Claim(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from accel.errors import Given
 from accel.families import Defaults, Family
-from accel.weights.shapes import Shapes, shapes_only
+from accel.tensors.shapes import Shapes, shapes_only
 
 StateDict = dict[str, Tensor]
 LABELS = "y_embedder.embedding_table.weight"  # the label table of most families

@@ -11,8 +11,8 @@ from accel.fast.network import FastNetwork, Packing
 from accel.fast.ops import Half, Split
 from accel.fast.reader import Reader
 from accel.kernels.linear import Tuner
-from accel.precision import TIERS
-from accel.stages import stages_of
+from accel.runtime.precision import TIERS
+from accel.runtime.stages import stages_of
 
 StateDict = dict[str, torch.Tensor]
 # A family's function: (reader, reference network, ops) → its weights, packed.

@@ -16,8 +16,8 @@ from torch import Tensor
 from accel.fast.ops import Float32Linear, Weights, splits
 from accel.fast.reader import Reader
 from accel.kernels.adaln import Modulation
-from accel.network import RunState
-from accel.precision import true_float32
+from accel.runtime.network import RunState
+from accel.runtime.precision import true_float32
 
 BLOCK_VECTORS = 6  # of a block: shift, scale, gate of attention, then of the MLP
 MOST_EVALUATIONS = 4096  # of a run: two per step, of at most 1000 steps

@@ -23,8 +23,8 @@ from accel.fast.conditioning import BLOCK_VECTORS, Conditioning, ConditioningTab
 from accel.fast.ops import Block, Float32Linear, Half, Split, Weights
 from accel.kernels.adaln import Branches, Modulation
 from accel.kernels.linear import Linear
-from accel.network import BlockNetwork, RunState
-from accel.stages import Stage
+from accel.runtime.network import BlockNetwork, RunState
+from accel.runtime.stages import Stage
 
 log = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from accel.kernels.qk_norm_rotary import qk_norm_rotary, qk_norm_rotary_split
 from accel.kernels.split_attention import split_attention
 from accel.kernels.split_linear import HighLow, SplitLinear, balance, choose, split_rows
 from accel.kernels.swiglu import swiglu_split
-from accel.precision import true_float32
+from accel.runtime.precision import true_float32
 
 
 class Weights(NamedTuple):

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-ROOT = Path(__file__).resolve().parents[1]  # a checkout, or an environment's site-packages
+ROOT = Path(__file__).resolve().parents[2]  # a checkout, or an environment's site-packages
 NO_FILE = "is a folder, a pipe, a socket, a device or a link, not a file"
 SMALL = 2**24  # bytes: no plan, record, cache or configuration comes near it
 REPEATED = 200  # bytes of a file's name that its temporary name has, of the 255 of any name

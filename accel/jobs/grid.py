@@ -12,16 +12,17 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from accel import launch, output
+from accel import launch
+from accel.config.options import Options
+from accel.decoders.decoder import Decoder, NoDecoder
+from accel.distributed import Ranks
+from accel.distributed.placement import OFF
 from accel.errors import STOPPED
-from accel.latents.decoder import Decoder, NoDecoder
-from accel.opening import open_on_ranks
-from accel.options import Options
+from accel.io import output
+from accel.io.progress import Stopwatch, step_bar
 from accel.pipeline import ALONE, Pipeline, free_memory
-from accel.progress import Stopwatch, step_bar
-from accel.ranks import Ranks
-from accel.ranks.placement import OFF
-from accel.resolve import Run
+from accel.run.opening import open_on_ranks
+from accel.run.resolve import Run
 
 log = logging.getLogger(__name__)
 

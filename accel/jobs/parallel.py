@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from accel.decoders.decoder import Decoder, NoDecoder
+from accel.distributed import Ranks, layouts
+from accel.distributed.placement import OFF, Layout, Placement
 from accel.errors import UsageError
+from accel.io.progress import Stopwatch
 from accel.kernels.linear import Tuner
-from accel.latents.decoder import Decoder, NoDecoder
 from accel.pipeline import Pipeline
-from accel.progress import Stopwatch
-from accel.ranks import Ranks, layouts
-from accel.ranks.placement import OFF, Layout, Placement
-from accel.resolve import Run
-from accel.stages import Stage, stages_of
+from accel.run.resolve import Run
+from accel.runtime.stages import Stage, stages_of
 
 log = logging.getLogger(__name__)
 

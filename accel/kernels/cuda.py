@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accel.files import cache_folder, read_small
-from accel.gpu import capability  # noqa: F401 (every choice of a backend asks cuda.capability)
+from accel.io.files import cache_folder, read_small
 from accel.kernels import check_backend, keep
+from accel.kernels.gpu import capability  # noqa: F401 (every choice of a backend asks cuda.capability)
 
 HAS_TRITON = find_spec("triton") is not None  # not on Windows and macOS
 BACKENDS = ("auto", "triton", "torch")  # of ops with a Triton kernel; "torch" is the reference

@@ -35,7 +35,7 @@ def seen_as(other: tuple[int, int]) -> AbstractContextManager:
     from unittest.mock import patch
 
     suffix = f" as {other[0]}.{other[1]}"
-    return patch.multiple("accel.gpu", _SUFFIX=suffix, _own_capability=lambda device: other)
+    return patch.multiple("accel.kernels.gpu", _SUFFIX=suffix, _own_capability=lambda device: other)
 
 
 def require(device: torch.device) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from accel.errors import USAGE, UsageError, as_usage_error
-from accel.signals import finish, handle_signals, is_task_of_srun, print_line
+from accel.launch.signals import finish, handle_signals, is_task_of_srun, print_line
 
 MAX_PROCESSES = 64  # a mistyped number should not fill the machine
 # Numbers of processes, of Open MPI and of MPICH and its kin.
@@ -110,7 +110,7 @@ def world_size(wanted: int | None, device: str | None) -> int:
     if wanted == 1:
         return 1
     if wanted is None:
-        from accel import driver  # most name their number
+        from accel.launch import driver  # most name their number
 
         wanted = 0 if device == "cpu" else driver.count_gpus()
         if not 1 <= wanted <= MAX_PROCESSES:
@@ -133,7 +133,7 @@ def import_torch(device: str | None) -> None:
         return
     device_type, _, number = (device or "cuda").partition(":")
     if device_type == "cuda":
-        from accel import driver
+        from accel.launch import driver
 
         threading.Thread(target=driver.make_context, args=(number,), daemon=True).start()
     gc.disable()

@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 
 from accel import launch
-from accel.signals import ENDINGS
+from accel.launch.signals import ENDINGS
 
 
 def run_ranks(world: int, program: str) -> int:

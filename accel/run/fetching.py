@@ -4,10 +4,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from accel import rules
+from accel.checkpoints.files import Files
+from accel.config import rules
+from accel.decoders.files import recognise
 from accel.errors import UsageError
-from accel.latents.files import recognise
-from accel.sources.files import Files
 
 
 def fetch(opened: list[Files], values: rules.Values) -> None:

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from accel.options import USER
-from accel.sources import Source
+from accel.checkpoints import Source
+from accel.config.options import USER
 
 
 def require_alike(

@@ -5,19 +5,20 @@ from typing import Any
 
 import torch
 
-from accel import precision, rules
+from accel.checkpoints import Source
+from accel.checkpoints.files import Files
+from accel.config import rules
+from accel.config.options import Options
+from accel.decoders import LatentSpace
+from accel.decoders.files import PUBLISHED, find
+from accel.distributed import Ranks
 from accel.errors import Given, UsageError
 from accel.families import require_family_of
 from accel.families.identify import Hints
 from accel.families.spec import ModelSpec
-from accel.latents import LatentSpace
-from accel.latents.files import PUBLISHED, find
-from accel.options import Options
-from accel.progress import Stopwatch
-from accel.ranks import Ranks
-from accel.resolve import MODEL, Choice, Run, choose, resolve
-from accel.sources import Source
-from accel.sources.files import Files
+from accel.io.progress import Stopwatch
+from accel.run.resolve import MODEL, Choice, Run, choose, resolve
+from accel.runtime import precision
 
 
 def open_run(
@@ -45,7 +46,7 @@ def open_run(
     if guide is None and "guide" in values:
         of_guide = [Files(Given(values["guide"], "guide"), mapped)]
     if not all(each.is_here for each in (*files, *of_guide)):
-        from accel.fetching import fetch  # most runs have all files
+        from accel.run.fetching import fetch  # most runs have all files
 
         fetch([*files, *of_guide], values)
     source = source or files[0].source(hints_in(values))
@@ -90,7 +91,7 @@ def choose_device(name: str | None) -> torch.device:
             "no such kind of device", "try cuda, cuda:1 or cpu", parameter="device", value=name
         ) from None
     if device.type == "cuda":
-        from accel import gpu  # a CPU needs none
+        from accel.kernels import gpu  # a CPU needs none
 
         gpu.require(device)
     elif device.type != "cpu" and not (device.type == "mps" and torch.backends.mps.is_available()):
@@ -111,7 +112,7 @@ def files_of(values: rules.Values, mapped: bool = True) -> Files:
     name = values.get("ckpt", defaults.ckpt)
     if name is None:
         # Weights that ship or are given have a path.
-        from accel.sources.published import published_name
+        from accel.checkpoints.published import published_name
 
         model = rules.named_model(values) or rules.DEFAULT_MODEL
         family = require_family_of(model)

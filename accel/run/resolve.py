@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from accel import precision, rules
+from accel.checkpoints import Source
+from accel.config import rules
+from accel.config.options import DEFAULTS, OPTIONS, USER, Options
+from accel.decoders import LatentSpace
+from accel.distributed.placement import OFF, Layout
 from accel.errors import Given, UsageError, warn
 from accel.families.spec import ModelSpec
-from accel.labels import NULL, find_label
-from accel.latents import LatentSpace
-from accel.options import DEFAULTS, OPTIONS, USER, Options
-from accel.ranks.placement import OFF, Layout
+from accel.io.labels import NULL, find_label
+from accel.runtime import precision
 from accel.sampling import make_process
 from accel.sampling.guidance import (
     CHANNELS,
@@ -32,7 +34,6 @@ from accel.sampling.guidance import (
     rounded_interval,
 )
 from accel.sampling.process import Process
-from accel.sources import Source
 
 if TYPE_CHECKING:  # few runs have a configuration file
     from accel.families.configuration import Configuration
@@ -240,7 +241,7 @@ def choose(
     ]
     if guide is not None:
         values["guide"] = guide.name
-        from accel import guide as rules_of_guide  # a network by itself needs none
+        from accel.run import guide as rules_of_guide  # a network by itself needs none
 
         notices += rules_of_guide.require_alike(values, origins, guide, source)
     _require_spec(values, spec)
@@ -334,7 +335,7 @@ def layout_of(parallel: str) -> Layout | None:
         return None
     if parallel == "off":
         return OFF
-    from accel.ranks import layouts  # few runs name one
+    from accel.distributed import layouts  # few runs name one
 
     return layouts.parse(parallel)
 

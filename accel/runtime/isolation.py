@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from accel.precision import switches_kept
+from accel.runtime.precision import switches_kept
 
 # Backend switches, default dtype and the capture of a CUDA graph belong to the process.
 _LOCK = threading.RLock()

@@ -1,7 +1,7 @@
 """The Network protocol: the interface between networks and the sampling loop or the ranks.
 
 Accelerated networks (accel/fast), reference models (Plain below) and networks that GPUs share
-(accel/ranks) implement it. A network knows nothing of guidance.
+(accel/distributed) implement it. A network knows nothing of guidance.
 
     run = network.prepare(times, labels)    state of a sampling run: conditioning, computed ahead
     run.advance(i)                          before evaluation i
@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from accel.errors import UsageError
-from accel.graphs import Captured, Replayed
-from accel.stages import Stage, forward_stages, stages_of, unpatchify
+from accel.runtime.graphs import Captured, Replayed
+from accel.runtime.stages import Stage, forward_stages, stages_of, unpatchify
 
 
 class Batch(NamedTuple):

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from accel.errors import UsageError
-from accel.network import Batch, Network
-from accel.precision import TIERS, supports
+from accel.runtime.network import Batch, Network
+from accel.runtime.precision import TIERS, supports
 
 
 @torch.inference_mode()

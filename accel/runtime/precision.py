@@ -1,5 +1,5 @@
 """Precision tiers: a run's arithmetic, and torch's backend switches for it. Their help is
-in accel/options.py.
+in accel/config/options.py.
 """
 
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ def supports(tier: str, device: torch.device) -> bool:
     required = TIERS[tier].capability
     if device.type != "cuda":
         return required == (0, 0)
-    from accel.gpu import capability  # a CPU has none
+    from accel.kernels.gpu import capability  # a CPU has none
 
     return capability(device) >= required
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accel.network import Network
+from accel.runtime.network import Network
 from accel.sampling.guidance import Guidance, Unguided
 from accel.sampling.process import Process
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from accel.network import BlockNetwork, Network, RunState
+from accel.runtime.network import BlockNetwork, Network, RunState
 
 
 class GuidedRun(NamedTuple):

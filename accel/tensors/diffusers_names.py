@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from accel.errors import as_usage_error, shown
-from accel.weights.positions import sine_cosine
+from accel.tensors.positions import sine_cosine
 
 DEFAULT_SIDE = 32  # DiTTransformer2DModel's sample_size, of a config without one
 SCHEDULE = "scheduler/scheduler_config.json"  # of a pipeline

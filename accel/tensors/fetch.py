@@ -11,9 +11,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from accel.errors import UsageError, about
-from accel.files import atomic_write, remove_partial_files
-from accel.weights.diffusers_names import SCHEDULE
-from accel.weights.tensor_files import weight_files
+from accel.io.files import atomic_write, remove_partial_files
+from accel.tensors.diffusers_names import SCHEDULE
+from accel.tensors.tensor_files import weight_files
 
 BASE_URL = "https://dl.fbaipublicfiles.com/DiT/models/"
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from accel.errors import about, as_usage_error, path_errors, shown
-from accel.files import is_utf8, open_regular
-from accel.weights.shapes import OF_SHARDS
+from accel.io.files import is_utf8, open_regular
+from accel.tensors.shapes import OF_SHARDS
 
 AGAIN = "delete it, then copy or download it again"  # the remedy for an incomplete file
 # numpy's numbers and texts that a pickle may hold.

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from accel.errors import Mistake, UsageError, about, path_errors, shown
-from accel.files import is_utf8, open_regular
-from accel.files import read_json as read_object
-from accel.weights.shapes import OF_SHARDS
+from accel.io.files import is_utf8, open_regular
+from accel.io.files import read_json as read_object
+from accel.tensors.shapes import OF_SHARDS
 
 Tensors = dict[str, torch.Tensor]
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]*[^\W\d][\w.-]*")  # owner/name, unlike DiT-XL/2
@@ -44,7 +44,7 @@ def read_tensors(path: Path, parameter: str, mapped: bool = True) -> dict:
     """
     if path.suffix == ".safetensors":
         return read_safetensors(path, parameter, mapped)[0]
-    from accel.weights.pickles import read_pickle
+    from accel.tensors.pickles import read_pickle
 
     return read_pickle(path, parameter, dict, "a state dict", mapped)
 

@@ -34,7 +34,7 @@ from torch.optim.swa_utils import AveragedModel
 from accel import Sampler, accelerate
 from accel.errors import UsageError
 from accel.families.large_dit.network import DiT_Llama, rotation_table
-from accel.precision import TIERS, supports, switches_kept
+from accel.runtime.precision import TIERS, supports, switches_kept
 from diffusion import create_diffusion
 from models import DiT
 

@@ -37,8 +37,8 @@ from accel import Sampler
 from accel.errors import UsageError
 from accel.families import DEMO
 from accel.families.sit.network import SiT
-from accel.graphs import KEPT
-from accel.precision import SWITCHES
+from accel.runtime.graphs import KEPT
+from accel.runtime.precision import SWITCHES
 from diffusion import create_diffusion
 from models import DiT, DiT_models
 
@@ -110,7 +110,7 @@ def test_a_module_that_the_caller_holds(device):
     """The demo's weights in models.DiT, wrapped, compiled, and in half: the same as by
     name. They are copied.
     """
-    from accel.sources.published import find_model
+    from accel.checkpoints.published import find_model
 
     model = DiT_models["DiT-Demo/2"]()
     model.load_state_dict(find_model(DEMO / "dit.safetensors"))
@@ -525,7 +525,7 @@ def test_a_module_whose_decoder_is_missing_is_named_by_its_class(monkeypatch):
     def without_internet(*_):
         raise UsageError("`vae=ema`: not here")
 
-    monkeypatch.setattr("accel.opening.find", without_internet)
+    monkeypatch.setattr("accel.run.opening.find", without_internet)
     words = "^DiT: decodes with ema unless you give vae; vae=ema: not here$"
     with pytest.raises(UsageError, match=words):
         Sampler(small(), device="cpu")

@@ -7,12 +7,12 @@ from math import inf, nan, nextafter
 import pytest
 import torch
 
+from accel.checkpoints import facts
+from accel.config.options import OPTIONS, Options
+from accel.config.rules import check
+from accel.decoders.autoencoder_kl import DEFAULTS, check_config
 from accel.errors import Given
-from accel.latents.autoencoder_kl import DEFAULTS, check_config
-from accel.options import OPTIONS, Options
-from accel.rules import check
-from accel.sources import facts
-from accel.weights import diffusers_names
+from accel.tensors import diffusers_names
 
 UP = "UpDecoderBlock2D"
 STATISTICS = dict(latent_channels=1, latents_mean=[0.0], latents_std=[1.0])

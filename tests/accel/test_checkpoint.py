@@ -15,12 +15,12 @@ from networks import identify, small, to_diffusers, weights_at, write_transforme
 from safetensors.torch import save_file
 from unprivileged import unprivileged
 
+from accel.checkpoints.files import Files
+from accel.checkpoints.module import HeldModule
+from accel.checkpoints.published import find_model
 from accel.errors import UsageError
 from accel.families import DEMO
-from accel.sources.files import Files
-from accel.sources.module import HeldModule
-from accel.sources.published import find_model
-from accel.weights import digests, tensor_files
+from accel.tensors import digests, tensor_files
 from models import DiT_models
 
 

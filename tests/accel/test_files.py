@@ -8,10 +8,10 @@ import time
 import forks
 import pytest
 
-from accel import files
 from accel.errors import UsageError
-from accel.files import atomic_write, cache_folder, read_json, read_small, remove_partial_files
-from accel.output import check_writable
+from accel.io import files
+from accel.io.files import atomic_write, cache_folder, read_json, read_small, remove_partial_files
+from accel.io.output import check_writable
 
 
 def test_whole_or_absent(tmp_path):
@@ -49,7 +49,7 @@ def test_two_writers_of_one_file_both_end_well(tmp_path):
     length = 1 << 20
     code = f"""
 import sys
-from accel.files import atomic_write
+from accel.io.files import atomic_write
 for _ in range(50):
     with atomic_write({str(path)!r}) as file:
         file.write(sys.argv[1].encode() * {length})

@@ -13,16 +13,16 @@ from reference_networks import dit
 from torch import nn
 
 from accel import Sampler, accelerate
+from accel.config.options import Options
 from accel.errors import UsageError
 from accel.families import repa
 from accel.families.dit.network import DiT
 from accel.families.repa.weights import convert as turned
 from accel.families.sit.network import SiT, SiT_models
 from accel.families.spec import reference_state
-from accel.network import Plain
-from accel.opening import open_run
-from accel.options import Options
 from accel.pipeline import Pipeline
+from accel.run.opening import open_run
+from accel.runtime.network import Plain
 from accel.sampling import denoise, flow, make_process, upstream_noise
 from accel.sampling.flow import Euler, Heun, Sde
 from accel.sampling.guidance import Guidance

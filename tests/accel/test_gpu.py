@@ -6,9 +6,10 @@ import pytest
 import torch
 from networks import run_of
 
-from accel import gpu, opening, precision
 from accel.errors import UsageError
-from accel.kernels import attention, split_attention, split_linear
+from accel.kernels import attention, gpu, split_attention, split_linear
+from accel.run import opening
+from accel.runtime import precision
 
 GPU = torch.device("cuda", 0)
 OLD = ((7, 0), (7, 5))

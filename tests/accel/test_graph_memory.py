@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from accel.graphs import Replayed, capture
+from accel.runtime.graphs import Replayed, capture
 
 pytestmark = pytest.mark.gpu
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 PROGRAM = """
 import gc
 import torch
-from accel.graphs import Replayed
+from accel.runtime.graphs import Replayed
 
 sides = ((64, 32, 32768), (2048, 32, 1152), (2, 4608, 1152))
 operands = [(torch.randn(m, k, device="cuda"), torch.randn(n, k, device="cuda")) for m, n, k in sides]

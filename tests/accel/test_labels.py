@@ -8,8 +8,8 @@ from torchvision.models._meta import _IMAGENET_CATEGORIES
 
 from accel import Sampler
 from accel.errors import UsageError
-from accel.labels import file_name, find_label, imagenet
-from accel.output import picture_names
+from accel.io.labels import file_name, find_label, imagenet
+from accel.io.output import picture_names
 
 
 def test_every_imagenet_name_is_its_number():

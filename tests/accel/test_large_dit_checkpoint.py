@@ -8,12 +8,12 @@ import torch
 from conftest import fill
 from safetensors.torch import save_file
 
+from accel.config.options import Options
 from accel.errors import UsageError
 from accel.families import constructor_of
 from accel.families.large_dit.network import DiT_Llama
-from accel.opening import open_run
-from accel.options import Options
 from accel.pipeline import Pipeline
+from accel.run.opening import open_run
 
 DEMO = "Large-DiT-Demo/2"
 

@@ -1,4 +1,4 @@
-"""accel/picture_files.py: a file is read as a viewer shows it, or refused by name."""
+"""accel/io/picture_files.py: a file is read as a viewer shows it, or refused by name."""
 
 import io
 import os
@@ -10,7 +10,7 @@ import pytest
 from PIL import Image, ImageCms
 
 from accel.errors import UsageError
-from accel.picture_files import PLAIN, WHOLE, read_picture
+from accel.io.picture_files import PLAIN, WHOLE, read_picture
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (21, 19, 3), dtype=np.uint8)
 RGB = Image.fromarray(PIXELS)

@@ -10,19 +10,19 @@ import torch
 from networks import build, fast_network, large_inside, ready, run_of, small
 from unprivileged import limited
 
-from accel import overflow
+from accel.config.options import Options
 from accel.errors import UsageError
 from accel.families.dit import FAMILY
 from accel.families.dit.network import DiT_models
+from accel.io.progress import Stopwatch
 from accel.jobs import grid
 from accel.jobs.fid import job as fid_job
-from accel.network import Batch
-from accel.opening import open_run
-from accel.options import Options
-from accel.overflow import overflows
 from accel.pipeline import Pipeline
-from accel.progress import Stopwatch
-from accel.weights import fetch
+from accel.run.opening import open_run
+from accel.runtime import overflow
+from accel.runtime.network import Batch
+from accel.runtime.overflow import overflows
+from accel.tensors import fetch
 
 CPU = torch.device("cpu")
 
@@ -49,7 +49,7 @@ def test_what_flags_decide_comes_before_weights_that_are_fetched(
 ):
     for function in ("from_hub", "download"):
         monkeypatch.setattr(fetch, function, lambda *_: pytest.fail("fetched"))
-    monkeypatch.setattr("accel.latents.files.FOLDER", weights.parent)  # where no decoder lies
+    monkeypatch.setattr("accel.decoders.files.FOLDER", weights.parent)  # where no decoder lies
     with pytest.raises(UsageError, match=words):
         ready(**options_of(weights, **{"vae": "ema", **wrong}))
 
@@ -59,8 +59,8 @@ def test_loading_imports_no_compiler():
     seconds. The compiler can be imported whole afterwards.
     """
     code = (
-        "import sys, torch\nfrom accel.opening import open_run\n"
-        "from accel.options import Options\nfrom accel.pipeline import Pipeline\n"
+        "import sys, torch\nfrom accel.run.opening import open_run\n"
+        "from accel.config.options import Options\nfrom accel.pipeline import Pipeline\n"
         "run = open_run(Options(model='DiT-Demo/2', device='cpu'))\n"
         "print(len(Pipeline.load(run).network.stages[0].blocks))\n"
         "print({'torch._dynamo', 'triton', 'diffusers'} & set(sys.modules))\n"
@@ -82,8 +82,8 @@ def test_loading_costs_the_file(tmp_path):
         }
     torch.save({name: torch.full(shape, 0.01) for name, shape in shapes.items()}, path)
     code = (
-        "import resource, sys, torch\nfrom accel.opening import open_run\n"
-        "from accel.options import Options\nfrom accel.pipeline import Pipeline\n"
+        "import resource, sys, torch\nfrom accel.run.opening import open_run\n"
+        "from accel.config.options import Options\nfrom accel.pipeline import Pipeline\n"
         f"options = Options(ckpt={str(path)!r}, device='cpu', output_type='latent')\n"
         "base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "network = Pipeline.load(open_run(options)).network\n"

@@ -8,8 +8,8 @@ import torch
 from networks import inputs, small
 
 from accel import accelerate
-from accel.isolation import alone
-from accel.precision import SWITCHES, TIERS, arithmetic
+from accel.runtime.isolation import alone
+from accel.runtime.precision import SWITCHES, TIERS, arithmetic
 
 BACKENDS = torch.backends
 OPERATIONS = [

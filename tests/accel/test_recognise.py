@@ -10,14 +10,14 @@ from forks import refused, succeeds
 from networks import build, identify, recognise
 
 from accel import Sampler
+from accel.checkpoints import Source
+from accel.config.options import Options
 from accel.errors import Given, UsageError
 from accel.families import DEMO, constructor_of
 from accel.families.dit.network import DiT
-from accel.opening import open_run
-from accel.options import Options
-from accel.resolve import choose
-from accel.sources import Source
-from accel.weights.shapes import shapes_only
+from accel.run.opening import open_run
+from accel.run.resolve import choose
+from accel.tensors.shapes import shapes_only
 from scripts.convert_checkpoint import facts_of
 
 NO_FAMILY = "own.pt: names no family, taken for a DiT (noise)"

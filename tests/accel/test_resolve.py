@@ -9,16 +9,16 @@ import torch
 from conftest import fill
 from networks import run_of
 
+from accel.config.options import DEFAULTS, USER, Options
+from accel.config.rules import check, named_model
+from accel.decoders import LatentSpace
 from accel.errors import Given, UsageError
 from accel.families import DEMO
 from accel.families.configuration import Configuration
 from accel.families.dit.network import DiT_models
-from accel.latents import LatentSpace
-from accel.opening import files_of, open_run
-from accel.options import DEFAULTS, USER, Options
-from accel.output import outputs_of
-from accel.resolve import DEFAULT, FAMILY, JOB, MODEL, choose, resolve
-from accel.rules import check, named_model
+from accel.io.output import outputs_of
+from accel.run.opening import files_of, open_run
+from accel.run.resolve import DEFAULT, FAMILY, JOB, MODEL, choose, resolve
 
 
 def test_what_a_model_implies_unless_a_flag_says_otherwise():

@@ -9,10 +9,10 @@ import pytest
 import torch
 from networks import DEVICES, build, error, fast_network, network_of, sample, small, upstream
 
-from accel import graphs
 from accel.fast.conditioning import ConditioningTable
-from accel.network import Plain
 from accel.pipeline import Pipeline
+from accel.runtime import graphs
+from accel.runtime.network import Plain
 from accel.sampling import denoise, initial_noise
 from accel.sampling.ancestral import Ancestral, Ddim
 from accel.sampling.flow import Euler, Heun, Sde

@@ -8,9 +8,9 @@ from forks import refused, succeeds
 from networks import error, identify, small
 
 from accel import Sampler, accelerate
+from accel.decoders.files import find
 from accel.errors import UsageError
 from accel.families.dit.network import DiT
-from accel.latents.files import find
 
 HOW = dict(device="cpu", num_sampling_steps=3, output_type="latent")
 FLAGS = ["--device", "cpu", "--num-sampling-steps", 3, "--output-type", "latent"]

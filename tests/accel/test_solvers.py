@@ -5,7 +5,7 @@ import torch
 from networks import fast_network, guided, sample, small
 
 from accel.errors import Given, UsageError
-from accel.network import Plain
+from accel.runtime.network import Plain
 from accel.sampling import denoise, upstream_noise
 from accel.sampling.ancestral import Ancestral, Ddim
 from accel.sampling.guidance import Guidance

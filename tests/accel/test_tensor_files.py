@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from accel.weights.digests import DIGESTS, cached_digest, digest
+from accel.tensors.digests import DIGESTS, cached_digest, digest
 
 
 @pytest.mark.parametrize("place", [0, 2**16 - 1, 2**16, 2**18 + 12, -1])

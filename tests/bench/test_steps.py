@@ -13,11 +13,11 @@ from jobs import run as run_ranks
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
+from accel.config.options import Options
 from accel.jobs.grid import load
-from accel.network import Plain
-from accel.opening import open_run
-from accel.options import Options
-from accel.precision import switches_kept
+from accel.run.opening import open_run
+from accel.runtime.network import Plain
+from accel.runtime.precision import switches_kept
 from bench import steps
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from forks import succeeds
 from networks import ready
 from PIL import Image
 
-from accel.output import to_grid
+from accel.io.output import to_grid
 
 DEMO = ROOT / "pretrained_models" / "demo"
 

@@ -8,7 +8,7 @@ from contextlib import nullcontext, redirect_stdout
 from io import StringIO
 
 import sample_ddp
-from accel.ranks import launched
+from accel.distributed import launched
 
 if __name__ == "__main__":
     texts = []

@@ -10,13 +10,13 @@ from functools import partial
 
 import torch
 
+from accel.decoders.files import find, load
+from accel.distributed import distributed, launched
+from accel.distributed.placement import Layout, Placement
 from accel.errors import Stopped, UsageError
+from accel.io.progress import Stopwatch
 from accel.jobs.parallel import gather
-from accel.latents.files import find, load
 from accel.pipeline import decoder_of
-from accel.progress import Stopwatch
-from accel.ranks import distributed, launched
-from accel.ranks.placement import Layout, Placement
 
 
 def exchange(ranks):

@@ -10,11 +10,11 @@ import torch
 from conftest import fill
 from networks import evaluate, network_of
 
+from accel.distributed.launched import launched_ranks
+from accel.distributed.placement import Layout
 from accel.families.dit.network import DiT
 from accel.families.large_dit.network import DiT_Llama
-from accel.network import Plain
-from accel.ranks.launched import launched_ranks
-from accel.ranks.placement import Layout
+from accel.runtime.network import Plain
 
 SIDE = 12
 D = 96

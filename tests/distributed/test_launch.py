@@ -24,8 +24,9 @@ from networks import build
 from PIL import Image
 from safetensors.torch import save_file
 
-from accel import launch, processes
+from accel import launch
 from accel.errors import INTERRUPTED, STOPPED, USAGE
+from accel.launch import processes
 
 
 class Terminal(Command):

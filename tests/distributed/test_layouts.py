@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from networks import run_of
 
+from accel.distributed import Ranks, layouts
+from accel.distributed.placement import OFF, Layout
 from accel.errors import UsageError
 from accel.jobs.parallel import choose_layout
-from accel.ranks import Ranks, layouts
-from accel.ranks.placement import OFF, Layout
 
 WIDTH = 1152  # of XL/2
 

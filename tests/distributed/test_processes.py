@@ -14,8 +14,8 @@ import pytest
 from forks import ROOT
 from jobs import ENVIRONMENT
 
+from accel.distributed import Ranks, launched
 from accel.errors import STOPPED, USAGE
-from accel.ranks import Ranks, launched
 
 WORKER = Path(__file__).with_name("job_worker.py")
 

@@ -25,12 +25,12 @@ from networks import side_of, upstreams_loop, write_transformer
 from safetensors.torch import load_file, save_file
 from unprivileged import NOBODY, limited, unprivileged
 
+from accel.decoders.autoencoder_kl.half import HalfDecoder
+from accel.decoders.float16 import Float16Decoder
 from accel.errors import INTERRUPTED, STOPPED, USAGE
 from accel.families.dit.network import DiT_models
 from accel.families.sit.network import SiT_models
-from accel.graphs import Replayed
-from accel.latents.autoencoder_kl.half import HalfDecoder
-from accel.latents.float16 import Float16Decoder
+from accel.runtime.graphs import Replayed
 
 WANTED = 42
 MADE = 44  # two ranks make two at a time
@@ -392,7 +392,7 @@ def test_a_job_replays_its_decoder(one, tmp_path, monkeypatch, switches):
         decoders.append(Float16Decoder(space, device, otherwise, captured))
         return decoders[-1]
 
-    monkeypatch.setattr("accel.latents.float16.Float16Decoder", kept)
+    monkeypatch.setattr("accel.decoders.float16.Float16Decoder", kept)
     for name in ("replayed", "launched"):
         one("--model", "DiT-Demo/2", "--precision", "fp16", *SHORT, "--sample-dir", tmp_path / name)
     replayed, launched = (decoder.load().half for decoder in decoders)

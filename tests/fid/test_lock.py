@@ -11,10 +11,10 @@ from contextlib import nullcontext
 import forks
 import pytest
 
+from accel.distributed import Ranks
 from accel.errors import UsageError
 from accel.jobs import fid
 from accel.jobs.fid.lock import sole_job
-from accel.ranks import Ranks
 
 HOLD = """
 import pathlib, sys, time

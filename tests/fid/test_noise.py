@@ -8,7 +8,7 @@ from accel.families.dit.network import DiT_models
 from accel.families.sit.network import SiT_models
 from accel.jobs.fid.folder import Batches
 from accel.jobs.fid.noise import PictureNoise, UpstreamNoise
-from accel.network import Plain
+from accel.runtime.network import Plain
 from accel.sampling import denoise
 from accel.sampling.ancestral import Ancestral, Ddim
 from accel.sampling.flow import FLOWS, Euler, Sde

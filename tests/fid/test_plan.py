@@ -7,12 +7,12 @@ import pytest
 import torch
 from networks import run_of
 
+from accel.config.options import Options
+from accel.decoders import LatentSpace
 from accel.errors import UsageError
 from accel.jobs.fid import job as fid_job
 from accel.jobs.fid.job import folder_of, mention_former, record_of, require_seeds
-from accel.latents import LatentSpace
-from accel.opening import open_run
-from accel.options import Options
+from accel.run.opening import open_run
 
 
 @pytest.mark.parametrize(

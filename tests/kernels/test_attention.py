@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from kernel_testing import disassemble, draw, error, formula, needs_hopper
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from accel import gpu
-from accel.kernels import cuda
+from accel.kernels import cuda, gpu
 from accel.kernels.attention import attention, attention_to, hopper
 
 CPU_BACKENDS = ("auto", "flash", "torch")

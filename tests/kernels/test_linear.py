@@ -11,7 +11,7 @@ from kernel_testing import disassemble, error, needs_hopper
 from accel.kernels import cuda
 from accel.kernels.linear import PERIOD, Linear, Tuner, hopper
 from accel.kernels.rows import row_squares
-from accel.precision import true_float32
+from accel.runtime.precision import true_float32
 
 EPS = 1e-5
 EPILOGUES = ("", "gelu", *hopper.EPILOGUES)

@@ -11,7 +11,7 @@ from kernel_testing import compiled_for, fresh_process
 
 RUN = """
 import torch
-from accel import gpu
+from accel.kernels import gpu
 from kernel_testing import compile_for
 
 capability = {capability}

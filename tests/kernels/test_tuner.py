@@ -11,11 +11,11 @@ import pytest
 import torch
 from test_linear import case, formula
 
-from accel.files import cache_folder
-from accel.graphs import capture
+from accel.io.files import cache_folder
 from accel.kernels.linear import Linear, cublaslt, tuner
 from accel.kernels.linear.cublaslt import Algorithm
 from accel.kernels.linear.tuner import Choice, Tuner
+from accel.runtime.graphs import capture
 
 GEMM = 8, 8, 8, False, torch.float16, torch.device("cuda", 0)
 WORDS = [1, 2**63, 3, 4, 5, 6, 7, 8]

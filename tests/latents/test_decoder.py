@@ -13,11 +13,11 @@ from decoders import SCALES, by_pipelines, levels, random_vae
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from accel.decoders.autoencoder_kl import KIND
+from accel.decoders.decoder import Decoder
+from accel.decoders.files import FILES, find
 from accel.errors import UsageError
-from accel.latents.autoencoder_kl import KIND
-from accel.latents.decoder import Decoder
-from accel.latents.files import FILES, find
-from accel.output import to_grid, to_uint8
+from accel.io.output import to_grid, to_uint8
 
 CPU = torch.device("cpu")
 

@@ -9,18 +9,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from accel import precision
+from accel.config.options import Options
+from accel.decoders import DecoderFiles, LatentSpace
+from accel.decoders.autoencoder_kl import KIND, SD_VAE_FT, KLDecoder
+from accel.decoders.autoencoder_kl.half import HalfDecoder
+from accel.decoders.files import FILES, find, load
+from accel.decoders.float16 import REQUIRED_PSNR
 from accel.errors import UsageError
 from accel.families import DEMO
-from accel.graphs import Replayed
-from accel.latents import DecoderFiles, LatentSpace
-from accel.latents.autoencoder_kl import KIND, SD_VAE_FT, KLDecoder
-from accel.latents.autoencoder_kl.half import HalfDecoder
-from accel.latents.files import FILES, find, load
-from accel.latents.float16 import REQUIRED_PSNR
-from accel.opening import open_run
-from accel.options import Options
 from accel.pipeline import Pipeline, decoder_of
+from accel.run.opening import open_run
+from accel.runtime import precision
+from accel.runtime.graphs import Replayed
 
 CPU = torch.device("cpu")
 FILES_OF_NONE = DecoderFiles(DEMO, (), KIND)

@@ -1,18 +1,18 @@
-"""A kind of decoder is a folder: put into accel/latents/, it works, and nothing else changes."""
+"""A kind of decoder is a folder: put into accel/decoders/, it works, and nothing else changes."""
 
 import torch
 
-from accel import latents
-from accel.latents.decoder import Decoder, NoDecoder
-from accel.latents.files import digest, find, kind_names
-from accel.output import to_uint8
+from accel import decoders as latents
+from accel.decoders.decoder import Decoder, NoDecoder
+from accel.decoders.files import digest, find, kind_names
+from accel.io.output import to_uint8
 from accel.pipeline import decoder_of
 
 TOY = '''
 """A decoder that repeats pixels: (N, 3, L, L) → (N, 3, 2L, 2L)."""
 
 import torch
-from accel.latents import DecoderKind, LatentSpace
+from accel.decoders import DecoderKind, LatentSpace
 
 
 class Repeat(torch.nn.Module):

@@ -10,8 +10,8 @@ import torch
 from hub import Hub
 from safetensors.torch import load_file, save_file
 
+from accel.decoders import files
 from accel.errors import UsageError
-from accel.latents import files
 
 
 @pytest.fixture(autouse=True)
@@ -134,7 +134,7 @@ def test_no_network_names_the_folder_to_fill(monkeypatch, tmp_path):
 def test_fetched_from_the_hub(tiny_vae, tmp_path):
     """In a fresh process, because the hub's client reads its environment once."""
     code = (
-        "from accel.latents import files; files.FOLDER = files.Path('no'); "
+        "from accel.decoders import files; files.FOLDER = files.Path('no'); "
         "print(files.digest(files.find('ema')))"
     )
     environment = dict(HF_HUB_CACHE=str(tmp_path), XDG_CACHE_HOME=str(tmp_path))

@@ -13,10 +13,10 @@ from networks import pipeline, small
 from PIL import Image
 
 from accel import Sampler
+from accel.decoders.files import find
 from accel.errors import USAGE, UsageError
 from accel.families.sit.network import SiT
-from accel.latents.files import find
-from accel.output import to_grid
+from accel.io.output import to_grid
 from models import DiT_models
 
 SHORT = dict(device="cpu", num_sampling_steps=2)

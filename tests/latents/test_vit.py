@@ -15,13 +15,13 @@ from PIL import Image
 from vits import SMALL, random_state, random_statistics, vit_files, written_out
 
 from accel import Sampler
+from accel.decoders.decoder import Decoder
+from accel.decoders.files import digest, find
+from accel.decoders.float16 import REQUIRED_PSNR
+from accel.decoders.vit import KIND
+from accel.decoders.vit.network import half_of
 from accel.errors import UsageError
-from accel.latents.decoder import Decoder
-from accel.latents.files import digest, find
-from accel.latents.float16 import REQUIRED_PSNR
-from accel.latents.vit import KIND
-from accel.latents.vit.network import half_of
-from accel.output import to_grid, to_uint8
+from accel.io.output import to_grid, to_uint8
 from accel.pipeline import decoder_of
 from models import DiT_models
 

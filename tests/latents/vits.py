@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from accel.latents.vit.network import Sizes, ViTDecoder
+from accel.decoders.vit.network import Sizes, ViTDecoder
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)

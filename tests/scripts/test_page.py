@@ -21,11 +21,11 @@ from conftest import ROOT
 from jobs import Command
 from test_guide_files import write_jit, write_rae
 
+from accel.config.options import Options
 from accel.errors import UsageError
-from accel.isolation import alone
 from accel.jobs.grid import load
-from accel.options import Options
-from accel.signals import ENDINGS
+from accel.launch.signals import ENDINGS
+from accel.runtime.isolation import alone
 from scripts.page import Studio, choices, choose
 
 in_browser = pytest.mark.skipif(

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from accel.stages import unpatchify
+from accel.runtime.stages import unpatchify
 
 
 def attention(qkv, num_heads):

@@ -19,10 +19,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from accel.decoders import DecoderFiles, DecoderKind, LatentSpace
 from accel.errors import UsageError, about, shown
-from accel.latents import DecoderFiles, DecoderKind, LatentSpace
-from accel.weights.shapes import require_fit, shapes_only
-from accel.weights.tensor_files import floats_of, read_tensors, weight_files
+from accel.tensors.shapes import require_fit, shapes_only
+from accel.tensors.tensor_files import floats_of, read_tensors, weight_files
 
 EPS = 1e-6
 STATISTICS = ("latents_mean", "latents_std")
@@ -296,7 +296,7 @@ class AutoencoderKL(DecoderKind):
         )
         if not files.statistics:
             return space
-        from accel.latents.statistics import with_statistics  # config.json usually says all
+        from accel.decoders.statistics import with_statistics  # config.json usually says all
 
         return with_statistics(space, files.statistics)
 
@@ -313,7 +313,7 @@ class AutoencoderKL(DecoderKind):
     def half(self, network: Any) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the decoder in float16."""
         # imports Triton, which float32 does not need
-        from accel.latents.autoencoder_kl.half import HalfDecoder
+        from accel.decoders.autoencoder_kl.half import HalfDecoder
 
         return HalfDecoder(network)
 

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from accel.decoders.autoencoder_kl import Attention, KLDecoder, Residual
 from accel.kernels.group_norm import Sum, add, group_norm
-from accel.latents.autoencoder_kl import Attention, KLDecoder, Residual
 
 
 class HalfDecoder:

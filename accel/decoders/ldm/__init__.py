@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
+from accel.decoders import DecoderFiles, LatentSpace
+from accel.decoders.autoencoder_kl import SD_VAE_FT, AutoencoderKL
+from accel.decoders.statistics import with_statistics
 from accel.errors import UsageError, about, shown, warn
-from accel.latents import DecoderFiles, LatentSpace
-from accel.latents.autoencoder_kl import SD_VAE_FT, AutoencoderKL
-from accel.latents.statistics import with_statistics
-from accel.weights.tensor_files import floats_of
+from accel.tensors.tensor_files import floats_of
 
 STATISTICS = "latents_stats.pt"
 INSIDE = "first_stage_model."  # begins the names in a file of a whole pipeline

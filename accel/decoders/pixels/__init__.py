@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from accel.latents import DecoderFiles, DecoderKind, LatentSpace
+from accel.decoders import DecoderFiles, DecoderKind, LatentSpace
 
 
 class Pixels(DecoderKind):

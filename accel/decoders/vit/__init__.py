@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accel.decoders import DecoderFiles, DecoderKind, LatentSpace
+from accel.decoders.statistics import read_statistics
+from accel.decoders.vit.network import Sizes, ViTDecoder, half_of
 from accel.errors import UsageError, about, shown
-from accel.latents import DecoderFiles, DecoderKind, LatentSpace
-from accel.latents.statistics import read_statistics
-from accel.latents.vit.network import Sizes, ViTDecoder, half_of
-from accel.weights.shapes import require_fit, shapes_only
-from accel.weights.tensor_files import file_stamps, floats_of, read_json, read_tensors
+from accel.tensors.shapes import require_fit, shapes_only
+from accel.tensors.tensor_files import file_stamps, floats_of, read_json, read_tensors
 
 log = logging.getLogger(__name__)
 

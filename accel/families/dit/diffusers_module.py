@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from accel.families import dit
 from accel.families.dit.network import cached_table
 from accel.families.spec import Face, ModuleRules
-from accel.weights.diffusers_names import check_config, from_diffusers, with_table
+from accel.tensors.diffusers_names import check_config, from_diffusers, with_table
 
 
 def of_module(module: nn.Module) -> ModuleRules:

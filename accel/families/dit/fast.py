@@ -7,7 +7,7 @@ from accel.fast.conditioning import Conditioning
 from accel.fast.network import Packing
 from accel.fast.ops import Block, Gemms, Half, Split
 from accel.fast.reader import Reader
-from accel.stages import Stage
+from accel.runtime.stages import Stage
 
 
 def block(read: Reader, name: str, ops: Half | Split) -> Block:

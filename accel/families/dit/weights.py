@@ -10,7 +10,7 @@ from accel.errors import UnsaidError
 from accel.families import Family, dit
 from accel.families.dit.network import DiT, DiT_models
 from accel.families.spec import FamilyWeights, ModelSpec, ModuleRules, StateDict
-from accel.weights.shapes import Shapes
+from accel.tensors.shapes import Shapes
 
 PATCHES = "x_embedder.proj.weight"  # a convolution (D, C, p, p)
 LAST = "final_layer.linear.weight"

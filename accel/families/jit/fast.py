@@ -18,7 +18,7 @@ from accel.fast.network import Packing
 from accel.fast.ops import Half, Split
 from accel.fast.reader import Reader
 from accel.kernels.adaln import Modulation
-from accel.stages import Stage
+from accel.runtime.stages import Stage
 
 
 class LabelledConditioning(Conditioning):

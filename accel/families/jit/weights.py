@@ -9,7 +9,7 @@ from accel.families.dit.weights import PATCHES, blocks_of, models_with, named_as
 from accel.families.jit.network import JiT, JiT_models
 from accel.families.lightning_dit.weights import swiglu_ratio
 from accel.families.spec import STRUCTURE, FamilyWeights, ModelSpec, ModuleRules, Says, StateDict
-from accel.weights.shapes import Shapes
+from accel.tensors.shapes import Shapes
 
 FAMILY = jit.FAMILY
 FIRST, SECOND, FRONT = FAMILY.keys[:3]  # the two projections of patches, and label positions

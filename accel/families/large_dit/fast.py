@@ -13,7 +13,7 @@ from accel.fast.conditioning import Conditioning
 from accel.fast.network import Packing
 from accel.fast.ops import Block, Gemms, Half, Rotation, Split, Weights
 from accel.fast.reader import Reader
-from accel.stages import Stage
+from accel.runtime.stages import Stage
 
 
 def pack(read: Reader, model: DiT_Llama, ops: Half | Split) -> Packing:

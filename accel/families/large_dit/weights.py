@@ -7,7 +7,7 @@ from accel.families import large_dit
 from accel.families.dit.weights import LAST, models_with, require_heads
 from accel.families.large_dit.network import DiT_Llama, Large_DiT_models
 from accel.families.spec import FamilyWeights, ModelSpec, ModuleRules, StateDict
-from accel.weights.shapes import Shapes
+from accel.tensors.shapes import Shapes
 
 PATCHES = "x_embedder.weight"  # (D, C·p·p)
 QK_NORM = "layers.0.attention.q_norm.weight"

@@ -12,7 +12,7 @@ from accel.families.dit.weights import PATCHES, named_as_dit
 from accel.families.lightning_dit.network import LightningDiT, LightningDiT_models
 from accel.families.lightning_dit.recipe import says
 from accel.families.spec import STRUCTURE, Face, FamilyWeights, ModelSpec, ModuleRules, StateDict
-from accel.weights.shapes import Shapes
+from accel.tensors.shapes import Shapes
 
 COS = "feat_rope.freqs_cos"
 SIN = "feat_rope.freqs_sin"  # each (T, d), every number twice

@@ -34,8 +34,8 @@ from accel.fast.ops import Half, Split, Weights
 from accel.fast.reader import Reader
 from accel.kernels.adaln import Branches, Modulation
 from accel.kernels.rows import row_squares, silu_sum
-from accel.precision import true_float32
-from accel.stages import Stage
+from accel.runtime.precision import true_float32
+from accel.runtime.stages import Stage
 
 PROJECTOR = "s_projector"
 

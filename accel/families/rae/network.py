@@ -37,7 +37,7 @@ from accel.families.dit.network import (
     constructor,
     position_embedding,
 )
-from accel.stages import Stage, forward_stages
+from accel.runtime.stages import Stage, forward_stages
 
 
 class Condition(NamedTuple):

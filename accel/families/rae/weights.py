@@ -12,7 +12,7 @@ from accel.families.dit.weights import models_with
 from accel.families.rae.network import DiTDH_models, DiTwDDTHead
 from accel.families.repa.weights import TurnedFaceAlone
 from accel.families.spec import STRUCTURE, FamilyWeights, ModelSpec, ModuleRules, StateDict
-from accel.weights.shapes import Shapes
+from accel.tensors.shapes import Shapes
 
 # Of trunk and head: the embedding (width, C, 1, 1), and a table of rotations (T, d).
 PARTS = (

@@ -21,7 +21,7 @@ from accel.families.repa import PROJECTORS
 from accel.families.sit.network import SiT, SiT_models
 from accel.families.sit.weights import is_sit
 from accel.families.spec import STRUCTURE, Face, FamilyWeights, ModuleRules, StateDict
-from accel.weights.latent_statistics import PAIRS, mean_and_deviation
+from accel.tensors.latent_statistics import PAIRS, mean_and_deviation
 
 PREFIX = "REPA-"  # of our names: REPA's code calls its models as SiT's does
 FIRST = "t_embedder.mlp.0.weight"  # (D, F), after the timestep's sinusoid

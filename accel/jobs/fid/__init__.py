@@ -20,16 +20,16 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from accel.distributed import Ranks
 from accel.errors import Stopped, UsageError, path_errors
-from accel.files import cache_folder, require_name, require_writable
+from accel.io.files import cache_folder, require_name, require_writable
+from accel.io.output import to_uint8
+from accel.io.progress import Stopwatch
 from accel.jobs.fid.folder import OF_MACHINE, Batches, Plan, begin, npz_of, write_pictures
 from accel.jobs.fid.lock import sole_job
 from accel.jobs.fid.noise import PictureNoise, UpstreamNoise
 from accel.jobs.fid.npz import Archive
-from accel.output import to_uint8
 from accel.pipeline import Pipeline
-from accel.progress import Stopwatch
-from accel.ranks import Ranks
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from PIL import Image
 
 from accel.errors import UsageError, require_equal
 from accel.families import LabelOrder
-from accel.files import (
+from accel.io.files import (
     atomic_write,
     read_json,
     read_small,
@@ -157,7 +157,7 @@ def write_pictures(folder: Path, numbers: range, pixels: np.ndarray) -> None:
 
 def read_picture(path: Path, size: int) -> np.ndarray:
     """Return pixels (size, size, 3) uint8 of a whole PNG. Raises UsageError for any other
-    file. It takes half the time of accel.picture_files, whose checks of colours it leaves out.
+    file. It takes half the time of accel.io.picture_files, whose checks of colours it leaves out.
     """
     try:
         content = read_small(path, 2**28)

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 
 from accel import kernels
+from accel.config.options import DEFAULTS, FID, OPTIONS, USER, Options
+from accel.decoders.files import digest
+from accel.distributed import Ranks
 from accel.errors import UsageError
 from accel.families import DEMO, Defaults
 from accel.jobs import fid
 from accel.jobs.fid.folder import CODE, Plan
 from accel.kernels.linear import Tuner
-from accel.latents.files import digest
-from accel.opening import open_on_ranks
-from accel.options import DEFAULTS, FID, OPTIONS, USER, Options
 from accel.pipeline import Pipeline
-from accel.ranks import Ranks
-from accel.resolve import JOB, Run
+from accel.run.opening import open_on_ranks
+from accel.run.resolve import JOB, Run
 from accel.sampling.guidance import CHANNELS
 
 log = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from accel import picture_files
 from accel.errors import Stopped, UsageError
-from accel.files import atomic_write, open_regular, read_json, sha256_of, sync_folder
+from accel.io import picture_files
+from accel.io.files import atomic_write, open_regular, read_json, sha256_of, sync_folder
 from accel.jobs.fid.folder import npz_of, picture_name, read_picture
 
 log = logging.getLogger(__name__)

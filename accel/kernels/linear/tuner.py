@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accel import gpu
-from accel.files import cache_folder
-from accel.kernels import cuda, keep, kept
+from accel.io.files import cache_folder
+from accel.kernels import cuda, gpu, keep, kept
 from accel.kernels.linear import cublaslt
 
 # `cublaslt.configuration` of the fastest algorithm by GPU and shape, for XL/2's GEMMs: after

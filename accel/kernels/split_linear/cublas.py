@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel import gpu
-from accel.kernels import cuda
+from accel.kernels import cuda, gpu
 from accel.kernels.split_linear import reference
 from accel.kernels.split_linear.high_low import HighLow, split, stacked
 

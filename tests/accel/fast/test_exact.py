@@ -12,8 +12,8 @@ from test_large_dit import build as build_large
 
 from accel.errors import UsageError
 from accel.fast.ops import Float32Linear, Weights
-from accel.graphs import Replayed
-from accel.precision import arithmetic, supports
+from accel.runtime.graphs import Replayed
+from accel.runtime.precision import arithmetic, supports
 
 
 def bound(own):

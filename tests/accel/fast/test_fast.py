@@ -13,7 +13,7 @@ from accel import accelerate
 from accel.families.large_dit.network import DiT_Llama
 from accel.fast import load
 from accel.sampling.guidance import Guidance
-from accel.weights.shapes import shapes_only
+from accel.tensors.shapes import shapes_only
 
 
 def definition(model, x, t, y):

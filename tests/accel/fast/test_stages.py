@@ -8,8 +8,8 @@ from accel import fast
 from accel.families.dit.network import DiT
 from accel.fast.conditioning import BLOCK_VECTORS
 from accel.fast.ops import Half
-from accel.network import Plain
-from accel.stages import Stage
+from accel.runtime.network import Plain
+from accel.runtime.stages import Stage
 
 FRONT = 3  # tokens that enter before the second block
 WIDTH = SMALL["hidden_size"]

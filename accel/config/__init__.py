@@ -1,0 +1,1 @@
+"""The option table and its validation. Imports no torch."""

@@ -1,0 +1,1 @@
+"""Images, labels, files and progress. Imports no torch."""

@@ -1,0 +1,1 @@
+"""Open a request, choose every value, return a `Run`."""

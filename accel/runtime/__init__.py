@@ -1,0 +1,1 @@
+"""The network protocol, its stages, CUDA graphs, precision tiers and isolation."""
