@@ -5,7 +5,7 @@
     torchrun --standalone --nproc_per_node=4 bench/measure.py layouts --output output/layouts.json
     python bench/measure.py jobs --gpus 4 --output output/contest.json
     python bench/measure.py jobs --fork ../DiT-SUSTCSC --ckpt WEIGHTS --output output/fork.json
-    python bench/measure.py jobs --num-fid-samples 640 --sampler dpm++ --num-sampling-steps 10
+    python bench/measure.py jobs --num-fid-samples 640 --precision fp16 --num-sampling-steps 50
 
 ladder: the time of a step on one GPU by every optimisation of every tier, and its error; with
 --gate also pictures of the family's demo; with --profile the time of GEMMs, attention and
@@ -277,8 +277,8 @@ def main() -> None:
         device = choose_device(ranks.take_device(args.device))
         if args.seen_as:
             contexts.enter_context(gpu.seen_as(divmod(round(10 * args.seen_as), 10)))
-        tiers = [tier for tier in precision.TIERS if precision.supports(tier, device)]
-        args.tiers = args.tiers or [tier for tier in tiers if tier != "bf16"]
+        every = [tier for tier in precision.TIERS if precision.supports(tier, device)]
+        args.tiers = args.tiers or [tier for tier in every if tier != "bf16"]
         for tier in args.tiers:
             precision.require("precision", tier, device)
         if args.file and ranks.rank == 0:

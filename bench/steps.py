@@ -80,9 +80,9 @@ def random_weights(options: Options, folder: Path) -> str:
     model = options.get("model", rules.DEFAULT_MODEL)
     defaults = rules.named_defaults(options)
     side = options.get("image_size", defaults.image_size) // defaults.factor
-    constructors = family_of(model).part("weights").WEIGHTS.models.values()
+    weights = family_of(model).part("weights").WEIGHTS
     # as the family's trained weights have it
-    qk_norm = any(constructor.config.get("qk_norm") for constructor in constructors)
+    qk_norm = any(each.config.get("qk_norm") for each in weights.models.values())
     norms = dict(qk_norm=True) if qk_norm else {}
     network = constructor_of(model)(input_size=side, num_classes=defaults.num_classes, **norms)
     torch.manual_seed(0)
@@ -90,7 +90,9 @@ def random_weights(options: Options, folder: Path) -> str:
         if name != "pos_embed":
             value.normal_(std=value[0].numel() ** -0.5 if value.ndim > 1 else 0.1)
             value += "norm.weight" in name  # norms scale by about one
-    torch.save(network.state_dict(), folder / "random.pt")
+    state = network.state_dict()
+    rules_of_module = weights.of_module(network, state)
+    torch.save(rules_of_module.read(state), folder / "random.pt")  # as in a training file
     return str(folder / "random.pt")
 
 
@@ -204,7 +206,7 @@ def time_steps(
     """Return the median, 10th and 90th percentile of a step's milliseconds during args.window
     seconds, after args.load seconds of steps: a GPU under load runs slower than in a burst.
 
-    slowest: replaces a rank's times by those of the slowest rank.
+    slowest: replaces a rank's times by the slowest rank's.
     """
     first = step_times(sample, 5, device)[2:]  # the two before compile and tune
     [expected] = slowest([float(np.median(first))])
@@ -337,7 +339,7 @@ def errors_of(model: torch.nn.Module, run: Run) -> Callable[[Network], float]:
 
 def judge_of(seeds: int, run: Run, count: int = 64) -> Callable[..., dict]:
     """Return a function that judges a tier with switches of `build` by the guided pictures of a
-    demo, `count` per seed, against those of fp32 from the same noise: the worst picture's metrics
+    demo, `count` per seed, against fp32's from the same noise: the worst picture's metrics
     (MAE of 0–1), and whether every picture meets each criterion, without LPIPS.
 
     The demo is of the run's family, or of one with the same prediction.

@@ -1,4 +1,4 @@
-"""The beginning of `python scripts/NAME.py`: modules are those of the repository's folder."""
+"""Start of `python scripts/NAME.py`: import modules from the repository's folder."""
 
 import sys
 from pathlib import Path
@@ -8,4 +8,4 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from accel import launch
 
 launch.begin()
-import numpy  # noqa: F401 (torch's C++ imports it first otherwise, and drops a signal's SystemExit)
+import numpy  # noqa: F401 (before torch's C++ does, which drops a signal's SystemExit)

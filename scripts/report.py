@@ -7,8 +7,8 @@
 the log's. OUT gets report.md, a self-contained report.html, report.json with all figures, and
 handin/, which scripts/pack.sh packs.
 
-What the team itself must write is marked TO WRITE. It is written in notes.LANG.md in the log's
-folder, which the first run makes; later runs take it into the report.
+The team's own sections are marked TO WRITE. They are in notes.LANG.md in the log's folder, which
+the first run makes; later runs take them into the report.
 scripts/report_data.py computes the data, scripts/strategies.py the designs for several GPUs;
 scripts/report/ has the texts of each language, each a Markdown file as it reads.
 """

@@ -324,7 +324,7 @@ def designs_of(log: dict, tier: str, gpus: int) -> list[dict]:
 
 
 def scaling(rows: list[dict]) -> None:
-    """Add to each row its speed-up over one GPU and its efficiency, of T and of sampling alone."""
+    """Add to each row its speed-up over one GPU and its efficiency, of T and of sampling."""
     alone = {}
     for row in rows:
         if row["who"] == "here":

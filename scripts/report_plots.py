@@ -1,5 +1,5 @@
-"""The report's figures: its data → SVG, pictures → JPEG. Colours are Okabe and Ito's; no figure
-needs them alone.
+"""The report's figures: its data → SVG, pictures → JPEG. Colours are Okabe and Ito's; shapes
+and labels tell the same.
 
 Text stays text, so the reader's browser brings the fonts of its language. words: the template's
 words for a figure.

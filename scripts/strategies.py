@@ -71,7 +71,7 @@ class Design(NamedTuple):
     """A design, with its costs for one GPU in a step."""
 
     name: str
-    share: float  # of one GPU's work, with the time it waits for others' work
+    share: float  # of one GPU's work, with the time that it waits for other GPUs
     memory: float  # bytes of weights and of a block's largest tensors
     sent: float = 0.0  # bytes
     messages: int = 0  # exchanges, one after the other
