@@ -1,7 +1,7 @@
 """Convert weights of a network between .pt and .safetensors; read the result back and compare.
-Family, prediction, classes and guided channels are written beside the tensors.
+Family, prediction, classes and guided channels are written with the tensors.
 
-python scripts/convert_checkpoint.py --ckpt DiT-XL-2-512x512.pt --output DiT-XL-2-512.safetensors
+    python scripts/convert_checkpoint.py --ckpt DiT-XL-2-512x512.pt --output weights.safetensors
 """
 
 if __name__ == "__main__":
@@ -27,14 +27,13 @@ from accel.tensors.tensor_files import mode_of, require_finite_floats
 
 
 def facts_of(spec: ModelSpec) -> dict[str, Any]:
-    """Return the facts to write into a file of these weights, by their names in
-    accel/checkpoints/facts.py.
-    """
+    """Return the facts to write with these weights, by name."""
     # Other settings of latents follow from tensors.
     latents = {
         name: spec.latent_settings[name] for name in LATENT_SETTINGS if name in spec.latent_settings
     }
     recipe = {**spec.says, **latents}
+    is_path = spec.vae and (Path(spec.vae).is_absolute() or Path(spec.vae).exists())
     facts = {
         **spec.facts,
         "family": spec.family.name,
@@ -43,7 +42,7 @@ def facts_of(spec: ModelSpec) -> dict[str, Any]:
         "num_classes": spec.num_classes,
         "num_heads": spec.num_heads,
         "image_size": spec.image_size,
-        "vae": _without_folder(spec.vae),
+        "vae": Path(spec.vae).name if is_path else spec.vae,
         "class_names": list(spec.class_names) or None,
         "guidance_channels": recipe.pop("guidance_channels", None),
         "recipe": recipe or None,
@@ -51,30 +50,19 @@ def facts_of(spec: ModelSpec) -> dict[str, Any]:
     return {name: value for name, value in facts.items() if value is not None}
 
 
-def _without_folder(name):
-    """Return the name of a decoder, of a path of this machine its last part."""
-    is_path = name and (Path(name).is_absolute() or Path(name).exists())
-    return Path(name).name if is_path else name
-
-
 def convert(
     ckpt: str, output: str, model: str | None, weights_entry: str | None, num_heads: int | None
 ) -> None:
     """Check, write, read back and compare. Raises UsageError."""
     target = Path(output)
-    if mode_of(target, "output"):
-        raise UsageError(
-            "exists", "remove it or choose another name", parameter="output", value=target
-        )
-    if target.suffix not in (".pt", ".safetensors"):
-        raise UsageError("must end in .pt or .safetensors", parameter="output", value=target)
-    if not is_utf8(target):
-        raise UsageError(
-            "is not UTF-8, and neither torch nor safetensors opens such a name",
-            "choose another",
-            parameter="output",
-            value=target,
-        )
+    problems = {
+        "exists": bool(mode_of(target, "output")),
+        "does not end in .pt or .safetensors": target.suffix not in (".pt", ".safetensors"),
+        "is not UTF-8: torch and safetensors cannot open it": not is_utf8(target),
+    }
+    for problem, applies in problems.items():
+        if applies:
+            raise UsageError(problem, "choose another name", parameter="output", value=target)
     weights = Files(Given(ckpt), entry=weights_entry)
     spec = weights.source(Hints(model=model, num_heads=num_heads)).spec
     state = weights_of(spec.family).sampled(weights.state)
@@ -100,13 +88,13 @@ def convert(
         ) from None
     try:
         require_equal(target, state, facts)
-    except BaseException:  # what cannot be read back is no result
+    except BaseException:  # leave no file that cannot be read back
         target.unlink(missing_ok=True)
         raise
     total = sum(tensor.numel() for tensor in state.values())
     print(f"{target}: {spec.model}, {len(state)} tensors, {total:,} values, read back equal")
     if spec.vae not in (None, "ema", facts.get("vae")):
-        print(f"{target}: does not say which decoder it needs; sample with --vae {spec.vae}")
+        print(f"{target}: the decoder is not recorded; sample with --vae {spec.vae}")
 
 
 def write(state: dict[str, torch.Tensor], facts: dict[str, Any], target: Path) -> None:
@@ -141,10 +129,15 @@ def main() -> None:
         "--model",
         choices=model_names(),
         metavar="NAME",
-        help="what the weights are, if they do not say",
+        help="model of the weights, if the file does not name it",
     )
     add("--weights-entry", metavar="NAME", help="entry of a training file, such as ema or model")
-    add("--num-heads", type=positive, metavar="N", help="attention heads, if the file does not say")
+    add(
+        "--num-heads",
+        type=positive,
+        metavar="N",
+        help="attention heads, if the file does not name them",
+    )
     args = parser.parse_args()
     with user_errors(parser):
         convert(**vars(args))

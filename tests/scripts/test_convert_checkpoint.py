@@ -118,22 +118,16 @@ def test_a_disk_that_is_full_is_a_line(weights, name, tmp_path, here):
     """Here a limit on the size of files."""
     with limited("FSIZE", 4096):
         done = here(CONVERT, "--ckpt", weights, "--output", tmp_path / name)
-    assert "cannot write there" in refused(done) and list(tmp_path.iterdir()) == []
+    assert "--output" in refused(done) and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    "flags, words",
-    [
-        (("there.pt",), "exists"),
-        ((".pt",), "must end in"),
-        (("folder",), "must end in"),
-        (("/proc/x.pt",), "cannot write"),
-        (("x" * 300,), "File name too long"),
-        (("\udcff.pt",), "is not UTF-8"),
-        (("\udcff.safetensors",), "is not UTF-8"),
-    ],
+    "name",
+    ["there.pt", ".pt", "folder", "/proc/x.pt", "x" * 300, "\udcff.pt", "\udcff.safetensors"],
 )
-def test_bad_input(flags, words, tmp_path, monkeypatch, here):
+def test_bad_input(name, tmp_path, monkeypatch, here):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.pt").touch()
-    assert words in refused(here(CONVERT, "--ckpt", DEMO / "dit.safetensors", "--output", *flags))
+    error = refused(here(CONVERT, "--ckpt", DEMO / "dit.safetensors", "--output", name))
+    assert "--output" in error
+    assert [file.name for file in tmp_path.iterdir()] == ["there.pt"]
