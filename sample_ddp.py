@@ -22,7 +22,7 @@ from accel.io.output import require_outputs
 # Of queues, before they take a job's nodes away; SIGHUP of a terminal that is closed.
 STOP_SIGNALS = signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
 # Parameters that may differ between the nodes of a job: paths and devices.
-OF_NODE = {"config", "ckpt", "guide", "vae", "latent_stats", "output", "sample_dir", "device"}
+NODE_OPTIONS = {"config", "ckpt", "guide", "vae", "latent_stats", "output", "sample_dir", "device"}
 
 EXAMPLES = """examples:
   torchrun --nproc_per_node=4 sample_ddp.py                          the grid of sample.py
@@ -63,7 +63,8 @@ def sample(options: Options, parser: OneLineParser) -> None:
         if is_fid_job:
             ranks.stop_on_signals(*STOP_SIGNALS)
         values = rules.merged(options, rules.read_configuration(options))
-        ranks.require_equal({f"`{name}`": values[name] for name in sorted({*values} - OF_NODE)})
+        compared = sorted({*values} - NODE_OPTIONS)
+        ranks.require_equal({f"`{name}`": values[name] for name in compared})
         if is_fid_job:
             from accel.jobs.fid.job import make_folder
 

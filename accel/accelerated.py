@@ -14,13 +14,13 @@ from accel.checkpoints.module import HeldModule, of_state
 from accel.config.options import OPTIONS
 from accel.errors import Given, UsageError
 from accel.families.spec import Face
-from accel.runtime.isolation import alone
+from accel.runtime.isolation import exclusive
 from accel.runtime.network import Batch, BlockNetwork, require_no_gradients
 from accel.runtime.overflow import require_finite
 from accel.runtime.precision import arithmetic, default_tier, require
 from accel.sampling.guidance import guided_halves
 
-OF_COPY = "this copy has none; call the model itself for gradients"
+NO_GRADIENTS = "this copy has none; call the model itself for gradients"
 
 
 def accelerate(
@@ -47,7 +47,7 @@ def accelerate(
     Raises ValueError of one line for a tier that the device lacks or that the weights
     overflow, and for a network that computes another function.
     """
-    with alone():
+    with exclusive():
         held = HeldModule(model)
         device = _device(next(iter(held.state.values())).device if device is None else device)
         tier = default_tier(device) if precision is None else precision
@@ -119,8 +119,8 @@ class Accelerated(Face):
         self._forward: Callable[..., Tensor] = network.forward
         self._guided: Callable[..., Tensor] = self._forward_guided
         if network.captures and self.device.type == "cuda":
-            self._forward = network.replayed("forward", self._forward)
-            self._guided = network.replayed("guided", self._guided)
+            self._forward = network.graphed("forward", self._forward)
+            self._guided = network.graphed("guided", self._guided)
 
     def __deepcopy__(self, memo: dict) -> "Accelerated":
         """Return a copy with weights of its own."""
@@ -152,7 +152,7 @@ class Accelerated(Face):
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        with alone(), arithmetic(self.precision):
+        with exclusive(), arithmetic(self.precision):
             yield
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor, *others: Any, **named: Any) -> Tensor:
@@ -168,7 +168,7 @@ class Accelerated(Face):
                     "the model itself"
                 )
         self._require_inputs(x, t, y)
-        require_no_gradients(OF_COPY, x, t)
+        require_no_gradients(NO_GRADIENTS, x, t)
         with self._running():
             return self._forward(x.float(), t, y).to(x.dtype)
 
@@ -195,7 +195,7 @@ class Accelerated(Face):
                 "forward"
             )
         self._require_inputs(x, t, y, multiple=2)
-        require_no_gradients(OF_COPY, x, t, cfg_scale)
+        require_no_gradients(NO_GRADIENTS, x, t, cfg_scale)
         with self._running():
             # On the device: one captured graph serves every value.
             if torch.is_tensor(cfg_scale):

@@ -29,7 +29,7 @@ from accel.errors import Given, UsageError
 from accel.families.spec import ModelSpec, StateDict
 from accel.run.resolve import Run
 from accel.runtime import precision
-from accel.runtime.network import Batch, BlockNetwork, Network, Plain
+from accel.runtime.network import Batch, BlockNetwork, EagerNetwork, Network
 from accel.sampling import (
     OnStep,
     count_by_rows,
@@ -348,7 +348,7 @@ def load_network(
     # copy. Strides decide rounding.
     state = {name: value.to(device).float().contiguous() for name, value in state.items()}
     model.load_state_dict(state, strict=True, assign=True)
-    return Plain(model.eval().requires_grad_(False))
+    return EagerNetwork(model.eval().requires_grad_(False))
 
 
 def _load_networks(

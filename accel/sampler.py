@@ -18,7 +18,7 @@ from accel.checkpoints.compare import own_guidance, require_same
 from accel.checkpoints.module import HeldModule, of_state, unwrapped
 from accel.config import rules
 from accel.config.options import OPTIONS, Options
-from accel.decoders.autoencoder_kl import OF_LATENTS
+from accel.decoders.autoencoder_kl import VAE_LATENT_ENTRIES
 from accel.decoders.files import FILES
 from accel.errors import Given, UsageError, about, path_errors
 from accel.families import model_names
@@ -27,7 +27,7 @@ from accel.io.progress import step_bar
 from accel.jobs.grid import batches_of, load
 from accel.pipeline import Pipeline, free_memory
 from accel.run.opening import open_run
-from accel.runtime.isolation import alone
+from accel.runtime.isolation import exclusive
 from accel.runtime.network import require_no_gradients
 from accel.runtime.precision import arithmetic
 from accel.tensors.shapes import require_fit
@@ -142,7 +142,7 @@ class Sampler:
     ) -> None:
         self.options = options = Options(**given)
         rules.check(options)
-        with alone():
+        with exclusive():
             source = None if held is None else held.source
             if held is not None and self._check and "guidance_channels" not in options:
                 source = _guided_as(held)
@@ -287,7 +287,7 @@ class Sampler:
 
     def close(self) -> None:
         """Free the memory of network and decoder. The sampler cannot be used afterwards."""
-        with alone():
+        with exclusive():
             self._pipeline = None
             free_memory(self.run.device)
 
@@ -303,7 +303,7 @@ class Sampler:
     @contextmanager
     def _running(self) -> Iterator[Pipeline]:
         """Yield the pipeline to one thread at a time."""
-        with alone():
+        with exclusive():
             if self._pipeline is None:
                 raise UsageError("this Sampler is closed; make another")
             yield self._pipeline
@@ -379,7 +379,7 @@ def _is_object(value):
 
 def _hold(model: Any, option: str = "") -> HeldModule:
     """Copy the weights of a network that the caller holds. option: that gives it."""
-    with alone():
+    with exclusive():
         return HeldModule(model, copy=True, option=option)
 
 
@@ -414,6 +414,6 @@ def _written(decoder: torch.nn.Module) -> TemporaryDirectory:
         file = Path(folder.name, FILES[0])
         # Pipelines read attributes, which a caller may have set. The file has the entries that
         # the module was made with.
-        scales = {name: getattr(vae.config, name, None) for name in OF_LATENTS}
+        scales = {name: getattr(vae.config, name, None) for name in VAE_LATENT_ENTRIES}
         file.write_text(json.dumps(json.loads(file.read_text()) | scales, default=str))
     return folder

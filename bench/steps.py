@@ -32,7 +32,7 @@ from accel.kernels.linear import Tuner
 from accel.run.opening import open_run
 from accel.run.resolve import Run
 from accel.runtime import precision
-from accel.runtime.network import Batch, BlockNetwork, Network, Plain
+from accel.runtime.network import Batch, BlockNetwork, EagerNetwork, Network
 from accel.runtime.stages import stages_of
 from accel.sampling import denoise, steps_of, upstream_noise
 from accel.sampling.guidance import Guidance
@@ -44,9 +44,15 @@ if TYPE_CHECKING:
 RUNGS = (
     (
         "half GEMMs",
-        dict(hoists=False, adaln="torch", last_adaln="torch", gemm="torch", captures=False),
+        dict(
+            precomputes_conditioning=False,
+            adaln="torch",
+            last_adaln="torch",
+            gemm="torch",
+            captures=False,
+        ),
     ),
-    ("hoisted conditioning", dict(hoists=True)),
+    ("hoisted conditioning", dict(precomputes_conditioning=True)),
     ("fused adaLN kernel", dict(adaln="auto", last_adaln="auto")),
     ("attention", dict(attention="auto")),
     ("GELU epilogue", dict(gemm="epilogue")),
@@ -118,7 +124,7 @@ def build(
     """
     use(tier)
     if not precision.TIERS[tier].accelerated:
-        return Plain(model)
+        return EagerNetwork(model)
     pack = run.spec.family.pack
     network = fast.build(model.state_dict(), model, pack, tier, run.device, tuner, gemm)
     for name, value in switches.items():
@@ -127,13 +133,13 @@ def build(
     return network
 
 
-def rival(mode: str, run: Run, tier: str) -> Plain:
+def rival(mode: str, run: Run, tier: str) -> EagerNetwork:
     """Return the reference network in a tier's dtype, eager under autocast, or in a mode of
     torch.compile, and use the tier's arithmetic.
     """
     use(tier)
     dtype = precision.TIERS[tier].dtype
-    network = Plain(grid.load(run).network.model.to(dtype))
+    network = EagerNetwork(grid.load(run).network.model.to(dtype))
     if mode == "eager":
         mixed = torch.autocast(run.device.type, dtype, enabled=dtype != torch.float32)
         evaluate = mixed(network.forward_tokens)
@@ -324,7 +330,7 @@ def errors_of(model: torch.nn.Module, run: Run) -> Callable[[Network], float]:
     y = torch.tensor([1, run.spec.num_classes], device=run.device)
     times = (980, 500, 20) if run.spec.family.prediction == "noise" else (0.02, 0.5, 0.98)
     batches = [torch.full((2,), each, device=run.device) for each in times]
-    double = Plain(copy.deepcopy(model).double())
+    double = EagerNetwork(copy.deepcopy(model).double())
     wanted = torch.stack([double.forward(x.double(), t, y) for t in batches])
 
     def error(network):
@@ -355,7 +361,7 @@ def judge_of(seeds: int, run: Run, count: int = 64) -> Callable[..., dict]:
         pipeline = reference.with_(network=network, tier=tier)
         latents = [pipeline.latents(labels, seed) for seed in range(seeds)]
         pixels = reference.decode(torch.cat(latents))  # in fp32 in every tier
-        return to_uint8(pixels, reference.decoder.levels).numpy()
+        return to_uint8(pixels, reference.decoder.to_uint8_range).numpy()
 
     wanted = pictures(reference.network, "fp32")
 

@@ -45,7 +45,7 @@ from accel.jobs.grid import batches_of, load, save, warm_up
 from accel.pipeline import Pipeline, free_memory
 from accel.run.opening import choose_device, open_run
 from accel.run.resolve import Run
-from accel.runtime.isolation import alone
+from accel.runtime.isolation import exclusive
 from accel.runtime.precision import TIERS, supports
 
 FOLDER = Path(tempfile.gettempdir(), f"dit-page-{secrets.token_hex(8)}")
@@ -161,7 +161,7 @@ class Studio:
         Image.fromarray(scaled.astype(np.uint8)).save(map_file)
         return files, "\n\n".join(lines), map_file
 
-    @alone()
+    @exclusive()
     def picture(
         self, model: Model, name: str, say: Callable, previews: int = 0, of: str = ""
     ) -> tuple[str, float]:

@@ -117,9 +117,9 @@ def one_thread():
 @pytest.fixture
 def switches():
     """(GEMMs, convolutions) that may take TF32; put back afterwards."""
-    from accel.runtime.precision import switches_kept
+    from accel.runtime.precision import preserve_switches
 
-    with switches_kept():
+    with preserve_switches():
         yield lambda: tuple(
             switch.fp32_precision == "tf32"
             for switch in (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
@@ -130,7 +130,7 @@ def switches():
 def here(monkeypatch, capsys, one_thread):
     """As `run`, on one thread of this process, which has torch already."""
     from accel.distributed import launched
-    from accel.runtime.precision import switches_kept
+    from accel.runtime.precision import preserve_switches
     from sample_ddp import STOP_SIGNALS
 
     def here(script, *args):
@@ -140,7 +140,7 @@ def here(monkeypatch, capsys, one_thread):
         handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         status = 0
         try:
-            with switches_kept():  # a command leaves those of its tier
+            with preserve_switches():  # a command leaves those of its tier
                 importlib.import_module(script.removesuffix(".py").replace("/", ".")).main()
         except SystemExit as leaving:
             status = leaving.code

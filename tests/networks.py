@@ -26,7 +26,7 @@ from accel.families.lightning_dit.network import LightningDiT
 from accel.families.rae.network import DiTwDDTHead
 from accel.families.sit.network import SiT
 from accel.families.spec import ModelSpec
-from accel.fast.ops import Half
+from accel.fast.ops import HalfOps
 from accel.jobs.grid import batches_of, load
 from accel.run.opening import open_run
 from accel.run.resolve import choose, resolve
@@ -234,7 +234,7 @@ def network_of(model, tier, device=None, **how):
 def fast_network(model, dtype, device="cpu"):
     """Return the accelerated network with GEMMs in `dtype`, which may be float64."""
     return fast.assemble(
-        model.state_dict(), model, pack_of(model), Half(dtype, torch.device(device))
+        model.state_dict(), model, pack_of(model), HalfOps(dtype, torch.device(device))
     )
 
 

@@ -19,7 +19,7 @@ from accel.checkpoints.facts import OWN
 from accel.errors import USAGE, UsageError
 from accel.families.dit.network import DiT, DiT_models
 from accel.families.sit.network import SiT
-from accel.runtime.network import Plain
+from accel.runtime.network import EagerNetwork
 from accel.sampling import denoise, upstream_noise
 from accel.sampling.ancestral import Ancestral
 from accel.sampling.autoguidance import WithGuide
@@ -99,7 +99,7 @@ def test_ancestral_sampling_is_upstreams_loop_with_its_noise():
     want = upstreams(f, g, Z, LABELS, 9)
     after = torch.get_rng_state()
     torch.manual_seed(3)
-    got = sampled(WithGuide(Plain(f), Plain(g)), Ancestral(9))
+    got = sampled(WithGuide(EagerNetwork(f), EagerNetwork(g)), Ancestral(9))
     close(got, want)
     assert torch.equal(torch.get_rng_state(), after)
     torch.manual_seed(3)
@@ -110,7 +110,7 @@ def test_ancestral_sampling_is_upstreams_loop_with_its_noise():
 def test_a_flows_interval_has_its_ends():
     """Ten steps: levels 0.8 and 0.2 are guided, 0.9 and 0.1 are not."""
     f, g = networks_of(SiT, learn_sigma=False)
-    pair = WithGuide(Plain(f), Plain(g))
+    pair = WithGuide(EagerNetwork(f), EagerNetwork(g))
     for interval, count in (((0.2, 0.8), 7), ((0.0, 1.0), 10), ((0.25, 0.75), 5)):
         assert (
             sum(Autoguidance(2, 3, interval).at((10 - i) / 10).copies == 2 for i in range(10))
@@ -124,12 +124,14 @@ def test_at_a_scale_of_one_the_network_alone_is_evaluated(scale):
     f, _ = networks_of()
     process = Ancestral(5)
     torch.manual_seed(3)
-    want = denoise(Plain(f), process, Unguided(), Z, LABELS, upstream_noise(Z, 2))
+    want = denoise(EagerNetwork(f), process, Unguided(), Z, LABELS, upstream_noise(Z, 2))
     torch.manual_seed(3)
-    assert torch.equal(sampled(WithGuide(Plain(f), NotEvaluated(f)), process, scale=scale), want)
+    assert torch.equal(
+        sampled(WithGuide(EagerNetwork(f), NotEvaluated(f)), process, scale=scale), want
+    )
 
 
-class NotEvaluated(Plain):
+class NotEvaluated(EagerNetwork):
     """A guide that must not be evaluated."""
 
     def forward_tokens(self, x, t, y, run=None):

@@ -26,7 +26,7 @@ from accel.errors import UsageError
 from accel.families.dit.network import DiT
 from accel.run.opening import open_run
 
-OF_GUIDE = dict(hidden_size=80, depth=3, num_heads=1)
+GUIDE_SIZES = dict(hidden_size=80, depth=3, num_heads=1)
 LATENTS = dict(output_type="latent", device="cpu")
 RUN = dict(num_sampling_steps=3, **LATENTS)
 
@@ -38,7 +38,7 @@ def write_jit(folder):
     jit_file(folder, build_jit()).rename(folder / "jit.pth")
 
     def guide(**arguments):
-        return jit_file(folder, build_jit(1, **OF_GUIDE), **arguments)
+        return jit_file(folder, build_jit(1, **GUIDE_SIZES), **arguments)
 
     return guide
 
@@ -75,7 +75,7 @@ def test_a_jit_is_guided_on_its_estimate_of_the_data(jits, tmp_path, here, capsy
         text = succeeds(here("sample.py", *flags, *more))
         line = f"was trained with t_eps 0.05; {t_eps} is used for both networks; for another: "
         assert line in text
-        want = written_out(build_jit(), build_jit(1, **OF_GUIDE), z, 2.5, t_eps)
+        want = written_out(build_jit(), build_jit(1, **GUIDE_SIZES), z, 2.5, t_eps)
         assert error(torch.from_numpy(np.load(tmp_path / "x.npy")), want) < 5e-6
     assert "t_eps 0.05" not in succeeds(here("sample.py", *flags, "--t-eps", 0.05))
 
@@ -217,7 +217,7 @@ def test_a_guide_that_changes_nothing_is_said(jits, tmp_path, here):
     alone = np.load(tmp_path / "x.npy")
     assert "is the file of the network that it guides" in succeeds(here("sample.py", *flags, ckpt))
     assert np.abs(np.load(tmp_path / "x.npy") - alone).max() < 1e-5
-    bad = build_jit(1, **OF_GUIDE)
+    bad = build_jit(1, **GUIDE_SIZES)
     bad.final_layer.linear.weight.data[0, 0] = float("nan")
     for other, name in ((5, "int"), (torch.nn.Linear(2, 2), "Linear")):
         with pytest.raises(UsageError, match=f"^guide={name}: is not a DiT"):

@@ -26,7 +26,7 @@ from accel.families.blocks import RMSFinalLayer
 from accel.families.jit.network import JiT, JiT_models
 from accel.jobs.fid.folder import Batches, Plan
 from accel.jobs.fid.noise import PictureNoise, UpstreamNoise
-from accel.runtime.network import Plain
+from accel.runtime.network import EagerNetwork
 from accel.sampling import denoise
 from accel.sampling.flow import Euler, Heun
 from accel.sampling.guidance import Guidance, Unguided
@@ -146,15 +146,15 @@ def test_sampling_is_what_is_written_out(heun, low, high):
     process = (Heun if heun else Euler)(4, **data, by_start=False)
     guidance = Guidance(2.5, 8, 3, (1 - high, 1 - low), ends=False)
     assert process.evaluations == (7 if heun else 4)
-    for network, most in ((Plain(model), 5e-6), (network_of(model, "fp16"), 5e-3)):
+    for network, most in ((EagerNetwork(model), 5e-6), (network_of(model, "fp16"), 5e-3)):
         assert error(denoise(network, process, guidance, z, LABELS, None), want) < most
     inside = Guidance(2.5, 8, 3, (1 - high, 1 - low))
     by_start = (Heun if heun else Euler)(4, **data)
     if low:
-        got = denoise(Plain(model), process, inside, z, LABELS, None)
+        got = denoise(EagerNetwork(model), process, inside, z, LABELS, None)
         assert error(got, want) > 1e-3
     if low and heun:
-        assert error(denoise(Plain(model), by_start, guidance, z, LABELS, None), want) > 1e-3
+        assert error(denoise(EagerNetwork(model), by_start, guidance, z, LABELS, None), want) > 1e-3
 
 
 def test_ends_of_an_interval_are_outside():

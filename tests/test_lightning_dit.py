@@ -13,7 +13,7 @@ from accel.errors import UsageError
 from accel.families.blocks import grid_rotation_table
 from accel.families.lightning_dit.network import LightningDiT, LightningDiT_models
 from accel.families.spec import reference_state
-from accel.runtime.network import Plain
+from accel.runtime.network import EagerNetwork
 from accel.sampling import denoise
 from accel.sampling.flow import Euler, Heun
 from accel.sampling.guidance import Guidance
@@ -167,7 +167,7 @@ def test_a_shift_and_an_interval(process, heun):
 
     want = euler(v, z, process.number, process.shift, heun)
     for network, most in (
-        (Plain(model), 2e-6),
+        (EagerNetwork(model), 2e-6),
         (network_of(model, "fp32"), 5e-6),
         (network_of(model, "fp16"), 5e-3),
     ):

@@ -23,7 +23,7 @@ from accel.families.lightning_dit.recipe import says
 from accel.families.spec import Says
 from accel.io.output import to_grid
 from accel.run.opening import open_run
-from accel.runtime.network import Plain
+from accel.runtime.network import EagerNetwork
 from accel.sampling import denoise
 from accel.sampling.flow import Euler
 from accel.sampling.guidance import Guidance
@@ -162,7 +162,9 @@ def test_the_command_believes_the_files(tmp_path, here):
         torch.manual_seed(3)
         z = torch.randn(2, 32, 4, 4)
         guidance = Guidance(2.5, 8, 3, (0.0, 0.89))
-        want = denoise(Plain(model), Euler(number, shift), guidance, z, torch.tensor([1, 5]), None)
+        want = denoise(
+            EagerNetwork(model), Euler(number, shift), guidance, z, torch.tensor([1, 5]), None
+        )
         assert np.array_equal(np.load(tmp_path / "x.npy"), want.numpy())
     assert "64 px" in succeeds(
         here("sample.py", *flags, *files, *more, "--output", tmp_path / "x.png")

@@ -21,7 +21,7 @@ from accel.families.rae import BY_SIDE
 from accel.families.rae.network import DiTDH_models, DiTwDDTHead
 from accel.run.fetching import fetch
 from accel.run.opening import open_run
-from accel.runtime.network import Plain
+from accel.runtime.network import EagerNetwork
 from accel.sampling import denoise
 from accel.sampling.flow import Euler
 from accel.sampling.guidance import Guidance
@@ -74,7 +74,7 @@ def test_every_tier_computes_the_definition(qk_norm, device):
         network = network_of(model, tier, device)
         x, t, y = (value.to(device) for value in inputs())
         assert error(network.forward(x, t, y), want) < most, tier
-        for call in fast.kernel_calls(network, 4):
+        for call in fast.warmup_calls(network, 4):
             call()
         run = network.prepare(t.tolist(), y.tolist())
         run.advance(*range(4))
@@ -103,7 +103,7 @@ def test_guidance_acts_on_all_channels():
         cond, uncond = velocity(model, *rows).chunk(2)
         x = x + (end - t) * (uncond + 1.5 * (cond - uncond))
     guidance = Guidance(1.5, 8, 24)
-    for network, most in ((Plain(model), 5e-6), (network_of(model, "fp16"), 5e-3)):
+    for network, most in ((EagerNetwork(model), 5e-6), (network_of(model, "fp16"), 5e-3)):
         assert error(denoise(network, Euler(5, 0.5), guidance, z, labels, None), x) < most
 
 
@@ -130,9 +130,11 @@ def test_a_users_shift_guides_noise_and_the_sizes_may_not(tmp_path):
     torch.save(build().state_dict(), tmp_path / "x.pt")
     options = Options(ckpt=tmp_path / "x.pt", device="cpu", output_type="latent", cfg_scale=2)
     implied = open_run(options)
-    assert implied.guidance.at(implied.process.levels()[0]).copies == 1 < implied.guidance.copies
+    assert (
+        implied.guidance.at(implied.process.noise_levels()[0]).copies == 1 < implied.guidance.copies
+    )
     run = open_run(options.changed(timestep_shift=implied["timestep_shift"]))
-    assert run.process.levels() == [1, *implied.process.levels()[1:]]
+    assert run.process.noise_levels() == [1, *implied.process.noise_levels()[1:]]
 
 
 def test_each_size_has_its_own_decoder(tmp_path, monkeypatch):

@@ -146,7 +146,7 @@ with Sampler("Toy/2", sampler="ddim", num_sampling_steps=8, precision="fp32") as
             for _ in range(8):
                 torch.randn(2 * n, 3, 6, 6)
             latents = sampler.latents(y.tolist(), noise=z)
-            pixels = to_uint8(pipeline.decode(latents), pipeline.decoder.levels).numpy()
+            pixels = to_uint8(pipeline.decode(latents), pipeline.decoder.to_uint8_range).numpy()
             pictures[[i * world + rank + round_number * n * world for i in range(n)]] = pixels
 made = np.load(sys.argv[1])["arr_0"]
 assert made.shape == (15, 24, 24, 3)

@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from accel.checkpoints.module import HeldModule
 from accel.families.spec import ModelSpec, StateDict, reference_state
-from accel.runtime.network import BlockNetwork, Plain
+from accel.runtime.network import BlockNetwork, EagerNetwork
 from accel.runtime.precision import TIERS, arithmetic
 from accel.sampling.guidance import guided_halves
 
@@ -38,9 +38,9 @@ def build(state: StateDict, spec: ModelSpec, tier: str, device: torch.device) ->
     )
 
 
-def _reference(model: nn.Module, state: StateDict) -> Plain:
+def _reference(model: nn.Module, state: StateDict) -> EagerNetwork:
     model.load_state_dict(state, strict=True, assign=True)
-    return Plain(model.eval().requires_grad_(False))
+    return EagerNetwork(model.eval().requires_grad_(False))
 
 
 def _inputs(spec: ModelSpec, device: torch.device, t: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -43,9 +43,9 @@ FACTS = {
     "recipe": _Fact(lambda value: isinstance(value, dict), "values of settings by name"),
 }
 # Options whose values files say beside the tensors.
-OF_FILES = "num_classes", "image_size", "num_heads", "guidance_channels"
+FILE_FACTS = "num_classes", "image_size", "num_heads", "guidance_channels"
 # And in a recipe: those that decide how pictures look, none that names a file or a device.
-OF_RECIPES = (
+RECIPE_FACTS = (
     *("cfg_scale", "guidance_interval", "image_size", "noise_scale"),
     *("num_sampling_steps", "sampler", "t_eps", "timestep_shift"),
 )
@@ -60,7 +60,7 @@ LATENT_SETTINGS = {  # settings of a recipe that are no options
 
 def is_known(name: str) -> bool:
     """Return whether a fact of this name is checked."""
-    return name in FACTS or name in OF_FILES
+    return name in FACTS or name in FILE_FACTS
 
 
 def is_valid(name: str, value: Any) -> bool:
@@ -112,7 +112,7 @@ def checked(given: Given, facts: Mapping[str, Any]) -> dict[str, Any]:
             )
         if isinstance(name, str) and isinstance(value, (str, int, float, bool, dict, list, tuple)):
             kept[name] = value
-    known = {name: kept[name] for name in OF_FILES if name in kept}
+    known = {name: kept[name] for name in FILE_FACTS if name in kept}
     kept |= checked_options(given, known, "says")
     recipe = kept.get("recipe", {})
     for name, value in recipe.items():
@@ -122,7 +122,7 @@ def checked(given: Given, facts: Mapping[str, Any]) -> dict[str, Any]:
                 "save it again without that entry",
             )
     options = {name: value for name, value in recipe.items() if name not in LATENT_SETTINGS}
-    unknown = options.keys() - {*OF_RECIPES}
+    unknown = options.keys() - {*RECIPE_FACTS}
     if unknown:
         raise given.error(f"says {min(unknown)} in its recipe, which is not known", "save it again")
     if recipe:

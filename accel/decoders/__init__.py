@@ -63,8 +63,8 @@ class DecoderKind:
         """
         return None
 
-    def levels(self, pixels: "Tensor") -> "Tensor":
-        """Return the levels 0 … 255 of pixels (-1, 1), which FID jobs truncate."""
+    def to_uint8_range(self, pixels: "Tensor") -> "Tensor":
+        """Map pixels from (-1, 1) to 0 … 255; FID jobs truncate the result."""
         return 127.5 * pixels + 128.0
 
 

@@ -21,7 +21,7 @@ class NoDecoder:
     precision = "fp32"
 
     def __init__(self, space: LatentSpace):
-        self.levels = space.files.kind.levels
+        self.to_uint8_range = space.files.kind.to_uint8_range
 
     def load_ahead(self) -> None:
         """No-op."""
@@ -38,8 +38,8 @@ class NoDecoder:
 class Decoder:
     """The decoder of a latent space in fp32 or tf32.
 
-    levels: turns pixels into levels, as the kind's FID jobs do. half: the network in float16, which
-    a subclass has.
+    to_uint8_range: maps pixels to 0 … 255, as the kind's FID jobs do. half: the network in
+    float16, which a subclass sets.
     """
 
     half: Callable[[Tensor], Tensor] | None = None
@@ -49,7 +49,7 @@ class Decoder:
         self.device = device
         self.precision = precision
         self.kind: DecoderKind = space.files.kind
-        self.levels = self.kind.levels
+        self.to_uint8_range = self.kind.to_uint8_range
         self.network: Any = None  # in float32
         self._loading: Future | None = None
 

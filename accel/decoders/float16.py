@@ -9,7 +9,7 @@ from torch import Tensor
 
 from accel.decoders import LatentSpace
 from accel.decoders.decoder import Decoder, not_finite
-from accel.runtime.graphs import Replayed
+from accel.runtime.graphs import GraphedFunction
 
 log = logging.getLogger(__name__)
 
@@ -62,14 +62,14 @@ class Float16Decoder(Decoder):
             self.use_float32(self.otherwise)
             log.warning(f"this decoder {problem}: decoding in {NAMES[self.otherwise]}")
             return self
-        if self.device.type == "cuda" and self._together(half):
+        if self.device.type == "cuda" and self._is_batch_invariant(half):
             self.at_once = self.kind.at_once
         captured = self.captured and self.device.type == "cuda"
-        self.half = Replayed(half) if captured else half
+        self.half = GraphedFunction(half) if captured else half
         return self
 
     @torch.inference_mode()
-    def _together(self, half: Callable[[Tensor], Tensor]) -> bool:
+    def _is_batch_invariant(self, half: Callable[[Tensor], Tensor]) -> bool:
         """Return whether a batch of the kind's size decodes noise to the bits of each picture
         alone, and of pictures in another order.
         """

@@ -75,9 +75,9 @@ class Sharded(Network[RunState]):
     def prepare(self, times: list[float], labels: list[int], at_once: int = 1) -> RunState:
         return self.network.prepare(times, labels, at_once)
 
-    def replayed(self, key: Hashable, step: Callable) -> Callable:
+    def graphed(self, key: Hashable, step: Callable) -> Callable:
         # The network drops its graphs when they become void.
-        return self.network.replayed((self, key), step)
+        return self.network.graphed((self, key), step)
 
     def overflowed(self) -> str | None:
         return self.network.overflowed()

@@ -18,7 +18,7 @@ from accel.io.files import read_small
 if TYPE_CHECKING:  # brings torch
     from accel.families.spec import ModelSpec
 
-OF_DECODER = {"vae", "latent_stats"}
+DECODER_OPTIONS = {"vae", "latent_stats"}
 NUMBER = re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+")  # yaml takes 1e-6 for text
 
 
@@ -51,7 +51,7 @@ class Configuration(NamedTuple):
         for name, reason in self.refused.items():
             if name not in given or name == "config":
                 raise self.given.error(reason)
-        unneeded = {*given} if decodes else {*given, *OF_DECODER}
+        unneeded = {*given} if decodes else {*given, *DECODER_OPTIONS}
         needed = {name: path for name, path in self.missing.items() if name not in unneeded}
         if needed:
             option, *_ = needed

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from accel.fast.network import FastNetwork, Packing
-from accel.fast.ops import Half, Split
+from accel.fast.ops import HalfOps, SplitOps
 from accel.fast.reader import Reader
 from accel.kernels.linear import Tuner
 from accel.runtime.precision import TIERS
@@ -16,11 +16,11 @@ from accel.runtime.stages import stages_of
 
 StateDict = dict[str, torch.Tensor]
 # A family's function: (reader, reference network, ops) → its weights, packed.
-Pack = Callable[[Reader, Any, Half | Split], Packing]
+Pack = Callable[[Reader, Any, HalfOps | SplitOps], Packing]
 
 
 def assemble(
-    state: StateDict, model: torch.nn.Module, pack: Pack, ops: Half | Split
+    state: StateDict, model: torch.nn.Module, pack: Pack, ops: HalfOps | SplitOps
 ) -> FastNetwork:
     """Make the accelerated network of the weights `state`, on any device, computed with `ops`.
 
@@ -48,8 +48,8 @@ def build(
     tuner: chooses the GEMMs' algorithms. gemm: their backend.
     """
     if tier == "exact":
-        return assemble(state, model, pack, Split(device, gemm))
-    return assemble(state, model, pack, Half(TIERS[tier].dtype, device, tuner, gemm))
+        return assemble(state, model, pack, SplitOps(device, gemm))
+    return assemble(state, model, pack, HalfOps(TIERS[tier].dtype, device, tuner, gemm))
 
 
 def load(
@@ -66,8 +66,8 @@ def load(
     model: of the same shape, without values (on the meta device). rows: batch rows of one
     evaluation on this rank.
     """
-    shallow = build(zeros_of(model, device), model, pack, tier, device, tuner)
-    calls = kernel_calls(shallow, rows)
+    shallow = build(zero_state(model, device), model, pack, tier, device, tuner)
+    calls = warmup_calls(shallow, rows)
 
     # The threads' tensors are freed below: in the order of this stream.
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -89,7 +89,7 @@ def load(
     return network
 
 
-def zeros_of(model: torch.nn.Module, device: torch.device) -> StateDict:
+def zero_state(model: torch.nn.Module, device: torch.device) -> StateDict:
     """Return zeros for a reference network's tensors, of each stage with its first block alone.
 
     The zeros take no memory.
@@ -106,7 +106,7 @@ def zeros_of(model: torch.nn.Module, device: torch.device) -> StateDict:
     }
 
 
-def kernel_calls(network: FastNetwork, rows: int) -> list[Callable[[], object]]:
+def warmup_calls(network: FastNetwork, rows: int) -> list[Callable[[], object]]:
     """Return calls of every kernel of a network evaluation of so many batch rows.
 
     They are for warming up. Each makes a tensor first: a thread has no CUDA context before its
@@ -119,11 +119,11 @@ def kernel_calls(network: FastNetwork, rows: int) -> list[Callable[[], object]]:
     x = embedded
     calls: list[Callable[[], object]] = []
     for stage in network.stages:
-        by_tail = network.tail is not None and stage is network.stages[-1]
-        modulation = condition if by_tail else stage.modulate(x, condition)
+        by_head_stage = network.head_stage is not None and stage is network.stages[-1]
+        modulation = condition if by_head_stage else stage.modulate(x, condition)
         x = stage.enter(x, embedded, condition)  # (N, T, D)
         branch = (x.to(network.dtype), 0)
-        for count in range(0 if by_tail else 3):
+        for count in range(0 if by_head_stage else 3):
             calls.append(partial(_adaln, network.adaln, x, modulation, (branch,) * count))
         tokens = x.shape[1]
         block = stage.blocks[0]
@@ -131,10 +131,10 @@ def kernel_calls(network: FastNetwork, rows: int) -> list[Callable[[], object]]:
         calls += [partial(layer.prepare, rows * tokens) for layer in block.gemms]
         if block.activate:
             calls.append(partial(_activate, block))
-    if network.tail is None:
+    if network.head_stage is None:
         calls.append(partial(_adaln, network.last_adaln, x, modulation, (branch, branch)))
     else:
-        calls += network.tail.kernel_calls(rows * tokens)
+        calls += network.head_stage.warmup_calls(rows * tokens)
     picture_tokens = rows * len(network.position)
     outer = (*network.embeddings, network.last)
     calls += [partial(layer.prepare, picture_tokens) for layer in outer]

@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel.fast.ops import Float32Linear, Weights, splits
+from accel.fast.ops import Float32Linear, GemmWeights, splits
 from accel.fast.reader import Reader
 from accel.kernels.adaln import Modulation
 from accel.runtime.network import RunState
 from accel.runtime.precision import true_float32
 
 BLOCK_VECTORS = 6  # of a block: shift, scale, gate of attention, then of the MLP
-MOST_EVALUATIONS = 4096  # of a run: two per step, of at most 1000 steps
+MAX_EVALUATIONS = 4096  # of a run: two per step, of at most 1000 steps
 TABLE_BYTES = 256 << 20  # on XL/2: 38 steps for eight labels and the null label
 
 
@@ -66,7 +66,7 @@ class Conditioning:
         For a few batch rows float32's own GEMM takes twice the time of reading the weights.
         """
         if splits(self.weight):
-            self.layer = Float32Linear(Weights("adaLN_modulation", self.weight, self.bias))
+            self.layer = Float32Linear(GemmWeights("adaLN_modulation", self.weight, self.bias))
             self.weight = self.weight.new_empty(0, self.weight.shape[1])
 
     def parameters(self) -> Iterator[Tensor]:
@@ -147,7 +147,7 @@ class ConditioningTable(RunState):
             # Two offsets add up to an entry. Pairs outside the table have the offset `capacity`,
             # the row of NaN.
             labels = len(conditioning.labels)
-            self.offset = torch.full((MOST_EVALUATIONS,), self.capacity, device=bias.device)
+            self.offset = torch.full((MAX_EVALUATIONS,), self.capacity, device=bias.device)
             self.label_offset = torch.full((labels,), self.capacity, device=bias.device)
 
     def begin(self, times: list[float], labels: list[int], at_once: int = 1) -> None:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accel.fast.conditioning import BLOCK_VECTORS, Conditioning, ConditioningTable
-from accel.fast.ops import Block, Float32Linear, Half, Split, Weights
+from accel.fast.ops import Block, Float32Linear, GemmWeights, HalfOps, SplitOps
 from accel.kernels.adaln import Branches, Modulation
 from accel.kernels.linear import Linear
 from accel.runtime.network import BlockNetwork, RunState
@@ -34,7 +34,7 @@ MLP_SHIFT = 3
 MLP_GATE = 5
 
 
-class Tail(Protocol):
+class HeadStage(Protocol):
     """A family's way to compute the last stage and the last layer, in the loop's place."""
 
     def finish(
@@ -53,7 +53,7 @@ class Tail(Protocol):
         as for `FastNetwork.forward_blocks`. first: position of the first token.
         """
 
-    def kernel_calls(self, tokens: int) -> list[Callable[[], object]]:
+    def warmup_calls(self, tokens: int) -> list[Callable[[], object]]:
         """Return calls that warm up its kernels for so many tokens of all rows."""
 
 
@@ -70,38 +70,39 @@ class Packing(NamedTuple):
     conditioning: Conditioning
     rms_eps: float | None = None  # of the blocks' RMSNorm; None: LayerNorm
     last_rms_eps: float | None = None  # likewise, of the last layer
-    # Widths of the embeddings of stages that have their own, which add up to D.
+    # Of the embeddings of stages that have one each; they add up to D.
     widths: tuple[int, ...] = ()
-    tail: "Tail | None" = None  # computes the last stage and the last layer, in half tiers
+    # Computes the last stage and the last layer, in half tiers.
+    head_stage: HeadStage | None = None
 
 
 class FastNetwork(BlockNetwork):
     """The network of a packing, computed with `ops`.
 
-    The ops of a step, and whether it is captured and hoists its conditioning, are attributes: a
-    benchmark replaces one of them.
+    The ops, `captures` and `precomputes_conditioning` are attributes, so that a benchmark can
+    replace one of them.
     """
 
     captures = True
-    hoists = True
+    precomputes_conditioning = True
 
-    def __init__(self, packing: Packing, ops: Half | Split):
+    def __init__(self, packing: Packing, ops: HalfOps | SplitOps):
         super().__init__()
         self.patch_size = packing.patch_size
         self.in_channels = packing.in_channels
         widths = packing.widths or (len(packing.patches),)
         # A tail, and the layers around it alone, compute in half precision. The error of the first
         # embedding would pass through all stages.
-        half = packing.tail is not None
+        half = packing.head_stage is not None
         self.embeddings = [
-            Float32Linear(Weights("the patch embedding", part), half=half and index > 0)
+            Float32Linear(GemmWeights("the patch embedding", part), half=half and index > 0)
             for index, part in enumerate(packing.patches.split(widths))
         ]
         self.positions = [part.contiguous() for part in packing.position.split(widths, dim=1)]
         self.position = self.positions[0]
         self.stages = packing.stages
-        self.tail = packing.tail
-        last = Weights("final_layer", packing.last_weight, packing.last_bias)
+        self.head_stage = packing.head_stage
+        last = GemmWeights("final_layer", packing.last_weight, packing.last_bias)
         self.last = Float32Linear(last, half=half)
         self.conditioning = packing.conditioning
         self.conditioning.freeze()
@@ -134,8 +135,8 @@ class FastNetwork(BlockNetwork):
         first = tokens.start or 0
         branches: Branches = ()  # of the last block so far; the next adaLN adds them to x
         for stage in self.stages:
-            if self.tail and stage is self.stages[-1]:
-                return self.tail.finish(self, x, branches, h, condition, attend, first)
+            if self.head_stage and stage is self.stages[-1]:
+                return self.head_stage.finish(self, x, branches, h, condition, attend, first)
             if branches:
                 self.adaln(x, modulation, 0, branches)  # for the sum alone, which it leaves in x
             modulation = stage.modulate(x, condition)
@@ -181,7 +182,7 @@ class FastNetwork(BlockNetwork):
         return block.fc2(hidden)
 
     def prepare(self, times: list[float], labels: list[int], at_once: int = 1) -> RunState:
-        if not self.hoists:
+        if not self.precomputes_conditioning:
             return super().prepare(times, labels, at_once)
         least = len(set(labels)) * at_once
         if self.table is None or self.table.capacity < least:
@@ -217,7 +218,7 @@ class FastNetwork(BlockNetwork):
         if self.tuner is None or not gemms:
             return
         before = len(self.tuner.seconds)
-        self.tuner.choose_alike(gemms)
+        self.tuner.share_choices(gemms)
         seconds = self.tuner.seconds[before:]
         if seconds:
             log.warning(

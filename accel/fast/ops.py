@@ -32,12 +32,12 @@ from accel.kernels.attention import attention
 from accel.kernels.linear import Linear, Tuner
 from accel.kernels.qk_norm_rotary import qk_norm_rotary, qk_norm_rotary_split
 from accel.kernels.split_attention import split_attention
-from accel.kernels.split_linear import HighLow, SplitLinear, balance, choose, split_rows
+from accel.kernels.split_linear import HighLow, SplitLinear, balance, choose_backend, split_rows
 from accel.kernels.swiglu import swiglu_split
 from accel.runtime.precision import true_float32
 
 
-class Weights(NamedTuple):
+class GemmWeights(NamedTuple):
     """A GEMM as a family packs it."""
 
     name: str  # of the layer, for errors
@@ -61,7 +61,7 @@ def splits(weight: Tensor) -> bool:
     """
     large = weight.dtype == torch.float32 and weight.numel() >= LARGE
     in_eights = all(side % 8 == 0 for side in weight.shape)  # as the kernel takes them
-    return large and in_eights and choose(weight.device) == "hopper"
+    return large and in_eights and choose_backend(weight.device) == "hopper"
 
 
 class Float32Linear:
@@ -71,7 +71,7 @@ class Float32Linear:
     the weight may be taken in half precision there; sums and results stay in float32.
     """
 
-    def __init__(self, gemm: Weights, split: bool | None = None, half: bool = False):
+    def __init__(self, gemm: GemmWeights, split: bool | None = None, half: bool = False):
         weight = gemm.weight
         split = splits(weight) if split is None else split
         plain = [weight] if gemm.bias is None else [weight, gemm.bias]
@@ -98,7 +98,7 @@ class Float32Linear:
         """Return x (…, K) as the layer takes it."""
         if self.split is None or isinstance(x, HighLow):
             return x
-        if x.dtype in cuda.HALF:
+        if x.dtype in cuda.HALF_TYPES:
             return HighLow(x.half()[None], None)
         return split_rows(x)
 
@@ -115,13 +115,13 @@ class Float32Linear:
         return y if position is None else y + position
 
 
-class Gemms(NamedTuple):
+class BlockGemms(NamedTuple):
     """The four GEMMs of a block."""
 
-    qkv: Weights
-    proj: Weights
-    fc1: Weights  # for SwiGLU two matrices, one below the other
-    fc2: Weights
+    qkv: GemmWeights
+    proj: GemmWeights
+    fc1: GemmWeights  # for SwiGLU two matrices, one below the other
+    fc2: GemmWeights
 
 
 class Rotation(NamedTuple):
@@ -150,7 +150,7 @@ class Block(NamedTuple):
         return self.qkv, self.proj, self.fc1, self.fc2
 
 
-class Half:
+class HalfOps:
     """Half precision with float32 sums.
 
     tuner: chooses the GEMMs' algorithms. gemm: their backend.
@@ -176,11 +176,11 @@ class Half:
     def updates_stream(self) -> bool:
         """Return whether GEMMs modulate the residual stream and add to it in their epilogues."""
         on_hopper = self.device.type == "cuda" and cuda.capability(self.device) == (9, 0)
-        return on_hopper and self.dtype in cuda.HALF and self.gemm == "auto"
+        return on_hopper and self.dtype in cuda.HALF_TYPES and self.gemm == "auto"
 
     def block(
         self,
-        gemms: Gemms,
+        gemms: BlockGemms,
         gated: bool = False,
         rotation: Rotation | None = None,
         updates_stream: bool = False,
@@ -207,7 +207,9 @@ class Half:
             rotation=rotation,
         )
 
-    def linear(self, gemm: Weights, epilogue: str = "", rotation: Tensor | None = None) -> Linear:
+    def linear(
+        self, gemm: GemmWeights, epilogue: str = "", rotation: Tensor | None = None
+    ) -> Linear:
         """Return the layer of a GEMM. epilogue, rotation: as Linear has them."""
         return Linear(gemm.weight, gemm.bias, epilogue, rotation, self.tuner, self.gemm)
 
@@ -220,7 +222,7 @@ class Half:
         return None
 
 
-class Split:
+class SplitOps:
     """High/low splits of float16. gemm: the backend of the GEMMs."""
 
     dtype = torch.float32
@@ -229,15 +231,17 @@ class Split:
 
     def __init__(self, device: torch.device, gemm: str = "auto"):
         self.device = device
-        self.gemm = choose(device) if gemm == "auto" else gemm
+        self.gemm = choose_backend(device) if gemm == "auto" else gemm
         self.watched: dict[str, Tensor] = {}  # name of a layer → a flag on the device
         self.stack = self.gemm == "cublas"  # its GEMMs take high, low, high
         self.adaln = partial(adaln_split, stack=self.stack)
         self.last_adaln = partial(adaln, dtype=torch.float32)
         self.attention = split_attention
 
-    def block(self, gemms: Gemms, gated: bool = False, rotation: Rotation | None = None) -> Block:
-        """Return a block of four GEMMs, as Half.block does.
+    def block(
+        self, gemms: BlockGemms, gated: bool = False, rotation: Rotation | None = None
+    ) -> Block:
+        """Return a block of four GEMMs, as HalfOps.block does.
 
         Powers of two move between neighbouring GEMMs: from q to k, from v to proj, from GELU's
         output to fc2. They change no bit of the function, but the values that are split get
@@ -269,16 +273,18 @@ class Split:
             fc2 = self.linear(gemms.fc2)
             activate = partial(swiglu_split, stack=self.stack)
         else:
-            after = balance(gemms.fc1.weight, gemms.fc1.bias_or_zeros())
-            fc1 = self.linear(gemms.fc1, overflow=self._watch(gemms.fc1.name), after=after)
+            gelu_scale = balance(gemms.fc1.weight, gemms.fc1.bias_or_zeros())
+            fc1 = self.linear(
+                gemms.fc1, overflow=self._watch(gemms.fc1.name), gelu_scale=gelu_scale
+            )
             fc2 = self.linear(
-                gemms.fc2._replace(weight=gemms.fc2.weight / after),
+                gemms.fc2._replace(weight=gemms.fc2.weight / gelu_scale),
                 scaled=False,
             )
             activate = None
         return Block(qkv, proj, fc1, fc2, rotate, activate, rotation)
 
-    def linear(self, gemm: Weights, **variant: Any) -> SplitLinear:
+    def linear(self, gemm: GemmWeights, **variant: Any) -> SplitLinear:
         """Return the layer of a GEMM. variant: SplitLinear's arguments."""
         return SplitLinear(
             gemm.weight,

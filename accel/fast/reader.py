@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from accel.fast.ops import Weights
+from accel.fast.ops import GemmWeights
 
 SHOWN = 3  # names in an error
 
@@ -50,9 +50,9 @@ class Reader:
             memory_format=torch.contiguous_format,
         )
 
-    def layer(self, name: str, dtype: torch.dtype) -> Weights:
+    def layer(self, name: str, dtype: torch.dtype) -> GemmWeights:
         """Return a layer's weight and bias."""
-        return Weights(name, self(f"{name}.weight", dtype), self(f"{name}.bias", dtype))
+        return GemmWeights(name, self(f"{name}.weight", dtype), self(f"{name}.bias", dtype))
 
     def require_all_read(self) -> None:
         """Raise ValueError, naming the tensors, if some of the state dict were not read."""

@@ -80,13 +80,13 @@ def check_writable(path: str | Path, name: str = "output") -> None:
         require_writable(target.parent)
 
 
-def to_uint8(pixels: "Tensor", levels: "Callable[[Tensor], Tensor]") -> "Tensor":
+def to_uint8(pixels: "Tensor", to_uint8_range: "Callable[[Tensor], Tensor]") -> "Tensor":
     """Convert pixels (n, 3, H, W) in (-1, 1) → (n, H, W, 3) uint8 on the CPU, contiguous:
-    truncated, as in FID jobs. levels: the decoder's.
+    truncated, as in FID jobs. to_uint8_range: the decoder's.
     """
     import torch
 
-    pictures = levels(pixels).clamp(0, 255).permute(0, 2, 3, 1)
+    pictures = to_uint8_range(pixels).clamp(0, 255).permute(0, 2, 3, 1)
     return pictures.to(torch.uint8, memory_format=torch.contiguous_format).cpu()
 
 

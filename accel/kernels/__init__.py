@@ -32,7 +32,7 @@ def check_backend(op: str, backend: str, backends: tuple[str, ...]) -> None:
         raise ValueError(f"{op}: backend {backend!r}: one of {', '.join(backends)}")
 
 
-def kept(file: Path) -> dict:
+def read_cache(file: Path) -> dict:
     """Return the JSON object in a file of a cache; an empty one if it is absent or damaged.
 
     What it held is then measured again.
@@ -43,7 +43,7 @@ def kept(file: Path) -> dict:
         return {}
 
 
-def keep(file: Path, content: bytes) -> bool:
+def write_cache(file: Path, content: bytes) -> bool:
     """Write a file of a cache and return whether it is there.
 
     Where it cannot be written every process compiles or measures for itself.

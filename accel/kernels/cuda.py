@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 
 from accel.io.files import cache_folder, read_small
-from accel.kernels import check_backend, keep
+from accel.kernels import check_backend, write_cache
 from accel.kernels.gpu import capability  # noqa: F401 (every choice of a backend asks cuda.capability)
 
 HAS_TRITON = find_spec("triton") is not None  # not on Windows and macOS
 BACKENDS = ("auto", "triton", "torch")  # of ops with a Triton kernel; "torch" is the reference
-HALF = {torch.float16: "f16", torch.bfloat16: "bf16"}  # as PTX names them
+HALF_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}  # as PTX names them
 TMA_FORMATS = {torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16", torch.float32: "FLOAT32"}
-OPTIONS = b"--gpu-architecture=sm_90a", b"--std=c++17"
+NVRTC_OPTIONS = b"--gpu-architecture=sm_90a", b"--std=c++17"
 
 
-def by_triton(op: str, backend: str, x: Tensor) -> bool:
+def uses_triton(op: str, backend: str, x: Tensor) -> bool:
     """Return whether `op` uses its Triton kernel for x.
 
     backend: one of BACKENDS; "auto" takes Triton on a GPU, except for float64.
@@ -156,7 +156,7 @@ def compile_cubin(text: str, name: str) -> bytes:
 
     program = call(nvrtc.nvrtcCreateProgram, text.encode(), name.encode(), 0, None, None)
     try:
-        (status,) = nvrtc.nvrtcCompileProgram(program, len(OPTIONS), OPTIONS)
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(NVRTC_OPTIONS), NVRTC_OPTIONS)
         if status:
             log = bytes(call(nvrtc.nvrtcGetProgramLogSize, program))
             call(nvrtc.nvrtcGetProgramLog, program, log)
@@ -174,7 +174,7 @@ def cached_cubin(text: str, name: str) -> bytes:
     The file's name changes with text and compiler. A file that does not match its digest is
     compiled again.
     """
-    parts = (text.encode(), str(torch.version.cuda).encode(), *OPTIONS)
+    parts = (text.encode(), str(torch.version.cuda).encode(), *NVRTC_OPTIONS)
     key = hashlib.sha256(b"\n".join(parts)).hexdigest()[:16]
     file = cache_folder() / f"{name}-{key}.cubin"
     try:
@@ -184,7 +184,7 @@ def cached_cubin(text: str, name: str) -> bytes:
     if kept[:32] == hashlib.sha256(kept[32:]).digest():
         return kept[32:]
     cubin = compile_cubin(text, name)
-    keep(file, hashlib.sha256(cubin).digest() + cubin)
+    write_cache(file, hashlib.sha256(cubin).digest() + cubin)
     return cubin
 
 

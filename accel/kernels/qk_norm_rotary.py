@@ -45,7 +45,7 @@ def qk_norm_rotary(
     kernel takes qkv in half precision or float32, the others in float32, all contiguous; the
     reference any dtype.
     """
-    if cuda.by_triton("qk_norm_rotary", backend, qkv):
+    if cuda.uses_triton("qk_norm_rotary", backend, qkv):
         _triton(qkv, rotation, first, norms, rms_eps)
     else:
         _torch(qkv, rotation, first, norms, rms_eps)
@@ -66,7 +66,7 @@ def qk_norm_rotary_split(
     Returns q, k and v (N, t, 3·D), split into high and low without scales. overflow: an int32
     tensor of one element, set to 1 where a value is too large for float16.
     """
-    if cuda.by_triton("qk_norm_rotary_split", backend, qkv):
+    if cuda.uses_triton("qk_norm_rotary_split", backend, qkv):
         pair = torch.empty(2, *qkv.shape, dtype=torch.float16, device=qkv.device)
         _triton(qkv, rotation, first, norms, rms_eps, pair, overflow)
         return HighLow(pair, None)

@@ -30,7 +30,7 @@ def swiglu(x: Tensor, backend: str = "auto") -> Tensor:
 
     The result has x's dtype; the arithmetic is in float32 or wider.
     """
-    if not cuda.by_triton("swiglu", backend, x):
+    if not cuda.uses_triton("swiglu", backend, x):
         return _torch(x)
     width = x.shape[-1] // 2
     out = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
@@ -51,7 +51,7 @@ def swiglu_split(x: Tensor, backend: str = "auto", stack: bool = False) -> HighL
 
     A token has a power of two. stack: in the layout that cuBLAS's split GEMM takes.
     """
-    if not cuda.by_triton("swiglu_split", backend, x):
+    if not cuda.uses_triton("swiglu_split", backend, x):
         return split(_torch(x))
     shape = x.shape[:-1]
     width = x.shape[-1] // 2

@@ -20,7 +20,7 @@ from accel.launch.signals import finish, handle_signals, is_task_of_srun, print_
 
 MAX_PROCESSES = 64  # a mistyped number should not fill the machine
 # Numbers of processes, of Open MPI and of MPICH and its kin.
-OF_MPI = "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"
+MPI_SIZES = "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"
 # Set for the processes of --gpus: when their parent began, and its process id.
 PARENT_VARIABLE = "DIT_BEGAN"
 _PARENT = re.fullmatch(r"(\d{1,12}\.\d{6}) (\d{1,9})", os.environ.get(PARENT_VARIABLE, ""))
@@ -98,7 +98,7 @@ def world_size(wanted: int | None, device: str | None) -> int:
     for all of no GPUs.
     """
     launched = "RANK" in os.environ
-    counts = ["WORLD_SIZE"] if launched else [*OF_MPI]
+    counts = ["WORLD_SIZE"] if launched else [*MPI_SIZES]
     if not launched and is_task_of_srun():
         counts.append("SLURM_STEP_NUM_TASKS")
     several = any(os.environ.get(name, "1") != "1" for name in counts)

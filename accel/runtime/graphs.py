@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-KEPT = 4  # graphs of an owner, such as a network
+MAX_GRAPHS = 4  # graphs of an owner, such as a network
 
 
 def capture(step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
@@ -37,7 +37,7 @@ def capture(step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
     return output, graph.replay
 
 
-class Captured(NamedTuple):
+class CapturedGraph(NamedTuple):
     """A captured function."""
 
     function: Callable  # the graph reads tensors that it holds
@@ -46,21 +46,21 @@ class Captured(NamedTuple):
     replay: Callable[[], None]
 
 
-class Replayed:
+class GraphedFunction:
     """A function of tensors that is captured at its first call and replayed after.
 
     It returns a tensor or a tuple of them. There is one graph for each key and combination of
     shapes, dtypes and other arguments. key: all that the function depends on apart from its
-    arguments; the first function of a key serves all later ones. graphs: of the owner of several
-    functions; the KEPT that were used last are kept. Call from one thread and on one stream at a
-    time.
+    arguments; the first function of a key serves all later ones. graphs: a dict that
+    several functions may share; it keeps the MAX_GRAPHS that were used last. Call from one thread
+    and on one stream at a time.
     """
 
     def __init__(
         self,
         function: Callable,
         key: Hashable = None,
-        graphs: dict[Hashable, Captured] | None = None,
+        graphs: dict[Hashable, CapturedGraph] | None = None,
     ):
         self.function = function
         self.key = key
@@ -78,7 +78,7 @@ class Replayed:
         with torch.cuda.device_of(tensors[0]):
             graph = self.graphs.pop(key, None)
             if graph is None:
-                while len(self.graphs) >= KEPT:  # free its memory first
+                while len(self.graphs) >= MAX_GRAPHS:  # free its memory first
                     del self.graphs[next(iter(self.graphs))]
                 graph = self._capture(arguments)
             self.graphs[key] = graph
@@ -95,4 +95,4 @@ class Replayed:
         fixed = [value.clone() if torch.is_tensor(value) else value for value in arguments]
         output, replay = capture(partial(self.function, *fixed))
         inputs = [value for value in fixed if torch.is_tensor(value)]
-        return Captured(self.function, inputs, output, replay)
+        return CapturedGraph(self.function, inputs, output, replay)

@@ -8,21 +8,21 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from accel.runtime.precision import switches_kept
+from accel.runtime.precision import preserve_switches
 
 # Backend switches, default dtype and the capture of a CUDA graph belong to the process.
 _LOCK = threading.RLock()
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def exclusive() -> Iterator[None]:
     """Run the block in one thread of the process at a time, without the caller's
     autocast, inference mode, gradients, default dtype and default device. Restore the
     backend switches after it.
     """
     with (
         _LOCK,
-        switches_kept(),
+        preserve_switches(),
         torch.inference_mode(False),
         torch.no_grad(),
         ExitStack() as stack,

@@ -1,7 +1,7 @@
 """The Network protocol: the interface between networks and the sampling loop or the ranks.
 
-Accelerated networks (accel/fast), reference models (Plain below) and networks that GPUs share
-(accel/distributed) implement it. A network knows nothing of guidance.
+Accelerated networks (accel/fast), reference networks (EagerNetwork below) and networks that GPUs
+share (accel/distributed) implement it. A network knows nothing of guidance.
 
     run = network.prepare(times, labels)    state of a sampling run: conditioning, computed ahead
     run.advance(i)                          before evaluation i
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from accel.errors import UsageError
-from accel.runtime.graphs import Captured, Replayed
+from accel.runtime.graphs import CapturedGraph, GraphedFunction
 from accel.runtime.stages import Stage, forward_stages, stages_of, unpatchify
 
 
@@ -65,12 +65,12 @@ RunStateT = TypeVar("RunStateT")
 
 class Network(ABC, Generic[RunStateT]):
     """A network that is ready to sample. Its runs have states of type `RunStateT`. Subclasses
-    define `parts`, `prepare` and `replayed`, and `forward_tokens` or `forward`.
+    define `parts`, `prepare` and `graphed`, and `forward_tokens` or `forward`.
     """
 
     patch_size: int
     in_channels: int
-    of_files = "the weights"  # in words, with the options that name them
+    weights_label = "the weights"  # in words, with the options that name them
     captures = False  # whether the sampling loop captures a step as a CUDA graph
 
     @property
@@ -102,7 +102,7 @@ class Network(ABC, Generic[RunStateT]):
         """
 
     @abstractmethod
-    def replayed(self, key: Hashable, step: Callable) -> Callable:
+    def graphed(self, key: Hashable, step: Callable) -> Callable:
         """Return `step`, captured as CUDA graphs, of which a network keeps few.
 
         key: all that the step depends on apart from its arguments, the state of its run included.
@@ -130,7 +130,7 @@ class BlockNetwork(Network[RunState]):
     attention: Callable
 
     def __init__(self) -> None:
-        self.graphs: dict[Hashable, Captured] = {}
+        self.graphs: dict[Hashable, CapturedGraph] = {}
 
     @property
     def parts(self) -> "list[BlockNetwork]":
@@ -182,8 +182,8 @@ class BlockNetwork(Network[RunState]):
         table = torch.tensor(times, device=next(self.parameters()).device)  # uploaded once
         return Times(self, tuple(times), table)
 
-    def replayed(self, key: Hashable, step: Callable) -> Callable:
-        return Replayed(step, key, self.graphs)
+    def graphed(self, key: Hashable, step: Callable) -> Callable:
+        return GraphedFunction(step, key, self.graphs)
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class Times(RunState):
         return self.network.condition(self.table[index], y)
 
 
-class Plain(BlockNetwork):
+class EagerNetwork(BlockNetwork):
     """A reference network, for the tiers fp32 and tf32.
 
     model: a module with `embed`, `condition`, `blocks` or `stages`, `transform`, `head`, `attend`.

@@ -51,4 +51,4 @@ def remedy(network: Network, tier: str, device: torch.device) -> str:
         return f"{layer} gives values beyond a high/low split; use `precision=fp32`"
     if tier == "fp16" and supports("bf16", device):
         return "use `precision=bf16`"
-    return f"check {network.of_files}" if tier == "fp32" else "use `precision=fp32`"
+    return f"check {network.weights_label}" if tier == "fp32" else "use `precision=fp32`"

@@ -25,12 +25,12 @@ class Tier(NamedTuple):
 # raises an error where the two differ: only these are used here.
 GEMMS: Any = torch.backends.cuda.matmul
 CONVOLUTIONS: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
-OF_CPU: Any = torch.backends.mkldnn
+CPU: Any = torch.backends.mkldnn
 SWITCHES: dict[Any, tuple] = {
     GEMMS: (torch.backends.cudnn, torch.backends),
     CONVOLUTIONS: (torch.backends.cudnn, torch.backends),
-    OF_CPU.matmul: (torch.backends,),
-    OF_CPU.conv: (torch.backends,),
+    CPU.matmul: (torch.backends,),
+    CPU.conv: (torch.backends,),
 }
 
 _VOLTA = (7, 0), "float16 tensor cores (Volta or later)"
@@ -73,7 +73,7 @@ def arithmetic(tier: str) -> Iterator[None]:
     """Run the block with torch's process-wide switches of `tier`, and restore them. Blocks may lie
     inside one another: the innermost holds.
     """
-    with switches_kept():
+    with preserve_switches():
         for switch in SWITCHES:
             switch.fp32_precision = "ieee"
         if tier == "tf32":
@@ -104,7 +104,7 @@ def decoder_precision(wanted: str, tier: str, device: torch.device) -> str:
 
 
 @contextmanager
-def switches_kept() -> Iterator[None]:
+def preserve_switches() -> Iterator[None]:
     """Restore the process-wide switches after the block."""
     before = [(switch, _value(switch, *wider)) for switch, wider in SWITCHES.items()]
     try:
@@ -131,7 +131,7 @@ def _value(switch, wider=None, *others):
 @contextmanager
 def convolutions(name: str) -> Iterator[None]:
     """Run the block in the decoder's float32. name: tf32, or fp32, without TF32 anywhere."""
-    with switches_kept() if name == "tf32" else true_float32():
+    with preserve_switches() if name == "tf32" else true_float32():
         CONVOLUTIONS.fp32_precision = "tf32" if name == "tf32" else "ieee"
         yield
 
@@ -141,6 +141,6 @@ def true_float32() -> Iterator[None]:
     """Run the block without TF32 in GEMMs, in every tier: half precision keeps its few
     float32 GEMMs exact.
     """
-    with switches_kept():
+    with preserve_switches():
         GEMMS.fp32_precision = "ieee"
         yield

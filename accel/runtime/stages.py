@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 
-def tokens_as_they_are(x: Tensor, embedded: Tensor, condition: Any) -> Tensor:
+def keep_tokens(x: Tensor, embedded: Tensor, condition: Any) -> Tensor:
     """Let a stage's tokens enter as the stage before returns them, or as they were embedded."""
     return x
 
 
-def vectors_of_rows(x: Tensor, condition: Any) -> Any:
+def keep_condition(x: Tensor, condition: Any) -> Any:
     """Modulate a stage's blocks by the network's conditioning, a vector a batch row."""
     return condition
 
@@ -36,8 +36,8 @@ class Stage(NamedTuple):
     blocks: Sequence[Any]  # modules of a reference network, or blocks of accel/fast
     width: int
     num_heads: int
-    enter: Callable[[Tensor, Tensor, Any], Tensor] = tokens_as_they_are
-    modulate: Callable[[Tensor, Any], Any] = vectors_of_rows
+    enter: Callable[[Tensor, Tensor, Any], Tensor] = keep_tokens
+    modulate: Callable[[Tensor, Any], Any] = keep_condition
     prepended: int = 0  # tokens in front of the picture's; the head drops them
 
 

@@ -62,7 +62,7 @@ class Step(NamedTuple):
 
 def steps_of(process: Process, guidance: Guidance | Unguided) -> list[Step]:
     """Return the steps of a run, in order."""
-    guidances = [guidance.at(level) for level in process.levels()]
+    guidances = [guidance.at(level) for level in process.noise_levels()]
     steps = []
     evaluation = 0
     for number, count in enumerate(process.evaluation_counts):
@@ -74,7 +74,7 @@ def steps_of(process: Process, guidance: Guidance | Unguided) -> list[Step]:
 
 def count_by_rows(process: Process, guidance: Guidance | Unguided) -> Counter[int]:
     """Count the evaluations of a run by a network's batch rows per latent."""
-    return Counter(guidance.at(level).rows for level in process.levels())
+    return Counter(guidance.at(level).rows for level in process.noise_levels())
 
 
 def initial_noise(
@@ -142,7 +142,7 @@ def denoise(
         # On the device: one captured step serves every scale.
         scale = torch.full((), guidance.scale, dtype=torch.float32, device=z.device)
     if captures and not process.captured:
-        evaluate = network.replayed(run, evaluate)
+        evaluate = network.graphed(run, evaluate)
 
     def make_step(rules, scale, at, y, noise, *state):
         networks = []
@@ -151,7 +151,7 @@ def denoise(
         return process.step(state, at, noise, networks)
 
     if captures and process.captured:
-        make_step = network.replayed((process, run), make_step)
+        make_step = network.graphed((process, run), make_step)
 
     state = process.begin(z)
     noise = z[:0]

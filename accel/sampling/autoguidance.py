@@ -30,7 +30,7 @@ class WithGuide(Network[GuidedRun]):
     A captured step holds both networks, and f keeps it.
     """
 
-    of_files = "the weights of `ckpt` and `guide`"
+    weights_label = "the weights of `ckpt` and `guide`"
 
     def __init__(self, network: BlockNetwork, guide: BlockNetwork):
         self.network = network
@@ -53,8 +53,8 @@ class WithGuide(Network[GuidedRun]):
             self.guide.prepare(times, labels, at_once),
         )
 
-    def replayed(self, key: Hashable, step: Callable) -> Callable:
-        return self.network.replayed(key, step)
+    def graphed(self, key: Hashable, step: Callable) -> Callable:
+        return self.network.graphed(key, step)
 
     @property
     def parts(self) -> list[BlockNetwork]:

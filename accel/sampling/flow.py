@@ -43,8 +43,8 @@ class Euler(Process):
     estimates the velocity. noise_scale: of the first noise. by_start: whether both evaluations of
     Heun's step have the guidance of its start, or each that of its own time. last_time: the end of
     the even times; below 1 some noise is left. interval_arithmetic: as of `Family`; it rounds
-    `levels`. sigma: σ = 1/shift of an original that shifts its levels by σ; None for a shift that
-    the user chose.
+    `noise_levels`. sigma: σ = 1/shift of an original that shifts its levels by σ; None for a shift
+    that the user chose.
     """
 
     number: int  # of steps
@@ -68,7 +68,7 @@ class Euler(Process):
     def times(self) -> list[float]:
         return self._ends()[:-1]
 
-    def levels(self) -> list[float]:
+    def noise_levels(self) -> list[float]:
         if self.interval_arithmetic == "float64 levels":
             even = torch.linspace(1, 1 - self.last_time, self.number + 1, dtype=torch.float64)
             levels = shifted(even, 1 / self.shift)
@@ -132,8 +132,8 @@ class Heun(Euler):
         """Return the times at both ends of every step but the last, and at that one's start."""
         return np.repeat(super().times(), 2)[1:].tolist()
 
-    def levels(self) -> list[float]:
-        levels = np.repeat(super().levels(), 2)
+    def noise_levels(self) -> list[float]:
+        levels = np.repeat(super().noise_levels(), 2)
         return (levels[:-1] if self.by_start else levels[1:]).tolist()
 
     def lengths(self) -> list[float]:
@@ -164,7 +164,7 @@ class Sde(Euler):
     def times(self) -> list[float]:
         return [i * (1 - LAST) / (self.number - 1) for i in range(self.number)]
 
-    def levels(self) -> list[float]:
+    def noise_levels(self) -> list[float]:
         return torch.linspace(1, LAST, self.number, dtype=torch.float64).tolist()
 
     def coefficients(self) -> list:

@@ -56,7 +56,7 @@ class Process(ABC):
     def times(self) -> Sequence[float]:
         """Return the network's argument t at every evaluation, in order."""
 
-    def levels(self) -> Sequence[float]:
+    def noise_levels(self) -> Sequence[float]:
         """Return the noise level at every evaluation: 0 at the data, 1 at noise. Here: t
         / 1000, as for DiT.
         """

@@ -15,7 +15,7 @@ import torch
 
 from accel.errors import about, as_usage_error, path_errors, shown
 from accel.io.files import is_utf8, open_regular
-from accel.tensors.shapes import OF_SHARDS
+from accel.tensors.shapes import SHARD_ERROR
 
 AGAIN = "delete it, then copy or download it again"  # the remedy for an incomplete file
 # numpy's numbers and texts that a pickle may hold.
@@ -39,7 +39,7 @@ def read_pickle(
             )
     except pickle.UnpicklingError as reason:
         if "DTensor" in str(reason):
-            raise error(*OF_SHARDS) from None
+            raise error(*SHARD_ERROR) from None
         code = re.search(r"(?:GLOBAL|class) '?([\w.]+)", str(reason))
         if code is None:  # another kind of file, or the half of one
             raise error("truncated or not a checkpoint", AGAIN) from None

@@ -11,7 +11,7 @@ from accel.errors import Mistake
 
 Shapes = dict[str, tuple]
 # Problem and remedy of tensors of FSDP2.
-OF_SHARDS = (
+SHARD_ERROR = (
     "holds DTensors, parts of tensors on many processes",
     "save full tensors by full_tensor(), or join a distributed checkpoint by "
     "torch.distributed.checkpoint.format_utils.dcp_to_torch_save",

@@ -16,7 +16,7 @@ import torch
 from accel.errors import Mistake, UsageError, about, path_errors, shown
 from accel.io.files import is_utf8, open_regular
 from accel.io.files import read_json as read_object
-from accel.tensors.shapes import OF_SHARDS
+from accel.tensors.shapes import SHARD_ERROR
 
 Tensors = dict[str, torch.Tensor]
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]*[^\W\d][\w.-]*")  # owner/name, unlike DiT-XL/2
@@ -128,7 +128,7 @@ def floats_of(state: Mapping[str, Any], error: Mistake) -> Tensors:
                 f"{shown(name)} is {kind}", "weights are tensors of floats, save them as such"
             )
         if hasattr(value, "full_tensor"):
-            raise error(*OF_SHARDS)
+            raise error(*SHARD_ERROR)
         floats[name] = value
     return floats
 

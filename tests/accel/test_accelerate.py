@@ -34,7 +34,7 @@ from torch.optim.swa_utils import AveragedModel
 from accel import Sampler, accelerate
 from accel.errors import UsageError
 from accel.families.large_dit.network import DiT_Llama, rotation_table
-from accel.runtime.precision import TIERS, supports, switches_kept
+from accel.runtime.precision import TIERS, preserve_switches, supports
 from diffusion import create_diffusion
 from models import DiT
 
@@ -360,7 +360,7 @@ class Twice(nn.Module):
         return 2 * weight
 
 
-OF_ITS_OWN = {
+ALTERED_MODULES = {
     "hook": hooked,
     "pre-hook": lambda: hooked(pre=True),
     "hook of a part": lambda: hooked("blocks.1.attn"),
@@ -379,7 +379,7 @@ OF_ITS_OWN = {
 }
 
 
-@pytest.mark.parametrize("make", OF_ITS_OWN.values(), ids=OF_ITS_OWN)
+@pytest.mark.parametrize("make", ALTERED_MODULES.values(), ids=ALTERED_MODULES)
 def test_what_a_module_does_of_its_own_is_no_secret(make):
     """Wrappers, hooks, `__call__`, patches: the copy would not run them. A Sampler refuses them
     too, also in `refresh`.
@@ -726,7 +726,7 @@ def test_in_the_pipeline_of_diffusers(device, guidance, tiny_vae):
         how = dict(guidance_scale=guidance, num_inference_steps=5, output_type="np")
         return pipe(class_labels=[3, 7], generator=torch.Generator().manual_seed(0), **how).images
 
-    with switches_kept():
+    with preserve_switches():
         # torch's default, which moves the pipeline's own pictures by 6e-4
         torch.backends.cudnn.allow_tf32 = False
         want = pictures()

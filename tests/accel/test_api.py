@@ -37,7 +37,7 @@ from accel import Sampler
 from accel.errors import UsageError
 from accel.families import DEMO
 from accel.families.sit.network import SiT
-from accel.runtime.graphs import KEPT
+from accel.runtime.graphs import MAX_GRAPHS
 from accel.runtime.precision import SWITCHES
 from diffusion import create_diffusion
 from models import DiT, DiT_models
@@ -641,9 +641,9 @@ def test_a_step_is_captured_once_and_replayed():
         sampler.latents([1, 2], num_sampling_steps=5)
         sampler.latents([1, 2], cfg_scale=2.0)
         assert len(three) == 3 and sorted(graphs_of(sampler)) == three
-        for count in range(1, 3 + KEPT):
+        for count in range(1, 3 + MAX_GRAPHS):
             sampler.latents([1] * count)
-        assert len(graphs_of(sampler)) == KEPT
+        assert len(graphs_of(sampler)) == MAX_GRAPHS
 
 
 @pytest.mark.gpu

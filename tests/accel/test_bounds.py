@@ -124,5 +124,5 @@ def test_bounds(case):
 
 def test_no_bounded_value_is_missing_here():
     options = {name for name, option in OPTIONS.items() if option.bounds or option.choices}
-    of_files = {*facts.FACTS, *facts.OF_FILES, *facts.LATENT_SETTINGS, *DEFAULTS}
+    of_files = {*facts.FACTS, *facts.FILE_FACTS, *facts.LATENT_SETTINGS, *DEFAULTS}
     assert options | of_files <= {case.split(".")[1] for case in CASES}

@@ -22,7 +22,7 @@ from accel.families.sit.network import SiT, SiT_models
 from accel.families.spec import reference_state
 from accel.pipeline import Pipeline
 from accel.run.opening import open_run
-from accel.runtime.network import Plain
+from accel.runtime.network import EagerNetwork
 from accel.sampling import denoise, flow, make_process, upstream_noise
 from accel.sampling.flow import Euler, Heun, Sde
 from accel.sampling.guidance import Guidance
@@ -75,7 +75,7 @@ def test_latents_and_random_stream_are_sits(learn_sigma):
     model = small(learn_sigma=learn_sigma)
     both = torch.cat([Z, Z]).double()
     v = velocity(model)
-    network = Plain(model)
+    network = EagerNetwork(model)
     torch.manual_seed(3)
     want = sde(v, both, 12, lambda: torch.randn(6, 4, 8, 8).double())[:3]
     after = torch.get_rng_state()
@@ -108,7 +108,7 @@ def test_an_interval_and_all_channels(process, heun):
     want = iter(draws.double())
     steps = iter(draws[:, :3])
     want = sde(v, both, 25, lambda: next(want)) if heun is None else ode(v, both, 10, heun)
-    got = denoise(Plain(model), process, guidance, Z, LABELS, lambda: next(steps))
+    got = denoise(EagerNetwork(model), process, guidance, Z, LABELS, lambda: next(steps))
     assert error(got, want[:3]) < 2e-6
     assert error(got, ode(velocity(model, 4.0, 4), both, 10, bool(heun))[:3]) > 1e-3
 
@@ -133,16 +133,19 @@ def test_even_times_that_end_before_one(sigma, interval):
         want = want + (t_next - t) * -v(want, 1 - t, t)
     process = make_process("euler", steps, shift=1 / sigma, last_time=0.999)
     guidance = Guidance(3.0, 8, 4, interval)
-    got = denoise(Plain(model), process, guidance, Z, LABELS, None)
+    got = denoise(EagerNetwork(model), process, guidance, Z, LABELS, None)
     assert error(got, want[:3]) < 1e-6
     assert (
-        error(got, denoise(Plain(model), Euler(steps, 1 / sigma), guidance, Z, LABELS, None)) > 1e-4
+        error(got, denoise(EagerNetwork(model), Euler(steps, 1 / sigma), guidance, Z, LABELS, None))
+        > 1e-4
     )
-    guided_at = [guidance.at(level) is guidance for level in process.levels()]
+    guided_at = [guidance.at(level) is guidance for level in process.noise_levels()]
     assert guided_at == [interval[0] <= t <= interval[1] for t in times[:-1]]
     assert sum(guided_at) == (steps if interval == (0, 1) else 4)
     # A preview before the last step is the result.
-    pipeline = Pipeline(Plain(model), process, guidance, None, "fp32", torch.device("cpu"), 8)
+    pipeline = Pipeline(
+        EagerNetwork(model), process, guidance, None, "fp32", torch.device("cpu"), 8
+    )
     preview = pipeline.estimate(states[-1][:3].float(), steps - 1, LABELS.tolist())
     assert error(preview, want[:3]) < 1e-6
 
@@ -157,7 +160,9 @@ def test_the_first_step_of_shifted_times_is_guided(kind, shift, arithmetic):
         want = ode(velocity(model, interval=interval), both, 5, kind is Heun, shift)
         process = kind(5, shift, interval_arithmetic=arithmetic)
         guidance = Guidance(4.0, 8, interval=interval)
-        assert error(denoise(Plain(model), process, guidance, Z, LABELS, None), want[:3]) < 1e-6
+        assert (
+            error(denoise(EagerNetwork(model), process, guidance, Z, LABELS, None), want[:3]) < 1e-6
+        )
 
 
 def test_heun_ends_with_the_even_times():
@@ -173,7 +178,10 @@ def test_heun_ends_with_the_even_times():
         if i < 4:
             slope = (slope + v(want + (end - t) * slope, end, 1 - t)) / 2
         want = want + (end - t) * slope
-    assert error(denoise(Plain(model), process, Guidance(4.0, 8), Z, LABELS, None), want[:3]) < 1e-6
+    assert (
+        error(denoise(EagerNetwork(model), process, Guidance(4.0, 8), Z, LABELS, None), want[:3])
+        < 1e-6
+    )
 
 
 def test_repas_weights_turned_are_a_sits():
@@ -200,18 +208,18 @@ def test_repas_weights_turned_are_a_sits():
     assert half["t_embedder.mlp.0.weight"].dtype == torch.float32
 
 
-OF_NORM = {
+BATCH_NORM_STATISTICS = {
     "bn.running_mean": torch.arange(4.0),
     "bn.running_var": torch.full((4,), 9.0),
     "bn.num_batches_tracked": torch.tensor(7),
 }
-OF_NORM_TOO = {
+AFFINE_STATISTICS = {
     "latents_bias": torch.arange(4.0).view(1, 4, 1, 1),
     "latents_scale": torch.full((1, 4, 1, 1), 1 / 3),
 }
 
 
-@pytest.mark.parametrize("statistics", (OF_NORM, OF_NORM_TOO))
+@pytest.mark.parametrize("statistics", (BATCH_NORM_STATISTICS, AFFINE_STATISTICS))
 @pytest.mark.parametrize("place", ("among the weights", "beside them"))
 def test_statistics_of_latents_that_repas_weights_hold(statistics, place, tmp_path, here):
     """REPA-E's normalisation of latents, in a converted file too."""
@@ -230,10 +238,10 @@ def test_statistics_of_latents_that_repas_weights_hold(statistics, place, tmp_pa
         assert torch.allclose(run.space.to_decoder(latents), want)
 
 
-@pytest.mark.parametrize("left", [*list(OF_NORM)[:2], *OF_NORM_TOO])
+@pytest.mark.parametrize("left", [*list(BATCH_NORM_STATISTICS)[:2], *AFFINE_STATISTICS])
 def test_half_of_the_statistics_of_latents_is_refused(left, tmp_path):
     theirs = {**small(learn_sigma=False).state_dict(), "projectors.0.0.weight": torch.ones(3, 3)}
-    pair = next(pair for pair in (OF_NORM, OF_NORM_TOO) if left in pair)
+    pair = next(pair for pair in (BATCH_NORM_STATISTICS, AFFINE_STATISTICS) if left in pair)
     content = {"ema": {**theirs, left: pair[left]}, "args": dict(num_heads=2)}
     torch.save(content, tmp_path / "x.pt")
     with pytest.raises(UsageError, match=f"{left} is no weight of a SiT, and would be ignored"):
@@ -331,7 +339,12 @@ def test_a_sampler_of_a_sit_and_of_repas(kind):
     torch.manual_seed(7)
     z = torch.randn(3, 4, 8, 8)
     want = denoise(
-        Plain(ours), Sde(4), Guidance(4.0, 8), z, LABELS.new_tensor([1, 5, 2]), upstream_noise(z, 2)
+        EagerNetwork(ours),
+        Sde(4),
+        Guidance(4.0, 8),
+        z,
+        LABELS.new_tensor([1, 5, 2]),
+        upstream_noise(z, 2),
     )
     assert all(error(one, want.double()) < 1e-5 for one in found)
     with pytest.raises(

@@ -36,16 +36,18 @@ def test_backends(seen):
     split = "hopper" if seen == (9, 0) else "cublas"
     [generation] = (group for group in half if seen in group)
     for dtype in (torch.float16, torch.bfloat16):
-        assert attention.choose(GPU, dtype, 72) == half[generation]
+        assert attention.choose_backend(GPU, dtype, 72) == half[generation]
     others = {OLD: "efficient", HOPPER: "cudnn"}
-    assert attention.choose(GPU, torch.float16, 64) == others.get(generation, "flash")
-    assert attention.choose(GPU, torch.float16, 136) == ("efficient" if seen in OLD else "flash")
-    assert attention.choose(GPU, torch.float32, 72) == "efficient"
-    assert attention.choose(GPU, torch.float64, 72) == "torch"
-    assert split_attention.choose(GPU, 72) == split_linear.choose(GPU) == split
-    assert split_attention.choose(GPU, 64) == "cublas"
+    assert attention.choose_backend(GPU, torch.float16, 64) == others.get(generation, "flash")
+    assert attention.choose_backend(GPU, torch.float16, 136) == (
+        "efficient" if seen in OLD else "flash"
+    )
+    assert attention.choose_backend(GPU, torch.float32, 72) == "efficient"
+    assert attention.choose_backend(GPU, torch.float64, 72) == "torch"
+    assert split_attention.choose_backend(GPU, 72) == split_linear.choose_backend(GPU) == split
+    assert split_attention.choose_backend(GPU, 64) == "cublas"
     cpu = torch.device("cpu")
-    assert split_linear.choose(cpu) == split_attention.choose(cpu, 72) == "torch"
+    assert split_linear.choose_backend(cpu) == split_attention.choose_backend(cpu, 72) == "torch"
 
 
 def test_tiers(seen):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from accel.runtime.graphs import Replayed, capture
+from accel.runtime.graphs import GraphedFunction, capture
 
 pytestmark = pytest.mark.gpu
 
@@ -15,13 +15,13 @@ pytestmark = pytest.mark.gpu
 PROGRAM = """
 import gc
 import torch
-from accel.runtime.graphs import Replayed
+from accel.runtime.graphs import GraphedFunction
 
 sides = ((64, 32, 32768), (2048, 32, 1152), (2, 4608, 1152))
 operands = [(torch.randn(m, k, device="cuda"), torch.randn(n, k, device="cuda")) for m, n, k in sides]
 evaluate = lambda *tensors: tuple(x @ w.t() for x, w in zip(tensors[::2], tensors[1::2]))
 flat = [tensor for pair in operands for tensor in pair]
-earlier, later = Replayed(evaluate), Replayed(evaluate)
+earlier, later = GraphedFunction(evaluate), GraphedFunction(evaluate)
 earlier(*flat)
 want = later(*flat)
 earlier.graphs.clear()
@@ -49,7 +49,7 @@ def test_garbage_graphs_do_not_void_a_capture():
     """
     x = torch.zeros(4, device="cuda")
     cycle = []
-    cycle += [cycle, Replayed(torch.sin)]
+    cycle += [cycle, GraphedFunction(torch.sin)]
     cycle[1](x)
     del cycle
     thresholds = gc.get_threshold()

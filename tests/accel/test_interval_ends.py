@@ -61,7 +61,7 @@ def ours(name, sampler, steps, interval, shift=1.0, sigma=None):
         interval=rounded_interval(interval, family.interval_arithmetic),
         ends=family.interval_ends,
     )
-    return [guidance.at(level) is guidance for level in process.levels()]
+    return [guidance.at(level) is guidance for level in process.noise_levels()]
 
 
 PAIRS = [(low, high) for low in ENDS for high in ENDS if low < high]

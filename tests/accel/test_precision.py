@@ -8,7 +8,7 @@ import torch
 from networks import inputs, small
 
 from accel import accelerate
-from accel.runtime.isolation import alone
+from accel.runtime.isolation import exclusive
 from accel.runtime.precision import SWITCHES, TIERS, arithmetic
 
 BACKENDS = torch.backends
@@ -109,13 +109,13 @@ def test_a_thread_that_waits_restores_the_callers_dtype():
     entered = threading.Event()
 
     def first():
-        with alone():
+        with exclusive():
             entered.set()
             time.sleep(0.2)
 
     def second():
         entered.wait()
-        with alone():
+        with exclusive():
             pass
 
     threads = [threading.Thread(target=work) for work in (first, second)]

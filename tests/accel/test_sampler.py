@@ -12,7 +12,7 @@ from networks import DEVICES, build, error, fast_network, network_of, sample, sm
 from accel.fast.conditioning import ConditioningTable
 from accel.pipeline import Pipeline
 from accel.runtime import graphs
-from accel.runtime.network import Plain
+from accel.runtime.network import EagerNetwork
 from accel.sampling import denoise, initial_noise
 from accel.sampling.ancestral import Ancestral, Ddim
 from accel.sampling.flow import Euler, Heun, Sde
@@ -82,7 +82,7 @@ def test_latents_and_random_stream_are_upstreams(scale):
     for rows in (slice(None), slice(1, 3)):
         generator = torch.Generator().manual_seed(11)
         z = initial_noise(3, 4, 8, generator)
-        got = sample(Plain(model), process, z, LABELS, scale, rows=rows, generator=generator)
+        got = sample(EagerNetwork(model), process, z, LABELS, scale, rows=rows, generator=generator)
         # other GEMMs
         assert torch.equal(got, want) or len(got) < 3 and error(got, want[rows].double()) < 1e-5
         assert torch.equal(generator.get_state(), after) and torch.equal(
@@ -100,9 +100,9 @@ def test_every_network_gives_the_same_latents(name):
     results = []
     seen = []
     fast = [network_of(model_of(name), tier) for tier in ("fp32", "fp32", "fp32", "exact", "fp16")]
-    fast[0].hoists = False
+    fast[0].precomputes_conditioning = False
     fast[1].table = small_table(fast[1])
-    for network in (Plain(model_of(name)), *fast):
+    for network in (EagerNetwork(model_of(name)), *fast):
         torch.manual_seed(1)
         seen.clear()
         latents = sample(
@@ -134,7 +134,7 @@ def test_a_warm_up_makes_each_kind_of_step_once(name, monkeypatch):
     seen = []
     batches = [slice(0, 3), slice(3, 6), slice(6, 8)]
     run = Pipeline(
-        Plain(model_of(name)),
+        EagerNetwork(model_of(name)),
         process,
         Guidance(3.0, 8, interval=(0.2, 0.7)),
         None,
@@ -160,7 +160,7 @@ def test_a_warm_up_makes_each_kind_of_step_once(name, monkeypatch):
 def test_a_captured_step_serves_runs_of_the_same_times():
     """Of a network that computes its conditioning at every evaluation; other runs of an accelerated
     one read the same table."""
-    plain = Plain(small())
+    plain = EagerNetwork(small())
     run = plain.prepare([9, 5], [1, 2])
     assert plain.prepare([9, 5], [3]) == run != plain.prepare([9, 4], [1, 2])
     fast = network_of(small(), "fp16")
@@ -206,7 +206,8 @@ def test_few_captured_steps_serve_all_requests(name, device, monkeypatch):
     monkeypatch.setattr(graphs, "capture", counted)
     model = small(depth=1, learn_sigma=name != "heun")
     direct, captured = (
-        Plain(model) if device == "cpu" else network_of(model, "fp16", device) for _ in range(2)
+        EagerNetwork(model) if device == "cpu" else network_of(model, "fp16", device)
+        for _ in range(2)
     )
     direct.captures = False
     captured.captures = True
@@ -260,7 +261,7 @@ def test_no_copy_and_no_wait_in_the_loop(kind, scale):
     device = torch.device("cuda")
     model = build("DiT-Demo/2").cuda()
     process = Ancestral(10)
-    network = Plain(model) if kind == "plain" else fast_network(model, torch.float16, device)
+    network = EagerNetwork(model) if kind == "plain" else fast_network(model, torch.float16, device)
     z = torch.randn(4, 4, 16, 16, device=device)
     labels = torch.arange(4, device=device)
     sample(network, process, z, labels, scale)

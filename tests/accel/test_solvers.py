@@ -5,7 +5,7 @@ import torch
 from networks import fast_network, guided, sample, small
 
 from accel.errors import Given, UsageError
-from accel.runtime.network import Plain
+from accel.runtime.network import EagerNetwork
 from accel.sampling import denoise, upstream_noise
 from accel.sampling.ancestral import Ancestral, Ddim
 from accel.sampling.guidance import Guidance
@@ -42,7 +42,7 @@ def test_latents_are_the_librarys(name, steps, channels):
     scheduler = SCHEDULERS[name](**BETAS)
     scheduler.set_timesteps(steps)
     want = by_hand(scheduler, small(), 3.0, channels)
-    networks = Plain(small()), fast_network(small(), torch.float32)
+    networks = EagerNetwork(small()), fast_network(small(), torch.float32)
     guidance = Guidance(3.0, 8, channels)
     before = torch.get_rng_state()
     for network in networks:
@@ -68,7 +68,7 @@ def test_processes_are_values():
 @pytest.mark.parametrize("process", [Ancestral(10), Solver("dpm++", 10)])
 def test_outside_the_interval_half_the_rows_are_evaluated(process):
     """At noise levels from 0.3 to 0.7 guided, elsewhere the conditional estimate alone."""
-    network = Plain(small())
+    network = EagerNetwork(small())
     rows = []
     condition = network.condition
     network.condition = lambda t, y: (rows.append((int(t[0]), len(y))), condition(t, y))[1]

@@ -16,8 +16,8 @@ from torch.autograd.profiler_util import EventList, FunctionEvent
 from accel.config.options import Options
 from accel.jobs.grid import load
 from accel.run.opening import open_run
-from accel.runtime.network import Plain
-from accel.runtime.precision import switches_kept
+from accel.runtime.network import EagerNetwork
+from accel.runtime.precision import preserve_switches
 from bench import steps
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def demo():
     options = Options(
         model="DiT-Demo/2", precision="fp32", num_sampling_steps=2, output_type="latent"
     )
-    with switches_kept():
+    with preserve_switches():
         yield open_run(options, CPU)
 
 
@@ -52,8 +52,13 @@ def test_each_rung_adds_one_optimisation(demo):
     model = model_of(demo)
     slow, fast = (steps.build(demo, model, "fp16", **rungs[i][2]) for i in (1, -1))
     default = steps.build(demo, model, "fp16")
-    assert not slow.hoists and not slow.captures
-    assert fast.hoists and fast.captures and default.hoists and default.captures
+    assert not slow.precomputes_conditioning and not slow.captures
+    assert (
+        fast.precomputes_conditioning
+        and fast.captures
+        and default.precomputes_conditioning
+        and default.captures
+    )
     assert {*rungs[-1][2].values()} == {True, "auto"}
 
 
@@ -72,7 +77,7 @@ def test_a_switch_reaches_its_op(demo, tier, least, most):
 def test_an_error_is_relative(demo):
     """An output that is twice as large has an error of one, at any of the times."""
     model = model_of(demo)
-    network = Plain(model)
+    network = EagerNetwork(model)
     forward = network.forward_tokens
     error = steps.errors_of(model, demo)
     assert 0 < error(network) < 1e-5
@@ -163,7 +168,7 @@ def test_times_are_of_the_last_steps(monkeypatch, demo):
     clock = 0.0  # seconds, without the machine's other work
     monkeypatch.setattr(time, "perf_counter", lambda: clock)
 
-    class Network(Plain):
+    class Network(EagerNetwork):
         def forward_tokens(self, x, t, y, run=None):
             nonlocal clock, count
             clock += 0.2 if count < 3 else 0.05 if 10 < count < 35 else 0.005

@@ -14,7 +14,7 @@ from accel.distributed.launched import launched_ranks
 from accel.distributed.placement import Layout
 from accel.families.dit.network import DiT
 from accel.families.large_dit.network import DiT_Llama
-from accel.runtime.network import Plain
+from accel.runtime.network import EagerNetwork
 
 SIDE = 12
 D = 96
@@ -30,7 +30,7 @@ def difference(got, want):
 def sharded(ranks, model, generator):
     """Batch rows and tokens over every mesh of two to all ranks."""
     world = ranks.world
-    alone = Plain(model)
+    alone = EagerNetwork(model)
     for pictures in (1, 3):
         x = torch.randn(2 * pictures, 4, SIDE, SIDE, generator=generator)
         t = torch.randint(0, 1000, (2 * pictures,), generator=generator)
@@ -61,7 +61,7 @@ def large(ranks, _, generator):
     t = torch.tensor([500, 20, 500, 20])
     shape = dict(input_size=8, dim=96, n_layers=3, n_heads=4, num_classes=CLASSES, multiple_of=32)
     model = fill(DiT_Llama(**shape, qk_norm=True))
-    networks = {"plain": Plain(model), "fast": network_of(model, "fp32")}
+    networks = {"plain": EagerNetwork(model), "fast": network_of(model, "fp32")}
     for layout, (kind, network) in product(LARGE, networks.items()):
         shared = ranks.share(network, layout)
         if ranks.rank < layout.ranks:

@@ -30,7 +30,7 @@ from accel.decoders.float16 import Float16Decoder
 from accel.errors import INTERRUPTED, STOPPED, USAGE
 from accel.families.dit.network import DiT_models
 from accel.families.sit.network import SiT_models
-from accel.runtime.graphs import Replayed
+from accel.runtime.graphs import GraphedFunction
 
 WANTED = 42
 MADE = 44  # two ranks make two at a time
@@ -397,7 +397,7 @@ def test_a_job_replays_its_decoder(one, tmp_path, monkeypatch, switches):
         one("--model", "DiT-Demo/2", "--precision", "fp16", *SHORT, "--sample-dir", tmp_path / name)
     replayed, launched = (decoder.load().half for decoder in decoders)
     assert (
-        isinstance(replayed, Replayed)
+        isinstance(replayed, GraphedFunction)
         and len(replayed.graphs) == 1
         and isinstance(launched, HalfDecoder)
     )

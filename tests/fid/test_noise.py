@@ -8,7 +8,7 @@ from accel.families.dit.network import DiT_models
 from accel.families.sit.network import SiT_models
 from accel.jobs.fid.folder import Batches
 from accel.jobs.fid.noise import PictureNoise, UpstreamNoise
-from accel.runtime.network import Plain
+from accel.runtime.network import EagerNetwork
 from accel.sampling import denoise
 from accel.sampling.ancestral import Ancestral, Ddim
 from accel.sampling.flow import FLOWS, Euler, Sde
@@ -83,7 +83,7 @@ def test_a_process_draws_as_often_as_it_says(process):
 
     x = torch.randn(2, 4, 16, 16)
     labels = torch.tensor([1, 2])
-    denoise(Plain(model().eval()), process, Guidance(2.0, 8), x, labels, draw)
+    denoise(EagerNetwork(model().eval()), process, Guidance(2.0, 8), x, labels, draw)
     assert len(drawn) == process.draws
 
 

@@ -131,7 +131,7 @@ CHANGES = {
     "guidance_interval": (0.0, 0.7),
     "guidance_channels": 4,
 }
-OF_OTHERS = {
+OTHER_FAMILIES = {
     "SiT-Demo/2": {"timestep_shift": 0.3},
     "JiT-B/16": {"noise_scale": 2.0, "t_eps": 0.1},
 }
@@ -186,7 +186,7 @@ def test_whatever_decides_a_pictures_bits_is_a_setting(monkeypatch):
         assert recorded(**{name: value}) != before, name
     for name in ("vae", "latent_stats", "sample_dir"):
         assert recorded(**{name: "elsewhere"}) == before, name
-    for model, changes in OF_OTHERS.items():
+    for model, changes in OTHER_FAMILIES.items():
         usual = recorded(model=model, sampler="heun")
         for name, value in changes.items():
             assert recorded(model=model, sampler="heun", **{name: value}) != usual, name

@@ -61,7 +61,7 @@ def split_layers():
     """A float32 result, a high/low split, and GELU's."""
     flag = zeros(1, dtype=int32)
     one = torch.ones(4608)
-    for options in ({}, dict(overflow=flag), dict(overflow=flag, after=one)):
+    for options in ({}, dict(overflow=flag), dict(overflow=flag, gelu_scale=one)):
         SplitLinear(torch.ones(4608, 1152), one, backend="cublas", **options)(
             split(torch.ones(16, 1152))
         )

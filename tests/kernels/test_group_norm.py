@@ -80,7 +80,7 @@ def interpret():
     for number, shape in enumerate(SHAPES):
         for form in FORMS if number == 0 else FORMS[number % 2 :: 2]:
             check(*shape, *form, "cpu", "triton")
-    kernels.PROGRAMS = 2  # stretches of several tiles, of which the last is cut
+    kernels.PROGRAMS = 2  # chunks of several tiles, of which the last is cut
     check(80, 16, 9, 8, *FORMS[1], "cpu", "triton")
     check(32, 32, 13, 17, *FORMS[3], "cpu", "triton")
 

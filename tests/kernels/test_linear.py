@@ -14,7 +14,7 @@ from accel.kernels.rows import row_squares
 from accel.runtime.precision import true_float32
 
 EPS = 1e-5
-EPILOGUES = ("", "gelu", *hopper.EPILOGUES)
+EPILOGUES = ("", "gelu", *hopper.FUSED_EPILOGUES)
 # (rows of a batch, tokens of a row, N, K, head dim): ragged tiles, a depth that is no multiple of
 # 64, tokens that our kernel does not rotate, one stage, widths that are used
 SHAPES = (
@@ -110,13 +110,13 @@ def test_the_reference(shape, epilogue):
 @pytest.mark.parametrize("shape", (*SHAPES, (16, 256, 4608, 1152, 128), (1, 9, 864, 216, 72)))
 def test_every_backend_on_a_gpu(shape, epilogue, dtype, tolerance, tmp_path):
     backends = ["torch", "epilogue", "tuned"]
-    if epilogue in hopper.EPILOGUES and torch.cuda.get_device_capability() == (9, 0):
+    if epilogue in hopper.FUSED_EPILOGUES and torch.cuda.get_device_capability() == (9, 0):
         backends.append("hopper")
     for backend in backends:
         check(shape, epilogue, dtype, "cuda", tolerance, backend, Tuner([tmp_path]))
 
 
-VARIANTS = [*product(hopper.TILES, hopper.EPILOGUES)]
+VARIANTS = [*product(hopper.TILES, hopper.FUSED_EPILOGUES)]
 
 
 @pytest.mark.gpu
@@ -124,7 +124,7 @@ VARIANTS = [*product(hopper.TILES, hopper.EPILOGUES)]
 def test_every_tile_gives_the_same_bits(tile, epilogue, monkeypatch):
     """Every time: no part of a sum depends on what comes first."""
     needs_hopper()
-    monkeypatch.setattr(hopper, "choose", lambda *_: tile)
+    monkeypatch.setattr(hopper, "choose_tile", lambda *_: tile)
     shape = 7, 128, 1152, 328, 72
     rows, tokens, n, k, head = shape
     x, weight, bias = case(tokens, n, k, torch.float16, "cuda", (rows,))
@@ -138,14 +138,14 @@ def test_every_tile_gives_the_same_bits(tile, epilogue, monkeypatch):
     assert layer.backend == "hopper"
 
 
-@pytest.mark.parametrize("tile, epilogue", [*zip(hopper.TILES, cycle(hopper.EPILOGUES))])
+@pytest.mark.parametrize("tile, epilogue", [*zip(hopper.TILES, cycle(hopper.FUSED_EPILOGUES))])
 def test_machine_code(tile, epilogue):
     """A stage's MMAs wait for no address, and at most a few registers are spilled once a tile:
     every tile, and every epilogue.
     """
     head = 72 if epilogue == "rotate" else 0
     # bfloat16 changes the MMAs' type alone: one epilogue of each tile shows it.
-    other = (torch.bfloat16,) * (epilogue == hopper.EPILOGUES[0])
+    other = (torch.bfloat16,) * (epilogue == hopper.FUSED_EPILOGUES[0])
     for dtype in (torch.float16, *other):
         source = hopper.source(tile, epilogue, dtype, head)
         code = disassemble(cuda.compile_cubin(source, "linear"))
@@ -154,7 +154,7 @@ def test_machine_code(tile, epilogue):
         assert found and all(bool(one[1]) == (dtype == torch.bfloat16) for one in found)
         assert code[found[0].start() : found[-1].start()].count("R2UR") < len(found) // 4
         assert code.count("STL") + code.count("LDL") <= 8 and "UTMALDG.2D.MULTICAST" in code
-    for head in (0, 64, 72, hopper.WIDEST_HEAD):
+    for head in (0, 64, 72, hopper.MAX_HEAD_DIM):
         assert tile.shared_bytes(epilogue, head) <= hopper.SHARED_BYTES
         assert tile.stages(epilogue, head) >= 3
     assert hopper.CLUSTER * tile.rows == PERIOD

@@ -48,8 +48,8 @@ ANY_GPU = [
     ),
     ("test_split_linear", "split_linear.triton", "check_linear(33, 200, 72, 'cublas', 'cuda')"),
     ("test_split_linear", "split_linear.triton", "check_split_rows('cuda')"),
-    ("test_split_attention", "split_attention.between", "check(2, 1024, 16, 72, 'cublas', 'cuda')"),
-    ("test_split_attention", "split_attention.between", "check(3, 17, 2, 72, 'cublas', 'cuda')"),
+    ("test_split_attention", "split_attention.triton", "check(2, 1024, 16, 72, 'cublas', 'cuda')"),
+    ("test_split_attention", "split_attention.triton", "check(3, 17, 2, 72, 'cublas', 'cuda')"),
 ]
 # KiB of a block; an A100 has 163, Ada 99
 SHARED = {70: 96, 75: 64, 80: 99, 90: 227, 100: 227, 120: 99}

@@ -104,7 +104,7 @@ def check_linear(m, n, k, backend, device="cpu"):
 
     overflow = torch.zeros(1, dtype=torch.int32, device=device)
     how = dict(overflow=overflow, backend=backend)
-    got = SplitLinear(weight, bias, after=after, **how)(split(x))
+    got = SplitLinear(weight, bias, gelu_scale=after, **how)(split(x))
     assert got.scale is None and got.pair.shape == (2, m, n) and int(overflow) == 0
     want = F.gelu(exact(x), approximate="tanh") * after.double()
     assert error(got.value(torch.float64), want) < 1e-6 + summed  # float32's tanh loses as much
@@ -121,9 +121,11 @@ def check_overflow(backend, device="cpu"):
     for row, expected in ((None, 0), (39, 1)):
         if row is not None:
             x[row] *= 1e5
-        for after in (None, one):
+        for gelu_scale in (None, one):
             overflow = torch.zeros(1, dtype=torch.int32, device=device)
-            layer = SplitLinear(weight, 0 * one, overflow=overflow, after=after, backend=backend)
+            layer = SplitLinear(
+                weight, 0 * one, overflow=overflow, gelu_scale=gelu_scale, backend=backend
+            )
             finite = bool(layer(split(x)).pair.isfinite().all())
             assert int(overflow) == expected and finite == (not expected)
 
@@ -216,7 +218,7 @@ def test_interpreted_kernel():
 
 @pytest.mark.parametrize(
     "result, tile, gemms",
-    ((0, hopper.TILE, 3), (2, hopper.TILE, 3), (0, hopper.FEW_ROWS, 3), (0, hopper.HALF, 1)),
+    ((0, hopper.TILE, 3), (2, hopper.TILE, 3), (0, hopper.FEW_ROWS, 3), (0, hopper.HIGH_ONLY, 1)),
 )
 def test_machine_code(result, tile, gemms):
     """Three warpgroup MMAs for every 16 of the inner dimension, one without low parts, awaited

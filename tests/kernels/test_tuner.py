@@ -90,9 +90,9 @@ def test_two_jobs_take_one_choice(measured, tmp_path, monkeypatch):
 
 def test_choices_travel_as_plain_numbers(measured):
     """From rank 0, as through files."""
-    Tuner([], share=lambda make: json.loads(json.dumps(make()))).choose_alike([GEMM])
+    Tuner([], share=lambda make: json.loads(json.dumps(make()))).share_choices([GEMM])
     other = Tuner([], share=lambda make: [[WORDS, 64]])
-    other.choose_alike([GEMM])
+    other.share_choices([GEMM])
     assert other.choose(*GEMM).algorithm == Algorithm(tuple(WORDS), 64) and len(measured) == 1
 
 

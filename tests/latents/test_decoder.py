@@ -36,11 +36,11 @@ def test_to_uint8_truncates_as_fid_jobs_do():
     levels = torch.arange(256.0)
     for off in (-0.49, 0.49):
         exact = (levels - 127.5 + off) / 127.5
-        got = to_uint8(exact.view(1, 1, 16, 16).expand(1, 3, 16, 16), KIND.levels)
+        got = to_uint8(exact.view(1, 1, 16, 16).expand(1, 3, 16, 16), KIND.to_uint8_range)
         assert got.shape == (1, 16, 16, 3) and got.dtype == torch.uint8
         assert torch.equal(got[0, ..., 0].flatten().float(), levels)
     beyond = torch.tensor([-9.0, 9.0]).view(1, 1, 1, 2).expand(1, 3, 1, 2)
-    assert to_uint8(beyond, KIND.levels).tolist() == [[[[0] * 3, [255] * 3]]]
+    assert to_uint8(beyond, KIND.to_uint8_range).tolist() == [[[[0] * 3, [255] * 3]]]
 
 
 ARCHITECTURES = {

@@ -20,7 +20,7 @@ from accel.families import DEMO
 from accel.pipeline import Pipeline, decoder_of
 from accel.run.opening import open_run
 from accel.runtime import precision
-from accel.runtime.graphs import Replayed
+from accel.runtime.graphs import GraphedFunction
 
 CPU = torch.device("cpu")
 FILES_OF_NONE = DecoderFiles(DEMO, (), KIND)
@@ -219,7 +219,7 @@ def test_a_captured_decoder_gives_the_direct_ones_bits(capsys):
             checked(plain, otherwise="tf32", captured=captured) for captured in (False, True)
         )
         got = [decoder.decode(latents) for decoder in (direct, captured, captured)]
-    assert isinstance(captured.half, Replayed) and len(captured.half.graphs) == 1
+    assert isinstance(captured.half, GraphedFunction) and len(captured.half.graphs) == 1
     assert torch.equal(got[0], got[1]) and torch.equal(got[0], got[2])
     assert [torch.equal(a, b) for a, b in zip(got[1], want)] == [False, True, False, True]
     assert capsys.readouterr().out.count("overflows the float16 decoder") == 2  # once each

@@ -40,7 +40,7 @@ class Toy(DecoderKind):
     def build(self, entries):
         return Repeat()
 
-    def levels(self, pixels):
+    def to_uint8_range(self, pixels):
         return 100 * pixels
 
 
@@ -61,7 +61,7 @@ def test_a_kind_is_found_by_listing(tmp_path, monkeypatch, capsys):
     got = decoder.decode(z)
     assert isinstance(decoder, Decoder) and torch.equal(got[:, :, ::2, 1::2], z / 0.5 * 0.25)
     assert "has no float16 version: decoding in float32" in capsys.readouterr().out
-    levels = to_uint8(got, decoder.levels)
+    levels = to_uint8(got, decoder.to_uint8_range)
     want = (50 * z[:, :, :1, :1]).clamp(0, 255).to(torch.uint8)
     assert torch.equal(levels[:, :1, :1].permute(0, 3, 1, 2), want)
     first = digest(space)

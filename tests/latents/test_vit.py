@@ -90,11 +90,11 @@ def test_pictures_of_a_batch(count, file):
 def test_a_batch_is_used_where_it_keeps_every_bit(file, monkeypatch):
     half = decoder_of(find(str(file)), CPU, "fp16").load()
     monkeypatch.setattr(half, "kind", SimpleNamespace(at_once=5))
-    assert half._together(lambda z: 2 * z)
-    assert not half._together(lambda z: z + (len(z) == 5))  # a batch rounds otherwise
+    assert half._is_batch_invariant(lambda z: 2 * z)
+    assert not half._is_batch_invariant(lambda z: z + (len(z) == 5))  # a batch rounds otherwise
     places = torch.arange(5.0)[:, None, None, None]
-    assert not half._together(lambda z: z + places[: len(z)])  # a place rounds otherwise
-    assert not half._together(lambda z: z + z.mean())  # the others count
+    assert not half._is_batch_invariant(lambda z: z + places[: len(z)])  # a place rounds otherwise
+    assert not half._is_batch_invariant(lambda z: z + z.mean())  # the others count
 
 
 @pytest.mark.gpu
@@ -127,7 +127,7 @@ def test_levels_are_the_originals():
     v = torch.cat([edges + off, 0.5 + 0.3 * torch.randn(200_000, generator=generator)])
     want = v.clamp(0, 1).mul(255).to(torch.uint8)
     x = (2 * v - 1).expand(1, 3, 1, -1)
-    got = to_uint8(x, KIND.levels)[0, 0, :, 0]
+    got = to_uint8(x, KIND.to_uint8_range)[0, 0, :, 0]
     near = (v * 255 - (v * 255).round()).abs() < 255e-7
     assert torch.equal(got[v >= 0.25], want[v >= 0.25])
     assert torch.equal(got[~near], want[~near]) and len(want.unique()) == 256

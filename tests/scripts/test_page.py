@@ -25,7 +25,7 @@ from accel.config.options import Options
 from accel.errors import UsageError
 from accel.jobs.grid import load
 from accel.launch.signals import ENDINGS
-from accel.runtime.isolation import alone
+from accel.runtime.isolation import exclusive
 from scripts.page import Studio, choices, choose
 
 in_browser = pytest.mark.skipif(
@@ -84,7 +84,7 @@ def test_before_the_last_step_the_estimate_is_the_result(studio, number, sampler
         guidance_interval=(0.05, 1),
     )
     seen = {}
-    with alone():
+    with exclusive():
         pipeline = load(model.run)
         latents = pipeline.latents(
             labels, 0, on_step=lambda index, x: seen.update({index + 1: x.clone()})
@@ -278,7 +278,7 @@ def test_before_the_last_step_the_estimate_is_the_result_of_both_networks(guided
     (model,) = Studio(Options(device="cpu", **options)).models
     model = model.changed(labels=(1, 5), guidance_interval=(0.05, 1))
     seen = {}
-    with alone():
+    with exclusive():
         pipeline = load(model.run)
         latents = pipeline.latents((1, 5), 0, on_step=lambda i, x: seen.update({i + 1: x.clone()}))
     last = pipeline.process.steps - 1

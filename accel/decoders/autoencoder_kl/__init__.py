@@ -28,7 +28,7 @@ EPS = 1e-6
 STATISTICS = ("latents_mean", "latents_std")
 # kind → whether attention follows each layer
 UP_BLOCKS = {"UpDecoderBlock2D": False, "AttnUpDecoderBlock2D": True}
-OF_LATENTS = ("scaling_factor", "shift_factor", *STATISTICS)
+VAE_LATENT_ENTRIES = ("scaling_factor", "shift_factor", *STATISTICS)
 FLAGS = ("use_post_quant_conv", "mid_block_add_attention")
 # AutoencoderKL's values for the entries of config.json that decide a decoder's function,
 # and those of sd-vae-ft-*.

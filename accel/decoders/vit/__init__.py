@@ -121,7 +121,7 @@ class ViT(DecoderKind):
         """Return the decoder in float16."""
         return half_of(network)
 
-    def levels(self, pixels: Tensor) -> Tensor:
+    def to_uint8_range(self, pixels: Tensor) -> Tensor:
         """Return 255·v of pixels v = (x + 1)/2: exact for v ≥ 1/4, else v has 25 bits."""
         return (pixels + 1) / 2 * 255
 

@@ -5,15 +5,15 @@ from collections.abc import Callable
 from accel.families.dit.network import PatchTransformer
 from accel.fast.conditioning import Conditioning
 from accel.fast.network import Packing
-from accel.fast.ops import Block, Gemms, Half, Split
+from accel.fast.ops import Block, BlockGemms, HalfOps, SplitOps
 from accel.fast.reader import Reader
 from accel.runtime.stages import Stage
 
 
-def block(read: Reader, name: str, ops: Half | Split) -> Block:
+def block(read: Reader, name: str, ops: HalfOps | SplitOps) -> Block:
     """Pack the block `name`."""
     return ops.block(
-        Gemms(
+        BlockGemms(
             qkv=read.layer(f"{name}.attn.qkv", ops.dtype),
             proj=read.layer(f"{name}.attn.proj", ops.dtype),
             fc1=read.layer(f"{name}.mlp.fc1", ops.dtype),
@@ -25,8 +25,8 @@ def block(read: Reader, name: str, ops: Half | Split) -> Block:
 def pack(
     read: Reader,
     model: PatchTransformer,
-    ops: Half | Split,
-    block: Callable[[Reader, str, Half | Split], Block] = block,
+    ops: HalfOps | SplitOps,
+    block: Callable[[Reader, str, HalfOps | SplitOps], Block] = block,
 ) -> Packing:
     """Pack a DiT's state dict.
 

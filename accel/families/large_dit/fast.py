@@ -11,12 +11,12 @@ from torch import Tensor
 from accel.families.large_dit.network import DiT_Llama, rotation_table
 from accel.fast.conditioning import Conditioning
 from accel.fast.network import Packing
-from accel.fast.ops import Block, Gemms, Half, Rotation, Split, Weights
+from accel.fast.ops import Block, BlockGemms, GemmWeights, HalfOps, Rotation, SplitOps
 from accel.fast.reader import Reader
 from accel.runtime.stages import Stage
 
 
-def pack(read: Reader, model: DiT_Llama, ops: Half | Split) -> Packing:
+def pack(read: Reader, model: DiT_Llama, ops: HalfOps | SplitOps) -> Packing:
     """Pack a Large-DiT's state dict.
 
     model: gives heads, channels, patch and input size. The conditioning's weights are a tenth of
@@ -47,7 +47,7 @@ def pack(read: Reader, model: DiT_Llama, ops: Half | Split) -> Packing:
 
 
 def _conditioning(
-    read: Reader, names: list[str], model: DiT_Llama, ops: Half | Split
+    read: Reader, names: list[str], model: DiT_Llama, ops: HalfOps | SplitOps
 ) -> Conditioning:
     """Return the conditioning, with the norms' weights folded into the scales."""
     projections = [f"{name}.adaLN_modulation.1" for name in (*names, "final_layer")]
@@ -65,7 +65,7 @@ def fold_norms(read: Reader, norms: list[str], conditioning: Conditioning) -> No
         conditioning.fold(3 * index + 1, read(f"{norm}.weight"))
 
 
-def _block(read: Reader, name: str, heads: int, rotation: Tensor, ops: Half | Split) -> Block:
+def _block(read: Reader, name: str, heads: int, rotation: Tensor, ops: HalfOps | SplitOps) -> Block:
     """Pack the block `name`. rotation: the table (T, d/2, 2)."""
     attention = f"{name}.attention"
     mlp = f"{name}.feed_forward"
@@ -78,11 +78,11 @@ def _block(read: Reader, name: str, heads: int, rotation: Tensor, ops: Half | Sp
     w3 = read(f"{mlp}.w3.weight", ops.dtype)
     wo = read(f"{attention}.wo.weight", ops.dtype)
     w2 = read(f"{mlp}.w2.weight", ops.dtype)
-    gemms = Gemms(
-        qkv=Weights(f"{attention}.wq, wk, wv", torch.cat(qkv)),  # (3·D, D)
-        proj=Weights(f"{attention}.wo", wo),
-        fc1=Weights(f"{mlp}.w1, w3", torch.cat([w1, w3])),  # (2·F, D)
-        fc2=Weights(f"{mlp}.w2", w2),
+    gemms = BlockGemms(
+        qkv=GemmWeights(f"{attention}.wq, wk, wv", torch.cat(qkv)),  # (3·D, D)
+        proj=GemmWeights(f"{attention}.wo", wo),
+        fc1=GemmWeights(f"{mlp}.w1, w3", torch.cat([w1, w3])),  # (2·F, D)
+        fc2=GemmWeights(f"{mlp}.w2", w2),
     )
     norms = _norms(read, attention, heads, head_dim)
     return ops.block(gemms, gated=True, rotation=Rotation(rotation, norms))

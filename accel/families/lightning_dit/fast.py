@@ -13,7 +13,7 @@ from accel.families.large_dit.fast import fold_norms
 from accel.families.lightning_dit.network import LightningDiT
 from accel.families.sit import fast as sit
 from accel.fast.network import Packing
-from accel.fast.ops import Block, Gemms, Half, Rotation, Split
+from accel.fast.ops import Block, BlockGemms, HalfOps, Rotation, SplitOps
 from accel.fast.reader import Reader
 
 # The GEMM kernels' multiple, to which the hidden width is padded with zeros. They add nothing:
@@ -22,7 +22,7 @@ ALIGNED = 64
 LAST_NORM = "final_layer.norm_final"
 
 
-def pack(read: Reader, model: LightningDiT, ops: Half | Split) -> Packing:
+def pack(read: Reader, model: LightningDiT, ops: HalfOps | SplitOps) -> Packing:
     """Pack a LightningDiT's state dict.
 
     model: gives heads, channels, grid and the timestep embedding.
@@ -42,12 +42,12 @@ def norms_of(blocks: list[str]) -> list[str]:
 
 
 def block(
-    read: Reader, name: str, ops: Half | Split, heads: int, rotation: Tensor, **options: bool
+    read: Reader, name: str, ops: HalfOps | SplitOps, heads: int, rotation: Tensor, **options: bool
 ) -> Block:
     """Pack the block `name`. rotation: the table (T, d/2, 2). options: of `ops.block`."""
     fc1 = read.layer(f"{name}.mlp.w12", ops.dtype)  # (2·F, D)
     fc2 = read.layer(f"{name}.mlp.w3", ops.dtype)  # (D, F)
-    gemms = Gemms(
+    gemms = BlockGemms(
         qkv=read.layer(f"{name}.attn.qkv", ops.dtype),
         proj=read.layer(f"{name}.attn.proj", ops.dtype),
         fc1=fc1._replace(

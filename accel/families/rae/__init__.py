@@ -13,19 +13,19 @@ from accel.io.files import weights_folder
 FOLDER = weights_folder()
 DECODERS = FOLDER / "decoders/dinov2/wReg_base"
 STATISTICS = FOLDER / "stats/dinov2/wReg_base"
-OF_256 = str(DECODERS / "ViTXL_n08/model.pt")
-OF_512 = str(DECODERS / "ViTXL_n08_i512/model.pt")
+DECODER_256 = str(DECODERS / "ViTXL_n08/model.pt")
+DECODER_512 = str(DECODERS / "ViTXL_n08_i512/model.pt")
 RECIPE = Defaults(
     image_size=256,
     factor=16,
-    vae=OF_256,
+    vae=DECODER_256,
     cfg_scale=1.0,
     num_sampling_steps=49,
 )
 # Side of latents → decoder and statistics of the latents.
 BY_SIDE = {
-    16: (OF_256, str(STATISTICS / "imagenet1k/stat.pt")),
-    32: (OF_512, str(STATISTICS / "imagenet1k_512/stat.pt")),
+    16: (DECODER_256, str(STATISTICS / "imagenet1k/stat.pt")),
+    32: (DECODER_512, str(STATISTICS / "imagenet1k_512/stat.pt")),
 }
 UNSHIFTED = 4096  # numbers in a latent whose times are not shifted
 

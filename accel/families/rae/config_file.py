@@ -61,7 +61,7 @@ ENTRIES = {
 HEADS = {768: 12, 1024: 16, 1152: 16}  # of these decoders, by width
 # Entries of config.json that decide a decoder's function and are in no tensor, as these decoders
 # have them.
-OF_DECODER: dict[str, Any] = {
+DECODER_DEFAULTS: dict[str, Any] = {
     "hidden_act": "gelu",
     "layer_norm_eps": 1e-12,
     "num_channels": 3,
@@ -119,7 +119,7 @@ class RAEEntries(Entries):
         self.take_file("ckpt", "stage_2.ckpt")
         self.require_network("stage_2", "ckpt")
         self.take_file("vae", "stage_1.params.pretrained_decoder_path")
-        self.require_decoder("decoder_config_path", "vit_mae-base", "config.json", OF_DECODER)
+        self.require_decoder("decoder_config_path", "vit_mae-base", "config.json", DECODER_DEFAULTS)
         self.require_decoder(
             "encoder_config_path", "facebook/dinov2-base", "preprocessor_config.json", IMAGENET
         )

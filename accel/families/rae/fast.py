@@ -30,7 +30,7 @@ from accel.families.lightning_dit.fast import LAST_NORM, norms_of
 from accel.families.rae.network import DiTwDDTHead, fourier
 from accel.fast.conditioning import Conditioning
 from accel.fast.network import FastNetwork, Packing
-from accel.fast.ops import Half, Split, Weights
+from accel.fast.ops import GemmWeights, HalfOps, SplitOps
 from accel.fast.reader import Reader
 from accel.kernels.adaln import Branches, Modulation
 from accel.kernels.rows import row_squares, silu_sum
@@ -72,14 +72,15 @@ class TokenConditioning(TrunkConditioning):
     head: names of its blocks.
     """
 
-    def __init__(self, read: Reader, trunk: list[str], head: list[str], ops: Half | Split):
+    def __init__(self, read: Reader, trunk: list[str], head: list[str], ops: HalfOps | SplitOps):
         super().__init__(read, trunk)
         self.operand: Callable[[Tensor], Any] = ops.operand
         projector = read.layer(PROJECTOR, ops.dtype)
         self.head_width = len(projector.weight)
         weight, bias = _head_vectors(read, head, self.head_width)
         name = "adaLN_modulation of the head"
-        vectors = Weights(name, weight.flatten(0, 1).to(ops.dtype), bias.flatten().to(ops.dtype))
+        weight = weight.flatten(0, 1).to(ops.dtype)
+        vectors = GemmWeights(name, weight, bias.flatten().to(ops.dtype))
         self.gemms = (ops.linear(projector), ops.linear(vectors))
 
     def modulate_tokens(self, x: Tensor, condition: Modulation) -> Modulation:
@@ -93,14 +94,14 @@ class TokenConditioning(TrunkConditioning):
 
 
 class FusedHead(TrunkConditioning):
-    """TrunkConditioning, and the head as a Tail, with the layers that modulate it.
+    """TrunkConditioning, and the head as a HeadStage, with the layers that modulate it.
 
     head: names of its blocks. stage: gets them.
     """
 
     stage: Stage
 
-    def __init__(self, read: Reader, trunk: list[str], head: list[str], ops: Half):
+    def __init__(self, read: Reader, trunk: list[str], head: list[str], ops: HalfOps):
         super().__init__(read, trunk)
         self.dtype = ops.dtype
         projector = read.layer(PROJECTOR, ops.dtype)
@@ -111,7 +112,7 @@ class FusedHead(TrunkConditioning):
 
         def layer(rows, epilogue=""):
             name = "adaLN_modulation of the head"
-            gemm = Weights(name, weight[rows].flatten(0, 1), bias[rows].flatten())
+            gemm = GemmWeights(name, weight[rows].flatten(0, 1), bias[rows].flatten())
             return ops.linear(gemm, epilogue)
 
         # Every norm has a shift, a scale and, but for the last, a gate; its layer takes the scale
@@ -130,7 +131,7 @@ class FusedHead(TrunkConditioning):
         attend: Callable,
         first: int,
     ) -> Tensor:
-        """Compute the head, as Tail has it."""
+        """Compute the head, as HeadStage has it."""
         projector, gates_of, *norms = self.gemms
         time = condition.table.shape[1] - 1  # the last vector
         s = projector(silu_sum(x, condition, time, branches, self.dtype))  # (N, t, W)
@@ -146,8 +147,8 @@ class FusedHead(TrunkConditioning):
             squares = block.fc2(block.fc1(h), stream=x, gate=mlp_gate)
         return network.last(norms[-1](s, stream=x, squares=squares, eps=EPS))
 
-    def kernel_calls(self, tokens: int) -> list[Callable[[], object]]:
-        """Return calls that warm up the kernels, as Tail has it."""
+    def warmup_calls(self, tokens: int) -> list[Callable[[], object]]:
+        """Return calls that warm up the kernels, as HeadStage has it."""
         return [self._warm_rows, *(partial(layer.prepare, tokens) for layer in self.gemms)]
 
     def _warm_rows(self):
@@ -173,7 +174,7 @@ def _head_vectors(read: Reader, blocks: list[str], width: int) -> tuple[Tensor, 
     return weight, bias
 
 
-def pack(read: Reader, model: DiTwDDTHead, ops: Half | Split) -> Packing:
+def pack(read: Reader, model: DiTwDDTHead, ops: HalfOps | SplitOps) -> Packing:
     """Pack a DiTwDDTHead's state dict.
 
     model: gives heads and the numbers of blocks.
@@ -186,7 +187,7 @@ def pack(read: Reader, model: DiTwDDTHead, ops: Half | Split) -> Packing:
     missing = len(model.blocks) - model.num_encoder_blocks - len(head)
     modulated = head + head[:1] * missing
     conditioning: FusedHead | TokenConditioning
-    if isinstance(ops, Half) and ops.updates_stream:
+    if isinstance(ops, HalfOps) and ops.updates_stream:
         conditioning = FusedHead(read, trunk, modulated, ops)
     else:
         conditioning = TokenConditioning(read, trunk, modulated, ops)
@@ -210,12 +211,12 @@ def pack(read: Reader, model: DiTwDDTHead, ops: Half | Split) -> Packing:
     heads, wide_heads = model.heads
     widths = (len(of_trunk), len(of_head))
     stages = [stage(trunk, widths[0], heads, "enc_feat_rope", 0)]
-    tail = None
+    head_stage = None
     if isinstance(conditioning, FusedHead):
         options = dict(updates_stream=True)
         conditioning.stage = stage(head, widths[1], wide_heads, "dec_feat_rope", 1, **options)
         stages.append(conditioning.stage)
-        tail = conditioning
+        head_stage = conditioning
     else:
         wide = stage(head, widths[1], wide_heads, "dec_feat_rope", 1)
         stages.append(wide._replace(modulate=conditioning.modulate_tokens))
@@ -231,5 +232,5 @@ def pack(read: Reader, model: DiTwDDTHead, ops: Half | Split) -> Packing:
         rms_eps=EPS,
         last_rms_eps=EPS,
         widths=widths,
-        tail=tail,
+        head_stage=head_stage,
     )

@@ -10,15 +10,15 @@ from torch import Tensor
 from accel.families.dit import fast as dit
 from accel.families.dit.network import PatchTransformer
 from accel.fast.network import Packing
-from accel.fast.ops import Block, Half, Split
+from accel.fast.ops import Block, HalfOps, SplitOps
 from accel.fast.reader import Reader
 
 
 def pack(
     read: Reader,
     model: PatchTransformer,
-    ops: Half | Split,
-    block: Callable[[Reader, str, Half | Split], Block] = dit.block,
+    ops: HalfOps | SplitOps,
+    block: Callable[[Reader, str, HalfOps | SplitOps], Block] = dit.block,
 ) -> Packing:
     """Pack a SiT's state dict, without the last layer's rows for the channels that SiT drops."""
 

@@ -25,7 +25,7 @@ from accel.errors import Stopped, UsageError, path_errors
 from accel.io.files import cache_folder, require_name, require_writable
 from accel.io.output import to_uint8
 from accel.io.progress import Stopwatch
-from accel.jobs.fid.folder import OF_MACHINE, Batches, Plan, begin, npz_of, write_pictures
+from accel.jobs.fid.folder import MACHINE_SETTINGS, Batches, Plan, begin, npz_of, write_pictures
 from accel.jobs.fid.lock import sole_job
 from accel.jobs.fid.noise import PictureNoise, UpstreamNoise
 from accel.jobs.fid.npz import Archive
@@ -71,7 +71,7 @@ def fill(plan: Plan, ranks: Ranks, settings: dict, pipeline: Pipeline, watch: St
     Raises Stopped when asked to stop, UsageError where ranks differ in settings, the folder
     holds something else or the disk is full.
     """
-    ranks.require_equal(settings, OF_MACHINE)
+    ranks.require_equal(settings, MACHINE_SETTINGS)
     if plan.labels == "class_by_class" and plan.count % plan.num_classes:
         log.warning(
             f"{plan.count} pictures are not a multiple of {plan.num_classes} classes: some "
@@ -149,7 +149,7 @@ def _make_pictures(pipeline, watch, plan, ranks, batches, finished):
             with watch.phase("sample"):
                 latents = pipeline.denoise(z, labels, draw)
             with watch.phase("decode"):
-                pixels = to_uint8(pipeline.decode(latents), pipeline.decoder.levels).numpy()
+                pixels = to_uint8(pipeline.decode(latents), pipeline.decoder.to_uint8_range).numpy()
             written.result()  # at most one batch waits in memory
             numbers = batches.pictures(batch)
             written = background.submit(write_pictures, plan.folder, numbers, pixels)

@@ -38,7 +38,7 @@ COUNT = "--num-fid-samples"  # the setting that may grow
 # that has them itself compares them.
 FORMER = {"--num-heads", "--weights-entry", "--balanced-labels"}
 # Settings that nodes of one job may differ in.
-OF_MACHINE = {"device", "torch", "number of threads", CODE}
+MACHINE_SETTINGS = {"device", "torch", "number of threads", CODE}
 # Threads that compress PNGs: 16 ms per picture of 256 px, 60 ms of 512 px. Four keep up
 # with twice what an H200 makes.
 WRITERS = 4

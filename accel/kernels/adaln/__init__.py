@@ -41,7 +41,7 @@ def adaln(
     back to x. shift and the gates are vector indices into the modulation's table; scale follows
     shift there. All are contiguous. rms_eps: RMSNorm with this ε in LayerNorm's place.
     """
-    if not cuda.by_triton("adaln", backend, x):
+    if not cuda.uses_triton("adaln", backend, x):
         out = reference.adaln(x, modulation, shift, branches, rms_eps)
         return out.to(dtype or x.dtype)
     from accel.kernels.adaln import triton
@@ -64,7 +64,7 @@ def adaln_split(
 
     A token has a power of two. stack: in the layout that cuBLAS's split GEMM takes.
     """
-    if not cuda.by_triton("adaln_split", backend, x):
+    if not cuda.uses_triton("adaln_split", backend, x):
         return split(reference.adaln(x, modulation, shift, branches, rms_eps))
     from accel.kernels.adaln import triton
 

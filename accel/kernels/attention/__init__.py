@@ -48,9 +48,9 @@ def attention_to(qkv: Tensor, kv: Tensor | None, num_heads: int, backend: str = 
     check_backend("attention", backend, BACKENDS)
     dim = qkv.shape[-1] // (3 * num_heads)
     if backend == "auto":
-        backend = choose(qkv.device, qkv.dtype, dim)
+        backend = choose_backend(qkv.device, qkv.dtype, dim)
     if backend == "hopper":
-        fits = dim == hopper.HEAD_DIM and qkv.dtype in cuda.HALF
+        fits = dim == hopper.HEAD_DIM and qkv.dtype in cuda.HALF_TYPES
         if not fits or cuda.capability(qkv.device)[0] != 9:
             raise ValueError(
                 "attention: backend 'hopper' takes half precision, head dim 72, its GPU; take "
@@ -69,14 +69,14 @@ def attention_to(qkv: Tensor, kv: Tensor | None, num_heads: int, backend: str = 
     return out.transpose(1, 2).flatten(2)
 
 
-def choose(device: torch.device, dtype: torch.dtype, dim: int) -> str:
+def choose_backend(device: torch.device, dtype: torch.dtype, dim: int) -> str:
     """Return the backend that "auto" takes."""
     capability = cuda.capability(device)
     if device.type != "cuda":
         return "flash"
     if dtype == torch.float64:
         return "torch"
-    if dtype not in cuda.HALF or capability < (8, 0):
+    if dtype not in cuda.HALF_TYPES or capability < (8, 0):
         return "efficient"
     if capability == (9, 0) and dim == hopper.HEAD_DIM:  # libraries pad it to 96
         return "hopper"

@@ -55,7 +55,7 @@ SINGLE = Config(warpgroups=1, keys=64, stages=3, blocks=2)
 SHORT_TOKENS = 256
 
 
-def choose(heads: int, queries: int, multiprocessors: int) -> Config:
+def choose_config(heads: int, queries: int, multiprocessors: int) -> Config:
     """Return the configuration for `heads` heads (of all samples) of `queries` queries.
 
     It has the largest blocks that still keep nearly every multiprocessor busy.
@@ -74,7 +74,7 @@ def source(config: Config, dtype: torch.dtype, file: Path = FILE) -> str:
 
     file: of the kernel's arithmetic.
     """
-    half = cuda.HALF[dtype]
+    half = cuda.HALF_TYPES[dtype]
     multiply_qk = cuda.wgmma("multiply_qk", config.keys, half)
     multiply_pv = cuda.wgmma("multiply_pv", HEAD_DIM, half, a_in_registers=True)
     return cuda.source(
@@ -121,7 +121,7 @@ def attention(
     n, queries, width = qkv.shape
     keys = qkv if kv is None else kv
     multiprocessors = cuda.multiprocessors(qkv.device)
-    config = config or choose(n * num_heads, queries, multiprocessors)
+    config = config or choose_config(n * num_heads, queries, multiprocessors)
     out = torch.empty(n, queries, width // 3, dtype=qkv.dtype, device=qkv.device)
     if out.numel() == 0:
         return out

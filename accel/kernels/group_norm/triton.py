@@ -15,8 +15,8 @@ TILE = {"PIXELS": PIXELS, "CHANNELS": CHANNELS, "num_warps": 4}
 PROGRAMS = 1024
 
 
-def stretches(pixels: int, channels: int) -> tuple[int, int]:
-    """Return the number of stretches that cover `pixels` pixels, and the tiles of each.
+def chunks(pixels: int, channels: int) -> tuple[int, int]:
+    """Return the number of chunks that cover `pixels` pixels, and the tiles of each.
 
     They depend on the picture's size alone, so that every GPU rounds alike.
     """
@@ -32,7 +32,7 @@ def add(
     """Launch the kernel of accel.kernels.group_norm.add."""
     _, channels, height, width = x.shape
     pixels = height * width
-    parts, tiles = stretches(pixels, channels)
+    parts, tiles = chunks(pixels, channels)
     out = x if dtype is None else torch.empty_like(x, dtype=dtype)
     partial = torch.empty(2, parts, channels, device=x.device) if statistics else None
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
@@ -62,7 +62,7 @@ def group_norm(
     assert len(x) == 1 and x.is_contiguous(memory_format=torch.channels_last)
     _, channels, height, width = x.shape
     pixels = height * width
-    parts, tiles = stretches(pixels, channels)
+    parts, tiles = chunks(pixels, channels)
     out = torch.empty_like(x, dtype=dtype)
     affine = torch.empty(2, channels, device=x.device)
     # One compiled kernel serves all sizes that decoders have.

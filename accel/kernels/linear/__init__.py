@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accel.kernels import check_backend, cuda
-from accel.kernels.linear.reference import AFTER, TWO, Beside
+from accel.kernels.linear.reference import EPILOGUES, TWO_MATRICES, EpilogueArgs
 from accel.kernels.linear.tuner import Tuner
 
 BACKENDS = ("auto", "hopper", "tuned", "epilogue", "torch")
@@ -52,25 +52,25 @@ class Linear:
         backend: str = "auto",
     ):
         check_backend("linear", backend, BACKENDS)
-        assert epilogue in ("", *AFTER) and (rotation is None) == (epilogue != "rotate")
+        assert epilogue in ("", *EPILOGUES) and (rotation is None) == (epilogue != "rotate")
         self.weight = weight
         self.epilogue = epilogue
         self.rotation = rotation
         self.tuner = tuner or Tuner()
         # The epilogue adds a bias in any case.
         self.bias = weight.new_zeros(len(weight)) if bias is None else bias
-        self.width = len(weight) // (2 if epilogue in TWO else 1)
+        self.width = len(weight) // (2 if epilogue in TWO_MATRICES else 1)
         self.backend = self._choose() if backend == "auto" else backend
         # On a CPU torch's fused GELU is the exact one, another function.
         assert self.backend == "torch" or weight.is_cuda
 
     def _choose(self):
-        if not self.weight.is_cuda or self.weight.dtype not in cuda.HALF:
+        if not self.weight.is_cuda or self.weight.dtype not in cuda.HALF_TYPES:
             return "torch"
         from accel.kernels.linear import hopper  # a CPU needs none
 
-        fused = self.epilogue in hopper.EPILOGUES
-        if fused and hopper.takes(self.weight, self.epilogue, self.rotation):
+        fused = self.epilogue in hopper.FUSED_EPILOGUES
+        if fused and hopper.supports(self.weight, self.epilogue, self.rotation):
             return "hopper"
         return "tuned"
 
@@ -90,7 +90,7 @@ class Linear:
 
             hopper.load(self._tile(m), self)
         elif self.epilogue == "swiglu":
-            AFTER[self.epilogue](self.weight.new_zeros(1, len(self.weight)), Beside())
+            EPILOGUES[self.epilogue](self.weight.new_zeros(1, len(self.weight)), EpilogueArgs())
 
     def parameters(self) -> Iterator[Tensor]:
         """Return the layer's tensors."""
@@ -100,29 +100,29 @@ class Linear:
         """Return a result of zeros (…, N), of two matrices (…, N/2)."""
         return self.weight.new_zeros(*shape, self.width)
 
-    def __call__(self, x: Tensor, **beside: Any) -> Any:
+    def __call__(self, x: Tensor, **epilogue_args: Any) -> Any:
         """Apply the layer: x (…, K), contiguous → (…, N), of two matrices (…, N/2).
 
-        beside: fields of Beside. For "rotate" x is (N, t, K) and `first` the position of the first
-        of the t tokens. For "modulate": stream (…, N/2) and its sums of squares, eps. For
-        "residual": stream and gate (…, N); the result is the new stream's sums of squares
+        epilogue_args: fields of EpilogueArgs. For "rotate" x is (N, t, K) and `first` the position
+        of the first of the t tokens. For "modulate": stream (…, N/2), its sums of squares, and eps.
+        For "residual": stream and gate (…, N); the result is the new stream's sums of squares
         (parts, M).
         """
-        also = Beside(self.rotation, x.shape[-2], **beside)
-        if self.backend == "hopper" and not (self.rotates and PERIOD % also.tokens):
-            return self._by_hopper(x, also)
+        args = EpilogueArgs(self.rotation, x.shape[-2], **epilogue_args)
+        if self.backend == "hopper" and not (self.rotates and PERIOD % args.tokens):
+            return self._by_hopper(x, args)
         y = self._multiply(x)
         in_epilogue = self.epilogue == "gelu" and self.backend != "torch"
-        return y if in_epilogue or not self.epilogue else AFTER[self.epilogue](y, also)
+        return y if in_epilogue or not self.epilogue else EPILOGUES[self.epilogue](y, args)
 
     def _tile(self, m):
         from accel.kernels.linear import hopper
 
         multiprocessors = cuda.multiprocessors(self.weight.device)
         depth = self.weight.shape[1]
-        return hopper.choose(m, self.width, depth, self.epilogue, multiprocessors)
+        return hopper.choose_tile(m, self.width, depth, self.epilogue, multiprocessors)
 
-    def _by_hopper(self, x, beside):
+    def _by_hopper(self, x, args):
         """Return the result by our kernel."""
         from accel.kernels.linear import hopper
 
@@ -131,13 +131,13 @@ class Linear:
         tile = self._tile(m)
         out = None
         if self.epilogue == "residual":
-            parts = tile.across(self.width, self.epilogue)
+            parts = tile.column_tiles(self.width, self.epilogue)
             squares = torch.empty(parts, m, device=x.device)
-            beside = beside._replace(squares=squares)
+            args = args._replace(squares=squares)
         else:
             out = torch.empty(shape, dtype=x.dtype, device=x.device)
-        hopper.launch(tile, self.epilogue, x, self.weight, self.bias, out, beside)
-        return beside.squares if out is None else out
+        hopper.launch(tile, self.epilogue, x, self.weight, self.bias, out, args)
+        return args.squares if out is None else out
 
     def _multiply(self, x):
         """Return x·Wᵀ + b, after GELU where the backend's epilogue has it."""

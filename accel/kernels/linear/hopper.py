@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from accel.kernels import cuda
-from accel.kernels.linear.reference import TWO, Beside
+from accel.kernels.linear.reference import TWO_MATRICES, EpilogueArgs
 
 FILE = Path(__file__).with_suffix(".cu")
-EPILOGUES = ("silu", "swiglu", "rotate", "modulate", "residual")  # numbered as in hopper.cu
+FUSED_EPILOGUES = ("silu", "swiglu", "rotate", "modulate", "residual")  # numbered as in hopper.cu
 SHARED_BYTES = 227 << 10  # the most that a block can have
-MOST_STAGES = 8
-WIDEST_HEAD = 128  # that is rotated
+MAX_STAGES = 8
+MAX_HEAD_DIM = 128  # that is rotated
 CLUSTER = 2
 
 
@@ -35,21 +35,21 @@ class Tile(NamedTuple):
         """Return the rows of a tile."""
         return 64 * self.height * (1 if self.pingpong else self.warpgroups)
 
-    def results(self, epilogue: str) -> int:
+    def result_columns(self, epilogue: str) -> int:
         """Return the columns of the result in a tile."""
-        return self.columns // 2 if epilogue in TWO else self.columns
+        return self.columns // 2 if epilogue in TWO_MATRICES else self.columns
 
-    def across(self, outputs: int, epilogue: str) -> int:
-        """Return the number of tiles beside each other in a result of so many columns."""
-        return -(-outputs // self.results(epilogue))
+    def column_tiles(self, outputs: int, epilogue: str) -> int:
+        """Return the number of tiles next to each other in a result of so many columns."""
+        return -(-outputs // self.result_columns(epilogue))
 
     def clusters(self, m: int, outputs: int, epilogue: str) -> int:
         """Return the number of clusters' tiles in a result (M, outputs)."""
-        return -(-m // (self.rows * CLUSTER)) * self.across(outputs, epilogue)
+        return -(-m // (self.rows * CLUSTER)) * self.column_tiles(outputs, epilogue)
 
     @property
     def slots(self) -> int:
-        """Return the slots for what an epilogue reads beside operands."""
+        """Return the slots for what an epilogue reads besides operands."""
         return 1 if self.pingpong else 2  # the other consumer's MMAs cover the time of loads
 
     def _outside_stages(self, epilogue, head):
@@ -60,9 +60,9 @@ class Tile(NamedTuple):
         return 1024 + biases + self.rows * (self.slots * of_row + (4 * line if head else 0))
 
     def stages(self, epilogue: str, head: int = 0) -> int:
-        """Return the stages that shared memory holds, of MOST_STAGES."""
+        """Return the stages that shared memory holds, of MAX_STAGES."""
         stage = 128 * (self.rows + self.columns)
-        return min(MOST_STAGES, (SHARED_BYTES - self._outside_stages(epilogue, head)) // stage)
+        return min(MAX_STAGES, (SHARED_BYTES - self._outside_stages(epilogue, head)) // stage)
 
     def shared_bytes(self, epilogue: str, head: int = 0) -> int:
         """Return the bytes of shared memory of a block."""
@@ -80,18 +80,20 @@ TILES = (
 )
 
 
-def takes(weight: Tensor, epilogue: str, rotation: Tensor | None = None) -> bool:
+def supports(weight: Tensor, epilogue: str, rotation: Tensor | None = None) -> bool:
     """Return whether the kernel computes a layer of this weight (N, K) and rotation."""
-    if not weight.is_cuda or weight.dtype not in cuda.HALF:
+    if not weight.is_cuda or weight.dtype not in cuda.HALF_TYPES:
         return False
-    fits = weight.shape[0] % (16 if epilogue in TWO else 8) == 0 and weight.shape[1] % 8 == 0
+    fits = (
+        weight.shape[0] % (16 if epilogue in TWO_MATRICES else 8) == 0 and weight.shape[1] % 8 == 0
+    )
     if rotation is not None:
         head = 2 * rotation.shape[1]
-        fits = fits and head % 8 == 0 and head <= WIDEST_HEAD
+        fits = fits and head % 8 == 0 and head <= MAX_HEAD_DIM
     return fits and cuda.capability(weight.device) == (9, 0)
 
 
-def choose(m: int, outputs: int, depth: int, epilogue: str, multiprocessors: int) -> Tile:
+def choose_tile(m: int, outputs: int, depth: int, epilogue: str, multiprocessors: int) -> Tile:
     """Return the tile that is expected to take the fewest cycles.
 
     A stage of 64 of the depth costs what reading shared memory takes: it is filled, and an MMA of
@@ -112,7 +114,7 @@ def choose(m: int, outputs: int, depth: int, epilogue: str, multiprocessors: int
 
 def source(tile: Tile, epilogue: str, dtype: torch.dtype, head: int = 0) -> str:
     """Return the whole CUDA text of a variant. head: the width of heads that are rotated."""
-    half = cuda.HALF[dtype]
+    half = cuda.HALF_TYPES[dtype]
     return cuda.source(
         (FILE,),
         tile,
@@ -121,7 +123,7 @@ def source(tile: Tile, epilogue: str, dtype: torch.dtype, head: int = 0) -> str:
         CLUSTER=CLUSTER,
         STAGES=tile.stages(epilogue, head),
         SLOTS=tile.slots,
-        EPILOGUE=EPILOGUES.index(epilogue),
+        EPILOGUE=FUSED_EPILOGUES.index(epilogue),
         HEAD=head,
         BFLOAT16=half == "bf16",
         **cuda.registers(tile.warpgroups, producer=40),
@@ -155,7 +157,7 @@ def launch(
     weight: Tensor,
     bias: Tensor,
     out: Tensor | None,
-    beside: Beside,
+    args: EpilogueArgs,
 ) -> None:
     """Launch a variant on the current stream: x (M, K), weight (N, K), bias (N,), contiguous, in
     half precision → out.
@@ -168,7 +170,7 @@ def launch(
     m = x.numel() // depth
     if not m:
         return
-    outputs = columns // 2 if epilogue in TWO else columns
+    outputs = columns // 2 if epilogue in TWO_MATRICES else columns
 
     def lines(tensor, width, rows, box, gaps=False):
         strides = (tensor.element_size() * tensor.stride(-2),)
@@ -177,11 +179,11 @@ def launch(
 
     of_x = lines(x, depth, m, (64, tile.rows))
     old_stream = gates = of_x  # where the epilogue has none
-    if beside.stream is not None:
-        old_stream = lines(beside.stream, outputs, m, (32, tile.rows))
-    if beside.gate is not None:
-        gates = lines(beside.gate, outputs, m, (32, tile.rows), gaps=True)
-    head = 0 if beside.rotation is None else 2 * beside.rotation.shape[1]
+    if args.stream is not None:
+        old_stream = lines(args.stream, outputs, m, (32, tile.rows))
+    if args.gate is not None:
+        gates = lines(args.gate, outputs, m, (32, tile.rows), gaps=True)
+    head = 0 if args.rotation is None else 2 * args.rotation.shape[1]
     at_once = cuda.multiprocessors(x.device) // CLUSTER
     clusters = min(tile.clusters(m, outputs, epilogue), at_once)
     _kernel(tile, epilogue, x.dtype, x.device, head).launch(
@@ -192,15 +194,15 @@ def launch(
         gates,
         out,
         bias,
-        beside.rotation,
-        beside.stream,
-        beside.squares,
+        args.rotation,
+        args.stream,
+        args.squares,
         m,
         outputs,
         depth,
-        beside.tokens,
-        beside.first,
-        0 if beside.squares is None else len(beside.squares),
-        beside.eps,
+        args.tokens,
+        args.first,
+        0 if args.squares is None else len(args.squares),
+        args.eps,
         overlap=True,
     )

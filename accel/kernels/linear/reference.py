@@ -11,11 +11,11 @@ from accel.kernels.qk_norm_rotary import qk_norm_rotary
 from accel.kernels.rows import row_squares
 from accel.kernels.swiglu import swiglu
 
-TWO = ("swiglu", "modulate")  # of two matrices, one below the other in W
+TWO_MATRICES = ("swiglu", "modulate")  # of two matrices, one below the other in W
 
 
-class Beside(NamedTuple):
-    """Operands of an epilogue, and its outputs beside the result."""
+class EpilogueArgs(NamedTuple):
+    """Operands of an epilogue, and its outputs next to the result."""
 
     rotation: Tensor | None = None  # (positions, d/2, 2) float32: cosine and sine
     tokens: int = 1  # of a batch row
@@ -26,34 +26,34 @@ class Beside(NamedTuple):
     eps: float = 0.0
 
 
-def rotate(y: Tensor, beside: Beside) -> Tensor:
+def rotate(y: Tensor, args: EpilogueArgs) -> Tensor:
     """Rotate queries and keys of y (N, t, 3·D), in place."""
-    assert beside.rotation is not None
-    return qk_norm_rotary(y, beside.rotation, beside.first)
+    assert args.rotation is not None
+    return qk_norm_rotary(y, args.rotation, args.first)
 
 
-def modulate(y: Tensor, beside: Beside) -> Tensor:
+def modulate(y: Tensor, args: EpilogueArgs) -> Tensor:
     """Return t·r·(1 + y₁) + y₂ of the residual stream t (…, N), y (…, 2·N)."""
-    stream = beside.stream
-    assert stream is not None and beside.squares is not None
+    stream = args.stream
+    assert stream is not None and args.squares is not None
     scale, shift = y.to(stream.dtype).chunk(2, dim=-1)
-    mean = beside.squares.sum(0).view(*stream.shape[:-1], 1) / stream.shape[-1]
-    out = torch.addcmul(shift, stream * torch.rsqrt(mean + beside.eps), 1 + scale)
+    mean = args.squares.sum(0).view(*stream.shape[:-1], 1) / stream.shape[-1]
+    out = torch.addcmul(shift, stream * torch.rsqrt(mean + args.eps), 1 + scale)
     return out.to(y.dtype)
 
 
-def residual(y: Tensor, beside: Beside) -> Tensor:
+def residual(y: Tensor, args: EpilogueArgs) -> Tensor:
     """Add gate·y to the residual stream t (…, N), in place. Return the sums of t², (1, M)."""
-    stream = beside.stream
-    assert stream is not None and beside.gate is not None
-    stream.addcmul_(beside.gate.to(stream.dtype), y.to(stream.dtype))
+    stream = args.stream
+    assert stream is not None and args.gate is not None
+    stream.addcmul_(args.gate.to(stream.dtype), y.to(stream.dtype))
     return row_squares(stream)
 
 
-AFTER: dict[str, Callable] = {
-    "gelu": lambda y, beside: F.gelu(y, approximate="tanh"),
-    "silu": lambda y, beside: F.silu(y),
-    "swiglu": lambda y, beside: swiglu(y),
+EPILOGUES: dict[str, Callable] = {
+    "gelu": lambda y, args: F.gelu(y, approximate="tanh"),
+    "silu": lambda y, args: F.silu(y),
+    "swiglu": lambda y, args: swiglu(y),
     "rotate": rotate,
     "modulate": modulate,
     "residual": residual,

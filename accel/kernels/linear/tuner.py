@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from accel.io.files import cache_folder
-from accel.kernels import cuda, gpu, keep, kept
+from accel.kernels import cuda, gpu, read_cache, write_cache
 from accel.kernels.linear import cublaslt
 
 # `cublaslt.configuration` of the fastest algorithm by GPU and shape, for XL/2's GEMMs: after
@@ -84,10 +84,10 @@ class Tuner:
             algorithms = _read(file)
             if gemm.name not in algorithms:
                 algorithms = {**algorithms, gemm.name: choice.algorithm}
-                keep(file, json.dumps(algorithms).encode())
+                write_cache(file, json.dumps(algorithms).encode())
         return choice
 
-    def choose_alike(self, problems: list[tuple]) -> None:
+    def share_choices(self, problems: list[tuple]) -> None:
         """Take rank 0's choices on all ranks, or two runs of one job could differ.
 
         problems: of each GEMM `choose`'s arguments.
@@ -181,7 +181,7 @@ def _restored(algorithm, gemm):
 
 def _read(file: Path) -> dict[str, Any]:
     """Return a file's algorithms by name; none if one is damaged."""
-    algorithms = kept(file)
+    algorithms = read_cache(file)
     return algorithms if all(map(_is_algorithm, algorithms.values())) else {}
 
 

@@ -21,7 +21,7 @@ from accel.kernels.split_linear import HighLow
 BACKENDS = ("auto", "hopper", "cublas", "torch")
 
 
-def choose(device: torch.device, dim: int) -> str:
+def choose_backend(device: torch.device, dim: int) -> str:
     """Return the backend that "auto" takes."""
     if device.type != "cuda":
         return "torch"
@@ -38,6 +38,6 @@ def split_attention(qkv: HighLow, num_heads: int, backend: str = "auto") -> High
     check_backend("split_attention", backend, BACKENDS)
     dim = qkv.pair.shape[-1] // (3 * num_heads)
     if backend == "auto":
-        backend = choose(qkv.pair.device, dim)
+        backend = choose_backend(qkv.pair.device, dim)
     module = {"hopper": hopper, "cublas": cublas, "torch": reference}[backend]
     return HighLow(module.attention(qkv.pair, num_heads), None)

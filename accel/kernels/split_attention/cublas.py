@@ -1,6 +1,6 @@
 """Split attention by cuBLAS: two batched GEMMs for a group of heads.
 
-Around them run Triton kernels without tensor cores (between.py), or, where there is no Triton,
+Around them run Triton kernels without tensor cores (kernels.py), or, where there is no Triton,
 their reference implementations.
 
     centre        v's mean over the tokens
@@ -30,9 +30,9 @@ SCORES = 64 << 20  # bytes that a group's scores may take; one head's, 4·T², i
 
 def attention(pair: Tensor, num_heads: int) -> Tensor:
     """Compute attention: pair (2, N, T, 3·D) float16, contiguous → (2, N, T, D), a `new_stack`."""
-    between: ModuleType = reference
+    kernels: ModuleType = reference
     if cuda.HAS_TRITON:
-        from accel.kernels.split_attention import between
+        from accel.kernels.split_attention import triton as kernels
     n, tokens, width = pair.shape[1:]
     heads = n * num_heads  # of all samples
     dim = width // (3 * num_heads)
@@ -40,12 +40,12 @@ def attention(pair: Tensor, num_heads: int) -> Tensor:
     group = min(heads, max(1, SCORES // (4 * tokens * tokens)))  # heads at a time
     scores = torch.empty(group, tokens, tokens, device=pair.device)
     mixed = torch.empty(group, tokens, 2 * dim, device=pair.device)
-    centre = between.centre(pair, num_heads)
+    centre = kernels.centre(pair, num_heads)
     for first in range(0, heads, group):
         count = min(group, heads - first)
-        q, k, v = between.operands(pair, centre, first, count)
+        q, k, v = kernels.operands(pair, centre, first, count)
         multiply_add(q, k.mT, scores[:count], add=False)
-        weights = between.softmax(scores[:count], dim)
+        weights = kernels.softmax(scores[:count], dim)
         split_multiply(weights, v, mixed[:count], small=tokens)
-        between.merge(mixed[:count], centre, out, first)
+        kernels.merge(mixed[:count], centre, out, first)
     return out

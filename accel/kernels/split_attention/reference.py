@@ -11,7 +11,7 @@ from torch import Tensor
 from accel.kernels.split_linear.high_low import split, stacked
 
 LIFT = 2.0**15  # of softmax's weights before they are split: flat ones then keep their low parts
-HALF = 0.5  # of v − mean, which may be twice as large as v
+V_SCALE = 0.5  # of v − mean, which may be twice as large as v
 
 
 def attention(pair: Tensor, num_heads: int) -> Tensor:
@@ -40,7 +40,7 @@ def operands(pair: Tensor, centre: Tensor, first: int, count: int) -> tuple[Tens
     qkv = pair.unflatten(-1, (3, centre.shape[1], -1)).permute(3, 0, 1, 4, 2, 5)
     q, k, v = qkv.flatten(2, 3)[:, :, here]  # each (2, G, T, d)
     centred = v[0].float() + v[1].float() - centre.flatten(0, 1)[here, None]
-    v_high, v_low = split(centred * HALF, per_row=False).pair
+    v_high, v_low = split(centred * V_SCALE, per_row=False).pair
     both = torch.cat([v_high, v_low], -1)
     q_high, q_low = q
     k_high, k_low = k
@@ -68,7 +68,7 @@ def merge(mixed: Tensor, centre: Tensor, out: Tensor, first: int) -> None:
     """
     heads, dim = centre.shape[1:]
     mean = centre.flatten(0, 1)[first : first + len(mixed), None]
-    y = (mixed[..., :dim] + mixed[..., dim:]) / (LIFT * HALF) + mean
+    y = (mixed[..., :dim] + mixed[..., dim:]) / (LIFT * V_SCALE) + mean
     high, low = split(y, per_row=False).pair
     whole = stacked(out).unflatten(-1, (3, heads, dim))
     for index in range(len(mixed)):

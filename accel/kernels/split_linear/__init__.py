@@ -25,12 +25,12 @@ from accel.kernels import check_backend, cuda
 from accel.kernels.split_linear import cublas, hopper, reference
 from accel.kernels.split_linear.high_low import HighLow, balance, new_pair, split
 
-__all__ = ["HighLow", "SplitLinear", "balance", "choose", "split", "split_rows"]
+__all__ = ["HighLow", "SplitLinear", "balance", "choose_backend", "split", "split_rows"]
 
 BACKENDS = ("auto", "hopper", "cublas", "torch")
 
 
-def choose(device: torch.device) -> str:
+def choose_backend(device: torch.device) -> str:
     """Return the backend that "auto" takes."""
     if device.type != "cuda":
         return "torch"
@@ -42,7 +42,7 @@ def split_rows(x: Tensor, stack: bool = False, backend: str = "auto") -> HighLow
 
     stack: in the layout that cuBLAS's split GEMM takes.
     """
-    if not cuda.by_triton("split_rows", backend, x):
+    if not cuda.uses_triton("split_rows", backend, x):
         return split(x)
     from accel.kernels.split_linear import triton
 
@@ -60,9 +60,9 @@ class SplitLinear:
 
     weight (N, K), bias (N,) float32, on the device to run on. overflow: an int32 tensor of one
     element. With it the result is HighLow without scales, and it is set to 1 where a value is too
-    large for float16; without it the result is float32. after (N,), with overflow: GELU in its tanh
-    form follows, then a multiplication by these powers of two; the next layer has their inverse in
-    its weights (`balance`). scaled: whether inputs have scales, for `prepare`. low: whether low
+    large for float16; without it the result is float32. gelu_scale (N,), with overflow: tanh-GELU
+    follows, then a multiplication by these powers of two; the next layer has their inverse in its
+    weights (`balance`). scaled: whether inputs have scales, for `prepare`. low: whether low
     parts count; without them the GEMM is one in half precision, by "hopper" or "torch". name: of
     the layer, for errors. Raises ValueError, naming the layer, for weights that are not finite.
     """
@@ -73,23 +73,23 @@ class SplitLinear:
         bias: Tensor,
         *,
         overflow: Tensor | None = None,
-        after: Tensor | None = None,
+        gelu_scale: Tensor | None = None,
         scaled: bool = True,
         low: bool = True,
         name: str = "",
         backend: str = "auto",
     ):
         check_backend("split_linear", backend, BACKENDS)
-        assert after is None or overflow is not None
-        self.backend = choose(weight.device) if backend == "auto" else backend
+        assert gelu_scale is None or overflow is not None
+        self.backend = choose_backend(weight.device) if backend == "auto" else backend
         assert low or self.backend != "cublas"
         if not bool(weight.isfinite().all() & bias.isfinite().all()):
             raise ValueError(f"{name}: has weights that are not finite")
         self.columns, self.depth = weight.shape
         self.bias = bias.contiguous()
-        self.after = after
+        self.gelu_scale = gelu_scale
         self.overflow = overflow
-        self.gelu = after is not None
+        self.gelu = gelu_scale is not None
         self.high_low = overflow is not None
         self.scaled = scaled
         self.low = low
@@ -107,7 +107,7 @@ class SplitLinear:
 
     def parameters(self) -> Iterator[Tensor]:
         """Return the layer's tensors."""
-        tensors = (self.pair, self.scale, self.bias, self.after)
+        tensors = (self.pair, self.scale, self.bias, self.gelu_scale)
         return (tensor for tensor in tensors if tensor is not None)
 
     def zeros(self, *shape: int) -> Tensor | HighLow:

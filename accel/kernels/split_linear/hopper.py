@@ -34,13 +34,13 @@ class Tile(NamedTuple):
 TILE = Tile(rows=128, columns=192, depth=64, stages=2)  # measured: log/split-kernels-h200.json
 # Both: log/h100/rae.json, all_families. Few rows have the bits that they have among many.
 FEW_ROWS = Tile(rows=64, columns=192, depth=64, stages=3)
-HALF = Tile(rows=128, columns=192, depth=64, stages=4, parts=1)
+HIGH_ONLY = Tile(rows=128, columns=192, depth=64, stages=4, parts=1)
 
 
-def choose(layer: Any, rows: int) -> Tile:
+def choose_tile(layer: Any, rows: int) -> Tile:
     """Return the tile for x (rows, K)."""
     if not layer.low:
-        return HALF
+        return HIGH_ONLY
     return FEW_ROWS if rows <= FEW_ROWS.rows else TILE
 
 
@@ -107,7 +107,7 @@ def linear(layer: Any, x: HighLow, position: Tensor | None = None) -> Tensor | H
         out = torch.empty(shape, dtype=torch.float32, device=device)
     result = HighLow(out, None) if layer.high_low else out
     rows = pair[0].numel() // layer.depth
-    tile = choose(layer, rows)
+    tile = choose_tile(layer, rows)
     tiles = -(-rows // tile.rows) * -(-layer.columns // tile.columns)
     if not tiles:
         return result
@@ -119,7 +119,7 @@ def linear(layer: Any, x: HighLow, position: Tensor | None = None) -> Tensor | H
         x.scale,
         layer.scale,
         layer.bias if position is None else position,
-        layer.after,
+        layer.gelu_scale,
         layer.overflow,
         rows,
         layer.columns,

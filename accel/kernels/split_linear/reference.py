@@ -33,7 +33,7 @@ def finish(layer: Any, y: Tensor) -> Tensor | HighLow:
     It is for backends whose GEMM does not end so.
     """
     if layer.gelu:
-        y = F.gelu(y, approximate="tanh") * layer.after
+        y = F.gelu(y, approximate="tanh") * layer.gelu_scale
     if not layer.high_low:
         return y
     layer.overflow |= (y.abs() > LARGEST).any().int()

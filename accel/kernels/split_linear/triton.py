@@ -32,7 +32,7 @@ def finish(layer: Any, y: Tensor, row_scale: Tensor | None) -> Tensor:
             row_scale,
             layer.scale,
             layer.bias,
-            layer.after,
+            layer.gelu_scale,
             layer.overflow,
             m,
             n,
@@ -187,7 +187,7 @@ def _finish(
     row_scale_ptr,
     scale_ptr,
     bias_ptr,
-    after_ptr,
+    gelu_scale_ptr,
     overflow_ptr,
     rows,
     columns,
@@ -215,7 +215,7 @@ def _finish(
     if RESULT == 1:
         store_high_low(out_ptr, out_low, y, inside)
     if RESULT == 2:
-        y = _gelu(y) * tl.load(after_ptr + column, in_column, 0.0)[None, :]
+        y = _gelu(y) * tl.load(gelu_scale_ptr + column, in_column, 0.0)[None, :]
         store_stack(out_ptr, out_low, y, inside)
     if RESULT > 0:
         beyond = tl.max(tl.max((inside & (tl.abs(y) > 65504.0)).to(tl.int32), 1), 0)

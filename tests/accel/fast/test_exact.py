@@ -11,8 +11,8 @@ from reference_networks import large_dit
 from test_large_dit import build as build_large
 
 from accel.errors import UsageError
-from accel.fast.ops import Float32Linear, Weights
-from accel.runtime.graphs import Replayed
+from accel.fast.ops import Float32Linear, GemmWeights
+from accel.runtime.graphs import GraphedFunction
 from accel.runtime.precision import arithmetic, supports
 
 
@@ -158,7 +158,7 @@ def test_accuracy(name, arguments, n):
     for gemm in ("cublas", "auto"):
         exact = network_of(model, "exact", gemm=gemm)
         exact.attention = partial(exact.attention, backend=gemm)
-        captured = Replayed(exact.forward)
+        captured = GraphedFunction(exact.forward)
         with arithmetic("exact"):
             got = [exact.forward(x, t, y), captured(x, t, y)]
         assert torch.equal(got[0], got[1]), gemm
@@ -220,11 +220,11 @@ def test_layers_of_the_stream(tokens, columns, depth, device):
     x = torch.randn(2, depth, tokens, device=device).mT  # not contiguous, as patches come
     want = (x.double() @ weight.double().t() + bias.double()).cpu()
     for split in (None, False, True):
-        layer = Float32Linear(Weights("layer", weight.clone(), bias.clone()), split)
+        layer = Float32Linear(GemmWeights("layer", weight.clone(), bias.clone()), split)
         layer.prepare(2 * tokens)
         got = layer(x)
         assert got.dtype == torch.float32 and error(got, want) < 1e-6
-        other = Float32Linear(Weights("layer", 2 * weight, bias), split)
+        other = Float32Linear(GemmWeights("layer", 2 * weight, bias), split)
         for value, twice in zip(layer.parameters(), other.parameters(), strict=True):
             value.copy_(twice)
         assert error(layer(x), 2 * want - bias.double().cpu()) < 1e-6

@@ -8,20 +8,20 @@ from test_rae import build, inputs, velocity
 from accel import fast
 from accel.families.rae.fast import FusedHead
 from accel.fast import ops
-from accel.fast.ops import Half
+from accel.fast.ops import HalfOps
 
 
 @pytest.fixture
 def fused(monkeypatch):
     """Half precision computes the head so on every device, here by the reference."""
-    monkeypatch.setattr(Half, "updates_stream", True)
+    monkeypatch.setattr(HalfOps, "updates_stream", True)
 
 
 @pytest.mark.parametrize("qk_norm", (False, True))
 def test_the_fused_head_computes_the_definition(qk_norm, fused):
     model = build(use_qknorm=qk_norm)
     network = network_of(model, "fp16")
-    assert isinstance(network.tail, FusedHead)
+    assert isinstance(network.head_stage, FusedHead)
     assert error(network.forward(*inputs()), velocity(model, *inputs())) < 2e-3
 
 
@@ -34,7 +34,7 @@ def test_large_outer_layers_are_half_gemms(tier, tolerance, fused, monkeypatch):
     layers = [*network.embeddings, network.last]
     assert [layer.split.low for layer in layers] == [True, False, False]
     assert error(network.forward(*inputs()), velocity(model, *inputs())) < tolerance
-    for call in fast.kernel_calls(network, 2):
+    for call in fast.warmup_calls(network, 2):
         call()
 
 
@@ -69,5 +69,5 @@ def test_a_refresh_and_the_warming_up(fused):
     network.copy_weights(other)
     after = network.forward(*inputs())
     assert torch.equal(after, other.forward(*inputs())) and error(after, before.double()) > 0.1
-    for call in fast.kernel_calls(network, 2):
+    for call in fast.warmup_calls(network, 2):
         call()

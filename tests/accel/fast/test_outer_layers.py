@@ -35,7 +35,7 @@ def test_a_network_with_split_outer_layers(of_family, definition, tier, most, de
     network = network_of(model, tier, device)
     x, t, y = (value.to(device) for value in of_family.inputs())
     assert error(network.forward(x, t, y).cpu(), definition(model)) < most
-    for call in fast.kernel_calls(network, len(x)):
+    for call in fast.warmup_calls(network, len(x)):
         call()
 
     def embed(*arguments, **options):

@@ -7,8 +7,8 @@ from networks import SMALL, error, inputs, network_of, pack_of, small
 from accel import fast
 from accel.families.dit.network import DiT
 from accel.fast.conditioning import BLOCK_VECTORS
-from accel.fast.ops import Half
-from accel.runtime.network import Plain
+from accel.fast.ops import HalfOps
+from accel.runtime.network import EagerNetwork
 from accel.runtime.stages import Stage
 
 FRONT = 3  # tokens that enter before the second block
@@ -78,7 +78,7 @@ def test_two_stages_compute_what_is_written_out(model, tier, tolerance):
         one_stage = DiT.forward(model, x.double(), t, y)
         model.float()
     assert error(one_stage, want) > 0.01  # the tokens in front count
-    assert error(Plain(model).forward(x, t, y), want) < 1e-5
+    assert error(EagerNetwork(model).forward(x, t, y), want) < 1e-5
     network = in_two(network_of(model, tier))
     assert error(network.forward(x, t, y), want) < tolerance
     run = network.prepare(t.tolist(), y.tolist())
@@ -88,7 +88,7 @@ def test_two_stages_compute_what_is_written_out(model, tier, tolerance):
 
 def test_a_packing_reads_every_tensor():
     model = small()
-    ops = Half(torch.float32, torch.device("cpu"))
+    ops = HalfOps(torch.float32, torch.device("cpu"))
     extra = {f"blocks.{i}.norm1.weight": torch.ones(WIDTH) for i in range(5)}
     with pytest.raises(ValueError, match=r"not use blocks\.0\.norm1\.weight, .* and 2 more; use"):
         fast.assemble({**model.state_dict(), **extra}, model, pack_of(model), ops)

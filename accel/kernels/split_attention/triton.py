@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from accel.kernels.split_attention.reference import HALF, LIFT
+from accel.kernels.split_attention.reference import LIFT, V_SCALE
 from accel.kernels.split_linear.triton import store_high_low, store_stack
 
 ROWS = 32  # tokens of a head that a program rearranges
@@ -62,7 +62,7 @@ def operands(pair: Tensor, centre: Tensor, first: int, count: int) -> tuple[Tens
             heads,
             first,
             pair[0].numel(),  # from high to low
-            SCALE=HALF,
+            SCALE=V_SCALE,
             **tile(dim),
         )
     return q, k, v.view(count, 2 * tokens, 2 * dim)
@@ -104,7 +104,7 @@ def merge(mixed: Tensor, centre: Tensor, out: Tensor, first: int) -> None:
             tokens,
             heads,
             first,
-            SCALE=1 / (LIFT * HALF),
+            SCALE=1 / (LIFT * V_SCALE),
             **tile(dim),
         )
 
