@@ -46,7 +46,7 @@ if __name__ == "__main__":
 import numpy as np
 
 from accel.errors import USAGE, UsageError, shown
-from accel.io.files import atomic_write, require_writable
+from accel.io.filesystem import atomic_write, require_writable
 from accel.io.picture_files import SUFFIXES, read_picture
 
 

@@ -17,7 +17,7 @@ def __getattr__(name: str):
     if name == "__version__":
         from importlib.metadata import version
 
-        from accel.io.files import checkout_version
+        from accel.io.filesystem import checkout_version
 
         return checkout_version() or version("dit-sampling")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,7 +19,7 @@ from accel.checkpoints.module import HeldModule, of_state, unwrapped
 from accel.config import rules
 from accel.config.options import OPTIONS, Options
 from accel.decoders.autoencoder_kl import VAE_LATENT_ENTRIES
-from accel.decoders.files import FILES
+from accel.decoders.loading import FILES
 from accel.errors import Given, UsageError, about, path_errors
 from accel.families import model_names
 from accel.io.output import to_grid

@@ -51,10 +51,10 @@ from accel import cli
 from accel.config.options import FID, GRID, Options
 from accel.config.rules import named_defaults
 from accel.decoders.autoencoder_kl import SD_VAE_FT, KLDecoder
-from accel.decoders.files import FILES, PUBLISHED
+from accel.decoders.loading import FILES, PUBLISHED
 from accel.distributed.launched import launched_ranks
 from accel.errors import UsageError
-from accel.io.files import ROOT, atomic_write, weights_folder
+from accel.io.filesystem import ROOT, atomic_write, weights_folder
 from accel.io.output import check_writable
 from accel.kernels import gpu
 from accel.run.opening import choose_device, open_run

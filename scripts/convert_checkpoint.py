@@ -21,7 +21,7 @@ from accel.errors import Given, UsageError, shown
 from accel.families import model_names
 from accel.families.identify import Hints
 from accel.families.spec import ModelSpec, weights_of
-from accel.io.files import atomic_write, is_utf8
+from accel.io.filesystem import atomic_write, is_utf8
 from accel.tensors.digests import digest
 from accel.tensors.tensor_files import mode_of, require_finite_floats
 

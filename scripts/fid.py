@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from accel.cli import OneLineParser, positive, user_errors
 from accel.errors import UsageError, path_errors, shown
-from accel.io.files import open_regular, sha256_of
+from accel.io.filesystem import open_regular, sha256_of
 from accel.io.picture_files import SUFFIXES, read_picture
 from accel.run.opening import choose_device
 from accel.runtime.precision import convolutions

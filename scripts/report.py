@@ -35,7 +35,7 @@ from markdown_it import MarkdownIt
 import evaluate
 from accel.cli import OneLineParser, user_errors
 from accel.errors import UsageError
-from accel.io.files import ROOT, atomic_write
+from accel.io.filesystem import ROOT, atomic_write
 from accel.io.output import check_writable
 from accel.io.picture_files import read_picture
 from scripts import report_plots

@@ -15,7 +15,7 @@ import numpy as np
 
 import evaluate
 from accel.errors import UsageError
-from accel.io.files import ROOT, read_json
+from accel.io.filesystem import ROOT, read_json
 from accel.io.picture_files import read_picture
 from accel.runtime import precision
 from bench.measure import CONTEST, RANDOM

@@ -135,7 +135,7 @@ def test_a_full_disk_is_a_line_and_leaves_no_file(tmp_path):
     code = """
 import resource
 from accel.cli import OneLineParser, user_errors
-from accel.io.files import atomic_write
+from accel.io.filesystem import atomic_write
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 with user_errors(OneLineParser(prog="command")):
     with atomic_write('p.json') as file:

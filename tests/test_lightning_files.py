@@ -15,8 +15,8 @@ from test_lightning_dit import as_file, build
 from accel.checkpoints import beside
 from accel.config.options import Options
 from accel.decoders.autoencoder_kl.half import HalfDecoder
-from accel.decoders.files import digest, find, load
 from accel.decoders.ldm import STATISTICS
+from accel.decoders.loading import digest, find, load
 from accel.errors import Given, UsageError
 from accel.families import Defaults
 from accel.families.lightning_dit.recipe import says

@@ -16,7 +16,7 @@ from conftest import fill
 from forks import refused, succeeds
 from safetensors.torch import save_file
 
-from accel.io.files import atomic_write, remove_partial_files
+from accel.io.filesystem import atomic_write, remove_partial_files
 from accel.jobs.fid.folder import write_pictures
 from accel.jobs.fid.npz import Archive
 from models import DiT_models

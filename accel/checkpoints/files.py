@@ -15,7 +15,7 @@ from accel.checkpoints.facts import checked
 from accel.errors import Given, path_errors, shown
 from accel.families.identify import NO_HINTS, Hints
 from accel.families.spec import StateDict
-from accel.io.files import weights_folder
+from accel.io.filesystem import weights_folder
 from accel.tensors.tensor_files import FILE_SUFFIXES, HUB_ID, file_stamps, mode_of
 
 FOLDER = weights_folder()

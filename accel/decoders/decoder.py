@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.decoders import DecoderKind, LatentSpace, files
+from accel.decoders import DecoderKind, LatentSpace, loading
 from accel.errors import UsageError
 from accel.runtime.network import require_no_gradients
 from accel.runtime.precision import convolutions
@@ -63,13 +63,13 @@ class Decoder:
     def _load_on_cpu(self):
         if self.precision == "fp16":
             self.kind.compile_half(self.device)
-        return files.load(self.space, "cpu")
+        return loading.load(self.space, "cpu")
 
     def load(self) -> "Decoder":
         """Load the network onto the device, at the first call. Returns this decoder."""
         if self.network is None:
             loaded = (
-                self._loading.result() if self._loading else files.load(self.space, self.device)
+                self._loading.result() if self._loading else loading.load(self.space, self.device)
             )
             self.network = loaded.to(self.device)
         return self

@@ -18,7 +18,7 @@ import torch
 from accel import decoders as latents
 from accel.decoders import DecoderFiles, DecoderKind, LatentSpace
 from accel.errors import UsageError, shown
-from accel.io.files import weights_folder
+from accel.io.filesystem import weights_folder
 from accel.tensors.shapes import shapes_only
 from accel.tensors.tensor_files import (
     FILE_SUFFIXES,

@@ -106,7 +106,7 @@ def _join():
     mine = numbers()
     if mine.world == 1:
         return Ranks()
-    from accel.distributed.ranks import connect  # a process by itself does without
+    from accel.distributed.process_group import connect  # a process by itself does without
 
     _set_address(os.environ)
     launch.end_with_parent()

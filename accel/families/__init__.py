@@ -21,7 +21,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any, Literal, NamedTuple
 
 from accel.errors import UsageError
-from accel.io.files import weights_folder
+from accel.io.filesystem import weights_folder
 
 DEMO = weights_folder() / "demo"
 

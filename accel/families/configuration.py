@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel.errors import Given, UsageError, shown
 from accel.families import families
-from accel.io.files import read_small
+from accel.io.filesystem import read_small
 
 if TYPE_CHECKING:  # brings torch
     from accel.families.spec import ModelSpec

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.errors import UsageError, path_errors, shown
-from accel.io.files import read_small
+from accel.io.filesystem import read_small
 
 NEAREST = 5  # names that an error suggests
 NULL = "null"  # the label of no class, whose number is that of the classes

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.errors import about, path_errors
-from accel.io.files import atomic_write, require_name, require_writable
+from accel.io.filesystem import atomic_write, require_name, require_writable
 from accel.io.labels import NULL, file_name
 
 if TYPE_CHECKING:  # torch is slow to import

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image, ImageCms, UnidentifiedImageError
 
 from accel.errors import UsageError, shown
-from accel.io.files import read_small
+from accel.io.filesystem import read_small
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "PPM", "TIFF")

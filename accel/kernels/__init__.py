@@ -11,7 +11,7 @@ share.
 import hashlib
 from pathlib import Path
 
-from accel.io.files import atomic_write, read_json
+from accel.io.filesystem import atomic_write, read_json
 
 FOLDER = Path(__file__).parent
 SOURCES = {".py", ".cu", ".cuh", ".json"}

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accel.io.files import cache_folder, read_small
+from accel.io.filesystem import cache_folder, read_small
 from accel.kernels import check_backend, write_cache
 from accel.kernels.gpu import capability  # noqa: F401 (every choice of a backend asks cuda.capability)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from accel.checkpoints.files import Files
 from accel.config import rules
-from accel.decoders.files import recognise
+from accel.decoders.loading import recognise
 from accel.errors import UsageError
 
 

@@ -10,7 +10,7 @@ from accel.checkpoints.files import Files
 from accel.config import rules
 from accel.config.options import Options
 from accel.decoders import LatentSpace
-from accel.decoders.files import PUBLISHED, find
+from accel.decoders.loading import PUBLISHED, find
 from accel.distributed import Ranks
 from accel.errors import Given, UsageError
 from accel.families import require_family_of

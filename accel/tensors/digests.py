@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from accel.io.files import atomic_write, cache_folder, read_small
+from accel.io.filesystem import atomic_write, cache_folder, read_small
 
 # ns: two changes of a file that come sooner after one another may have the same time
 # stamp

@@ -11,7 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from accel.errors import UsageError, about
-from accel.io.files import atomic_write, remove_partial_files
+from accel.io.filesystem import atomic_write, remove_partial_files
 from accel.tensors.diffusers_names import SCHEDULE
 from accel.tensors.tensor_files import weight_files
 

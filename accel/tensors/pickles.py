@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from accel.errors import about, as_usage_error, path_errors, shown
-from accel.io.files import is_utf8, open_regular
+from accel.io.filesystem import is_utf8, open_regular
 from accel.tensors.shapes import SHARD_ERROR
 
 AGAIN = "delete it, then copy or download it again"  # the remedy for an incomplete file

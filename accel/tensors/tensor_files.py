@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from accel.errors import Mistake, UsageError, about, path_errors, shown
-from accel.io.files import is_utf8, open_regular
-from accel.io.files import read_json as read_object
+from accel.io.filesystem import is_utf8, open_regular
+from accel.io.filesystem import read_json as read_object
 from accel.tensors.shapes import SHARD_ERROR
 
 Tensors = dict[str, torch.Tensor]

@@ -9,8 +9,14 @@ import forks
 import pytest
 
 from accel.errors import UsageError
-from accel.io import files
-from accel.io.files import atomic_write, cache_folder, read_json, read_small, remove_partial_files
+from accel.io import filesystem
+from accel.io.filesystem import (
+    atomic_write,
+    cache_folder,
+    read_json,
+    read_small,
+    remove_partial_files,
+)
 from accel.io.output import check_writable
 
 
@@ -49,7 +55,7 @@ def test_two_writers_of_one_file_both_end_well(tmp_path):
     length = 1 << 20
     code = f"""
 import sys
-from accel.io.files import atomic_write
+from accel.io.filesystem import atomic_write
 for _ in range(50):
     with atomic_write({str(path)!r}) as file:
         file.write(sys.argv[1].encode() * {length})
@@ -155,14 +161,14 @@ def test_the_cache_folder(tmp_path, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert cache_folder() == tmp_path / "home" / ".cache" / "dit"
-    monkeypatch.setattr(files.Path, "home", no_home)
-    monkeypatch.setattr(files.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(filesystem.Path, "home", no_home)
+    monkeypatch.setattr(filesystem.tempfile, "tempdir", str(tmp_path))
     folder = cache_folder()
     assert (
         folder == cache_folder()
         and folder.parent == tmp_path
         and stat.S_IMODE(folder.stat().st_mode) == 0o700
     )
-    monkeypatch.setattr(files.os, "getuid", lambda: 12345)
+    monkeypatch.setattr(filesystem.os, "getuid", lambda: 12345)
     (tmp_path / "dit-12345").mkdir()  # somebody else's
     assert cache_folder() != tmp_path / "dit-12345" and cache_folder().parent == tmp_path

@@ -49,7 +49,7 @@ def test_what_flags_decide_comes_before_weights_that_are_fetched(
 ):
     for function in ("from_hub", "download"):
         monkeypatch.setattr(fetch, function, lambda *_: pytest.fail("fetched"))
-    monkeypatch.setattr("accel.decoders.files.FOLDER", weights.parent)  # where no decoder lies
+    monkeypatch.setattr("accel.decoders.loading.FOLDER", weights.parent)  # where no decoder lies
     with pytest.raises(UsageError, match=words):
         ready(**options_of(weights, **{"vae": "ema", **wrong}))
 

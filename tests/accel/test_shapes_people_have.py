@@ -8,7 +8,7 @@ from forks import refused, succeeds
 from networks import error, identify, small
 
 from accel import Sampler, accelerate
-from accel.decoders.files import find
+from accel.decoders.loading import find
 from accel.errors import UsageError
 from accel.families.dit.network import DiT
 

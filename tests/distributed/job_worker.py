@@ -10,8 +10,8 @@ from functools import partial
 
 import torch
 
-from accel.decoders.files import find, load
-from accel.distributed import distributed, launched
+from accel.decoders.loading import find, load
+from accel.distributed import launched, process_group
 from accel.distributed.placement import Layout, Placement
 from accel.errors import Stopped, UsageError
 from accel.io.progress import Stopwatch
@@ -156,7 +156,7 @@ def stopped_on_0(ranks):
 
 if __name__ == "__main__":
     if len(sys.argv) > 2:
-        distributed.START = timedelta(seconds=float(sys.argv[2]))
-        distributed.PATIENCE = 0.5
+        process_group.START = timedelta(seconds=float(sys.argv[2]))
+        process_group.PATIENCE = 0.5
     with launched.launched_ranks("job_worker.py") as these:
         globals()[sys.argv[1]](these)

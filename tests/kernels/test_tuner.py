@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_linear import case, formula
 
-from accel.io.files import cache_folder
+from accel.io.filesystem import cache_folder
 from accel.kernels.linear import Linear, cublaslt, tuner
 from accel.kernels.linear.cublaslt import Algorithm
 from accel.kernels.linear.tuner import Choice, Tuner

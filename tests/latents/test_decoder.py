@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from accel.decoders.autoencoder_kl import KIND
 from accel.decoders.decoder import Decoder
-from accel.decoders.files import FILES, find
+from accel.decoders.loading import FILES, find
 from accel.errors import UsageError
 from accel.io.output import to_grid, to_uint8
 

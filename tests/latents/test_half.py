@@ -13,8 +13,8 @@ from accel.config.options import Options
 from accel.decoders import DecoderFiles, LatentSpace
 from accel.decoders.autoencoder_kl import KIND, SD_VAE_FT, KLDecoder
 from accel.decoders.autoencoder_kl.half import HalfDecoder
-from accel.decoders.files import FILES, find, load
 from accel.decoders.float16 import REQUIRED_PSNR
+from accel.decoders.loading import FILES, find, load
 from accel.errors import UsageError
 from accel.families import DEMO
 from accel.pipeline import Pipeline, decoder_of

@@ -4,7 +4,7 @@ import torch
 
 from accel import decoders as latents
 from accel.decoders.decoder import Decoder, NoDecoder
-from accel.decoders.files import digest, find, kind_names
+from accel.decoders.loading import digest, find, kind_names
 from accel.io.output import to_uint8
 from accel.pipeline import decoder_of
 

@@ -10,7 +10,7 @@ import torch
 from hub import Hub
 from safetensors.torch import load_file, save_file
 
-from accel.decoders import files
+from accel.decoders import loading
 from accel.errors import UsageError
 
 
@@ -21,7 +21,7 @@ def cache(tmp_path, monkeypatch):
 
 def refused(name):
     with pytest.raises(UsageError) as caught:
-        files.find(str(name))
+        loading.find(str(name))
     message = str(caught.value)
     assert message.startswith("vae") and "\n" not in message
     return message
@@ -39,9 +39,9 @@ def test_missing_and_damaged_folders(folder, tmp_path):
     assert "neither ema nor mse nor a folder" in refused(tmp_path / "pipe")
     (tmp_path / "empty").mkdir()
     assert "must hold config.json" in refused(tmp_path / "empty")
-    os.truncate(folder / files.FILES[1], 1000)
+    os.truncate(folder / loading.FILES[1], 1000)
     assert "truncated" in refused(folder)
-    (folder / files.FILES[1]).unlink()
+    (folder / loading.FILES[1]).unlink()
     assert "must hold config.json" in refused(folder)
     (folder / "diffusion_pytorch_model.bin").write_bytes(pickle.dumps(print, protocol=2))
     assert "would run code (print)" in refused(folder)
@@ -56,28 +56,28 @@ def test_weights_of_another_config_or_kind(folder):
         assert "config.json: " in refused(folder)
     (folder / "config.json").write_text(json.dumps(config | dict(layers_per_block=2)))
     message = refused(folder)
-    assert files.FILES[1] in message and "is not a KLDecoder: no decoder.up_blocks" in message
+    assert loading.FILES[1] in message and "is not a KLDecoder: no decoder.up_blocks" in message
     (folder / "config.json").write_text(json.dumps(config))
-    state = load_file(folder / files.FILES[1])
-    (folder / files.FILES[1]).unlink()
+    state = load_file(folder / loading.FILES[1])
+    (folder / loading.FILES[1]).unlink()
     for wrong in (torch.tensor(3.0), torch.ones(3, dtype=torch.int32)):
         torch.save(state | {"decoder.conv_out.bias": wrong}, folder / "diffusion_pytorch_model.bin")
         assert "decoder.conv_out.bias is" in refused(folder)
 
 
 def test_what_is_loaded_is_the_callers(folder):
-    found = files.find(str(folder))
-    want = files.digest(found)
-    files.load(found, "cpu").decoder.conv_out.bias.zero_()
-    assert files.load(found, "cpu").decoder.conv_out.bias.any() and files.digest(found) == want
+    found = loading.find(str(folder))
+    want = loading.digest(found)
+    loading.load(found, "cpu").decoder.conv_out.bias.zero_()
+    assert loading.load(found, "cpu").decoder.conv_out.bias.any() and loading.digest(found) == want
 
 
-@pytest.mark.parametrize("ask", [lambda space: files.load(space, "cpu"), files.digest])
-@pytest.mark.parametrize("name", files.FILES)
+@pytest.mark.parametrize("ask", [lambda space: loading.load(space, "cpu"), loading.digest])
+@pytest.mark.parametrize("name", loading.FILES)
 def test_a_decoder_that_was_changed_since_it_was_opened_is_refused(name, ask, folder):
     """Never half old, half new. Opened again, the new one is taken."""
-    found = files.find(str(folder))
-    before = files.digest(found)
+    found = loading.find(str(folder))
+    before = loading.digest(found)
     if name == "config.json":
         config = json.loads((folder / name).read_text())
         (folder / name).write_text(json.dumps(config | dict(norm_num_groups=8)))
@@ -88,17 +88,17 @@ def test_a_decoder_that_was_changed_since_it_was_opened_is_refused(name, ask, fo
         UsageError, match="vae=[^\n]*: was changed since it was opened; start again"
     ):
         ask(found)
-    assert files.digest(files.find(str(folder))) != before
+    assert loading.digest(loading.find(str(folder))) != before
 
 
 def test_digest_is_of_the_decoder_and_of_what_its_config_decides(folder):
-    want = files.digest(files.find(folder))
-    state = load_file(folder / files.FILES[1])
+    want = loading.digest(loading.find(folder))
+    state = load_file(folder / loading.FILES[1])
     config = json.loads((folder / "config.json").read_text())
     decoder = {name: tensor for name, tensor in state.items() if "encoder." not in name}
     torch.save(decoder, folder / "diffusion_pytorch_model.bin")
-    (folder / files.FILES[1]).unlink()
-    assert files.digest(files.find(folder)) == want  # another format, without the encoder
+    (folder / loading.FILES[1]).unlink()
+    assert loading.digest(loading.find(folder)) == want  # another format, without the encoder
     digests = {want}
     statistics = dict(latents_mean=[0.0] * 4, latents_std=[1.0] * 4)
     for other in (
@@ -108,23 +108,23 @@ def test_digest_is_of_the_decoder_and_of_what_its_config_decides(folder):
         statistics,
     ):
         (folder / "config.json").write_text(json.dumps(config | other))
-        digests.add(files.digest(files.find(folder)))
+        digests.add(loading.digest(loading.find(folder)))
     assert len(digests) == 5
     (folder / "config.json").write_text(
         json.dumps(config | dict(sample_size=256, force_upcast=False))
     )
-    assert files.digest(files.find(folder)) == want
+    assert loading.digest(loading.find(folder)) == want
 
 
 def test_no_network_names_the_folder_to_fill(monkeypatch, tmp_path):
     """The hub is really asked, through a proxy that refuses."""
-    monkeypatch.setattr(files, "FOLDER", tmp_path)
+    monkeypatch.setattr(loading, "FOLDER", tmp_path)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     for name in ("https_proxy", "HTTPS_PROXY", "http_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     message = refused("mse")
     assert (
-        f"put config.json and {files.FILES[1]}" in message
+        f"put config.json and {loading.FILES[1]}" in message
         and str(tmp_path / "sd-vae-ft-mse") in message
     )
     (tmp_path / "sd-vae-ft-mse").mkdir(parents=True)
@@ -134,14 +134,14 @@ def test_no_network_names_the_folder_to_fill(monkeypatch, tmp_path):
 def test_fetched_from_the_hub(tiny_vae, tmp_path):
     """In a fresh process, because the hub's client reads its environment once."""
     code = (
-        "from accel.decoders import files; files.FOLDER = files.Path('no'); "
-        "print(files.digest(files.find('ema')))"
+        "from accel.decoders import loading; loading.FOLDER = loading.Path('no'); "
+        "print(loading.digest(loading.find('ema')))"
     )
     environment = dict(HF_HUB_CACHE=str(tmp_path), XDG_CACHE_HOME=str(tmp_path))
     with Hub("stabilityai/sd-vae-ft-ema", tiny_vae) as hub:
         environment["HF_ENDPOINT"] = hub.url
         done = forks.run(["-c", code], **environment)
-    assert done.stdout.strip() == files.digest(files.find(tiny_vae)), done.stderr
-    assert sorted(hub.asked) == sorted(files.FILES)
+    assert done.stdout.strip() == loading.digest(loading.find(tiny_vae)), done.stderr
+    assert sorted(hub.asked) == sorted(loading.FILES)
     # cached: the server is gone
     assert forks.run(["-c", code], **environment).stdout == done.stdout

@@ -13,7 +13,7 @@ from networks import pipeline, small
 from PIL import Image
 
 from accel import Sampler
-from accel.decoders.files import find
+from accel.decoders.loading import find
 from accel.errors import USAGE, UsageError
 from accel.families.sit.network import SiT
 from accel.io.output import to_grid

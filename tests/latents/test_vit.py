@@ -16,8 +16,8 @@ from vits import SMALL, random_state, random_statistics, vit_files, written_out
 
 from accel import Sampler
 from accel.decoders.decoder import Decoder
-from accel.decoders.files import digest, find
 from accel.decoders.float16 import REQUIRED_PSNR
+from accel.decoders.loading import digest, find
 from accel.decoders.vit import KIND
 from accel.decoders.vit.network import half_of
 from accel.errors import UsageError

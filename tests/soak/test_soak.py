@@ -25,7 +25,7 @@ from networks import evaluate, network_of, sample
 
 from accel import accelerate
 from accel.families.dit.network import DiT
-from accel.io.files import atomic_write
+from accel.io.filesystem import atomic_write
 from accel.sampling.ancestral import Ancestral
 
 pytestmark = [

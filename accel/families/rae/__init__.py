@@ -8,7 +8,7 @@ Guidance acts on all channels. The shift of the times follows from the size of t
 from math import sqrt
 
 from accel.families import Defaults, Family, dit
-from accel.io.files import weights_folder
+from accel.io.filesystem import weights_folder
 
 FOLDER = weights_folder()
 DECODERS = FOLDER / "decoders/dinov2/wReg_base"

@@ -9,7 +9,7 @@ from typing import Any
 
 from accel.errors import Given, shown
 from accel.families.configuration import Configuration, Entries, Size, plain, warn_uninterpreted
-from accel.io.files import read_json
+from accel.io.filesystem import read_json
 
 # Entry → the original's default, supported value, and the option that replaces it. The option
 # "config" replaces nothing.

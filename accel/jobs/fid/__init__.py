@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from accel.distributed import Ranks
 from accel.errors import Stopped, UsageError, path_errors
-from accel.io.files import cache_folder, require_name, require_writable
+from accel.io.filesystem import cache_folder, require_name, require_writable
 from accel.io.output import to_uint8
 from accel.io.progress import Stopwatch
 from accel.jobs.fid.folder import MACHINE_SETTINGS, Batches, Plan, begin, npz_of, write_pictures

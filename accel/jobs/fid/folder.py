@@ -21,7 +21,7 @@ from PIL import Image
 
 from accel.errors import UsageError, require_equal
 from accel.families import LabelOrder
-from accel.io.files import (
+from accel.io.filesystem import (
     atomic_write,
     read_json,
     read_small,

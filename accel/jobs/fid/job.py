@@ -13,7 +13,7 @@ import torch
 
 from accel import kernels
 from accel.config.options import DEFAULTS, FID, OPTIONS, USER, Options
-from accel.decoders.files import digest
+from accel.decoders.loading import digest
 from accel.distributed import Ranks
 from accel.errors import UsageError
 from accel.families import DEMO, Defaults

@@ -17,7 +17,7 @@ import numpy as np
 
 from accel.errors import Stopped, UsageError
 from accel.io import picture_files
-from accel.io.files import atomic_write, open_regular, read_json, sha256_of, sync_folder
+from accel.io.filesystem import atomic_write, open_regular, read_json, sha256_of, sync_folder
 from accel.jobs.fid.folder import npz_of, picture_name, read_picture
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accel.io.files import cache_folder
+from accel.io.filesystem import cache_folder
 from accel.kernels import cuda, gpu, read_cache, write_cache
 from accel.kernels.linear import cublaslt
 
