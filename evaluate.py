@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 def _crash(*error):
     """End with status 3: Python's own status for a crash is 1, which would say FAIL."""
-    launch.in_a_line(*error)
+    launch.report_and_exit(*error)
     sys.exit(3)
 
 

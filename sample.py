@@ -26,7 +26,7 @@ def make_parser() -> RankParser:
     description = "Sample class-conditional pictures from a diffusion transformer."
     parser = RankParser(prog="sample.py", description=description, epilog=EXAMPLES)
     groups = add_arguments(parser, GRID)
-    groups[SPEED].add_argument("--gpus", **launch.GPUS)
+    groups[SPEED].add_argument("--gpus", **launch.GPUS_FLAG)
     return parser
 
 
@@ -35,7 +35,7 @@ def main() -> None:
     args = parser.parse_args()
     with user_errors(parser):
         options = options_from(args)
-        if launch.STARTED_HERE:
+        if launch.IS_GPUS_RANK:
             from sample_ddp import sample  # a process by itself needs none of it
 
             return sample(options, parser)

@@ -145,17 +145,17 @@ def add_arguments(
     parser: argparse.ArgumentParser,
     *jobs: str,
     ranks: bool = False,
-    leave_out: tuple[str, ...] = (),
+    exclude: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Add a flag for every option of `jobs`, by default of a grid, except those in
-    `leave_out`. A flag that is not given leaves None. Return the groups of --help by name. ranks:
+    `exclude`. A flag that is not given leaves None. Return the groups of --help by name. ranks:
     for a command of many ranks.
     """
     groups: dict[str, Any] = {}
     for option in OPTIONS.values():
         names = option.flag_names(ranks)
         wanted = {*option.jobs} & {*(jobs or (GRID,))}
-        if not wanted or option.name in leave_out or not names:
+        if not wanted or option.name in exclude or not names:
             continue
         if option.group not in groups:
             groups[option.group] = parser.add_argument_group(option.group)
@@ -186,13 +186,13 @@ def options_from(args: argparse.Namespace) -> Options:
     options = Options(**given)
     for name in options:
         if options.job not in OPTIONS[name].jobs:
-            raise UsageError(ELSEWHERE[options.job], parameter=name)
+            raise UsageError(WRONG_JOB_ERRORS[options.job], parameter=name)
     rules.check(options)
     return options
 
 
 # Problem and remedy of an option that the other job has.
-ELSEWHERE = {
+WRONG_JOB_ERRORS = {
     GRID: "is for an FID job, and this makes one grid at `output`; add `num_fid_samples`, or drop "
     "it",
     FID: "has no meaning with `num_fid_samples`, which draws its labels and fills a folder; drop "

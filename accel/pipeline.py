@@ -46,13 +46,13 @@ if TYPE_CHECKING:  # chooses GEMMs: other tiers need not wait for it
 
 log = logging.getLogger(__name__)
 
-ALL = (slice(None),)
-ALONE = Placement()
+ALL_LABELS = (slice(None),)
+SINGLE_PROCESS = Placement()
 TOO_LARGE = "the pictures do not fit in free GPU memory; sample fewer at a time"
 
 
 @contextmanager
-def enough_memory(too_large: str) -> Iterator[None]:
+def memory_errors(too_large: str) -> Iterator[None]:
     """Raise UsageError(too_large) where the block runs out of GPU memory."""
     try:
         yield
@@ -61,7 +61,7 @@ def enough_memory(too_large: str) -> Iterator[None]:
 
 
 def free_memory(device: torch.device) -> None:
-    """Free the memory of a network that nothing refers to any more, with its captured
+    """Free the memory of a network that nothing refers to any more, with its use_graph
     steps.
     """
     if device.type == "cuda":
@@ -85,7 +85,7 @@ class Pipeline:
     tier: str
     device: torch.device
     side: int
-    placement: Placement = ALONE
+    placement: Placement = SINGLE_PROCESS
     too_large: str = TOO_LARGE
 
     @classmethod
@@ -94,7 +94,7 @@ class Pipeline:
         run: Run,
         sizes: Iterable[int] = (1,),
         *,
-        placement: Placement = ALONE,
+        placement: Placement = SINGLE_PROCESS,
         tuner: "Tuner | None" = None,
         keep_guide: bool = False,
         too_large: str = TOO_LARGE,
@@ -110,14 +110,14 @@ class Pipeline:
         if isinstance(run.guidance, Unguided) and not keep_guide:
             guide = None  # it would not be evaluated
         batch = _batch(run, placement, sizes)
-        with precision.arithmetic(run.tier), enough_memory(too_large):
+        with precision.arithmetic(run.tier), memory_errors(too_large):
             network, tier = _load_checked(run, guide, run.tier, batch, tuner)
         decoder = None
         if run.space.decoder is not None:
-            otherwise = precision.float32_decoder(run.tier, run.device)
+            fallback = precision.float32_decoder(run.tier, run.device)
             # An FID job may spend seconds at the start to decode each picture faster.
             wanted = run["vae_precision"]
-            decoder = decoder_of(run.space, run.device, wanted, otherwise, run.is_fid_job)
+            decoder = decoder_of(run.space, run.device, wanted, fallback, run.is_fid_job)
         return cls(
             network,
             run.process,
@@ -135,7 +135,7 @@ class Pipeline:
         """Return the tier, the hardware and torch's version, in words."""
         return [self.tier, hardware(self.device), f"torch {torch.__version__}"]
 
-    def with_(self, **parts: Any) -> "Pipeline":
+    def replaced(self, **parts: Any) -> "Pipeline":
         """Return a pipeline with other parts, such as process= or guidance=. It shares the
         network, its memory and its captured steps.
         """
@@ -145,7 +145,7 @@ class Pipeline:
         self,
         labels: Sequence[int],
         seed: int | Sequence[int],
-        batches: Sequence[slice] = ALL,
+        batches: Sequence[slice] = ALL_LABELS,
         on_step: OnStep | None = None,
         noise: Tensor | None = None,
     ) -> Tensor:
@@ -181,7 +181,7 @@ class Pipeline:
             if on_step is not None:
                 on_step(index, x)
 
-        with precision.arithmetic(self.tier), enough_memory(self.too_large):
+        with precision.arithmetic(self.tier), memory_errors(self.too_large):
             latents = denoise(
                 self.network, self.process, self.guidance, z, labels, draw, on_step=after_step
             )
@@ -216,7 +216,7 @@ class Pipeline:
             out = self.network.forward(x, torch.full(y.shape, t, device=x.device), y)
         return self.process.finished(x, t, guidance.combine(out, guidance.scale)[:, : x.shape[1]])
 
-    def warm_up(self, labels: Sequence[int], batches: Sequence[slice] = ALL) -> None:
+    def warm_up(self, labels: Sequence[int], batches: Sequence[slice] = ALL_LABELS) -> None:
         """Make each kind of step of `latents` once, with each number of labels in a slice
         and each guidance: on a GPU this compiles kernels, chooses algorithms and captures
         graphs.
@@ -233,10 +233,10 @@ class Pipeline:
                 continue
             sizes.add(len(labels[part]))
             noise = self._noise(labels, 0, part)
-            with precision.arithmetic(self.tier), enough_memory(self.too_large):
+            with precision.arithmetic(self.tier), memory_errors(self.too_large):
                 denoise(self.network, self.process, self.guidance, *noise, steps=[*first.values()])
 
-    def like(self, source: Source) -> BlockNetwork:
+    def network_from(self, source: Source) -> BlockNetwork:
         """Return a network of the same tier and shape with other weights, to copy them from; a
         guide is not among them. Raises UsageError if they overflow the tier.
         """
@@ -256,13 +256,13 @@ class Pipeline:
         """
         y = torch.tensor(labels, device=self.device)[part]
         if isinstance(seed, int):
-            z, draw = self._drawn(len(labels), seed, part)
+            z, draw = self._draw_noise(len(labels), seed, part)
             return z, y, draw
-        alone = [self._drawn(1, of_label) for of_label in seed[part]]
+        alone = [self._draw_noise(1, of_label) for of_label in seed[part]]
         z = torch.cat([z for z, _ in alone])
         return z, y, lambda: torch.cat([draw() for _, draw in alone])
 
-    def _drawn(self, n, seed, part=slice(None)):
+    def _draw_noise(self, n, seed, part=slice(None)):
         """Return z and the function that draws a step's noise, for a slice of n pictures."""
         generator = torch.Generator(self.device).manual_seed(seed)  # for this run only
         z = initial_noise(n, self.network.in_channels, self.side, generator)
@@ -288,19 +288,19 @@ def decoder_of(
     space: LatentSpace,
     device: torch.device,
     precision: str = "fp32",
-    otherwise: str = "fp32",
-    captured: bool = False,
+    fallback: str = "fp32",
+    use_graph: bool = False,
 ) -> Decoder | NoDecoder:
     """Return the decoder of a space, in fp32, tf32 or fp16.
 
-    otherwise, captured: for fp16, as Float16Decoder takes them.
+    fallback, use_graph: for fp16, as Float16Decoder takes them.
     """
-    if space.files.kind.without_files is not None:
+    if space.files.kind.builtin_space is not None:
         return NoDecoder(space)
     if precision == "fp16":
         from accel.decoders.float16 import Float16Decoder  # float32 needs none
 
-        return Float16Decoder(space, device, otherwise, captured)
+        return Float16Decoder(space, device, fallback, use_graph)
     return Decoder(space, device, precision)
 
 

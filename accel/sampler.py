@@ -177,11 +177,11 @@ class Sampler:
                 names = {} if self._held is None else {"renamed": self._held.renamed}
                 given = Given("refresh", "")
                 source = of_state(given, model, self.run.spec, pipeline.side, **names)
-                network = pipeline.like(source)
+                network = pipeline.network_from(source)
             else:
                 held = HeldModule(model)
                 self._require_alike(held)
-                network = pipeline.like(held.source)
+                network = pipeline.network_from(held.source)
                 if self._check:
                     require_same(network, held, pipeline.tier, pipeline.side)
             pipeline.network.parts[0].copy_weights(network)
@@ -279,7 +279,7 @@ class Sampler:
             if noise is not None:
                 shape = (run.count, run.space.channels, pipeline.side, pipeline.side)
                 noise = _floats("noise", noise, shape, pipeline.device)
-            pipeline = pipeline.with_(process=run.process, guidance=run.guidance)
+            pipeline = pipeline.replaced(process=run.process, guidance=run.guidance)
             batches = batches_of(run)
             steps = pipeline.process.steps * len(batches)
             with step_bar(steps, pipeline.device, disable=not progress) as on_step:

@@ -261,7 +261,7 @@ def main() -> None:
     own = own_arguments()
     parser = cli.OneLineParser(description=__doc__.splitlines()[0], parents=[own])
     left_out = "precision", "output", "output_type", "seed_list"
-    cli.add_arguments(parser, GRID, FID, leave_out=left_out)
+    cli.add_arguments(parser, GRID, FID, exclude=left_out)
     args = parser.parse_args()
     args.flags = own.parse_known_args()[1]  # of sample.py
     with (
@@ -274,7 +274,7 @@ def main() -> None:
         args.ranks = ranks
         args.folder = Path(folder)
         options = cli.options_from(args)
-        device = choose_device(ranks.take_device(args.device))
+        device = choose_device(ranks.claim_device(args.device))
         if args.seen_as:
             contexts.enter_context(gpu.seen_as(divmod(round(10 * args.seen_as), 10)))
         every = [tier for tier in precision.TIERS if precision.supports(tier, device)]

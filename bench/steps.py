@@ -358,7 +358,7 @@ def judge_of(seeds: int, run: Run, count: int = 64) -> Callable[..., dict]:
     labels = [index % demo.spec.num_classes for index in range(count)]
 
     def pictures(network, tier):
-        pipeline = reference.with_(network=network, tier=tier)
+        pipeline = reference.replaced(network=network, tier=tier)
         latents = [pipeline.latents(labels, seed) for seed in range(seeds)]
         pixels = reference.decode(torch.cat(latents))  # in fp32 in every tier
         return to_uint8(pixels, reference.decoder.to_uint8_range).numpy()
@@ -470,7 +470,7 @@ def layouts(args: Namespace, run: Run, record: dict) -> Iterator[dict]:
     pictures and layout. Yield each row.
     """
     ranks = args.ranks
-    ranks.open_collectives()
+    ranks.connect_collectives()
     model = grid.load(run).network.model
     record |= dict(kind="parallel", gpus=ranks.world, load_seconds=args.load, plans=[])
     record |= dict(link=link(ranks, run.device), shape=shape_of(model, run))
@@ -517,7 +517,7 @@ def layouts_of(
         if layout.tokens > 1:
             # Ranks find each other's memory by counting, so all must map memory equally often.
             fits &= layout.ranks == world > pictures and tokens % layout.tokens == 0
-            fits &= not parallel.undivided(tier, network.stages)
+            fits &= not parallel.token_split_obstacle(tier, network.stages)
         if fits:
             yield str(layout), layout, layout.ranks
 

@@ -67,7 +67,7 @@ LOOPBACK = "127.0.0.1"
 USER = "dit"  # of --host
 MOST = 8  # pictures
 PREVIEWS = 6  # estimates during a run, an evaluation each
-LEFT_OUT = "output", "output_type", "seed_list", "batch_size", "eta"
+EXCLUDED_OPTIONS = "output", "output_type", "seed_list", "batch_size", "eta"
 NAMES = dict(
     labels="Classes",
     seed="Seed",
@@ -203,7 +203,7 @@ class Studio:
             self.loaded.clear()
             free_memory(run.device)
             self.loaded[key] = load(run, keep_guide=True)
-        return self.loaded[key].with_(process=run.process, guidance=run.guidance)
+        return self.loaded[key].replaced(process=run.process, guidance=run.guidance)
 
     def serve(self, work: Callable, outputs: list, *values: object) -> Iterator[dict]:
         """Run work(say, *values) in the thread. Yield values of `outputs`: its status
@@ -402,7 +402,7 @@ def main() -> None:
     parser = OneLineParser(
         prog="page.py", description="A page for the browser: sample and compare pictures."
     )
-    add_arguments(parser, leave_out=LEFT_OUT)
+    add_arguments(parser, exclude=EXCLUDED_OPTIONS)
     parser.add_argument(
         "--port", type=port_of, help="of the address; default: the first free one from 7860 on"
     )

@@ -22,9 +22,9 @@ class DecoderKind:
     """A kind of decoder. A kind with files defines all methods but those with a default."""
 
     # Of a kind without files, which is given by its name: latents are pixels then.
-    without_files: "LatentSpace | None" = None
+    builtin_space: "LatentSpace | None" = None
 
-    def holds(self, content: Mapping[str, Any]) -> bool:
+    def matches(self, content: Mapping[str, Any]) -> bool:
         """Return whether a decoder is of this kind. content: of its file, or of the config.json
         of its folder.
         """
@@ -55,11 +55,11 @@ class DecoderKind:
     def compile_half(self, device: "torch.device") -> None:
         """Compile the kernels of `half` ahead."""
 
-    at_once = 1  # pictures that `half` decodes fastest together
+    half_batch_size = 1  # pictures that `half` decodes fastest together
 
     def half(self, network: Any) -> "Callable[[Tensor], Tensor] | None":
         """Return the decoder in float16, None if there is none. network: from `build`, with values.
-        It gets one picture, or `at_once` where that gives the bits of each picture alone.
+        It gets one picture, or `half_batch_size` where that gives the bits of each picture alone.
         """
         return None
 

@@ -17,20 +17,20 @@ log = logging.getLogger(__name__)
 # contest's threshold is 40: at 60 the decoder's share of the allowed mean squared error
 # is a hundredth. Decoders that float16 suits reach 70 to 80.
 REQUIRED_PSNR = 60.0
-CHECKED_PIXELS = 256  # of a side
+CHECK_SIDE = 256  # of a side
 NAMES = {"fp32": "float32", "tf32": "float32 with TF32 convolutions"}
 
 
 class Float16Decoder(Decoder):
     """The decoder of a latent space in float16.
 
-    otherwise: fp32 or tf32, used where float16 fails. captured: on a GPU float16 is replayed as a
+    fallback: fp32 or tf32, used where float16 fails. use_graph: on a GPU float16 is replayed as a
     CUDA graph, the same bits; the capture takes as long as some pictures.
 
     float16 is compared with float32 once, at loading, on noise of a generator of its own.
     So the outcome depends on the weights alone: every rank and every restart finds the
     same, and the run's random stream is untouched. If float16 overflows or stays below
-    REQUIRED_PSNR, a line is printed and `precision` becomes `otherwise`. A single picture
+    REQUIRED_PSNR, a line is printed and `precision` becomes `fallback`. A single picture
     that overflows later is decoded in float32: its bits, too, depend on its latents and
     the weights alone. Several pictures are decoded at once where noise shows that this gives the
     same bits.
@@ -40,13 +40,13 @@ class Float16Decoder(Decoder):
         self,
         space: LatentSpace,
         device: torch.device,
-        otherwise: str = "fp32",
-        captured: bool = False,
+        fallback: str = "fp32",
+        use_graph: bool = False,
     ):
         super().__init__(space, device, "fp16")
-        self.otherwise = otherwise
-        self.captured = captured
-        self.at_once = 1  # pictures that float16 decodes together
+        self.fallback = fallback
+        self.use_graph = use_graph
+        self.batch_size = 1  # pictures that float16 decodes together
         self._warned = False
 
     def load(self) -> "Float16Decoder":
@@ -59,13 +59,13 @@ class Float16Decoder(Decoder):
         half = self.kind.half(self.network)
         problem = "has no float16 version" if half is None else self._problem(half)
         if half is None or problem:
-            self.use_float32(self.otherwise)
-            log.warning(f"this decoder {problem}: decoding in {NAMES[self.otherwise]}")
+            self.use_float32(self.fallback)
+            log.warning(f"this decoder {problem}: decoding in {NAMES[self.fallback]}")
             return self
         if self.device.type == "cuda" and self._is_batch_invariant(half):
-            self.at_once = self.kind.at_once
-        captured = self.captured and self.device.type == "cuda"
-        self.half = GraphedFunction(half) if captured else half
+            self.batch_size = self.kind.half_batch_size
+        use_graph = self.use_graph and self.device.type == "cuda"
+        self.half = GraphedFunction(half) if use_graph else half
         return self
 
     @torch.inference_mode()
@@ -73,7 +73,7 @@ class Float16Decoder(Decoder):
         """Return whether a batch of the kind's size decodes noise to the bits of each picture
         alone, and of pictures in another order.
         """
-        count = self.kind.at_once
+        count = self.kind.half_batch_size
         if count == 1:
             return False
         z = self.space.to_decoder(self._noise(count))
@@ -87,7 +87,7 @@ class Float16Decoder(Decoder):
 
     def _noise(self, count: int) -> Tensor:
         """Return latents of noise from a generator of its own."""
-        side = self.space.side or CHECKED_PIXELS // self.space.factor
+        side = self.space.side or CHECK_SIDE // self.space.factor
         generator = torch.Generator(self.device).manual_seed(0)
         shape = (count, self.space.channels, side, side)
         return torch.randn(shape, generator=generator, device=self.device)
@@ -112,30 +112,30 @@ class Float16Decoder(Decoder):
     def pixels(self, latents: Tensor) -> Tensor:
         if self.half is None:
             return self.in_float32(latents, self.precision)
-        pixels = self._by_half(latents)
+        pixels = self._float16_pixels(latents)
         failed = not_finite(pixels)
         if failed:
             if not self._warned:
                 log.warning(
                     "a picture overflows the float16 decoder; such pictures are decoded in "
-                    f"{NAMES[self.otherwise]}"
+                    f"{NAMES[self.fallback]}"
                 )
                 self._warned = True
-            pixels[failed] = self.in_float32(latents[failed], self.otherwise)
+            pixels[failed] = self.in_float32(latents[failed], self.fallback)
         return pixels
 
-    def _by_half(self, latents):
+    def _float16_pixels(self, latents):
         """Return the pixels in float16, of batches of one size: a captured graph is kept for each.
 
         A last batch is filled up with copies, unless few pictures are left.
         """
-        if self.at_once == 1:
+        if self.batch_size == 1:
             return self.each(self.half, latents)
         pixels = []
-        for part in latents.split(self.at_once):
-            if 4 * len(part) < self.at_once:
+        for part in latents.split(self.batch_size):
+            if 4 * len(part) < self.batch_size:
                 pixels.append(self.each(self.half, part))
                 continue
-            numbers = torch.arange(self.at_once, device=part.device).clamp(max=len(part) - 1)
+            numbers = torch.arange(self.batch_size, device=part.device).clamp(max=len(part) - 1)
             pixels.append(self.half(self.space.to_decoder(part[numbers]))[: len(part)])
         return torch.cat(pixels)

@@ -50,7 +50,7 @@ def recognise(name: str) -> tuple[Path, DecoderKind]:
     """Return the path of a decoder, which is fetched if it is published, and its kind. name: as for
     `find`. Raises UsageError.
     """
-    if name in kind_names() and kind_of(name).without_files:
+    if name in kind_names() and kind_of(name).builtin_space:
         return Path(name), kind_of(name)
     path = _locate(name)
     return path, _recognise(path, _content(path))
@@ -59,14 +59,14 @@ def recognise(name: str) -> tuple[Path, DecoderKind]:
 def find(name: str, statistics: str | None = None) -> LatentSpace:
     """Return the latent space of a decoder, with its files.
 
-    name: a folder or a file that one of the kinds holds, a diffusers pipeline's root with vae/
+    name: a folder or a file that a kind matches, a diffusers pipeline's root with vae/
     in it, a hub id, or ema or mse: pretrained_models/sd-vae-ft-NAME, else the hub's
     stabilityai/sd-vae-ft-NAME, which is fetched; or pixels. statistics: a file of the latents'
     mean and deviation; default: the one beside a decoder that says none. Raises UsageError.
     """
     path, kind = recognise(str(name))
-    if kind.without_files:
-        return kind.without_files
+    if kind.builtin_space:
+        return kind.builtin_space
     files = DecoderFiles(path, _stamps(kind, path, statistics), kind, statistics)
     return kind.space(files, _read(files)[0])
 
@@ -132,12 +132,11 @@ def _recognise(path, content):
     """Return the kind of a decoder. Kinds after it in the alphabet are not imported."""
     for name in kind_names():
         kind = kind_of(name)
-        if kind.holds(content):
+        if kind.matches(content):
             return kind
     described = content.get("_class_name") or content.get("model_type") or "something else"
     raise UsageError(
-        f"holds no decoder of a kind that is known here ({', '.join(kind_names())}), but "
-        f"{shown(described)}",
+        f"contains no decoder of a known kind ({', '.join(kind_names())}), but {shown(described)}",
         parameter="vae",
         value=_first_file(path),
     )
@@ -155,7 +154,7 @@ def load(space: LatentSpace, device: torch.device | str) -> torch.nn.Module:
         name: tensor.to(device, torch.float32, copy=True, memory_format=torch.contiguous_format)
         for name, tensor in state.items()
     }
-    _read.cache_clear()  # it holds the mapped files
+    _read.cache_clear()  # it keeps the mapped files open
     require_unchanged(space.files)
     decoder.load_state_dict(state, assign=True)
     return decoder.eval().requires_grad_(False)
@@ -166,7 +165,7 @@ def digest(space: LatentSpace) -> str:
     numbers, the entries of config.json that the decoder takes, and its weights, whose own
     digest the cache folder keeps for later runs. Of a kind without files: its name.
     """
-    if space.files.kind.without_files is not None:
+    if space.files.kind.builtin_space is not None:
         return str(space.files.path)
     from accel.tensors.digests import cached_digest  # a grid needs none
 

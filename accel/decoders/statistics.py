@@ -11,8 +11,8 @@ from accel.errors import UsageError
 from accel.tensors.latent_statistics import mean_and_deviation
 from accel.tensors.tensor_files import read_tensors
 
-LARGEST = 1e6  # of statistics, far beyond any
-LEAST = {"mean": -LARGEST, "std": 1 / LARGEST, "var": 0.0}
+MAX_MAGNITUDE = 1e6  # of statistics, far beyond any
+MINIMUM = {"mean": -MAX_MAGNITUDE, "std": 1 / MAX_MAGNITUDE, "var": 0.0}
 
 
 def read_statistics(file: Path, spread: str, shape: tuple[int, ...]) -> list[Tensor]:
@@ -26,7 +26,7 @@ def read_statistics(file: Path, spread: str, shape: tuple[int, ...]) -> list[Ten
         content = {"mean": mean, "std": deviation, "var": deviation.square()}
     elif spread == "var" and content.get("mean") is None:
         content = {**content, "mean": torch.zeros(shape)}
-    found = []
+    statistics = []
     for name in ("mean", spread):
         value = content.get(name)
         if not isinstance(value, Tensor) or not value.is_floating_point():
@@ -46,15 +46,15 @@ def read_statistics(file: Path, spread: str, shape: tuple[int, ...]) -> list[Ten
                 parameter="latent_stats",
                 value=file,
             )
-        if not ((value >= LEAST[name]) & (value <= LARGEST)).all():
+        if not ((value >= MINIMUM[name]) & (value <= MAX_MAGNITUDE)).all():
             raise UsageError(
                 f"holds values that are no {name}",
                 "compute it again",
                 parameter="latent_stats",
                 value=file,
             )
-        found.append(value)
-    return found
+        statistics.append(value)
+    return statistics
 
 
 def with_statistics(space: LatentSpace, file: str | Path) -> LatentSpace:

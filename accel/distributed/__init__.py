@@ -90,19 +90,19 @@ class Ranks:
 
     # ---- devices ----
 
-    def take_device(self, wanted: str | None) -> str | None:
+    def claim_device(self, wanted: str | None) -> str | None:
         """Return the name of this rank's device. wanted: as the user gave it. A process by
         itself may take any.
         """
         return wanted
 
-    def peers(self) -> bool:
+    def has_peer_access(self) -> bool:
         """Return whether every rank's GPU can write into every other's memory."""
         return False
 
     # ---- network evaluations that ranks share ----
 
-    def open_collectives(self) -> None:
+    def connect_collectives(self) -> None:
         """Start to connect the GPUs in a thread, while weights are loaded. Here: no-op."""
 
     def share(self, network: "BlockNetwork", layout: "Layout") -> "Network":
@@ -112,7 +112,7 @@ class Ranks:
         """
         return network
 
-    def own_pictures(self, latents: "Tensor", n: int, placement: "Placement") -> "Tensor":
+    def local_shard(self, latents: "Tensor", n: int, placement: "Placement") -> "Tensor":
         """Return the latents of this rank's own pictures, of n. latents: of the slices
         `placement.batches`. Raises RuntimeError if ranks that share evaluations computed
         different latents.

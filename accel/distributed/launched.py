@@ -30,28 +30,28 @@ from accel.errors import (
 from accel.launch import signals
 
 
-class Numbers(NamedTuple):
-    """The numbers that a launcher gives to a process."""
+class RankInfo(NamedTuple):
+    """The ranks that a launcher assigns to a process."""
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0  # on its node
 
 
-def numbers() -> Numbers:
-    """Return the numbers that torchrun or srun set in the environment; without either, those
+def rank_info() -> RankInfo:
+    """Read the rank that torchrun or srun set in the environment; without either, that
     of a process by itself. Raises UsageError for values that no launcher sets.
     """
     if "RANK" in os.environ:
         world = _integer("WORLD_SIZE", 1, 2**31)
         rank = _integer("RANK", 0, world)
         local_rank = _integer("LOCAL_RANK", 0, world) if "LOCAL_RANK" in os.environ else 0
-        return Numbers(rank, world, local_rank)
+        return RankInfo(rank, world, local_rank)
     if signals.is_task_of_srun():  # a batch script's own environment has no step
         world = _integer("SLURM_STEP_NUM_TASKS", 1, 2**31)
         rank = _integer("SLURM_PROCID", 0, world)
-        return Numbers(rank, world, _integer("SLURM_LOCALID", 0, world))
-    return Numbers()
+        return RankInfo(rank, world, _integer("SLURM_LOCALID", 0, world))
+    return RankInfo()
 
 
 def _integer(name, least, end):
@@ -103,19 +103,19 @@ def _join():
     """Join the job that this process was started in. Raises UsageError if its ranks do not
     connect.
     """
-    mine = numbers()
-    if mine.world == 1:
+    info = rank_info()
+    if info.world == 1:
         return Ranks()
     from accel.distributed.process_group import connect  # a process by itself does without
 
     _set_address(os.environ)
-    launch.end_with_parent()
+    launch.die_with_parent()
     # gloo prints a line per rank and group: hide it, and all output of other ranks than 0.
-    printed = os.dup(1) if mine.rank == 0 else os.open(os.devnull, os.O_WRONLY)
+    printed = os.dup(1) if info.rank == 0 else os.open(os.devnull, os.O_WRONLY)
     coding = dict(encoding=sys.stdout.encoding, errors=sys.stdout.errors)
     sys.stdout = os.fdopen(printed, "w", buffering=1, **coding)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    return connect(*mine)
+    return connect(*info)
 
 
 @contextmanager
@@ -160,7 +160,7 @@ def _fail(ranks, program, error, worded) -> NoReturn:
     if isinstance(error, SystemExit):  # after a signal
         ranks.first_failure(error.code)
         _exit(error.code)
-    if launch.STARTED_HERE:
+    if launch.IS_GPUS_RANK:
         # If a killed rank is the cause, the parent says so, and ends this one before it
         # complains.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

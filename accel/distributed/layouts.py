@@ -8,7 +8,7 @@ from accel.errors import UsageError, shown
 
 # A rank keeps this much of a row, tokens × width. Measured on two ranks: dividing 1024 tokens of
 # width 1152 is faster, and 256 of width 4096; 256 of width 1152 is not.
-LEAST = 1 << 19
+MIN_SHARE = 1 << 19
 
 
 def parse(text: str) -> Layout:
@@ -16,13 +16,6 @@ def parse(text: str) -> Layout:
     values: dict[str, int] = {}
     for item in text.split(","):
         name, _, value = item.partition("=")
-        if name == "exchange":
-            raise UsageError(
-                "the exchange of tokens is chosen by itself now",
-                "leave exchange out",
-                parameter="parallel",
-                value=shown(text),
-            )
         count = value.isdecimal() and len(value) < 5 and int(value) > 0
         if name not in Layout._fields or name in values or not count:
             wrong = shown("=".join((name or "nothing", value)))
@@ -48,7 +41,7 @@ def check(layout: Layout, tokens: int, world: int) -> None:
 
 
 def choose(
-    pictures: int, at_once: int | None, copies: int, world: int, tokens: int, width: int
+    pictures: int, batch_size: int | None, copies: int, world: int, tokens: int, width: int
 ) -> Layout:
     """Return the layout of fewer pictures than ranks by which each rank computes least. Of equals
     it is the one that divides tokens among fewer ranks, since batch rows exchange nothing before
@@ -58,12 +51,14 @@ def choose(
     the network.
     """
     columns = [
-        n for n in range(1, world + 1) if n == 1 or tokens % n == 0 and tokens // n * width >= LEAST
+        n
+        for n in range(1, world + 1)
+        if n == 1 or tokens % n == 0 and tokens // n * width >= MIN_SHARE
     ]
 
     def load(layout):
         placement = Placement(layout, world)
-        batches = placement.batches(pictures, at_once)
+        batches = placement.batches(pictures, batch_size)
         rows = sum(prod(placement.rows(batch.stop - batch.start, copies)) for batch in batches)
         return rows / layout.tokens
 

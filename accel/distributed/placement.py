@@ -58,23 +58,23 @@ class Placement(NamedTuple):
         slices = [self._replace(rank=rank).pictures(n) for rank in range(self.world)]
         return [len(range(n)[pictures]) for pictures in slices]
 
-    def batches(self, n: int, at_once: int | None = None) -> list[slice]:
+    def batches(self, n: int, batch_size: int | None = None) -> list[slice]:
         """Return the slices of n pictures that this rank denoises one after the other,
-        each of at most `at_once`: its own pictures, or all pictures if ranks share
+        each of at most `batch_size`: its own pictures, or all pictures if ranks share
         evaluations.
         """
         pictures = self.pictures(n)
         if self.shared and self.rank < self.busy:
             pictures = slice(n)
         first, end, _ = pictures.indices(n)
-        size = at_once or max(1, end - first)
+        size = batch_size or max(1, end - first)
         return [slice(start, min(start + size, end)) for start in range(first, end, size)]
 
-    def sizes(self, n: int, at_once: int | None = None) -> set[int]:
+    def sizes(self, n: int, batch_size: int | None = None) -> set[int]:
         """Return the numbers of pictures in the slices of `batches`, of all ranks."""
         sizes: set[int] = set()
         for rank in range(self.busy):
-            batches = self._replace(rank=rank).batches(n, at_once)
+            batches = self._replace(rank=rank).batches(n, batch_size)
             sizes.update(batch.stop - batch.start for batch in batches)
         return sizes
 

@@ -27,13 +27,13 @@ from accel.errors import UsageError
 from accel.kernels import cuda
 from accel.runtime.network import BlockNetwork, Network
 
-PATIENCE = 10  # seconds after which a rank says that it waits for others
-START = timedelta(minutes=10)  # limit for all ranks to start and connect
+NOTICE_DELAY_S = 10  # seconds after which a rank says that it waits for others
+CONNECT_TIMEOUT = timedelta(minutes=10)  # limit for all ranks to start and connect
 # Limit for one rank to wait for another, whose share of an FID job may be larger.
-WAIT = timedelta(days=1)
+EXCHANGE_TIMEOUT = timedelta(days=1)
 
 
-class _AgreedError(UsageError):
+class _SharedError(UsageError):
     """A UsageError that every rank raises."""
 
 
@@ -43,12 +43,12 @@ def connect(rank: int, world: int, local_rank: int) -> "DistributedRanks":
     """
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    notice = _still_waiting(rank, world, address)
-    waiting = Timer(PATIENCE, print, [notice], {"file": sys.stderr})
+    notice = _waiting_notice(rank, world, address)
+    waiting = Timer(NOTICE_DELAY_S, print, [notice], {"file": sys.stderr})
     waiting.daemon = True
     waiting.start()
     try:
-        store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=START))
+        store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=CONNECT_TIMEOUT))
         if os.environ.get("GROUP_WORLD_SIZE") == "1":  # nodes count attempts differently
             # torchrun --max-restarts may keep its store, with the addresses and the failure
             # of the ranks that ended.
@@ -59,7 +59,7 @@ def connect(rank: int, world: int, local_rank: int) -> "DistributedRanks":
             store=dist.PrefixStore("group", store),
             rank=rank,
             world_size=world,
-            timeout=START,
+            timeout=CONNECT_TIMEOUT,
         )
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
@@ -68,16 +68,16 @@ def connect(rank: int, world: int, local_rank: int) -> "DistributedRanks":
         ) from None
     finally:
         waiting.cancel()
-    store.set_timeout(WAIT)
-    dist.group.WORLD.set_timeout(WAIT)  # type: ignore[union-attr]
+    store.set_timeout(EXCHANGE_TIMEOUT)
+    dist.group.WORLD.set_timeout(EXCHANGE_TIMEOUT)  # type: ignore[union-attr]
     # A connection serves one thread.
     return DistributedRanks(rank, world, local_rank, dist.PrefixStore("job", store.clone()))
 
 
-def _still_waiting(rank: int, world: int, address: str) -> str:
+def _waiting_notice(rank: int, world: int, address: str) -> str:
     """Return the notice of a rank that waits for others."""
     others = f"the other {world - 1}" if world > 2 else f"rank {1 - rank}"
-    minutes = START.seconds // 60
+    minutes = CONNECT_TIMEOUT.seconds // 60
     return (
         f"rank {rank} of {world}: waits for {others} to connect at {address}, at most {minutes} "
         "minutes"
@@ -87,7 +87,7 @@ def _still_waiting(rank: int, world: int, address: str) -> str:
 class DistributedRanks(Ranks):
     """This process among the ranks of its job. `connect` makes it.
 
-    device: of this rank, since `take_device`.
+    device: of this rank, since `claim_device`.
     """
 
     device: torch.device
@@ -115,13 +115,13 @@ class DistributedRanks(Ranks):
         try:
             if only in (None, self.rank):
                 result = work()
-        except _AgreedError:
+        except _SharedError:
             raise
         except UsageError as error:
             message = error.marked
         lines = self._agree(message, only)
         if lines:
-            raise _AgreedError("\n".join(lines))
+            raise _SharedError("\n".join(lines))
         return result
 
     def _agree(self, message, only):
@@ -146,7 +146,7 @@ class DistributedRanks(Ranks):
 
     # ---- devices and collectives ----
 
-    def take_device(self, wanted: str | None) -> str:
+    def claim_device(self, wanted: str | None) -> str:
         """Return the name of this rank's device: the CPU, or a GPU that no other rank has.
         Raises UsageError for a rank without a GPU, for ranks that share one, and for other
         kinds of devices.
@@ -172,7 +172,7 @@ class DistributedRanks(Ranks):
         index = self.local_rank % max(visible, 1)
         uuid = str(torch.cuda.get_device_properties(index).uuid) if visible else None
         gpus = self.all_gather_object((socket.gethostname(), uuid))
-        if not (wanted or launch.STARTED_HERE or any(uuid for _, uuid in gpus)):
+        if not (wanted or launch.IS_GPUS_RANK or any(uuid for _, uuid in gpus)):
             return "cpu"
         self.run_collectively(lambda: self._require_own_gpu(gpus))
         return f"cuda:{index}"
@@ -191,7 +191,7 @@ class DistributedRanks(Ranks):
                 "--ntasks-per-node)"
             )
 
-    def open_collectives(self) -> None:
+    def connect_collectives(self) -> None:
         if self.device.type == "cuda":  # NCCL takes a second to connect
             self._connecting = ThreadPoolExecutor(1).submit(self._connect_gpus)
 
@@ -200,11 +200,11 @@ class DistributedRanks(Ranks):
         dist.all_reduce(torch.zeros(1, device=self.device))  # the first collective connects
 
     def _wait_for_collectives(self):
-        """Wait until `open_collectives` is done."""
+        """Wait until `connect_collectives` is done."""
         if self._connecting is not None:
             self._connecting.result()
 
-    def peers(self) -> bool:
+    def has_peer_access(self) -> bool:
         if self.device.type != "cuda":
             return False
         here = self.device.index or 0
@@ -227,7 +227,7 @@ class DistributedRanks(Ranks):
         # Ranks that share the tokens of the same batch rows: on one host if they fit.
         neighbours = [range(first, first + columns) for first in range(0, layout.ranks, columns)]
         groups = [self._group(ranks) for ranks in neighbours]
-        exchange = Push if self.peers() else AllGather  # every rank asks
+        exchange = Push if self.has_peer_access() else AllGather  # every rank asks
         if self.rank >= layout.ranks:
             return network
         row = self.rank // columns
@@ -245,7 +245,7 @@ class DistributedRanks(Ranks):
             self._groups[ranks] = dist.new_group(list(ranks), backend=backend)
         return self._groups[ranks]
 
-    def own_pictures(self, latents: torch.Tensor, n: int, placement: Placement) -> torch.Tensor:
+    def local_shard(self, latents: torch.Tensor, n: int, placement: Placement) -> torch.Tensor:
         if not placement.shared:
             return latents
         digest = hashlib.sha256(latents.cpu().numpy().tobytes()).hexdigest()[:8]

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parents[2]  # a checkout, or an environment's site-packages
-NO_FILE = "is a folder, a pipe, a socket, a device or a link, not a file"
-SMALL = 2**24  # bytes: no plan, record, cache or configuration comes near it
-REPEATED = 200  # bytes of a file's name that its temporary name has, of the 255 of any name
+NOT_A_FILE = "is a folder, a pipe, a socket, a device or a link, not a file"
+SMALL_FILE_BYTES = 2**24  # bytes: no plan, record, cache or configuration comes near it
+STEM_BYTES = 200  # bytes of a file's name that its temporary name has, of the 255 of any name
 
 
 @contextmanager
@@ -40,8 +40,8 @@ def atomic_write(
     """
     path = Path(os.path.realpath(path)) if through_link else Path(path)
     if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, NO_FILE, str(path))
-    partial = path.with_name(f".{repeated(path.name)}.{secrets.token_hex(8)}.part")
+        raise OSError(errno.EINVAL, NOT_A_FILE, str(path))
+    partial = path.with_name(f".{temporary_stem(path.name)}.{secrets.token_hex(8)}.part")
     try:
         handle = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except OSError as error:
@@ -55,14 +55,14 @@ def atomic_write(
                 os.fsync(file.fileno())
         if replace and path.exists():
             partial.chmod(path.stat().st_mode & 0o7777)
-        if replace or not _linked(partial, path):
+        if replace or not _link_unless_taken(partial, path):
             os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
 
 
-def _linked(partial: Path, path: Path) -> bool:
+def _link_unless_taken(partial: Path, path: Path) -> bool:
     """Give a temporary file the name `path` unless a file has it. Return whether a file has it
     then: not on a file system without links.
     """
@@ -73,9 +73,9 @@ def _linked(partial: Path, path: Path) -> bool:
     return path.exists()
 
 
-def repeated(name: str) -> str:
+def temporary_stem(name: str) -> str:
     """Return the beginning of a file's name that its temporary name has: whole characters."""
-    return os.fsencode(name)[:REPEATED].decode(errors="ignore")
+    return os.fsencode(name)[:STEM_BYTES].decode(errors="ignore")
 
 
 def remove_partial_files(folder: Path, name: str) -> None:
@@ -111,11 +111,11 @@ def is_utf8(path: str | Path) -> bool:
 def open_regular(path: str | Path) -> IO[bytes]:
     """Open a regular file in binary. Raises OSError for others."""
     if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for its other end
-        raise OSError(errno.EINVAL, NO_FILE, str(path))
+        raise OSError(errno.EINVAL, NOT_A_FILE, str(path))
     return open(path, "rb")
 
 
-def read_small(path: str | Path, most: int = SMALL) -> bytes:
+def read_small(path: str | Path, most: int = SMALL_FILE_BYTES) -> bytes:
     """Return the bytes of a regular file. Raises OSError, also for more than `most` bytes."""
     with open_regular(path) as file:
         content = file.read(most + 1)

@@ -11,7 +11,7 @@ from typing import Any
 from accel.errors import UsageError, path_errors, shown
 from accel.io.filesystem import read_small
 
-NEAREST = 5  # names that an error suggests
+MAX_SUGGESTIONS = 5  # names that an error suggests
 NULL = "null"  # the label of no class, whose number is that of the classes
 
 
@@ -101,11 +101,11 @@ def find_label(label: int | str, names: Sequence[str], num_classes: int) -> int:
     problem = f"{len(matches)} classes have that name"
     if not matches:
         problem = "no class has that name"
-        near = difflib.get_close_matches(words, plain, NEAREST)
+        near = difflib.get_close_matches(words, plain, MAX_SUGGESTIONS)
         matches = [plain.index(name) for name in near]
     if matches:
-        listed = ", ".join(f"{names[number]} ({number})" for number in matches[:NEAREST])
-        remedy = f"give one of {listed}" + (", …" if len(matches) > NEAREST else "")
+        listed = ", ".join(f"{names[number]} ({number})" for number in matches[:MAX_SUGGESTIONS])
+        remedy = f"give one of {listed}" + (", …" if len(matches) > MAX_SUGGESTIONS else "")
     raise UsageError(problem, remedy, parameter="labels", value=shown(label))
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # torch is slow to import
 
 SUFFIX = {"image": ".png", "latent": ".npy"}  # of a file, by the output type
 # characters of a class's name: up to four bytes each, of 255 in the name of a file
-MOST_OF_NAME = 48
+NAME_LIMIT = 48
 
 
 def is_folder(output: str, output_type: str) -> bool:
@@ -30,7 +30,7 @@ def picture_names(labels: tuple[int, ...], class_names: tuple[str, ...]) -> list
     they are unknown.
     """
     words = [
-        file_name([*class_names, NULL][label].split(",")[0])[:MOST_OF_NAME] if class_names else ""
+        file_name([*class_names, NULL][label].split(",")[0])[:NAME_LIMIT] if class_names else ""
         for label in labels
     ]
     return [

@@ -17,11 +17,11 @@ from accel.io.filesystem import read_small
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "PPM", "TIFF")
-MOST_BYTES = 2**28  # of a file; Pillow refuses too many pixels, a decompression bomb
+MAX_BYTES = 2**28  # of a file; Pillow refuses too many pixels, a decompression bomb
 ORIENTATION = 0x0112  # a tag of EXIF
 OPAQUE_MODES = ("1", "L", "P", "RGB")
-WHOLE = "make it again, or delete it"
-PLAIN = "save it upright as an 8-bit sRGB PNG without alpha"
+REMAKE = "make it again, or delete it"
+CONVERT = "save it upright as an 8-bit sRGB PNG without alpha"
 
 
 class Picture(NamedTuple):
@@ -44,7 +44,7 @@ def read_picture(path: Path) -> Picture:
     sRGB, opaque.
     """
     try:
-        content = read_small(path, MOST_BYTES)
+        content = read_small(path, MAX_BYTES)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}; name another file") from None
     try:
@@ -53,9 +53,9 @@ def read_picture(path: Path) -> Picture:
         has_16_bits = _has_16_bits(image)
         image.load()
     except UnidentifiedImageError:
-        raise UsageError(f"{path}: is none of {', '.join(FORMATS)}, or damaged; {WHOLE}") from None
+        raise UsageError(f"{path}: is none of {', '.join(FORMATS)}, or damaged; {REMAKE}") from None
     except Exception as error:  # Pillow raises many types on damaged files
-        raise UsageError(f"{path}: is damaged ({shown(str(error), 200)}); {WHOLE}") from None
+        raise UsageError(f"{path}: is damaged ({shown(str(error), 200)}); {REMAKE}") from None
     frames = getattr(image, "n_frames", 1)
     orientation = image.getexif().get(ORIENTATION, 1)
     profile = image.info.get("icc_profile")
@@ -70,8 +70,8 @@ def read_picture(path: Path) -> Picture:
     }
     for reason, holds in reasons.items():
         if holds:
-            raise UsageError(f"{path}: {reason}; {PLAIN}")
-    return Picture(np.asarray(image.convert("RGB")), image.mode, _lossy(image, content))
+            raise UsageError(f"{path}: {reason}; {CONVERT}")
+    return Picture(np.asarray(image.convert("RGB")), image.mode, _lossy_compression(image, content))
 
 
 def _has_16_bits(image):
@@ -101,7 +101,7 @@ def _is_srgb(profile: bytes, grey: bool) -> bool:
     return bool(abs(colours.astype(np.int16) - np.asarray(seen)).max() <= 2)
 
 
-def _lossy(image, content):
+def _lossy_compression(image, content):
     """Return the name of the file's lossy compression; empty if it has none."""
     compression = str(image.info.get("compression"))  # of a TIFF
     if image.format == "JPEG" or "jpeg" in compression:

@@ -20,7 +20,7 @@ from accel.distributed.placement import OFF
 from accel.errors import STOPPED
 from accel.io import output
 from accel.io.progress import Stopwatch, step_bar
-from accel.pipeline import ALONE, Pipeline, free_memory
+from accel.pipeline import SINGLE_PROCESS, Pipeline, free_memory
 from accel.run.opening import open_on_ranks
 from accel.run.resolve import Run
 
@@ -29,13 +29,13 @@ log = logging.getLogger(__name__)
 
 def load(run: Run, keep_guide: bool = False) -> Pipeline:
     """Load the pipeline of a grid in this process. keep_guide: as for Pipeline.load."""
-    sizes = ALONE.sizes(run.count, run["batch_size"])
+    sizes = SINGLE_PROCESS.sizes(run.count, run["batch_size"])
     return Pipeline.load(run, sizes, keep_guide=keep_guide, too_large=too_large(run))
 
 
 def batches_of(run: Run) -> list[slice]:
     """Return the slices of the labels that a process by itself denoises at once."""
-    return ALONE.batches(run.count, run["batch_size"])
+    return SINGLE_PROCESS.batches(run.count, run["batch_size"])
 
 
 def too_large(run: Run) -> str:
@@ -83,7 +83,9 @@ def make_grid(options: Options, ranks: Ranks) -> None:
         if ranks.rank == 0:
             save(run, path, pictures, watch)
     if ranks.rank == 0:
-        log.info(f"{', '.join(outputs)}: {watch} · {launch.seconds():.2f} s since start")
+        log.info(
+            f"{', '.join(outputs)}: {watch} · {launch.seconds_since_start():.2f} s since start"
+        )
 
 
 def warm_up(run: Run, pipeline: Pipeline, batches: list[slice], watch: Stopwatch) -> None:

@@ -25,7 +25,7 @@ def load(run: Run, ranks: Ranks, watch: Stopwatch, too_large: str) -> Pipeline:
     among the ranks. The pipeline's placement is this rank's.
     """
     layout = ranks.run_collectively(lambda: choose_layout(run, ranks))
-    ranks.open_collectives()
+    ranks.connect_collectives()
     placement = Placement(layout, ranks.world, ranks.rank)
     with watch.phase("load"):
         pipeline = ranks.run_collectively(
@@ -41,10 +41,10 @@ def load(run: Run, ranks: Ranks, watch: Stopwatch, too_large: str) -> Pipeline:
     if layout == OFF:
         return pipeline
     with watch.phase("connect"):
-        return pipeline.with_(network=ranks.share(pipeline.network, layout))
+        return pipeline.replaced(network=ranks.share(pipeline.network, layout))
 
 
-def undivided(tier: str | None, stages: Sequence[Stage]) -> str | None:
+def token_split_obstacle(tier: str | None, stages: Sequence[Stage]) -> str | None:
     """Return why ranks cannot divide the tokens of a network; None if they can."""
     if tier == "exact":
         return "in the tier exact"
@@ -59,10 +59,10 @@ def choose_layout(run: Run, ranks: Ranks) -> Layout:
     if layout == OFF or layout is None and run.count >= ranks.world:
         return OFF  # with a picture for every GPU there is nothing to share
     stages = stages_of(run.spec.empty(run.latent_size))
-    obstacle = undivided(run.tier, stages)
+    obstacle = token_split_obstacle(run.tier, stages)
     if layout is None:
         reason = "least work for each rank, batch rows before tokens"
-        by_push = ranks.peers() and not obstacle
+        by_push = ranks.has_peer_access() and not obstacle
         layout = layouts.choose(
             run.count,
             run["batch_size"],
@@ -97,16 +97,16 @@ def gather(
     """Decode each rank's own pictures of one seed, and return all of them; latents where there is
     no decoder. latents: of this rank.
     """
-    pictures = ranks.own_pictures(latents, run.count, placement)
+    pictures = ranks.local_shard(latents, run.count, placement)
     if decoder is not None:
         with watch.phase("decode"):
-            _agree(decoder, ranks, busy=len(pictures) > 0)
+            _agree_on_precision(decoder, ranks, busy=len(pictures) > 0)
             pictures = decoder.decode(pictures)
     with watch.phase("gather"):
         return ranks.gather_pictures(pictures, run.count, placement)
 
 
-def _agree(decoder: Decoder | NoDecoder, ranks: Ranks, busy: bool) -> None:
+def _agree_on_precision(decoder: Decoder | NoDecoder, ranks: Ranks, busy: bool) -> None:
     """Decode in one arithmetic on all ranks: float32 if the check of float16 failed on one of
     them. busy: whether this rank decodes pictures; an idle one loads no decoder.
     """

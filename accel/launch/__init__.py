@@ -24,14 +24,14 @@ MPI_SIZES = "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"
 # Set for the processes of --gpus: when their parent began, and its process id.
 PARENT_VARIABLE = "DIT_BEGAN"
 _PARENT = re.fullmatch(r"(\d{1,12}\.\d{6}) (\d{1,9})", os.environ.get(PARENT_VARIABLE, ""))
-STARTED_HERE = _PARENT is not None
+IS_GPUS_RANK = _PARENT is not None
 # All processes of a machine share this clock.
-BEGAN = float(_PARENT[1]) if _PARENT is not None else time.perf_counter()
+START_TIME = float(_PARENT[1]) if _PARENT is not None else time.perf_counter()
 
 
-def seconds() -> float:
-    """Return the seconds since the command began; in a rank of --gpus, since its parent did."""
-    return time.perf_counter() - BEGAN
+def seconds_since_start() -> float:
+    """Return the seconds since the command started; --gpus: since the parent process started."""
+    return time.perf_counter() - START_TIME
 
 
 def begin() -> None:
@@ -41,12 +41,12 @@ def begin() -> None:
     ends with the process that started it.
     """
     atexit.register(finish)
-    end_with_parent()
+    die_with_parent()
     handle_signals()
-    sys.excepthook = in_a_line
+    sys.excepthook = report_and_exit
 
 
-def in_a_line(
+def report_and_exit(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
     """End the command by one line if the user can mend the error. It may come from an import,
@@ -59,11 +59,11 @@ def in_a_line(
     sys.exit(USAGE)
 
 
-def end_with_parent() -> None:
+def die_with_parent() -> None:
     """Have the kernel kill this rank when the process that started it ends: torchrun, or
     the parent of --gpus. A task of srun is left to srun.
     """
-    if sys.platform != "linux" or not (STARTED_HERE or "TORCHELASTIC_RUN_ID" in os.environ):
+    if sys.platform != "linux" or not (IS_GPUS_RANK or "TORCHELASTIC_RUN_ID" in os.environ):
         return
     set_parent_death_signal = 1  # of linux/prctl.h
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
@@ -84,7 +84,7 @@ def parse_gpus(text: str) -> int | None:
     return int(text)
 
 
-GPUS = dict(
+GPUS_FLAG = dict(
     type=parse_gpus,
     default=1,
     metavar="N|all",

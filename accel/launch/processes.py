@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
 from accel import launch
@@ -28,7 +29,7 @@ def run_ranks(world: int, program: str) -> int:
     while not received and not any(statuses) and None in statuses:
         time.sleep(0.01)
         statuses = [process.poll() for process in processes]
-    _end(processes)
+    terminate(processes)
 
     status = next(filter(None, statuses), 0)
     line = None
@@ -52,7 +53,7 @@ def _start(world):
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
         "WORLD_SIZE": str(world),
-        launch.PARENT_VARIABLE: f"{launch.BEGAN:.6f} {os.getpid()}",
+        launch.PARENT_VARIABLE: f"{launch.START_TIME:.6f} {os.getpid()}",
     }
     processes = []
     for rank in map(str, range(world)):
@@ -78,7 +79,7 @@ def _free_port():
             return port
 
 
-def _end(processes):
+def terminate(processes: Sequence[subprocess.Popen]) -> None:
     """End the processes that still run: a grid has nothing to record."""
     for process in processes:
         process.terminate()

@@ -17,7 +17,7 @@ ENDINGS: dict[int, tuple[int, str]] = {
     signal.SIGUSR1: _STOPPED,  # from queues, before they take a job's nodes away
 }
 # SIGTERM comes from the ranks' launcher, which prints the cause.
-ENDINGS_OF_RANKS = signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
+RANK_ENDINGS = signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 
 _rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
 # Rank 0, the only process, or a process whose rank will be refused: it alone prints.
@@ -37,7 +37,7 @@ def is_task_of_srun() -> bool:
 def handle_signals() -> None:
     """End this command by ENDINGS from here on. Leave signals that are ignored, as by nohup."""
     is_rank = "RANK" in os.environ or is_task_of_srun()
-    end_on(ENDINGS_OF_RANKS if is_rank else ENDINGS)
+    end_on(RANK_ENDINGS if is_rank else ENDINGS)
 
 
 def end_on(numbers: Iterable[int]) -> None:

@@ -71,7 +71,7 @@ def open_on_ranks(options: Options, ranks: Ranks) -> tuple[Run, Stopwatch]:
     """Choose each rank's device and open the files on every rank. Return the run and its
     stopwatch. Raises UsageError on all ranks if one rank lacks a file.
     """
-    name = ranks.take_device(options.get("device"))
+    name = ranks.claim_device(options.get("device"))
     device = ranks.run_collectively(lambda: choose_device(name))
     watch = Stopwatch(device)
     with watch.phase("load"):

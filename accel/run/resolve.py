@@ -273,7 +273,7 @@ def resolve(choice: Choice, device: torch.device, space: LatentSpace) -> Run:
         space,
         device,
         process=process_of(values, origins, spec),
-        guidance=guidance_in(values, spec, choice.guide, upstreams_job=is_fid_job),
+        guidance=guidance_in(values, spec, choice.guide, is_fid_job=is_fid_job),
         notices=tuple(notices),
     )
 
@@ -314,9 +314,9 @@ def process_of(values: Mapping[str, Any], origins: Mapping[str, str], spec: Mode
 
 
 def guidance_in(
-    values: Mapping[str, Any], spec: ModelSpec, guide: Source | None, upstreams_job: bool
+    values: Mapping[str, Any], spec: ModelSpec, guide: Source | None, is_fid_job: bool
 ) -> Guidance | Unguided:
-    """Return the guidance of chosen values. upstreams_job: as for `guidance_of`."""
+    """Return the guidance of chosen values. is_fid_job: as for `guidance_of`."""
     family = spec.family
     return guidance_of(
         values["cfg_scale"],
@@ -325,7 +325,7 @@ def guidance_in(
         channels=values["guidance_channels"],
         interval=rounded_interval(values["guidance_interval"], family.interval_arithmetic),
         ends=family.interval_ends,
-        upstreams_job=upstreams_job,
+        is_fid_job=is_fid_job,
     )
 
 

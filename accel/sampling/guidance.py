@@ -145,18 +145,18 @@ def guidance_of(
     channels: int = CHANNELS,
     interval: tuple[float, float] = (0.0, 1.0),
     ends: bool = True,
-    upstreams_job: bool = False,
+    is_fid_job: bool = False,
 ) -> Guidance | Unguided:
     """Return the guidance of a run: none at a scale of 1, where one row a latent is evaluated.
 
     null_label: the label of no class, None without one. guide: whether a second network gives the
-    other estimate, which is used above a scale of 1 alone. upstreams_job: whether a run without
+    other estimate, which is used above a scale of 1 alone. is_fid_job: whether a run without
     guidance draws a row of noise a latent, as upstream's FID jobs do. Its other runs always draw
     those of guidance.
     """
     if guide and scale > 1:
         return Autoguidance(scale, channels, interval, ends)
     if guide or null_label is None or scale == 1:
-        always_two = (guide or null_label is not None) and not upstreams_job
+        always_two = (guide or null_label is not None) and not is_fid_job
         return Unguided(drawn=2 if always_two else 1)
     return Guidance(scale, null_label, channels, interval, ends)

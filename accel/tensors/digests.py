@@ -13,9 +13,9 @@ from accel.io.filesystem import atomic_write, cache_folder, read_small
 
 # ns: two changes of a file that come sooner after one another may have the same time
 # stamp
-SETTLED = 2e9
+TIMESTAMP_RESOLUTION_NS = 2e9
 # In the cache folder; another name for other rules of what a digest is of.
-DIGESTS = "digests-3"
+DIGEST_FOLDER = "digests-3"
 
 
 def digest(state: dict[str, torch.Tensor]) -> str:
@@ -36,15 +36,15 @@ def cached_digest(
     """Return `digest(state())` of an entry of files with these stamps, taken before they were
     opened; the cache folder keeps it.
     """
-    of_what = repr((stamps, entry))
-    name = Path(DIGESTS, hashlib.sha256(of_what.encode()).hexdigest()[:32])
+    key = repr((stamps, entry))
+    name = Path(DIGEST_FOLDER, hashlib.sha256(key.encode()).hexdigest()[:32])
     with suppress(OSError, ValueError):
         value = read_small(cache_folder() / name).decode()
         if re.fullmatch("[0-9a-f]{16}", value):
             return value
     value = digest(state())
     newest = max(ctime for *_, ctime in stamps)
-    if time.time_ns() - newest > SETTLED:
+    if time.time_ns() - newest > TIMESTAMP_RESOLUTION_NS:
         with suppress(OSError):
             kept = cache_folder() / name
             kept.parent.mkdir(parents=True, exist_ok=True)

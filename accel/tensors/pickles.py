@@ -17,9 +17,9 @@ from accel.errors import about, as_usage_error, path_errors, shown
 from accel.io.filesystem import is_utf8, open_regular
 from accel.tensors.shapes import SHARD_ERROR
 
-AGAIN = "delete it, then copy or download it again"  # the remedy for an incomplete file
+COPY_AGAIN = "delete it, then copy or download it again"  # the remedy for an incomplete file
 # numpy's numbers and texts that a pickle may hold.
-NUMBERS = "?", "b", "B", "h", "H", "i", "I", "l", "L", "q", "Q", "e", "f", "d", "F", "D", "U", "S"
+DTYPE_CHARS = "?bBhHiIlLqQefdFDUS"
 
 
 def read_pickle(
@@ -35,21 +35,21 @@ def read_pickle(
             open_regular(path).close()  # torch has errors of its own for pipes and permissions
             warnings.simplefilter("ignore")  # about the format, of interest to torch's developers
             content = torch.load(
-                path, map_location="cpu", weights_only=True, mmap=mapped and _can_be_mapped(path)
+                path, map_location="cpu", weights_only=True, mmap=mapped and _is_mappable(path)
             )
     except pickle.UnpicklingError as reason:
         if "DTensor" in str(reason):
             raise error(*SHARD_ERROR) from None
         code = re.search(r"(?:GLOBAL|class) '?([\w.]+)", str(reason))
         if code is None:  # another kind of file, or the half of one
-            raise error("truncated or not a checkpoint", AGAIN) from None
+            raise error("truncated or not a checkpoint", COPY_AGAIN) from None
         raise error(
             f"refused, loading it would run code ({code[1]})", "save its state dict with torch.save"
         ) from None
     except Exception as reason:  # an unpickler ends in whatever the bytes happen to mean
         words = (str(reason).splitlines() or [type(reason).__name__])[0]
         text = f"truncated or not a checkpoint ({shown(words, 120)})"
-        raise (as_usage_error(reason) or error(text, AGAIN)) from None
+        raise (as_usage_error(reason) or error(text, COPY_AGAIN)) from None
     if not isinstance(content, wanted):
         raise error(f"holds a {type(content).__name__}, not {meaning}")
     return content
@@ -61,7 +61,7 @@ def _plain_data() -> list:
     """
     scalar = np.float64(0).__reduce__()[0]
     array = np.zeros(1).__reduce__()[0]
-    dtypes = {type(np.dtype(name)) for name in NUMBERS}
+    dtypes = {type(np.dtype(name)) for name in DTYPE_CHARS}
     pure = product(("pathlib", "pathlib._local"), ("", "Pure"), (PurePosixPath, PureWindowsPath))
     paths = [
         (path, f"{module}.{prefix}{path.__name__.removeprefix('Pure')}")
@@ -84,7 +84,7 @@ def _dict_for(factory: Any = None) -> dict:
     return {}
 
 
-def _can_be_mapped(path: Path) -> bool:
+def _is_mappable(path: Path) -> bool:
     """Return whether torch may map the file: a zip archive of uncompressed members,
     torch.save's format since 1.6, with a name that torch can pass on.
     """

@@ -7,10 +7,10 @@ import torch
 
 from accel.errors import Mistake
 
-TABLE = "pos_embed"  # its name in a state dict
+POSITION_TABLE = "pos_embed"  # its name in a state dict
 # A moving average of a fixed table rounds at each step: with a decay of 0.9999 the errors
 # of 10,000 float32 roundings add up to at most 6e-4 of a value near one.
-AVERAGED = 6e-4
+AVERAGING_ERROR = 6e-4
 
 
 def sine_cosine(side: int, width: int) -> np.ndarray:
@@ -45,7 +45,7 @@ def distance(table: torch.Tensor) -> float:
 
 def rounding(table: torch.Tensor) -> float:
     """Return the distance that rounding alone explains, of an average or of a dtype."""
-    return max(AVERAGED, torch.finfo(table.dtype).eps)
+    return max(AVERAGING_ERROR, torch.finfo(table.dtype).eps)
 
 
 def require_sinusoid(error: Mistake, table: torch.Tensor, remedy: str) -> None:
@@ -67,7 +67,7 @@ def trained(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return a state dict without its position table, if that is the sine-cosine table of
     its grid but for rounding.
     """
-    table = state.get(TABLE)
+    table = state.get(POSITION_TABLE)
     if table is None or distance(table) > rounding(table):
         return state
-    return {name: tensor for name, tensor in state.items() if name != TABLE}
+    return {name: tensor for name, tensor in state.items() if name != POSITION_TABLE}

@@ -23,7 +23,7 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]*[^\W\d][\w.-]*")  # owner/name, unlike DiT-
 FILE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 # The weights of a folder in diffusers' layout, beside its config.json.
 WEIGHTS = "diffusion_pytorch_model.safetensors"
-PICKLED = "diffusion_pytorch_model.bin"
+PICKLED_WEIGHTS = "diffusion_pytorch_model.bin"
 
 
 def mode_of(path: Path, parameter: str) -> int:
@@ -81,7 +81,7 @@ def weight_files(folder: Path, parameter: str) -> list[Path]:
     error = about(parameter, folder)
     with path_errors(parameter, folder):
         names = os.listdir(folder)
-    for plain in (WEIGHTS, PICKLED):
+    for plain in (WEIGHTS, PICKLED_WEIGHTS):
         index = f"{plain}.index.json"
         indices = [name for name in names if name.startswith(f"{plain}.index.")]
         if plain not in names and len(indices) == 1:

@@ -319,7 +319,7 @@ def test_which_model_the_weights_fit(tmp_path):
 @pytest.fixture
 def settled(monkeypatch):
     """As if every file had been written long ago."""
-    monkeypatch.setattr(digests, "SETTLED", -1)
+    monkeypatch.setattr(digests, "TIMESTAMP_RESOLUTION_NS", -1)
 
 
 def test_one_digest_for_every_layout(tmp_path, state, folder):

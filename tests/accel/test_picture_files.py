@@ -10,7 +10,7 @@ import pytest
 from PIL import Image, ImageCms
 
 from accel.errors import UsageError
-from accel.io.picture_files import PLAIN, WHOLE, read_picture
+from accel.io.picture_files import CONVERT, REMAKE, read_picture
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (21, 19, 3), dtype=np.uint8)
 RGB = Image.fromarray(PIXELS)
@@ -118,7 +118,7 @@ def test_what_a_viewer_shows_otherwise_is_refused(name, read):
     content, words = NOT_PLAIN[name]
     with pytest.raises(UsageError) as error:
         read(content)
-    assert words in str(error.value) and str(error.value).endswith(PLAIN)
+    assert words in str(error.value) and str(error.value).endswith(CONVERT)
     assert "x.png: " in str(error.value)
 
 
@@ -127,7 +127,7 @@ def test_damage_is_named(name, read):
     content, words = DAMAGED[name]
     with pytest.raises(UsageError) as error:
         read(content)
-    assert words in str(error.value) and str(error.value).endswith(WHOLE)
+    assert words in str(error.value) and str(error.value).endswith(REMAKE)
     assert "x.png: " in str(error.value)
 
 

@@ -104,7 +104,7 @@ def test_latents_that_are_not_finite_name_the_step(weights, monkeypatch):
         UsageError, match="precision=fp32: .* not finite from step 3 of 5 on; check the weights"
     ):
         pipeline.latents((1,), 0)
-    pipeline = pipeline.with_(tier="fp16")  # on a GPU, with bfloat16 and, like a V100, without
+    pipeline = pipeline.replaced(tier="fp16")  # on a GPU, with bfloat16 and, like a V100, without
     for supported, remedy in ((True, "bf16"), (False, "fp32")):
         monkeypatch.setattr(
             overflow, "supports", lambda tier, device, supported=supported: supported

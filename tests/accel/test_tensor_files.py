@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from accel.tensors.digests import DIGESTS, cached_digest, digest
+from accel.tensors.digests import DIGEST_FOLDER, cached_digest, digest
 
 
 @pytest.mark.parametrize("place", [0, 2**16 - 1, 2**16, 2**18 + 12, -1])
@@ -40,7 +40,7 @@ def test_what_is_kept_of_a_digest_is_whole_and_of_an_old_file(tmp_path, monkeypa
     assert not (tmp_path / "dit").exists()
     stamps = [("a", 1, 0, 0, 0)]
     assert cached_digest(stamps, lambda: state) == want
-    [kept] = (tmp_path / "dit" / DIGESTS).iterdir()
+    [kept] = (tmp_path / "dit" / DIGEST_FOLDER).iterdir()
     precious = tmp_path / "precious"
     precious.write_bytes(b"precious")
     for text in (b"", b"x" * 16, b"\xff" * 16, b"0" * 17):

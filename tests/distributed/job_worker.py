@@ -52,7 +52,7 @@ def different(ranks):
     latents = torch.ones(2, 4)
     for busy, off in ((3, 0), (2, ranks.rank == 2), (3, ranks.rank * 1e-6)):
         placement = Placement(Layout(rows=busy), ranks.world, ranks.rank)
-        ranks.own_pictures(latents + off, 2, placement)
+        ranks.local_shard(latents + off, 2, placement)
 
 
 def decode(ranks):
@@ -156,7 +156,7 @@ def stopped_on_0(ranks):
 
 if __name__ == "__main__":
     if len(sys.argv) > 2:
-        process_group.START = timedelta(seconds=float(sys.argv[2]))
-        process_group.PATIENCE = 0.5
+        process_group.CONNECT_TIMEOUT = timedelta(seconds=float(sys.argv[2]))
+        process_group.NOTICE_DELAY_S = 0.5
     with launched.launched_ranks("job_worker.py") as these:
         globals()[sys.argv[1]](these)

@@ -82,7 +82,7 @@ def main():
         )
     )
     with launched_ranks("sharded_worker.py") as ranks:
-        ranks.take_device("cpu")
+        ranks.claim_device("cpu")
         results = []
         for part in (sharded, large):
             results += part(ranks, model, torch.Generator().manual_seed(1))

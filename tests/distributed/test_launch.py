@@ -208,7 +208,7 @@ def test_a_rank_that_ignores_sigterm_is_killed():
         ["sh", "-c", "trap '' TERM; echo; exec sleep 60"], stdout=subprocess.PIPE
     )
     rank.stdout.readline()
-    processes._end([rank])
+    processes.terminate([rank])
     assert rank.returncode == -signal.SIGKILL
 
 

@@ -21,7 +21,7 @@ class Several(Ranks):
         self.world = world
         self._peers = peers
 
-    def peers(self):
+    def has_peer_access(self):
         return self._peers
 
 
@@ -43,8 +43,7 @@ def wanted(parallel, peers=False, world=4, precision="fp16", **more):
         ("rows=2,rows=4", "rows=4: give"),
         (
             "tokens=2,exchange=push",
-            "--parallel tokens=2,exchange=push: the exchange of tokens is chosen by itself now; "
-            "leave exchange out",
+            "--parallel tokens=2,exchange=push: exchange=push: give auto, off, or rows=N,tokens=N",
         ),
         ("fast", "--parallel fast: fast=: give"),
         (
@@ -75,7 +74,7 @@ def test_auto_divides_tokens_over_nvlink_alone():
 
 
 @pytest.mark.parametrize(
-    "pictures, at_once, copies, world, tokens, width, layout",
+    "pictures, batch_size, copies, world, tokens, width, layout",
     (
         # What was measured as the fastest.
         (1, None, 2, 2, 256, WIDTH, Layout(2)),
@@ -100,6 +99,6 @@ def test_auto_divides_tokens_over_nvlink_alone():
         (1, None, 2, 3, 999, WIDTH, Layout(2)),
     ),
 )
-def test_auto(pictures, at_once, copies, world, tokens, width, layout):
+def test_auto(pictures, batch_size, copies, world, tokens, width, layout):
     """Never a layout that gives no rank less to do than another of fewer ranks."""
-    assert layouts.choose(pictures, at_once, copies, world, tokens, width) == layout
+    assert layouts.choose(pictures, batch_size, copies, world, tokens, width) == layout

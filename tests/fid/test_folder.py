@@ -9,7 +9,14 @@ import pytest
 from plans import plan
 
 from accel.errors import UsageError
-from accel.jobs.fid.folder import CODE, COUNT, Batches, begin, npz_of, write_pictures
+from accel.jobs.fid.folder import (
+    COUNT_SETTING,
+    KERNELS_SETTING,
+    Batches,
+    npz_path,
+    open_folder,
+    write_pictures,
+)
 
 PIXELS = np.zeros((2, 8, 8, 3), np.uint8)
 
@@ -68,7 +75,7 @@ def test_bytes_are_on_disk_before_the_names_that_rely_on_them(folder, monkeypatc
         fsync(handle)
 
     monkeypatch.setattr(os, "fsync", recorded)
-    begin(folder, {"--seed": 1})
+    open_folder(folder, {"--seed": 1})
     assert order[1:] == [str(folder / ".job"), str(folder), str(folder.parent)]
     order.clear()
     write_pictures(folder, range(2), PIXELS)
@@ -80,35 +87,36 @@ def test_bytes_are_on_disk_before_the_names_that_rely_on_them(folder, monkeypatc
 @pytest.mark.parametrize("labels", ("random", "by_number", "class_by_class", "permuted"))
 def test_more_pictures_need_an_order_that_does_not_depend_on_their_number(labels, folder):
     can_grow = plan(labels=labels).can_grow
-    begin(folder, {COUNT: 4, "--seed": 1}, can_grow)
+    open_folder(folder, {COUNT_SETTING: 4, "--seed": 1}, can_grow)
     write_pictures(folder, range(2), PIXELS)
     if labels in ("random", "by_number"):
-        assert begin(folder, {COUNT: 8, "--seed": 1}, can_grow)
+        assert open_folder(folder, {COUNT_SETTING: 8, "--seed": 1}, can_grow)
         with pytest.raises(UsageError, match="--num-fid-samples 4: .* were begun with 8; give the"):
-            begin(folder, {COUNT: 4, "--seed": 1}, can_grow)
+            open_folder(folder, {COUNT_SETTING: 4, "--seed": 1}, can_grow)
         return
     line = "--num-fid-samples 8: .*: this order of labels depends on the number of pictures$"
     with pytest.raises(UsageError, match=line):
-        begin(folder, {COUNT: 8, "--seed": 1}, can_grow)
+        open_folder(folder, {COUNT_SETTING: 8, "--seed": 1}, can_grow)
 
 
 def test_another_start_needs_the_same_settings(folder, capsys):
-    begin(folder, {"--seed": 1, CODE: "a"})
-    begin(folder, {"--seed": 2, CODE: "a"})  # nothing was made before: it may still change
+    open_folder(folder, {"--seed": 1, KERNELS_SETTING: "a"})
+    # nothing was made before: it may still change
+    open_folder(folder, {"--seed": 2, KERNELS_SETTING: "a"})
     write_pictures(folder, range(2), PIXELS)
-    begin(folder, {"--seed": 2, CODE: "a"})
+    open_folder(folder, {"--seed": 2, KERNELS_SETTING: "a"})
     assert capsys.readouterr().out == ""
-    begin(folder, {"--seed": 2, CODE: "b"})
+    open_folder(folder, {"--seed": 2, KERNELS_SETTING: "b"})
     assert "may differ" in capsys.readouterr().out
     with pytest.raises(
         UsageError, match="--seed 3: .* begun with 2; give the same, or another sample_dir"
     ):
-        begin(folder, {"--seed": 3, CODE: "b"})
+        open_folder(folder, {"--seed": 3, KERNELS_SETTING: "b"})
     with pytest.raises(UsageError, match="--later 4: .* begun with none; give the same"):
-        begin(folder, {"--seed": 2, CODE: "b", "--later": 4})
+        open_folder(folder, {"--seed": 2, KERNELS_SETTING: "b", "--later": 4})
     with pytest.raises(UsageError, match="--seed none: .* begun with 2; give the same"):
-        begin(folder, {CODE: "b"})
-    begin(folder, {"--seed": 2, CODE: "a"})
+        open_folder(folder, {KERNELS_SETTING: "b"})
+    open_folder(folder, {"--seed": 2, KERNELS_SETTING: "a"})
 
 
 def test_damaged_settings_are_one_line_to_the_user(folder):
@@ -120,7 +128,7 @@ def test_damaged_settings_are_one_line_to_the_user(folder):
     precious.write_bytes(b"precious")
     settings.symlink_to(precious)
     for made in (False, True):
-        begin(folder, {"--seed": made})
+        open_folder(folder, {"--seed": made})
         assert (
             json.loads(settings.read_text()) == {"--seed": made}
             and precious.read_bytes() == b"precious"
@@ -133,7 +141,7 @@ def test_damaged_settings_are_one_line_to_the_user(folder):
     with pytest.raises(
         UsageError, match="without a record of how they were made .*settings.json is missing"
     ) as caught:
-        begin(folder, {"--seed": True})
+        open_folder(folder, {"--seed": True})
     assert "\n" not in str(caught.value) and names(folder) == before
 
 
@@ -142,16 +150,16 @@ def test_nothing_of_the_users_is_deleted(folder):
     files of this job's form go.
     """
     own = folder / "2024-holiday.png"
-    npz = npz_of(folder)
+    npz = npz_path(folder)
     own.write_bytes(b"mine")
     with pytest.raises(UsageError, match="holds pictures"):
-        begin(folder, {"--seed": 1})
+        open_folder(folder, {"--seed": 1})
     own.unlink()
     npz.write_bytes(b"another's")
     with pytest.raises(UsageError, match="or its .npz is there"):
-        begin(folder, {"--seed": 1})
+        open_folder(folder, {"--seed": 1})
     npz.unlink()
-    begin(folder, {"--seed": 1})
+    open_folder(folder, {"--seed": 1})
     kept = [folder / name for name in (own.name, "000001.png", "7.png", ".holiday.png.7.part")]
     kept.append(npz.with_name(".x.npz.1.part"))
     for path in kept:
@@ -162,9 +170,9 @@ def test_nothing_of_the_users_is_deleted(folder):
     ):
         path.write_bytes(b"half")
     before = {path: path.read_bytes() for path in kept}
-    begin(folder, {"--seed": 1})
+    open_folder(folder, {"--seed": 1})
     assert {path: path.read_bytes() for path in kept} == before
     assert names(folder) == sorted([".job", *(path.name for path in kept if path.parent == folder)])
     assert names(folder.parent) == [".x.npz.1.part", folder.name]
     with pytest.raises(UsageError, match="--seed 2: .* begun with 1"):
-        begin(folder, {"--seed": 2})
+        open_folder(folder, {"--seed": 2})

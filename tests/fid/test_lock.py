@@ -14,12 +14,12 @@ import pytest
 from accel.distributed import Ranks
 from accel.errors import UsageError
 from accel.jobs import fid
-from accel.jobs.fid.lock import sole_job
+from accel.jobs.fid.lock import folder_lock
 
 HOLD = """
 import pathlib, sys, time
-from accel.jobs.fid.lock import sole_job
-with sole_job(pathlib.Path(sys.argv[1])):
+from accel.jobs.fid.lock import folder_lock
+with folder_lock(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -47,7 +47,7 @@ def holder(folder):
 
 
 def refusal(folder):
-    with pytest.raises(UsageError) as caught, sole_job(folder):
+    with pytest.raises(UsageError) as caught, folder_lock(folder):
         pass
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -67,15 +67,16 @@ def test_a_killed_holder_keeps_nothing(folder, holder, monkeypatch):
         first = holder()
         first.kill()
         first.wait()
-        with sole_job(folder):
+        with folder_lock(folder):
             pass
-    monkeypatch.setattr("accel.jobs.fid.lock.PATIENCE", 200.0)  # a busy machine takes its time
+    # a busy machine takes its time
+    monkeypatch.setattr("accel.jobs.fid.lock.RELEASE_TIMEOUT_S", 200.0)
     first = holder()
     first.send_signal(signal.SIGSTOP)
     # a process that is being torn down when its successor starts
     threading.Timer(0.5, first.kill).start()
     start = time.monotonic()
-    with sole_job(folder):
+    with folder_lock(folder):
         assert time.monotonic() - start > 0.4
 
 
@@ -96,7 +97,7 @@ def test_a_file_system_without_locks_is_named(folder, monkeypatch, capsys):
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    with sole_job(folder), sole_job(folder):
+    with folder_lock(folder), folder_lock(folder):
         pass
     line = f"{folder}: this file system has no locks (Operation not supported); start one job at a time here\n"
     assert capsys.readouterr().out == 2 * line

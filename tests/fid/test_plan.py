@@ -11,7 +11,7 @@ from accel.config.options import Options
 from accel.decoders import LatentSpace
 from accel.errors import UsageError
 from accel.jobs.fid import job as fid_job
-from accel.jobs.fid.job import folder_of, mention_former, record_of, require_seeds
+from accel.jobs.fid.job import folder_of, record_of, require_seeds, warn_of_legacy_folder
 from accel.run.opening import open_run
 
 
@@ -87,7 +87,7 @@ MINE = "DiT-XL-2-w-size-256-vae-ema-cfg-4.0-seed-0"
 def test_a_folder_of_the_former_defaults_is_named(there, flags, line, tmp_path, capsys):
     for name in there:
         (tmp_path / name).mkdir()
-    mention_former(run_of(num_fid_samples=9, sample_dir=str(tmp_path), **flags))
+    warn_of_legacy_folder(run_of(num_fid_samples=9, sample_dir=str(tmp_path), **flags))
     assert capsys.readouterr().out == (f"{tmp_path}/{line}\n" if line else "")
 
 

@@ -23,8 +23,8 @@ from accel.runtime import precision
 from accel.runtime.graphs import GraphedFunction
 
 CPU = torch.device("cpu")
-FILES_OF_NONE = DecoderFiles(DEMO, (), KIND)
-SPACE = LatentSpace(decoder=FILES_OF_NONE)
+NO_FILES = DecoderFiles(DEMO, (), KIND)
+SPACE = LatentSpace(decoder=NO_FILES)
 DEEPER = dict(layers_per_block=2, block_out_channels=[8, 16, 12, 12], mid_block_add_attention=False)
 
 
@@ -49,8 +49,8 @@ def noise(n, side, device=CPU, seed=1, channels=4):
     )
 
 
-def checked(plain, precision="fp16", otherwise="fp32", space=SPACE, **how):
-    decoder = decoder_of(space, next(plain.parameters()).device, precision, otherwise, **how)
+def checked(plain, precision="fp16", fallback="fp32", space=SPACE, **how):
+    decoder = decoder_of(space, next(plain.parameters()).device, precision, fallback, **how)
     decoder.network = plain
     return decoder.load()
 
@@ -149,7 +149,7 @@ def test_the_check_is_in_the_decoders_own_space(gain, precision):
     """
     config = {**SD_VAE_FT, **WIDE, "latents_mean": [0.0] * 16, "latents_std": [gain] * 16}
     plain = random_decoder(**WIDE)
-    space = KIND.space(FILES_OF_NONE, config)
+    space = KIND.space(NO_FILES, config)
     assert (space.channels, space.factor) == (16, 16)
     decoder = checked(plain, space=space)
     z = noise(2, 4, channels=16)
@@ -162,7 +162,7 @@ def test_the_check_is_in_the_decoders_own_space(gain, precision):
 
 def test_a_picture_that_overflows_is_decoded_in_float32(capsys):
     plain = random_decoder()
-    decoder = checked(plain, otherwise="tf32")
+    decoder = checked(plain, fallback="tf32")
     latents = noise(4, 4)
     latents[[1, 3]] *= 1e6  # beyond float16; in float32 the norms cancel it
     assert capsys.readouterr().out == ""
@@ -199,7 +199,7 @@ def test_sd_vae_ft_at_512px():
         want = float32(plain, z)
         assert torch.equal(checked(plain, "fp32").decode(z), want)
     with precision.arithmetic("fp16"):
-        decoder = checked(plain, otherwise="tf32")
+        decoder = checked(plain, fallback="tf32")
         got = decoder.decode(z)
         assert decoder.precision == "fp16"
         assert min(psnr(a, b) for a, b in zip(got, want)) > REQUIRED_PSNR
@@ -216,7 +216,7 @@ def test_a_captured_decoder_gives_the_direct_ones_bits(capsys):
     with precision.arithmetic("fp16"):
         want = float32(plain, latents)
         direct, captured = (
-            checked(plain, otherwise="tf32", captured=captured) for captured in (False, True)
+            checked(plain, fallback="tf32", use_graph=use_graph) for use_graph in (False, True)
         )
         got = [decoder.decode(latents) for decoder in (direct, captured, captured)]
     assert isinstance(captured.half, GraphedFunction) and len(captured.half.graphs) == 1
@@ -226,10 +226,10 @@ def test_a_captured_decoder_gives_the_direct_ones_bits(capsys):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("captured", [False, True])
-def test_a_picture_that_does_not_fit_is_one_line(captured):
+@pytest.mark.parametrize("use_graph", [False, True])
+def test_a_picture_that_does_not_fit_is_one_line(use_graph):
     device = torch.device("cuda")
-    decoder = decoder_of(find(DEMO / "vae"), device, "fp16", "tf32", captured)
+    decoder = decoder_of(find(DEMO / "vae"), device, "fp16", "tf32", use_graph)
     decoder.decode(noise(1, 16, device))
     free = torch.cuda.memory_reserved() + 2**26
     torch.cuda.set_per_process_memory_fraction(

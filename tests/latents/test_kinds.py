@@ -25,7 +25,7 @@ class Repeat(torch.nn.Module):
 
 
 class Toy(DecoderKind):
-    def holds(self, content):
+    def matches(self, content):
         return "gain" in content
 
     def files(self, path, statistics):

@@ -58,7 +58,7 @@ def test_pixels_are_those_of_float64(file):
     assert (got - want).norm() < 2e-6 * want.norm()
     half = decoder_of(space, CPU, "fp16")
     pixels = half.decode(z)
-    assert half.at_once == 1  # a CPU decodes one by one
+    assert half.batch_size == 1  # a CPU decodes one by one
     assert half.precision == "fp16" and half.half.decoder_pred.weight.dtype == torch.float16
     error = (pixels - want).square().mean().sqrt()
     assert 1e-5 < error < 2 / 10 ** (REQUIRED_PSNR / 20)
@@ -75,21 +75,21 @@ def test_pictures_of_a_batch(count, file):
     half = decoder_of(find(str(file)), CPU, "fp16").load()
     z = latents(count)
     alone = half.decode(z)
-    half.at_once = 4
+    half.batch_size = 4
     sizes = []
     network = half.half
     half.half = lambda z: sizes.append(len(z)) or network(z)
     got = half.decode(z)
     assert got.shape == alone.shape and (got - alone).norm() < 1e-3 * alone.norm()
     assert sizes == {1: [4], 3: [4], 4: [4], 6: [4, 4], 9: [4, 4, 4]}[count]
-    half.at_once = 16
+    half.batch_size = 16
     sizes.clear()
     assert torch.equal(half.decode(z[:3]), alone[:3]) and sizes == [1] * min(3, count)
 
 
 def test_a_batch_is_used_where_it_keeps_every_bit(file, monkeypatch):
     half = decoder_of(find(str(file)), CPU, "fp16").load()
-    monkeypatch.setattr(half, "kind", SimpleNamespace(at_once=5))
+    monkeypatch.setattr(half, "kind", SimpleNamespace(half_batch_size=5))
     assert half._is_batch_invariant(lambda z: 2 * z)
     assert not half._is_batch_invariant(lambda z: z + (len(z) == 5))  # a batch rounds otherwise
     places = torch.arange(5.0)[:, None, None, None]
@@ -100,10 +100,10 @@ def test_a_batch_is_used_where_it_keeps_every_bit(file, monkeypatch):
 @pytest.mark.gpu
 def test_pictures_of_a_batch_on_a_gpu(file):
     """To the bit what each is alone, in a batch or not."""
-    half = decoder_of(find(str(file)), torch.device("cuda", 0), "fp16", captured=True).load()
+    half = decoder_of(find(str(file)), torch.device("cuda", 0), "fp16", use_graph=True).load()
     z = latents(21).cuda()
     together = half.decode(z)
-    half.at_once = 1
+    half.batch_size = 1
     assert torch.equal(half.decode(z), together)
 
 
@@ -141,7 +141,7 @@ def test_diffusers_class_is_another_layout_and_refused_by_name(file):
     config = dict(_class_name="AutoencoderRAE", decoder_num_attention_heads=4)
     (file.parent / "config.json").write_text(json.dumps(config))
     line = refused(file.parent)
-    assert "config.json: holds no decoder of a kind that is known here" in line
+    assert "config.json: contains no decoder of a known kind" in line
     assert line.endswith(", but AutoencoderRAE")
 
 
@@ -226,12 +226,12 @@ def test_refusals(file, tmp_path):
     torch.save(lacking, file)
     assert "no trainable_cls_token" in refused(file)
     torch.save({"weight": torch.ones(2)}, file)
-    words = "holds no decoder of a kind that is known here (autoencoder_kl, ldm, pixels, vit)"
+    words = "contains no decoder of a known kind (autoencoder_kl, ldm, pixels, vit)"
     assert words in refused(file)
     torch.save(state, file)
     for fact, words in (
-        (dict(decoder_hidden_size=96), "says decoder_hidden_size 96, must say 48"),
-        (dict(hidden_act="relu"), "says hidden_act relu, must say gelu"),
+        (dict(decoder_hidden_size=96), "has decoder_hidden_size 96, must have 48"),
+        (dict(hidden_act="relu"), "has hidden_act relu, must have gelu"),
         (dict(decoder_num_attention_heads=5), "unknown number of heads (5)"),
         (dict(image_std=[0.2, 0.2, 0]), "says image_std"),
     ):

@@ -80,7 +80,7 @@ def check_config(config: Mapping[str, Any]) -> dict[str, Any]:
     )
     levels = len(widths) if isinstance(widths, list) else 0
     channels = entries["latent_channels"]
-    is_plain = mean is None and std is None
+    no_statistics = mean is None and std is None
     valid = {name: isinstance(entries[name], bool) for name in FLAGS} | {
         "act_fn": entries["act_fn"] == "silu",
         "out_channels": entries["out_channels"] == 3,
@@ -90,9 +90,9 @@ def check_config(config: Mapping[str, Any]) -> dict[str, Any]:
         "block_out_channels": 0 < levels <= 8 and all(map(is_size, widths)),
         "up_block_types": is_list(entries["up_block_types"], levels, list(UP_BLOCKS).__contains__),
         "scaling_factor": is_scale(entries["scaling_factor"]),
-        "shift_factor": shift is None or is_number(shift) and (is_plain or shift == 0),
-        "latents_mean": is_plain or is_list(mean, channels, is_number),
-        "latents_std": is_plain or is_list(std, channels, is_scale),
+        "shift_factor": shift is None or is_number(shift) and (no_statistics or shift == 0),
+        "latents_mean": no_statistics or is_list(mean, channels, is_number),
+        "latents_std": no_statistics or is_list(std, channels, is_scale),
     }
     for name, is_valid in valid.items():
         if not is_valid:
@@ -136,7 +136,7 @@ class Attention(nn.Module):
         return h.transpose(1, 2).reshape(x.shape) + x
 
 
-def doubling(width: int) -> nn.Module:
+def upsampler(width: int) -> nn.Module:
     """Return nearest upsampling and a convolution."""
     conv = nn.Conv2d(width, width, 3, padding=1)
     return nn.Sequential(OrderedDict(nearest=nn.Upsample(scale_factor=2.0), conv=conv))
@@ -155,7 +155,7 @@ class Block(nn.Module):
             [Residual(width if i else width_in, width, groups) for i in range(layers)]
         )
         self.attentions = nn.ModuleList([Attention(width, groups) for _ in range(attentions)])
-        self.upsamplers = nn.ModuleList([doubling(width)] if upsample else [])
+        self.upsamplers = nn.ModuleList([upsampler(width)] if upsample else [])
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -242,7 +242,7 @@ class KLDecoder(nn.Module):
 class AutoencoderKL(DecoderKind):
     """diffusers' AutoencoderKL: a folder in its layout."""
 
-    def holds(self, content: Mapping[str, Any]) -> bool:
+    def matches(self, content: Mapping[str, Any]) -> bool:
         """Return whether a config.json names the class."""
         return content.get("_class_name") == "AutoencoderKL"
 

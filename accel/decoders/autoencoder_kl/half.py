@@ -53,7 +53,7 @@ class HalfDecoder:
                     layer.to_out[0].bias,
                 )
             for layer in block.upsamplers:
-                self.weights[layer.conv] = _doubling(layer.conv.weight).to(
+                self.weights[layer.conv] = _fold_upsampling(layer.conv.weight).to(
                     dtype, memory_format=torch.channels_last
                 )
                 pending = _bias(layer.conv)
@@ -127,7 +127,7 @@ def _bias(layer: torch.nn.Conv2d) -> Tensor:
     return layer.bias
 
 
-def _doubling(weight: torch.Tensor) -> torch.Tensor:
+def _fold_upsampling(weight: torch.Tensor) -> torch.Tensor:
     """Fold nearest upsampling by 2 into the 3×3 convolution after it: one transposed
     convolution, 4×4 at stride 2.
 

@@ -17,8 +17,8 @@ from accel.decoders.statistics import with_statistics
 from accel.errors import UsageError, about, shown, warn
 from accel.tensors.tensor_files import floats_of
 
-STATISTICS = "latents_stats.pt"
-INSIDE = "first_stage_model."  # begins the names in a file of a whole pipeline
+STATISTICS_FILE = "latents_stats.pt"
+PIPELINE_PREFIX = "first_stage_model."  # begins the names in a file of a whole pipeline
 # LDM's names → diffusers'.
 _MIDDLE = {"block_1": "resnets.0", "attn_1": "attentions.0", "block_2": "resnets.1"}
 _LEVEL = {"block": "resnets", "attn": "attentions", "upsample": "upsamplers.0"}
@@ -30,13 +30,13 @@ def _entries(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of an autoencoder, of a file with it alone or with a whole pipeline."""
     inside = (content.get(name) for name in ("state_dict", "model"))
     whole = next((entries for entries in inside if isinstance(entries, dict)), content)
-    return {str(name).removeprefix(INSIDE): value for name, value in whole.items()}
+    return {str(name).removeprefix(PIPELINE_PREFIX): value for name, value in whole.items()}
 
 
 class LDM(AutoencoderKL):
     """An AutoencoderKL in a file of LDM's layout."""
 
-    def holds(self, content: Mapping[str, Any]) -> bool:
+    def matches(self, content: Mapping[str, Any]) -> bool:
         """Return whether a file's content has names of the decoder."""
         pattern = re.compile(r"decoder\.(conv_in|mid|up|conv_out)\.")
         return any(map(pattern.match, _entries(content)))
@@ -49,7 +49,7 @@ class LDM(AutoencoderKL):
         self, files: DecoderFiles, content: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the entries that config.json would have, and the decoder's weights."""
-        config, state = _translated(files.path, content)
+        config, state = _to_diffusers(files.path, content)
         return self.checked(files.path, config, files.path, state)
 
     def space(self, files: DecoderFiles, entries: dict[str, Any]) -> LatentSpace:
@@ -57,7 +57,7 @@ class LDM(AutoencoderKL):
         the file, else by Stable Diffusion's scale if it may be its decoder.
         """
         space = super().space(files, entries)
-        beside = files.path.parent / STATISTICS
+        beside = files.path.parent / STATISTICS_FILE
         if space.std:
             return space
         if beside.is_file():
@@ -66,7 +66,7 @@ class LDM(AutoencoderKL):
         if (space.channels, space.factor) != (usual.channels, usual.factor):
             raise UsageError(
                 "says no scale of its latents",
-                f"put {STATISTICS} beside it, or give `latent_stats`",
+                f"put {STATISTICS_FILE} beside it, or give `latent_stats`",
                 parameter="vae",
                 value=files.path,
             )
@@ -80,7 +80,9 @@ class LDM(AutoencoderKL):
 KIND = LDM()
 
 
-def _translated(file: Path, content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _to_diffusers(
+    file: Path, content: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return (config.json's entries, the decoder's weights under diffusers' names) of the
     content of a file. Raises UsageError about --vae.
     """
@@ -116,10 +118,10 @@ def _translated(file: Path, content: Mapping[str, Any]) -> tuple[dict[str, Any],
         mid_block_add_attention="decoder.mid.attn_1.q.weight" in state,
         scaling_factor=1.0,
     )
-    return config, {_renamed(name, len(levels) - 1): value for name, value in state.items()}
+    return config, {_diffusers_name(name, len(levels) - 1): value for name, value in state.items()}
 
 
-def _renamed(name, last):
+def _diffusers_name(name, last):
     """Return diffusers' name of an entry. diffusers counts levels from the latent on, LDM
     from the picture.
     """

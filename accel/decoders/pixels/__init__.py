@@ -13,4 +13,4 @@ KIND = Pixels()
 PIXELS = LatentSpace(
     channels=3, factor=1, scale=1.0, decoder=DecoderFiles(Path("pixels"), (), KIND)
 )
-KIND.without_files = PIXELS
+KIND.builtin_space = PIXELS

@@ -27,17 +27,17 @@ from accel.tensors.tensor_files import file_stamps, floats_of, read_json, read_t
 
 log = logging.getLogger(__name__)
 
-WEIGHTS = ("model.safetensors", "model.pt")
-STATISTICS = "stat.pt"
-CONFIG = "config.json"
-COLOURS = "preprocessor_config.json"
-HEADS = "decoder_num_attention_heads"
-USUAL_HEADS = {768: 12, 1024: 16, 1152: 16}  # by width
-EPS = 1e-12  # of LayerNorm
+WEIGHTS_FILES = ("model.safetensors", "model.pt")
+STATISTICS_FILE = "stat.pt"
+CONFIG_FILE = "config.json"
+PREPROCESSOR_FILE = "preprocessor_config.json"
+HEADS_ENTRY = "decoder_num_attention_heads"
+DEFAULT_HEADS = {768: 12, 1024: 16, 1152: 16}  # by width
+DEFAULT_EPS = 1e-12  # of LayerNorm
 STATISTICS_EPS = 1e-5
 IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 # Other parts of an autoencoder, and a leftover of the ViT's own training, which no decoder reads.
-IGNORED = re.compile(r"encoder\.|mask_token$")
+UNUSED = re.compile(r"encoder\.|mask_token$")
 
 
 def _entries(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,36 +52,40 @@ def _entries(content: Mapping[str, Any]) -> dict[str, Any]:
 class ViT(DecoderKind):
     """The decoder of a representation autoencoder."""
 
-    at_once = 16  # three times the pictures a second of one at a time; 64 are no faster
+    half_batch_size = 16  # three times the pictures a second of one at a time; 64 are no faster
 
-    def holds(self, content: Mapping[str, Any]) -> bool:
+    def matches(self, content: Mapping[str, Any]) -> bool:
         """Return whether a file has the decoder's tensors, or a config.json its heads. diffusers'
         own class of such autoencoders is another one.
         """
         if "_class_name" in content:
             return False
-        return HEADS in content or "decoder_embed.weight" in _entries(content)
+        return HEADS_ENTRY in content or "decoder_embed.weight" in _entries(content)
 
     def files(self, path: Path, statistics: str | None) -> list[Path]:
         """Return the weights, the statistics, and the facts beside the weights."""
-        possible = [path, *(path / name for name in WEIGHTS)]
+        possible = [path, *(path / name for name in WEIGHTS_FILES)]
         weights = next(filter(Path.is_file, possible), None)
         if weights is None:
             raise UsageError(
-                f"must hold {CONFIG} and {' or '.join(WEIGHTS)}", parameter="vae", value=path
+                f"must hold {CONFIG_FILE} and {' or '.join(WEIGHTS_FILES)}",
+                parameter="vae",
+                value=path,
             )
         beside = weights.parent
-        if statistics is None and not (beside / STATISTICS).is_file():
+        if statistics is None and not (beside / STATISTICS_FILE).is_file():
             raise UsageError(
                 "says no statistics of its latents",
-                f"put {STATISTICS} beside it, or give `latent_stats`",
+                f"put {STATISTICS_FILE} beside it, or give `latent_stats`",
                 parameter="vae",
                 value=path,
             )
         if statistics is not None:
             file_stamps([Path(statistics)], "latent_stats")  # an error names this option
-        facts = [beside / name for name in (CONFIG, COLOURS) if (beside / name).is_file()]
-        return [weights, Path(statistics or beside / STATISTICS), *facts]
+        facts = [
+            beside / name for name in (CONFIG_FILE, PREPROCESSOR_FILE) if (beside / name).is_file()
+        ]
+        return [weights, Path(statistics or beside / STATISTICS_FILE), *facts]
 
     def read(
         self, files: DecoderFiles, content: Mapping[str, Any]
@@ -90,7 +94,7 @@ class ViT(DecoderKind):
         weights, statistics, *facts = self.files(files.path, files.statistics)
         name = f"`vae={weights}`"
         entries = _entries(content if files.path.is_file() else read_tensors(weights, "vae"))
-        state = {key: value for key, value in entries.items() if not IGNORED.match(key)}
+        state = {key: value for key, value in entries.items() if not UNUSED.match(key)}
         state = floats_of(state, about("vae", weights))
         metadata: dict[str, Any] = {}
         for file in facts:
@@ -101,7 +105,7 @@ class ViT(DecoderKind):
         mean, var = read_statistics(statistics, "var", latent_shape)
         state["latent_mean"] = mean.float()
         state["latent_std"] = (var.float() + STATISTICS_EPS).sqrt()
-        state |= _colours(weights.parent / COLOURS, metadata)
+        state |= _pixel_statistics(weights.parent / PREPROCESSOR_FILE, metadata)
         with shapes_only():
             decoder = self.build(sizes)
         require_fit(about("vae", weights), state, decoder)
@@ -159,29 +163,29 @@ def _sizes(name: str, state: Mapping[str, Tensor], metadata: Mapping[str, Any]) 
     for key, value in must.items():
         if metadata.get(key, value) != value:
             raise UsageError(
-                f"{name}: {CONFIG} beside it says {key} {shown(metadata[key])}, must say {value}"
+                f"{name}: its {CONFIG_FILE} has {key} {shown(metadata[key])}, must have {value}"
             )
-    heads = metadata.get(HEADS, USUAL_HEADS.get(width))
-    eps = metadata.get("layer_norm_eps", EPS)
+    heads = metadata.get(HEADS_ENTRY, DEFAULT_HEADS.get(width))
+    eps = metadata.get("layer_norm_eps", DEFAULT_EPS)
     if type(heads) is not int or heads < 1 or width % heads:
         raise UsageError(
             f"{name}: has an unknown number of heads ({shown(heads)}) of a width of {width}; put a "
-            f"{CONFIG} with {HEADS} beside it"
+            f"{CONFIG_FILE} with {HEADS_ENTRY} beside it"
         )
     if type(eps) is not float or not 0 < eps < 1:
-        raise UsageError(f"{name}: {CONFIG} beside it says layer_norm_eps {shown(eps)}")
+        raise UsageError(f"{name}: its {CONFIG_FILE} has layer_norm_eps {shown(eps)}")
     return Sizes(channels, side, patch, width, depth, heads, mlp, eps)._asdict()
 
 
 def _log_assumptions(weights, metadata, sizes):
     """Print what no file says, and the remedy."""
     remedies = {}  # of what is assumed
-    if HEADS not in metadata:
+    if HEADS_ENTRY not in metadata:
         heads = f"{sizes['heads']} heads, as a width of {sizes['width']} usually has"
-        remedies[heads] = f"{CONFIG} with {HEADS}"
+        remedies[heads] = f"{CONFIG_FILE} with {HEADS_ENTRY}"
     if not IMAGENET.keys() <= metadata.keys():
         colours = "ImageNet's mean and deviation of pixels"
-        remedies[colours] = f"{COLOURS} with {' and '.join(IMAGENET)}"
+        remedies[colours] = f"{PREPROCESSOR_FILE} with {' and '.join(IMAGENET)}"
     if remedies:
         log.warning(
             f"{shown(str(weights), 300)}: taken with {', and '.join(remedies)}; if it has others: "
@@ -189,7 +193,7 @@ def _log_assumptions(weights, metadata, sizes):
         )
 
 
-def _colours(file: Path, metadata: Mapping[str, Any]) -> dict[str, Tensor]:
+def _pixel_statistics(file: Path, metadata: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return mean and deviation of pixels in (0, 1), (3, 1, 1). Raises UsageError."""
     colours = {name: metadata.get(name, usual) for name, usual in IMAGENET.items()}
     for name, values in colours.items():

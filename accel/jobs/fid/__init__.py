@@ -25,8 +25,15 @@ from accel.errors import Stopped, UsageError, path_errors
 from accel.io.filesystem import cache_folder, require_name, require_writable
 from accel.io.output import to_uint8
 from accel.io.progress import Stopwatch
-from accel.jobs.fid.folder import MACHINE_SETTINGS, Batches, Plan, begin, npz_of, write_pictures
-from accel.jobs.fid.lock import sole_job
+from accel.jobs.fid.folder import (
+    MACHINE_SETTINGS,
+    Batches,
+    Plan,
+    npz_path,
+    open_folder,
+    write_pictures,
+)
+from accel.jobs.fid.lock import folder_lock
 from accel.jobs.fid.noise import PictureNoise, UpstreamNoise
 from accel.jobs.fid.npz import Archive
 from accel.pipeline import Pipeline
@@ -41,7 +48,7 @@ def locked(folder: Path, ranks: Ranks) -> Iterator[None]:
     work there, or if this user may not write there.
     """
     with ExitStack() as stack:
-        ranks.run_collectively(lambda: stack.enter_context(sole_job(folder)), only=0)
+        ranks.run_collectively(lambda: stack.enter_context(folder_lock(folder)), only=0)
         ranks.run_collectively(lambda: _require_access(folder), only=0)
         yield
 
@@ -54,8 +61,8 @@ def _require_access(folder):
             require_writable(place)
             if place != folder.parent:
                 os.listdir(place)
-    with path_errors("sample_dir", npz_of(folder)):
-        require_name(npz_of(folder))
+    with path_errors("sample_dir", npz_path(folder)):
+        require_name(npz_path(folder))
 
 
 def tuner_folders(folder: Path) -> list[Path]:
@@ -66,7 +73,7 @@ def tuner_folders(folder: Path) -> list[Path]:
 
 
 def fill(plan: Plan, ranks: Ranks, settings: dict, pipeline: Pipeline, watch: Stopwatch) -> None:
-    """Make the missing pictures of `plan` and their .npz. settings: as for `begin`.
+    """Make the missing pictures of `plan` and their .npz. settings: as for `open_folder`.
 
     Raises Stopped when asked to stop, UsageError where ranks differ in settings, the folder
     holds something else or the disk is full.
@@ -82,7 +89,7 @@ def fill(plan: Plan, ranks: Ranks, settings: dict, pipeline: Pipeline, watch: St
     archive = Archive(folder, plan.count, plan.image_size)
     # Rank 0's view for all: each node has its own, older view of a network file system,
     # and ranks with different views would leave batches to each other.
-    finished = ranks.from_rank_0(lambda: _begin(batches, archive, settings))
+    finished = ranks.from_rank_0(lambda: _open_folder(batches, archive, settings))
     with disk_errors(folder):
         if len(finished) < batches.count:
             _make_pictures(pipeline, watch, plan, ranks, batches, finished)
@@ -108,10 +115,10 @@ def disk_errors(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def _begin(batches, archive, settings):
+def _open_folder(batches, archive, settings):
     """Open the folder on rank 0. Return the finished batches."""
     with disk_errors(archive.folder):
-        grown = begin(archive.folder, settings, batches.plan.can_grow)
+        grown = open_folder(archive.folder, settings, batches.plan.can_grow)
         finished = batches.finished()
         if grown or len(finished) < batches.count:
             archive.forget()  # it may be of other pictures: other kernels round otherwise

@@ -26,22 +26,22 @@ from accel.io.filesystem import (
     read_json,
     read_small,
     remove_partial_files,
-    repeated,
     sync_folder,
+    temporary_stem,
 )
 
 log = logging.getLogger(__name__)
 
-CODE = "this code's kernels"  # the setting that may change while a job is interrupted
-COUNT = "--num-fid-samples"  # the setting that may grow
+KERNELS_SETTING = "this code's kernels"  # the setting that may change while a job is interrupted
+COUNT_SETTING = "--num-fid-samples"  # the setting that may grow
 # Settings that older records have beside their outcome, such as the contents of --ckpt. Only a job
 # that has them itself compares them.
-FORMER = {"--num-heads", "--weights-entry", "--balanced-labels"}
+LEGACY_SETTINGS = {"--num-heads", "--weights-entry", "--balanced-labels"}
 # Settings that nodes of one job may differ in.
-MACHINE_SETTINGS = {"device", "torch", "number of threads", CODE}
+MACHINE_SETTINGS = {"device", "torch", "number of threads", KERNELS_SETTING}
 # Threads that compress PNGs: 16 ms per picture of 256 px, 60 ms of 512 px. Four keep up
 # with twice what an H200 makes.
-WRITERS = 4
+WRITER_THREADS = 4
 
 
 class Plan(NamedTuple):
@@ -128,7 +128,7 @@ class Batches:
         return (offset * (self.count // self.in_round) + index) * self.plan.batch_size
 
 
-def npz_of(folder: Path) -> Path:
+def npz_path(folder: Path) -> Path:
     """Return the path of the archive of a folder's pictures."""
     return folder.with_name(f"{folder.name}.npz")
 
@@ -150,7 +150,7 @@ def write_pictures(folder: Path, numbers: range, pixels: np.ndarray) -> None:
         with atomic_write(path, durable=True, through_link=False) as file:
             Image.fromarray(picture).save(file, format="PNG")
 
-    with ThreadPoolExecutor(WRITERS) as pool:
+    with ThreadPoolExecutor(WRITER_THREADS) as pool:
         list(pool.map(write, numbers, pixels))
     sync_folder(folder)
 
@@ -175,7 +175,7 @@ def read_picture(path: Path, size: int) -> np.ndarray:
     )
 
 
-def begin(folder: Path, settings: dict, can_grow: bool = False) -> bool:
+def open_folder(folder: Path, settings: dict, can_grow: bool = False) -> bool:
     """Open the folder for a job with `settings`: plain JSON, all that decides the
     pictures' bits by the names that a user knows. Remove files that killed jobs left
     unfinished. can_grow: whether the job may add pictures to a folder that was begun for fewer.
@@ -183,26 +183,26 @@ def begin(folder: Path, settings: dict, can_grow: bool = False) -> bool:
     """
     home = folder / ".job"
     record = home / "settings.json"
-    npz = npz_of(folder)
+    npz = npz_path(folder)
     pictures = (
         entry for entry in os.scandir(folder) if entry.name.endswith(".png") and entry.is_file()
     )
     grows = False
     is_new = not npz.exists() and not any(pictures)
     if not is_new:
-        grows = _grows(folder, record, settings, can_grow)
+        grows = _check_record(folder, record, settings, can_grow)
     if is_new or grows:
         with atomic_write(record, "w", durable=True, through_link=False) as file:
             json.dump(settings, file, indent=2)
         for changed in (home, folder, folder.parent):
             sync_folder(changed)
     remove_partial_files(folder, r"\d+\.png")
-    remove_partial_files(npz.parent, re.escape(repeated(npz.name)))
+    remove_partial_files(npz.parent, re.escape(temporary_stem(npz.name)))
     remove_partial_files(home, ".*")
     return grows
 
 
-def _grows(folder: Path, record: Path, settings: dict, can_grow: bool) -> bool:
+def _check_record(folder: Path, record: Path, settings: dict, can_grow: bool) -> bool:
     """Return whether `settings` are of more pictures than those in the file `record` of `folder`,
     and the same otherwise. Raises UsageError unless they are these or equal.
     """
@@ -215,16 +215,16 @@ def _grows(folder: Path, record: Path, settings: dict, can_grow: bool) -> bool:
             "move them, or use another `sample_dir`",
             parameter="sample_dir",
         ) from None
-    if earlier.get(CODE) != settings.get(CODE):
+    if earlier.get(KERNELS_SETTING) != settings.get(KERNELS_SETTING):
         log.warning(
             f"{folder}: was begun by other kernels; pictures from here on may differ in their "
             "last bits"
         )
-    free = {CODE} | (FORMER - settings.keys())
-    grows = earlier.get(COUNT, 0) < settings.get(COUNT, 0)
+    free = {KERNELS_SETTING} | (LEGACY_SETTINGS - settings.keys())
+    grows = earlier.get(COUNT_SETTING, 0) < settings.get(COUNT_SETTING, 0)
     remedy = "give the same, or another `sample_dir`"
     if grows and can_grow:
-        free |= {COUNT}
+        free |= {COUNT_SETTING}
     elif grows:
         remedy += ": this order of labels depends on the number of pictures"
     begun = f"the pictures in {folder} were begun with"

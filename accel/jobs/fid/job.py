@@ -18,7 +18,7 @@ from accel.distributed import Ranks
 from accel.errors import UsageError
 from accel.families import DEMO, Defaults
 from accel.jobs import fid
-from accel.jobs.fid.folder import CODE, Plan
+from accel.jobs.fid.folder import KERNELS_SETTING, Plan
 from accel.kernels.linear import Tuner
 from accel.pipeline import Pipeline
 from accel.run.opening import open_on_ranks
@@ -28,7 +28,7 @@ from accel.sampling.guidance import CHANNELS
 log = logging.getLogger(__name__)
 
 # Options that are recorded by their outcome, or decide no bit.
-LEFT_OUT = {
+NOT_RECORDED = {
     "ckpt",
     "config",
     "device",
@@ -44,7 +44,7 @@ LEFT_OUT = {
 }
 # Options that older folders, which may be resumed, lack: recorded only where they differ
 # from these values.
-LATER = {
+SETTINGS_ADDED_LATER = {
     "guidance_interval": (0.0, 1.0),
     "guidance_channels": CHANNELS,
     "timestep_shift": 1.0,
@@ -54,7 +54,7 @@ LATER = {
 # Published files, and the last ones of training runs, have these names in a folder each, whose
 # name tells them apart.
 SHARED_NAMES = {"model", "stage2_model", "checkpoint-last"}
-USUAL_SAMPLERS = ("ddpm", "ddim", "sde")  # not in a folder's name
+UNNAMED_SAMPLERS = ("ddpm", "ddim", "sde")  # not in a folder's name
 
 
 def make_folder(options: Options, ranks: Ranks) -> None:
@@ -62,7 +62,7 @@ def make_folder(options: Options, ranks: Ranks) -> None:
     ranks.run_collectively(lambda: require_seeds(options, ranks.world), only=0)
     run, watch = open_on_ranks(options, ranks)
     plan = plan_of(run)
-    mention_former(run)
+    warn_of_legacy_folder(run)
     with fid.locked(plan.folder, ranks):
         with watch.phase("load"):
             tuner = Tuner(fid.tuner_folders(plan.folder), ranks.from_rank_0)
@@ -124,7 +124,7 @@ def folder_of(run: Run) -> Path:
     folder, the model's own as "pretrained".
     """
     changed = ""
-    if run["sampler"] not in USUAL_SAMPLERS:
+    if run["sampler"] not in UNNAMED_SAMPLERS:
         changed += f"-{run['sampler']}"
     if run["timestep_shift"] != 1:
         changed += f"-shift-{run['timestep_shift']:g}"
@@ -142,18 +142,18 @@ def folder_of(run: Run) -> Path:
     )
 
 
-def mention_former(run: Run) -> None:
+def warn_of_legacy_folder(run: Run) -> None:
     """Name a folder that was begun with the defaults of earlier versions, which were a grid's, if
     this run is about to begin another.
     """
-    former: dict[str, Any] = {}
+    legacy: dict[str, Any] = {}
     if run["ckpt"] is None and run.origins["image_size"] != USER:
-        former["image_size"] = run.spec.defaults.image_size
+        legacy["image_size"] = run.spec.defaults.image_size
     if run.origins["cfg_scale"] == JOB:
-        former["cfg_scale"] = run.spec.defaults.cfg_scale
-    folder = folder_of(replace(run, values={**run.values, **former}))
+        legacy["cfg_scale"] = run.spec.defaults.cfg_scale
+    folder = folder_of(replace(run, values={**run.values, **legacy}))
     if folder.is_dir() and not folder_of(run).exists():
-        flags = " ".join(f"{OPTIONS[name].flag_names()[0]} {former[name]}" for name in former)
+        flags = " ".join(f"{OPTIONS[name].flag_names()[0]} {legacy[name]}" for name in legacy)
         log.warning(f"{folder}: was begun with other defaults; to continue it: {flags}")
 
 
@@ -173,7 +173,11 @@ def record_of(run: Run, pipeline: Pipeline, world: int) -> dict:
     record = {}
     for option in OPTIONS.values():
         value = run[option.name]
-        if FID not in option.jobs or option.name in LEFT_OUT or LATER.get(option.name) == value:
+        if (
+            FID not in option.jobs
+            or option.name in NOT_RECORDED
+            or SETTINGS_ADDED_LATER.get(option.name) == value
+        ):
             continue
         if option.name == "balanced_labels" and len({*run.spec.family.label_orders}) == 1:
             continue  # the family has one order of labels
@@ -188,7 +192,7 @@ def record_of(run: Run, pipeline: Pipeline, world: int) -> dict:
         "--vae-precision": _decoder_precision(pipeline),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu(),
         "torch": torch.__version__,
-        CODE: kernels.version(),
+        KERNELS_SETTING: kernels.version(),
     }
     if run.guide is not None:
         record["--guide (contents)"] = run.guide.digest()

@@ -13,11 +13,11 @@ from accel.errors import UsageError, path_errors, shown
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 2.0  # seconds that a killed process may take to end
+RELEASE_TIMEOUT_S = 2.0  # seconds that a killed process may take to end
 
 
 @contextmanager
-def sole_job(folder: Path) -> Iterator[None]:
+def folder_lock(folder: Path) -> Iterator[None]:
     """Make the folder and keep other jobs out of it inside. UsageError names the job that
     is at work there.
 
@@ -38,7 +38,7 @@ def sole_job(folder: Path) -> Iterator[None]:
 
 def _lock(folder, file):
     """Lock an open file. Raises UsageError if another process holds the lock."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + RELEASE_TIMEOUT_S
     while True:
         try:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

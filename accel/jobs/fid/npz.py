@@ -18,19 +18,19 @@ import numpy as np
 from accel.errors import Stopped, UsageError
 from accel.io import picture_files
 from accel.io.filesystem import atomic_write, open_regular, read_json, sha256_of, sync_folder
-from accel.jobs.fid.folder import npz_of, picture_name, read_picture
+from accel.jobs.fid.folder import npz_path, picture_name, read_picture
 
 log = logging.getLogger(__name__)
 
-READERS = 4  # threads that decode PNGs
-AT_ONCE = 8  # pictures that are read ahead
+READER_THREADS = 4  # threads that decode PNGs
+READ_AHEAD = 8  # pictures that are read ahead
 
 
 class Archive:
     """The archive of pictures 0 … count - 1 of `folder`, each (size, size, 3)."""
 
     def __init__(self, folder: Path, count: int, size: int):
-        self.path = npz_of(folder)
+        self.path = npz_path(folder)
         self.folder = folder
         self.count = count
         self.size = size
@@ -88,17 +88,17 @@ def _write_pictures(file, folder, count, size, stopping):
     with (
         zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive,
         archive.open("arr_0.npy", "w", force_zip64=True) as member,
-        ThreadPoolExecutor(READERS) as pool,
+        ThreadPoolExecutor(READER_THREADS) as pool,
     ):
         np.lib.format.write_array_header_1_0(
             member, dict(descr="|u1", fortran_order=False, shape=shape)
         )
-        for first in range(0, count, AT_ONCE):
-            for pixels in pool.map(read, range(first, min(first + AT_ONCE, count))):
+        for first in range(0, count, READ_AHEAD):
+            for pixels in pool.map(read, range(first, min(first + READ_AHEAD, count))):
                 member.write(pixels)
             if stopping():
                 raise Stopped(
-                    f"stopped while writing {npz_of(folder)}; start again with the same command"
+                    f"stopped while writing {npz_path(folder)}; start again with the same command"
                 )
 
 
@@ -121,7 +121,7 @@ def create_npz(folder: Path, count: int) -> Path:
             value=count,
         )
     size = len(picture_files.read_picture(folder / picture_name(0)).pixels)
-    path = npz_of(folder)
+    path = npz_path(folder)
     with atomic_write(path, mode="w+b") as file:
         _write_pictures(file, folder, count, size, lambda: False)
     return path
