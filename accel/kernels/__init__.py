@@ -1,11 +1,11 @@
-"""Kernels, a folder an op. Small ops are one file.
+"""Kernels: one folder per op; small ops are one file.
 
     __init__.py                 the op and its choice of backend
     reference.py                plain torch
     triton.py, hopper.py, .cu   the kernels
 
-cuda.py compiles, loads and launches CUDA text; hopper.cuh is device code that Hopper's kernels
-share.
+cuda.py compiles, loads and launches CUDA source; hopper.cuh is device code that the kernels for
+Hopper share.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ SOURCES = {".py", ".cu", ".cuh", ".json"}
 
 
 def version() -> str:
-    """Return a short hash of the kernels' source files, which an FID job records."""
+    """Return a short hash of the kernels' source files. FID jobs record it."""
     digest = hashlib.sha256()
     for file in sorted(FOLDER.rglob("*")):
         if file.suffix in SOURCES:
@@ -27,16 +27,13 @@ def version() -> str:
 
 
 def check_backend(op: str, backend: str, backends: tuple[str, ...]) -> None:
-    """Raise ValueError unless an op has this backend."""
+    """Raise ValueError if `op` has no such backend."""
     if backend not in backends:
         raise ValueError(f"{op}: backend {backend!r}: one of {', '.join(backends)}")
 
 
 def read_cache(file: Path) -> dict:
-    """Return the JSON object in a file of a cache; an empty one if it is absent or damaged.
-
-    What it held is then measured again.
-    """
+    """Return the JSON object in a cache file, or an empty one if the file is absent or corrupt."""
     try:
         return read_json(file)
     except (OSError, ValueError):
@@ -44,10 +41,7 @@ def read_cache(file: Path) -> dict:
 
 
 def write_cache(file: Path, content: bytes) -> bool:
-    """Write a file of a cache and return whether it is there.
-
-    Where it cannot be written every process compiles or measures for itself.
-    """
+    """Write a cache file. Return False if it cannot be written: a cache is optional."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(file, through_link=False) as out:

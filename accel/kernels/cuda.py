@@ -1,8 +1,9 @@
 """CUDA kernels without a toolkit.
 
-NVRTC compiles the text, the cubin stays on disk, the driver loads and launches it. Both are called
-through cuda.bindings, which torch installs, and imported late: older GPUs need neither. The first
-launch on a machine compiles for seconds, later processes load some 50 KB.
+NVRTC compiles the source, the cubin is cached on disk, and the driver loads and launches it. Both
+libraries are called through cuda.bindings, which torch installs. The import is late, because older
+GPUs do not need it. The first launch on a machine compiles for seconds; later processes load about
+50 KB.
 """
 
 import ctypes
@@ -19,19 +20,19 @@ from torch import Tensor
 
 from accel.io.filesystem import cache_folder, read_small
 from accel.kernels import check_backend, write_cache
-from accel.kernels.gpu import capability  # noqa: F401 (every choice of a backend asks cuda.capability)
+from accel.kernels.gpu import capability  # noqa: F401 (backend choices call cuda.capability)
 
 HAS_TRITON = find_spec("triton") is not None  # not on Windows and macOS
-BACKENDS = ("auto", "triton", "torch")  # of ops with a Triton kernel; "torch" is the reference
-HALF_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}  # as PTX names them
+BACKENDS = ("auto", "triton", "torch")  # for ops with a Triton kernel; "torch" is the reference
+HALF_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}  # dtype → PTX name
 TMA_FORMATS = {torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16", torch.float32: "FLOAT32"}
 NVRTC_OPTIONS = b"--gpu-architecture=sm_90a", b"--std=c++17"
 
 
 def uses_triton(op: str, backend: str, x: Tensor) -> bool:
-    """Return whether `op` uses its Triton kernel for x.
+    """Return whether `op` runs its Triton kernel on x.
 
-    backend: one of BACKENDS; "auto" takes Triton on a GPU, except for float64.
+    backend: one of BACKENDS; "auto" selects Triton on a GPU, except for float64.
     """
     check_backend(op, backend, BACKENDS)
     if backend == "auto":
@@ -40,14 +41,14 @@ def uses_triton(op: str, backend: str, x: Tensor) -> bool:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Return the number of a GPU's multiprocessors."""
+    """Return the number of multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def writes_to_peer(index: int, peer: int) -> bool:
-    """Return whether GPU `index` can write to GPU `peer` and update its words atomically.
+    """Return whether GPU `index` can write to memory of GPU `peer`, with atomic updates.
 
-    GPUs can over NVLink, rarely over PCIe.
+    NVLink supports it, PCIe rarely does.
     """
     if not torch.cuda.can_device_access_peer(index, peer):
         return False
@@ -61,7 +62,7 @@ def writes_to_peer(index: int, peer: int) -> bool:
 def call(function: Callable, *arguments: Any) -> Any:
     """Call a function of cuda.bindings, which returns (status, *values).
 
-    Returns its first value, or None. Raises RuntimeError for a status other than success.
+    Return the first value, or None. Raise RuntimeError if the call fails.
     """
     status, *values = function(*arguments)
     if status:
@@ -71,10 +72,10 @@ def call(function: Callable, *arguments: Any) -> Any:
 
 @contextmanager
 def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
-    """Capture all launches inside the block into `graph` on `stream`.
+    """Capture all launches in the with-block into `graph` on `stream`.
 
-    Other threads may load and save meanwhile. The garbage collector is off: an old graph that it
-    frees on this thread would void the capture.
+    Other threads may copy tensors during the capture. The garbage collector is disabled, because
+    freeing an old graph on this thread would invalidate the capture.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -87,12 +88,12 @@ def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterato
 
 
 def wgmma(name: str, columns: int, half: str, a_in_registers: bool = False) -> str:
-    """Return the CUDA text of a function around one warpgroup MMA, 64 × columns × 16.
+    """Return the CUDA source of a function for one warpgroup MMA, 64 × columns × 16.
 
-    Its parameters are (d, a, b, accumulate). Inline assembly must name every register.
-    a_in_registers: A is in registers and B lies column by column.
+    Its parameters are (d, a, b, accumulate). It is generated because inline assembly must name
+    every register. a_in_registers: A is in registers, and B is column-major.
     """
-    count = columns // 2  # registers of d, which are the operands %0 and following
+    count = columns // 2  # registers of d, which are the operands %0, %1, …
     d = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
     if a_in_registers:
@@ -116,10 +117,10 @@ def wgmma(name: str, columns: int, half: str, a_in_registers: bool = False) -> s
 
 
 def registers(consumers: int, blocks: int = 1, producer: int | None = None) -> dict[str, int]:
-    """Return a thread's registers in the consumer warpgroups and in the producer's.
+    """Return the registers per thread of the consumer warpgroups and of the producer warpgroup.
 
-    blocks: on a multiprocessor. At the start every warpgroup gets an equal share of the 64 Ki, in
-    eights; setmaxnreg then moves them.
+    blocks: number of blocks per multiprocessor. At launch the 64 Ki registers are divided equally
+    among the warpgroups, in multiples of eight; setmaxnreg then redistributes them.
     """
     warpgroups = consumers + 1
     pool = 512 // (warpgroups * blocks) // 8 * 8 * warpgroups
@@ -135,10 +136,10 @@ def source(
     half: str,
     **constants: int,
 ) -> str:
-    """Return a kernel's whole text.
+    """Return the complete CUDA source of a kernel.
 
-    It has the fields of `config` and the constants as macros, generated functions, hopper.cuh, and
-    the kernel's own files. half: the operands' type, as PTX names it.
+    It consists of macros for the fields of `config` and the constants, generated functions,
+    hopper.cuh, and the kernel's files. half: PTX name of the operands' type.
     """
     macros = {**config._asdict(), **constants}
     defines = [f"#define {name.upper()} {int(value)}\n" for name, value in macros.items()]
@@ -148,7 +149,7 @@ def source(
 
 
 def compile_cubin(text: str, name: str) -> bytes:
-    """Compile to machine code for sm_90a, by NVRTC; needs no GPU.
+    """Compile CUDA source to machine code for sm_90a with NVRTC. No GPU is needed.
 
     Raises RuntimeError with the compiler's log.
     """
@@ -169,10 +170,10 @@ def compile_cubin(text: str, name: str) -> bytes:
 
 
 def cached_cubin(text: str, name: str) -> bytes:
-    """Return `compile_cubin`'s code, kept on disk behind its SHA-256.
+    """Return the result of `compile_cubin`, cached on disk.
 
-    The file's name changes with text and compiler. A file that does not match its digest is
-    compiled again.
+    The file's name contains a hash of source and compiler. The file starts with the SHA-256 of the
+    code; if they do not match, the source is compiled again.
     """
     parts = (text.encode(), str(torch.version.cuda).encode(), *NVRTC_OPTIONS)
     key = hashlib.sha256(b"\n".join(parts)).hexdigest()[:16]
@@ -189,10 +190,9 @@ def cached_cubin(text: str, name: str) -> bytes:
 
 
 class Kernel:
-    """The kernel `name` of a CUDA text, loaded on a device.
+    """The kernel `name` of a CUDA source, loaded on a device.
 
-    It must not be made while a graph is being captured. shared_bytes: dynamic shared memory of a
-    block.
+    Raises RuntimeError during graph capture. shared_bytes: dynamic shared memory per block.
     """
 
     def __init__(self, text: str, name: str, threads: int, shared_bytes: int, device: torch.device):
@@ -206,11 +206,11 @@ class Kernel:
         from cuda.bindings import driver
 
         with torch.cuda.device(device):
-            torch.cuda.current_stream()  # makes the device's context
+            torch.cuda.current_stream()  # creates the device's context
             module = call(driver.cuModuleLoadData, cached_cubin(text, name))
             self.function = call(driver.cuModuleGetFunction, module, name.encode())
-            # All kernels have one carve-out: with another, a kernel could not be set up while
-            # its predecessor runs.
+            # All kernels use the same carve-out. If it differed, a kernel could not be set up
+            # while its predecessor runs.
             settings = {
                 "MAX_DYNAMIC_SHARED_SIZE_BYTES": shared_bytes,
                 "PREFERRED_SHARED_MEMORY_CARVEOUT": 100,
@@ -220,11 +220,11 @@ class Kernel:
                 call(driver.cuFuncSetAttribute, self.function, attribute, value)
 
     def launch(self, blocks: int, *arguments: Any, overlap: bool = False) -> None:
-        """Launch on the device's current stream.
+        """Launch the kernel on the device's current stream.
 
-        arguments: tensors (their pointers), None (no pointer), int and float (32 bits), tensor
-        maps. overlap: programmatic dependent launch, for a kernel that itself awaits the one
-        before.
+        arguments: tensors (passed as pointers), None (a null pointer), int and float (32 bits),
+        tensor maps. overlap: programmatic dependent launch, for kernels that wait for their
+        predecessor themselves.
         """
         from cuda.bindings import driver
 
@@ -258,9 +258,9 @@ _C_TYPES = {int: ctypes.c_int, float: ctypes.c_float}
 
 
 def _argument(value):
-    """Return a kernel's argument as cuda.bindings takes it: (value, ctypes type).
+    """Convert a kernel argument for cuda.bindings: (value, ctypes type).
 
-    A tensor map's type is None.
+    The type of a tensor map is None.
     """
     if value is None:
         return 0, ctypes.c_void_p
@@ -277,12 +277,12 @@ def tensor_map(
     swizzle: int,
     gaps: bool = False,
 ) -> Any:
-    """Describe a tensor's memory to TMA.
+    """Return a TMA descriptor of a tensor's memory.
 
-    sizes: in elements, innermost first. strides: in bytes, of all dimensions but the innermost.
-    box: the size of one copy. swizzle: bytes that the box's lines are swizzled over. gaps: whether
-    the tensor's lines may lie apart. Raises ValueError for another dtype, for unexpected gaps, or
-    for lines that are not aligned to 16 bytes.
+    sizes: in elements, innermost first. strides: in bytes, without the innermost dimension. box:
+    the size of one copy. swizzle: width in bytes of the swizzle pattern. gaps: whether there may be
+    gaps between rows. Raises ValueError for unsupported dtypes, unexpected gaps, and rows that are
+    not aligned to 16 bytes.
     """
     from cuda.bindings import driver
 

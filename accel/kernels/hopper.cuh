@@ -1,5 +1,5 @@
-// Device code that the kernels for Hopper share: barriers, warpgroup MMA (wgmma), conversions, dependent launch.
-// HALF is "f16" or "bf16".
+// Device code shared by the kernels for Hopper: barriers, warpgroup MMA (wgmma), conversions, dependent launch.
+// The macro HALF is "f16" or "bf16".
 
 struct alignas(64) TensorMap { unsigned char opaque[128]; };
 
@@ -27,13 +27,13 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_wait_but_last() { asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory"); }
 
-// No read of these registers may move above this point: the compiler takes a wgmma for done when it is issued.
+// Prevent the compiler from moving reads of these registers above this point: it assumes that an issued wgmma is done.
 template <int N> __device__ __forceinline__ void fence_registers(float (&d)[N]) {
     #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i]) :: "memory");
 }
 
-// TMA's swizzles as wgmma descriptors name them.
+// TMA's swizzle modes, as encoded in wgmma descriptors.
 constexpr unsigned long long SWIZZLE_128 = 1ull << 62, SWIZZLE_32 = 3ull << 62;
 
 __device__ __forceinline__ unsigned long long descriptor(unsigned address, unsigned leading, unsigned stride,
@@ -42,14 +42,14 @@ __device__ __forceinline__ unsigned long long descriptor(unsigned address, unsig
            (unsigned long long)(stride >> 4) << 32 | swizzle;
 }
 
-// Two floats to two halves in a register.
+// Convert two floats to two halves in a register.
 __device__ __forceinline__ unsigned round_pair(float low, float high) {
     unsigned pair;
     asm("cvt.rn." HALF "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
 }
 
-// Two float16 in a register to two floats.
+// Convert two float16 in a register to two floats.
 __device__ __forceinline__ void widen(unsigned pair, float &low, float &high) {
     asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
         : "=f"(low), "=f"(high) : "r"(pair));
@@ -68,12 +68,12 @@ __device__ __forceinline__ float gelu(float x) {
     return __fdividef(x, 1 + exp2_approx(x * fmaf(-0.1029432397f, square, -2.302208198f)));
 }
 
-// Programmatic dependent launch. After start_next the stream's next kernel may be set up. await_previous waits for the
-// whole previous kernel and its writes. Every block calls it, so that kernels further back are done as well.
+// Programmatic dependent launch. After start_next the stream's next kernel may start. await_previous waits until the
+// previous kernel has finished and its writes are visible. Every block calls it, so that earlier kernels are done too.
 __device__ __forceinline__ void start_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ __forceinline__ void await_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// An address of this block's shared memory, in another block of the cluster.
+// Map an address in this block's shared memory to the same address in another block of the cluster.
 __device__ __forceinline__ unsigned in_block(unsigned address, int block) {
     unsigned there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));

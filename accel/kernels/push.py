@@ -1,11 +1,11 @@
 """All-gather by writing: one kernel stores a rank's part into every peer's memory over NVLink.
 
-A library's all-gather launches a protocol. Between GPUs that map each other's memory a part of 1 to
-5 MB needs only stores and one flag a program. Each program of the grid stores its chunk to all
-peers and raises its flag there. Then it lowers the flags that the same program of each peer raises
-here. So when the kernel has ended on one GPU, all parts have arrived. Flags go from 0 to 1 and back
-and nothing counts, so a CUDA graph can replay it. The caller alternates between two buffers: a peer
-can be one exchange ahead, not two.
+GPUs that map each other's memory can exchange parts of 1 to 5 MB with plain stores and one flag per
+program, which is faster than a library's protocol. Each program of the grid stores its chunk to all
+peers and raises its flag there. Then it waits for the flags that the same program of each peer
+raises here, and lowers them. So when the kernel ends on one GPU, all parts have arrived there.
+Flags go from 0 to 1 and back and there is no counter, so a CUDA graph can replay the kernel. The
+caller alternates between two buffers, because a peer can be one exchange ahead, but not two.
 """
 
 import torch
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 128  # few enough that a GPU runs them all at once, since they wait for each other
+PROGRAMS = 128  # all of them must run at once, since they wait for each other
 # Measured on H200s.
 BLOCK = 1024
 WARPS = 4
@@ -22,18 +22,18 @@ WARPS = 4
 def push(
     part: Tensor, buffers: Tensor, flags: Tensor, rank: int, offset: int, programs: int = PROGRAMS
 ) -> None:
-    """Write part (N, t, W) as tokens rank·t … of every rank's gathered (N, world·t, W).
+    """Write part (N, t, W) to tokens rank·t … (rank + 1)·t of every rank's result (N, world·t, W).
 
-    Waits until the peers' parts have arrived too; `reference` gives the result. part: tokens of W
-    contiguous elements, all at one stride; they begin at multiples of 16 bytes. buffers, flags:
-    (world,) int64 addresses by rank: of a buffer, at whose byte `offset` the gathered tensor
-    starts, and of world · programs int32 flags, zero at first.
+    Wait until the peers' parts have arrived too. `reference` computes the result. part: tokens have
+    W contiguous elements and a uniform stride, and are aligned to 16 bytes. buffers (world,) int64:
+    address of each rank's buffer; the result starts at its byte `offset`. flags (world,) int64:
+    address of each rank's world · programs int32 flags, initially zero.
     """
     n, t, width = part.shape
     stride = part.stride(1)
-    unit = 8 // part.element_size()  # elements of a word, of eight bytes
+    unit = 8 // part.element_size()  # elements per word of eight bytes
     aligned = width % (2 * unit) == 0 and stride % (2 * unit) == 0 and part.data_ptr() % 16 == 0
-    assert aligned, "tokens start at 16 bytes"
+    assert aligned, "tokens must be aligned to 16 bytes"
     words = n * t * width // unit
     with torch.cuda.device_of(part):  # Triton launches on the current GPU
         _push[(programs,)](
@@ -54,7 +54,7 @@ def push(
 
 
 def reference(parts: list[Tensor]) -> Tensor:
-    """Return every rank's result of `push`: parts by rank, (N, t, W) each → (N, world·t, W)."""
+    """Return the result of `push`: the parts of all ranks, each (N, t, W) → (N, world·t, W)."""
     return torch.cat(list(parts), dim=1)
 
 
@@ -90,11 +90,11 @@ def _push(
             + (row // tokens * WORLD * tokens + rank * tokens + row % tokens) * WIDTH
             + column
         )
-        for ahead in tl.static_range(WORLD):  # every rank begins with another peer
+        for ahead in tl.static_range(WORLD):  # each rank starts with a different peer
             peer = (rank + 1 + ahead) % WORLD
             base = tl.multiple_of(tl.load(buffers + peer).to(tl.pointer_type(tl.int64)), 16)
             tl.store(base + target, value, inside)
-    tl.debug_barrier()  # all threads' stores come before the flag of one
+    tl.debug_barrier()  # the stores of all threads precede the flag
     for ahead in tl.static_range(WORLD - 1):
         peer = (rank + 1 + ahead) % WORLD
         flag = tl.load(flags + peer).to(tl.pointer_type(tl.int32)) + program * WORLD + rank

@@ -1,14 +1,15 @@
 """Norm and rotary embedding of queries and keys, in place on the packed projection.
 
-The norm is optional: LayerNorm over all heads jointly, ε = 1e-5, or with `rms_eps` RMSNorm over
-each head. Then q and k are rotated (Su et al. 2021, arXiv:2104.09864).
+The norm is optional: LayerNorm over all heads jointly, ε = 1e-5, or, with `rms_eps`, RMSNorm per
+head. Then q and k are rotated (Su et al. 2021, arXiv:2104.09864).
 
     LayerNorm    x ← (x − mean(x)) / √(var(x) + ε) · weight + bias
     RMSNorm      x ← x / √(mean(x²) + ε) · weight + bias
     rotation     x_{2i} + j·x_{2i+1} ← (x_{2i} + j·x_{2i+1}) · exp(j·position·θ^(-2i/d))
 
-As tensor operations q and k cross memory ten times, here twice. All arithmetic is in float32 or
-wider. For the exact tier q, k and v leave split into high and low.
+Separate tensor operations would read or write q and k ten times; the kernel does it twice. All
+arithmetic is in float32 or wider. For the exact tier q, k and v are returned split into high and
+low.
 """
 
 import torch
@@ -39,11 +40,11 @@ def qk_norm_rotary(
 ) -> Tensor:
     """Normalise and rotate q and k of qkv (N, t, 3·D) in place, and return qkv.
 
-    q, k, v lie side by side, each head-major. rotation (T, d/2, 2): cosines and sines of every
-    position; the t tokens are those from `first` on. norms (2, 2, D): of q, then of k, weight and
-    bias; None: no norm. rms_eps: RMSNorm over each head with this ε in LayerNorm's place. Triton's
-    kernel takes qkv in half precision or float32, the others in float32, all contiguous; the
-    reference any dtype.
+    q, k and v are concatenated, each head-major. rotation (T, d/2, 2): cosine and sine for every
+    position. first: position of the first of the t tokens. norms (2, 2, D): weight and bias for q,
+    then for k, or None. rms_eps: use RMSNorm per head with this ε instead of LayerNorm. The Triton
+    kernel takes qkv in half precision or float32 and all other tensors in float32, contiguous; the
+    reference takes any dtype.
     """
     if cuda.uses_triton("qk_norm_rotary", backend, qkv):
         _triton(qkv, rotation, first, norms, rms_eps)
@@ -63,8 +64,8 @@ def qk_norm_rotary_split(
 ) -> HighLow:
     """Apply `qk_norm_rotary` to a float32 projection, which may be overwritten.
 
-    Returns q, k and v (N, t, 3·D), split into high and low without scales. overflow: an int32
-    tensor of one element, set to 1 where a value is too large for float16.
+    Return q, k and v (N, t, 3·D), split into high and low without scales. overflow: an int32 tensor
+    of one element, set to 1 if a value is too large for float16.
     """
     if cuda.uses_triton("qk_norm_rotary_split", backend, qkv):
         pair = torch.empty(2, *qkv.shape, dtype=torch.float16, device=qkv.device)
@@ -100,7 +101,7 @@ def _triton(qkv, rotation, first, norms, rms_eps, pair=None, overflow=None):
         assert tensor is None or tensor.is_contiguous()
     n, tokens, packed = qkv.shape
     high_low = pair is not None
-    parts = 3 if high_low else 2  # of the projection that are written
+    parts = 3 if high_low else 2  # number of parts to write, of q, k and v
     constants = config(packed // 3, 2 * rotation.shape[1])
     with torch.cuda.device_of(qkv):  # Triton launches on the current GPU
         _qk_norm_rotary[(n * tokens, parts)](
@@ -121,7 +122,7 @@ def _triton(qkv, rotation, first, norms, rms_eps, pair=None, overflow=None):
 
 
 def config(width: int, head: int) -> dict[str, int]:
-    """Return launch constants: a program computes q, k or v of a token, 16 numbers a thread."""
+    """Return launch constants. A program computes q, k or v of a token, 16 numbers per thread."""
     heads = width // head
     columns = triton.next_power_of_2(head)
     rows = triton.next_power_of_2(heads)
@@ -155,9 +156,9 @@ if triton:
         ROWS: tl.constexpr,
         COLUMNS: tl.constexpr,
     ):
-        """Compute a token's heads, a tile (ROWS, COLUMNS): a head is a row.
+        """Compute the heads of one token, a tile (ROWS, COLUMNS) with one head per row.
 
-        OVER_HEADS: the norm is LayerNorm over all heads; otherwise RMSNorm over each.
+        OVER_HEADS: LayerNorm over all heads if true, else RMSNorm per head.
         """
         width: tl.constexpr = HEADS * HEAD
         token = tl.program_id(0)
@@ -179,7 +180,7 @@ if triton:
             weight = tl.load(norms_ptr + part * (2 * width) + lane, normed, 0.0)
             bias = tl.load(norms_ptr + part * (2 * width) + width + lane, normed, 0.0)
             x = x * tl.rsqrt(square + EPS) * weight + bias
-        # A line of the table is d numbers, cosine and sine in turn, as x's pairs are.
+        # A row of the table has d numbers; cosines and sines alternate, like the pairs of x.
         line = rotation_ptr + (first + token % tokens) * HEAD
         angle = tl.load(line + column, column < HEAD, 0.0)
         cos, sin = tl.split(tl.reshape(angle, (1, COLUMNS // 2, 2)))

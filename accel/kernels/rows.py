@@ -1,7 +1,7 @@
-"""Two passes over the residual stream, before and after tokens get a modulation of their own.
+"""Two passes over the residual stream, for networks with a separate modulation of each token.
 
-silu_sum       SiLU(x + Σᵢ gateᵢ · branchᵢ + shift), which conditions the tokens
-row_squares    Σ x² of a token, of which an RMSNorm is made
+silu_sum       SiLU(x + Σᵢ gateᵢ · branchᵢ + shift), the conditioning of each token
+row_squares    Σ x² of each token, the statistic of an RMSNorm
 """
 
 import torch
@@ -30,9 +30,9 @@ def silu_sum(
 ) -> Tensor:
     """Return SiLU(x + Σ gate·branch + shift), (N, T, D) in `dtype`, by default x's.
 
-    x (N, T, D), float32 for Triton's kernel; branches: two pairs (branch (N, T, D), index of its
-    gate); shift and gates are vector indices into the table of a modulation by sample. All are
-    contiguous.
+    x (N, T, D), float32 for the Triton kernel. branches: two pairs (branch (N, T, D), index of its
+    gate). shift and gates are vector indices into the table; the modulation is per sample. All
+    tensors are contiguous.
     """
     dtype = dtype or x.dtype
     if not cuda.uses_triton("silu_sum", backend, x):
@@ -66,7 +66,7 @@ def silu_sum(
 def row_squares(x: Tensor, backend: str = "auto") -> Tensor:
     """Return the sum of squares of each row of x (…, D), contiguous → (1, M), in x's dtype.
 
-    Triton's kernel takes float32.
+    The Triton kernel takes float32.
     """
     if not cuda.uses_triton("row_squares", backend, x):
         return x.square().sum(-1).view(1, -1)

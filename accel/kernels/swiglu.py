@@ -2,8 +2,8 @@
 
     silu(a)·b,    silu(a) = a / (1 + e^-a)
 
-One GEMM gives a and b side by side. As tensor operations, silu(a) crosses memory twice more. The
-result leaves in the input's dtype, or split into high and low.
+One GEMM computes a and b, concatenated. Separate tensor operations would also write and read
+silu(a). The result has the input's dtype, or is split into high and low.
 """
 
 import torch
@@ -26,7 +26,7 @@ BLOCK = 1024
 
 
 def swiglu(x: Tensor, backend: str = "auto") -> Tensor:
-    """Compute silu(a)·b (…, F) of x (…, 2·F): a and b side by side, contiguous.
+    """Compute silu(a)·b (…, F) of x (…, 2·F) = [a, b], contiguous.
 
     The result has x's dtype; the arithmetic is in float32 or wider.
     """
@@ -49,7 +49,7 @@ def swiglu(x: Tensor, backend: str = "auto") -> Tensor:
 def swiglu_split(x: Tensor, backend: str = "auto", stack: bool = False) -> HighLow:
     """Compute `swiglu` of a float32 x (…, 2·F) → (…, F), split into high and low.
 
-    A token has a power of two. stack: in the layout that cuBLAS's split GEMM takes.
+    Each token has its own power-of-two scale. stack: use the layout of cuBLAS's split GEMM.
     """
     if not cuda.uses_triton("swiglu_split", backend, x):
         return split(_torch(x))

@@ -9,7 +9,7 @@ from kernel_testing import interpreted
 from accel.kernels.group_norm import add, group_norm
 from accel.kernels.group_norm import triton as kernels
 
-# (C, groups, H, W): a stretch that ends inside a tile, one place, a width of the demo's
+# (C, groups, H, W): a chunk that ends inside a tile, one place, a width of the demo's
 # that is no power of two, more channels than a tile.
 SHAPES = ((32, 32, 7, 5), (16, 4, 1, 1), (80, 16, 9, 8), (256, 32, 6, 6), (130, 13, 5, 6))
 

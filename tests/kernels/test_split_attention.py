@@ -38,7 +38,7 @@ def test_the_reference(shape):
 
 def check_cublas(patch, shapes):
     run_cublas_here(patch)
-    patch.setattr(cublas, "SCORES", 3 * 4 * 70 * 70)  # three heads at once, of four
+    patch.setattr(cublas, "MAX_SCORE_BYTES", 3 * 4 * 70 * 70)  # three heads at once, of four
     for shape in shapes:
         check(*shape, "cublas")
 

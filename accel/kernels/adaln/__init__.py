@@ -1,19 +1,19 @@
 """The fused adaLN kernel: residual, gates, LayerNorm and modulation in one pass over the tokens.
 
-adaLN-Zero (Peebles & Xie 2023, arXiv:2212.09748, section 3.2) puts between two GEMMs
+adaLN-Zero (Peebles & Xie 2023, arXiv:2212.09748, section 3.2) computes between two GEMMs
 
     x ← x + Σᵢ gateᵢ · branchᵢ
     h = (x − mean(x)) / √(var(x) + ε) · (1 + scale) + shift        ε = 1e-6
 
-As separate operations this reads and writes the float32 residual stream many times. Here an
-element is loaded once. The sum and both statistics stay in registers; the variance is taken of
-centred values, since E[x²] − mean² cancels. h leaves in the next GEMM's dtype, or split into high
-and low. An index on the device selects shifts, scales and gates from a table, so that one captured
-graph serves every step.
+Separate operations would read and write the float32 residual stream many times. The kernel loads
+each element once. The sum and both statistics stay in registers. The variance is computed from
+centred values, because E[x²] − mean² loses precision. h has the next GEMM's dtype, or is split into
+high and low. An index on the device selects shifts, scales and gates from a table, so that one
+captured graph serves every step.
 
 With `rms_eps` the norm is x / √(mean(x²) + ε) (Zhang & Sennrich 2019, arXiv:1910.07467). Its weight
-belongs in scale's projection. Triton's kernel takes x in float32 and the table in float32 or half
-precision, the reference any dtype.
+must be folded into the projection of `scale`. The Triton kernel takes x in float32 and the table in
+float32 or half precision; the reference takes any dtype.
 """
 
 import torch
@@ -36,10 +36,11 @@ def adaln(
 ) -> Tensor:
     """Return LayerNorm(x + Σ gate·branch)·(1 + scale) + shift, (N, T, D) in `dtype`.
 
-    dtype: by default x's. x (N, T, D): the residual stream. branches: up to two pairs
-    (branch (N, T, D), index of its gate). Two end a block of the network: then the sum is written
-    back to x. shift and the gates are vector indices into the modulation's table; scale follows
-    shift there. All are contiguous. rms_eps: RMSNorm with this ε in LayerNorm's place.
+    dtype: x's by default. x (N, T, D): the residual stream. branches: up to two pairs
+    (branch (N, T, D), index of its gate). With two branches, as at the end of a block, the sum is
+    also written to x. shift and the gates are vector indices into the modulation's table, where
+    scale follows shift. All tensors are contiguous. rms_eps: use RMSNorm with this ε instead of
+    LayerNorm.
     """
     if not cuda.uses_triton("adaln", backend, x):
         out = reference.adaln(x, modulation, shift, branches, rms_eps)
@@ -62,7 +63,7 @@ def adaln_split(
 ) -> HighLow:
     """Return the result of `adaln` for a float32 x, split into high and low.
 
-    A token has a power of two. stack: in the layout that cuBLAS's split GEMM takes.
+    Each token has its own power-of-two scale. stack: use the layout of cuBLAS's split GEMM.
     """
     if not cuda.uses_triton("adaln_split", backend, x):
         return split(reference.adaln(x, modulation, shift, branches, rms_eps))

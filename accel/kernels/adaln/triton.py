@@ -1,4 +1,4 @@
-"""adaLN by a Triton kernel, on any GPU."""
+"""adaLN as a Triton kernel, for any GPU."""
 
 import torch
 import triton
@@ -21,15 +21,16 @@ def launch(
     scales: Tensor | None = None,
     stack: bool = False,
 ) -> None:
-    """Compute accel.kernels.adaln.adaln for a float32 x into `out`, shaped like x.
+    """Launch the kernel of accel.kernels.adaln.adaln for a float32 x; out has x's shape.
 
-    With scales (N, T) float32 as adaln_split: into the pair `out`, with `stack` a `new_stack`.
+    With scales (N, T) float32, launch the kernel of adaln_split: out is then a pair, and with
+    `stack` a `new_stack`.
     """
     n, tokens, width = x.shape
     unused = (x, 0)
     first, second = (*branches, unused, unused)[:2]
     by_token = modulation.entry.ndim == 2
-    # Tokens with entries of their own share no vectors: one a program, as if there were no others.
+    # Tokens with separate entries share no vectors, so a program computes one token.
     config = tile_config(width, 1 if by_token else n * tokens)
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
         _adaln[(triton.cdiv(tokens, config["TURNS"]), n)](
@@ -60,12 +61,12 @@ def launch(
 
 
 def tile_config(width: int, tokens: int = 16384) -> dict[str, int]:
-    """Launch constants for `tokens` tokens of all samples.
+    """Return launch constants for `tokens` tokens of all samples.
 
-    Two power-of-two tiles cover a token, 1152 = 1024 + 128: one of 2048 would leave 44 % of the
-    lanes idle. One warp to 1024 columns: sums need no barrier, and many tokens are in flight on a
-    multiprocessor. A program computes two tokens of a sample in turn, with the modulation loaded
-    once, as long as every multiprocessor still gets several programs.
+    Two power-of-two tiles cover a token, e.g. 1152 = 1024 + 128; a single one of 2048 would leave
+    44 % of the lanes idle. There is one warp per 1024 columns, so that sums need no barrier and
+    many tokens are in flight on a multiprocessor. A program loads the modulation once and computes
+    two tokens of a sample, if there are enough tokens to keep every multiprocessor busy.
     """
     main = 1 << (width.bit_length() - 1)
     tail = 1 << (width - main - 1).bit_length() if width > main else 0
@@ -81,7 +82,7 @@ def tile_config(width: int, tokens: int = 16384) -> dict[str, int]:
 def _sum(x_ptr, first_ptr, second_ptr, offset, inside, gate1, gate2, BRANCHES: tl.constexpr):
     """Return a tile of x + Σ gate·branch.
 
-    Loads are cast at once: Triton's interpreter has no bfloat16 arithmetic.
+    Loads are cast immediately, because Triton's interpreter has no bfloat16 arithmetic.
     """
     total = tl.load(x_ptr + offset, inside, 0.0)
     if BRANCHES > 0:
@@ -107,8 +108,8 @@ def _vectors(
     return shift, scale, first, second
 
 
-# Vector indices take 170 values on XL, and half a batch may start at an odd entry: specialised on
-# their divisibility, the kernel would be compiled many times.
+# Vector indices have 170 values on XL, and half a batch may start at an odd entry. If Triton
+# specialised on their divisibility, it would compile the kernel many times.
 @triton.jit(do_not_specialize=["entry_ptr", "tokens", "low", "shift", "scale", "gate1", "gate2"])
 def _adaln(
     x_ptr,

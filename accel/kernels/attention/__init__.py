@@ -1,14 +1,14 @@
-"""Multi-head attention straight from the packed projection.
+"""Multi-head attention of the packed projection.
 
     softmax(q·kᵀ/√d)·v per head        (Vaswani et al. 2017, arXiv:1706.03762, eq. 1)
 
-Nothing is transposed, padded or copied in memory. Every backend but "torch" keeps softmax's
-statistics in float32 and never stores the (T, T) weights. Our kernels are not differentiable.
+Nothing is transposed, padded or copied in memory. All backends except "torch" keep the statistics
+of softmax in float32 and never store the (T, T) weights. The kernels are not differentiable.
 
-    hopper                      our kernel: half precision, head dim 72, capability 9.0
-    cudnn, flash, efficient     torch's kernels; torch refuses what they cannot do
+    hopper                      hopper.cu: half precision, head dim 72, capability 9.0
+    cudnn, flash, efficient     torch's kernels; torch raises an error for unsupported inputs
     torch                       the reference, any dtype and device
-    auto                        by device, dtype and head dim:
+    auto                        depends on device, dtype and head dim:
 
     | device              | half, head dim 72 | half, other head dims | float32   |
     |---------------------|-------------------|-----------------------|-----------|
@@ -34,16 +34,16 @@ BACKENDS = ("auto", "hopper", "cudnn", "flash", "efficient", "torch")
 def attention(qkv: Tensor, num_heads: int, backend: str = "auto") -> Tensor:
     """Compute self-attention: qkv (N, T, 3·D) → (N, T, D), same dtype.
 
-    q, k and v lie side by side, each head-major.
+    q, k and v are concatenated, each head-major.
     """
     return attention_to(qkv, None, num_heads, backend)
 
 
 def attention_to(qkv: Tensor, kv: Tensor | None, num_heads: int, backend: str = "auto") -> Tensor:
-    """Compute attention of qkv's queries (N, t, 3·D) to the keys and values kv → (N, t, D).
+    """Compute attention of the queries in qkv (N, t, 3·D) to the keys and values kv → (N, t, D).
 
-    kv (N, T, 2·D), side by side; None: qkv's own. Raises ValueError for a backend that cannot
-    compute this.
+    kv (N, T, 2·D): keys and values, concatenated; None: those in qkv. Raises ValueError if the
+    backend does not support the inputs.
     """
     check_backend("attention", backend, BACKENDS)
     dim = qkv.shape[-1] // (3 * num_heads)
@@ -53,8 +53,8 @@ def attention_to(qkv: Tensor, kv: Tensor | None, num_heads: int, backend: str = 
         fits = dim == hopper.HEAD_DIM and qkv.dtype in cuda.HALF_TYPES
         if not fits or cuda.capability(qkv.device)[0] != 9:
             raise ValueError(
-                "attention: backend 'hopper' takes half precision, head dim 72, its GPU; take "
-                "'auto'"
+                "attention: backend 'hopper' needs half precision, head dim 72 and a Hopper GPU; "
+                "use 'auto'"
             )
         return hopper.attention(qkv, kv, num_heads)
     q, k, v = _heads(qkv, kv, num_heads)
@@ -65,12 +65,12 @@ def attention_to(qkv: Tensor, kv: Tensor | None, num_heads: int, backend: str = 
     elif backend == "flash":
         out = F.scaled_dot_product_attention(q, k, v)
     else:
-        raise ValueError(f"attention: backend {backend!r} needs a GPU; take 'auto'")
+        raise ValueError(f"attention: backend {backend!r} needs a GPU; use 'auto'")
     return out.transpose(1, 2).flatten(2)
 
 
 def choose_backend(device: torch.device, dtype: torch.dtype, dim: int) -> str:
-    """Return the backend that "auto" takes."""
+    """Return the backend that "auto" selects."""
     capability = cuda.capability(device)
     if device.type != "cuda":
         return "flash"
@@ -96,10 +96,10 @@ def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _by_torch(q, k, v, backend):
-    """Compute attention by the named kernel of torch, on views with strides.
+    """Compute attention with the named kernel of torch, on strided views.
 
-    The public way, sdpa_kernel, switches the whole process: two threads that enter and leave it in
-    turn can leave the other kernels off for good.
+    torch's context manager sdpa_kernel is not used, because it is process-wide: two threads whose
+    with-blocks overlap could disable the other kernels permanently.
     """
     aten = torch.ops.aten
     if backend == "cudnn":
@@ -107,14 +107,14 @@ def _by_torch(q, k, v, backend):
     if backend == "efficient":
         return aten._scaled_dot_product_efficient_attention(q, k, v, None, False)[0]
     dim = q.shape[-1]
-    if dim % 8:  # flash takes eights
+    if dim % 8:  # flash needs a multiple of eight
         q, k, v = (F.pad(x, (0, -dim % 8)) for x in (q, k, v))
     out = aten._scaled_dot_product_flash_attention(q, k, v, scale=1 / math.sqrt(dim))[0]
     return out[..., :dim]
 
 
 def _heads(qkv, kv, num_heads):
-    """Return views of the queries (N, h, t, d), the keys and the values, each (N, h, T, d)."""
+    """Return views of the queries (N, h, t, d), keys and values, each (N, h, T, d)."""
     width = qkv.shape[-1] // 3
     q = qkv[..., :width].unflatten(-1, (num_heads, -1)).transpose(1, 2)
     kv = qkv[..., width:] if kv is None else kv

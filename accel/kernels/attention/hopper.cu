@@ -1,5 +1,5 @@
-// Attention in half precision with float32 accumulation (hopper.cuh), from the packed projection (N, T, 3, H, d), or
-// from that of the queries and (N, T', 2, H, d) of other keys and values.
+// Attention in half precision with float32 accumulation (hopper.cuh), of the packed projection (N, T, 3, H, d), or
+// of its queries with separate keys and values (N, T', 2, H, d).
 
 struct Half {
     static constexpr int LIFT = 0;
@@ -21,7 +21,7 @@ struct Half {
     }
 
     __device__ __forceinline__ void fence(float (&o)[HEAD / 2]) const { fence_registers(o); }
-    __device__ __forceinline__ void add(float (&)[HEAD / 2]) const {}  // the MMAs have done it
+    __device__ __forceinline__ void add(float (&)[HEAD / 2]) const {}  // the MMAs accumulate into the output
 
     __device__ __forceinline__ static void store(unsigned *to, long long, float x, float y) { *to = round_pair(x, y); }
 };
@@ -31,7 +31,8 @@ attention(const __grid_constant__ TensorMap q_main, const __grid_constant__ Tens
           const __grid_constant__ TensorMap main, const __grid_constant__ TensorMap rest,
           unsigned short *__restrict__ out, int queries, int tokens, int heads, int first_key, int items, float scale) {
     extern __shared__ __align__(1024) unsigned char shared[];
-    // One value for a warp, as the compiler must know: addresses are then computed ahead, in uniform registers.
+    // The shuffle tells the compiler that the value is uniform in a warp, so that it computes addresses in advance, in
+    // uniform registers.
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const Shared at((unsigned)__cvta_generic_to_shared(shared));
     start_next();

@@ -2,26 +2,26 @@
 // (split_attention/hopper.cu).
 //
 // wgmma takes the inner dimension in 16s and the columns in 8s: d = 72 costs 80 in q·kᵀ and exactly 72 in p·v. TMA
-// loads a tile as 64 columns and the rest: of q and k 16 more, of v what a second tile of 64 would hold. It fills with
-// zeros what lies beyond the head and beyond the sample. One warpgroup loads (the producer), the others compute (the
-// consumers). A block stays on its multiprocessor and computes 64 · WARPGROUPS queries of one head after another; loads
-// run ahead across heads. A warpgroup alternates between MMA and exponentials, and the others fill its gaps.
+// loads a tile in two parts, 64 columns and the remaining ones, and fills elements outside the head or the sample with
+// zeros. One warpgroup (the producer) loads, and the other warpgroups (the consumers) compute. A block is persistent: it
+// computes 64 · WARPGROUPS queries of one head after another, and loads run ahead across heads. While one warpgroup
+// computes exponentials, another one uses the tensor cores.
 //
-// Defined before this text: HEAD (d), PARTS (1 for half precision and 2 for a high/low split, whose parts are planes of
-// the packed tensor: samples 0 to N - 1 high, N to 2N - 1 low), KEYS (keys of a tile), WARPGROUPS (consumers), STAGES
-// (tiles of keys and values held), Q_BUFFERS (tiles of queries held), BLOCKS (on a multiprocessor), PIPELINED (1: a
-// warpgroup computes a tile's weights during the previous tile's p·v, which takes registers), REGISTERS and
-// PRODUCER_REGISTERS (of a thread), multiply_qk and multiply_pv (wgmma).
+// Macros defined before this file: HEAD (d), PARTS (1 for half precision and 2 for a high/low split, whose parts are planes of
+// the packed tensor: samples 0 to N - 1 high, N to 2N - 1 low), KEYS (keys per tile), WARPGROUPS (number of consumers),
+// STAGES (buffers for tiles of keys and values), Q_BUFFERS (buffers for tiles of queries), BLOCKS (per multiprocessor),
+// PIPELINED (1: a warpgroup computes the weights of a tile during p·v of the previous tile, which needs more registers),
+// REGISTERS and PRODUCER_REGISTERS (per thread). Functions: multiply_qk and multiply_pv (wgmma).
 
 constexpr int QUERIES = 64 * WARPGROUPS;
-constexpr int BOX = 32;                                     // tokens of one load
-constexpr int Q_REST = QUERIES * 128, K_REST = KEYS * 128;  // where columns 64 and up begin; lines of 128 and 32 bytes
+constexpr int BOX = 32;                                     // tokens per load
+constexpr int Q_REST = QUERIES * 128, K_REST = KEYS * 128;  // offset of columns 64 and up; rows of 128 and 32 bytes
 constexpr int Q_PART = QUERIES * 160, K_PART = KEYS * 160, V_PART = KEYS * 256;
 constexpr int Q_BYTES = PARTS * Q_PART, K_BYTES = PARTS * K_PART, V_BYTES = PARTS * V_PART;
 constexpr int HEADER = 1024;
-constexpr int THREADS = WARPGROUPS * 128 + 128;  // setmaxnreg works on warpgroups: a whole one for one loading thread
+constexpr int THREADS = WARPGROUPS * 128 + 128;  // one thread loads, but setmaxnreg needs a warpgroup
 
-// Addresses in shared memory: a full and an empty barrier for each tile, then the tiles.
+// Addresses in shared memory: a full and an empty barrier per tile, then the tiles.
 struct Shared {
     unsigned q_full, q_empty, k_full, k_empty, v_full, v_empty, q_tiles, k_tiles, v_tiles;
 
@@ -54,7 +54,7 @@ struct Shared {
     }
 };
 
-// One box of tokens of a head (columns, heads, tokens, samples), by TMA; the barrier counts its bytes.
+// Load a box of tokens of a head (columns, heads, tokens, samples) by TMA; the barrier counts its bytes.
 __device__ __forceinline__ void load(unsigned to, const TensorMap &map, int column, int head, int token, int sample,
                                      unsigned barrier) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
@@ -62,8 +62,8 @@ __device__ __forceinline__ void load(unsigned to, const TensorMap &map, int colu
                  :: "r"(to), "l"(&map), "r"(column), "r"(head), "r"(token), "r"(sample), "r"(barrier) : "memory");
 }
 
-// The producer's loop over a block's items. first_key: at which head of its map the keys begin. turn, tile: of queries
-// and of keys so far; they give buffer and parity.
+// The producer's loop over a block's items. first_key: index of the first head of keys in its map. turn, tile: numbers of
+// query and key tiles so far, which determine buffer and parity.
 __device__ __forceinline__ void produce(const Shared &at, const TensorMap &q_main, const TensorMap &q_rest,
                                         const TensorMap &main, const TensorMap &rest, int blocks, int tiles, int heads,
                                         int first_key, int samples, int items, int &turn, int &tile) {
@@ -104,10 +104,10 @@ __device__ __forceinline__ void produce(const Shared &at, const TensorMap &q_mai
     }
 }
 
-// A row's maximum may grow by 2⁸ before its sums are rescaled. The result stays exact, since the factor cancels.
+// Sums are rescaled only when a row's maximum has grown by 2⁸. The result does not change, because the factor cancels.
 constexpr float GROWTH = 8;
 
-// Four neighbouring lanes hold a quarter of a row's scores each.
+// Each of four neighbouring lanes has a quarter of a row's scores.
 __device__ __forceinline__ float over_row(float x, bool maximum) {
     float y = __shfl_xor_sync(~0u, x, 1);
     x = maximum ? fmaxf(x, y) : x + y;
@@ -117,10 +117,10 @@ __device__ __forceinline__ float over_row(float x, bool maximum) {
 
 // Online softmax over tiles of keys. Weights are scaled by 2^LIFT.
 template <int LIFT> struct Softmax {
-    float top[2], sum[2];  // of each row: the maximum in use, this lane's share of the sum
+    float top[2], sum[2];  // per row: the current maximum, and this lane's part of the sum
 
-    // Scores → weights 2^(scale · (score − top)), in place. Returns whether the sums must be multiplied by `factor`;
-    // the same for a whole warp.
+    // Scores → weights 2^(scale · (score − top)), in place. Returns whether the sums must be multiplied by `factor`,
+    // uniformly for a warp.
     template <bool FIRST>
     __device__ __forceinline__ bool weigh(float (&s)[KEYS / 2], float (&factor)[2], float scale, int inside,
                                           int column) {
@@ -129,7 +129,7 @@ template <int LIFT> struct Softmax {
             for (int i = 0; i < KEYS / 2; i++)
                 if (i / 4 * 8 + column + i % 2 >= inside) s[i] = __int_as_float(0xff800000);
         }
-        float high[2];  // over this lane's scores
+        float high[2];  // maxima of this lane's scores
         #pragma unroll
         for (int row = 0; row < 2; row++) {
             high[row] = fmaxf(s[2 * row], s[2 * row + 1]);
@@ -137,7 +137,7 @@ template <int LIFT> struct Softmax {
             for (int i = 4; i < KEYS / 2; i += 4)
                 high[row] = fmaxf(high[row], fmaxf(s[i + 2 * row], s[i + 2 * row + 1]));
         }
-        // A row's lanes exchange their maxima only when the one in use must change, which is seldom.
+        // The lanes of a row exchange their maxima only if the current one must change, which is rare.
         const bool rescale = !FIRST && __any_sync(~0u, (high[0] - top[0]) * scale > GROWTH ||
                                                        (high[1] - top[1]) * scale > GROWTH);
         if (FIRST) {
@@ -163,7 +163,7 @@ template <int LIFT> struct Softmax {
     }
 };
 
-// A tile's scores, by one GEMM.
+// Compute the scores of a tile with one GEMM.
 __device__ __forceinline__ void multiply_scores(float (&s)[KEYS / 2], unsigned q, unsigned q_rest, unsigned k,
                                                 int accumulate) {
     #pragma unroll
@@ -173,7 +173,7 @@ __device__ __forceinline__ void multiply_scores(float (&s)[KEYS / 2], unsigned q
     multiply_qk(s, descriptor(q_rest, 0, 256, SWIZZLE_32), descriptor(k + K_REST, 0, 256, SWIZZLE_32), 1);
 }
 
-// A tile's p·v, by one GEMM.
+// Compute p·v of a tile with one GEMM.
 __device__ __forceinline__ void multiply_values(float (&o)[HEAD / 2], const unsigned (&p)[KEYS / 4], unsigned v,
                                                 int accumulate) {
     #pragma unroll
@@ -182,15 +182,15 @@ __device__ __forceinline__ void multiply_values(float (&o)[HEAD / 2], const unsi
                     descriptor(v + 2048 * i, 128 * KEYS, 1024, SWIZZLE_128), accumulate + i > 0);
 }
 
-// The kernel but for its parameters. Arithmetic holds the weights of a tile: `pack` makes them of scores. `scores` and
-// `output` issue MMAs; no read of output's result may move above `fence`, and `add` adds it where the MMAs have not.
+// The kernel's body. Arithmetic contains the weights of a tile, which `pack` computes from scores. `scores` and `output`
+// issue MMAs. Reads of output's result must come after `fence`. `add` adds it to the sum if the MMAs did not.
 template <class Arithmetic>
 __device__ __forceinline__ void attend(const Shared &at, int warp, int lane, const TensorMap &q_main,
                                        const TensorMap &q_rest_map, const TensorMap &main, const TensorMap &rest,
                                        unsigned short *out, int queries, int tokens, int heads, int first_key,
                                        int samples, int items, float scale) {
     const int blocks = (queries + QUERIES - 1) / QUERIES, tiles = (tokens + KEYS - 1) / KEYS;
-    int tile = 0, turn = 0;  // of keys and of queries so far
+    int tile = 0, turn = 0;  // numbers of key and query tiles so far
 
     if (warp >= 4 * WARPGROUPS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER_REGISTERS));
@@ -240,13 +240,13 @@ __device__ __forceinline__ void attend(const Shared &at, int warp, int lane, con
         arithmetic.pack(s);
         for (int i = 1; i < tiles; i++) {
 #if PIPELINED
-            // This tile's scores are issued first, then the previous tile's p·v, which runs during this tile's softmax.
+            // Issue this tile's scores first, then p·v of the previous tile, which runs during this tile's softmax.
             const int next = (tile + i) % STAGES;
             wait(at.v_full + 8 * stage, parity);
             wait(at.k_full + 8 * next, (tile + i) / STAGES % 2);
             wgmma_fence();
             arithmetic.scores(s, q, q_rest, at.k_tiles + next * K_BYTES);
-            if (PARTS == 2) wgmma_fence();  // as measured
+            if (PARTS == 2) wgmma_fence();  // faster, measured
             arithmetic.output(o, at.v_tiles + stage * V_BYTES);
             wgmma_wait_but_last();
             fence_registers(s);

@@ -1,6 +1,6 @@
 """Attention at head dim 72 on Hopper (hopper.cu).
 
-d = 72 costs 80 in q·kᵀ and 72 in p·v; libraries pad to 96 or 128.
+q·kᵀ is padded from d = 72 to 80, p·v is not padded; libraries pad both to 96 or 128.
 """
 
 import math
@@ -15,12 +15,12 @@ from accel.kernels import cuda
 
 FILE = Path(__file__).with_suffix(".cu")
 HEAD_DIM = 72
-SCORE_SCALE = 1 / (math.sqrt(HEAD_DIM) * math.log(2))  # of a score in powers of two
+SCORE_SCALE = 1 / (math.sqrt(HEAD_DIM) * math.log(2))  # softmax is computed with exp2
 BOX_TOKENS = 32
 
 
 class Config(NamedTuple):
-    """Compile-time shape of a kernel; hopper.cuh says what each means."""
+    """Compile-time shape of a kernel; hopper.cuh documents the fields."""
 
     warpgroups: int
     keys: int
@@ -36,19 +36,19 @@ class Config(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        """Return the bytes of barriers, tiles of queries, and stages of keys and values."""
+        """Return the size of barriers, query tiles, and stages of keys and values."""
         queries = self.q_buffers * 64 * self.warpgroups
         keys = self.stages * self.keys
         return 1024 + self.parts * (queries * 160 + keys * (160 + 256))
 
     def items(self, heads: int, queries: int) -> int:
-        """Return the number of tiles of queries of `heads` heads."""
+        """Return the number of query tiles of `heads` heads."""
         return heads * -(-queries // (64 * self.warpgroups))
 
 
 # Measured on an H200 (log/attention-h200.json, log/products-few-rows-h200.json). Blocks of 256
-# queries read keys and values half as often as blocks of 128. With few queries they leave
-# warpgroups, or multiprocessors, idle.
+# queries read keys and values half as often as blocks of 128, but with few queries they leave
+# warpgroups or multiprocessors idle.
 LONG = Config(warpgroups=4, keys=64, stages=4, blocks=1, pipelined=True)
 SHORT = Config(warpgroups=2, keys=64, stages=2, blocks=2)
 SINGLE = Config(warpgroups=1, keys=64, stages=3, blocks=2)
@@ -56,9 +56,9 @@ SHORT_TOKENS = 256
 
 
 def choose_config(heads: int, queries: int, multiprocessors: int) -> Config:
-    """Return the configuration for `heads` heads (of all samples) of `queries` queries.
+    """Return the configuration for `heads` heads (of all samples) with `queries` queries each.
 
-    It has the largest blocks that still keep nearly every multiprocessor busy.
+    It has the largest blocks that keep at least three quarters of the multiprocessors busy.
     """
 
     def enough(config):
@@ -70,9 +70,9 @@ def choose_config(heads: int, queries: int, multiprocessors: int) -> Config:
 
 
 def source(config: Config, dtype: torch.dtype, file: Path = FILE) -> str:
-    """Return the whole CUDA text for a configuration and dtype.
+    """Return the complete CUDA source for a configuration and dtype.
 
-    file: of the kernel's arithmetic.
+    file: defines the kernel's arithmetic.
     """
     half = cuda.HALF_TYPES[dtype]
     multiply_qk = cuda.wgmma("multiply_qk", config.keys, half)
@@ -96,12 +96,12 @@ def _kernel(config, dtype, device):
 def head_maps(packed: Tensor) -> list:
     """Return tensor maps of (N, T, parts·H·72).
 
-    One load takes 32 tokens of a head: by the first map its columns 0 to 63, by the second the
-    rest and 8 columns of zeros.
+    One load copies 32 tokens of a head: columns 0 to 63 with the first map, the remaining columns
+    and 8 columns of zeros with the second.
     """
     n, tokens, width = packed.shape
     heads = width // HEAD_DIM
-    line = 2 * HEAD_DIM  # bytes of a token's head
+    line = 2 * HEAD_DIM  # bytes of one head of a token
     sizes = (HEAD_DIM, heads, tokens, n)
     strides = (line, heads * line, tokens * heads * line)
     return [
@@ -115,8 +115,8 @@ def attention(
 ) -> Tensor:
     """Launch the kernel: qkv (N, T, 3·H·72) half, contiguous → (N, T, H·72).
 
-    kv (N, T', 2·H·72): keys and values in place of the packed ones, or None. Softmax is float32,
-    its weights are half. A shape must be run once before it is captured in a graph.
+    kv (N, T', 2·H·72): keys and values, or None for those in qkv. Softmax is computed in float32,
+    its weights are rounded to half precision. Run each shape once before capturing it in a graph.
     """
     n, queries, width = qkv.shape
     keys = qkv if kv is None else kv
@@ -136,7 +136,7 @@ def attention(
         queries,
         keys.shape[1],
         num_heads,
-        num_heads if kv is None else 0,  # at which head of `keys` the keys begin
+        num_heads if kv is None else 0,  # index of the first head of keys in `keys`
         items,
         SCORE_SCALE,
     )

@@ -1,13 +1,13 @@
-"""The decoder's passes between two convolutions: biases, residual sum, GroupNorm and SiLU.
+"""The operations between two convolutions of a decoder: bias, residual sum, GroupNorm and SiLU.
 
-GroupNorm: arXiv:1803.08494. Half convolutions want their channels innermost, where torch's
-GroupNorm would transpose the picture and back. Here one pass makes the sum and takes both
-statistics of each channel, each program over a stretch of pixels. A small kernel joins them to
-those of a group: mean and variance of centred values, joined exactly (Chan et al. 1979). One more
-pass normalises, applies SiLU and writes the next convolution's input. Sums and statistics are
-float32 for any input and output. There are no atomics: the same bits every time.
+GroupNorm: Wu & He 2018, arXiv:1803.08494. Half-precision convolutions are fastest in channels_last,
+but torch's GroupNorm would transpose its input and output. Here one pass computes the sum and the
+statistics of each channel; a program covers a chunk of pixels. A small kernel combines them to mean
+and variance of each group (Chan et al. 1979). A second pass normalises, applies SiLU and writes the
+next convolution's input. Sums and statistics are float32 for all dtypes. There are no atomics, so
+the bits are reproducible.
 
-Triton's kernels take one picture, its channels innermost; the reference any layout.
+The Triton kernels take one picture in channels_last; the reference takes any layout.
 """
 
 import torch
@@ -28,9 +28,9 @@ def add(
 ) -> Sum:
     """Return x + branch + bias and the statistics for a GroupNorm.
 
-    x, branch (1, C, H, W): half or float32, channels innermost (channels_last); bias (C,) float32.
-    The sum is float32 and is written in `dtype`. Without a dtype (then without branch) x stays as
-    it is, and group_norm adds the bias. statistics: False where no norm follows.
+    x, branch (1, C, H, W): half or float32, channels_last; bias (C,) float32. The sum is computed
+    in float32 and written in `dtype`. Without a dtype there must be no branch; then x is not
+    written, and group_norm adds the bias. statistics: False if no norm follows.
     """
     return _run(backend, x).add(x, bias, branch, dtype, statistics)
 
@@ -44,15 +44,15 @@ def group_norm(
     dtype: torch.dtype = torch.float16,
     backend: str = "auto",
 ) -> Tensor:
-    """Apply GroupNorm with ε = 1e-6, then SiLU if asked for.
+    """Apply GroupNorm with ε = 1e-6, then optionally SiLU.
 
-    Returns (1, C, H, W) in `dtype`, channels innermost. weight, bias (C,) float32.
+    Return (1, C, H, W) in `dtype`, channels_last. weight, bias (C,) float32.
     """
     return _run(backend, total.value).group_norm(total, weight, bias, groups, silu, dtype)
 
 
 def _run(backend, x):
-    """Return the module that implements a backend."""
+    """Return the module that implements the backend."""
     if not cuda.uses_triton("group_norm", backend, x):
         return reference
     from accel.kernels.group_norm import triton

@@ -14,14 +14,14 @@ class Sum(NamedTuple):
 
     value: Tensor  # (1, C, H, W)
     bias: Tensor | None  # (C,) float32, not yet in `value`
-    # (2, parts, C) float32: each stretch's mean, and sum of squares about it.
+    # (2, chunks, C) float32: mean of each chunk, and sum of squared deviations from it.
     partial: Tensor | None
 
 
 def add(
     x: Tensor, bias: Tensor, branch: Tensor | None, dtype: torch.dtype | None, statistics: bool
 ) -> Sum:
-    """Compute accel.kernels.group_norm.add; leave the statistics to `group_norm`."""
+    """Compute accel.kernels.group_norm.add; `group_norm` computes the statistics."""
     if dtype is None:
         return Sum(x, bias, None)
     total = x.float() + bias[:, None, None]

@@ -7,23 +7,23 @@ from torch import Tensor
 
 from accel.kernels.group_norm.reference import EPS, Sum
 
-PIXELS = 32  # of a program's tile
+PIXELS = 32  # per tile
 CHANNELS = 64
 TILE = {"PIXELS": PIXELS, "CHANNELS": CHANNELS, "num_warps": 4}
-# About the number of programs of a pass that takes statistics: enough for the largest GPU, few
-# partial statistics to join.
+# Approximate number of programs in a pass with statistics: enough for the largest GPU, and few
+# partial statistics to combine.
 PROGRAMS = 1024
 
 
 def chunks(pixels: int, channels: int) -> tuple[int, int]:
-    """Return the number of chunks that cover `pixels` pixels, and the tiles of each.
+    """Return the number of chunks that cover `pixels` pixels, and the number of tiles per chunk.
 
-    They depend on the picture's size alone, so that every GPU rounds alike.
+    They depend only on the picture's size, so that all GPUs round alike.
     """
     tiles = -(-pixels // PIXELS)
-    most = max(1, PROGRAMS * CHANNELS // max(channels, CHANNELS))
-    of_stretch = -(-tiles // most)
-    return -(-tiles // of_stretch), of_stretch
+    max_chunks = max(1, PROGRAMS * CHANNELS // max(channels, CHANNELS))
+    tiles_per_chunk = -(-tiles // max_chunks)
+    return -(-tiles // tiles_per_chunk), tiles_per_chunk
 
 
 def add(
@@ -65,7 +65,7 @@ def group_norm(
     parts, tiles = chunks(pixels, channels)
     out = torch.empty_like(x, dtype=dtype)
     affine = torch.empty(2, channels, device=x.device)
-    # One compiled kernel serves all sizes that decoders have.
+    # At least 16, so that one compiled kernel serves all common decoders.
     in_group = max(16, triton.next_power_of_2(channels // groups))
     with torch.cuda.device_of(x):
         _join[(groups,)](
@@ -98,10 +98,10 @@ def group_norm(
 
 
 def compile_ahead(device: torch.device) -> None:
-    """Compile, or fetch from Triton's disk cache, all kernels of decoding in float16.
+    """Compile all kernels for float16 decoding, or load them from Triton's disk cache.
 
-    With an empty cache this takes seconds; a thread does it during sampling. Nothing is loaded to
-    the GPU, where loading waits for the queued steps.
+    With an empty cache this takes seconds, so a thread does it during sampling. Nothing is loaded
+    onto the GPU, because that would wait for the queued steps.
     """
     half = torch.float16
     wide = torch.float32
@@ -157,7 +157,7 @@ def compile_ahead(device: torch.device) -> None:
             compile_add(wide, branch=half, out=half, statistics=False),
             compile_join(),
         ]
-        for kernel in kernels:  # the host's part, which a C compiler makes
+        for kernel in kernels:  # the host's launcher, built by a C compiler
             triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
@@ -183,11 +183,11 @@ def _add(
     row = tl.arange(0, PIXELS)
     inside = channel < channels
     bias = tl.load(bias_ptr + channel, inside, 0.0)[None, :]
-    # Every lane follows its own pixels (Welford 1962), so that a tile costs no barrier.
+    # Every lane accumulates its own pixels (Welford 1962), so that no barrier is needed.
     mean = tl.zeros((PIXELS, CHANNELS), tl.float32)
     square = tl.zeros((PIXELS, CHANNELS), tl.float32)
     turn = 0
-    while turn < turns:  # the interpreter has no range over a value
+    while turn < turns:  # Triton's interpreter has no range over a runtime value
         pixel = (part * turns + turn) * PIXELS + row
         here = (pixel < pixels)[:, None] & inside[None, :]
         offset = pixel.to(tl.int64)[:, None] * channels + channel[None, :]
@@ -204,7 +204,7 @@ def _add(
     if STATISTICS:
         first = part * turns * PIXELS
         count = tl.minimum(pixels - first, turns * PIXELS)
-        # pixels of a lane
+        # number of pixels per lane
         seen = tl.maximum((count - row + PIXELS - 1) // PIXELS, 0).to(tl.float32)[:, None]
         whole = tl.sum(seen * mean, 0) / count
         away = mean - whole[None, :]
@@ -217,7 +217,7 @@ def _add(
         )
 
 
-@triton.jit(do_not_specialize=["pixels", "channels", "parts", "stretch", "in_group", "is_pending"])
+@triton.jit(do_not_specialize=["pixels", "channels", "parts", "chunk", "in_group", "is_pending"])
 def _join(
     partial_ptr,
     pending_ptr,
@@ -226,14 +226,14 @@ def _join(
     pixels,
     channels,
     parts,
-    stretch,
+    chunk,
     in_group,
     is_pending,
     IN_GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    """Store by channel its group's mean, less the bias still pending, and weight over deviation."""
+    """Store for each channel: mean of its group − pending bias, and weight / standard deviation."""
     lane = tl.arange(0, IN_GROUP)
     inside = lane < in_group
     channel = tl.program_id(0) * in_group + lane
@@ -242,7 +242,7 @@ def _join(
     while first < parts:
         part = first + tl.arange(0, ROWS)
         here = (part < parts)[:, None] & inside[None, :]
-        count = tl.maximum(tl.minimum(pixels - part * stretch, stretch), 0).to(tl.float32)[:, None]
+        count = tl.maximum(tl.minimum(pixels - part * chunk, chunk), 0).to(tl.float32)[:, None]
         total += count * tl.load(
             partial_ptr + part[:, None] * channels + channel[None, :], here, 0.0
         )
@@ -254,7 +254,7 @@ def _join(
     while first < parts:
         part = first + tl.arange(0, ROWS)
         here = (part < parts)[:, None] & inside[None, :]
-        count = tl.maximum(tl.minimum(pixels - part * stretch, stretch), 0).to(tl.float32)[:, None]
+        count = tl.maximum(tl.minimum(pixels - part * chunk, chunk), 0).to(tl.float32)[:, None]
         offset = part[:, None] * channels + channel[None, :]
         away = tl.load(partial_ptr + offset, here, 0.0) - mean
         square = tl.load(partial_ptr + parts * channels + offset, here, 0.0)

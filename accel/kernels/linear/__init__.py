@@ -1,22 +1,22 @@
-"""f(x·Wᵀ + b), with f in the GEMM's epilogue where a backend has it.
+"""f(x·Wᵀ + b), with f in the epilogue of the GEMM where the backend supports it.
 
-    ""          the GEMM alone
-    gelu        its tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415, section 2),
+    ""          no epilogue
+    gelu        in its tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415, section 2),
                 x·(1 + tanh(√(2/π)·(x + 0.044715·x³)))/2
     silu        x / (1 + e^-x)
-    swiglu      silu(y₁)·y₂, W's two matrices one below the other
-    rotate      queries and keys of the packed projection rotated, as qk_norm_rotary.py does
+    swiglu      silu(y₁)·y₂; W consists of two matrices, stacked
+    rotate      rotate queries and keys of the packed projection (see qk_norm_rotary.py)
     modulate    t·r·(1 + y₁) + y₂ of the residual stream t, r = 1/√(mean(t²) + ε); W as for swiglu
-    residual    t ← t + gate·y, in place; gives the sums of t² that modulate takes
+    residual    t ← t + gate·y, in place; returns the sums of t², which modulate needs
 
 Backends:
 
-    hopper      our kernel, capability 9.0: all but gelu and the GEMM alone (hopper.py); rotate for
-                rows of 256 tokens or a part of them, else as tuned
+    hopper      hopper.cu, for capability 9.0: all epilogues except "" and gelu; rotate needs a
+                number of tokens per row that divides 256, and else runs as in "tuned"
     tuned       the fastest of cuBLASLt's algorithms (tuner.py, cublaslt.py); GELU in its epilogue
-    epilogue    torch's GEMM; GELU in its epilogue, on a GPU
-    torch       the reference: torch's GEMM, then f as kernels of its own (reference.py)
-    auto        for half precision on a GPU the first of these that has f, else torch
+    epilogue    torch's GEMM on a GPU, with GELU in its epilogue
+    torch       the reference: torch's GEMM, then f in separate kernels (reference.py)
+    auto        hopper or tuned for half precision on a GPU, else torch
 """
 
 from collections.abc import Iterator
@@ -31,15 +31,15 @@ from accel.kernels.linear.reference import EPILOGUES, TWO_MATRICES, EpilogueArgs
 from accel.kernels.linear.tuner import Tuner
 
 BACKENDS = ("auto", "hopper", "tuned", "epilogue", "torch")
-PERIOD = 256  # tokens, after which our kernel's blocks rotate by the same angles again
+ROTATION_PERIOD = 256  # tokens; hopper.cu keeps the angles of so many positions per block
 
 
 class Linear:
     """A layer x (…, K) → (…, N) in its weights' dtype, accumulated in float32 for half inputs.
 
-    weight (N, K), bias (N,) or None, contiguous, on one device. epilogue: f, or "". rotation
-    (T, d/2, 2) float32, for "rotate": cosines and sines of every position. tuner: chooses
-    algorithms, one for all layers of a network; None makes one.
+    weight (N, K), bias (N,) or None: contiguous, on one device. epilogue: the name of f. rotation
+    (T, d/2, 2) float32, for "rotate": cosine and sine for every position. tuner: chooses
+    algorithms; the layers of a network share one.
     """
 
     def __init__(
@@ -57,17 +57,17 @@ class Linear:
         self.epilogue = epilogue
         self.rotation = rotation
         self.tuner = tuner or Tuner()
-        # The epilogue adds a bias in any case.
+        # Epilogues always add a bias.
         self.bias = weight.new_zeros(len(weight)) if bias is None else bias
         self.width = len(weight) // (2 if epilogue in TWO_MATRICES else 1)
         self.backend = self._choose() if backend == "auto" else backend
-        # On a CPU torch's fused GELU is the exact one, another function.
+        # On a CPU torch's fused GELU is the exact form, not the tanh form.
         assert self.backend == "torch" or weight.is_cuda
 
     def _choose(self):
         if not self.weight.is_cuda or self.weight.dtype not in cuda.HALF_TYPES:
             return "torch"
-        from accel.kernels.linear import hopper  # a CPU needs none
+        from accel.kernels.linear import hopper  # lazy import: only for GPUs
 
         fused = self.epilogue in hopper.FUSED_EPILOGUES
         if fused and hopper.supports(self.weight, self.epilogue, self.rotation):
@@ -76,15 +76,15 @@ class Linear:
 
     @property
     def rotates(self) -> bool:
-        """Return whether a call takes the position of the first token."""
+        """Return whether calls take `first`, the position of the first token."""
         return self.epilogue == "rotate"
 
     def shape(self, m: int) -> tuple[int, int, int, bool]:
-        """Return (M, N, K, gelu) of the GEMM on M tokens, for the backend "tuned"."""
+        """Return (M, N, K, gelu) of the GEMM on M tokens, as the tuner takes them."""
         return (m, *self.weight.shape, self.epilogue == "gelu")
 
     def prepare(self, m: int) -> None:
-        """Compile and load the kernels for M tokens. cuBLASLt has its kernels compiled."""
+        """Compile and load the kernels for M tokens. cuBLASLt's kernels are precompiled."""
         if self.backend == "hopper":
             from accel.kernels.linear import hopper
 
@@ -97,19 +97,19 @@ class Linear:
         return iter((self.weight, self.bias))
 
     def zeros(self, *shape: int) -> Tensor:
-        """Return a result of zeros (…, N), of two matrices (…, N/2)."""
+        """Return zeros in the shape of a result: (…, N), or (…, N/2) for two matrices."""
         return self.weight.new_zeros(*shape, self.width)
 
     def __call__(self, x: Tensor, **epilogue_args: Any) -> Any:
-        """Apply the layer: x (…, K), contiguous → (…, N), of two matrices (…, N/2).
+        """Apply the layer: x (…, K), contiguous → (…, N), or (…, N/2) for two matrices.
 
-        epilogue_args: fields of EpilogueArgs. For "rotate" x is (N, t, K) and `first` the position
-        of the first of the t tokens. For "modulate": stream (…, N/2), its sums of squares, and eps.
-        For "residual": stream and gate (…, N); the result is the new stream's sums of squares
-        (parts, M).
+        epilogue_args: fields of EpilogueArgs. "rotate" takes x (N, t, K) and `first`, the position
+        of the first of the t tokens. "modulate" takes stream (…, N/2), its sums of squares
+        and eps. "residual" takes stream and gate (…, N), and returns the sums of squares of the new
+        stream, (parts, M).
         """
         args = EpilogueArgs(self.rotation, x.shape[-2], **epilogue_args)
-        if self.backend == "hopper" and not (self.rotates and PERIOD % args.tokens):
+        if self.backend == "hopper" and not (self.rotates and ROTATION_PERIOD % args.tokens):
             return self._by_hopper(x, args)
         y = self._multiply(x)
         in_epilogue = self.epilogue == "gelu" and self.backend != "torch"
@@ -123,7 +123,7 @@ class Linear:
         return hopper.choose_tile(m, self.width, depth, self.epilogue, multiprocessors)
 
     def _by_hopper(self, x, args):
-        """Return the result by our kernel."""
+        """Compute the layer with hopper.cu."""
         from accel.kernels.linear import hopper
 
         m = x.numel() // x.shape[-1]
@@ -140,7 +140,7 @@ class Linear:
         return args.squares if out is None else out
 
     def _multiply(self, x):
-        """Return x·Wᵀ + b, after GELU where the backend's epilogue has it."""
+        """Return x·Wᵀ + b, or its GELU if the backend fuses GELU."""
         if self.backend == "epilogue" and self.epilogue == "gelu":
             y = torch._addmm_activation(self.bias, x.flatten(0, -2), self.weight.t(), use_gelu=True)
             return y.unflatten(0, x.shape[:-1])

@@ -1,7 +1,8 @@
-"""A GEMM by any of cuBLASLt's algorithms.
+"""GEMMs with a chosen cuBLASLt algorithm.
 
-torch cannot name an algorithm, so the library that it has loaded is called directly. By ctypes:
-nvmath.bindings, which wraps the library, takes 0.43 to 0.69 s to import and 39 MB more on disk.
+torch does not let the caller choose an algorithm, so this module calls the library that torch has
+loaded, through ctypes. nvmath.bindings also wraps it, but takes 0.43 to 0.69 s to import and 39 MB
+on disk.
 """
 
 import ctypes
@@ -13,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Values of the library's public enumerations (cublasLt.h, library_types.h).
+# Values of the library's public enums (cublasLt.h, library_types.h).
 _CUDA_TYPE = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 _COMPUTE_32F = 68
 _TRANSPOSED = 1
@@ -21,18 +22,18 @@ _DESCRIPTION = {"transposed a": 3, "epilogue": 7, "bias pointer": 8, "bias type"
 _EPILOGUE = {"bias": 4, "bias and gelu": 36}
 _PREFERENCE = {"workspace": 1, "reduction": 3}
 _REDUCTION_COMPUTE_TYPE = 2
-# Tile, stages, custom option, cluster shape.
+# Attributes of an algorithm: tile, stages, custom option, cluster shape.
 _CONFIGURATION = {1: ctypes.c_uint32, 6: ctypes.c_uint32, 5: ctypes.c_uint32, 8: ctypes.c_uint16}
 
-_WORKSPACE_BYTES = 32 << 20  # the most an algorithm may ask for; NVIDIA's advice for Hopper
-_SUGGESTIONS = 16  # asked for; the library gives about 8
+_WORKSPACE_BYTES = 32 << 20  # maximum for an algorithm; NVIDIA recommends this for Hopper
+_SUGGESTIONS = 16  # requested; the library returns about 8
 
 
 class Algorithm(NamedTuple):
     """A GEMM algorithm of cuBLASLt with all its settings."""
 
-    words: tuple[int, ...]  # the library's opaque 64 bytes
-    workspace: int  # bytes that it needs
+    words: tuple[int, ...]  # 64 opaque bytes of the library
+    workspace: int  # bytes
 
 
 class _Heuristic(ctypes.Structure):
@@ -47,22 +48,22 @@ class _Heuristic(ctypes.Structure):
 
 @lru_cache(None)
 def _library():
-    """Return the cuBLASLt that torch has mapped into this process.
+    """Return the cuBLASLt that torch has loaded into this process.
 
-    Any other copy could be another version.
+    Another copy on disk could have a different version.
     """
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
     paths = {line.split()[-1] for line in lines if "libcublasLt.so" in line}
     if not paths:
-        raise RuntimeError("linear: this process has no cuBLASLt; take backend 'epilogue'")
+        raise RuntimeError("linear: this process has no cuBLASLt; use backend 'epilogue'")
     library = ctypes.CDLL(min(paths))
     library.cublasLtGetVersion.restype = ctypes.c_size_t
     return library
 
 
 def version() -> int:
-    """Return the library's version: an algorithm's words mean nothing to another one."""
+    """Return the library's version. An algorithm's words are valid for one version only."""
     return _library().cublasLtGetVersion()
 
 
@@ -104,10 +105,10 @@ def _destroy(description, layouts):
 
 
 class Gemm:
-    """y = x·Wᵀ + b, and GELU if asked for, for one shape on one GPU.
+    """y = x·Wᵀ + b, optionally followed by GELU, for one shape on one GPU.
 
-    The library is column-major: it sees yᵀ (N, M) = (Wᵀ)ᵀ · xᵀ. So nothing is transposed in
-    memory, and the bias runs along the rows of yᵀ, where the epilogue wants it.
+    The library is column-major and computes yᵀ (N, M) = (Wᵀ)ᵀ · xᵀ. So nothing is transposed in
+    memory, and the bias is added along the rows of yᵀ, as the epilogue requires.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Gemm:
         self.dtype = dtype
         self.device = device
         dtype_name = str(dtype).removeprefix("torch.")
-        self.name = f"{m}x{n}x{k} {dtype_name}{' gelu' if gelu else ''}"  # in files
+        self.name = f"{m}x{n}x{k} {dtype_name}{' gelu' if gelu else ''}"  # key in files
         self.description = ctypes.c_void_p()
         _call(
             "cublasLtMatmulDescCreate",
@@ -137,23 +138,23 @@ class Gemm:
             _matrix(dtype, n, m),  # yᵀ
         )
         self.problem = (_handle(device), self.description, *layouts)
-        # Not when the process ends: the library may be gone by then.
+        # Not at exit: the library may already be unloaded.
         weakref.finalize(self, _destroy, self.description, layouts).atexit = False
 
     def _describe(self, attribute, value):
         _set("cublasLtMatmulDescSetAttribute", self.description, _DESCRIPTION[attribute], value)
 
     def suggestions(self) -> list[Algorithm]:
-        """Return the algorithms that the library proposes for this shape.
+        """Return the algorithms that the library suggests for this shape.
 
-        The best by its own estimate comes first.
+        They are sorted by the library's estimate, best first.
         """
         preference = ctypes.c_void_p()
         _call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
         preferred = {
             "workspace": ctypes.c_size_t(_WORKSPACE_BYTES),
-            # Partial sums of a split K stay float32 and are added in a fixed order: the same bits
-            # on every run.
+            # With split K, partial sums are float32 and are added in a fixed order, so that every
+            # run gives the same bits.
             "reduction": ctypes.c_uint32(_REDUCTION_COMPUTE_TYPE),
         }
         for name, value in preferred.items():
@@ -179,7 +180,7 @@ class Gemm:
     def candidates(self) -> list[Algorithm]:
         """Return the library's suggestions, then its suggestions for neighbouring shapes.
 
-        The latter run for this shape too, have other configurations and are often faster.
+        Suggestions for neighbouring shapes also run on this one, and are often faster.
         """
         algorithms = self.suggestions()
         seen = [configuration(algorithm) for algorithm in algorithms]
@@ -187,14 +188,14 @@ class Gemm:
             neighbour = Gemm(m, n, k, self.gelu, self.dtype, self.device)
             for algorithm in neighbour.suggestions():
                 adapted = self._adapted(algorithm)
-                # Each kernel takes time to load and to measure.
+                # Skip duplicates: each kernel takes time to load and to measure.
                 if adapted is not None and configuration(algorithm) not in seen:
                     algorithms.append(adapted)
                     seen.append(configuration(algorithm))
         return [algorithm for algorithm in algorithms if algorithm.workspace <= _WORKSPACE_BYTES]
 
     def _neighbours(self) -> list[tuple[int, int, int]]:
-        """Return neighbouring shapes: fewer rows, and N and K exchanged."""
+        """Return neighbouring shapes: with fewer rows, and with N and K exchanged."""
         m, n, k = self.shape
         shapes = [(m, k, n)]
         for divisor in (2, 4, 8):
@@ -203,7 +204,7 @@ class Gemm:
         return shapes
 
     def _adapted(self, algorithm):
-        """Return another shape's algorithm with the workspace for this one; None if it fails."""
+        """Return a neighbour's algorithm with this shape's workspace, or None if unsupported."""
         result = _Heuristic()
         fails = _library().cublasLtMatmulAlgoCheck(
             *self.problem, _words(algorithm), ctypes.byref(result)
@@ -215,7 +216,7 @@ class Gemm:
     ) -> None:
         """Launch one of the candidates on the current stream.
 
-        Operands: contiguous, of this shape, dtype and device.
+        The operands must be contiguous and have the shape, dtype and device of this GEMM.
         """
         workspace = torch.empty(max(1, algorithm.workspace), dtype=torch.uint8, device=self.device)
         self._describe("bias pointer", _address(bias))
@@ -242,9 +243,9 @@ class Gemm:
 
 
 def configuration(algorithm: Algorithm) -> list[int]:
-    """Return tile, stages, custom option and cluster shape.
+    """Return an algorithm's tile, stages, custom option and cluster shape.
 
-    They distinguish algorithms in any library version.
+    Unlike `words`, they identify an algorithm in every version of the library.
     """
     written = ctypes.c_size_t()
     values = []
@@ -263,10 +264,10 @@ def configuration(algorithm: Algorithm) -> list[int]:
 
 
 def _words(algorithm):
-    """Return an algorithm's words as the library takes them."""
+    """Return an algorithm's words as a ctypes array."""
     return (ctypes.c_uint64 * 8)(*algorithm.words)
 
 
 def _address(tensor):
-    """Return a tensor's address as the library takes it."""
+    """Return a tensor's address as a ctypes pointer."""
     return ctypes.c_void_p(tensor.data_ptr())

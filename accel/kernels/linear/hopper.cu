@@ -1,46 +1,46 @@
-// A GEMM y = x·Wᵀ + b on Hopper in half precision with float32 accumulation, and what follows it in the network,
-// computed on the accumulators:
+// A GEMM y = x·Wᵀ + b on Hopper in half precision with float32 accumulation. An epilogue computes the next operation of
+// the network on the accumulators:
 //
 //     SILU        silu(y)
-//     SWIGLU      silu(y₁)·y₂, W's two matrices one below the other
-//     ROTATE      y of queries, keys and values, the first two rotated by their token's position
+//     SWIGLU      silu(y₁)·y₂; W consists of two matrices, stacked
+//     ROTATE      y consists of queries, keys and values; rotate queries and keys by their token's position
 //     MODULATE    t·r·(1 + y₁) + y₂ of the residual stream t, r = 1/√(mean(t²) + ε); W as for SWIGLU
-//     RESIDUAL    t ← t + gate·y, and of every row the sums of t² in a tile's columns, as MODULATE takes them
+//     RESIDUAL    t ← t + gate·y; also returns the sum of t² over each row of a tile, for MODULATE
 //
-// One warpgroup loads (the producer), the others compute (the consumers). Tiles of columns are the outer order inside a
-// band of GROUP tiles of rows, so that blocks at work share operands in the cache. Blocks of a cluster lie one below
-// the other: each loads a share of the weights and multicasts it to all. PINGPONG: a consumer has a tile to itself, and
-// finishes it while the other one multiplies; otherwise the consumers share the rows of a tile. Weights do not depend
-// on the kernel before: their first tiles are loaded while that still runs (programmatic dependent launch). The
-// compiler must know the warp's number to be one value for a warp, or every wgmma waits for its operands' addresses.
+// One warpgroup (the producer) loads, and the other warpgroups (the consumers) compute. Tiles are processed in bands of
+// GROUP rows of tiles, column by column, so that concurrent blocks share operands in the cache. The blocks of a cluster
+// compute tiles in the same columns; each loads a part of the weights and multicasts it to the cluster. PINGPONG: each
+// consumer computes separate tiles, and runs its epilogue while the other one multiplies; if 0, the consumers share the
+// rows of a tile. Weights do not depend on the previous kernel, so their first tiles are loaded while it still runs
+// (programmatic dependent launch). The compiler must know that the warp index is uniform in a warp; if it does not,
+// every wgmma waits for the addresses of its operands.
 //
-// Of two matrices a tile takes COLUMNS/2 rows each, so that a thread has both numbers of a result.
+// If W consists of two matrices, a tile has COLUMNS/2 rows of each, so that a thread has both numbers of a result.
 //
-// What an epilogue reads beside the sums: while operands stream in, a load takes microseconds, and in the operands'
-// stages it would take the place of some. A second thread of the producer loads stream and gates by TMA, 32 columns at
-// a time, into SLOTS of their own; one tile's come while the other consumer multiplies. Angles of the rows that a block
-// computes, which are the same in all its tiles, lie in shared memory as float16.
+// Additional operands of an epilogue: while the GEMM's operands are loaded, other loads take microseconds. So a second
+// thread of the producer loads stream and gates by TMA, 32 columns at a time, into separate SLOTS, while the other
+// consumer multiplies. Rotation angles are the same in all tiles of a block; they are stored in shared memory as float16.
 //
-// Defined before this text: HEIGHT (of a consumer's part of a tile, in 64s of rows), COLUMNS (of W in a tile), STAGES
-// (tiles of operands held), SLOTS, WARPGROUPS (consumers), PINGPONG, CLUSTER (blocks that share weights), EPILOGUE,
-// HEAD (of queries and keys that are rotated, else 0), BFLOAT16, REGISTERS and
-// PRODUCER_REGISTERS (of a thread), multiply (wgmma, 64 × COLUMNS × 16).
+// Macros defined before this file: HEIGHT (rows of a consumer's part of a tile, divided by 64), COLUMNS (of W, per tile),
+// STAGES (buffers for tiles of operands), SLOTS, WARPGROUPS (number of consumers), PINGPONG, CLUSTER (blocks per cluster),
+// EPILOGUE, HEAD (head dim for ROTATE, else 0), BFLOAT16, REGISTERS and PRODUCER_REGISTERS (per thread). Function:
+// multiply (wgmma, 64 × COLUMNS × 16).
 
 constexpr int SILU = 0, SWIGLU = 1, ROTATE = 2, MODULATE = 3, RESIDUAL = 4;  // EPILOGUE
-constexpr bool TWO = EPILOGUE == SWIGLU || EPILOGUE == MODULATE;             // matrices in W
+constexpr bool TWO = EPILOGUE == SWIGLU || EPILOGUE == MODULATE;             // W consists of two matrices
 constexpr int CONSUMERS = 128 * WARPGROUPS, THREADS = CONSUMERS + 128;
-constexpr int ROWS = 64 * HEIGHT * (PINGPONG ? 1 : WARPGROUPS);  // of a tile
-constexpr int RESULTS = TWO ? COLUMNS / 2 : COLUMNS;             // columns of the result in a tile
-constexpr int DEPTH = 64, LINE = 128;                            // of a stage; its bytes, over which TMA swizzles
+constexpr int ROWS = 64 * HEIGHT * (PINGPONG ? 1 : WARPGROUPS);  // per tile
+constexpr int RESULTS = TWO ? COLUMNS / 2 : COLUMNS;             // result columns per tile
+constexpr int DEPTH = 64, LINE = 128;                            // columns of a stage; bytes per row, the width of TMA's swizzle
 constexpr int A_BYTES = ROWS * LINE, B_BYTES = COLUMNS * LINE, STAGE = A_BYTES + B_BYTES;
 constexpr int BIAS = 1024, STAGES_AT = BIAS + (2 * WARPGROUPS * COLUMNS * 4 + 1023) / 1024 * 1024;
-// A slot: 32 columns of the stream, then of the gates.
+// A slot has 32 columns of the stream, then 32 of the gates.
 constexpr int GATES_AT = ROWS * 128, SLOT = GATES_AT + (EPILOGUE == RESIDUAL ? ROWS * 64 : 0);
 constexpr bool BESIDE = EPILOGUE == MODULATE || EPILOGUE == RESIDUAL;
 constexpr int SLOTS_AT = STAGES_AT + STAGES * STAGE;
 constexpr int TABLE_AT = SLOTS_AT;
-constexpr int TABLE_LINE = HEAD / 2 + (36 - HEAD / 2 % 32) % 32;  // words of a row; eight rows are in different banks
-constexpr int GROUP = 8;  // tiles of a cluster's rows in a band
+constexpr int TABLE_LINE = HEAD / 2 + (36 - HEAD / 2 % 32) % 32;  // words per row; eight rows use different banks
+constexpr int GROUP = 8;  // number of cluster tiles per band
 static_assert(COLUMNS % 16 == 0 && RESULTS % 32 == 0 && CLUSTER <= 2 && WARPGROUPS > 1, "as the code below has it");
 
 __device__ __forceinline__ void load(unsigned to, const TensorMap &map, int column, int row, unsigned barrier) {
@@ -67,7 +67,7 @@ __device__ __forceinline__ float to_float(unsigned short half) {
     return x;
 }
 
-// round_pair to float16, also where HALF is bf16.
+// Like round_pair, but always to float16.
 __device__ __forceinline__ unsigned round_float16(float low, float high) {
     unsigned pair;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
@@ -76,7 +76,7 @@ __device__ __forceinline__ unsigned round_float16(float low, float high) {
 
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1 + exp2_approx(-1.4426950409f * x)); }
 
-// Four neighbouring lanes exchange words: lane i gets the i-th word of each, in the order of the lanes.
+// Transpose words among four neighbouring lanes: lane i gets the i-th word of each lane.
 __device__ __forceinline__ void transpose(unsigned (&word)[4], int lane) {
     #pragma unroll
     for (int distance = 1; distance <= 2; distance *= 2) {
@@ -92,7 +92,7 @@ __device__ __forceinline__ void transpose(unsigned (&word)[4], int lane) {
     }
 }
 
-// Where a tile begins: rows in tiles of a block, columns in RESULTS.
+// Position of a tile: its row in units of a block's tiles, its column in units of RESULTS.
 struct Place {
     int row, column;
 
@@ -104,8 +104,8 @@ struct Place {
     }
 };
 
-// A float that the kernel before has written. As it may still have run when this one began, the load must not take the
-// way of read-only data, which the compiler would choose.
+// Load a float that the previous kernel has written. It may still have been running when this kernel started, so the load
+// must not use the read-only cache, which the compiler would choose.
 __device__ __forceinline__ float load_float(const float *from) {
     float x;
     asm volatile("ld.global.f32 %0, [%1];" : "=f"(x) : "l"(from) : "memory");
@@ -124,7 +124,7 @@ __device__ __forceinline__ unsigned read_word(unsigned from) {
     return x;
 }
 
-// The sum over the four lanes that share a row.
+// Sum over the four lanes that share a row.
 __device__ __forceinline__ float over_lanes(float x) {
     x += __shfl_xor_sync(~0u, x, 1);
     return x + __shfl_xor_sync(~0u, x, 2);
@@ -143,19 +143,19 @@ linear(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
 
     if (threadIdx.x == CONSUMERS) prefetch(a), prefetch(b);
-    constexpr int WARPS = 4 * (PINGPONG ? 1 : WARPGROUPS);  // that read a stage or a slot
+    constexpr int WARPS = 4 * (PINGPONG ? 1 : WARPGROUPS);  // number that read a stage or a slot
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2 * STAGES; i++) init_barrier(base + 8 * i, i < STAGES ? 1 : WARPS * CLUSTER);
         for (int i = 0; i < 2 * SLOTS; i++) init_barrier(slot_full + 8 * i, i < SLOTS ? 1 : WARPS);
     }
     fence_barriers();
-    if (CLUSTER > 1) {  // the others write to this block's memory and barriers
+    if (CLUSTER > 1) {  // other blocks write to this block's memory and barriers
         asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
         asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
     } else __syncthreads();
     start_next();
 
-    // columns: of the result.
+    // columns: number of result columns.
     const int rank = blockIdx.x % CLUSTER, clusters = gridDim.x / CLUSTER, cluster = blockIdx.x / CLUSTER;
     const int across = (columns + RESULTS - 1) / RESULTS, down = (rows + ROWS * CLUSTER - 1) / (ROWS * CLUSTER);
     const int tiles = down * across, steps = (depth + DEPTH - 1) / DEPTH;
@@ -164,7 +164,7 @@ linear(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
     if (warp >= 4 * WARPGROUPS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER_REGISTERS));
         if (threadIdx.x == CONSUMERS) {
-            const int second = TWO ? columns : COLUMNS / 2;  // from a tile's first rows of W to the others
+            const int second = TWO ? columns : COLUMNS / 2;  // offset from a tile's first half of W's rows to its second
             auto load_a = [&](const Place &at, int step, int stage) {
                 load(stages + stage * STAGE, a, step * DEPTH, at.row * ROWS, full + 8 * stage);
             };
@@ -185,7 +185,7 @@ linear(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
                 arrive_and_expect(full + 8 * i, STAGE);
                 load_b(start, i, i);
             }
-            await_previous();  // before x is read; consumers wait for x before they write results
+            await_previous();  // before reading x; consumers wait for x before they write results
             for (int i = 0; i < step; i++) load_a(start, i, i);
             stage = step % STAGES, parity = step / STAGES;
             for (int tile = cluster; tile < tiles; tile += clusters, step = 0) {
@@ -198,7 +198,7 @@ linear(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
                     if (++stage == STAGES) stage = 0, parity ^= 1;
                 }
             }
-            if (CLUSTER > 1)  // stay until the others have released every stage
+            if (CLUSTER > 1)  // do not exit before all blocks have released every stage
                 for (int i = 0; i < STAGES; i++) {
                     wait(empty + 8 * stage, parity ^ 1);
                     if (++stage == STAGES) stage = 0, parity ^= 1;
@@ -225,7 +225,7 @@ linear(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
 
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
     const int warpgroup = warp / 4;
-    // All blocks of the cluster load into a stage of this one and must know that it is free: lane i signals the i-th.
+    // All blocks of the cluster load into this block's stages and must know when one is free: lane i signals block i.
     const unsigned empty_there = CLUSTER > 1 && lane < CLUSTER ? in_block(empty, lane) : empty;
     auto release = [&](int stage) {
         if (CLUSTER > 1) {
@@ -234,13 +234,13 @@ linear(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
         } else if (lane == 0) arrive(empty + 8 * stage);
     };
 
-    // Descriptors count in 16 bytes.
+    // Descriptors have units of 16 bytes.
     const int part = PINGPONG ? 0 : warpgroup * 64 * HEIGHT;  // of the tile's rows
     const auto first_a = descriptor(stages + part * LINE, 0, 8 * LINE, SWIZZLE_128);
     const auto first_b = descriptor(stages + A_BYTES, 0, 8 * LINE, SWIZZLE_128);
     float sum[HEIGHT][COLUMNS / 2];
     int slot = 0, slot_parity = 0;
-    auto skip = [&](int tiles) {  // stages and slots of other consumers' tiles
+    auto skip = [&](int tiles) {  // skip the stages and slots of other consumers' tiles
         stage += tiles * steps;
         parity ^= stage / STAGES & 1;
         stage %= STAGES;
@@ -249,9 +249,9 @@ linear(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
         slot_parity ^= slot / SLOTS & 1;
         slot %= SLOTS;
     };
-    // Consumers take turns, at the MMAs and at what is beside them. Without that, one could wait for a stage's or slot's
-    // next filling but one, which a barrier's parity does not tell from the last.
-    constexpr int TURNS = PINGPONG ? WARPGROUPS : 1, MULTIPLY = 4, FINISH = 6;  // numbers of barriers
+    // Consumers alternate between MMAs and epilogues. Without that, a consumer could fall two fillings of a stage or slot
+    // behind, and a barrier's parity cannot distinguish those.
+    constexpr int TURNS = PINGPONG ? WARPGROUPS : 1, MULTIPLY = 4, FINISH = 6;  // barrier indices
     auto await_turn = [&](int to_do) { asm volatile("bar.sync %0, 256;" :: "r"(to_do + warpgroup) : "memory"); };
     auto pass_turn = [&](int to_do) { asm volatile("bar.arrive %0, 256;" :: "r"(to_do + 1 - warpgroup) : "memory"); };
     if (PINGPONG) {
@@ -261,8 +261,8 @@ linear(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
             if (BESIDE) pass_turn(FINISH);
         }
     }
-    if (EPILOGUE == MODULATE) await_previous();  // which wrote the stream's sums
-    if (EPILOGUE == ROTATE) {  // a tile's first position is the same for all of a block's tiles
+    if (EPILOGUE == MODULATE) await_previous();  // it wrote the sums of squares
+    if (EPILOGUE == ROTATE) {  // all tiles of a block have the same positions
         unsigned *table = reinterpret_cast<unsigned *>(shared + TABLE_AT);
         constexpr int PAIRS = HEAD > 0 ? HEAD / 2 : 1;
         #pragma unroll 8
@@ -273,7 +273,7 @@ linear(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
         }
         asm volatile("bar.sync 3, %0;" :: "n"(CONSUMERS) : "memory");
     }
-    // A thread's share of a tile's biases, fetched a tile ahead.
+    // A thread's part of a tile's biases, loaded one tile in advance.
     constexpr int SHARE = (COLUMNS + 127) / 128;
     unsigned short fetched[SHARE];
     auto fetch = [&](int tile) {
@@ -298,11 +298,11 @@ linear(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
         // A lane has columns 2c and 2c + 1 of every eight, c = lane % 4, in two rows of each 64 that are 8 apart.
         const int top = part + warp % 4 * 16 + lane / 4, pair = lane % 4 * 2;  // of the tile's rows
         auto row_of = [&](int i) { return at.row * ROWS + top + i / 2 * 64 + i % 2 * 8; };
-        float factor[2 * HEIGHT];  // of the rows: r, or the sum of t²
+        float factor[2 * HEIGHT];  // per row: r, or the sum of t²
         #pragma unroll
         for (int i = 0; i < 2 * HEIGHT; i++) factor[i] = 0;
         if (EPILOGUE == MODULATE) {
-            for (int first = lane % 4; first < parts; first += 32) {  // eight of a row at once
+            for (int first = lane % 4; first < parts; first += 32) {  // eight of a row are loaded at once
                 float shares[2 * HEIGHT][8];
                 #pragma unroll
                 for (int i = 0; i < 2 * HEIGHT; i++)
@@ -321,7 +321,7 @@ linear(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
         }
         asm volatile("bar.sync %0, 128;" :: "r"(1 + warpgroup) : "memory");
 
-        // One stage's MMAs run while the next one's are issued; the stage before it is free only then.
+        // MMAs of the next stage are issued while those of one stage run; the stage is released after that.
         auto issue = [&](int stage, int accumulate) {
             const unsigned long long a = first_a + stage * (STAGE / 16), b = first_b + stage * (STAGE / 16);
             #pragma unroll
@@ -356,7 +356,7 @@ linear(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
         if (PINGPONG && BESIDE) await_turn(FINISH);
         #pragma unroll
         for (int group = 0; group < RESULTS / 32; group++) {
-            // TMA has exchanged the 16 bytes of a slot's lines by their rows.
+            // TMA has swizzled the 16-byte units of a slot's rows.
             const unsigned in_slot = base + SLOTS_AT + slot * SLOT + top * 128;
             const unsigned in_gates = base + SLOTS_AT + slot * SLOT + GATES_AT + top * 64;
             if (BESIDE) wait(slot_full + 8 * slot, slot_parity);

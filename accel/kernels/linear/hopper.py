@@ -1,4 +1,4 @@
-"""A GEMM and what follows it in the network, in one kernel for Hopper (hopper.cu)."""
+"""A GEMM fused with its epilogue, as a kernel for Hopper (hopper.cu)."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -12,14 +12,14 @@ from accel.kernels.linear.reference import TWO_MATRICES, EpilogueArgs
 
 FILE = Path(__file__).with_suffix(".cu")
 FUSED_EPILOGUES = ("silu", "swiglu", "rotate", "modulate", "residual")  # numbered as in hopper.cu
-SHARED_BYTES = 227 << 10  # the most that a block can have
+SHARED_BYTES = 227 << 10  # maximum per block
 MAX_STAGES = 8
-MAX_HEAD_DIM = 128  # that is rotated
+MAX_HEAD_DIM = 128  # for "rotate"
 CLUSTER = 2
 
 
 class Tile(NamedTuple):
-    """Compile-time shape of the kernel; hopper.cu says what each means."""
+    """Compile-time shape of the kernel; hopper.cu documents the fields."""
 
     height: int
     columns: int
@@ -32,45 +32,45 @@ class Tile(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Return the rows of a tile."""
+        """Return the number of rows in a tile."""
         return 64 * self.height * (1 if self.pingpong else self.warpgroups)
 
     def result_columns(self, epilogue: str) -> int:
-        """Return the columns of the result in a tile."""
+        """Return the number of result columns in a tile."""
         return self.columns // 2 if epilogue in TWO_MATRICES else self.columns
 
     def column_tiles(self, outputs: int, epilogue: str) -> int:
-        """Return the number of tiles next to each other in a result of so many columns."""
+        """Return the number of tiles that cover `outputs` result columns."""
         return -(-outputs // self.result_columns(epilogue))
 
     def clusters(self, m: int, outputs: int, epilogue: str) -> int:
-        """Return the number of clusters' tiles in a result (M, outputs)."""
+        """Return the number of cluster tiles in a result (M, outputs)."""
         return -(-m // (self.rows * CLUSTER)) * self.column_tiles(outputs, epilogue)
 
     @property
     def slots(self) -> int:
-        """Return the slots for what an epilogue reads besides operands."""
-        return 1 if self.pingpong else 2  # the other consumer's MMAs cover the time of loads
+        """Return the number of slots for the stream and gates that an epilogue reads."""
+        return 1 if self.pingpong else 2  # the other consumer's MMAs hide the loads
 
     def _outside_stages(self, epilogue, head):
-        """Return the bytes of barriers, biases, slots and, for heads that are rotated, angles."""
+        """Return the size of barriers, biases, slots and, for "rotate", angles."""
         biases = -(-8 * self.warpgroups * self.columns // 1024) * 1024
-        line = head // 2 + -(head // 2 - 4) % 32  # words of a row of angles
-        of_row = {"modulate": 128, "residual": 128 + 64}.get(epilogue, 0)  # bytes of a slot
+        line = head // 2 + -(head // 2 - 4) % 32  # words per row of angles
+        of_row = {"modulate": 128, "residual": 128 + 64}.get(epilogue, 0)  # bytes of a slot's row
         return 1024 + biases + self.rows * (self.slots * of_row + (4 * line if head else 0))
 
     def stages(self, epilogue: str, head: int = 0) -> int:
-        """Return the stages that shared memory holds, of MAX_STAGES."""
+        """Return the number of stages that fit in shared memory, at most MAX_STAGES."""
         stage = 128 * (self.rows + self.columns)
         return min(MAX_STAGES, (SHARED_BYTES - self._outside_stages(epilogue, head)) // stage)
 
     def shared_bytes(self, epilogue: str, head: int = 0) -> int:
-        """Return the bytes of shared memory of a block."""
+        """Return the size of a block's shared memory."""
         stages = self.stages(epilogue, head) * 128 * (self.rows + self.columns)
         return self._outside_stages(epilogue, head) + stages
 
 
-# The last ones are for few tokens. Measured: log/h100/rae.json.
+# The last three are for few tokens. Measured in log/h100/rae.json.
 TILES = (
     Tile(height=2, columns=192),
     Tile(height=2, columns=128),
@@ -81,7 +81,7 @@ TILES = (
 
 
 def supports(weight: Tensor, epilogue: str, rotation: Tensor | None = None) -> bool:
-    """Return whether the kernel computes a layer of this weight (N, K) and rotation."""
+    """Return whether the kernel supports a layer with this weight (N, K) and rotation."""
     if not weight.is_cuda or weight.dtype not in cuda.HALF_TYPES:
         return False
     fits = (
@@ -94,10 +94,10 @@ def supports(weight: Tensor, epilogue: str, rotation: Tensor | None = None) -> b
 
 
 def choose_tile(m: int, outputs: int, depth: int, epilogue: str, multiprocessors: int) -> Tile:
-    """Return the tile that is expected to take the fewest cycles.
+    """Return the tile with the smallest estimated number of cycles.
 
-    A stage of 64 of the depth costs what reading shared memory takes: it is filled, and an MMA of
-    64 rows reads 64 of x and all columns of W.
+    Accesses to shared memory dominate. For every 64 of the depth a stage is filled once, and each
+    MMA of 64 rows reads 64 rows of x and all columns of W.
     """
 
     def cycles(tile):
@@ -113,7 +113,7 @@ def choose_tile(m: int, outputs: int, depth: int, epilogue: str, multiprocessors
 
 
 def source(tile: Tile, epilogue: str, dtype: torch.dtype, head: int = 0) -> str:
-    """Return the whole CUDA text of a variant. head: the width of heads that are rotated."""
+    """Return the complete CUDA source of a variant. head: the head dim for "rotate", else 0."""
     half = cuda.HALF_TYPES[dtype]
     return cuda.source(
         (FILE,),
@@ -138,7 +138,7 @@ def _kernel(
     device: torch.device,
     head: int = 0,
 ) -> cuda.Kernel:
-    """Return a variant, loaded on a device."""
+    """Return a variant of the kernel, loaded on a device."""
     text = source(tile, epilogue, dtype, head)
     return cuda.Kernel(text, "linear", tile.threads, tile.shared_bytes(epilogue, head), device)
 
@@ -159,12 +159,11 @@ def launch(
     out: Tensor | None,
     args: EpilogueArgs,
 ) -> None:
-    """Launch a variant on the current stream: x (M, K), weight (N, K), bias (N,), contiguous, in
-    half precision → out.
+    """Launch a variant on the current stream.
 
-    out: (M, N), and (M, N/2) of two matrices. None for "residual". The kernel
-    starts, and loads weights, while the one before it still runs: that must not write weight, bias
-    or rotation.
+    x (M, K), weight (N, K), bias (N,): contiguous, in half precision. out: (M, N), or (M, N/2) for
+    two matrices; None for "residual". The kernel starts and loads weights while its predecessor is
+    still running, which must therefore not write weight, bias or rotation.
     """
     columns, depth = weight.shape
     m = x.numel() // depth
@@ -172,24 +171,24 @@ def launch(
         return
     outputs = columns // 2 if epilogue in TWO_MATRICES else columns
 
-    def lines(tensor, width, rows, box, gaps=False):
+    def row_map(tensor, width, rows, box, gaps=False):
         strides = (tensor.element_size() * tensor.stride(-2),)
         swizzle = tensor.element_size() * box[0]
         return cuda.tensor_map(tensor, (width, rows), strides, box, swizzle, gaps)
 
-    of_x = lines(x, depth, m, (64, tile.rows))
-    old_stream = gates = of_x  # where the epilogue has none
+    rows_of_x = row_map(x, depth, m, (64, tile.rows))
+    old_stream = gates = rows_of_x  # unused by the epilogue
     if args.stream is not None:
-        old_stream = lines(args.stream, outputs, m, (32, tile.rows))
+        old_stream = row_map(args.stream, outputs, m, (32, tile.rows))
     if args.gate is not None:
-        gates = lines(args.gate, outputs, m, (32, tile.rows), gaps=True)
+        gates = row_map(args.gate, outputs, m, (32, tile.rows), gaps=True)
     head = 0 if args.rotation is None else 2 * args.rotation.shape[1]
-    at_once = cuda.multiprocessors(x.device) // CLUSTER
-    clusters = min(tile.clusters(m, outputs, epilogue), at_once)
+    max_clusters = cuda.multiprocessors(x.device) // CLUSTER
+    clusters = min(tile.clusters(m, outputs, epilogue), max_clusters)
     _kernel(tile, epilogue, x.dtype, x.device, head).launch(
         clusters * CLUSTER,
-        of_x,
-        lines(weight, depth, columns, (64, tile.columns // 2)),
+        rows_of_x,
+        row_map(weight, depth, columns, (64, tile.columns // 2)),
         old_stream,
         gates,
         out,

@@ -1,4 +1,4 @@
-"""The epilogues in plain torch, for backends whose GEMM lacks them."""
+"""Epilogues in plain torch, for backends whose GEMM lacks them."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,17 +11,17 @@ from accel.kernels.qk_norm_rotary import qk_norm_rotary
 from accel.kernels.rows import row_squares
 from accel.kernels.swiglu import swiglu
 
-TWO_MATRICES = ("swiglu", "modulate")  # of two matrices, one below the other in W
+TWO_MATRICES = ("swiglu", "modulate")  # epilogues for which W consists of two matrices, stacked
 
 
 class EpilogueArgs(NamedTuple):
-    """Operands of an epilogue, and its outputs next to the result."""
+    """Operands of an epilogue, and its additional outputs."""
 
     rotation: Tensor | None = None  # (positions, d/2, 2) float32: cosine and sine
-    tokens: int = 1  # of a batch row
-    first: int = 0  # position of its first token
+    tokens: int = 1  # per batch row
+    first: int = 0  # position of a row's first token
     stream: Tensor | None = None  # (…, N) float32, contiguous
-    gate: Tensor | None = None  # (…, N) half; rows lie at one distance from each other
+    gate: Tensor | None = None  # (…, N) half; rows have a uniform stride
     squares: Tensor | None = None  # (parts, M) float32: sums of the stream's squares
     eps: float = 0.0
 

@@ -1,7 +1,8 @@
-"""The choice of a GEMM's algorithm: a recorded winner, or measured before, or measured now.
+"""Choose the algorithm of a GEMM: recorded for this GPU, measured earlier, or measured now.
 
-cuBLASLt picks an algorithm from a model of the chip. A DiT needs few GEMMs, all known ahead:
-measuring takes a fraction of a second, once for a GPU and library, and gains 4 to 18 % on them.
+cuBLASLt's heuristic picks an algorithm from a model of the chip. A DiT needs few GEMMs, all known
+in advance. Measuring them takes a fraction of a second, once per GPU model and library version, and
+makes them 4 to 18 % faster.
 """
 
 import json
@@ -18,17 +19,17 @@ from accel.io.filesystem import cache_folder
 from accel.kernels import cuda, gpu, read_cache, write_cache
 from accel.kernels.linear import cublaslt
 
-# `cublaslt.configuration` of the fastest algorithm by GPU and shape, for XL/2's GEMMs: after
-# seconds of load, when an H200 at 700 W runs at three quarters of its clock and the least energy
-# wins. Measured in log/products*-h200.json and log/h100/winners*.json.
+# `cublaslt.configuration` of the fastest algorithm by GPU and shape, for the GEMMs of XL/2. They
+# were measured after seconds of load, when an H200 at 700 W runs at three quarters of its clock and
+# the algorithm with the least energy wins: log/products*-h200.json, log/h100/winners*.json.
 WINNERS = json.loads(Path(__file__).with_name("known.json").read_text())
-MARGIN = 0.97  # of the library's own choice's time, which another algorithm must beat
-LAUNCHES = 5  # of an algorithm in a graph
-REPLAYS = 3  # of the graph, of which the median counts
+MARGIN = 0.97  # an algorithm must be faster than the library's first choice by this factor
+LAUNCHES = 5  # launches of an algorithm per graph
+REPLAYS = 3  # replays of each graph; their median counts
 
 
 class Choice(NamedTuple):
-    """A GEMM and one of its algorithms."""
+    """A GEMM with the algorithm chosen for it."""
 
     gemm: cublaslt.Gemm
     algorithm: cublaslt.Algorithm
@@ -39,11 +40,12 @@ class Choice(NamedTuple):
 
 
 class Tuner:
-    """Chooses algorithms for the GEMMs of a network and keeps the measurements.
+    """Chooses algorithms for the GEMMs of a network and caches the measurements.
 
-    folders: of the files of measurements, the first has precedence; by default the user's cache
-    folder. A job that must give the same bits when it is started again puts its own first. Without
-    a usable folder every process measures. share(make): returns rank 0's `make()` on every rank.
+    folders: contain files of measurements; the first has precedence. By default there is one, the
+    user's cache folder. A job that must give the same bits after a restart puts its own folder
+    first. Without a writable folder every process measures. share(make): returns rank 0's `make()`
+    on every rank.
     """
 
     def __init__(
@@ -53,14 +55,14 @@ class Tuner:
     ):
         self.folders = [cache_folder()] if folders is None else [Path(folder) for folder in folders]
         self.share = share
-        self.chosen: dict[tuple, Choice] = {}  # by the arguments of `choose`
-        self.seconds: list[float] = []  # of each GEMM measured by this process
+        self.chosen: dict[tuple, Choice] = {}  # keyed by the arguments of `choose`
+        self.seconds: list[float] = []  # duration of each measurement by this process
 
     def choose(
         self, m: int, n: int, k: int, gelu: bool, dtype: torch.dtype, device: torch.device
     ) -> Choice:
         """Return the algorithm of a GEMM."""
-        problem = (m, n, k, gelu, dtype, _numbered(device))
+        problem = (m, n, k, gelu, dtype, _with_index(device))
         if problem not in self.chosen:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
@@ -73,13 +75,13 @@ class Tuner:
         device = gpu.name(gemm.device).replace(" ", "-").replace("/", "-")
         name = f"products-{device}-cublaslt-{cublaslt.version()}.json"
         files = [folder / name for folder in self.folders]
-        choice = _winner(gemm) or _measured_before(files, gemm)
+        choice = _recorded(gemm) or _cached(files, gemm)
         if choice is None:
             start = time.perf_counter()
             fastest = _fastest(gemm)
             self.seconds.append(time.perf_counter() - start)
-            # Another process's choice, if that was done first.
-            choice = _measured_before(files, gemm) or fastest
+            # Another process may have finished first.
+            choice = _cached(files, gemm) or fastest
         for file in files:
             algorithms = _read(file)
             if gemm.name not in algorithms:
@@ -88,25 +90,25 @@ class Tuner:
         return choice
 
     def share_choices(self, problems: list[tuple]) -> None:
-        """Take rank 0's choices on all ranks, or two runs of one job could differ.
+        """Use rank 0's choices on all ranks, so that repeated runs give the same bits.
 
-        problems: of each GEMM `choose`'s arguments.
+        problems: the arguments of `choose` for each GEMM.
         """
         algorithms = self.share(lambda: [self.choose(*problem).algorithm for problem in problems])
         for (*gemm, device), algorithm in zip(problems, algorithms, strict=True):
-            problem = (*gemm, _numbered(device))
+            problem = (*gemm, _with_index(device))
             self.chosen[problem] = _restored(algorithm, cublaslt.Gemm(*problem))
 
 
-def _numbered(device):
-    """Return a device with its number, as tensors name it."""
+def _with_index(device):
+    """Return a CUDA device with its index, as a tensor's `device` has it."""
     return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
 
-def _winner(gemm):
-    """Return the recorded choice that won on this kind of GPU under long load, or None."""
-    of_gpu = WINNERS.get(gpu.name(gemm.device), {})
-    wanted = of_gpu.get(re.sub(" b?float16", "", gemm.name))  # one for both
+def _recorded(gemm):
+    """Return the choice recorded in known.json for this GPU model, or None."""
+    winners = WINNERS.get(gpu.name(gemm.device), {})
+    wanted = winners.get(re.sub(" b?float16", "", gemm.name))  # both dtypes share an entry
     if wanted is None:
         return None
     for algorithm in gemm.candidates():
@@ -115,8 +117,8 @@ def _winner(gemm):
     return None
 
 
-def _measured_before(files, gemm):
-    """Return the choice in the first of `files` that has one, or None."""
+def _cached(files, gemm):
+    """Return the choice in the first file that contains one, or None."""
     for file in files:
         algorithms = _read(file)
         if gemm.name in algorithms:
@@ -125,10 +127,10 @@ def _measured_before(files, gemm):
 
 
 def _fastest(gemm):
-    """Return the choice with the least time on random operands.
+    """Return the fastest choice on random operands.
 
-    It must beat the library's own, the first, by 3 %: timings jitter, and a short burst says little
-    about a GPU at its power limit.
+    It must be 3 % faster than the library's first choice, because timings jitter and a short burst
+    is not representative of a GPU at its power limit.
     """
     device = gemm.device
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
@@ -139,10 +141,10 @@ def _fastest(gemm):
 
 
 def _milliseconds(gemm, algorithms):
-    """Return the median time of LAUNCHES of each algorithm, replayed from graphs in turns."""
+    """Return each algorithm's median time for LAUNCHES launches. Graphs are replayed in turns."""
     m, n, k = gemm.shape
     device = gemm.device
-    # A generator of its own: a run's random stream must not depend on measurements.
+    # A separate generator, so that a run's random stream does not depend on measurements.
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(*shape):
@@ -174,13 +176,13 @@ def _milliseconds(gemm, algorithms):
 
 
 def _restored(algorithm, gemm):
-    """Return the choice of an algorithm (words, workspace), also as JSON has it: two lists."""
+    """Return the choice for an algorithm (words, workspace), which JSON stores as a list."""
     words, workspace = algorithm
     return Choice(gemm, cublaslt.Algorithm(tuple(words), workspace))
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Return a file's algorithms by name; none if one is damaged."""
+    """Return the algorithms in a file by GEMM name, or {} if the file is corrupt."""
     algorithms = read_cache(file)
     return algorithms if all(map(_is_algorithm, algorithms.values())) else {}
 

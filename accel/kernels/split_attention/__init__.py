@@ -1,15 +1,15 @@
-"""Self-attention at float32 accuracy on float16 tensor cores, from and to high/low splits.
+"""Self-attention of high/low splits, with float32 accuracy on float16 tensor cores.
 
-softmax(q·kᵀ/√d)·v: scores by three GEMMs (accel.kernels.split_linear), float32 softmax. Weights are
-split too. A tensor core truncates when it accumulates, so each tile's p·v is summed by itself and
-then added to the output in float32. Weights run up to 2⁶, not 1, so that the low parts of small
-ones are not lost; the sums carry the same factor.
+softmax(q·kᵀ/√d)·v: three GEMMs compute the scores (see accel.kernels.split_linear), softmax is
+float32, and its weights are split too. A tensor core truncates when it accumulates, so the p·v of
+each tile is summed separately and then added to the output in float32. Weights are scaled by a
+power of two, so that the low parts of small weights are not lost; the sums have the same factor.
 
-    hopper      our kernel: capability 9.0, head dim 72
-    cublas      any other GPU with float16 tensor cores: two batched GEMMs, Triton kernels between;
-                stores some heads' weights
-    torch       the reference, in float64, any device
-    auto        the first of these that runs there
+    hopper      hopper.cu: capability 9.0, head dim 72
+    cublas      other GPUs with float16 tensor cores: two batched GEMMs with Triton kernels between
+                them; stores the weights of some heads at a time
+    torch       the reference, in float64, on any device
+    auto        the first of these that the device supports
 """
 
 import torch
@@ -22,7 +22,7 @@ BACKENDS = ("auto", "hopper", "cublas", "torch")
 
 
 def choose_backend(device: torch.device, dim: int) -> str:
-    """Return the backend that "auto" takes."""
+    """Return the backend that "auto" selects."""
     if device.type != "cuda":
         return "torch"
     if cuda.capability(device) == (9, 0) and dim == hopper.HEAD_DIM:
@@ -33,7 +33,7 @@ def choose_backend(device: torch.device, dim: int) -> str:
 def split_attention(qkv: HighLow, num_heads: int, backend: str = "auto") -> HighLow:
     """Compute attention of qkv (N, T, 3·D) → (N, T, D), both without scales.
 
-    q, k and v lie side by side, each head-major (Vaswani et al. 2017, arXiv:1706.03762, eq. 1).
+    q, k and v are concatenated, each head-major (Vaswani et al. 2017, arXiv:1706.03762, eq. 1).
     """
     check_backend("split_attention", backend, BACKENDS)
     dim = qkv.pair.shape[-1] // (3 * num_heads)

@@ -1,18 +1,17 @@
-"""Split attention by cuBLAS: two batched GEMMs for a group of heads.
+"""Split attention with cuBLAS: two batched GEMMs for each group of heads.
 
-Around them run Triton kernels without tensor cores (kernels.py), or, where there is no Triton,
-their reference implementations.
+The other steps are Triton kernels (triton.py), or their references if Triton is not installed.
 
     centre        v's mean over the tokens
-    operands      q: high, low, high    k: low, high, high
-                  v − mean: high, low, for weights' low and again for their high
-    GEMM          scores, over an inner dimension of 3·d
-    softmax       weights, low and high, in the scores' memory
-    GEMM          (low + high)·v's high and (low + high)·v's low, side by side, over 2·T
-    merge         their sum and the mean, split: high, low, high
+    operands      q as [high, low, high], k as [low, high, high], and v − mean as [high, low] twice,
+                  for the low and the high weights
+    GEMM          scores, with inner dimension 3·d
+    softmax       weights as [low, high], in the memory of the scores
+    GEMM          weights · high of v, and weights · low of v, with inner dimension 2·T
+    merge         their sum plus the mean, split as [high, low, high]
 
-Weights are positive: in a sum with one sign tensor cores truncate always in one direction. So v
-goes without its mean, which weights that sum to one give back.
+Tensor cores truncate towards zero, so errors add up if all summands have one sign. Weights are
+positive; the mean is therefore subtracted from v. Since weights sum to one, merge adds it back.
 """
 
 from types import ModuleType
@@ -25,7 +24,7 @@ from accel.kernels.split_attention import reference
 from accel.kernels.split_linear.cublas import multiply_add, split_multiply
 from accel.kernels.split_linear.high_low import new_stack
 
-SCORES = 64 << 20  # bytes that a group's scores may take; one head's, 4·T², if they are more
+MAX_SCORE_BYTES = 64 << 20  # per group of heads, unless one head needs more (4·T²)
 
 
 def attention(pair: Tensor, num_heads: int) -> Tensor:
@@ -34,10 +33,10 @@ def attention(pair: Tensor, num_heads: int) -> Tensor:
     if cuda.HAS_TRITON:
         from accel.kernels.split_attention import triton as kernels
     n, tokens, width = pair.shape[1:]
-    heads = n * num_heads  # of all samples
+    heads = n * num_heads  # over all samples
     dim = width // (3 * num_heads)
     out = new_stack(n, tokens, width // 3, device=pair.device)
-    group = min(heads, max(1, SCORES // (4 * tokens * tokens)))  # heads at a time
+    group = min(heads, max(1, MAX_SCORE_BYTES // (4 * tokens * tokens)))  # heads at a time
     scores = torch.empty(group, tokens, tokens, device=pair.device)
     mixed = torch.empty(group, tokens, 2 * dim, device=pair.device)
     centre = kernels.centre(pair, num_heads)

@@ -1,15 +1,16 @@
-// Attention at float32 accuracy, from and to pairs of float16: qkv (2, N, T, 3, H, d) → out (2, N, T, H, d).
+// Attention with float32 accuracy on pairs of float16: qkv (2, N, T, 3, H, d) → out (2, N, T, H, d).
 //
-// The plan is that of attention/hopper.cuh. Each of its GEMMs is three here: low·high, high·low, high·high, the small
-// ones first: a tensor core truncates where it adds to a large sum. Scores are summed in one accumulator of 15 MMAs, a
-// tile's p·v in one of its own, which is then added to the output in float32. Softmax's weights are split in registers.
+// attention/hopper.cuh describes the algorithm. Each of its GEMMs is replaced with three: low·high, high·low, high·high.
+// The small ones come first, because a tensor core truncates when it adds to a large sum. Scores are summed in one
+// accumulator by 15 MMAs. p·v of a tile has a separate accumulator, which is then added to the output in float32.
+// The weights of softmax are split in registers.
 
 struct Split {
     static constexpr int LIFT = 6;  // weights are scaled by 2⁶, with GROWTH by 2¹⁴: float16 then holds small low parts
     unsigned high[KEYS / 4], low[KEYS / 4];  // softmax's weights
-    float part[HEAD / 2];                    // a tile's share of the output
+    float part[HEAD / 2];                    // p·v of a tile
 
-    // High is cut off at float16's last bit, not rounded: its float32 value then takes no conversion.
+    // High is truncated to float16, not rounded, so that its float32 value needs no conversion.
     __device__ __forceinline__ void pack(const float (&s)[KEYS / 2]) {
         #pragma unroll
         for (int i = 0; i < KEYS / 4; i++) {

@@ -10,12 +10,12 @@ from accel.kernels import cuda
 from accel.kernels.attention import hopper
 from accel.kernels.attention.hopper import HEAD_DIM, SCORE_SCALE, Config, head_maps
 
-# Measured: log/split-kernels-h200.json.
+# Measured in log/split-kernels-h200.json.
 CONFIG = Config(warpgroups=2, keys=64, stages=3, blocks=1, pipelined=True, q_buffers=1, parts=2)
 
 
 def source() -> str:
-    """Return the whole CUDA text."""
+    """Return the complete CUDA source."""
     return hopper.source(CONFIG, torch.float16, Path(__file__).with_suffix(".cu"))
 
 
@@ -27,10 +27,10 @@ def _kernel(device):
 def attention(pair: Tensor, num_heads: int) -> Tensor:
     """Launch the kernel: pair (2, N, T, 3·H·72) float16, contiguous → (2, N, T, H·72).
 
-    A shape must be run once before it is captured.
+    Run each shape once before capturing it in a graph.
     """
     _, n, tokens, width = pair.shape
-    assert width == 3 * num_heads * HEAD_DIM, "backend 'hopper' takes head dim 72; take 'cublas'"
+    assert width == 3 * num_heads * HEAD_DIM, "backend 'hopper' needs head dim 72; use 'cublas'"
     out = torch.empty(2, n, tokens, width // 3, dtype=torch.float16, device=pair.device)
     items = CONFIG.items(n * num_heads, tokens)
     if not items:

@@ -1,7 +1,4 @@
-"""Split attention in plain torch, in float64.
-
-The steps between cuBLAS's two GEMMs are in float32.
-"""
+"""Split attention in plain torch, in float64, and the references of triton.py, in float32."""
 
 import math
 
@@ -10,8 +7,8 @@ from torch import Tensor
 
 from accel.kernels.split_linear.high_low import split, stacked
 
-LIFT = 2.0**15  # of softmax's weights before they are split: flat ones then keep their low parts
-V_SCALE = 0.5  # of v − mean, which may be twice as large as v
+LIFT = 2.0**15  # factor of the weights before the split, so that small ones keep their low parts
+V_SCALE = 0.5  # factor of v − mean, which may be twice as large as v
 
 
 def attention(pair: Tensor, num_heads: int) -> Tensor:
@@ -25,21 +22,21 @@ def attention(pair: Tensor, num_heads: int) -> Tensor:
 def centre(pair: Tensor, num_heads: int) -> Tensor:
     """Return v's mean over the tokens, from its high half: (N, h, d) float32.
 
-    Its rounding cancels.
+    It is exact enough, because operands subtract and merge adds the same numbers.
     """
     return pair[0].float().mean(1).unflatten(-1, (3, num_heads, -1))[:, 2].contiguous()
 
 
 def operands(pair: Tensor, centre: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k (G, T, 3·d) and v − mean (G, 2·T, 2·d) float16 of G = `count` heads.
+    """Return q, k (G, T, 3·d) and v − mean (G, 2·T, 2·d), float16, for G = `count` heads.
 
-    They are of all samples' heads those from `first` on.
+    The heads of all samples are numbered consecutively; `first` is the first of the group.
     """
-    here = slice(first, first + count)
+    group = slice(first, first + count)
     # (3, 2, N, h, T, d)
     qkv = pair.unflatten(-1, (3, centre.shape[1], -1)).permute(3, 0, 1, 4, 2, 5)
-    q, k, v = qkv.flatten(2, 3)[:, :, here]  # each (2, G, T, d)
-    centred = v[0].float() + v[1].float() - centre.flatten(0, 1)[here, None]
+    q, k, v = qkv.flatten(2, 3)[:, :, group]  # each (2, G, T, d)
+    centred = v[0].float() + v[1].float() - centre.flatten(0, 1)[group, None]
     v_high, v_low = split(centred * V_SCALE, per_row=False).pair
     both = torch.cat([v_high, v_low], -1)
     q_high, q_low = q
@@ -52,9 +49,9 @@ def operands(pair: Tensor, centre: Tensor, first: int, count: int) -> tuple[Tens
 
 
 def softmax(scores: Tensor, dim: int) -> Tensor:
-    """Return LIFT · softmax(scores/√d) as low, high (G, T, 2·T) float16.
+    """Return LIFT · softmax(scores/√d) as [low, high] (G, T, 2·T) float16.
 
-    It lies in the memory of scores (G, T, T) float32.
+    It overwrites scores (G, T, T) float32.
     """
     weights = torch.softmax(scores / math.sqrt(dim), -1)
     high, low = split(LIFT * weights, per_row=False).pair
@@ -62,9 +59,9 @@ def softmax(scores: Tensor, dim: int) -> Tensor:
 
 
 def merge(mixed: Tensor, centre: Tensor, out: Tensor, first: int) -> None:
-    """Write both parts of mixed (G, T, 2·d) float32, unscaled, plus the mean.
+    """Write the sum of both parts of mixed (G, T, 2·d) float32, unscaled, plus the mean.
 
-    They go to their heads of out (2, N, T, D), a `new_stack`.
+    out (2, N, T, D): a `new_stack`; only the G heads from `first` on are written.
     """
     heads, dim = centre.shape[1:]
     mean = centre.flatten(0, 1)[first : first + len(mixed), None]

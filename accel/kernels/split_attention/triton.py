@@ -1,6 +1,6 @@
-"""Triton kernels around cuBLAS's two GEMMs of split attention.
+"""Triton kernels before, between and after the two cuBLAS GEMMs of split attention.
 
-They use no tensor cores: any GPU compiles them. reference.py has their reference implementations.
+They use no tensor cores, so they compile for any GPU. Their references are in reference.py.
 """
 
 import math
@@ -13,19 +13,19 @@ from torch import Tensor
 from accel.kernels.split_attention.reference import LIFT, V_SCALE
 from accel.kernels.split_linear.triton import store_high_low, store_stack
 
-ROWS = 32  # tokens of a head that a program rearranges
-CENTRE_ROWS = 128  # tokens that a program adds at once: few programs must hide memory's latency
+ROWS = 32  # tokens per program
+CENTRE_ROWS = 128  # tokens per iteration of `centre`, whose few programs must hide memory latency
 
 
 def tile(dim: int) -> dict[str, int]:
-    """Launch constants for a head dim."""
+    """Return launch constants for a head dim."""
     return {"DIM": dim, "LANES": triton.next_power_of_2(dim), "ROWS": ROWS}
 
 
 def centre(pair: Tensor, num_heads: int) -> Tensor:
     """Return v's mean over the tokens, from its high half: (N, h, d) float32.
 
-    Its rounding cancels.
+    It is exact enough, because operands subtract and merge adds the same numbers.
     """
     n, tokens, width = pair.shape[1:]
     out = torch.empty(n, num_heads, width // (3 * num_heads), device=pair.device)
@@ -42,9 +42,9 @@ def centre(pair: Tensor, num_heads: int) -> Tensor:
 
 
 def operands(pair: Tensor, centre: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k (G, T, 3·d) and v − mean (G, 2·T, 2·d) float16 of G = `count` heads.
+    """Return q, k (G, T, 3·d) and v − mean (G, 2·T, 2·d), float16, for G = `count` heads.
 
-    They are of all samples' heads those from `first` on.
+    The heads of all samples are numbered consecutively; `first` is the first of the group.
     """
     _, heads, dim = centre.shape
     tokens = pair.shape[2]
@@ -69,9 +69,9 @@ def operands(pair: Tensor, centre: Tensor, first: int, count: int) -> tuple[Tens
 
 
 def softmax(scores: Tensor, dim: int) -> Tensor:
-    """Return LIFT · softmax(scores/√d) as low, high (G, T, 2·T) float16.
+    """Return LIFT · softmax(scores/√d) as [low, high] (G, T, 2·T) float16.
 
-    It lies in the memory of scores (G, T, T) float32.
+    It overwrites scores (G, T, T) float32.
     """
     count, tokens, _ = scores.shape
     weights = scores.view(torch.float16)
@@ -81,18 +81,18 @@ def softmax(scores: Tensor, dim: int) -> Tensor:
             scores,
             weights,
             tokens,
-            1 / (math.sqrt(dim) * math.log(2)),  # of a score in powers of two
+            1 / (math.sqrt(dim) * math.log(2)),  # the kernel uses exp2
             LIFT=LIFT,
             BLOCK=block,
-            num_warps=min(16, max(1, block // 1024)),  # few: sums need no barrier
+            num_warps=min(16, max(1, block // 1024)),  # few, so that sums need no barrier
         )
     return weights
 
 
 def merge(mixed: Tensor, centre: Tensor, out: Tensor, first: int) -> None:
-    """Write both parts of mixed (G, T, 2·d) float32, unscaled, plus the mean.
+    """Write the sum of both parts of mixed (G, T, 2·d) float32, unscaled, plus the mean.
 
-    They go to their heads of out (2, N, T, D), a `new_stack`.
+    out (2, N, T, D): a `new_stack`; only the G heads from `first` on are written.
     """
     _, heads, dim = centre.shape
     count, tokens, _ = mixed.shape
@@ -184,9 +184,9 @@ def _attention_operands(
 def _attention_softmax(
     scores_ptr, weights_ptr, tokens, scale, LIFT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Replace a row's scores by its weights.
+    """Replace the scores of a row with its weights, in place.
 
-    No weight is stored before all scores are loaded: each weight needs their sum.
+    This is safe because no weight is stored before all scores are loaded.
     """
     row = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
     key = tl.arange(0, BLOCK)

@@ -1,19 +1,19 @@
-"""A float32 linear layer on float16 tensor cores.
+"""A linear layer with float32 accuracy on float16 tensor cores.
 
 Operands are split into high and low, and three GEMMs are summed in float32:
 
     x = (high + low) · 2^e,    x·w ≈ low·high + high·low + high·high
 
-low·low is left out: it lies below float32's last bit (Markidis et al. 2018, arXiv:1803.04014). A
-tensor core truncates when it adds to its accumulator, so sums over a long inner dimension drift.
-As in Ootomo & Yokota 2022 (arXiv:2203.03341), parts of the sum are therefore added outside, where
-float32 rounds to nearest. The small GEMMs come first in each part.
+low·low is omitted, because it is below float32's last bit (Markidis et al. 2018, arXiv:1803.04014).
+A tensor core truncates when it adds to its accumulator, so sums over a long inner dimension drift.
+Partial sums are therefore added outside the tensor cores, where float32 rounds to nearest (Ootomo &
+Yokota 2022, arXiv:2203.03341). The small GEMMs come first in each partial sum.
 
-    hopper      our kernel: capability 9.0, N and K in eights
-    cublas      any other GPU with float16 tensor cores: a GEMM over all three parts, then a Triton
+    hopper      hopper.cu: capability 9.0, N and K multiples of 8
+    cublas      other GPUs with float16 tensor cores: one GEMM over all three parts, then a Triton
                 kernel
-    torch       the reference, in float64, any device
-    auto        the first of these that runs on the device
+    torch       the reference, in float64, on any device
+    auto        the first of these that the device supports
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ BACKENDS = ("auto", "hopper", "cublas", "torch")
 
 
 def choose_backend(device: torch.device) -> str:
-    """Return the backend that "auto" takes."""
+    """Return the backend that "auto" selects."""
     if device.type != "cuda":
         return "torch"
     return "hopper" if cuda.capability(device) == (9, 0) else "cublas"
@@ -40,7 +40,7 @@ def choose_backend(device: torch.device) -> str:
 def split_rows(x: Tensor, stack: bool = False, backend: str = "auto") -> HighLow:
     """Return `split(x)` of a float32 x (…, K), in one pass on a GPU.
 
-    stack: in the layout that cuBLAS's split GEMM takes.
+    stack: use the layout of cuBLAS's split GEMM.
     """
     if not cuda.uses_triton("split_rows", backend, x):
         return split(x)
@@ -48,7 +48,7 @@ def split_rows(x: Tensor, stack: bool = False, backend: str = "auto") -> HighLow
 
     pair = new_pair(*x.shape, device=x.device, stack=stack)
     scales = torch.empty(x.shape[:-1], device=x.device)
-    if triton.by_columns(x):
+    if triton.supports_split_columns(x):
         triton.split_columns(x, pair, scales, stack)
     else:
         triton.split_rows(x.contiguous(), pair, scales, stack)
@@ -56,15 +56,15 @@ def split_rows(x: Tensor, stack: bool = False, backend: str = "auto") -> HighLow
 
 
 class SplitLinear:
-    """A layer x (…, K) → (…, N) at float32 accuracy.
+    """A layer x (…, K) → (…, N) with float32 accuracy.
 
-    weight (N, K), bias (N,) float32, on the device to run on. overflow: an int32 tensor of one
-    element. With it the result is HighLow without scales, and it is set to 1 where a value is too
-    large for float16; without it the result is float32. gelu_scale (N,), with overflow: tanh-GELU
-    follows, then a multiplication by these powers of two; the next layer has their inverse in its
-    weights (`balance`). scaled: whether inputs have scales, for `prepare`. low: whether low
-    parts count; without them the GEMM is one in half precision, by "hopper" or "torch". name: of
-    the layer, for errors. Raises ValueError, naming the layer, for weights that are not finite.
+    weight (N, K), bias (N,): float32, on the device that computes. overflow: None for a float32
+    result; an int32 tensor of one element for a HighLow result without scales, set to 1 if a value
+    is too large for float16. gelu_scale (N,), with overflow: apply tanh-GELU, then multiply by
+    these powers of two; the caller divides the next layer's weights by them (see `balance`).
+    scaled: whether inputs have scales, for `prepare`. low: whether to use low parts; without them
+    it is a half-precision GEMM, with backend "hopper" or "torch". name: names the layer in
+    errors. Raises ValueError if weights are not finite.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class SplitLinear:
         self.scale = split(weight).scale  # (N,)
 
     def prepare(self, m: int) -> None:
-        """Compile and load the kernels for M tokens, by a launch on zeros."""
+        """Compile and load the kernels for M tokens, with a launch on zeros."""
         pair = torch.zeros(2, m, self.depth, dtype=torch.float16, device=self.pair.device)
         scale = torch.ones(m, dtype=torch.float32, device=self.pair.device)
         self(HighLow(pair, scale if self.scaled else None))
@@ -111,7 +111,7 @@ class SplitLinear:
         return (tensor for tensor in tensors if tensor is not None)
 
     def zeros(self, *shape: int) -> Tensor | HighLow:
-        """Return a result (…, N) of zeros."""
+        """Return zeros in the shape of a result (…, N)."""
         if self.high_low:
             return HighLow(self.pair.new_zeros(2, *shape, self.columns), None)
         return self.bias.new_zeros(*shape, self.columns)
@@ -119,8 +119,8 @@ class SplitLinear:
     def __call__(self, x: HighLow, position: Tensor | None = None) -> Tensor | HighLow:
         """Apply the layer: x (…, K) → (…, N), float32 or HighLow.
 
-        position (t, N) float32, contiguous, takes the bias's place for x (…, t, K): row i of it is
-        for token i. The result is then float32.
+        position (t, N) float32, contiguous, replaces the bias for x (…, t, K): row i is added to
+        token i. The result is then float32.
         """
         if position is None:
             return self.kernels.linear(self, x)

@@ -1,7 +1,7 @@
-"""Split GEMMs by cuBLAS, through torch: float16 operands, float32 sums and results.
+"""Split GEMMs with cuBLAS, through torch: float16 operands, float32 sums and results.
 
-The three GEMMs are one over a concatenated inner dimension, [high, low, high]·[low, high, high],
-so that partial sums stay in the accumulators. The kernel that writes an operand writes it so.
+The three GEMMs are one GEMM over a concatenated inner dimension, [high, low, high]·[low, high,
+high], so that partial sums stay in the accumulators. Kernels write their results in this layout.
 """
 
 from typing import Any
@@ -13,9 +13,8 @@ from accel.kernels import cuda, gpu
 from accel.kernels.split_linear import reference
 from accel.kernels.split_linear.high_low import HighLow, split, stacked
 
-# How much of high·high's inner dimension one GEMM may sum in its accumulators, by compute
-# capability: its error against float64 is then 2e-6 at most on the emulated tensor cores of
-# tests/kernels/tensor_cores.py.
+# Inner dimension of high·high that one GEMM may sum in its accumulators, by compute capability.
+# With the emulated tensor cores of tests/kernels/tensor_cores.py the error is then at most 2e-6.
 PIECE = {(7, 0): 2304, (7, 5): 576}
 OTHER_PIECE = 1152
 
@@ -23,26 +22,23 @@ OTHER_PIECE = 1152
 def multiply_add(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
     """Compute out (…, M, N) float32 = a·b, or out + a·b with `add`.
 
-    a (…, M, K), b (…, K, N): float16, of two or three dims.
+    a (…, M, K), b (…, K, N): float16, with two or three dims.
     """
     multiply = torch.baddbmm if a.ndim == 3 else torch.addmm
     multiply(out, a, b, beta=int(add), out_dtype=torch.float32, out=out)
 
 
 def arrange(weight: Tensor) -> Tensor:
-    """Return weights (N, K) float32 as (N, 3·K) float16: low, high, high.
-
-    They are scaled as `split` scales them.
-    """
+    """Return weights (N, K) float32 as [low, high, high] (N, 3·K) float16, scaled as by `split`."""
     high, low = split(weight).pair
     return torch.cat([low, high, high], -1)
 
 
 def split_multiply(a: Tensor, b: Tensor, out: Tensor, small: int) -> None:
-    """Compute out = a·b as `multiply_add` does, from operands that concatenate parts along K.
+    """Compute out = a·b from operands whose parts are concatenated along K.
 
-    The first `small` have a low half. Then high·high follows in pieces, which are added outside
-    the tensor cores.
+    The first `small` columns are products with a low part. The rest, high·high, is computed in
+    pieces that are added outside the tensor cores.
     """
     depth = a.shape[-1]
     piece = PIECE.get(gpu.capability(a.device), OTHER_PIECE)

@@ -1,9 +1,9 @@
-"""A float32 tensor as two of float16, high and low, and powers of two.
+"""A float32 tensor as a pair of float16 tensors, high and low, with power-of-two scales.
 
-Two float16 hold 22 of float32's 24 bits. The powers of two keep both in float16's range, and low
-parts out of its subnormals: with a row's largest value between 2¹⁴ and 2¹⁵, elements down to 2⁻¹⁷
-of it keep all their bits, and smaller ones an absolute error of 2⁻³⁹ of it. Multiplying back is
-exact.
+Two float16 hold 22 of float32's 24 bits. The scales keep both in float16's range, and keep low
+parts above its subnormals: if the largest value of a row is between 2¹⁴ and 2¹⁵, elements down to
+2⁻¹⁷ of it keep all 22 bits, and smaller elements have an absolute error of 2⁻³⁹ of it. Multiplying
+by the scale is exact.
 """
 
 from typing import NamedTuple
@@ -11,14 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-LARGEST = 65504.0  # of float16
+LARGEST = 65504.0  # largest float16
 
 
 class HighLow(NamedTuple):
     """A float32 tensor (…, K): (high + low) · scale."""
 
-    # (2, …, K) float16, contiguous or a `new_stack`: high, low. (1, …, K): high, for a layer that
-    # takes no low parts.
+    # [high, low] (2, …, K) float16, contiguous or a `new_stack`; [high] (1, …, K) for layers
+    # without low parts.
     pair: Tensor
     scale: Tensor | None  # (…,) float32, a power of two per row; None is 1
 
@@ -31,7 +31,7 @@ class HighLow(NamedTuple):
 def split(x: Tensor, per_row: bool = True) -> HighLow:
     """Split x (…, K) float32.
 
-    per_row: with a power of two per row; without, values beyond 65504 become infinite.
+    per_row: scale each row by a power of two. If false, values above 65504 become infinite.
     """
     scale = None
     if per_row:
@@ -45,16 +45,16 @@ def split(x: Tensor, per_row: bool = True) -> HighLow:
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """Return 2^exponent as float32, by its bits: exponent int32, from -126 to 127.
+    """Return 2^exponent as float32, built from its bits: exponent int32, from -126 to 127.
 
-    torch.ldexp of a tensor on another GPU than the current one accesses memory illegally (torch
-    2.11).
+    torch.ldexp is not used: for a tensor that is not on the current GPU, it accesses memory
+    illegally (torch 2.11).
     """
     return ((exponent + 127) << 23).view(torch.float32)
 
 
 def new_stack(*shape: int, device: torch.device) -> Tensor:
-    """Return an empty pair (2, …, K) with memory (…, 3·K) for high, low, high.
+    """Return an empty pair (2, …, K), a view of memory (…, 3·K) for [high, low, high].
 
     The kernel that fills it writes high twice.
     """
@@ -70,7 +70,7 @@ def new_pair(*shape: int, device: torch.device, stack: bool = False) -> Tensor:
 
 
 def stacked(pair: Tensor) -> Tensor:
-    """Return a pair (2, …, K) as (…, 3·K): high, low, high. A `new_stack` is not copied."""
+    """Return a pair (2, …, K) as [high, low, high] (…, 3·K). A `new_stack` is not copied."""
     *shape, depth = pair.shape[1:]
     if (pair.stride(0), pair.stride(-2)) != (depth, 3 * depth):
         return torch.cat([*pair, pair[0]], -1)
@@ -78,10 +78,10 @@ def stacked(pair: Tensor) -> Tensor:
 
 
 def balance(weight: Tensor, bias: Tensor) -> Tensor:
-    """Return powers of two (N,) that bring x·Wᵀ + b near 4 in size for inputs of size one.
+    """Return powers of two (N,) that scale x·Wᵀ + b to a magnitude of about 4, for |x| of about 1.
 
-    float16 then has room for outliers four thousand times as large, at a floor of 2⁻²⁷ of the
-    usual size.
+    float16 then has room for outliers that are four thousand times larger, with an absolute error
+    of 2⁻²⁷ of the typical magnitude.
     """
     size = (weight.double().square().sum(1) + bias.double().square()).sqrt()  # (N,)
     exponent = torch.where(size > 0, torch.log2(4 / size.clamp(min=1e-300)), 0)

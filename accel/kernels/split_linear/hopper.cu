@@ -1,22 +1,23 @@
-// y = x·Wᵀ + b on Hopper at float32 accuracy: each operand is a pair of float16, (high + low) · a power of two.
+// y = x·Wᵀ + b on Hopper with float32 accuracy: each operand is a pair of float16, (high + low) · a power of two.
 //
-//     x·w ≈ low·high + high·low + high·high        (low·low lies below float32's last bit)
+//     x·w ≈ low·high + high·low + high·high        (low·low is below float32's last bit)
 //
-// A tensor core truncates where it adds to its accumulator, always towards zero, so that the error of one long sum
-// grows with its length. An accumulator here lives for one stage of DEPTH only. The small GEMMs go first, while it is
-// small. It is then added to the sum with float32's own rounding. One warpgroup loads (the producer), the others
-// (consumers) compute 64 rows each; while one adds and stores, the others multiply.
+// A tensor core truncates towards zero when it adds to its accumulator, so the error of a sum grows with its length. An
+// accumulator is therefore used for one stage of DEPTH only, with the small GEMMs first, and is then added to the sum
+// with float32 rounding. One warpgroup (the producer) loads, and each of the other warpgroups (the consumers) computes 64
+// rows. While one adds and stores, another multiplies.
 //
-// bias has `period` rows, which rows of x take in turn. Defined before this text: ROWS, COLUMNS, DEPTH (of a tile),
-// STAGES, PARTS (2; 1: high·high alone, a GEMM in half precision), RESULT (0: float32; 1: high and low; 2: GELU, high and
-// low), REGISTERS and PRODUCER_REGISTERS (of a thread), multiply (wgmma, 64 × COLUMNS × 16).
+// bias has `period` rows; row r of x uses its row r % period. Macros defined before this file: ROWS, COLUMNS, DEPTH (of a
+// tile), STAGES, PARTS (2, or 1 for high·high only, a GEMM in half precision), RESULT (0: float32; 1: high and low;
+// 2: GELU, then high and low), REGISTERS and PRODUCER_REGISTERS (per thread). Function: multiply (wgmma,
+// 64 × COLUMNS × 16).
 
 constexpr int WARPGROUPS = ROWS / 64;
 constexpr int THREADS = WARPGROUPS * 128 + 128;
-constexpr int LINE = DEPTH * 2;  // bytes of a tile's row: 128, over which TMA swizzles
-constexpr int A_LOW = ROWS * LINE, B_LOW = COLUMNS * LINE, STAGE = PARTS * (A_LOW + B_LOW);  // where low parts begin
+constexpr int LINE = DEPTH * 2;  // bytes of a tile's row: 128, the width of TMA's swizzle
+constexpr int A_LOW = ROWS * LINE, B_LOW = COLUMNS * LINE, STAGE = PARTS * (A_LOW + B_LOW);  // offsets of low parts
 constexpr int HEADER = 1024;
-constexpr float LARGEST = 65504;  // of float16
+constexpr float LARGEST = 65504;  // largest float16
 
 __device__ __forceinline__ void load(unsigned to, const TensorMap &map, int column, int row, unsigned barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
@@ -24,7 +25,7 @@ __device__ __forceinline__ void load(unsigned to, const TensorMap &map, int colu
                  :: "r"(to), "l"(&map), "r"(column), "r"(row), "r"(0), "r"(barrier) : "memory");
 }
 
-// One of a stage's three GEMMs.
+// Issue one of a stage's three GEMMs.
 __device__ __forceinline__ void issue(float (&part)[COLUMNS / 2], unsigned a, unsigned b, bool accumulate) {
     #pragma unroll
     for (int i = 0; i < DEPTH / 16; i++)
@@ -49,13 +50,13 @@ split_linear(const __grid_constant__ TensorMap a, const __grid_constant__ Tensor
 
     const int across = (columns + COLUMNS - 1) / COLUMNS, tiles = (rows + ROWS - 1) / ROWS * across;
     const int steps = (depth + DEPTH - 1) / DEPTH;
-    int turn = 0;  // of stages so far: it gives buffer and parity
+    int turn = 0;  // number of stages so far, which determines buffer and parity
 
     if (warp >= 4 * WARPGROUPS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER_REGISTERS));
         if (threadIdx.x != 128 * WARPGROUPS) return;
         for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-            // Blocks at work share rows: the weights stay in the cache.
+            // Concurrent blocks share rows of x, and the weights stay in the cache.
             const int row = tile / across * ROWS, column = tile % across * COLUMNS;
             for (int step = 0; step < steps; step++, turn++) {
                 const int stage = turn % STAGES;
@@ -94,14 +95,14 @@ split_linear(const __grid_constant__ TensorMap a, const __grid_constant__ Tensor
             for (int i = 0; i < COLUMNS / 2; i++) sum[i] += part[i];
         }
 
-        // W's rows are permuted within 32s (hopper.py): a lane's columns of four MMAs are neighbours in memory.
+        // W's rows are permuted within 32s (hopper.py): a lane's columns of four MMAs are adjacent in memory.
         const int first = tile % across * COLUMNS + lane % 4 * 8;
         #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = tile / across * ROWS + warpgroup * 64 + warp % 4 * 16 + lane / 4 + 8 * half;
             if (row >= rows) continue;
             const float of_row = row_scale ? row_scale[row] : 1;
-            const float *biases = bias + row % period * columns;  // of the row
+            const float *biases = bias + row % period * columns;  // for this row
             #pragma unroll
             for (int group = 0; group < COLUMNS / 32; group++) {
                 const int column = first + 32 * group;

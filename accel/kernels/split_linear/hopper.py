@@ -1,4 +1,4 @@
-"""The split linear layer by our kernel for Hopper (hopper.cu)."""
+"""The split linear layer as a kernel for Hopper (hopper.cu)."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -14,7 +14,7 @@ FILE = Path(__file__).with_suffix(".cu")
 
 
 class Tile(NamedTuple):
-    """Compile-time shape of the kernel; hopper.cu says what each means."""
+    """Compile-time shape of the kernel; hopper.cu documents the fields."""
 
     rows: int
     columns: int
@@ -31,8 +31,8 @@ class Tile(NamedTuple):
         return 1024 + self.stages * self.parts * 2 * self.depth * (self.rows + self.columns)
 
 
-TILE = Tile(rows=128, columns=192, depth=64, stages=2)  # measured: log/split-kernels-h200.json
-# Both: log/h100/rae.json, all_families. Few rows have the bits that they have among many.
+TILE = Tile(rows=128, columns=192, depth=64, stages=2)  # measured in log/split-kernels-h200.json
+# Measured in log/h100/rae.json, all_families. FEW_ROWS gives the same bits as TILE.
 FEW_ROWS = Tile(rows=64, columns=192, depth=64, stages=3)
 HIGH_ONLY = Tile(rows=128, columns=192, depth=64, stages=4, parts=1)
 
@@ -45,9 +45,9 @@ def choose_tile(layer: Any, rows: int) -> Tile:
 
 
 def source(result: int, tile: Tile = TILE) -> str:
-    """Return the whole CUDA text of a variant.
+    """Return the complete CUDA source of a variant.
 
-    result: 0 float32, 1 high and low, 2 GELU, high and low.
+    result: 0 for float32, 1 for high and low, 2 for GELU, then high and low.
     """
     return cuda.source(
         (FILE,),
@@ -66,11 +66,10 @@ def _kernel(result, tile, device):
 
 
 def arrange(weight: Tensor) -> Tensor:
-    """Return weights (N, K) float32 as a pair, N in the kernel's order and padded with zeros to a
-    multiple of 32.
+    """Return weights (N, K) float32 as a pair with permuted rows, padded with zeros to N % 32 = 0.
 
-    After a warpgroup MMA a lane has columns 2c, 2c + 1 of each eight. With rows 8c + 2j + i of W at
-    8j + 2c + i, four eights give it eight neighbouring columns to store.
+    After a warpgroup MMA, a lane has columns 2c and 2c + 1 of every eight. With row 8c + 2j + i of
+    W at 8j + 2c + i, it has eight neighbouring columns of every 32, which it stores at once.
     """
     n, k = weight.shape
     weight = torch.cat([weight, weight.new_zeros(-n % 32, k)])
@@ -78,7 +77,7 @@ def arrange(weight: Tensor) -> Tensor:
 
 
 def _pair_map(pair, box_rows, tile):
-    """Return the tensor map of a pair (2, …, K). One load takes the parts of a tile."""
+    """Return the tensor map of a pair (2, …, K). One load copies both parts of a tile."""
     depth = pair.shape[-1]
     rows = pair[0].numel() // depth
     return cuda.tensor_map(
@@ -93,12 +92,12 @@ def _pair_map(pair, box_rows, tile):
 def linear(layer: Any, x: HighLow, position: Tensor | None = None) -> Tensor | HighLow:
     """Launch the kernel: x HighLow (…, K) → (…, N), float32 or HighLow.
 
-    position (t, N): in the bias's place, of which the rows of x take one after the other. A shape
-    must be run once before it is captured.
+    position (t, N) replaces the bias: row r of x uses its row r % t. Run each shape once before
+    capturing it in a graph.
     """
     fits = layer.depth % 8 == 0 and layer.columns % 8 == 0
-    assert fits, "backend 'hopper' takes sides in eights; take 'cublas'"
-    pair = x.pair.contiguous()  # only a `new_stack` is copied, which cuBLAS's attention has made
+    assert fits, "backend 'hopper' needs N and K in multiples of 8; use 'cublas'"
+    pair = x.pair.contiguous()  # copies only a `new_stack`, the result of cuBLAS's attention
     device = pair.device
     shape = (*pair.shape[1:-1], layer.columns)
     if layer.high_low:

@@ -1,4 +1,4 @@
-"""The split linear layer in plain torch, with GEMMs in float64, and its last operations."""
+"""The split linear layer in plain torch, with GEMMs in float64."""
 
 from typing import Any
 
@@ -28,9 +28,9 @@ def linear(layer: Any, x: HighLow) -> Tensor | HighLow:
 
 
 def finish(layer: Any, y: Tensor) -> Tensor | HighLow:
-    """Turn y (…, N) float32 into the layer's result: GELU, check for overflow and split.
+    """Apply GELU to y (…, N) float32, check for overflow and split, as the layer requires.
 
-    It is for backends whose GEMM does not end so.
+    For backends whose GEMM has no such epilogue.
     """
     if layer.gelu:
         y = F.gelu(y, approximate="tanh") * layer.gelu_scale

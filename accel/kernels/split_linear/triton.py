@@ -1,8 +1,8 @@
-"""Triton kernels on both sides of a split GEMM; they use no tensor cores.
+"""Triton kernels before and after a split GEMM; they use no tensor cores.
 
-One splits rows into high and low. The other ends a float32 GEMM, for backends without an epilogue:
-it applies scales, bias, GELU, the check for overflow and the high/low split. The device functions
-that store a split serve other kernels too.
+One splits rows into high and low. The other is the epilogue of a GEMM without one: it applies
+scales, bias and GELU, checks for overflow and splits the result. Kernels of other ops also use the
+device functions that store a split.
 """
 
 from typing import Any
@@ -18,10 +18,10 @@ TILE = {"ROWS": 16, "COLUMNS": 128, "num_warps": 4}
 
 
 def finish(layer: Any, y: Tensor, row_scale: Tensor | None) -> Tensor:
-    """Finish y (M, N) float32, without scales → (M, N) float32, in y's memory.
+    """Apply the epilogue to y (M, N) float32, in place, or return a pair (2, M, N) for high_low.
 
-    For high_low the result is the pair (2, M, N). A pair after GELU is a `new_stack`, since a GEMM
-    follows; another is contiguous, for attention. row_scale: (M,).
+    After GELU the pair is a `new_stack`, because a GEMM follows; else it is contiguous, for
+    attention. row_scale: (M,).
     """
     m, n = y.shape
     out = new_pair(m, n, device=y.device, stack=layer.gelu) if layer.high_low else y
@@ -61,13 +61,13 @@ def split_rows(x: Tensor, pair: Tensor, scales: Tensor, stack: bool) -> None:
         )
 
 
-def by_columns(x: Tensor) -> bool:
-    """Return whether x (N, T, K) lies column by column, in few enough columns for a program."""
+def supports_split_columns(x: Tensor) -> bool:
+    """Return whether `split_columns` supports x: (N, T, K), column-major, with K ≤ 1024."""
     return x.ndim == 3 and x.mT.is_contiguous() and not x.is_contiguous() and x.shape[2] <= 1024
 
 
 def split_columns(x: Tensor, pair: Tensor, scales: Tensor, stack: bool) -> None:
-    """Compute `split_rows` for x (N, T, K) that lies column by column."""
+    """Compute `split_rows` for a column-major x (N, T, K)."""
     n, tokens, width = x.shape
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
         _split_columns[(triton.cdiv(tokens, 16), n)](
@@ -83,14 +83,14 @@ def split_columns(x: Tensor, pair: Tensor, scales: Tensor, stack: bool) -> None:
 
 
 def row_config(width: int) -> dict[str, int]:
-    """Return launch constants of a kernel whose program splits a row."""
+    """Return launch constants for one program per row."""
     block = triton.next_power_of_2(width)
     return {"WIDTH": width, "BLOCK": block, "num_warps": min(16, max(1, block // 512))}
 
 
 @triton.jit
 def store_high_low(high_ptr, low_offset, y, inside):
-    """Split y, and store high, and low `low_offset` elements further."""
+    """Split y. Store high at high_ptr, and low at an offset of `low_offset` elements."""
     high = y.to(tl.float16)
     tl.store(high_ptr, high, inside)
     tl.store(high_ptr + low_offset, (y - high.to(tl.float32)).to(tl.float16), inside)
@@ -98,16 +98,16 @@ def store_high_low(high_ptr, low_offset, y, inside):
 
 @triton.jit
 def store_stack(high_ptr, depth, y, inside):
-    """Split y, and store high, low `depth` elements further, and high again as far behind that."""
+    """Split y. Store high, low and high again at offsets of 0, depth and 2·depth elements."""
     store_high_low(high_ptr, depth, y, inside)
     tl.store(high_ptr + 2 * depth, y.to(tl.float16), inside)
 
 
 @triton.jit
 def row_scale(largest):
-    """Return the power of two that brings a row's largest value between 2¹⁴ and 2¹⁵, and 1 / it.
+    """Return the power of two that scales `largest` to between 2¹⁴ and 2¹⁵, and its inverse.
 
-    It is computed by exponent bits.
+    Both are built from exponent bits.
     """
     exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15)
     factor = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
@@ -116,7 +116,7 @@ def row_scale(largest):
 
 @triton.jit
 def store_row(pair_ptr, scale_ptr, row, column, y, low, WIDTH: tl.constexpr, STACK: tl.constexpr):
-    """Split a whole row y, which is 0 beyond WIDTH; store both parts and its power of two."""
+    """Split a row y, which is 0 beyond WIDTH; store its parts and its scale."""
     inside = column < WIDTH
     factor, inverse = row_scale(tl.max(tl.abs(y), 0))
     tl.store(scale_ptr + row, inverse)
@@ -155,7 +155,7 @@ def _split_columns(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Split some rows of a sample."""
+    """Split TOKENS rows of a sample."""
     sample = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     column = tl.arange(0, BLOCK)
@@ -176,7 +176,7 @@ def _split_columns(
 
 @triton.jit
 def _gelu(y):
-    """Apply GELU in its tanh form."""
+    """Compute tanh-GELU."""
     return y / (1 + tl.exp(tl.minimum(-1.5957691216 * (y + 0.044715 * y * y * y), 87.0)))
 
 
@@ -198,7 +198,7 @@ def _finish(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Finish a tile. RESULT: 0 float32, 1 high and low, 2 GELU, then high, low, high."""
+    """Apply the epilogue to a tile. RESULT: 0 float32, 1 high/low, 2 GELU, then high/low/high."""
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     in_row = row < rows
