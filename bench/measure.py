@@ -276,7 +276,7 @@ def main() -> None:
         options = cli.options_from(args)
         device = choose_device(ranks.claim_device(args.device))
         if args.seen_as:
-            contexts.enter_context(gpu.seen_as(divmod(round(10 * args.seen_as), 10)))
+            contexts.enter_context(gpu.emulate_capability(divmod(round(10 * args.seen_as), 10)))
         every = [tier for tier in precision.TIERS if precision.supports(tier, device)]
         args.tiers = args.tiers or [tier for tier in every if tier != "bf16"]
         for tier in args.tiers:

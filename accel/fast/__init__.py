@@ -1,4 +1,4 @@
-"""Accelerated networks: weights of any family, packed for the ops of a tier."""
+"""Accelerated networks: a family's weights, packed for the ops of a tier."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,18 +15,18 @@ from accel.runtime.precision import TIERS
 from accel.runtime.stages import stages_of
 
 StateDict = dict[str, torch.Tensor]
-# A family's function: (reader, reference network, ops) → its weights, packed.
+# A function of each family: (reader, reference network, ops) → packed weights.
 Pack = Callable[[Reader, Any, HalfOps | SplitOps], Packing]
 
 
 def assemble(
     state: StateDict, model: torch.nn.Module, pack: Pack, ops: HalfOps | SplitOps
 ) -> FastNetwork:
-    """Make the accelerated network of the weights `state`, on any device, computed with `ops`.
+    """Build the accelerated network for the weights `state`, which computes with `ops`.
 
-    model: the reference network, with or without values, for heads, sizes and the timestep's
-    embedding. pack: its family's. Raises ValueError, naming the layer, for weights that the tier
-    cannot hold, and for tensors that the packing did not read.
+    state: on any device. model: the reference network, which may be on the meta device; it defines
+    heads, sizes and the timestep embedding. pack: the family's function. Raises ValueError, naming
+    the layer or tensor, for weights out of the tier's range and for unread tensors.
     """
     read = Reader(state, ops.device, ops.stream)
     packing = pack(read, model, ops)
@@ -43,9 +43,9 @@ def build(
     tuner: Tuner | None = None,
     gemm: str = "auto",
 ) -> FastNetwork:
-    """Make the accelerated network as `assemble` does, with the ops of a tier.
+    """Build the accelerated network for a tier; see `assemble`.
 
-    tuner: chooses the GEMMs' algorithms. gemm: their backend.
+    tuner: chooses the algorithms of GEMMs. gemm: the backend of GEMMs.
     """
     if tier == "exact":
         return assemble(state, model, pack, SplitOps(device, gemm))
@@ -61,20 +61,19 @@ def load(
     rows: int,
     tuner: Tuner | None = None,
 ) -> FastNetwork:
-    """Make the accelerated network as `build` does; compile its kernels while weights are copied.
+    """Build the accelerated network as `build` does, and compile its kernels at the same time.
 
-    model: of the same shape, without values (on the meta device). rows: batch rows of one
-    evaluation on this rank.
+    model: on the meta device. rows: batch rows per evaluation on this rank.
     """
     shallow = build(zero_state(model, device), model, pack, tier, device, tuner)
     calls = warmup_calls(shallow, rows)
 
-    # The threads' tensors are freed below: in the order of this stream.
+    # Threads use the current stream, so that memory they free can be reused in stream order.
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def warm_up(call):
-        # A thread begins on GPU 0. Leaving a stream of another GPU would return to it, and make
-        # a context there.
+        # Threads start with GPU 0 as current device. Without device_of, leaving the stream context
+        # would switch back to it and create a CUDA context there.
         with (
             torch.inference_mode(),
             torch.cuda.device_of(shallow.position),
@@ -83,34 +82,34 @@ def load(
             call()
 
     with ThreadPoolExecutor(len(calls)) as pool:
-        compiling = pool.map(warm_up, calls)  # begins at once
+        compiling = pool.map(warm_up, calls)  # starts immediately
         network = build(state, model, pack, tier, device, tuner)
-        list(compiling)  # raises what a call has raised
+        list(compiling)  # raises the exception of a failed call
     return network
 
 
 def zero_state(model: torch.nn.Module, device: torch.device) -> StateDict:
-    """Return zeros for a reference network's tensors, of each stage with its first block alone.
+    """Return a state dict of zeros for a reference network with only one block per stage.
 
-    The zeros take no memory.
+    The zeros are expanded scalars and need no memory.
     """
-    later: set[torch.nn.Module] = set()
+    omitted: set[torch.nn.Module] = set()
     for stage in stages_of(model):
-        later.update(stage.blocks[1:])
-    left_out = tuple(f"{name}." for name, module in model.named_modules() if module in later)
+        omitted.update(stage.blocks[1:])
+    prefixes = tuple(f"{name}." for name, module in model.named_modules() if module in omitted)
     zero = torch.zeros((), device=device)
     return {
         name: zero.expand(value.shape)
         for name, value in model.state_dict().items()
-        if not name.startswith(left_out)
+        if not name.startswith(prefixes)
     }
 
 
 def warmup_calls(network: FastNetwork, rows: int) -> list[Callable[[], object]]:
-    """Return calls of every kernel of a network evaluation of so many batch rows.
+    """Return functions that together run every kernel of an evaluation of `rows` batch rows.
 
-    They are for warming up. Each makes a tensor first: a thread has no CUDA context before its
-    first operation of torch, which kernels of our own ask for.
+    Each creates a tensor first, because a thread has no CUDA context before its first torch
+    operation, and kernels launched by the driver API need one.
     """
     t = torch.zeros(rows, dtype=torch.int64, device=network.position.device)
     condition = network.condition(t, t)
@@ -142,12 +141,12 @@ def warmup_calls(network: FastNetwork, rows: int) -> list[Callable[[], object]]:
 
 
 def _adaln(kernel, x, modulation, branches):
-    """Run an adaLN kernel on a copy of x, which it may overwrite."""
+    """Run an adaLN kernel on a copy of x, because it may overwrite x."""
     kernel(x.clone(), modulation, 0, branches)
 
 
 def _activate(block):
-    """Run a block's activation on a token of zeros."""
+    """Run a block's activation on zeros, one token."""
     block.activate(block.fc1.zeros(1, 1))
 
 

@@ -1,9 +1,10 @@
-"""Conditioning taken out of the denoising loop.
+"""Conditioning, computed before the denoising loop.
 
-Every shift, scale and gate depends on (timestep, label) alone (DiT, arXiv:2212.09748,
-section 3.2), and a third of XL/2's weights compute nothing else. A run knows its timesteps and
-labels ahead. So a few large float32 GEMMs compute the vectors for many steps at once, and the
-loop looks them up by an index on the device. The null label is computed once, not once per picture.
+Shifts, scales and gates depend only on (timestep, label) (DiT, arXiv:2212.09748, section 3.2), and
+a third of XL/2's weights only compute them. A sampling run knows its timesteps and labels in
+advance. So a few large float32 GEMMs compute the vectors for many steps, and the loop looks them up
+by an index on the device. Vectors of the null label are computed once per step, not once per
+picture.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,18 +20,19 @@ from accel.kernels.adaln import Modulation
 from accel.runtime.network import RunState
 from accel.runtime.precision import true_float32
 
-BLOCK_VECTORS = 6  # of a block: shift, scale, gate of attention, then of the MLP
-MAX_EVALUATIONS = 4096  # of a run: two per step, of at most 1000 steps
+BLOCK_VECTORS = 6  # per block: shift, scale, gate of attention, then of the MLP
+MAX_EVALUATIONS = 4096  # per run; at most 1000 steps have two evaluations each
 TABLE_BYTES = 256 << 20  # on XL/2: 38 steps for eight labels and the null label
 
 
 class Conditioning:
-    """(t, y) → the modulation vectors of all blocks and of the final layer, from a state dict.
+    """Maps (t, y) to the modulation vectors of all blocks and of the final layer.
 
-    Vector 6i + j is block i's j-th of shift, scale, gate of attention, then of the MLP; the last
-    two are the final layer's shift and scale. layers: the names of the adaLN projections, in that
-    order. sinusoid(t, width): the embedding of t. dtype: of the projections' weights in memory,
-    if it is not the stream's. gemms: over the picture's tokens, of a modulation by token.
+    Vectors 6i … 6i + 5 are shift, scale and gate of block i's attention, then of its MLP; the last
+    two are the final layer's shift and scale. layers: names of the adaLN projections, in this
+    order. sinusoid(t, width): the sinusoidal embedding of t. dtype: storage dtype of the
+    projections' weights, by default the stream's. gemms: layers of a modulation per token, applied
+    to all tokens.
     """
 
     gemms: tuple[Any, ...] = ()
@@ -54,16 +56,17 @@ class Conditioning:
         self.width = len(weights[0]) // BLOCK_VECTORS
         self.bias = torch.cat([read(f"{layer}.bias") for layer in layers])  # (V·D,)
         self.vectors = len(self.bias) // self.width
-        # Filled layer by layer: concatenating would hold the 0.9 GB of XL/2 twice.
+        # Copied layer by layer, because torch.cat would need the 0.9 GB of XL/2 twice.
         self.weight = self.bias.new_empty(len(self.bias), self.labels.shape[1], dtype=dtype)
         for rows, weight in zip(self.weight.split([*map(len, weights)]), weights):
             rows.copy_(weight)
         self.layer: Float32Linear | None = None
 
     def freeze(self) -> None:
-        """Take the projections as they are now, where they are large enough for one split GEMM.
+        """Convert the projections to a split GEMM if they are large enough.
 
-        For a few batch rows float32's own GEMM takes twice the time of reading the weights.
+        With few batch rows a float32 GEMM takes twice as long as reading the weights. `fold` must
+        not be called later.
         """
         if splits(self.weight):
             self.layer = Float32Linear(GemmWeights("adaLN_modulation", self.weight, self.bias))
@@ -78,9 +81,9 @@ class Conditioning:
             yield from layer.parameters()
 
     def __call__(self, t: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
-        """Compute the vectors of timesteps t (E,) and labels y (E,) → (E, V, D).
+        """Compute the vectors for timesteps t (E,) and labels y (E,) → (E, V, D), without TF32.
 
-        out: the tensor to write. TF32 is off.
+        out: written instead of a new tensor.
         """
         if out is None:
             out = self.bias.new_empty(len(t), self.vectors, self.width)
@@ -90,34 +93,33 @@ class Conditioning:
         return out
 
     def embed(self, t: Tensor, y: Tensor) -> Tensor:
-        """Return the sum of the embeddings of timesteps t (E,) and labels y (E,), (E, C)."""
+        """Return the sum (E, C) of the embeddings of timesteps t (E,) and labels y (E,)."""
         return self.embed_time(t) + self.labels[y]
 
     def embed_time(self, t: Tensor) -> Tensor:
-        """Return the embedding of timesteps t (E,), (E, C)."""
+        """Return the embedding (E, C) of timesteps t (E,)."""
         w0, b0, w2, b2 = self.time_mlp
         sinusoid = self.sinusoid(t, w0.shape[1]).to(self.bias.dtype)  # (E, 256)
         hidden = F.silu(F.linear(sinusoid, w0, b0))
         return F.linear(hidden, w2, b2)
 
     def _project(self, condition: Tensor, out: Tensor) -> None:
-        """Write the vectors (E, V·D) of condition (E, C)."""
+        """Write the vectors (E, V·D) for condition (E, C) to `out`."""
         if self.layer is not None:
             out.copy_(self.layer(condition))
             return
         rows = len(self.bias)
-        # Weights in another dtype are converted in turn: all of them at once would take the
-        # memory that was saved.
-        at_once = rows if self.weight.dtype == self.bias.dtype else BLOCK_VECTORS * self.width
-        for first in range(0, rows, at_once):
-            some = slice(first, first + at_once)
-            weight = self.weight[some].to(self.bias.dtype)
-            torch.addmm(self.bias[some], condition, weight.t(), out=out[:, some])
+        # Convert weights of another dtype in chunks, so that the conversion needs little memory.
+        chunk = rows if self.weight.dtype == self.bias.dtype else BLOCK_VECTORS * self.width
+        for first in range(0, rows, chunk):
+            part = slice(first, first + chunk)
+            weight = self.weight[part].to(self.bias.dtype)
+            torch.addmm(self.bias[part], condition, weight.t(), out=out[:, part])
 
     def fold(self, vector: int, gain: Tensor) -> None:
-        """Let scale `vector` multiply by gain (D,) too, so that a norm's weight costs nothing.
+        """Fold the weight of a norm, gain (D,), into scale `vector`.
 
-        gain·(1 + scale) − 1 takes scale's place.
+        scale ← gain·(1 + scale) − 1
         """
         rows = slice(vector * self.width, (vector + 1) * self.width)
         self.weight[rows] *= gain[:, None]
@@ -125,47 +127,49 @@ class Conditioning:
 
 
 class ConditioningTable(RunState):
-    """The modulation vectors of a run, at fixed addresses.
+    """The modulation vectors of a sampling run, at fixed addresses.
 
-    Captured graphs outlive a change of times and labels. `begin(times, labels)` starts a run,
-    `advance(i)` puts the run's i-th evaluation into the table, and `condition(index, y)` is two
-    look-ups on the device. A pair outside the table finds a row of NaN, so that a wrong order of
-    calls never makes a picture.
+    So captured graphs stay valid when times and labels change. `begin(times, labels)` starts a run,
+    `advance(i)` makes sure that the i-th evaluation is in the table, and `condition(index, y)`
+    looks up entries on the device. A pair outside the table maps to an entry of NaN, so that a
+    missing `advance` cannot give a wrong picture.
     """
 
-    def __init__(self, conditioning: Conditioning, table_bytes: int = TABLE_BYTES, least: int = 1):
-        """Allocate the table. least: minimum number of entries, even above `table_bytes`."""
+    def __init__(
+        self, conditioning: Conditioning, table_bytes: int = TABLE_BYTES, min_entries: int = 1
+    ):
+        """Allocate the table. min_entries: minimum number of entries, even above `table_bytes`."""
         self.conditioning = conditioning
         bias = conditioning.bias
         entry_bytes = conditioning.vectors * conditioning.width * bias.element_size()
-        self.usual = max(1, table_bytes // entry_bytes)  # entries
-        self.capacity = max(self.usual, least)
+        self.default_capacity = max(1, table_bytes // entry_bytes)  # number of entries
+        self.capacity = max(self.default_capacity, min_entries)
         entries = self.capacity + 1
-        with torch.inference_mode(False):  # later callers may be in another mode
+        with torch.inference_mode(False):  # callers may or may not be in inference mode
             self.table = bias.new_empty(entries, conditioning.vectors, conditioning.width)
             self.table[-1] = torch.nan
-            # Two offsets add up to an entry. Pairs outside the table have the offset `capacity`,
-            # the row of NaN.
+            # Entry = offset + label_offset. Pairs outside the table get the offset `capacity`, the
+            # entry of NaN.
             labels = len(conditioning.labels)
             self.offset = torch.full((MAX_EVALUATIONS,), self.capacity, device=bias.device)
             self.label_offset = torch.full((labels,), self.capacity, device=bias.device)
 
     def begin(self, times: list[float], labels: list[int], at_once: int = 1) -> None:
-        """Start a run; arguments as for Network.prepare."""
+        """Start a run. The arguments are those of Network.prepare."""
         device = self.table.device
-        # Uploaded once: the loop never waits for the host.
+        # Uploaded once, so that the loop does not wait for the host.
         self.times = torch.tensor(list(times), device=device)
         self.labels = torch.tensor(sorted(set(labels)), device=device)
         self.label_offset.fill_(self.capacity)
         self.label_offset[self.labels] = torch.arange(len(self.labels), device=device)
-        # By the usual size, not a larger batch's: GEMMs round by the size of a chunk, and a
-        # restarted job must give the same bits.
-        self.chunk = max(self.usual // len(self.labels), at_once)
+        # The rounding of GEMMs depends on the size of a chunk, and a resumed job must give the same
+        # bits. So the size does not depend on `capacity`, which may have grown for a large batch.
+        self.chunk = max(self.default_capacity // len(self.labels), at_once)
         self.ready = range(0)
         self.advance(0)
 
     def advance(self, index: int, *more: int) -> None:
-        """Fill the table from evaluation `index` on, if that or one of `more` is not in it."""
+        """Fill the table from evaluation `index` on, unless it contains `index` and `more`."""
         if all(i in self.ready for i in (index, *more)):
             return
         self.ready = range(index, min(index + self.chunk, len(self.times)))
@@ -178,9 +182,9 @@ class ConditioningTable(RunState):
         self.offset[index : self.ready.stop] = offsets
 
     def condition(self, index: Tensor, y: Tensor) -> Modulation:
-        """Return where each batch row finds its vectors.
+        """Return the table entry of each batch row.
 
-        index (N,): of the run's evaluations; y (N,): labels.
+        index (N,): indices of evaluations. y (N,): labels.
         """
         entry = self.offset[index] + self.label_offset[y]
         return Modulation(self.table, entry.clamp(max=self.capacity))

@@ -1,13 +1,13 @@
-"""The accelerated network: stages that a family packs, computed with the ops of a tier.
+"""The accelerated network: packed stages, computed with the ops of a tier.
 
-GEMMs in the tier's arithmetic around a float32 residual stream. One kernel does everything
-between two GEMMs. What depends on (timestep, label) alone comes from a table. Per block:
+GEMMs use the tier's arithmetic; the residual stream is float32. Between two GEMMs there is one
+kernel. Modulation vectors come from a table (conditioning.py). Per block:
 
-    h ← adaLN(x)                fused adaLN kernel: reads x, writes h as the next GEMM takes it
-    a ← proj(attention(qkv(h))) two GEMMs, one attention; some families rotate q and k before it
-    h ← adaLN(x + gate·a)       x is not written: the next kernel adds a again, which is cheaper
-    m ← fc2(act(fc1(h)))        two GEMMs; GELU or SwiGLU in the epilogue, or SwiGLU by a kernel
-    x ← x + gate·a + gate·m     already in the next block's first kernel, h ← adaLN(x)
+    h ← adaLN(x)                fused adaLN kernel: reads x, writes h as the next GEMM's operand
+    a ← proj(attention(qkv(h))) two GEMMs and attention; some families rotate q and k
+    h ← adaLN(x + gate·a)       does not write x: it is cheaper to add gate·a again below
+    m ← fc2(act(fc1(h)))        two GEMMs; the activation is an epilogue, or a kernel
+    x ← x + gate·a + gate·m     part of the next block's first kernel, h ← adaLN(x)
 """
 
 import logging
@@ -28,14 +28,14 @@ from accel.runtime.stages import Stage
 
 log = logging.getLogger(__name__)
 
-# Places among a block's vectors. A shift is the first vector; a scale follows its shift.
+# Indices among a block's vectors. The attention's shift is 0; each scale follows its shift.
 ATTENTION_GATE = 2
 MLP_SHIFT = 3
 MLP_GATE = 5
 
 
 class HeadStage(Protocol):
-    """A family's way to compute the last stage and the last layer, in the loop's place."""
+    """A family's implementation of the last stage and the last layer."""
 
     def finish(
         self,
@@ -47,32 +47,32 @@ class HeadStage(Protocol):
         attend: Callable,
         first: int,
     ) -> Tensor:
-        """Return the last tokens (N, t, p·p·C').
+        """Return the last layer's tokens (N, t, p·p·C').
 
-        x (N, t, D): of the stage before, to which its last branches are not added yet; the others
-        as for `FastNetwork.forward_blocks`. first: position of the first token.
+        x (N, t, D): tokens of the previous stage, before its last `branches` are added. embedded,
+        condition, attend: as for `FastNetwork.forward_blocks`. first: position of the first token.
         """
 
     def warmup_calls(self, tokens: int) -> list[Callable[[], object]]:
-        """Return calls that warm up its kernels for so many tokens of all rows."""
+        """Return functions that warm up the kernels for `tokens` tokens of all rows."""
 
 
 class Packing(NamedTuple):
-    """A family's weights as the loop over stages takes them."""
+    """A family's weights in the layout that FastNetwork computes with."""
 
     patch_size: int
     in_channels: int
-    patches: Tensor  # (D, C·p·p): the patch embedding's weight
-    position: Tensor  # (T, D): its bias, and the position embedding
-    stages: list[Stage]  # of Blocks
-    last_weight: Tensor  # (p·p·C', D), of the last layer
+    patches: Tensor  # (D, C·p·p): weight of the patch embedding
+    position: Tensor  # (T, D): position embedding + bias of the patch embedding
+    stages: list[Stage]  # their blocks are of type Block
+    last_weight: Tensor  # (p·p·C', D): the last layer
     last_bias: Tensor
     conditioning: Conditioning
-    rms_eps: float | None = None  # of the blocks' RMSNorm; None: LayerNorm
-    last_rms_eps: float | None = None  # likewise, of the last layer
-    # Of the embeddings of stages that have one each; they add up to D.
+    rms_eps: float | None = None  # ε of RMSNorm in blocks; None: LayerNorm
+    last_rms_eps: float | None = None  # ε of RMSNorm before the last layer; None: LayerNorm
+    # If each stage has its own embedding: their widths, which add up to D.
     widths: tuple[int, ...] = ()
-    # Computes the last stage and the last layer, in half tiers.
+    # Replaces the last stage and the last layer, in half tiers.
     head_stage: HeadStage | None = None
 
 
@@ -91,8 +91,8 @@ class FastNetwork(BlockNetwork):
         self.patch_size = packing.patch_size
         self.in_channels = packing.in_channels
         widths = packing.widths or (len(packing.patches),)
-        # A tail, and the layers around it alone, compute in half precision. The error of the first
-        # embedding would pass through all stages.
+        # With a head stage, the embeddings and the last layer are half precision too, except the
+        # first embedding, because its error would pass through all stages.
         half = packing.head_stage is not None
         self.embeddings = [
             Float32Linear(GemmWeights("the patch embedding", part), half=half and index > 0)
@@ -113,10 +113,10 @@ class FastNetwork(BlockNetwork):
         self.last_adaln = partial(ops.last_adaln, rms_eps=packing.last_rms_eps)
         self.attention = ops.attention
         self.tuner = ops.tuner
-        self.table: ConditioningTable | None = None  # of sampling runs
+        self.table: ConditioningTable | None = None  # of the current sampling run
 
     def embed(self, x: Tensor, tokens: slice = slice(None), copies: int = 1) -> Any:
-        """Embed latents as BlockNetwork.embed does; return a tuple for stages with their own."""
+        """See BlockNetwork.embed. Return a tuple of tensors if each stage has an embedding."""
         patches = F.pixel_unshuffle(x.to(self.position.dtype), self.patch_size)
         patches = patches.flatten(2).transpose(1, 2)[:, tokens]  # (n, t, C·p·p)
         operand = self.embeddings[0].operand(patches)
@@ -133,12 +133,12 @@ class FastNetwork(BlockNetwork):
         x = h
         modulation = condition
         first = tokens.start or 0
-        branches: Branches = ()  # of the last block so far; the next adaLN adds them to x
+        branches: Branches = ()  # of the previous block; the next adaLN adds them to x
         for stage in self.stages:
             if self.head_stage and stage is self.stages[-1]:
                 return self.head_stage.finish(self, x, branches, h, condition, attend, first)
             if branches:
-                self.adaln(x, modulation, 0, branches)  # for the sum alone, which it leaves in x
+                self.adaln(x, modulation, 0, branches)  # only to add the branches to x
             modulation = stage.modulate(x, condition)
             x = stage.enter(x, h, condition)  # (N, t, D)
             branches = self._apply(stage, x, modulation, attend, first)
@@ -151,12 +151,12 @@ class FastNetwork(BlockNetwork):
     ) -> Branches:
         """Apply a stage's blocks to tokens x (N, t, D), in place.
 
-        first: position of the first token. Returns the last block's branches, which are not yet
-        added to x.
+        first: position of the first token. Return the branches of the last block, which are not
+        added to x yet.
         """
         branches: Branches = ()
         for index, block in enumerate(stage.blocks):
-            vectors = BLOCK_VECTORS * index  # of the block: its first
+            vectors = BLOCK_VECTORS * index  # index of the block's first vector
             h = self.adaln(x, modulation, vectors, branches)  # (N, t, D)
             a = block.proj(self.attend(stage, block, h, attend, first))  # type: ignore[arg-type]
             attended = (a, vectors + ATTENTION_GATE)
@@ -166,7 +166,7 @@ class FastNetwork(BlockNetwork):
         return branches
 
     def attend(self, stage: Stage, block: Block, h: Tensor, attend: Callable, first: int) -> Tensor:
-        """Return attention of a block's queries, keys and values of h (N, t, D)."""
+        """Return attention of a block's queries, keys and values, computed from h (N, t, D)."""
         qkv: Any = block.qkv
         rotates = isinstance(qkv, Linear) and qkv.rotates
         packed = qkv(h, first=first) if rotates else qkv(h)  # (N, t, 3·D)
@@ -175,7 +175,7 @@ class FastNetwork(BlockNetwork):
         return attend(packed, stage.num_heads)
 
     def _mlp(self, block, h):
-        """Return the MLP branch of a block (N, t, D)."""
+        """Return a block's MLP branch (N, t, D)."""
         hidden = block.fc1(h)
         if block.activate:
             hidden = block.activate(hidden)
@@ -184,11 +184,11 @@ class FastNetwork(BlockNetwork):
     def prepare(self, times: list[float], labels: list[int], at_once: int = 1) -> RunState:
         if not self.precomputes_conditioning:
             return super().prepare(times, labels, at_once)
-        least = len(set(labels)) * at_once
-        if self.table is None or self.table.capacity < least:
-            self.graphs.clear()  # they look vectors up in the old table
+        min_entries = len(set(labels)) * at_once
+        if self.table is None or self.table.capacity < min_entries:
+            self.graphs.clear()  # they read the old table
             self.table = None  # free its memory first
-            self.table = ConditioningTable(self.conditioning, least=least)
+            self.table = ConditioningTable(self.conditioning, min_entries=min_entries)
         self.table.begin(times, labels, at_once)
         return self.table
 

@@ -1,21 +1,20 @@
-"""A tier's ops: all that the loop over blocks (network.py) computes with, and a block's GEMMs.
+"""Ops of a tier, with which accel/fast/network.py computes.
 
-    Half     operands in half precision, sums in float32; float32 and float64 are for tests
-    Split    float32's accuracy from float16 tensor cores: GEMMs and attention take and give
-             high/low splits
+    HalfOps     operands in half precision, sums in float32; float32 and float64 are for tests
+    SplitOps    float32 accuracy on float16 tensor cores: GEMMs and attention use high/low splits
 
 Both have the attributes
 
     device, tuner
-    dtype            of a GEMM's weights as a family gives them
+    dtype            dtype in which families load the weights of GEMMs
     stream           dtype of the residual stream, norms, conditioning and last layer
     adaln            the fused adaLN kernel before a GEMM
-    last_adaln       the same before the last layer
-    attention
-    block            four GEMMs → a block
-    linear           weights → a layer
-    operand          a tensor → as a layer takes it
-    overflowed       names a layer whose values left the number format's range
+    last_adaln       the fused adaLN kernel before the last layer
+    attention        packed q, k, v → attention
+    block            weights of four GEMMs → Block
+    linear           weights of a GEMM → layer
+    operand          tensor → input of a layer
+    overflowed       returns the name of a layer with values out of range, or None
 """
 
 from collections.abc import Callable, Iterator
@@ -38,37 +37,37 @@ from accel.runtime.precision import true_float32
 
 
 class GemmWeights(NamedTuple):
-    """A GEMM as a family packs it."""
+    """Weights of a GEMM, packed by a family."""
 
-    name: str  # of the layer, for errors
+    name: str  # names the layer in errors
     weight: Tensor  # (N, K)
     bias: Tensor | None = None  # (N,)
 
     def bias_or_zeros(self) -> Tensor:
-        """Return the bias, zeros if there is none."""
+        """Return the bias, or zeros."""
         return self.weight.new_zeros(len(self.weight)) if self.bias is None else self.bias
 
 
-# From this number of weights on, the split GEMM is faster than float32's own.
-LARGE = 1 << 18
+# Minimum number of weights for which a split GEMM is faster than a float32 GEMM.
+MIN_SPLIT_WEIGHTS = 1 << 18
 
 
 def splits(weight: Tensor) -> bool:
-    """Return whether a float32 layer of this weight is faster as a split GEMM.
+    """Return whether a float32 layer with this weight is faster as a split GEMM.
 
-    It is for large ones on Hopper, as networks of latents with hundreds of channels have. There
-    float32's own GEMM takes as long as several blocks.
+    This is the case for large layers on Hopper, e.g. of networks whose latents have hundreds of
+    channels: a float32 GEMM would take as long as several blocks.
     """
-    large = weight.dtype == torch.float32 and weight.numel() >= LARGE
-    in_eights = all(side % 8 == 0 for side in weight.shape)  # as the kernel takes them
-    return large and in_eights and choose_backend(weight.device) == "hopper"
+    large = weight.dtype == torch.float32 and weight.numel() >= MIN_SPLIT_WEIGHTS
+    supported = all(side % 8 == 0 for side in weight.shape)
+    return large and supported and choose_backend(weight.device) == "hopper"
 
 
 class Float32Linear:
     """A layer x (…, K) → (…, N) with the dtype and accuracy of the residual stream, in any tier.
 
-    split: compute it by a split GEMM, a SplitLinear; by default where `splits` says so. half: x and
-    the weight may be taken in half precision there; sums and results stay in float32.
+    split: compute with SplitLinear; by default decided by `splits`. half: SplitLinear may use x and
+    weight in half precision; sums and results remain float32.
     """
 
     def __init__(self, gemm: GemmWeights, split: bool | None = None, half: bool = False):
@@ -82,12 +81,12 @@ class Float32Linear:
         self.tensors = list(self.split.parameters()) if self.split else plain
 
     def prepare(self, m: int) -> None:
-        """Compile and load the kernels for M tokens, by a call on zeros."""
+        """Compile and load the kernels for M tokens, with a call on zeros."""
         if self.split is None:
             return
         if self.split.low:
             self(torch.zeros(m, self.split.depth, device=self.split.bias.device))
-        else:  # another kernel makes its operand
+        else:  # its operand is not made by split_rows
             self.split.prepare(m)
 
     def parameters(self) -> Iterator[Tensor]:
@@ -95,7 +94,7 @@ class Float32Linear:
         return iter(self.tensors)
 
     def operand(self, x: Tensor | HighLow) -> Tensor | HighLow:
-        """Return x (…, K) as the layer takes it."""
+        """Convert x (…, K) to the layer's input."""
         if self.split is None or isinstance(x, HighLow):
             return x
         if x.dtype in cuda.HALF_TYPES:
@@ -103,9 +102,10 @@ class Float32Linear:
         return split_rows(x)
 
     def __call__(self, x: Tensor | HighLow, position: Tensor | None = None) -> Tensor:
-        """Apply the layer to a tensor, with `half` also to one in half precision, or an `operand`.
+        """Apply the layer to x (…, K), or to its `operand`.
 
-        position (t, N): added to the result (…, t, N) of a layer without bias.
+        With `half`, x may be in half precision. position (t, N): added to the result (…, t, N); the
+        layer has no bias then.
         """
         if self.split is not None:
             return self.split(self.operand(x), position)  # type: ignore[arg-type, return-value]
@@ -120,29 +120,30 @@ class BlockGemms(NamedTuple):
 
     qkv: GemmWeights
     proj: GemmWeights
-    fc1: GemmWeights  # for SwiGLU two matrices, one below the other
+    fc1: GemmWeights  # two matrices for SwiGLU, stacked
     fc2: GemmWeights
 
 
 class Rotation(NamedTuple):
-    """The rotation of queries and keys, and their norm before it."""
+    """Rotary embedding of queries and keys, and the norm before it."""
 
-    rotation: Tensor  # (T, d/2, 2): cosine and sine
-    norms: Tensor | None = None  # (2, 2, D): weight and bias of the norm of queries, then of keys
-    rms_eps: float | None = None  # ε of RMSNorm over each head; None: LayerNorm over all
+    rotation: Tensor  # (T, d/2, 2): cosine and sine for every position
+    norms: Tensor | None = None  # (2, 2, D): weight and bias for queries, then for keys
+    rms_eps: float | None = None  # ε of RMSNorm per head; None: LayerNorm over all heads
 
 
 class Block(NamedTuple):
-    """A block of the network, between its norms."""
+    """The layers of a transformer block, without its norms."""
 
     qkv: Linear | SplitLinear
     proj: Linear | SplitLinear
     fc1: Linear | SplitLinear
     fc2: Linear | SplitLinear
-    # (packed projection, first=its first token) → q and k rotated; None: qkv does it, or nobody.
+    # (packed projection, first=position of its first token) → rotated; None if qkv rotates, or if
+    # there is no rotation.
     rotate: Callable | None
-    activate: Callable | None  # between fc1 and fc2; None: fc1 does it
-    rotation: Rotation | None  # its tensors depend on the weights
+    activate: Callable | None  # between fc1 and fc2; None if it is an epilogue of fc1
+    rotation: Rotation | None  # its tensors are among the parameters
 
     @property
     def gemms(self) -> tuple[Linear | SplitLinear, ...]:
@@ -151,9 +152,9 @@ class Block(NamedTuple):
 
 
 class HalfOps:
-    """Half precision with float32 sums.
+    """Ops in half precision with float32 sums.
 
-    tuner: chooses the GEMMs' algorithms. gemm: their backend.
+    tuner: chooses the algorithms of GEMMs. gemm: the backend of GEMMs.
     """
 
     def __init__(
@@ -174,7 +175,7 @@ class HalfOps:
 
     @property
     def updates_stream(self) -> bool:
-        """Return whether GEMMs modulate the residual stream and add to it in their epilogues."""
+        """Return whether epilogues can modulate the residual stream and add to it."""
         on_hopper = self.device.type == "cuda" and cuda.capability(self.device) == (9, 0)
         return on_hopper and self.dtype in cuda.HALF_TYPES and self.gemm == "auto"
 
@@ -187,8 +188,8 @@ class HalfOps:
     ) -> Block:
         """Return a block of four GEMMs.
 
-        gated: SwiGLU in place of GELU; fc1 is then two matrices. updates_stream: both branches are
-        added to the residual stream by their last GEMMs.
+        gated: SwiGLU instead of GELU; fc1 then consists of two matrices. updates_stream: proj and
+        fc2 add their results to the residual stream.
         """
         last = "residual" if updates_stream else ""
         qkv = self.linear(gemms.qkv)
@@ -210,20 +211,20 @@ class HalfOps:
     def linear(
         self, gemm: GemmWeights, epilogue: str = "", rotation: Tensor | None = None
     ) -> Linear:
-        """Return the layer of a GEMM. epilogue, rotation: as Linear has them."""
+        """Return the layer of a GEMM. epilogue, rotation: arguments of Linear."""
         return Linear(gemm.weight, gemm.bias, epilogue, rotation, self.tuner, self.gemm)
 
     def operand(self, x: Tensor) -> Tensor:
-        """Return x (…, K) as a layer takes it."""
+        """Convert x (…, K) to a layer's input."""
         return x.to(self.dtype)
 
     def overflowed(self) -> str | None:
-        """Return None: an overflow shows as an output that is not finite."""
+        """Return None. Overflows make the output infinite or NaN instead."""
         return None
 
 
 class SplitOps:
-    """High/low splits of float16. gemm: the backend of the GEMMs."""
+    """Ops on high/low splits of float16. gemm: the backend of GEMMs."""
 
     dtype = torch.float32
     stream = torch.float32
@@ -232,8 +233,8 @@ class SplitOps:
     def __init__(self, device: torch.device, gemm: str = "auto"):
         self.device = device
         self.gemm = choose_backend(device) if gemm == "auto" else gemm
-        self.watched: dict[str, Tensor] = {}  # name of a layer → a flag on the device
-        self.stack = self.gemm == "cublas"  # its GEMMs take high, low, high
+        self.watched: dict[str, Tensor] = {}  # name of a layer → flag on the device
+        self.stack = self.gemm == "cublas"  # its operands are [high, low, high]
         self.adaln = partial(adaln_split, stack=self.stack)
         self.last_adaln = partial(adaln, dtype=torch.float32)
         self.attention = split_attention
@@ -241,18 +242,18 @@ class SplitOps:
     def block(
         self, gemms: BlockGemms, gated: bool = False, rotation: Rotation | None = None
     ) -> Block:
-        """Return a block of four GEMMs, as HalfOps.block does.
+        """Return a block of four GEMMs; see HalfOps.block.
 
-        Powers of two move between neighbouring GEMMs: from q to k, from v to proj, from GELU's
-        output to fc2. They change no bit of the function, but the values that are split get
-        similar magnitudes. SwiGLU's output is scaled by the token. Raises ValueError, naming the
-        layer, for weights that are not finite.
+        Powers of two are moved between neighbouring GEMMs: from q to k, from v to proj, and from
+        GELU's output to fc2. This does not change the function, but brings the values to be split
+        to similar magnitudes. SwiGLU's output has a scale per token instead. Raises ValueError,
+        naming the layer, if weights are not finite.
         """
         qkv_bias = gemms.qkv.bias_or_zeros()
         factors = _balanced(gemms.qkv.weight, qkv_bias, rotation)
         overflow = self._watch(gemms.qkv.name)
         rotate = None
-        if rotation is not None:  # its kernel splits the projection and watches it
+        if rotation is not None:  # its kernel splits the projection and sets the flag
             rotation = rotation._replace(norms=factors.norms)
             rotate = partial(qk_norm_rotary_split, overflow=overflow, **rotation._asdict())
             overflow = None
@@ -285,7 +286,7 @@ class SplitOps:
         return Block(qkv, proj, fc1, fc2, rotate, activate, rotation)
 
     def linear(self, gemm: GemmWeights, **variant: Any) -> SplitLinear:
-        """Return the layer of a GEMM. variant: SplitLinear's arguments."""
+        """Return the layer of a GEMM. variant: arguments of SplitLinear."""
         return SplitLinear(
             gemm.weight,
             gemm.bias_or_zeros(),
@@ -295,44 +296,44 @@ class SplitOps:
         )
 
     def operand(self, x: Tensor) -> HighLow:
-        """Return x (…, K) as a layer takes it."""
+        """Convert x (…, K) to a layer's input."""
         return split_rows(x, self.stack)
 
     def _watch(self, layer):
-        """Return a flag that kernels set where a value of `layer` leaves float16's range."""
+        """Return a flag that kernels set if a value of `layer` exceeds float16's range."""
         self.watched[layer] = torch.zeros(1, dtype=torch.int32, device=self.device)
         return self.watched[layer]
 
     def overflowed(self) -> str | None:
         """Return the first layer with a value too large for a split, or None.
 
-        Waits for the device.
+        Synchronises with the device.
         """
         flags = torch.cat([*self.watched.values()]).tolist()
         return next((layer for layer, flag in zip(self.watched, flags) if flag), None)
 
 
 class _Factors(NamedTuple):
-    """Powers of two that balance q, k and v."""
+    """Powers of two that bring q, k and v to similar magnitudes."""
 
-    outputs: Tensor  # (3·D,), of the outputs of qkv
-    norms: Tensor | None  # the norms of queries and keys, multiplied by theirs
+    outputs: Tensor  # (3·D,): factors for the outputs of qkv
+    norms: Tensor | None  # Rotation.norms, multiplied by the factors of q and k
 
 
 def _balanced(weight, bias, rotation):
-    """Return the factors of q, k and v for the projection weight (3·D, K), bias (3·D,).
+    """Return the factors for a projection with weight (3·D, K) and bias (3·D,).
 
-    Outputs that are rotated into each other have the same factor.
+    Two outputs that form a rotated pair have the same factor.
     """
     *weights, v_weight = weight.chunk(3)  # of q and k
     *biases, v_bias = bias.chunk(3)
     norms = None if rotation is None else rotation.norms
-    if norms is not None:  # they decide the size
+    if norms is not None:  # they determine the magnitudes of q and k
         weights = norms[:, 0, :, None]
         biases = norms[:, 1]
     q, k = map(balance if rotation is None else _balance_pairs, weights, biases)  # each (D,)
-    even = torch.exp2(torch.log2(q / k).div(2).round())
-    factors = torch.stack([even, 1 / even])  # (2, D), of q and k
+    q_factors = torch.exp2(torch.log2(q / k).div(2).round())
+    factors = torch.stack([q_factors, 1 / q_factors])  # (2, D): of q, then of k
     if norms is not None:
         norms = norms * factors[:, None]
         factors = torch.ones_like(factors)
@@ -340,7 +341,7 @@ def _balanced(weight, bias, rotation):
 
 
 def _balance_pairs(weight, bias):
-    """Return `balance` of weight (D, K), bias (D,), the same for outputs 2i and 2i + 1."""
+    """Return `balance` of weight (D, K) and bias (D,), equal for outputs 2i and 2i + 1."""
     rows = torch.cat([weight, bias[:, None]], 1)  # (D, K + 1)
     pairs = rows.unflatten(0, (-1, 2)).flatten(1)  # (D/2, 2·(K + 1))
     return balance(pairs, pairs.new_zeros(len(pairs))).repeat_interleave(2)

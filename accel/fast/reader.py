@@ -1,18 +1,17 @@
-"""A state dict as a family's packing reads it."""
+"""Reader of a state dict, for the packing functions of families."""
 
 import torch
 from torch import Tensor
 
 from accel.fast.ops import GemmWeights
 
-SHOWN = 3  # names in an error
+MAX_NAMES = 3  # in an error
 
 
 class Reader:
-    """Copies of a state dict's tensors on `device`, which later training does not change.
+    """Returns copies of a state dict's tensors on `device`, and records which were read.
 
-    stream: the dtype of all tensors that are not a GEMM's. The reader notes which tensors were
-    read: `require_all_read` refuses a state dict that a packing used in part.
+    They are always copies, so that later training does not change them. stream: the default dtype.
     """
 
     def __init__(
@@ -36,13 +35,13 @@ class Reader:
         return sorted(names, key=lambda name: int(name.rpartition(".")[2]))
 
     def original(self, name: str) -> Tensor:
-        """Return the tensor of the state dict itself, not copied."""
+        """Return a tensor of the state dict, not copied."""
         self._unread.pop(name, None)
         return self._state[name]
 
     def __call__(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a copy of the tensor, in `dtype` or the stream's."""
-        # First to the device, which converts faster.
+        """Return a copy of a tensor, by default in the stream's dtype."""
+        # Move it first: the device converts faster.
         on_device = self.original(name).to(self.device)
         return on_device.to(
             dtype or self.stream,
@@ -55,11 +54,11 @@ class Reader:
         return GemmWeights(name, self(f"{name}.weight", dtype), self(f"{name}.bias", dtype))
 
     def require_all_read(self) -> None:
-        """Raise ValueError, naming the tensors, if some of the state dict were not read."""
+        """Raise ValueError, naming the tensors, if some were not read."""
         if not self._unread:
             return
         names = list(self._unread)
-        listed = ", ".join(names[:SHOWN])
-        if len(names) > SHOWN:
-            listed += f" and {len(names) - SHOWN} more"
+        listed = ", ".join(names[:MAX_NAMES])
+        if len(names) > MAX_NAMES:
+            listed += f" and {len(names) - MAX_NAMES} more"
         raise ValueError(f"the accelerated network does not use {listed}; use `precision=fp32`")

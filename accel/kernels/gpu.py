@@ -1,4 +1,4 @@
-"""A GPU's generation and name, and whether the installed torch has code for it."""
+"""The compute capability and name of a GPU, and whether the installed torch supports it."""
 
 import warnings
 from contextlib import AbstractContextManager
@@ -7,12 +7,13 @@ import torch
 
 from accel.errors import UsageError
 
-_SUFFIX = ""  # of a GPU's name where it is seen as another
+_SUFFIX = ""  # appended to GPU names inside `emulate_capability`
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a GPU, by which every choice of a backend goes;
-    (0, 0) for other devices.
+    """Return the compute capability of a GPU, or (0, 0) for other devices.
+
+    All backend choices depend on it.
     """
     if device.type != "cuda":
         return 0, 0
@@ -24,13 +25,14 @@ def _own_capability(device):
 
 
 def name(device: torch.device) -> str:
-    """Return the kind of GPU, under which measurements are kept."""
+    """Return the GPU model, under which measurements are cached."""
     return torch.cuda.get_device_name(device) + _SUFFIX
 
 
-def seen_as(other: tuple[int, int]) -> AbstractContextManager:
-    """Return a context in which every GPU is one of compute capability `other`. For tests and
-    benchmarks only.
+def emulate_capability(other: tuple[int, int]) -> AbstractContextManager:
+    """Return a context manager in which every GPU has compute capability `other`.
+
+    For tests and benchmarks only.
     """
     from unittest.mock import patch
 
@@ -39,7 +41,7 @@ def seen_as(other: tuple[int, int]) -> AbstractContextManager:
 
 
 def require(device: torch.device) -> None:
-    """Raise UsageError unless this machine has the GPU, and the installed torch has code for it."""
+    """Raise UsageError if the GPU does not exist, or if the installed torch does not support it."""
     if not torch.cuda.is_available():
         raise UsageError(
             f"torch {torch.__version__} finds no CUDA GPU",
@@ -52,7 +54,7 @@ def require(device: torch.device) -> None:
         raise UsageError(
             f"this machine has {count} GPU(s), counted from 0", parameter="device", value=device
         )
-    remedy = missing_code(device)
+    remedy = torch_to_install(device)
     if remedy:
         raise UsageError(
             f"torch {torch.__version__} has no code for {torch.cuda.get_device_name(device)}",
@@ -62,10 +64,10 @@ def require(device: torch.device) -> None:
         )
 
 
-def missing_code(device: torch.device) -> str | None:
-    """Return the torch to install if the installed one has no code for a GPU, else None."""
+def torch_to_install(device: torch.device) -> str | None:
+    """Return the torch to install if the installed one does not support a GPU, else None."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, many lines long
+        warnings.simplefilter("ignore")  # torch warns in many lines
         major, minor = torch.cuda.get_device_capability(device)
     targets = [
         target.split("_")
@@ -74,8 +76,8 @@ def missing_code(device: torch.device) -> str | None:
     ]
     for code, digits in targets:
         target = int(digits.rstrip("af"))
-        # Machine code runs on later GPUs of its generation; PTX, which the driver
-        # compiles, on all later ones.
+        # Machine code runs on GPUs with the same major and at least the same minor capability. PTX
+        # runs on all later GPUs.
         if target <= 10 * major + minor and (code == "compute" or target // 10 == major):
             return None
     if not targets:  # not NVIDIA's

@@ -1,6 +1,6 @@
-"""CUDA graphs: a step's kernels are recorded once and launched as one.
+"""CUDA graphs: the kernels of a step are captured once and launched together.
 
-So the GPU never waits for the host.
+So the GPU does not wait for the host.
 """
 
 from collections.abc import Callable, Hashable
@@ -9,27 +9,28 @@ from typing import Any, NamedTuple
 
 import torch
 
-MAX_GRAPHS = 4  # graphs of an owner, such as a network
+MAX_GRAPHS = 4  # per network or decoder
 
 
 def capture(step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-    """Record `step` on the current GPU. Return its result, and the function that computes it anew.
+    """Capture `step` on the current GPU. Return its output and the function that replays it.
 
     A replay gives the same bits unless the step draws random numbers. step: takes no arguments,
-    works on tensors at fixed addresses and never waits for the device. It is run once before it is
-    recorded, to compile kernels and choose algorithms.
+    works on tensors at fixed addresses and does not synchronise with the device. It is run once
+    before the capture, to compile kernels and choose algorithms.
     """
-    from accel.kernels import cuda  # a CPU needs none
+    from accel.kernels import cuda  # lazy import: only for GPUs
 
-    # torch's capture stream would stay on the GPU of the first capture.
+    # torch's default capture stream belongs to the GPU of the first capture.
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    # torch keeps a workspace of cuBLAS for each stream, whose address a graph records. An earlier
-    # graph's is freed with that graph, or by torch.compile: each graph makes a new one.
+    # torch keeps a cuBLAS workspace per stream, and a graph records its address. A workspace of an
+    # earlier graph is freed with that graph, or by torch.compile, so each graph allocates a new
+    # one.
     torch._C._cuda_clearCublasWorkspaces()
     with cuda.recording(graph, stream):
         output = step()
@@ -38,21 +39,21 @@ def capture(step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
 
 
 class CapturedGraph(NamedTuple):
-    """A captured function."""
+    """A graph with the tensors that it reads and writes."""
 
-    function: Callable  # the graph reads tensors that it holds
-    inputs: list[torch.Tensor]  # at the addresses that the graph reads
-    output: Any  # a tensor or a tuple of them, which the graph writes
+    function: Callable  # keeps tensors alive that the graph reads
+    inputs: list[torch.Tensor]  # the graph reads them
+    output: Any  # a tensor or a tuple of tensors; the graph writes them
     replay: Callable[[], None]
 
 
 class GraphedFunction:
-    """A function of tensors that is captured at its first call and replayed after.
+    """A function of tensors that is captured by its first call and replayed by later calls.
 
-    It returns a tensor or a tuple of them. There is one graph for each key and combination of
-    shapes, dtypes and other arguments. key: all that the function depends on apart from its
-    arguments; the first function of a key serves all later ones. graphs: a dict that
-    several functions may share; it keeps the MAX_GRAPHS that were used last. Call from one thread
+    It returns a tensor or a tuple of tensors. There is one graph for each key and combination of
+    shapes, dtypes and other arguments. key: represents everything else that the function depends
+    on; functions with equal keys share graphs. graphs: a dict that several functions may share; it
+    contains the MAX_GRAPHS graphs that were used most recently. Call from one thread
     and on one stream at a time.
     """
 
@@ -64,7 +65,7 @@ class GraphedFunction:
     ):
         self.function = function
         self.key = key
-        self.graphs = {} if graphs is None else graphs  # the one used last at the end
+        self.graphs = {} if graphs is None else graphs  # most recently used last
 
     def __call__(self, *arguments):
         tensors = [value for value in arguments if torch.is_tensor(value)]
@@ -89,7 +90,7 @@ class GraphedFunction:
             return tuple(tensor.clone() for tensor in graph.output)
         return graph.output.clone()
 
-    @torch.inference_mode(False)  # later callers may be in another mode
+    @torch.inference_mode(False)  # callers may or may not be in inference mode
     @torch.no_grad()
     def _capture(self, arguments):
         fixed = [value.clone() if torch.is_tensor(value) else value for value in arguments]

@@ -1,6 +1,4 @@
-"""Calls into the library from a caller's own program: one thread at a time, and the process's
-settings of torch are as they were afterwards.
-"""
+"""Isolates library calls from the caller's threads and global torch settings."""
 
 import threading
 from collections.abc import Iterator
@@ -10,15 +8,16 @@ import torch
 
 from accel.runtime.precision import preserve_switches
 
-# Backend switches, default dtype and the capture of a CUDA graph belong to the process.
+# Backend switches, default dtype and CUDA graph capture are process-wide.
 _LOCK = threading.RLock()
 
 
 @contextmanager
 def exclusive() -> Iterator[None]:
-    """Run the block in one thread of the process at a time, without the caller's
-    autocast, inference mode, gradients, default dtype and default device. Restore the
-    backend switches after it.
+    """Run the with-block in one thread at a time, with default torch settings.
+
+    Autocast, inference mode, gradients, default dtype and default device of the caller have no
+    effect in the block. The backend switches are restored after it.
     """
     with (
         _LOCK,

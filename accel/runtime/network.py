@@ -1,15 +1,15 @@
-"""The Network protocol: the interface between networks and the sampling loop or the ranks.
+"""The Network protocol: the interface of networks to the sampling loop and to ranks.
 
-Accelerated networks (accel/fast), reference networks (EagerNetwork below) and networks that GPUs
-share (accel/distributed) implement it. A network knows nothing of guidance.
+Accelerated networks (accel/fast), reference networks (EagerNetwork) and networks that are sharded
+over ranks (accel/distributed) implement it. A network knows nothing about guidance.
 
-    run = network.prepare(times, labels)    state of a sampling run: conditioning, computed ahead
+    run = network.prepare(times, labels)    state of a sampling run: precomputed conditioning
     run.advance(i)                          before evaluation i
-    network.forward(x, index, y, run)       evaluations of the run, by their indices
-    network.forward(x, t, y)                any other evaluation
+    network.forward(x, index, y, run)       an evaluation of the run, by its index
+    network.forward(x, t, y)                an evaluation outside a run
 
 Shapes: N batch rows, n latents (N is a multiple of n), C latent channels, H = W latent side,
-p patch side, T = (H/p)² tokens, t of them on this device, D width.
+p patch side, T = (H/p)² tokens, t tokens on this device, D width.
 """
 
 from abc import ABC, abstractmethod
@@ -31,15 +31,15 @@ from accel.runtime.stages import Stage, forward_stages, stages_of, unpatchify
 class Batch(NamedTuple):
     """The network evaluations for which a network is compiled, tuned and checked."""
 
-    # Every (latents, batch rows of each) that a rank evaluates, the most rows first.
+    # Every (latents, batch rows per latent) that a rank evaluates, largest first.
     rows: list[tuple[int, int]]
-    side: int  # of a latent
+    side: int  # of latents
     num_classes: int
-    columns: int = 1  # ranks that divide the tokens of a row
+    columns: int = 1  # number of ranks that share the tokens of a row
 
     def row_tokens(self, patch_size: int) -> set[int]:
-        """Return the numbers of tokens in GEMMs: those of whole rows, which are checked for
-        overflow, and of a rank's part of them.
+        """Return the numbers of tokens in GEMMs: of whole rows, as in the overflow check, and of a
+        rank's part.
         """
         tokens = (self.side // patch_size) ** 2
         whole = {prod(rows) * tokens for rows in self.rows}
@@ -47,8 +47,9 @@ class Batch(NamedTuple):
 
 
 class RunState(ABC):
-    """The state of a sampling run of a network, hashable. States are equal if a step captured with
-    one serves the other: it finds the same numbers, at the addresses that it reads.
+    """The state of a sampling run, hashable.
+
+    Two states are equal if a step captured with one is also correct for the other.
     """
 
     @abstractmethod
@@ -56,7 +57,7 @@ class RunState(ABC):
         """Return the conditioning of the run's evaluations index (N,) for labels y (N,)."""
 
     def advance(self, index: int, *more: int) -> None:
-        """Make the conditioning of these evaluations ready. Must precede them. Here: no-op."""
+        """Prepare the conditioning of these evaluations, which follow. Here: no-op."""
         return None
 
 
@@ -64,66 +65,67 @@ RunStateT = TypeVar("RunStateT")
 
 
 class Network(ABC, Generic[RunStateT]):
-    """A network that is ready to sample. Its runs have states of type `RunStateT`. Subclasses
-    define `parts`, `prepare` and `graphed`, and `forward_tokens` or `forward`.
+    """A network that is ready to sample; `prepare` returns a RunStateT.
+
+    Subclasses define `parts`, `prepare` and `graphed`, and `forward_tokens` or `forward`.
     """
 
     patch_size: int
     in_channels: int
-    weights_label = "the weights"  # in words, with the options that name them
+    weights_label = "the weights"  # how errors name them
     captures = False  # whether the sampling loop captures a step as a CUDA graph
 
     @property
     @abstractmethod
     def parts(self) -> "list[BlockNetwork]":
-        """Return the networks with weights of their own: itself, and its guide if there is one."""
+        """Return the networks that have weights: this one, or network and guide."""
 
     def forward_tokens(
         self, x: Tensor, t: Tensor, y: Tensor, run: RunStateT | None = None
     ) -> Tensor:
-        """Evaluate as `forward` does, and return the last tokens (N, T, p·p·C')."""
+        """Evaluate as `forward` does, but return tokens (N, T, p·p·C')."""
         raise NotImplementedError
 
     @torch.no_grad()
     def forward(self, x: Tensor, t: Tensor, y: Tensor, run: RunStateT | None = None) -> Tensor:
         """Evaluate x (n, C, H, W), repeated to N batch rows, at t (N,) for labels y (N,).
 
-        run: the state of a run, of `prepare`; t are then indices of its evaluations, and times
-        without it. Returns (N, C', H, W) in x's dtype, as models.DiT.forward does.
+        run: a result of `prepare`; t then contains indices of its evaluations instead of times.
+        Return (N, C', H, W) in x's dtype, as models.DiT.forward does.
         """
         return unpatchify(self.forward_tokens(x, t, y, run), self.patch_size).to(x.dtype)
 
     @abstractmethod
     def prepare(self, times: list[float], labels: list[int], at_once: int = 1) -> RunStateT:
-        """Begin a sampling run and return its state. The run before has ended.
+        """Start a sampling run and return its state. The previous run's state becomes invalid.
 
-        times: of each evaluation, in order; labels: all of them; at_once: the most evaluations
-        in one call of `advance`.
+        times: of all evaluations, in order. labels: all labels of the run. at_once: the maximum
+        number of evaluations per call of `advance`.
         """
 
     @abstractmethod
     def graphed(self, key: Hashable, step: Callable) -> Callable:
-        """Return `step`, captured as CUDA graphs, of which a network keeps few.
+        """Return `step` as a GraphedFunction; a network keeps a bounded number of graphs.
 
-        key: all that the step depends on apart from its arguments, the state of its run included.
+        key: represents everything that the step depends on except its arguments, also the run.
         """
 
     def tune(self, row_tokens: Iterable[int]) -> None:
-        """Choose the fastest GEMMs for each of `row_tokens`, batch rows × tokens of a row.
+        """Choose the fastest GEMM algorithms for each number of tokens of all batch rows.
 
         Here: no-op.
         """
         return None
 
     def overflowed(self) -> str | None:
-        """Return the first layer whose values left the number format's range, or None."""
+        """Return the name of the first layer that overflowed, or None if none is known."""
         return None
 
 
 class BlockNetwork(Network[RunState]):
-    """A network of stages of transformer blocks, which ranks can share by batch rows or tokens.
+    """A network of stages, whose batch rows or tokens can be sharded over ranks.
 
-    attention(qkv, num_heads): packed (N, T, 3·D) → (N, T, D), all tokens on this device.
+    attention(qkv, num_heads): packed (N, T, 3·D) → (N, T, D); all tokens are on this device.
     """
 
     stages: Sequence[Stage]
@@ -138,11 +140,11 @@ class BlockNetwork(Network[RunState]):
 
     @abstractmethod
     def parameters(self) -> Iterator[Tensor]:
-        """Return all tensors that depend on the weights, as the network computes with them."""
+        """Return all tensors that the network derives from the weights."""
 
     @torch.no_grad()
     def copy_weights(self, other: "BlockNetwork") -> None:
-        """Copy the weights of a network of the same tier and shape in place.
+        """Copy the weights of another network with the same tier and shape, in place.
 
         Captured graphs stay valid.
         """
@@ -151,10 +153,9 @@ class BlockNetwork(Network[RunState]):
 
     @abstractmethod
     def embed(self, x: Tensor, tokens: slice = slice(None), copies: int = 1) -> Tensor:
-        """Embed latents (n, C, H, W) → tokens (copies·n, t, D), the batch `copies` times.
+        """Embed latents (n, C, H, W) → tokens (copies·n, t, D), `copies` copies of the batch.
 
-        tokens: the slice of each row to embed. A network whose stages have embeddings of their own
-        returns them side by side.
+        tokens: the slice of each row to embed.
         """
 
     @abstractmethod
@@ -167,8 +168,8 @@ class BlockNetwork(Network[RunState]):
     ) -> Tensor:
         """Apply all stages and the head: h (N, t, D), which may be overwritten → (N, t, p·p·C').
 
-        attend: `attention`, or an exchange with other devices' tokens. tokens: the slice of each
-        row that h holds.
+        attend: `attention`, or attention to the tokens of all ranks. tokens: the slice of each row
+        that h contains.
         """
 
     @torch.no_grad()
@@ -188,11 +189,11 @@ class BlockNetwork(Network[RunState]):
 
 @dataclass(frozen=True)
 class Times(RunState):
-    """The state of a run whose conditioning is computed at each evaluation, from its time."""
+    """The state of a run whose conditioning is computed at each evaluation."""
 
     network: BlockNetwork
     times: tuple[float, ...]
-    table: Tensor = field(compare=False)  # the times, on the device
+    table: Tensor = field(compare=False)  # `times` on the device
 
     def condition(self, index: Tensor, y: Tensor) -> Any:
         return self.network.condition(self.table[index], y)
@@ -213,7 +214,7 @@ class EagerNetwork(BlockNetwork):
         self.in_channels = model.in_channels
 
     def parameters(self) -> Iterator[Tensor]:
-        return chain(self.model.parameters(), self.model.buffers())  # such as tables of rotations
+        return chain(self.model.parameters(), self.model.buffers())  # e.g. rotation tables
 
     def embed(self, x: Tensor, tokens: slice = slice(None), copies: int = 1) -> Tensor:
         return self.model.embed(torch.cat([x] * copies) if copies > 1 else x, tokens)
@@ -228,9 +229,7 @@ class EagerNetwork(BlockNetwork):
 
 
 def require_no_gradients(reason: str, *inputs: Any) -> None:
-    """Raise UsageError, with a reason and a remedy, if an input is differentiated, in reverse or
-    forward mode.
-    """
+    """Raise UsageError if an input needs gradients, in reverse or forward mode."""
     for value in filter(torch.is_tensor, inputs):
         reverse = value.requires_grad and torch.is_grad_enabled()
         if reverse or forward_ad.unpack_dual(value).tangent is not None:

@@ -1,4 +1,4 @@
-"""Values beyond a tier's number format: whether a network makes them, and the remedy."""
+"""Detect values that a tier's number format cannot represent."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from accel.runtime.precision import TIERS, supports
 @torch.inference_mode()
 def overflows(network: Network, batch: Batch, device: torch.device, times: Sequence[float]) -> bool:
     """Return whether `network` returns infinities or NaN for noise at `times`."""
-    # A generator of its own: the run's random stream begins untouched.
+    # A separate generator, so that the run's random stream does not change.
     generator = torch.Generator(device).manual_seed(0)
     n, copies = batch.rows[0]
     x = torch.randn(
@@ -26,7 +26,7 @@ def overflows(network: Network, batch: Batch, device: torch.device, times: Seque
     y = torch.arange(n, device=device) % batch.num_classes
     null_labels = y.new_full((n * (copies - 1),), batch.num_classes)
     y = torch.cat([y, null_labels])
-    # On the rows of the run: other shapes would be compiled and tuned for nothing.
+    # Use the run's shapes, because other shapes would be compiled and tuned only for this check.
     outputs = (network.forward(x, torch.full(y.shape, t, device=device), y) for t in times)
     return not all(out.isfinite().all() for out in outputs)
 
@@ -34,18 +34,18 @@ def overflows(network: Network, batch: Batch, device: torch.device, times: Seque
 def require_finite(
     network: Network, tier: str, batch: Batch, device: torch.device, times: Sequence[float]
 ) -> None:
-    """Raise UsageError if the values of an accelerated network leave its tier's range."""
+    """Raise UsageError if an accelerated network overflows its tier's number format."""
     if TIERS[tier].accelerated and overflows(network, batch, device, times):
         raise UsageError(
             "overflows on these weights",
-            f"{remedy(network, tier, device)}",
+            remedy(network, tier, device),
             parameter="precision",
             value=tier,
         )
 
 
 def remedy(network: Network, tier: str, device: torch.device) -> str:
-    """Return the remedy, in words, for a tier whose values are not finite."""
+    """Return the remedy for a tier that overflows, as text."""
     layer = network.overflowed()
     if layer:
         return f"{layer} gives values beyond a high/low split; use `precision=fp32`"

@@ -1,5 +1,6 @@
-"""Precision tiers: a run's arithmetic, and torch's backend switches for it. Their help is
-in accel/config/options.py.
+"""Precision tiers: the arithmetic of a run, and torch's backend switches for it.
+
+Their help texts are in accel/config/options.py.
 """
 
 from collections.abc import Iterator
@@ -14,15 +15,15 @@ from accel.errors import about
 class Tier(NamedTuple):
     """A tier's dtype and hardware."""
 
-    dtype: torch.dtype = torch.float32  # of the GEMMs' operands and results
-    capability: tuple[int, int] = (0, 0)  # the least compute capability; (0, 0): any device
+    dtype: torch.dtype = torch.float32  # of GEMMs' operands and results
+    capability: tuple[int, int] = (0, 0)  # minimum compute capability; (0, 0): any device
     hardware: str = ""
-    accelerated: bool = False  # runs as a network of accel/fast; the others run the reference model
+    accelerated: bool = False  # uses accel/fast instead of the reference network
 
 
-# torch's switches of float32 arithmetic on a GPU, then those of a CPU. One at "none" follows
-# the wider ones. Whoever sets `allow_tf32` sets these too, but not the reverse, and torch
-# raises an error where the two differ: only these are used here.
+# torch's switches for float32 arithmetic, with the wider switches that each follows if its value is
+# "none". This module does not use `allow_tf32`: setting it also sets these switches, but not the
+# reverse, and torch raises an error if they differ.
 GEMMS: Any = torch.backends.cuda.matmul
 CONVOLUTIONS: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
 CPU: Any = torch.backends.mkldnn
@@ -44,11 +45,11 @@ TIERS = {
 
 
 def supports(tier: str, device: torch.device) -> bool:
-    """Return whether `device` has the units for `tier`. Every device runs fp32."""
+    """Return whether `device` supports `tier`. Every device supports fp32."""
     required = TIERS[tier].capability
     if device.type != "cuda":
         return required == (0, 0)
-    from accel.kernels.gpu import capability  # a CPU has none
+    from accel.kernels.gpu import capability  # lazy import: only for GPUs
 
     return capability(device) >= required
 
@@ -59,9 +60,7 @@ def default_tier(device: torch.device) -> str:
 
 
 def require(name: str, tier: str, device: torch.device) -> None:
-    """Raise UsageError about the parameter `name` if `device` lacks a tier: nothing falls
-    back in silence.
-    """
+    """Raise UsageError about the parameter `name` if `device` does not support a tier."""
     if tier not in TIERS:
         raise about(name, tier)(f"choose from {', '.join(TIERS)}")
     if not supports(tier, device):
@@ -70,15 +69,16 @@ def require(name: str, tier: str, device: torch.device) -> None:
 
 @contextmanager
 def arithmetic(tier: str) -> Iterator[None]:
-    """Run the block with torch's process-wide switches of `tier`, and restore them. Blocks may lie
-    inside one another: the innermost holds.
+    """Run the with-block with torch's process-wide switches for `tier`, and restore them after it.
+
+    Nested blocks are allowed.
     """
     with preserve_switches():
         for switch in SWITCHES:
             switch.fp32_precision = "ieee"
         if tier == "tf32":
             GEMMS.fp32_precision = "tf32"
-        # Only the decoder convolves. Beside half precision TF32 loses nothing there, and
+        # Only decoders have convolutions. In half tiers, TF32 does not reduce their accuracy, and
         # unlike float16 it cannot overflow.
         if tier not in ("fp32", "exact"):
             CONVOLUTIONS.fp32_precision = "tf32"
@@ -86,15 +86,14 @@ def arithmetic(tier: str) -> Iterator[None]:
 
 
 def float32_decoder(tier: str, device: torch.device) -> str:
-    """Return the decoder's float32 arithmetic in a run of `tier`: TF32 convolutions if
-    the tier allows them.
-    """
+    """Return "tf32" if `tier` allows TF32 convolutions in the decoder, else "fp32"."""
     return "tf32" if tier not in ("fp32", "exact") and supports("tf32", device) else "fp32"
 
 
 def decoder_precision(wanted: str, tier: str, device: torch.device) -> str:
-    """Return the decoder's arithmetic: `wanted`, or for "auto" fp16 in half tiers and
-    float32 in others. Raises UsageError if the hardware lacks it.
+    """Return the decoder's arithmetic: `wanted`, or for "auto" fp16 in half tiers, else float32.
+
+    Raises UsageError if the hardware does not support `wanted`.
     """
     if wanted == "auto":
         half = TIERS[tier].dtype != torch.float32 and supports("fp16", device)
@@ -105,7 +104,7 @@ def decoder_precision(wanted: str, tier: str, device: torch.device) -> str:
 
 @contextmanager
 def preserve_switches() -> Iterator[None]:
-    """Restore the process-wide switches after the block."""
+    """Restore the process-wide switches after the with-block."""
     before = [(switch, _value(switch, *wider)) for switch, wider in SWITCHES.items()]
     try:
         yield
@@ -115,8 +114,10 @@ def preserve_switches() -> Iterator[None]:
 
 
 def _value(switch, wider=None, *others):
-    """Return the value that a switch has itself, "none" if it follows `wider`. torch shows
-    the value that is followed: change that for a moment, and see whether this one changes.
+    """Return the value of a switch, "none" if it follows `wider`.
+
+    torch returns the effective value. To find out whether the switch follows `wider`, change
+    `wider` temporarily.
     """
     shown = switch.fp32_precision
     if shown == "none" or wider is None or wider.fp32_precision != shown:
@@ -130,7 +131,10 @@ def _value(switch, wider=None, *others):
 
 @contextmanager
 def convolutions(name: str) -> Iterator[None]:
-    """Run the block in the decoder's float32. name: tf32, or fp32, without TF32 anywhere."""
+    """Run the with-block in the decoder's float32 arithmetic.
+
+    name: "tf32" for TF32 in convolutions, "fp32" for no TF32.
+    """
     with preserve_switches() if name == "tf32" else true_float32():
         CONVOLUTIONS.fp32_precision = "tf32" if name == "tf32" else "ieee"
         yield
@@ -138,8 +142,9 @@ def convolutions(name: str) -> Iterator[None]:
 
 @contextmanager
 def true_float32() -> Iterator[None]:
-    """Run the block without TF32 in GEMMs, in every tier: half precision keeps its few
-    float32 GEMMs exact.
+    """Run the with-block without TF32 in GEMMs, in every tier.
+
+    The few float32 GEMMs of half tiers need it.
     """
     with preserve_switches():
         GEMMS.fp32_precision = "ieee"

@@ -1,7 +1,7 @@
-"""Stages: embed → stage → … → head, the form of all networks.
+"""Stages: all networks have the structure embed → stage → … → head.
 
-Shapes: N batch rows, C' channels of the output, H = W side, p patch side, T = (H/p)² tokens, t of
-them on this device, D width.
+Shapes: N batch rows, C' output channels, H = W latent side, p patch side, T = (H/p)² tokens, t
+tokens on this device, D width.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,26 +11,26 @@ from torch import Tensor
 
 
 def keep_tokens(x: Tensor, embedded: Tensor, condition: Any) -> Tensor:
-    """Let a stage's tokens enter as the stage before returns them, or as they were embedded."""
+    """Return the tokens of the previous stage, or the embedded tokens for the first stage."""
     return x
 
 
 def keep_condition(x: Tensor, condition: Any) -> Any:
-    """Modulate a stage's blocks by the network's conditioning, a vector a batch row."""
+    """Return the network's conditioning, which has one vector per batch row."""
     return condition
 
 
 class Stage(NamedTuple):
     """Consecutive blocks of one width and one number of tokens.
 
-    Most networks have one stage. The defaults of `enter` and `modulate` are for that one.
+    Most networks have one stage, with the default `enter` and `modulate`.
 
-    enter(x, embedded, condition): returns the tokens (N, t, D) on which the blocks begin. x: the
-    tokens of the stage before, in the first stage the embedded ones; embedded: those of the
-    network's `embed`; condition: of its `condition`. A stage that others follow may overwrite x, so
-    a function that reads `embedded` later has the first stage copy it.
-    modulate(x, condition): returns what modulates the blocks and, after the last stage, the head;
-    x as for `enter`.
+    enter(x, embedded, condition): returns the input tokens (N, t, D) of the first block. x: tokens
+    of the previous stage, or the embedded tokens for the first stage. embedded, condition: results
+    of the network's `embed` and `condition`. Blocks may overwrite x; if a later stage reads
+    `embedded`, the first stage must copy it.
+    modulate(x, condition): returns the modulation of the blocks and, for the last stage, of the
+    head. x: as for `enter`.
     """
 
     blocks: Sequence[Any]  # modules of a reference network, or blocks of accel/fast
@@ -38,14 +38,14 @@ class Stage(NamedTuple):
     num_heads: int
     enter: Callable[[Tensor, Tensor, Any], Tensor] = keep_tokens
     modulate: Callable[[Tensor, Any], Any] = keep_condition
-    prepended: int = 0  # tokens in front of the picture's; the head drops them
+    prepended: int = 0  # number of additional tokens before the patches'; the head drops them
 
 
 def stages_of(model: Any) -> list[Stage]:
     """Return the stages of a reference network: its `stages`, or one stage of its `blocks`."""
     if hasattr(model, "stages"):
         return list(model.stages)
-    weight = next(model.blocks[0].parameters())  # of the block's first layer
+    weight = next(model.blocks[0].parameters())  # of the first layer
     return [Stage(list(model.blocks), weight.shape[-1], model.num_heads)]
 
 
@@ -59,9 +59,9 @@ def forward_stages(
 ) -> Tensor:
     """Apply the stages and the head of a reference network: h (N, t, D) → (N, t, p·p·C').
 
-    model: a module with `transform` and `head`. h, condition: of its `embed` and `condition`.
-    attend: its `attend`, or an exchange with other devices' tokens. tokens: the slice of each row
-    that h holds.
+    model: a module with `transform` and `head`. h, condition: results of its `embed` and
+    `condition`. attend: its `attend`, or attention to the tokens of all ranks. tokens: the slice of
+    each row that h contains.
     """
     x = h
     for stage in stages:

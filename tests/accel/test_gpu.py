@@ -24,7 +24,7 @@ WHEEL_12_6 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
 
 @pytest.fixture(params=CAPABILITIES, ids=str)
 def seen(request):
-    with gpu.seen_as(request.param):
+    with gpu.emulate_capability(request.param):
         yield request.param
 
 

@@ -84,7 +84,7 @@ def test_our_kernels_refuse_other_heads_and_dtypes():
     for dtype, heads in ((torch.float16, 2), (torch.float32, 1)):
         with pytest.raises(ValueError):
             attention(packed(1, 4, 1, 72, dtype), heads, "hopper")
-    with gpu.seen_as((8, 0)), FakeTensorMode(), pytest.raises(ValueError):
+    with gpu.emulate_capability((8, 0)), FakeTensorMode(), pytest.raises(ValueError):
         attention(torch.empty(1, 4, 216, dtype=torch.float16, device="cuda"), 1, "hopper")
     for backend in ("cudnn", "efficient"):
         with pytest.raises(ValueError):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from kernel_testing import disassemble, error, needs_hopper
 
 from accel.kernels import cuda
-from accel.kernels.linear import PERIOD, Linear, Tuner, hopper
+from accel.kernels.linear import ROTATION_PERIOD, Linear, Tuner, hopper
 from accel.kernels.rows import row_squares
 from accel.runtime.precision import true_float32
 
@@ -157,7 +157,7 @@ def test_machine_code(tile, epilogue):
     for head in (0, 64, 72, hopper.MAX_HEAD_DIM):
         assert tile.shared_bytes(epilogue, head) <= hopper.SHARED_BYTES
         assert tile.stages(epilogue, head) >= 3
-    assert hopper.CLUSTER * tile.rows == PERIOD
+    assert hopper.CLUSTER * tile.rows == ROTATION_PERIOD
     consumer, producer = cuda.registers(tile.warpgroups, producer=40).values()
     assert 128 * (tile.warpgroups * consumer + producer) <= 65536
 

@@ -19,7 +19,7 @@ compile_for(capability)
 import {tests} as tests
 import accel.kernels.{kernels} as kernels
 
-with gpu.seen_as(capability):
+with gpu.emulate_capability(capability):
     {call}
 jitted = [one for one in vars(kernels).values() if hasattr(one, "device_caches")]
 ran = [kernel for one in jitted for cache in one.device_caches.values() for kernel in cache[0].values()]

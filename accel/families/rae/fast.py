@@ -94,7 +94,7 @@ class TokenConditioning(TrunkConditioning):
 
 
 class FusedHead(TrunkConditioning):
-    """TrunkConditioning, and the head as a HeadStage, with the layers that modulate it.
+    """TrunkConditioning, and a HeadStage, with the layers that modulate it.
 
     head: names of its blocks. stage: gets them.
     """
@@ -131,7 +131,7 @@ class FusedHead(TrunkConditioning):
         attend: Callable,
         first: int,
     ) -> Tensor:
-        """Compute the head, as HeadStage has it."""
+        """See HeadStage."""
         projector, gates_of, *norms = self.gemms
         time = condition.table.shape[1] - 1  # the last vector
         s = projector(silu_sum(x, condition, time, branches, self.dtype))  # (N, t, W)
@@ -148,7 +148,7 @@ class FusedHead(TrunkConditioning):
         return network.last(norms[-1](s, stream=x, squares=squares, eps=EPS))
 
     def warmup_calls(self, tokens: int) -> list[Callable[[], object]]:
-        """Return calls that warm up the kernels, as HeadStage has it."""
+        """See HeadStage."""
         return [self._warm_rows, *(partial(layer.prepare, tokens) for layer in self.gemms)]
 
     def _warm_rows(self):
