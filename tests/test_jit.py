@@ -23,13 +23,15 @@ from accel.checkpoints.files import Files
 from accel.errors import Given, UsageError
 from accel.families import DEMO
 from accel.families.blocks import RMSFinalLayer
+from accel.families.jit import FAMILY as JIT
 from accel.families.jit.network import JiT, JiT_models
 from accel.jobs.fid.folder import Batches, Plan
 from accel.jobs.fid.noise import PictureNoise, UpstreamNoise
 from accel.runtime.network import EagerNetwork
 from accel.sampling import denoise
 from accel.sampling.flow import Euler, Heun
-from accel.sampling.guidance import Guidance, Unguided
+from accel.sampling.guidance import Guidance
+from accel.sampling.intervals import closed_interval
 from accel.tensors.shapes import shapes_only
 from scripts.convert_checkpoint import facts_of
 
@@ -144,24 +146,18 @@ def test_sampling_is_what_is_written_out(heun, low, high):
     want = written_out(model, 1.5 * z, LABELS, 4, heun, low=low, high=high)
     data = dict(t_eps=0.2, noise_scale=1.5)
     process = (Heun if heun else Euler)(4, **data, by_start=False)
-    guidance = Guidance(2.5, 8, 3, (1 - high, 1 - low), ends=False)
+    inside = closed_interval(JIT.interval_rule, (1 - high, 1 - low))
+    guidance = Guidance(2.5, 8, 3, inside)
     assert process.evaluations == (7 if heun else 4)
     for network, most in ((EagerNetwork(model), 5e-6), (network_of(model, "fp16"), 5e-3)):
         assert error(denoise(network, process, guidance, z, LABELS, None), want) < most
-    inside = Guidance(2.5, 8, 3, (1 - high, 1 - low))
+    with_ends = Guidance(2.5, 8, 3, (1 - high, 1 - low))
     by_start = (Heun if heun else Euler)(4, **data)
     if low:
-        got = denoise(EagerNetwork(model), process, inside, z, LABELS, None)
+        got = denoise(EagerNetwork(model), process, with_ends, z, LABELS, None)
         assert error(got, want) > 1e-3
     if low and heun:
         assert error(denoise(EagerNetwork(model), by_start, guidance, z, LABELS, None), want) > 1e-3
-
-
-def test_ends_of_an_interval_are_outside():
-    guidance = Guidance(2.0, 8, interval=(0.0, 0.9), ends=False)
-    guided = [guidance.at(1 - i / 50) is guidance for i in range(51)]
-    assert guided == [False] * 6 + [True] * 44 + [False]
-    assert Guidance(2.0, 8, ends=False).at(1.0) != Unguided()
 
 
 def test_published_sizes_are_recognised():

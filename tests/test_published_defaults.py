@@ -100,11 +100,11 @@ def test_a_familys_own_ways(name):
         family.label_orders,
         family.last_time,
         family.heun_by_start,
-        family.interval_ends,
+        family.interval_rule,
         family.any_size,
         dict(family.fid_defaults),
     )
-    usual = (("random", "by_number"), 1.0, True, True, True)
+    usual = (("random", "by_number"), 1.0, True, "float64 levels", True)
     # sample_ddp.py of DiT and SiT
     dit = dict(image_size=256, cfg_scale=1.5)
     sit = dict(image_size=256, cfg_scale=1.0)
@@ -116,8 +116,8 @@ def test_a_familys_own_ways(name):
             "Large-DiT": ("noise", *usual, {}),
             "SiT": ("velocity", *usual, sit),
             "REPA": ("velocity", *usual, {}),
-            "LightningDiT": ("velocity", *usual, {}),
-            "JiT": ("data", by_class, 1.0, False, False, False, {}),
-            "RAE": ("velocity", ("random", "permuted"), 0.999, True, True, False, {}),
+            "LightningDiT": ("velocity", usual[0], 1.0, True, "float32 times", True, {}),
+            "JiT": ("data", by_class, 1.0, False, "float32 times, no ends", False, {}),
+            "RAE": ("velocity", ("random", "permuted"), 0.999, True, "float32 levels", False, {}),
         }[family.name]
     )

@@ -33,7 +33,10 @@ DEMO = weights_folder() / "demo"
 LabelOrder = Literal["random", "by_number", "class_by_class", "permuted"]
 
 
-IntervalArithmetic = Literal["float64 levels", "float32 levels", "float32 times"]
+# How guidance's interval is compared with an evaluation: accel/sampling/intervals.py.
+IntervalRule = Literal[
+    "float64 levels", "float32 levels", "float32 times", "float32 times, no ends"
+]
 
 
 class Defaults(NamedTuple):
@@ -98,10 +101,7 @@ class Family(NamedTuple):
     # model → what training code calls it, where that is another name
     names_in_training: Mapping[str, str] = MappingProxyType({})
     # What its original does otherwise than the others':
-    interval_ends: bool = True  # whether guidance acts at the ends of its interval too
-    # Type and kind of the numbers in which it compares an evaluation with the interval; a time is
-    # 1 − its noise level.
-    interval_arithmetic: IntervalArithmetic = "float64 levels"
+    interval_rule: IntervalRule = "float64 levels"
     heun_by_start: bool = True  # whether both evaluations of a step have its start's guidance
     last_time: float = 1.0  # end of an ODE's even times
     # Labels of FID jobs, usually and with --balanced-labels.

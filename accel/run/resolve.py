@@ -26,13 +26,8 @@ from accel.families.spec import ModelSpec
 from accel.io.labels import NULL, find_label
 from accel.runtime import precision
 from accel.sampling import make_process
-from accel.sampling.guidance import (
-    CHANNELS,
-    Guidance,
-    Unguided,
-    guidance_of,
-    rounded_interval,
-)
+from accel.sampling.guidance import CHANNELS, Guidance, Unguided, guidance_of
+from accel.sampling.intervals import closed_interval
 from accel.sampling.process import Process
 
 if TYPE_CHECKING:  # few runs have a configuration file
@@ -293,23 +288,20 @@ def merge(in_order: list[OriginValues]) -> tuple[dict[str, Any], dict[str, str]]
 def process_of(values: Mapping[str, Any], origins: Mapping[str, str], spec: ModelSpec) -> Process:
     """Return the process of chosen values."""
     family = spec.family
-    # An original that shifts float32 levels may round the first one above 1, outside any interval.
-    shift = values["timestep_shift"]
-    is_originals = (
-        family.interval_arithmetic == "float32 levels" and origins["timestep_shift"] != USER
-    )
+    # The original's own shift of float32 levels may round the first one above 1: it is unguided.
+    as_original = family.interval_rule == "float32 levels" and origins["timestep_shift"] != USER
     return make_process(
         values["sampler"],
         values["num_sampling_steps"],
-        shift=shift,
+        shift=values["timestep_shift"],
         eta=values["eta"],
         learn_sigma=spec.learn_sigma,
         t_eps=values["t_eps"] if family.prediction == "data" else None,
         noise_scale=values["noise_scale"],
         by_start=family.heun_by_start,
         last_time=family.last_time,
-        interval_arithmetic=family.interval_arithmetic,
-        sigma=1 / shift if is_originals else None,
+        interval_rule=family.interval_rule,
+        starts_at_one=not as_original,
     )
 
 
@@ -323,8 +315,7 @@ def guidance_in(
         spec.num_classes if spec.null_class else None,
         guide=guide is not None,
         channels=values["guidance_channels"],
-        interval=rounded_interval(values["guidance_interval"], family.interval_arithmetic),
-        ends=family.interval_ends,
+        interval=closed_interval(family.interval_rule, values["guidance_interval"]),
         is_fid_job=is_fid_job,
     )
 

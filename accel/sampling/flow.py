@@ -19,32 +19,29 @@ then v = (x̂ − x) / max(1 − t, ε). Guidance is linear, so it may come befo
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from accel.families import IntervalArithmetic
+from accel.families import IntervalRule
+from accel.sampling.intervals import shifted, step_levels
 from accel.sampling.process import Process, State
 
-LAST = 0.04  # of the SDE: the length of its last step, as SiT has it
-
-
-def shifted(t: Any, shift: float) -> Any:
-    """Shift a time, or times in the arithmetic of their dtype."""
-    return shift * t / (1 + (shift - 1) * t)
+LAST_STEP = 0.04  # length of the SDE's last step, SiT's default
 
 
 @dataclass(frozen=True)
 class Euler(Process):
-    """The flow's ODE by Euler's method. shift: of the times; 1 keeps them even. t_eps: of a
-    network that estimates the data, the least 1 − t that its estimate is divided by; None: it
-    estimates the velocity. noise_scale: of the first noise. by_start: whether both evaluations of
-    Heun's step have the guidance of its start, or each that of its own time. last_time: the end of
-    the even times; below 1 some noise is left. interval_arithmetic: as of `Family`; it rounds
-    `noise_levels`. sigma: σ = 1/shift of an original that shifts its levels by σ; None for a shift
-    that the user chose.
+    """Solve the flow's ODE by Euler's method.
+
+    shift: of the times; 1 keeps them even. t_eps: lower bound of the divisor 1 − t for networks
+    that estimate the data; None: the network estimates the velocity. noise_scale: scale of the
+    first noise. by_start: whether Heun's method guides both evaluations of a step by the noise
+    level at its start, or each by its own level. last_time: the end of the even times; below 1
+    some noise is left. interval_rule: rounding of `noise_levels` (accel/sampling/intervals.py).
+    starts_at_one: whether the first noise level is exactly 1, so that every interval up to 1
+    includes it, or as the shift rounds it, which may be above 1.
     """
 
     number: int  # of steps
@@ -53,8 +50,8 @@ class Euler(Process):
     noise_scale: float = 1.0
     by_start: bool = True
     last_time: float = 1.0
-    interval_arithmetic: IntervalArithmetic = "float64 levels"
-    sigma: float | None = None
+    interval_rule: IntervalRule = "float64 levels"
+    starts_at_one: bool = True
 
     @property
     def draws(self) -> int:
@@ -69,17 +66,9 @@ class Euler(Process):
         return self._ends()[:-1]
 
     def noise_levels(self) -> list[float]:
-        if self.interval_arithmetic == "float64 levels":
-            even = torch.linspace(1, 1 - self.last_time, self.number + 1, dtype=torch.float64)
-            levels = shifted(even, 1 / self.shift)
-        elif self.interval_arithmetic == "float32 levels":
-            even = 1 - torch.linspace(0, self.last_time, self.number + 1, dtype=torch.float32)
-            levels = shifted(even, self.sigma or 1 / self.shift)
-        else:
-            even = torch.linspace(0, self.last_time, self.number + 1, dtype=torch.float32)
-            levels = 1 - shifted(even, self.shift).double()
-        if self.sigma is None:
-            levels[0] = 1  # a level that the shift rounds above 1 is in no interval
+        levels = step_levels(self.interval_rule, self.number, self.last_time, self.shift)
+        if self.starts_at_one:
+            levels[0] = 1
         return levels[:-1].tolist()
 
     def lengths(self) -> list[float]:
@@ -162,20 +151,20 @@ class Sde(Euler):
         return self.number - 1
 
     def times(self) -> list[float]:
-        return [i * (1 - LAST) / (self.number - 1) for i in range(self.number)]
+        return [i * (1 - LAST_STEP) / (self.number - 1) for i in range(self.number)]
 
     def noise_levels(self) -> list[float]:
-        return torch.linspace(1, LAST, self.number, dtype=torch.float64).tolist()
+        return torch.linspace(1, LAST_STEP, self.number, dtype=torch.float64).tolist()
 
     def coefficients(self) -> list:
         """Return the coefficients of x, v and the noise in the step of every evaluation,
         three lists.
         """
         *starts, last = self.times()
-        step = (1 - LAST) / (self.number - 1)
+        step = (1 - LAST_STEP) / (self.number - 1)
         steps = [(1 - step, step * (1 + t), (2 * (1 - t) * step) ** 0.5) for t in starts]
         # its noise is that of the step before, times zero
-        steps.append((1 - LAST, LAST * (1 + last), 0.0))
+        steps.append((1 - LAST_STEP, LAST_STEP * (1 + last), 0.0))
         return [list(column) for column in zip(*steps)]
 
     def step(self, state, at, noise, networks) -> State:

@@ -9,11 +9,8 @@ the labels of the batch rows, and how their outputs are combined.
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
-
-from accel.families import IntervalArithmetic
 
 CHANNELS = 3  # of the noise estimate's four, as for the published pictures
 
@@ -75,9 +72,8 @@ class Guidance:
     """Classifier-free guidance by `scale` on the first `channels` channels; the others
     are the conditional row's.
 
-    interval: the noise levels at which it acts (Kynkäänniemi et al. 2024, arXiv:2404.07724).
-    At other levels only the conditional rows are evaluated. ends: whether its ends are among
-    them; without them noise itself still is, if the interval reaches up to 1.
+    interval: the least and the greatest noise level at which it acts
+    (accel/sampling/intervals.py). At other levels only the conditional rows are evaluated.
     """
 
     copies: ClassVar[int] = 2
@@ -87,14 +83,10 @@ class Guidance:
     null_label: int
     channels: int = CHANNELS
     interval: tuple[float, float] = (0.0, 1.0)
-    ends: bool = True
 
     def at(self, level: float) -> "Guidance | Unguided":
         low, high = self.interval
-        inside = low < level and (level < high or high == 1)
-        if self.ends:
-            inside = low <= level <= high
-        return self if inside else Unguided()
+        return self if low <= level <= high else Unguided()
 
     def labels(self, y: Tensor) -> Tensor:
         return torch.cat([y, torch.full_like(y, self.null_label)])
@@ -123,20 +115,6 @@ class Autoguidance(Guidance):
         return torch.cat([y, y])
 
 
-def rounded_interval(
-    interval: tuple[float, float], arithmetic: IntervalArithmetic
-) -> tuple[float, float]:
-    """Return an interval of noise levels with its ends in a family's `interval_arithmetic`: as they
-    are, rounded to float32, or 1 − a time that is rounded to float32.
-    """
-    if arithmetic == "float64 levels":
-        return interval
-    low, high = interval
-    if arithmetic == "float32 levels":
-        return float(np.float32(low)), float(np.float32(high))
-    return 1 - float(np.float32(1 - low)), 1 - float(np.float32(1 - high))
-
-
 def guidance_of(
     scale: float,
     null_label: int | None,
@@ -144,7 +122,6 @@ def guidance_of(
     guide: bool = False,
     channels: int = CHANNELS,
     interval: tuple[float, float] = (0.0, 1.0),
-    ends: bool = True,
     is_fid_job: bool = False,
 ) -> Guidance | Unguided:
     """Return the guidance of a run: none at a scale of 1, where one row a latent is evaluated.
@@ -155,8 +132,8 @@ def guidance_of(
     those of guidance.
     """
     if guide and scale > 1:
-        return Autoguidance(scale, channels, interval, ends)
+        return Autoguidance(scale, channels, interval)
     if guide or null_label is None or scale == 1:
         always_two = (guide or null_label is not None) and not is_fid_job
         return Unguided(drawn=2 if always_two else 1)
-    return Guidance(scale, null_label, channels, interval, ends)
+    return Guidance(scale, null_label, channels, interval)

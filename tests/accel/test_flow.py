@@ -152,13 +152,13 @@ def test_even_times_that_end_before_one(sigma, interval):
 
 @pytest.mark.parametrize("kind", (Euler, Heun))
 @pytest.mark.parametrize("shift", (3.0, 0.55))
-@pytest.mark.parametrize("arithmetic", ("float64 levels", "float32 levels"))
-def test_the_first_step_of_shifted_times_is_guided(kind, shift, arithmetic):
+@pytest.mark.parametrize("rule", ("float64 levels", "float32 levels"))
+def test_the_first_step_of_shifted_times_is_guided(kind, shift, rule):
     model = small()
     both = torch.cat([Z, Z]).double()
     for interval in ((0.0, 1.0), (0.5, 1.0)):
         want = ode(velocity(model, interval=interval), both, 5, kind is Heun, shift)
-        process = kind(5, shift, interval_arithmetic=arithmetic)
+        process = kind(5, shift, interval_rule=rule)
         guidance = Guidance(4.0, 8, interval=interval)
         assert (
             error(denoise(EagerNetwork(model), process, guidance, Z, LABELS, None), want[:3]) < 1e-6

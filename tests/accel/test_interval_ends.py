@@ -7,7 +7,8 @@ import torch
 
 from accel.families import families
 from accel.sampling import make_process
-from accel.sampling.guidance import guidance_of, rounded_interval
+from accel.sampling.guidance import guidance_of
+from accel.sampling.intervals import closed_interval
 
 ENDS = [i / 100 for i in range(0, 101, 5)] + [0.11, 0.125, 0.3, 0.7, 0.875]
 STEPS = 2, 5, 10, 20, 25, 40, 49, 50, 100, 249, 250
@@ -43,7 +44,7 @@ def rae(steps, low, high, sigma):
     return ((levels >= low) & (levels <= high)).tolist()
 
 
-def ours(name, sampler, steps, interval, shift=1.0, sigma=None):
+def ours(name, sampler, steps, interval, shift=1.0, starts_at_one=True):
     """Return whether each evaluation of a family's run is guided."""
     family = next(family for family in families() if family.name == name)
     process = make_process(
@@ -52,15 +53,10 @@ def ours(name, sampler, steps, interval, shift=1.0, sigma=None):
         shift=shift,
         by_start=family.heun_by_start,
         last_time=family.last_time,
-        interval_arithmetic=family.interval_arithmetic,
-        sigma=sigma,
+        interval_rule=family.interval_rule,
+        starts_at_one=starts_at_one,
     )
-    guidance = guidance_of(
-        2.0,
-        8,
-        interval=rounded_interval(interval, family.interval_arithmetic),
-        ends=family.interval_ends,
-    )
+    guidance = guidance_of(2.0, 8, interval=closed_interval(family.interval_rule, interval))
     return [guidance.at(level) is guidance for level in process.noise_levels()]
 
 
@@ -74,9 +70,8 @@ def test_every_end_is_compared_as_the_original_does(steps):
         interval = (low, high)
         assert ours("REPA", "euler", steps, interval) == repa(steps, low, high)
         assert ours("REPA", "sde", steps, interval) == repa(steps, low, high, sde=True)
-        assert ours("RAE", "euler", steps, interval, 1 / sigma, sigma) == rae(
-            steps, low, high, sigma
-        )
+        got = ours("RAE", "euler", steps, interval, 1 / sigma, starts_at_one=False)
+        assert got == rae(steps, low, high, sigma)
         assert ours("RAE", "euler", steps, interval) == rae(steps, low, high, 1)
         # Options are noise levels, the ends of JiT's and LightningDiT's scripts times.
         levels = (1 - high, 1 - low)
@@ -105,7 +100,7 @@ def test_raes_shift_is_rounded_as_the_originals():
     guided = []
     for channels, side in shapes:
         sigma = (channels * side**2 / 4096) ** 0.5
-        guided.append(ours("RAE", "euler", 10, (0.0, 1.0), 1 / sigma, sigma))
+        guided.append(ours("RAE", "euler", 10, (0.0, 1.0), 1 / sigma, False))
         assert guided[-1] == rae(10, 0.0, 1.0, sigma)
     assert {first for first, *_ in guided} == {True, False}
 

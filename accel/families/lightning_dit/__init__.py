@@ -26,6 +26,6 @@ FAMILY = Family(
     keys=(*dit.FAMILY.keys, "blocks.0.mlp.w12.weight"),
     code=__name__,
     fast=f"{__name__}.fast",
-    interval_arithmetic="float32 times",
+    interval_rule="float32 times",
     fetch="hf download hustvl/lightningdit-xl-imagenet256-800ep --local-dir pretrained_models",
 )

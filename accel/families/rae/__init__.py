@@ -59,7 +59,7 @@ FAMILY = Family(
     any_size=False,
     last_time=0.999,
     defaults_for=defaults_for,
-    interval_arithmetic="float32 levels",
+    interval_rule="float32 levels",
     label_orders=("random", "permuted"),
     config_reader=f"{__name__}.config_file",
 )
