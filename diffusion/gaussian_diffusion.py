@@ -196,14 +196,18 @@ class GaussianDiffusion:
         self._tables(torch.empty(0, device=device).device)  # "cuda" becomes "cuda:0"
 
     def _tables(self, device):
-        tables = self._device_tables.get(device)
+        # A trace has tables of its own: its tensors may be fake.
+        in_trace = torch.jit.is_tracing() or type(torch.empty(0, device="cpu")) is not Tensor
+        tables = None if in_trace else self._device_tables.get(device)
         if tables is None:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     f'a CUDA graph is being captured: call diffusion.prepare("{device}") before'
                 )
             with torch.inference_mode(False):  # later callers may be in another mode
-                tables = self._device_tables[device] = self._upload(device)
+                tables = self._upload(device)
+            if not in_trace:
+                self._device_tables[device] = tables
         return tables
 
     def _upload(self, device):

@@ -105,6 +105,13 @@ def test_raes_shift_is_rounded_as_the_originals():
     assert {first for first, *_ in guided} == {True, False}
 
 
+def test_an_end_of_raes_interval_has_its_levels_type():
+    levels = 1 - torch.linspace(0, 0.999, 11)[:-1]
+    for end in [float(f"{level:.7f}") for level in levels[1:]]:  # decimals round to the levels
+        for interval in ((end, 1.0), (0.0, end)):
+            assert ours("RAE", "euler", 10, interval) == rae(10, *interval, 1)
+
+
 def test_some_of_these_differ_from_exact_numbers():
     """Rounding moves a time below its end, or a level above it."""
     end = 5 / 25
