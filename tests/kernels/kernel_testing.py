@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 
 
 def draw(*shape, seed=0, device="cpu"):
-    """Return normal numbers, the same on every device."""
+    """Return normally distributed numbers, equal on all devices."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
@@ -43,7 +43,7 @@ def needs_hopper():
 
 
 def fresh_process(*arguments, **environment):
-    """Return the output of python in a process of its own, which may import tests."""
+    """Return the output of Python in a separate process, which can import the tests."""
     path = os.pathsep.join([str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")])
     done = forks.run(arguments, **{"PYTHONPATH": path, **environment})
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""How tensor cores sum what they multiply, emulated in float64.
+"""An emulation, in float64, of the sums of tensor cores.
 
 A core adds a block of multiplied pairs and its accumulator at once: aligned to the
 largest of them, each is cut to 24 bits and some extra ones, and the sum is cut to
@@ -18,8 +18,8 @@ from accel.kernels.split_linear import cublas as split_linear
 class Core(NamedTuple):
     """A generation's tensor core."""
 
-    block: int  # multiplied pairs that are added at once
-    extra_bits: int  # that an addend keeps below float32's last
+    block: int  # number of products that are added at once
+    extra_bits: int  # bits of an addend below float32's last bit
 
 
 CORES = {
@@ -32,7 +32,7 @@ CORES = {
 
 
 def cut(x, largest, bits):
-    """x without what lies below `bits` bits from the leading one of `largest`."""
+    """Truncate x to `bits` bits below the leading bit of `largest`."""
     unit = torch.exp2((torch.frexp(largest).exponent - bits).double().clamp(min=-500))
     return torch.trunc(x / unit) * unit
 

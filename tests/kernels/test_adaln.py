@@ -49,7 +49,7 @@ def check(width, n, tokens, branches, dtype, device, tolerance, rms_eps=None, by
 
 
 def check_split(backend, device="cpu", tokens=20):
-    """High and low with a scale a token, also where tokens differ by 1e+8 in size."""
+    """Check high and low with a scale per token, for tokens that differ by a factor of 1e+8."""
     by_row = torch.tensor([2, 0, 1], device=device)
     by_token = torch.arange(3 * tokens, device=device).view(3, tokens) % 3
     for width, rms_eps, entry in (

@@ -57,7 +57,7 @@ def test_backends_on_the_cpu(backend, shape):
 
 
 def check(n, tokens, heads, device, dtype, run):
-    """Usual, sharp and flat weights: the same bits every time."""
+    """Check typical, sharp and flat weights; repeated runs give the same bits."""
     tolerance = 4e-4 if dtype == torch.float16 else 3e-3
     for sharpness in (1, 30, 0):
         qkv = packed(n, tokens, heads, 72, dtype, device, tokens)
@@ -96,7 +96,7 @@ def test_our_kernels_refuse_other_heads_and_dtypes():
 @pytest.mark.parametrize("dim", (64, 36))
 @pytest.mark.parametrize("backend", ("cudnn", "flash", "efficient"))
 def test_torch_declares_the_kernels_as_they_are_called(backend, dim):
-    """Another torch may change private operators."""
+    """Private operators may change in another version of torch."""
     with FakeTensorMode():
         qkv = torch.empty(2, 16, 3 * 4 * dim, dtype=torch.float16, device="cuda")
         kv = torch.empty(2, 24, 2 * 4 * dim, dtype=torch.float16, device="cuda")
@@ -169,7 +169,7 @@ def test_our_kernel_is_as_accurate_as_flash():
 
 @pytest.mark.gpu
 def test_threads_leave_other_kernels_on():
-    """Networks warm up in threads; what torch offers to everyone else is as before."""
+    """Networks warm up in threads; this must not disable kernels of torch for other code."""
     capability = torch.cuda.get_device_capability()
     backends = ("efficient",) + ("flash", "cudnn") * (capability >= (8, 0))
 

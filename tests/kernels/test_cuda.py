@@ -14,7 +14,7 @@ TEXT = 'extern "C" __global__ void fill(int *to, int value, float scale) {{ {bod
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty cache folder, and the list of what is compiled."""
+    """An empty cache folder, and the list of compiled kernels."""
     compiled = []
     compile_cubin = cuda.compile_cubin
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -44,7 +44,7 @@ def test_a_cubin_is_kept_and_checked(cache):
 
 
 def test_the_version_sees_every_source(tmp_path, monkeypatch):
-    """In subfolders too: FID jobs go by it."""
+    """Files in subfolders count too; FID jobs record the version."""
     monkeypatch.setattr(kernels, "FOLDER", tmp_path)
     (tmp_path / "op" / "deep").mkdir(parents=True)
     seen = {kernels.version()}

@@ -27,7 +27,7 @@ def case(channels, height, width, dtype, branch, device, seed=0):
 
 
 def formula(x, bias, branch, weight, shift, groups, silu):
-    """Float64, written out."""
+    """Return the result by definition, in float64."""
     total = x.double() + bias.double()[:, None, None] + (0 if branch is None else branch.double())
     grouped = total.reshape(1, groups, -1)
     centred = grouped - grouped.mean(-1, keepdim=True)

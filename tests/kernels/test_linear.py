@@ -1,4 +1,4 @@
-"""The linear layer's backends against float64: the GEMM, and what follows it in its epilogue."""
+"""Compare the backends of the linear layer, with all epilogues, with float64."""
 
 import re
 from itertools import cycle, product
@@ -35,7 +35,7 @@ def case(m, n, k, dtype, device, lead=()):
 
 
 def beside(epilogue, rows, tokens, n, head, dtype, device):
-    """The arguments of a layer with this epilogue, and those of its calls."""
+    """Return the arguments of a layer with this epilogue, and the arguments of its calls."""
     generator = torch.Generator().manual_seed(n)
 
     def draw(*shape):
@@ -54,7 +54,7 @@ def beside(epilogue, rows, tokens, n, head, dtype, device):
 
 
 def formula(x, weight, bias, epilogue, rotation=None, **given):
-    """The result in float64, by the epilogue's definition; of "residual" the new stream."""
+    """Return the result in float64 by definition; for "residual" the new stream."""
     y = x.double() @ weight.double().t() + bias.double()
     if epilogue == "gelu":
         return 0.5 * y * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (y + 0.044715 * y**3)))
@@ -80,7 +80,7 @@ def formula(x, weight, bias, epilogue, rotation=None, **given):
 
 
 def check(shape, epilogue, dtype, device, tolerance, backend, tuner=None):
-    """A layer's result, which does not depend on what was in its memory before."""
+    """Check a layer's result; uninitialised memory must not change it."""
     rows, tokens, n, k, head = shape
     x, weight, bias = case(tokens, n, k, dtype, device, (rows,))
     options, given = beside(epilogue, rows, tokens, n, head, dtype, device)
@@ -122,7 +122,7 @@ VARIANTS = [*product(hopper.TILES, hopper.FUSED_EPILOGUES)]
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile, epilogue", VARIANTS)
 def test_every_tile_gives_the_same_bits(tile, epilogue, monkeypatch):
-    """Every time: no part of a sum depends on what comes first."""
+    """Repeated runs give the same bits: the order of summation is fixed."""
     needs_hopper()
     monkeypatch.setattr(hopper, "choose_tile", lambda *_: tile)
     shape = 7, 128, 1152, 328, 72
@@ -164,7 +164,7 @@ def test_machine_code(tile, epilogue):
 
 @pytest.mark.gpu
 def test_the_epilogue_is_the_tanh_form():
-    """In float32 the two forms of GELU lie 1.5e-4 apart, far over the rounding."""
+    """In float32 the two forms of GELU differ by 1.5e-4, far more than the rounding."""
     x, weight, bias = case(256, 512, 128, torch.float32, "cuda")
     with true_float32():
         got = Linear(weight, bias, "gelu", backend="epilogue")(x).double()

@@ -17,7 +17,7 @@ SHAPES = ((2, 70, 2, 72), (1, 130, 3, 64), (1, 33, 1, 72), (1, 1, 1, 72))  # (N,
 
 
 def check(n, tokens, heads, dim, backend, device="cpu"):
-    """Flat weights, sharp ones, and a few keys far above the rest."""
+    """Check flat weights, sharp weights, and a few keys that are much larger than the rest."""
     for sharpness in (1, 30):
         qkv = draw(n, tokens, 3 * heads * dim, seed=tokens, device=device)
         qkv[..., : 2 * heads * dim] *= sharpness**0.5

@@ -46,7 +46,7 @@ def test_high_and_low_hold_22_bits(magnitude):
 
 
 def test_rows_near_the_end_of_float32_stay_what_they_are():
-    """Where the power of two of a row would itself leave float32."""
+    """The scale of such a row would overflow or underflow float32."""
     x = torch.tensor([[1e-36, -3e-37], [1e-38, 2e-40], [1e-44, 0.0], [0.0, 0.0]])
     assert torch.allclose(split(x).value(torch.float64), x.double(), rtol=1e-6, atol=1e-44)
 
@@ -115,7 +115,7 @@ def check_linear(m, n, k, backend, device="cpu"):
 
 
 def check_overflow(backend, device="cpu"):
-    """A result beyond 65504 is reported, be it one in a thousand."""
+    """A result above 65504 is reported, even if it is one in a thousand."""
     weight, x = (draw(n, 64, seed=seed, device=device) for n, seed in ((64, 1), (40, 2)))
     one = torch.ones(64, device=device)
     for row, expected in ((None, 0), (39, 1)):
@@ -173,7 +173,7 @@ def test_cublas_without_triton(monkeypatch):
 
 
 def relative_error(capability, depth):
-    """A layer's by emulated tensor cores, on normal inputs and weights."""
+    """Return the error of a layer on emulated tensor cores, for normal inputs and weights."""
     x = draw(16, depth, seed=1)
     weight = draw(16, depth, seed=2)
     bias = torch.zeros(16)
@@ -256,7 +256,7 @@ def test_backends_on_a_gpu(backend):
 
 
 def check_few_rows():
-    """Few rows have the bits that they have among many."""
+    """Few rows give the same bits as the same rows in a large batch."""
     x = split(draw(200, 1152, seed=1, device="cuda"))
     layer = SplitLinear(*draw(1000, 1153, device="cuda").split([1152, 1], 1))
     whole = layer(x)

@@ -49,7 +49,7 @@ def measured(monkeypatch, tmp_path):
 
 
 def test_a_choice_is_made_once(measured, tmp_path):
-    """In a process, and by its file in the next one. A damaged file counts as none."""
+    """A process remembers it, and the next one reads it from the file. Corrupt files are ignored."""
     first = Tuner()
     assert (
         first.choose(*GEMM) is first.choose(*GEMM[:5], torch.device("cuda", 0))
@@ -89,7 +89,7 @@ def test_two_jobs_take_one_choice(measured, tmp_path, monkeypatch):
 
 
 def test_choices_travel_as_plain_numbers(measured):
-    """From rank 0, as through files."""
+    """Rank 0's choices reach other ranks, and files, as plain numbers."""
     Tuner([], share=lambda make: json.loads(json.dumps(make()))).share_choices([GEMM])
     other = Tuner([], share=lambda make: [[WORDS, 64]])
     other.share_choices([GEMM])

@@ -85,7 +85,9 @@ def too_large(model):
 def test_overflow_names_the_layer(device):
     model = too_large(build("DiT-Demo/2")).to(device)
     exact = network_of(model, "exact")
-    assert not exact.forward(*inputs(model, 2, device)).isfinite().all()  # never a picture
+    assert (
+        not exact.forward(*inputs(model, 2, device)).isfinite().all()
+    )  # cannot be mistaken for a picture
     assert exact.overflowed() == "blocks.1.mlp.fc1"
 
 

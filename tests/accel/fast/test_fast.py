@@ -46,7 +46,7 @@ def test_float64_is_the_definition(make):
 
 
 def test_every_weight_is_copied():
-    """The norms of queries and keys, too, which no GEMM holds."""
+    """This includes the norms of queries and keys, which belong to no GEMM."""
     models = [build_large(**FORMS[0], qk_norm=True) for _ in range(2)]
     for value in models[1].parameters():
         value.data.mul_(1.5)
@@ -127,7 +127,7 @@ def test_tiers_of_large_dit(form, precision, tolerance):
 
 @pytest.mark.gpu
 def test_loading_holds_no_float32_copy_on_the_gpu():
-    """At most two bytes a weight, and a few tensors, are held at the peak."""
+    """The peak is at most two bytes per weight plus a few tensors."""
     form = dict(WIDE[1], n_layers=12, num_classes=10, qk_norm=True)
     model = build_large(**form)
     with shapes_only():

@@ -13,7 +13,7 @@ from accel.fast.ops import HalfOps
 
 @pytest.fixture
 def fused(monkeypatch):
-    """Half precision computes the head so on every device, here by the reference."""
+    """Use the fused head on every device; on a CPU its reference computes it."""
     monkeypatch.setattr(HalfOps, "updates_stream", True)
 
 
@@ -39,7 +39,7 @@ def test_large_outer_layers_are_half_gemms(tier, tolerance, fused, monkeypatch):
 
 
 def test_tokens_on_two_ranks(fused):
-    """A rank has some tokens of a row, and all keys and values come from an exchange."""
+    """A rank has a part of a row's tokens, and gets all keys and values from an exchange."""
     network = network_of(build(), "fp16")
     x, t, y = inputs()
     packed = []

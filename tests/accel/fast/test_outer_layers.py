@@ -1,4 +1,4 @@
-"""The patch embedding and the last layer as split GEMMs, which large ones are on Hopper."""
+"""Patch embedding and last layer as split GEMMs, used on Hopper if they are large."""
 
 from functools import partial
 
@@ -39,7 +39,7 @@ def test_a_network_with_split_outer_layers(of_family, definition, tier, most, de
         call()
 
     def embed(*arguments, **options):
-        """The embeddings of all stages, side by side."""
+        """Return the embeddings of all stages, concatenated."""
         embedded = network.embed(*arguments, **options)
         return torch.cat(embedded, -1) if isinstance(embedded, tuple) else embedded
 

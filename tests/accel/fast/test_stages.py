@@ -31,7 +31,7 @@ class TwoStages(DiT):
         ]
 
     def forward(self, x, t, y):
-        """The network written out."""
+        """Compute the network by definition."""
         c = self.condition(t, y)
         x = self.blocks[0](self.embed(x), c)
         x = self.prepend(x, None, c)
@@ -47,7 +47,7 @@ def prepend(x, embedded, condition):
 
 
 def later_vectors(x, condition):
-    """The vectors from the second block on."""
+    """Return the vectors of the second block and later ones."""
     return condition._replace(table=condition.table[:, BLOCK_VECTORS:])
 
 
