@@ -193,7 +193,7 @@ class Sampler:
         has = _beside_shapes(held.source)
         if self._check and "guidance_channels" not in self.options:
             wanted["guidance_channels"] = self.run["guidance_channels"]
-            guided = _guided_as(held).spec.says.get("guidance_channels")
+            guided = _guided_as(held).spec.recommended.get("guidance_channels")
             has["guidance_channels"] = guided or self.run["guidance_channels"]
         for name, value in has.items():
             if value != wanted[name]:
@@ -395,7 +395,7 @@ def _guided_as(held: HeldModule) -> Source:
         )
     if channels is None:
         return held.source
-    return held.source.saying(guidance_channels=channels)
+    return held.source.recommending(guidance_channels=channels)
 
 
 def _written(decoder: torch.nn.Module) -> TemporaryDirectory:

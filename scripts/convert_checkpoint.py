@@ -32,7 +32,7 @@ def facts_of(spec: ModelSpec) -> dict[str, Any]:
     latents = {
         name: spec.latent_settings[name] for name in LATENT_SETTINGS if name in spec.latent_settings
     }
-    recipe = {**spec.says, **latents}
+    recipe = {**spec.recommended, **latents}
     is_path = spec.vae and (Path(spec.vae).is_absolute() or Path(spec.vae).exists())
     facts = {
         **spec.facts,
@@ -65,6 +65,8 @@ def convert(
             raise UsageError(problem, "choose another name", parameter="output", value=target)
     weights = Files(Given(ckpt), entry=weights_entry)
     spec = weights.source(Hints(model=model, num_heads=num_heads)).spec
+    for text in spec.assumed.values():
+        weights.given.warn(text)
     state = weights_of(spec.family).sampled(weights.state)
     dropped = weights.state.keys() - state.keys()
     if dropped:

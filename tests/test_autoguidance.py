@@ -276,15 +276,15 @@ def test_a_guide_that_overflows_takes_both_to_bfloat16(guides, weights, monkeypa
 
 def test_a_guide_whose_family_no_file_says_is_of_the_first_networks(tmp_path, capsys):
     """A SiT's entries are a DiT's."""
-    for name, depth in (("sit-f", 2), ("g", 1)):
+    for name, depth, more in (("f", 2, dict(path_type="Linear")), ("g", 1, {})):
         model = fill(SiT(**{**DEMO_SIZE, "depth": depth}))
-        torch.save({"ema": model.state_dict(), "args": dict(num_heads=3)}, tmp_path / f"{name}.pt")
+        args = dict(num_heads=3, **more)
+        torch.save({"ema": model.state_dict(), "args": args}, tmp_path / f"{name}.pt")
     how = dict(device="cpu", output_type="latent", sampler="euler", num_sampling_steps=3)
-    run, _ = ready(ckpt=tmp_path / "sit-f.pt", guide=tmp_path / "g.pt", **how)
+    run, _ = ready(ckpt=tmp_path / "f.pt", guide=tmp_path / "g.pt", **how)
     assert run.guide.spec.family.name == run.spec.family.name == "SiT"
-    assert "g.pt: names no family, taken for a SiT, as the network that it guides" in (
-        capsys.readouterr().out
-    )
+    line = "g.pt: names no family, taken for a SiT (velocity); if it is not: give --model "
+    assert line in capsys.readouterr().out
 
 
 SAME = "; a guide has the family, classes and latents of the network that it guides"

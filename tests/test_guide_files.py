@@ -91,7 +91,7 @@ def test_a_guide_of_other_noise_is_refused_by_name(jits, tmp_path, capsys):
     opened(jits, tmp_path, guide=jits(noise_scale=None))
     assert "says no scale of the first noise, taken for 1.5, as the" in capsys.readouterr().out
     for changes, words in (
-        (dict(noise_scale=0.0), "say noise_scale 0.0: must be from 0.001 to 1000; save it"),
+        (dict(noise_scale=0.0), "says noise_scale 0.0: must be from 0.001 to 1000; save it"),
         (dict(img_size=64), "has image_size 64, and [^ ]*jit.pth 32; a guide has"),
     ):
         with pytest.raises(UsageError, match=f"guide=[^ ]*small.pth: .*{words}"):
@@ -178,7 +178,7 @@ def test_a_guide_of_another_trained_size_is_refused(tmp_path):
     (
         (
             dict(transport=dict(path_type="GVP")),
-            "transport.path_type GVP",
+            "g.yaml: trained with transport.path_type GVP, and only Linear is",
         ),
         (dict(data=dict(latent_multiplier=0.18)), "has latent_scale 0.18, and .* 1"),
         (dict(data=dict(latent_multiplier=1.0)), "has latent_norm False, and .* True"),
@@ -189,10 +189,10 @@ def test_a_guides_configuration_is_of_the_same_latents(section, words, tmp_path)
     """The configuration of a LightningDiT lies beside its file."""
     for name in ("f", "g"):
         torch.save({"ema": as_file(build_lightning())}, tmp_path / f"{name}.pt")
-    (tmp_path / "g.yaml").write_text(yaml.safe_dump({"model": {}, "sample": {}, **section}))
+    (tmp_path / "g.yaml").write_text(yaml.safe_dump({"sample": {"cfg_scale": 2.0}, **section}))
     options = Options(ckpt=tmp_path / "f.pt", guide=tmp_path / "g.pt", **LATENTS)
     if words is None:
-        assert open_run(options).guide.spec.says["timestep_shift"] == 1
+        assert open_run(options).guide.spec.recommended["timestep_shift"] == 1
         return
     with pytest.raises(UsageError, match=f"guide=[^ ]*g.pt: [^\n]*{words}"):
         open_run(options)

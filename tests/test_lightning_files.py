@@ -8,25 +8,25 @@ import torch
 from conftest import fill
 from forks import refused, succeeds
 from hub import Hub
-from networks import error, identify, run_of
+from networks import error, identify
 from PIL import Image
 from test_lightning_dit import as_file, build
 
-from accel.checkpoints import beside
+from accel.checkpoints import spec_of
 from accel.config.options import Options
 from accel.decoders.autoencoder_kl.half import HalfDecoder
 from accel.decoders.ldm import STATISTICS
 from accel.decoders.loading import digest, find, load
 from accel.errors import Given, UsageError
 from accel.families import Defaults
-from accel.families.lightning_dit.recipe import says
-from accel.families.spec import Says
+from accel.families.lightning_dit.network import LightningDiT_models
 from accel.io.output import to_grid
 from accel.run.opening import open_run
 from accel.runtime.network import EagerNetwork
 from accel.sampling import denoise
 from accel.sampling.flow import Euler
 from accel.sampling.guidance import Guidance
+from accel.tensors.shapes import shapes_only
 
 YAML = """data: {image_size: 64, num_classes: 8, latent_norm: true, latent_multiplier: 1.0}
 model: {model_type: LightningDiT-XL/1, use_qknorm: false}
@@ -219,38 +219,49 @@ WRONG = (
 def test_a_wrong_yaml_is_one_line(text, tmp_path):
     checkpoint(tmp_path)
     (tmp_path / "small.yaml").write_text(text)
-    with pytest.raises(UsageError, match="small.pt: small.yaml beside it [^\n]*$"):
+    with pytest.raises(UsageError, match="small.pt: [^\n]*$"):
         identify(tmp_path / "small.pt")
 
 
-def said(model, path, **facts):
-    """Return what the configuration of a file says, or the YAML file beside it."""
-    given = Given(str(path))
-    return says(given, run_of(model).spec, facts or beside.facts_of(path, given))
-
-
-def test_what_implies_how_to_sample(tmp_path):
-    """A YAML of another program, or one of several, is nothing; a published name or the
-    checkpoint's own entry is.
+def test_what_implies_how_to_sample(tmp_path, capsys):
+    """A published name, the checkpoint's own entry or a YAML file of this name; another program's
+    YAML file is printed, and of several none is read.
     """
+    checkpoint(tmp_path)
     path = tmp_path / "lightningdit-xl-imagenet256-64ep.pt"
-    assert said("LightningDiT-XL/1", path).options["cfg_scale"] == 10.0
-    own = dict(model={}, sample=dict(num_sampling_steps=250, cfg_scale=9))
+    (tmp_path / "small.pt").rename(path)
+    assert identify(path).recommended["cfg_scale"] == 10.0
+    content = torch.load(path)
+    own = dict(sample=dict(num_sampling_steps=250, cfg_scale=9))
+    torch.save(content | dict(config=own), tmp_path / "own.pt")
     want = dict(
-        guidance_interval=(0.0, 1.0), timestep_shift=1.0, cfg_scale=9.0, num_sampling_steps=249
+        guidance_interval=(0.0, 1.0), timestep_shift=1.0, cfg_scale=9, num_sampling_steps=249
     )
-    assert said("LightningDiT-XL/1", path, config=own).options == want
-    (tmp_path / "compose.yaml").write_text("services: {}")
-    assert said("LightningDiT-XL/1", path) == Says()
+    assert identify(tmp_path / "own.pt").recommended == want
+    (tmp_path / "compose.yaml").write_text("services: {web: x}")
+    assert identify(path).recommended["cfg_scale"] == 10.0
+    line = f"{path}: compose.yaml: arguments not interpreted: services.web=x\n"
+    assert line in capsys.readouterr().out
     (tmp_path / "a.yaml").write_text(YAML)
-    assert said("LightningDiT-B/1", tmp_path / "x.pt") == Says()
+    torch.save(content, tmp_path / "x.pt")
+    spec = identify(tmp_path / "x.pt")
+    assert (spec.recommended, spec.specified_in) == ({}, "")
+    torch.save(content, tmp_path / "a.pt")
+    spec = identify(tmp_path / "a.pt")
+    assert (spec.recommended["cfg_scale"], spec.specified_in) == (2.5, "a.yaml")
+
+
+def test_a_yaml_file_of_another_model_is_refused(tmp_path):
+    with shapes_only():
+        state = as_file(LightningDiT_models["LightningDiT-B/1"]())
+    given = dict(
+        facts={}, arguments_beside=lambda: ("run.yaml", {"model.model_type": "LightningDiT-XL/1"})
+    )
     with pytest.raises(
-        UsageError, match="describes LightningDiT-XL/1, and the weights are LightningDiT-B/1"
+        UsageError,
+        match="run.yaml describes LightningDiT-XL/1, and the weights are LightningDiT-B/1; move",
     ):
-        said("LightningDiT-B/1", tmp_path / "a.pt")
-    (tmp_path / "compose.yaml").unlink()
-    (tmp_path / "a.pt").touch()  # a.yaml is its own
-    assert said("LightningDiT-B/1", tmp_path / "x.pt") == Says()
+        spec_of(Given("x.pt"), state, **given)
 
 
 SD = dict(model={}, data=dict(latent_norm=False, latent_multiplier=0.18215))

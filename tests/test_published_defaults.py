@@ -3,7 +3,7 @@
 import pytest
 
 from accel.families import families, weights_folder
-from accel.families.lightning_dit.recipe import PUBLISHED
+from accel.families.lightning_dit.weights import RECOMMENDED
 
 HERE = weights_folder()
 
@@ -78,7 +78,7 @@ def test_published_files():
         assert family.models[name].published == (dit if name == "DiT-XL/2" else {})
     # configs/reproductions/lightningdit_xl_vavae_f16d32_64ep_cfg.yaml
     early = dict(cfg_scale=10.0, guidance_interval=(0.0, 0.9))
-    assert {"lightningdit-xl-imagenet256-64ep": early} == PUBLISHED
+    assert {"lightningdit-xl-imagenet256-64ep": early} == RECOMMENDED
     statistics = HERE / "stats/dinov2/wReg_base"
     decoders = HERE / "decoders/dinov2/wReg_base"
     rae = MODELS["DiTDH-XL/1"]

@@ -7,12 +7,21 @@ modules and state dicts. Once a source is open, nobody asks of what kind it was.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 from typing import Any, NamedTuple, Protocol
 
-from accel.checkpoints.facts import checked_options
-from accel.errors import Given, UsageError
-from accel.families.identify import NO_HINTS, Hints, identify
-from accel.families.spec import ModelSpec, StateDict, reference_state, weights_of
+from accel.checkpoints.arguments import interpreted
+from accel.checkpoints.facts import checked
+from accel.errors import Given
+from accel.families.identify import NO_HINTS, Hints, choose_family, identify
+from accel.families.spec import (
+    FamilyWeights,
+    ModelSpec,
+    StateDict,
+    reference_state,
+    weights_of,
+)
+from accel.tensors.shapes import shapes_of
 
 
 class Contents(NamedTuple):
@@ -54,9 +63,10 @@ class Source:
         """Return the user's name for the weights."""
         return self.given.name
 
-    def saying(self, **options: Any) -> "Source":
-        """Return the source, whose spec says these values of options too."""
-        return replace(self, spec=self.spec.changed(says={**self.spec.says, **options}))
+    def recommending(self, **options: Any) -> "Source":
+        """Return the source, whose spec recommends these values of options too."""
+        recommended = {**self.spec.recommended, **options}
+        return replace(self, spec=self.spec.changed(recommended=recommended))
 
     @property
     def state(self) -> StateDict:
@@ -81,39 +91,41 @@ def spec_of(
     state: StateDict,
     facts: Mapping[str, Any],
     hints: Hints = NO_HINTS,
-    facts_beside: Callable[[], Mapping[str, Any]] = dict,
+    arguments_beside: Callable[[], tuple[str, Mapping[str, Any]]] = lambda: ("", {}),
 ) -> ModelSpec:
     """Return the spec of weights with the entries `state`, under the names of their family's
-    files, and of the facts that come with them. facts_beside: reads others, if the family has such
-    files. Raises UsageError for weights of no family, and for contradictions.
+    files. facts: that this program or a pipeline wrote, with the family's name, else the
+    arguments of a training run. arguments_beside: reads more of them from another file, if the
+    family has such files. Raises UsageError for weights of no family, and for values that are
+    not supported.
     """
-    spec = identify(given, state, facts, hints)
-    weights = weights_of(spec.family)
-    if weights.has_files_beside and "config" not in facts:
-        facts = {**facts, **facts_beside()}
+    possible = choose_family(given, shapes_of(state), facts, hints)
+    weights = weights_of(possible[0])
+    file = ""
+    if "family" not in facts:
+        if weights.has_files_beside and facts.keys().isdisjoint(weights.arguments):
+            file, facts = arguments_beside()
+        facts = _facts_in(given, facts, weights, file)
     schedule = facts.get("schedule")
-    if isinstance(schedule, dict):  # of a pipeline; else an argument of a training run
+    if schedule is not None:  # of a pipeline
         from accel.sampling.solvers import require_schedule  # few weights have one
 
         require_schedule(given.error, schedule)
-    try:
-        said = weights.says(given, spec, facts)
-    except UsageError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise given.error(f"its training arguments cannot be read ({error})", "mend it") from None
-    if "beside" in facts:
-        from accel.checkpoints.beside import require_function  # few weights have such a file
+    facts = checked(given, facts)
+    spec = identify(given, state, facts, hints, possible)
+    named = facts.get("model", spec.model)
+    if file and named != spec.model and {named, spec.model} <= spec.family.models.keys():
+        raise given.error(f"{file} describes {named}, and the weights are {spec.model}", "move it")
+    return spec.changed(specified_in=file) if spec.recommended else spec
 
-        require_function(given, facts["beside"], spec)
-    options = checked_options(given, said.options, "its training arguments say")
-    return spec.changed(
-        says={**spec.says, **options},
-        latent_settings={
-            **spec.latent_settings,
-            **said.latent_settings,
-            **weights.latent_settings_of(state),
-        },
-        assumed=said.assumed,
-        said_by=said.file,
-    )
+
+def _facts_in(
+    given: Given, arguments: Mapping[str, Any], weights: FamilyWeights, file: str
+) -> dict[str, Any]:
+    """Return the facts that the arguments of a training run give."""
+    facts = interpreted(given, arguments, weights.arguments, file and f"{file}: ")
+    published = weights.recommended.get(PurePath(given.name).stem.lower(), {})
+    try:
+        return {**facts, "recipe": weights.recipe(facts) or published}
+    except TypeError as error:
+        raise given.error(f"its training arguments cannot be read ({error})", "fix them") from None

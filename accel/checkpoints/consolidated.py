@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from accel.checkpoints import Contents, training
-from accel.checkpoints.arguments import of_training
+from accel.checkpoints.arguments import arguments_of
 from accel.errors import Given
 from accel.tensors.pickles import read_pickle
 
@@ -41,5 +41,5 @@ def read(folder: Path, given: Given, mapped: bool, entry: str | None = None) -> 
     if ARGUMENTS in names:
         meaning = "the arguments of a training run"
         arguments = read_pickle(folder / ARGUMENTS, given.option, argparse.Namespace, meaning)
-        facts = of_training(vars(arguments))
+        facts = arguments_of({"args": arguments})
     return Contents(state, facts)

@@ -39,6 +39,7 @@ FACTS = {
     "vae": _TEXT,
     "patch_size": _whole(1, 64),
     "in_channels": _whole(1, 8192),  # of the latents
+    "learn_sigma": _Fact(lambda value: isinstance(value, bool), "true or false"),
     "class_names": _Fact(_is_names, "a list of names"),
     "recipe": _Fact(lambda value: isinstance(value, dict), "values of settings by name"),
 }
@@ -56,22 +57,6 @@ LATENT_SETTINGS = {  # settings of a recipe that are no options
         "a number from 1e-6 to 1e6",
     ),
 }
-
-
-def is_known(name: str) -> bool:
-    """Return whether a fact of this name is checked."""
-    return name in FACTS or name in FILE_FACTS
-
-
-def is_valid(name: str, value: Any) -> bool:
-    """Return whether a fact has a value that may be believed."""
-    if name in FACTS:
-        return FACTS[name].valid(value)
-    try:
-        option_value(name, value)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def option_value(name: str, value: Any) -> Any:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from accel.checkpoints import Contents, Source, spec_of
-from accel.checkpoints.facts import checked
 from accel.errors import Given, path_errors, shown
 from accel.families.identify import NO_HINTS, Hints
 from accel.families.spec import StateDict
@@ -83,10 +82,9 @@ class Files:
 
     @cached_property
     def contents(self) -> Contents:
-        """Return the float tensors under their family's names, on the CPU, and the checked facts
-        beside them: a training run's arguments, a pipeline's configuration, or the converter's
-        entries. Raises UsageError if the file is damaged, holds no weights, or would execute code
-        on load.
+        """Return the float tensors under their family's names, on the CPU, and the facts next to
+        them: a training run's arguments, a pipeline's configuration, or the converter's entries.
+        Raises UsageError if the file is corrupt, has no weights, or would execute code on load.
         """
         stamps = self._stamp()  # before opening: the content read is of this version or a newer one
         self._stamps = self._stamps or stamps
@@ -97,8 +95,7 @@ class Files:
             layout = next((layout for layout in layouts if layout.holds(self.path)), None)
             if layout is None:
                 raise self.given.error(*_no_layout(self.path, self.given.option))
-            state, facts = layout.read(self.path, self.given, self.mapped, self.entry)
-        return Contents(state, checked(self.given, facts))
+            return layout.read(self.path, self.given, self.mapped, self.entry)
 
     @property
     def state(self) -> StateDict:
@@ -112,13 +109,13 @@ class Files:
 
     def source(self, hints: Hints = NO_HINTS) -> Source:
         """Return the source with these weights. hints: what the user says of them."""
-        spec = spec_of(self.given, self.state, self.facts, hints, self._facts_beside)
+        spec = spec_of(self.given, self.state, self.facts, hints, self._arguments_beside)
         return Source(self.given, spec, self)
 
-    def _facts_beside(self):
-        from accel.checkpoints import beside  # few files have others
+    def _arguments_beside(self):
+        from accel.checkpoints import beside  # few families have such a file
 
-        return beside.facts_of(self.path, self.given)
+        return beside.arguments_beside(self.path, self.given)
 
     @contextmanager
     def reading(self) -> Iterator[StateDict]:

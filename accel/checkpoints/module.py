@@ -12,13 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from accel.checkpoints import Source, spec_of
-from accel.checkpoints.arguments import PLAIN
 from accel.checkpoints.names import without_prefix
 from accel.errors import Given
 from accel.families import families
 from accel.families.identify import families_with
 from accel.families.spec import ModelSpec, ModuleRules, StateDict, weights_of
-from accel.tensors.computed import is_listed, is_suspected
 from accel.tensors.digests import digest
 from accel.tensors.positions import trained
 from accel.tensors.shapes import require_fit, shapes_of
@@ -128,18 +126,7 @@ class HeldModule(HeldState):
             "num_classes": max(classes, 1),
             "class_names": names,
             "schedule": schedule,
-            **self._attributes(),
             **self.rules.facts,
-        }
-
-    def _attributes(self) -> dict[str, Any]:
-        """Return the module's attributes that may be about its function."""
-        return {
-            name: value
-            for name, value in vars(self.module).items()
-            if isinstance(value, PLAIN)
-            and name not in self.rules.unused
-            and (is_listed(name) or is_suspected(name, value))
         }
 
     def _assumed(self, raw) -> dict[str, str]:

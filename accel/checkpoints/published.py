@@ -26,7 +26,7 @@ def find_model(name_or_path: str | Path) -> dict[str, torch.Tensor]:
     shapes = shapes_of(weights.state)
     if not families_with(shapes):
         return weights.state
-    family, _ = choose_family(weights.given, shapes, weights.facts)
+    family, *_ = choose_family(weights.given, shapes, weights.facts)
     return weights_of(family).convert(weights.state)
 
 

@@ -23,9 +23,9 @@ def read(path: Path, given: Given, mapped: bool, entry: str | None = None) -> Co
     facts = from_header(header)
     others = others_in_header(header)
     if others and "family" not in facts:  # another program wrote it
-        from accel.checkpoints.arguments import facts_of  # our own files need none
+        from accel.checkpoints.arguments import arguments_of  # our own files need none
 
-        facts = {**facts_of(given, {"args": others, **others}), **facts}
+        facts = {**arguments_of(others), **facts}
     return Contents(network_in(given, state, prefix_in(given, state, entry)), facts)
 
 

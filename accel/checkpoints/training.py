@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from accel.checkpoints import Contents
-from accel.checkpoints.arguments import facts_of
+from accel.checkpoints.arguments import arguments_of
+from accel.checkpoints.facts import OWN
 from accel.checkpoints.names import INNER, network_in, prefixes_of
 from accel.checkpoints.safetensors_file import prefix_in
 from accel.errors import Given, UsageError, shown
@@ -28,7 +29,6 @@ ENTRIES = (
     "state_dict",
     "model_state_dict",
     "module",
-    "shadow_params",
     "model_ema",
     "ema_model",
     "ema_state_dict",
@@ -36,9 +36,8 @@ ENTRIES = (
     "weights",
 )
 WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # of a name such as netEMA or model_ema1
-RAW = "model"  # the entry that is trained, of which others are averages
-AVERAGE = "shadow_params"  # a list without names, of libraries that average parameters
-# Tables that are fixed, so that an average of what is trained may leave them out.
+RAW = "model"  # the trained entry, of which others are averages
+# Tables that are fixed: an average of trained parameters may lack them.
 FIXED = "pos_embed", "freqs_cos", "freqs_sin"
 
 
@@ -48,17 +47,32 @@ def holds(path: Path) -> bool:
 
 
 def read(path: Path, given: Given, mapped: bool, entry: str | None = None) -> Contents:
-    """Return the state dict and the facts that lie beside it. entry: the name of the entry with
-    the weights, with a dot before that of an entry inside it, or before the prefix of the
-    network's names, or this prefix alone; default: by `_rank`. Raises UsageError.
+    """Return the state dict and the facts next to it. entry: the name of the entry with the
+    weights, with a dot before the name of an entry inside it, or before the prefix of the network's
+    names, or this prefix; default: by `_rank`. Raises UsageError.
     """
     content = read_tensors(path, given.option, mapped)
-    state, prefix = _chosen(given, content, entry)
+    states = _states(content)
+    if not states:
+        entries = ", ".join(map(str, list(content)[:5]))
+        raise given.error(f"has no state dict of tensors (entries: {entries})")
+    if "" in states:
+        name = ""
+        prefix = prefix_in(given, content, entry)
+    elif entry is None:
+        name = _preferred(given, states)
+        prefix = None
+    else:
+        name, prefix = _named(given, states, entry)
+    state = _with_fixed_tables(name, states)
     weights = network_in(given, floats_of(state, given.error), prefix)
-    if state is not content:
-        # Statistics of the latents lie among a network's tensors or beside them.
+    if name:
+        # Statistics of the latents lie among a network's tensors or next to them.
         weights |= {name: content[name] for name in chain(*PAIRS) if _is_vector(content.get(name))}
-    return Contents(weights, facts_of(given, content))
+    own = content.get(OWN)
+    if isinstance(own, dict) and "family" in own:
+        return Contents(weights, own)
+    return Contents(weights, arguments_of(content))
 
 
 def _is_vector(value: Any) -> bool:
@@ -66,60 +80,52 @@ def _is_vector(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > 1
 
 
-def _chosen(given: Given, content: dict, entry: str | None) -> tuple[StateDict, str | None]:
-    """Return the weights in the entry that the user names, else in the one that `_rank` prefers,
-    and the prefix of the network's names if the user names one. Print which entry it is if there
+def _preferred(given: Given, states: Mapping[str, StateDict]) -> str:
+    """Return the entry that `_rank` prefers among the entries with a network. Print it if there
     are others and its name is not "ema".
     """
-    states = _states(content)
-    if not states:
-        entries = ", ".join(map(str, list(content)[:5]))
-        raise given.error(f"holds no state dict of tensors (entries: {entries})")
-    if entry is not None and "" in states:
-        return states[""], prefix_in(given, states[""], entry)
-    listed = shown(", ".join(states))
-    if entry is not None:
-        names = [name for name in states if f"{name}.".startswith(f"{entry}.")]
-        if len(names) == 1:
-            return _named(given, names[0], states), None
-        inside = [name for name in states if entry.startswith(f"{name}.")]
-        inside = inside or [name for name in states if _begins_names(states[name], entry)]
-        if not names and inside:
-            name = min(inside, key=_rank)
-            state = _named(given, name, states)
-            return state, prefix_in(given, state, entry.removeprefix(f"{name}."))
-        raise UsageError(
-            f"{given.name} has the entries {listed}", parameter="weights_entry", value=shown(entry)
-        )
-    fitting = [name for name in states if _may_be_network(states[name])]
-    ranks = [_rank(name) for name in fitting or states]
-    name = min(fitting or states, key=_rank)
-    if len(states) == 1:
-        if name == RAW:
-            given.warn(f'holds "{RAW}" alone, without a moving average of the weights')
-    elif ranks.count(min(ranks)) > 1:
-        raise given.error(f"has the entries {listed}", given.give("weights_entry"))
-    elif "ema" not in name.split("."):
-        others = shown(", ".join(other for other in states if other != name))
+    networks = [name for name in states if prefixes_of(INNER.sub("", key) for key in states[name])]
+    first, *others = sorted(networks or states, key=_rank)
+    if others and _rank(others[0]) == _rank(first):
+        raise given.error(f"has the entries {', '.join(states)}", given.give("weights_entry"))
+    if [*states] == [RAW]:
+        given.warn(f'has "{RAW}" only, without a moving average of the weights')
+    elif len(states) > 1 and "ema" not in first.split("."):
+        listed = shown(", ".join(name for name in states if name != first))
         given.warn(
-            f'the weights are those of "{name}", not of {others}; for those: '
+            f'the weights are those of "{first}", not of {listed}; for those: '
             f"{given.otherwise('weights_entry', 'NAME')}"
         )
-    return _named(given, name, states), None
+    return first
 
 
-def _states(content: dict) -> dict[str, Any]:
-    """Return the state dicts of a file by the names of their entries, of the file itself by
-    "". An average without names is a list.
+def _named(given: Given, states: Mapping[str, StateDict], entry: str) -> tuple[str, str | None]:
+    """Return the entry that the user names, and the prefix of the network's names in it if the
+    user names one.
     """
+    names = [name for name in states if f"{name}.".startswith(f"{entry}.")]
+    if len(names) == 1:
+        return names[0], None
+    for name in sorted(states, key=_rank):
+        prefix = entry.removeprefix(f"{name}.").rstrip(".") + "."
+        if any(key.startswith(prefix) for key in states[name]):
+            return name, prefix
+    raise UsageError(
+        f"{given.name} has the entries {shown(', '.join(states))}",
+        parameter="weights_entry",
+        value=shown(entry),
+    )
+
+
+def _states(content: dict) -> dict[str, StateDict]:
+    """Return the state dicts of a file by the names of their entries, of the file itself by ""."""
     if _is_state(content):
         return {"": content}
     states = {}
     for name, value in content.items():
         inside = value if isinstance(value, dict) and not _is_state(value) else {"": value}
         for part, state in inside.items():
-            is_average = AVERAGE in (name, part) and isinstance(state, (list, tuple))
-            if is_average or _is_state(state):
+            if _is_state(state):
                 states[f"{name}.{part}".rstrip(".")] = state
     return states
 
@@ -135,16 +141,6 @@ def _is_state(value: Any) -> bool:
     return has_weights and len(tensors) + len(plain) == len(values)
 
 
-def _begins_names(state: Any, prefix: str) -> bool:
-    """Return whether some names of a state dict lie under a prefix."""
-    return any(name.startswith(f"{prefix.rstrip('.')}.") for name in state if isinstance(name, str))
-
-
-def _may_be_network(state: Any) -> bool:
-    """Return whether a state dict has a network of some family. A list without names may be one."""
-    return not isinstance(state, dict) or bool(prefixes_of(INNER.sub("", name) for name in state))
-
-
 def _rank(name: str) -> tuple[bool, int]:
     """Return (whether an entry's name lacks the word "ema", its place in ENTRIES, their number if
     it has none). The least is preferred.
@@ -154,29 +150,16 @@ def _rank(name: str) -> tuple[bool, int]:
     return is_raw, min(places, default=len(ENTRIES))
 
 
-def _named(given: Given, name: str, states: Mapping[str, Any]) -> StateDict:
-    """Return the weights of an entry. An average without names has those of the weights that
-    it is of, in their order; one without the fixed tables has theirs.
+def _with_fixed_tables(name: str, states: Mapping[str, StateDict]) -> StateDict:
+    """Return the weights of an entry. An average without the fixed tables has those of the weights
+    that it is of.
     """
     average = states[name]
-    others = sorted((other for other in states if isinstance(states[other], dict)), key=_rank)
-    if isinstance(average, dict):
-        for other in (states[each] for each in others if each != name):
-            fixed = {key: other[key] for key in other.keys() - average.keys()}
-            if fixed and all(key.endswith(FIXED) for key in fixed) and _covers(other, average):
-                return average | fixed
-        return average
-    for other in others:
-        raw = {key: value for key, value in states[other].items() if not is_counter(key, value)}
-        for names in (list(raw), [key for key in raw if not key.endswith(FIXED)]):
-            shapes = [raw[key].shape for key in names]
-            if shapes == [getattr(value, "shape", None) for value in average]:
-                return raw | dict(zip(names, average))
-    remedy = f"{given.give('weights_entry')}, or save" if others else "save"
-    raise given.error(
-        f'"{name}" is a list without names, and no other entry has such tensors in its order',
-        f"{remedy} it as a state dict",
-    )
+    for other in (states[each] for each in sorted(states, key=_rank)):
+        fixed = {key: other[key] for key in other.keys() - average.keys()}
+        if fixed and all(key.endswith(FIXED) for key in fixed) and _covers(other, average):
+            return average | fixed
+    return average
 
 
 def _covers(whole: StateDict, part: StateDict) -> bool:

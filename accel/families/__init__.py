@@ -11,7 +11,6 @@
 configuration.py reads the files of --config by these modules.
 """
 
-import re
 from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from importlib import import_module
@@ -69,14 +68,6 @@ def all_channels(defaults: Defaults, channels: int, side: int | None) -> Default
     return defaults._replace(guidance_channels=channels)
 
 
-class Argument(NamedTuple):
-    """An argument of training that only one family's code has, or spells so."""
-
-    name: str
-    values: str = ".*"  # a regular expression of the family's values
-    beside: str = ""  # another argument of the run, without which this one says nothing
-
-
 class Family(NamedTuple):
     """The record of a family. All that files are asked about every family is here: a file
     imports the modules of its own family alone.
@@ -97,8 +88,11 @@ class Family(NamedTuple):
     fetch: str = ""  # the command that fetches published weights, if no plain address serves them
     # Beginnings of names of tensors that prove the family, among those with the same keys.
     marks: tuple[str, ...] = ()
-    arguments: tuple[Argument, ...] = ()
-    # model → what training code calls it, where that is another name
+    # Arguments that its training program writes, and no program of a family with the same keys:
+    # name → values, () for any. They tell the families apart.
+    arguments: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    files: Mapping[str, str] = MappingProxyType({})  # name of a published file → model
+    # model → its name in the training program, where that is another name
     names_in_training: Mapping[str, str] = MappingProxyType({})
     # What its original does otherwise than the others':
     interval_rule: IntervalRule = "float64 levels"
@@ -139,30 +133,22 @@ class Family(NamedTuple):
             )
         return import_module(self.fast).pack
 
-    def claims(self, names: Collection[str]) -> list[str]:
-        """Return the marks that begin some of the `names` of tensors."""
-        return [
-            mark.rstrip(".") for mark in self.marks if any(name.startswith(mark) for name in names)
-        ]
+    def is_marked(self, names: Collection[str]) -> bool:
+        """Return whether tensors with these `names` prove the family."""
+        return any(name.startswith(mark) for mark in self.marks for name in names)
 
-    def trained_by(self, arguments: Mapping[str, Any]) -> list[str]:
-        """Return the names of the arguments of a training run that are spelled as the family's
-        code spells them.
+    def writes(self, name: str, value: Any) -> bool:
+        """Return whether the family's training program, among programs of families with the same
+        tensors, writes this value of an argument.
         """
-        texts = {name: value for name, value in arguments.items() if isinstance(value, str)}
-        return [
-            name
-            for name, values, beside in self.arguments
-            if name in texts and beside in ("", *texts) and re.fullmatch(values, texts[name])
-        ]
+        if name == "model":
+            return self.calls_models_as(value)
+        values = self.arguments.get(name)
+        return values is not None and (not values or value in values)
 
-    def has_model(self, name: str | None) -> bool:
-        """Return whether a model of the family is called so, here or by its training code."""
-        return name in self.models or name in self.names_in_training.values()
-
-    def calls_models_as(self, name: str | None) -> bool:
-        """Return whether a model's name begins as those of the family do here or in its training
-        code, as DiT-Tiny/2 does.
+    def calls_models_as(self, name: Any) -> bool:
+        """Return whether a model's name begins as names of the family's models do here or in its
+        training program, as DiT-Tiny/2 does.
         """
         names = chain(self.models, self.names_in_training.values())
         return str(name).partition("-")[0] in {each.partition("-")[0] for each in names}
@@ -184,7 +170,7 @@ def model_names() -> tuple[str, ...]:
     return tuple(chain.from_iterable(family.models for family in families()))
 
 
-def family_of(model: str) -> Family | None:
+def family_of(model: Any) -> Family | None:
     """Return the family that has a model of this name, or None."""
     return next((family for family in families() if model in family.models), None)
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from accel.errors import Given
 from accel.families import Defaults, Family
 from accel.tensors.shapes import Shapes, shapes_only
 
@@ -46,8 +45,9 @@ class ModelSpec:
     image_size: int | None = None  # side of the training pictures, if the file says it
     vae: str | None = None
     class_names: tuple[str, ...] = ()
-    says: Mapping[str, Any] = field(default_factory=dict)  # values of options, for sampling
-    said_by: str = ""  # the file that says it, where it is not the weights' own
+    # Values of options with which to sample it.
+    recommended: Mapping[str, Any] = field(default_factory=dict)
+    specified_in: str = ""  # the file that recommends them, if it is not the file of the weights
     # Other settings of its training: the scale of its latents, and whether they are normalised.
     latent_settings: Mapping[str, Any] = field(default_factory=dict)
     # Option, or "" → a line about what is assumed of it, to be printed where it is used.
@@ -153,18 +153,6 @@ class ModuleRules(NamedTuple):
     # Replaces the reference network's.
     timestep_embedding: Callable[[Tensor, int], Tensor] | None = None
     face: type[Face] | None = None  # the signature of the accelerated copy
-    unused: tuple[str, ...] = ()  # attributes that its class keeps and does not use
-
-
-class Says(NamedTuple):
-    """Settings of sampling in the facts beside weights: values of options, settings of their
-    latents, and lines about options of which they say nothing.
-    """
-
-    options: Mapping[str, Any] = {}
-    latent_settings: Mapping[str, Any] = {}
-    assumed: Mapping[str, str] = {}
-    file: str = ""  # that says it, where it is not the weights' own
 
 
 def no_latent_settings(state: StateDict) -> dict[str, Any]:
@@ -172,9 +160,9 @@ def no_latent_settings(state: StateDict) -> dict[str, Any]:
     return {}
 
 
-def says_nothing(given: Given, spec: ModelSpec, facts: Mapping[str, Any]) -> Says:
-    """Return no options."""
-    return Says()
+def no_recipe(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return no settings."""
+    return {}
 
 
 class FamilyWeights(NamedTuple):
@@ -182,24 +170,27 @@ class FamilyWeights(NamedTuple):
 
     models: name → constructor of the reference network. identify(shapes, facts): the network of
     weights with these shapes; raises KeyError for a missing entry, ValueError for weights that are
-    not computed. of_module(module, state): how to read a module, None for another family's.
-    convert: entries of a file → the reference network's. sampled: leaves entries of a file out
-    that sampling does not need. says(given, spec, facts): what the facts say of sampling.
-    latent_settings_of: settings of the latents that a file's entries say. has_files_beside: whether
-    a YAML file beside the weights may say it. labels: the label table. computed: arguments that
-    only the family's code has → their computed values.
+    not supported. of_module(module, state): how to read a module, None for another family's.
+    arguments: each argument of the family's training program, of its process and of its
+    constructor → a tuple of its supported values, or the name of the fact that it is, or None:
+    it does not matter. recipe(facts): settings of sampling that these facts imply. convert:
+    entries of a file → the reference network's. sampled: leaves entries of a file out that
+    sampling does not need. latent_settings_of: settings of the latents in a file's entries.
+    has_files_beside: whether the arguments may be in a YAML file next to the weights. recommended:
+    settings of published files, by their names without suffix. labels: the label table.
     """
 
     models: Mapping[str, Callable[..., nn.Module]]
     identify: Callable[[Shapes, Mapping[str, Any]], ModelSpec]
     of_module: Callable[[nn.Module, StateDict], ModuleRules | None]
+    arguments: Mapping[str, tuple | str | None] = {}
+    recipe: Callable[[Mapping[str, Any]], dict[str, Any]] = no_recipe
     convert: Callable[[StateDict], StateDict] = unchanged
     sampled: Callable[[StateDict], StateDict] = unchanged
-    says: Callable[[Given, ModelSpec, Mapping[str, Any]], Says] = says_nothing
     latent_settings_of: Callable[[StateDict], Mapping[str, Any]] = no_latent_settings
     has_files_beside: bool = False
+    recommended: Mapping[str, Mapping[str, Any]] = {}
     labels: str = LABELS
-    computed: Mapping[str, tuple] = {}
 
 
 def weights_of(family: Family) -> FamilyWeights:

@@ -86,6 +86,7 @@ def make_grid(options: Options, ranks: Ranks) -> None:
         log.info(
             f"{', '.join(outputs)}: {watch} · {launch.seconds_since_start():.2f} s since start"
         )
+        run.repeat_assumed_family()
 
 
 def warm_up(run: Run, pipeline: Pipeline, batches: list[slice], watch: Stopwatch) -> None:

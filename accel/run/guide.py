@@ -15,7 +15,7 @@ def require_alike(
     """
     spec = source.spec
     other = guide.spec
-    size = spec.says.get("image_size", spec.image_size)
+    size = spec.recommended.get("image_size", spec.image_size)
     if origins.get("image_size") == USER and not spec.family.any_size:
         size = values["image_size"]
     compared = {
@@ -24,7 +24,7 @@ def require_alike(
         "channels of latents": (other.in_channels, spec.in_channels),
         "channels of its output": (other.out_channels, spec.out_channels),
         "a side of trained latents": (other.latent_size, spec.latent_size),
-        "image_size": (other.says.get("image_size", other.image_size), size),
+        "image_size": (other.recommended.get("image_size", other.image_size), size),
         # Without a configuration latents are those of the family's decoder.
         "latent_scale": tuple(
             each.latent_settings.get("latent_scale", 1) for each in (other, spec)
@@ -39,9 +39,11 @@ def require_alike(
                 f"has {fact} {value}, and {source.name} {guided}",
                 "a guide has the family, classes and latents of the network that it guides",
             )
+    # The noise scale of a guide is compared below.
+    notices = [guide.given.notice(text) for name, text in other.assumed.items() if not name]
     if spec.family.prediction == "data":
-        return _noise_notices(values, origins, guide, source)
-    return []
+        notices += _noise_notices(values, origins, guide, source)
+    return notices
 
 
 def _noise_notices(values, origins, guide, source):
@@ -49,7 +51,7 @@ def _noise_notices(values, origins, guide, source):
     picture. Raises UsageError for another scale of noise, unless the user gives one for both.
     """
     notices = []
-    trained = guide.spec.says.get("noise_scale")
+    trained = guide.spec.recommended.get("noise_scale")
     scale = values["noise_scale"]
     if origins["noise_scale"] != USER and trained is None:
         notices.append(
@@ -63,7 +65,7 @@ def _noise_notices(values, origins, guide, source):
             f"was trained with noise_scale {trained:g}, and {source.name} with {scale:g}",
             "give another guide, or `noise_scale` for both",
         )
-    t_eps = guide.spec.says.get("t_eps")
+    t_eps = guide.spec.recommended.get("t_eps")
     if t_eps not in (None, values["t_eps"]):
         notices.append(
             guide.given.notice(

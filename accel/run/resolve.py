@@ -150,6 +150,11 @@ class Run:
         for notice in self.notices:
             warn(notice)
 
+    def repeat_assumed_family(self) -> None:
+        """Print again, after the pictures are saved, that the family is an assumption."""
+        if "" in self.spec.assumed:
+            self.source.given.warn(self.spec.assumed[""])
+
     def describe(self, machine: list[str], ranks: int = 1) -> str:
         """Return the line that announces the run. machine: the arithmetic and where it runs, in
         words. ranks: their number.
@@ -205,13 +210,13 @@ def choose(
     of_files = []
     if configuration is not None:
         of_files.append(OriginValues(configuration.given.name, configuration.options))
-    if spec.said_by:  # a file beside the weights
+    if spec.specified_in:  # a file beside the weights
         of_files += [
-            OriginValues(spec.said_by, spec.says),
+            OriginValues(spec.specified_in, spec.recommended),
             OriginValues(source.name, facts),
         ]
     else:
-        of_files.append(OriginValues(source.name, {**spec.says, **facts}))
+        of_files.append(OriginValues(source.name, {**spec.recommended, **facts}))
     values, origins = merge(
         [
             OriginValues(USER, options),
@@ -384,7 +389,7 @@ def _require_spec(values: Mapping[str, Any], spec: ModelSpec) -> None:
             value=f"{scale:g}",
         )
     # A module's own guidance may reach the learned sigma.
-    most = max(spec.in_channels, spec.says.get("guidance_channels", 0))
+    most = max(spec.in_channels, spec.recommended.get("guidance_channels", 0))
     if values["guidance_channels"] > most:
         raise UsageError(
             f"these latents have {most}",

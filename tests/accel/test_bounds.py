@@ -84,6 +84,7 @@ VALUES = [  # names, valid values, refused values
         [True, False],
         [1, "yes", None],
     ),
+    ("checkpoint.learn_sigma", [True, False], ["False", 1]),
     ("checkpoint.class_names", [["a", "b"]], ["ab", [1]]),
     ("checkpoint.recipe", [{}], [{"seed": 1}, 1]),
     ("levels.block_out_channels", [[1], [8192], [64] * 8], [[], [0], ["16"], [8193], [64] * 9]),

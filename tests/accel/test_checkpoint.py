@@ -65,7 +65,7 @@ def test_plain_legacy_and_safetensors(tmp_path, state, capsys):
     torch.save({"model": state, "args": argparse.Namespace(lr=1e-4)}, tmp_path / "e.pt")
     for name in ("a.pt", "b.pt", "c.ckpt", "d.safetensors", "e.pt"):
         assert same(find_model(tmp_path / name), state), name
-    assert 'e.pt: holds "model" alone' in capsys.readouterr().out
+    assert 'e.pt: has "model" only' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["pt", "safetensors"])

@@ -1,14 +1,12 @@
 """SiT's samplers against their equations, written out in float64; REPA's weights as a SiT's."""
 
-import argparse
 import copy
 
 import networks
 import pytest
 import torch
-from conftest import fill
 from forks import succeeds
-from networks import Original, error, guided, recognise, sample, sde, weights_at
+from networks import Original, error, guided, sample, sde
 from reference_networks import dit
 from torch import nn
 
@@ -16,10 +14,8 @@ from accel import Sampler, accelerate
 from accel.config.options import Options
 from accel.errors import UsageError
 from accel.families import repa
-from accel.families.dit.network import DiT
 from accel.families.repa.weights import convert as turned
-from accel.families.sit.network import SiT, SiT_models
-from accel.families.spec import reference_state
+from accel.families.sit.network import SiT
 from accel.pipeline import Pipeline
 from accel.run.opening import open_run
 from accel.runtime.network import EagerNetwork
@@ -190,7 +186,7 @@ def test_repas_weights_turned_are_a_sits():
     """
     model = small(learn_sigma=False)
     theirs = {**model.state_dict(), "projectors.0.0.weight": torch.randn(3, 3)}
-    assert repa.FAMILY.claims(theirs) and not repa.FAMILY.claims(model.state_dict())
+    assert repa.FAMILY.is_marked(theirs) and not repa.FAMILY.is_marked(model.state_dict())
     ours = copy.deepcopy(model)
     ours.load_state_dict(turned(theirs), strict=True)
     t = torch.tensor([0.0, 0.3, 1.0])
@@ -351,107 +347,3 @@ def test_a_sampler_of_a_sit_and_of_repas(kind):
         UsageError, match="sampler=ddpm: is not for a SiT, which SiT is; use sde, euler, heun"
     ):
         Sampler(model, sampler="ddpm", **how)
-
-
-# ---- files ----
-
-SIT = dict(model="SiT-S/4", path_type="Linear", prediction="velocity")  # of SiT's training
-REPA = dict(
-    num_classes=10, model="SiT-S/4", path_type="linear", prediction="v", enc_type="dinov2-vit-b"
-)
-TURNED = dict(model="SiT-S/4", path_type="linear", prediction="v")  # of REPA's code
-
-
-@pytest.fixture(scope="module")
-def state():
-    return fill(SiT_models["SiT-S/4"](input_size=8, num_classes=10, learn_sigma=False)).state_dict()
-
-
-@pytest.mark.parametrize(
-    "name, projectors, args, model, found",
-    [
-        ("a.pt", False, {}, None, "DiT-S/4"),
-        ("a.pt", False, {}, "SiT-S/4", "SiT-S/4"),
-        ("situation.pt", False, {}, None, "DiT-S/4"),  # a whole word of the name counts
-        ("sit_step9.pt", False, {}, None, "SiT-S/4"),
-        ("SiT-S-4.pt", False, {}, None, "SiT-S/4"),
-        ("SiT-S-4.pt", False, {}, "DiT-S/4", "DiT-S/4"),
-        ("a.pt", False, SIT, None, "SiT-S/4"),
-        # Models that are in no family's list.
-        ("a.pt", False, {"model": "SiT-Tiny/4"}, None, "SiT-S/4"),
-        ("a.pt", False, {"model": "DiT-Tiny/4"}, None, "DiT-S/4"),
-        ("a.pt", False, {**REPA, "model": "SiT-Tiny/4"}, None, "REPA-SiT-S/4"),
-        ("a.pt", True, {}, None, "REPA-SiT-S/4"),
-        ("a.pt", True, REPA, None, "REPA-SiT-S/4"),
-        ("a.pt", False, REPA, None, "REPA-SiT-S/4"),
-        ("a.pt", False, {}, "REPA-SiT-S/4", "REPA-SiT-S/4"),
-        # REPA's code without projectors: its spelling tells, and the user's word counts.
-        ("a.pt", False, TURNED, None, "REPA-SiT-S/4"),
-        ("a.pt", False, TURNED, "REPA-SiT-S/4", "REPA-SiT-S/4"),
-        ("a.pt", False, TURNED, "SiT-S/4", "SiT-S/4"),
-        ("a.pt", False, TURNED, "DiT-S/4", "DiT-S/4"),
-        ("a.pt", False, SIT, "REPA-SiT-S/4", "REPA-SiT-S/4"),
-        ("a.pt", False, {**SIT, "model": "DiT-S/4"}, "DiT-S/4", "DiT-S/4"),
-        (
-            "a.pt",
-            False,
-            {**SIT, "model": "DiT-S/4"},
-            None,
-            "says path_type Linear, as a SiT does, and model DiT-S/4, as a DiT does; give model",
-        ),
-        (
-            "a.pt",
-            False,
-            {**SIT, "path_type": "linear"},
-            None,
-            "says path_type linear, as a REPA does, and prediction velocity, as a SiT does; give",
-        ),
-        ("a.pt", True, {}, "DiT-S/4", "as a REPA .projectors., not as DiT-S/4; drop model"),
-        (
-            "a.pt",
-            False,
-            {**SIT, "prediction": "score"},
-            None,
-            "with prediction score, and only velocity is sampled",
-        ),
-        (
-            "a.pt",
-            True,
-            {**REPA, "path_type": "cosine"},
-            None,
-            "with path_type cosine, and only linear is sampled",
-        ),
-    ],
-)
-def test_which_family_weights_are_of(name, projectors, args, model, found, state, tmp_path, capsys):
-    """Entries go before the user, the user before arguments of training, and these before
-    the file's name. What is only assumed is printed, with the flag for each other family.
-    """
-    whole = {**state, "projectors.0.0.weight": torch.ones(2, 2)} if projectors else state
-    torch.save({"ema": whole, "args": argparse.Namespace(**args)}, tmp_path / name)
-    weights = weights_at(tmp_path / name)
-
-    def fit():
-        return recognise(weights.given.name, weights.state, weights.facts, model)
-
-    if "-S/4" not in found or " " in found:
-        with pytest.raises(UsageError, match=found):
-            fit()
-        return
-    assert (fit().model, fit().learn_sigma) == (found, False)
-    printed = capsys.readouterr().out
-    line = next((line for line in printed.splitlines() if "names no family" in line), None)
-    assert (line is not None) == (not args and not projectors and model is None)
-    if line:
-        others = {f"--model {other}" for other in ("DiT-S/4", "SiT-S/4", "REPA-SiT-S/4")}
-        others -= {f"--model {found}"}
-        line = line.replace("REPA-SiT", "REPA")
-        assert all(other.replace("REPA-SiT", "REPA") in line for other in others)
-        assert f"--model {found}" not in line
-    says = {"Linear": "SiT-S/4", "linear": "REPA-SiT-S/4"}.get(args.get("path_type"), model)
-    assert ("as --model says" in printed) == (model not in (None, says))
-    read = reference_state(fit(), weights.state)
-    bias = "final_layer.linear.bias"
-    assert torch.equal(read[bias], -state[bias]) == found.startswith("REPA")
-    assert read.keys() == state.keys()
-    assert type(fit().empty()) is (SiT if "SiT" in found else DiT)

@@ -50,7 +50,7 @@ def test_what_a_model_implies_unless_a_flag_says_otherwise():
 def test_of_several_origins_the_first_has_the_value(capsys):
     """A flag, a configuration file, the weights, their model, its family, an option's default."""
     source = replace(run_of("REPA-SiT-XL/2").source, given=Given("own.pt"))
-    said = source.saying(cfg_scale=2.0, num_sampling_steps=40, guidance_interval=(0.0, 0.5))
+    said = source.recommending(cfg_scale=2.0, num_sampling_steps=40, guidance_interval=(0.0, 0.5))
     values = dict(cfg_scale=3.0, num_sampling_steps=50)
     file = Configuration(values, given=Given("own.yaml", "config"))
 
@@ -102,8 +102,8 @@ def test_a_job_comes_after_the_weights_and_before_their_model():
         ({}, trained, None, (512, "own.pt"), (1.5, JOB)),
         (dict(image_size=512), source, None, (512, USER), (1.5, JOB)),
         (dict(cfg_scale=5.0), trained, file, (512, "own.pt"), (5.0, USER)),
-        ({}, trained.saying(cfg_scale=2.0), None, (512, "own.pt"), (2.0, "own.pt")),
-        ({}, trained.saying(cfg_scale=2.0), file, (512, "own.pt"), (3.0, "own.yaml")),
+        ({}, trained.recommending(cfg_scale=2.0), None, (512, "own.pt"), (2.0, "own.pt")),
+        ({}, trained.recommending(cfg_scale=2.0), file, (512, "own.pt"), (3.0, "own.yaml")),
     ):
         options = Options(num_fid_samples=9, **flags)
         choice = choose(options, weights, None, configuration)
@@ -114,9 +114,8 @@ def test_a_job_comes_after_the_weights_and_before_their_model():
 
 def test_weights_come_before_their_model_and_options_before_both(tmp_path):
     state = fill(DiT_models["DiT-S/4"](input_size=8, num_classes=10)).state_dict()
-    # the last one of training alone
-    args = dict(guidance_channels=4, num_classes=10, vae="mse", schedule="cosine")
-    torch.save({"ema": state, "metadata": None, "args": args}, tmp_path / "x.pt")
+    facts = dict(family="DiT", guidance_channels=4, num_classes=10, vae="mse")
+    torch.save({"ema": state, "metadata": facts}, tmp_path / "x.pt")
     options = Options(ckpt=tmp_path / "x.pt", output_type="latent", device="cpu")
     check(options)  # names of labels, too, wait for the weights
     assert named_model(options) is None and "vae" not in options

@@ -16,6 +16,35 @@ PATCHES = "x_embedder.proj.weight"  # a convolution (D, C, p, p)
 LAST = "final_layer.linear.weight"
 Models = Mapping[str, Callable[..., nn.Module]]
 
+# Arguments, as in `FamilyWeights.arguments`: of create_diffusion,
+DIFFUSION: dict[str, tuple | str | None] = {
+    "noise_schedule": ("linear",),
+    "predict_xstart": (False,),
+    "diffusion_steps": (1000,),
+    "learn_sigma": "learn_sigma",
+    "sigma_small": "sigma_small",
+    **dict.fromkeys(("timestep_respacing", "use_kl", "rescale_learned_sigmas")),
+}
+# of the constructor: tensors imply the sizes,
+NETWORK: dict[str, tuple | str | None] = {
+    "num_classes": "num_classes",
+    "num_heads": "num_heads",
+    "learn_sigma": "learn_sigma",
+    **dict.fromkeys(("input_size", "patch_size", "in_channels", "hidden_size", "depth")),
+    **dict.fromkeys(("mlp_ratio", "class_dropout_prob")),
+}
+# and of train.py.
+TRAINING: dict[str, tuple | str | None] = {
+    "model": "model",
+    "image_size": "image_size",
+    "num_classes": "num_classes",
+    "vae": "vae",
+    **dict.fromkeys(("data_path", "results_dir", "epochs", "global_batch_size", "global_seed")),
+    **dict.fromkeys(("num_workers", "log_every", "ckpt_every")),
+}
+OF_FAST_DIT = {"feature_path": None}
+ARGUMENTS = {**DIFFUSION, **NETWORK, **TRAINING, **OF_FAST_DIT}
+
 
 def require_heads(heads: int | None, what: str, width: int) -> int:
     """Return the number of heads. Raises UnsaidError if it is unknown, ValueError if it does not
@@ -122,4 +151,5 @@ WEIGHTS = FamilyWeights(
     models=DiT_models,
     identify=partial(identify, dit.FAMILY, DiT, DiT_models),
     of_module=of_module,
+    arguments=ARGUMENTS,
 )

@@ -1,33 +1,43 @@
-"""Identify weights and modules of a JiT, derive its sizes, and read how it is sampled."""
+"""Identify weights and modules of a JiT, and derive its sizes and settings of sampling."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from accel.errors import Given
 from accel.families import jit
 from accel.families.dit.weights import PATCHES, blocks_of, models_with, named_as_dit
 from accel.families.jit.network import JiT, JiT_models
 from accel.families.lightning_dit.weights import swiglu_ratio
-from accel.families.spec import STRUCTURE, FamilyWeights, ModelSpec, ModuleRules, Says, StateDict
+from accel.families.spec import STRUCTURE, FamilyWeights, ModelSpec, ModuleRules, StateDict
 from accel.tensors.shapes import Shapes
 
 FAMILY = jit.FAMILY
 FIRST, SECOND, FRONT = FAMILY.keys[:3]  # the two projections of patches, and label positions
 START = "in_context_start"  # the first block that sees the label's tokens: no tensor says it
-OPTIONS = {  # arguments of training → options; interval_min and interval_max make another
+# Options that the arguments of training name; interval_min and interval_max make another.
+OPTIONS = "image_size", "cfg_scale", "noise_scale", "t_eps", "num_sampling_steps", "sampler"
+ARGUMENTS: dict[str, tuple | str | None] = {
+    "model": "model",
     "img_size": "image_size",
+    "class_num": "num_classes",
     "cfg": "cfg_scale",
+    "interval_min": "interval_min",
+    "interval_max": "interval_max",
     "noise_scale": "noise_scale",
     "t_eps": "t_eps",
     "num_sampling_steps": "num_sampling_steps",
     "sampling_method": "sampler",
-}
-# A SiLU between the projections, without an entry, and of other codes blocks in other orders.
-COMPUTED = {
-    "use_nonlinear": (False,),
-    "JiT_branch": ("none", "base", "False"),
-    "loop_indices": ("[]", "()"),
-    "loop_count": (1, 0),
+    "num_classes": "num_classes",
+    START: START,
+    **dict.fromkeys(("input_size", "patch_size", "in_channels", "hidden_size", "depth")),
+    **dict.fromkeys(("num_heads", "mlp_ratio", "attn_drop", "proj_drop", "bottleneck_dim")),
+    **dict.fromkeys(("in_context_len", "attn_dropout", "proj_dropout", "epochs", "epoch")),
+    **dict.fromkeys(("warmup_epochs", "batch_size", "lr", "blr", "min_lr", "lr_schedule")),
+    **dict.fromkeys(("weight_decay", "ema_decay1", "ema_decay2", "P_mean", "P_std", "seed")),
+    **dict.fromkeys(("label_drop_prob", "start_epoch", "num_workers", "pin_mem", "num_images")),
+    **dict.fromkeys(("eval_freq", "online_eval", "evaluate_gen", "gen_bsz", "data_path")),
+    **dict.fromkeys(("output_dir", "resume", "save_last_freq", "log_freq", "device")),
+    **dict.fromkeys(("world_size", "local_rank", "dist_on_itp", "dist_url", "rank", "gpu")),
+    **dict.fromkeys(("distributed", "dist_backend")),
 }
 
 
@@ -66,22 +76,14 @@ def identify(shapes: Shapes, facts: Mapping[str, Any]) -> ModelSpec:
     return spec.changed(facts={} if start in starts else {START: start})
 
 
-def says(given: Given, spec: ModelSpec, facts: Mapping[str, Any]) -> Says:
-    """Return the options that the arguments of the training run imply, and a line about the scale
-    of the first noise if nothing says it.
-    """
-    options = {option: facts[name] for name, option in OPTIONS.items() if name in facts}
+def recipe(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that the arguments of the training run imply."""
+    options = {name: facts[name] for name in OPTIONS if name in facts}
     if facts.keys() & {"interval_min", "interval_max"}:  # of times: a level is 1 − time
         low = 1 - facts.get("interval_max", 1)
         high = 1 - facts.get("interval_min", 0)
         options["guidance_interval"] = (low, high)
-    if "noise_scale" in {**spec.says, **options}:
-        return Says(options)
-    assumed = (
-        f"says no scale of the first noise, taken for {spec.defaults.noise_scale:g} as at "
-        f"{spec.latent_size} px; if it has another: `noise_scale=N`"
-    )
-    return Says(options, assumed={"noise_scale": assumed})
+    return options
 
 
 def of_module(module: Any, state: StateDict) -> ModuleRules | None:
@@ -99,6 +101,6 @@ WEIGHTS = FamilyWeights(
     models=JiT_models,
     identify=identify,
     of_module=of_module,
-    says=says,
-    computed=COMPUTED,
+    arguments=ARGUMENTS,
+    recipe=recipe,
 )

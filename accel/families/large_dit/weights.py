@@ -4,13 +4,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from accel.families import large_dit
-from accel.families.dit.weights import LAST, models_with, require_heads
+from accel.families.dit.weights import DIFFUSION, LAST, TRAINING, models_with, require_heads
 from accel.families.large_dit.network import DiT_Llama, Large_DiT_models
 from accel.families.spec import FamilyWeights, ModelSpec, ModuleRules, StateDict
 from accel.tensors.shapes import Shapes
 
 PATCHES = "x_embedder.weight"  # (D, C·p·p)
 QK_NORM = "layers.0.attention.q_norm.weight"
+ARGUMENTS: dict[str, tuple | str | None] = {
+    **DIFFUSION,
+    **TRAINING,
+    "n_heads": "num_heads",
+    "qk_norm": "qk_norm",
+    "patch_size": "patch_size",
+    "in_channels": "in_channels",
+    "norm_eps": (1e-5,),
+    **dict.fromkeys(("input_size", "dim", "n_layers", "n_kv_heads", "multiple_of")),
+    **dict.fromkeys(("ffn_dim_multiplier", "class_dropout_prob", "max_steps", "lr", "wd")),
+    **dict.fromkeys(("micro_batch_size", "master_port", "data_parallel", "precision")),
+    **dict.fromkeys(("grad_precision", "grad_clip", "local_diffusers_model_root")),
+    **dict.fromkeys(("auto_resume", "resume", "init_from")),
+}
 
 
 def identify(shapes: Shapes, facts: Mapping[str, Any]) -> ModelSpec:
@@ -70,4 +84,4 @@ def of_module(module: Any, state: StateDict) -> ModuleRules | None:
     return ModuleRules(large_dit.FAMILY, facts, module.input_size)
 
 
-WEIGHTS = FamilyWeights(Large_DiT_models, identify, of_module)
+WEIGHTS = FamilyWeights(Large_DiT_models, identify, of_module, arguments=ARGUMENTS)

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from accel.families import lightning_dit
 from accel.families.blocks import grid_rotation_table
-from accel.families.dit.weights import PATCHES, named_as_dit
+from accel.families.dit.weights import NETWORK, PATCHES, named_as_dit
 from accel.families.lightning_dit.network import LightningDiT, LightningDiT_models
-from accel.families.lightning_dit.recipe import says
+from accel.families.sit.weights import TRANSPORT
 from accel.families.spec import STRUCTURE, Face, FamilyWeights, ModelSpec, ModuleRules, StateDict
 from accel.tensors.shapes import Shapes
 
@@ -19,6 +19,55 @@ SIN = "feat_rope.freqs_sin"  # each (T, d), every number twice
 FREQUENCIES = "t_embedder.W"  # of another embedding of times
 MODULATION = ".adaLN_modulation.1."
 FAMILY = lightning_dit.FAMILY
+MULTIPLIER = 0.18215  # of latents, of a configuration without one
+OF_TRANSPORT = {
+    **TRANSPORT,
+    **dict.fromkeys(("use_cosine_loss", "use_lognorm", "partitial_train", "partial_ratio")),
+    "shift_lg": None,
+}
+# Of create_transport and of the constructor, and the entries of a configuration, with dots between
+# sections.
+ARGUMENTS: dict[str, tuple | str | None] = {
+    **OF_TRANSPORT,
+    **{f"transport.{name}": values for name, values in OF_TRANSPORT.items()},
+    **NETWORK,
+    "num_heads": None,
+    "use_swiglu": (True,),
+    "use_rope": (True,),
+    "use_rmsnorm": (True,),
+    **dict.fromkeys(("use_qknorm", "wo_shift", "use_checkpoint", "ckpt_path")),
+    "model.model_type": "model",
+    "model.use_swiglu": (True,),
+    "model.use_rope": (True,),
+    "model.use_rmsnorm": (True,),
+    **dict.fromkeys(("model.use_qknorm", "model.wo_shift", "model.in_chans")),
+    **dict.fromkeys(("model.use_checkpoint", "vae.model_name", "vae.downsample_ratio")),
+    "data.image_size": "image_size",
+    "data.num_classes": "num_classes",
+    "data.latent_norm": "latent_norm",
+    "data.latent_multiplier": "latent_scale",
+    **dict.fromkeys(("data.data_path", "data.valid_path", "data.fid_reference_file")),
+    **dict.fromkeys(("data.num_workers", "train.max_steps", "train.global_batch_size")),
+    **dict.fromkeys(("train.global_seed", "train.output_dir", "train.exp_name", "train.ckpt")),
+    **dict.fromkeys(("train.log_every", "train.ckpt_every", "train.weight_init")),
+    **dict.fromkeys(("train.resume", "train.use_checkpoint", "optimizer.lr", "optimizer.beta2")),
+    "optimizer.max_grad_norm": None,
+    "sample.mode": ("ODE",),
+    "sample.reverse": (False,),
+    "sample.sampling_method": "sampler",
+    "sample.num_sampling_steps": "points",
+    "sample.cfg_scale": "cfg_scale",
+    "sample.cfg_interval_start": "interval_start",
+    "sample.timestep_shift": "timestep_shift",
+    **dict.fromkeys(("sample.atol", "sample.rtol", "sample.likelihood", "sample.fid_num")),
+    "sample.per_proc_batch_size": None,
+}
+OF_SAMPLING = {"sampler", "points", "cfg_scale", "interval_start", "timestep_shift"}
+OF_LATENTS = {"latent_norm", "latent_scale", "image_size"}  # of the section `data`
+# Published files come without a configuration. The values of this one differ from the family's.
+RECOMMENDED = {
+    "lightningdit-xl-imagenet256-64ep": dict(cfg_scale=10.0, guidance_interval=(0.0, 0.9))
+}
 
 
 def swiglu_ratio(shapes: Shapes, width: int) -> float:
@@ -54,6 +103,30 @@ def identify(shapes: Shapes, facts: Mapping[str, Any]) -> ModelSpec:
         mlp_ratio=swiglu_ratio(shapes, width),
         qk_norm="blocks.0.attn.q_norm.weight" in shapes,
     )
+
+
+def recipe(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that a configuration implies. Its times run from 0 at noise to 1 at
+    data; a noise level is 1 − time. Latents of VA-VAE are normalised by their statistics, latents
+    of other decoders multiplied.
+    """
+    settings: dict[str, Any] = {}
+    if facts.keys() & OF_SAMPLING:
+        settings["guidance_interval"] = (0.0, 1.0 - facts.get("interval_start", 0))
+        settings["timestep_shift"] = facts.get("timestep_shift") or 1.0
+    if "cfg_scale" in facts:
+        settings["cfg_scale"] = facts["cfg_scale"]
+    if "points" in facts:  # of time: one more than steps
+        settings["num_sampling_steps"] = facts["points"] - 1
+    if facts.get("sampler", "euler") != "euler":  # refused, unless the user names another
+        settings["sampler"] = facts["sampler"]
+    latents = dict(
+        latent_scale=facts.get("latent_scale", MULTIPLIER),
+        latent_norm=facts.get("latent_norm", False),
+    )
+    if facts.keys() & OF_LATENTS and latents != dict(latent_scale=1, latent_norm=True):
+        settings |= latents
+    return settings
 
 
 def convert(state: StateDict) -> StateDict:
@@ -97,9 +170,11 @@ WEIGHTS = FamilyWeights(
     models=LightningDiT_models,
     identify=identify,
     of_module=of_module,
+    arguments=ARGUMENTS,
+    recipe=recipe,
     convert=convert,
-    says=says,
     has_files_beside=True,
+    recommended=RECOMMENDED,
 )
 
 

@@ -11,6 +11,7 @@ from accel.families import rae
 from accel.families.dit.weights import models_with
 from accel.families.rae.network import DiTDH_models, DiTwDDTHead
 from accel.families.repa.weights import TurnedFaceAlone
+from accel.families.sit.weights import TRANSPORT
 from accel.families.spec import STRUCTURE, FamilyWeights, ModelSpec, ModuleRules, StateDict
 from accel.tensors.shapes import Shapes
 
@@ -19,6 +20,21 @@ PARTS = (
     ("s_embedder.proj.weight", "enc_feat_rope.freqs_cos"),
     ("x_embedder.proj.weight", "dec_feat_rope.freqs_cos"),
 )
+
+# Arguments of create_transport and of the constructor; train.py writes `step` and `epoch` alone.
+ARGUMENTS: dict[str, tuple | str | None] = {
+    **TRANSPORT,
+    **dict.fromkeys(("time_dist_type", "time_dist_shift")),
+    "patch_size": (1,),
+    "use_swiglu": (True,),
+    "use_rope": (True,),
+    "use_rmsnorm": (True,),
+    "use_pos_embed": (True,),
+    "wo_shift": (False,),
+    "num_classes": "num_classes",
+    **dict.fromkeys(("input_size", "in_channels", "hidden_size", "depth", "num_heads")),
+    **dict.fromkeys(("mlp_ratio", "class_dropout_prob", "use_qknorm", "step", "epoch")),
+}
 
 
 def identify(shapes: Shapes, facts: Mapping[str, Any]) -> ModelSpec:
@@ -76,7 +92,9 @@ def of_module(module: Any, state: StateDict) -> ModuleRules | None:
     )
 
 
-WEIGHTS = FamilyWeights(models=DiTDH_models, identify=identify, of_module=of_module)
+WEIGHTS = FamilyWeights(
+    models=DiTDH_models, identify=identify, of_module=of_module, arguments=ARGUMENTS
+)
 
 
 class OriginalFace(TurnedFaceAlone):

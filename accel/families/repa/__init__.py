@@ -4,7 +4,7 @@ features in training, with time reversed.
 Guidance follows REPA's recipe: scale 1.8 on all channels at noise levels up to 0.7.
 """
 
-from accel.families import Argument, Defaults, Family, all_channels, sit
+from accel.families import Defaults, Family, all_channels, sit
 from accel.families.dit import SIZES
 
 PROJECTORS = "projectors."  # training compares their outputs with an encoder's features
@@ -19,12 +19,7 @@ FAMILY = Family(
     code=__name__,
     fast=sit.FAMILY.fast,
     marks=(PROJECTORS,),
-    # written in small letters
-    arguments=(
-        Argument("enc_type"),
-        Argument("path_type", "[a-z].*"),
-        Argument("prediction", "v", beside="path_type"),
-    ),
+    arguments={"enc_type": (), "path_type": ("linear", "cosine")},
     defaults_for=all_channels,
     names_in_training={f"REPA-SiT-{size}": f"SiT-{size}" for size in SIZES},
 )

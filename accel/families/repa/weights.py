@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from accel.families import repa
 from accel.families.dit.network import TimestepEmbedder
-from accel.families.dit.weights import identify, of_entries
+from accel.families.dit.weights import NETWORK, identify, of_entries
 from accel.families.repa import PROJECTORS
 from accel.families.sit.network import SiT, SiT_models
 from accel.families.sit.weights import is_sit
@@ -25,8 +25,24 @@ from accel.tensors.latent_statistics import PAIRS, mean_and_deviation
 
 PREFIX = "REPA-"  # of our names: REPA's code calls its models as SiT's does
 FIRST = "t_embedder.mlp.0.weight"  # (D, F), after the timestep's sinusoid
-# What only the classes of REPA's code, and of what derives from it, keep as attributes.
+# Attributes that only the classes of REPA's code, and classes derived from them, have.
 ATTRIBUTES = "path_type", "z_dims", "encoder_depth"
+ARGUMENTS: dict[str, tuple | str | None] = {
+    **NETWORK,
+    "model": "model",
+    "resolution": "image_size",
+    "path_type": ("linear",),
+    "prediction": ("v",),
+    "qk_norm": (False,),
+    **dict.fromkeys(("enc_type", "encoder_depth", "decoder_hidden_size", "z_dims")),
+    **dict.fromkeys(("projector_dim", "use_cfg", "fused_attn", "proj_coeff", "cfg_prob")),
+    **dict.fromkeys(("weighting", "legacy", "data_dir", "output_dir", "exp_name", "logging_dir")),
+    **dict.fromkeys(("report_to", "sampling_steps", "resume_step", "steps", "batch_size")),
+    **dict.fromkeys(("allow_tf32", "mixed_precision", "epochs", "max_train_steps", "seed")),
+    **dict.fromkeys(("checkpointing_steps", "gradient_accumulation_steps", "learning_rate")),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_weight_decay", "adam_epsilon")),
+    **dict.fromkeys(("max_grad_norm", "num_workers")),
+}
 
 
 MODELS = {PREFIX + name: SiT_models[name] for name in SiT_models if "Demo" not in name}
@@ -79,7 +95,6 @@ def of_module(module: nn.Module, state: StateDict) -> ModuleRules | None:
         arguments=lambda x, t, y: ((x, 1 - t, y), {}),
         output=lambda out: -(out[0] if isinstance(out, tuple) else out),
         face=TurnedFace if with_features else TurnedFaceAlone,
-        unused=("path_type",),
     )
 
 
@@ -127,6 +142,7 @@ WEIGHTS = FamilyWeights(
     models=MODELS,
     identify=partial(identify, repa.FAMILY, SiT, MODELS),
     of_module=of_module,
+    arguments=ARGUMENTS,
     convert=convert,
     sampled=sampled,
     latent_settings_of=latent_settings_of,

@@ -1,6 +1,6 @@
 """SiT: Ma et al., 2024, arXiv:2401.08740. DiT's network, trained as a flow."""
 
-from accel.families import Argument, Defaults, Family, dit
+from accel.families import Defaults, Family, dit
 from accel.families.dit import SIZES, demo
 
 FAMILY = Family(
@@ -14,11 +14,8 @@ FAMILY = Family(
     keys=dit.FAMILY.keys,
     code=__name__,
     fast=f"{__name__}.fast",
-    # written with a capital
-    arguments=(
-        Argument("path_type", "[A-Z].*"),
-        Argument("prediction", "velocity|score|noise", beside="path_type"),
-    ),
+    arguments={"path_type": ("Linear", "GVP", "VP")},
+    files={"SiT-XL-2-256x256.pt": "SiT-XL/2"},
     fid_defaults=dict(image_size=256, cfg_scale=1.0),
     fetch="hf download nyu-visionx/SiT-collections --local-dir pretrained_models",
 )

@@ -7,10 +7,22 @@ from functools import partial
 from torch import nn
 
 from accel.families import sit
-from accel.families.dit.weights import identify, of_entries
+from accel.families.dit.weights import NETWORK, TRAINING, identify, of_entries
 from accel.families.sit.network import SiT, SiT_models
 from accel.families.spec import NAMED, FamilyWeights, ModuleRules, StateDict
 
+# Arguments of create_transport, and all.
+TRANSPORT: dict[str, tuple | str | None] = {
+    "path_type": ("Linear",),
+    "prediction": ("velocity",),
+    **dict.fromkeys(("loss_weight", "train_eps", "sample_eps")),
+}
+ARGUMENTS = {
+    **NETWORK,
+    **TRAINING,
+    **TRANSPORT,
+    **dict.fromkeys(("sample_every", "cfg_scale", "wandb", "ckpt")),
+}
 DIRECTION = (
     "does not say which way its time runs, taken for a SiT's, from noise to data; if it runs from "
     "data to noise: give the module an attribute path_type"
@@ -37,4 +49,5 @@ WEIGHTS = FamilyWeights(
     models=SiT_models,
     identify=partial(identify, sit.FAMILY, SiT, SiT_models),
     of_module=of_module,
+    arguments=ARGUMENTS,
 )

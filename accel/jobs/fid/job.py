@@ -72,6 +72,7 @@ def make_folder(options: Options, ranks: Ranks) -> None:
         log.info(run.describe(pipeline.machine, ranks.world))
         record = ranks.run_collectively(lambda: record_of(run, pipeline, ranks.world))
         fid.fill(plan, ranks, record, pipeline, watch)
+    run.repeat_assumed_family()
 
 
 def require_seeds(options: Options, world: int) -> None:
