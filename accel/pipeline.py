@@ -214,7 +214,9 @@ class Pipeline:
         y = guidance.labels(torch.tensor(labels, device=x.device))
         with precision.arithmetic(self.tier):
             out = self.network.forward(x, torch.full(y.shape, t, device=x.device), y)
-        return self.process.finished(x, t, guidance.combine(out, guidance.scale)[:, : x.shape[1]])
+        return self.process.predict_latents(
+            x, t, guidance.combine(out, guidance.scale)[:, : x.shape[1]]
+        )
 
     def warm_up(self, labels: Sequence[int], batches: Sequence[slice] = ALL_LABELS) -> None:
         """Make each kind of step of `latents` once, with each number of labels in a slice
@@ -268,7 +270,7 @@ class Pipeline:
         z = initial_noise(n, self.network.in_channels, self.side, generator)
         if self.process.noise_from_cpu and self.device.type != "cpu":
             generator = torch.Generator().manual_seed(seed)
-        return z[part], upstream_noise(z, self.guidance.drawn, part, generator)
+        return z[part], upstream_noise(z, self.guidance.noise_rows, part, generator)
 
 
 def _count_on(on_step: OnStep, done: int, index: int, x: Tensor) -> None:

@@ -164,7 +164,7 @@ def sampling(network: Network, run: Run, pictures: int, part: slice = slice(None
     z = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(run.device)
     labels = torch.arange(pictures, device=run.device) % run.spec.num_classes
     generator = torch.default_generator if run.process.noise_from_cpu else None
-    draw = upstream_noise(z, guidance.drawn, part, generator)
+    draw = upstream_noise(z, guidance.noise_rows, part, generator)
 
     def sample(count, on_step=None):
         while count > 0:

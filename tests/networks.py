@@ -250,7 +250,7 @@ def sample(
 ):
     """Return latents of a part of a batch, with upstream's noise. scale: None is no guidance."""
     guidance = Unguided() if scale is None else Guidance(scale, null_label)
-    how = {"draw": upstream_noise(z, guidance.drawn, rows, generator), **how}
+    how = {"draw": upstream_noise(z, guidance.noise_rows, rows, generator), **how}
     return denoise(network, process, guidance, z[rows], labels[rows], **how)
 
 

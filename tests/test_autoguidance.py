@@ -81,7 +81,7 @@ def flows(f, g, z, y, steps, interval):
 def sampled(pair, process, interval=INTERVAL, scale=SCALE):
     """Latents by the loop of all commands."""
     guidance = guidance_of(scale, None, guide=True, channels=CHANNELS, interval=interval)
-    draw = upstream_noise(Z, guidance.drawn)
+    draw = upstream_noise(Z, guidance.noise_rows)
     return denoise(pair, process, guidance, Z, LABELS, draw)
 
 

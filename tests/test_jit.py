@@ -145,7 +145,7 @@ def test_sampling_is_what_is_written_out(heun, low, high):
     z = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(2))
     want = written_out(model, 1.5 * z, LABELS, 4, heun, low=low, high=high)
     data = dict(t_eps=0.2, noise_scale=1.5)
-    process = (Heun if heun else Euler)(4, **data, by_start=False)
+    process = (Heun if heun else Euler)(4, **data, heun_by_start=False)
     inside = closed_interval(JIT.interval_rule, (1 - high, 1 - low))
     guidance = Guidance(2.5, 8, 3, inside)
     assert process.evaluations == (7 if heun else 4)

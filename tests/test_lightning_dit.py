@@ -165,7 +165,7 @@ def test_a_shift_and_an_interval(process, heun):
         cond[:, :3] += guided * 1.5 * (cond - uncond)[:, :3]
         return cond
 
-    want = euler(v, z, process.number, process.shift, heun)
+    want = euler(v, z, process.steps, process.shift, heun)
     for network, most in (
         (EagerNetwork(model), 2e-6),
         (network_of(model, "fp32"), 5e-6),
@@ -177,7 +177,7 @@ def test_a_shift_and_an_interval(process, heun):
             )
             < most
         )
-    assert process != type(process)(process.number) and Euler(9).times()[4] == 4 / 9
+    assert process != type(process)(process.steps) and Euler(9).times()[4] == 4 / 9
 
 
 class Original(nn.Module):

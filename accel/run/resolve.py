@@ -303,7 +303,7 @@ def process_of(values: Mapping[str, Any], origins: Mapping[str, str], spec: Mode
         learn_sigma=spec.learn_sigma,
         t_eps=values["t_eps"] if family.prediction == "data" else None,
         noise_scale=values["noise_scale"],
-        by_start=family.heun_by_start,
+        heun_by_start=family.heun_by_start,
         last_time=family.last_time,
         interval_rule=family.interval_rule,
         starts_at_one=not as_original,

@@ -1,12 +1,12 @@
 """The denoising loop: noise → latents.
 
-It depends on three interfaces only: a network, a process (accel/sampling/process.py) and
-a guidance.
+It depends only on the interfaces of a network, a process (accel/sampling/process.py) and a guidance
+(accel/sampling/guidance.py).
 
-The random stream is upstream's: z of n latents, then one normal draw at every step of
-`Process.draws`, of DiT's processes also at the last and with DDIM's η = 0. A draw has
-`Guidance.drawn` rows a latent. Only the first n rows are used: all batch rows of a latent
-share it.
+The random stream is upstream's: z of n latents, then one normal draw at each of the first
+`Process.noise_draws` steps. DiT's processes draw at every step, also at the last one and with
+DDIM's η = 0. A draw has `Guidance.noise_rows` rows per latent. Only the first n rows are used,
+because all batch rows of a latent share its noise.
 """
 
 from collections import Counter
@@ -32,10 +32,10 @@ def make_process(
     learn_sigma: bool = True,
     **flow: Any,
 ) -> Process:
-    """Return the process of a sampler in `steps` steps; only its modules are imported.
+    """Return the process of a sampler. Only the modules that it needs are imported.
 
-    shift: of a flow's times; eta: DDIM's noise; learn_sigma: whether the network estimates
-    the variance too. flow: other fields of a flow's process.
+    shift: of a flow's times. eta: scale of DDIM's noise. learn_sigma: whether the network estimates
+    the variance too. flow: further fields of a flow's process.
     """
     if sampler in ("euler", "heun", "sde"):
         from accel.sampling.flow import FLOWS
@@ -55,7 +55,7 @@ def make_process(
 class Step(NamedTuple):
     """A step of a run."""
 
-    number: int  # of the run's steps, from 0
+    number: int  # in the run, from 0
     evaluation: int  # index of its first evaluation
     guidances: tuple[Guidance | Unguided, ...]  # one per evaluation
 
@@ -66,21 +66,21 @@ def steps_of(process: Process, guidance: Guidance | Unguided) -> list[Step]:
     steps = []
     evaluation = 0
     for number, count in enumerate(process.evaluation_counts):
-        of_step = tuple(guidances[evaluation : evaluation + count])
-        steps.append(Step(number, evaluation, of_step))
+        step_guidances = tuple(guidances[evaluation : evaluation + count])
+        steps.append(Step(number, evaluation, step_guidances))
         evaluation += count
     return steps
 
 
 def count_by_rows(process: Process, guidance: Guidance | Unguided) -> Counter[int]:
-    """Count the evaluations of a run by a network's batch rows per latent."""
-    return Counter(guidance.at(level).rows for level in process.noise_levels())
+    """Count a run's evaluations by the number of rows per latent that a network evaluates."""
+    return Counter(guidance.at(level).network_rows for level in process.noise_levels())
 
 
 def initial_noise(
     n: int, channels: int, latent_size: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """Draw the first normal of a run, z (n, C, L, L), on the generator's device."""
+    """Draw the initial noise of a run, z (n, C, L, L), on the generator's device."""
     return torch.randn(
         n, channels, latent_size, latent_size, generator=generator, device=generator.device
     )
@@ -88,23 +88,23 @@ def initial_noise(
 
 def upstream_noise(
     z: torch.Tensor,
-    drawn: int,
+    noise_rows: int,
     rows: slice = slice(None),
     generator: torch.Generator | None = None,
 ) -> Callable[[], torch.Tensor]:
     """Return a function that draws a step's noise (n', C, L, L) for `rows` of the batch z
     (n, C, L, L).
 
-    drawn: rows of noise that a step draws for a latent; one is used. generator: by default
-    torch's own on z's device. A CPU generator draws on the CPU; its numbers are pinned and copied
-    to z's device without waiting.
+    noise_rows: rows of noise that a step draws per latent; only one is used. generator: by default
+    torch's default generator on z's device. The numbers of a CPU generator are pinned and copied to
+    z's device asynchronously.
     """
-    shape = (drawn * len(z), *z.shape[1:])
+    shape = (noise_rows * len(z), *z.shape[1:])
     device = z.device if generator is None else generator.device
     pinned = z.is_cuda and device.type == "cpu"
 
     def draw():
-        # Draw `drawn`·n rows, use n': upstream's random stream.
+        # As upstream does, draw all rows and use some.
         noise = torch.randn(shape, generator=generator, device=device, pin_memory=pinned)
         return noise[: len(z)][rows].to(z.device, non_blocking=True)
 
@@ -123,12 +123,10 @@ def denoise(
     steps: list[Step] | None = None,
     on_step: OnStep | None = None,
 ) -> torch.Tensor:
-    """Sample latents (n, C, L, L) from noise z (n, C, L, L) and labels (n,) on its
-    device.
+    """Sample latents (n, C, L, L) from noise z (n, C, L, L) and labels (n,) on the same device.
 
-    draw: returns the noise of a step, like z. steps: some of `steps_of`, for warm-up;
-    default: all. on_step(i, x): called when step i has been queued, with its result x (n,
-    C, L, L).
+    draw: returns the noise of a step, like z. steps: some of `steps_of`, for warm-up; default: all.
+    on_step(i, x): called after step i was queued, with its result x (n, C, L, L).
     """
     y = guidance.labels(labels)
     indices = torch.arange(process.evaluations, device=z.device)
@@ -139,16 +137,17 @@ def denoise(
     scale: float | torch.Tensor = guidance.scale
     if captures:
         process.upload_tables(z.device)
-        # On the device: one captured step serves every scale.
+        # A tensor, so that one captured step serves every scale.
         scale = torch.full((), guidance.scale, dtype=torch.float32, device=z.device)
     if captures and not process.captured:
         evaluate = network.graphed(run, evaluate)
 
-    def make_step(rules, scale, at, y, noise, *state):
+    def make_step(rules, scale, index, y, noise, *state):
         networks = []
         for i, rule in enumerate(rules):
-            networks.append(partial(_guided, evaluate, rule, scale, at + i if i else at, y))
-        return process.step(state, at, noise, networks)
+            at = index + i if i else index
+            networks.append(partial(_evaluate_guided, evaluate, rule, scale, at, y))
+        return process.step(state, index, noise, networks)
 
     if captures and process.captured:
         make_step = network.graphed((process, run), make_step)
@@ -157,19 +156,20 @@ def denoise(
     noise = z[:0]
     for number, evaluation, guidances in steps or steps_of(process, guidance):
         run.advance(*range(evaluation, evaluation + len(guidances)))
-        if number < process.draws:
+        if number < process.noise_draws:
             noise = draw()
-        at = indices[evaluation].expand(len(z))
+        index = indices[evaluation].expand(len(z))
         rules = tuple(each.rule() for each in guidances)
-        state = make_step(rules, scale, at, y, noise, *state)
+        state = make_step(rules, scale, index, y, noise, *state)
         if on_step is not None:
             on_step(number, state[0])
     return state[0]
 
 
-def _guided(evaluate, rule, scale, at, y, x):
-    """Evaluate the network at x (n, C, H, W), guided → (n, C', H, W) in x's dtype. at
-    (n,): the index of the evaluation. y: the labels of all batch rows.
+def _evaluate_guided(evaluate, rule, scale, index, y, x):
+    """Evaluate the network with guidance at x (n, C, H, W) → (n, C', H, W) in x's dtype.
+
+    index (n,): of the evaluation. y: the labels of all batch rows.
     """
-    out = evaluate(x, at.repeat(rule.copies), y[: rule.copies * len(x)])
+    out = evaluate(x, index.repeat(rule.copies), y[: rule.copies * len(x)])
     return rule.combine(out, scale)

@@ -4,7 +4,7 @@ The network estimates the noise ε in x_t = √ᾱ_t·x_0 + √(1 − ᾱ_t)·ε
 
     x_0 = (x_t − √(1 − ᾱ_t)·ε) / √ᾱ_t
 
-Equations and order of operations are those of diffusion/, upstream's package: the same bits.
+The equations and the order of operations are diffusion/'s, so results have the same bits.
 """
 
 from collections.abc import Mapping
@@ -19,37 +19,37 @@ from accel.sampling.process import ABAR, Process, State
 
 
 @lru_cache(maxsize=None)
-def kept_timesteps(steps: int) -> list[int]:
-    """Return the trained timesteps that `steps` evenly spaced steps keep, ascending."""
+def spaced_timesteps(steps: int) -> list[int]:
+    """Return `steps` evenly spaced ones of the trained timesteps, ascending."""
     stride = (len(ABAR) - 1) / (steps - 1) if steps > 1 else 1
-    kept = []
+    timesteps = []
     position = 0.0
     for _ in range(steps):
-        # Add up as published results did: multiplication rounds some halves to another timestep.
-        kept.append(round(position))
+        # A running sum, as in the original: multiplication rounds some halves differently.
+        timesteps.append(round(position))
         position += stride
-    return kept
+    return timesteps
 
 
-@lru_cache(maxsize=None)  # captured steps read them at fixed addresses
+@lru_cache(maxsize=None)  # captured steps read the tables at fixed addresses
 def _tables(steps: int, device: torch.device) -> Mapping[str, Tensor]:
-    """Return the coefficients of `steps` steps by name, float32 (steps,) on `device`."""
-    kept = ABAR[kept_timesteps(steps)]
-    betas = 1 - kept / np.append(1.0, kept[:-1])  # Nichol & Dhariwal 2021, section 4
+    """Return the steps' coefficients by name, float32 (steps,) on `device`."""
+    trained = ABAR[spaced_timesteps(steps)]
+    betas = 1 - trained / np.append(1.0, trained[:-1])  # Nichol & Dhariwal 2021, section 4
     abar = np.cumprod(1 - betas)
-    before = np.append(1.0, abar[:-1])
-    # Of q(x_{t-1} | x_t, x_0), Ho eq. 7. It is 0 at t = 0, where that of t = 1 is taken.
-    variance = betas * (1 - before) / (1 - abar)
+    abar_prev = np.append(1.0, abar[:-1])
+    # Of q(x_{t-1} | x_t, x_0), Ho eq. 7. At t = 0 it is 0, so its log takes the value of t = 1.
+    variance = betas * (1 - abar_prev) / (1 - abar)
     first = variance[1] if steps > 1 else betas[0]
     tables = {
         "abar": abar,
-        "abar_before": before,
-        "of_x": np.sqrt(1 / abar),
-        "of_noise": np.sqrt(1 / abar - 1),
-        "mean_of_start": betas * np.sqrt(before) / (1 - abar),
-        "mean_of_x": (1 - before) * np.sqrt(1 - betas) / (1 - abar),
-        "least_log_variance": np.log(np.append(first, variance[1:])),
-        "most_log_variance": np.log(betas),
+        "abar_prev": abar_prev,
+        "start_x": np.sqrt(1 / abar),
+        "start_eps": np.sqrt(1 / abar - 1),
+        "mean_start": betas * np.sqrt(abar_prev) / (1 - abar),
+        "mean_x": (1 - abar_prev) * np.sqrt(1 - betas) / (1 - abar),
+        "min_log_variance": np.log(np.append(first, variance[1:])),
+        "max_log_variance": np.log(betas),
         "fixed_log_variance": np.log(np.append(first, betas[1:])),
     }
     with torch.inference_mode(False):  # later callers may be in another mode
@@ -61,66 +61,72 @@ def _tables(steps: int, device: torch.device) -> Mapping[str, Tensor]:
 class Ancestral(Process):
     """Ancestral sampling (Ho et al. 2020, arXiv:2006.11239, algorithm 2).
 
-    learn_sigma: whether the network estimates the variance too, in further channels.
+    learn_sigma: whether the output's second half of channels is the learned variance.
     """
 
-    number: int  # of steps
+    steps: int
     learn_sigma: bool = True
 
     def times(self) -> list[int]:
-        return kept_timesteps(self.number)[::-1]
+        return spaced_timesteps(self.steps)[::-1]
 
     def upload_tables(self, device) -> None:
-        _tables(self.number, device)
+        _tables(self.steps, device)
 
-    def _at(self, name, at, x):
-        """Return a coefficient of the step of evaluation `at` (n,), (n, 1, 1, 1)."""
-        t = self.number - 1 - at
-        return _tables(self.number, x.device)[name][t, None, None, None]
+    def _coefficient(self, name, index, x):
+        """Return a coefficient (n, 1, 1, 1) of the steps `index` (n,), on x's device."""
+        t = self.steps - 1 - index
+        return _tables(self.steps, x.device)[name][t, None, None, None]
 
-    def _start(self, x, eps, at):
-        """Return the estimate of x_0 (n, C, H, W)."""
-        scaled = self._at("of_x", at, x) * x
-        return (scaled - self._at("of_noise", at, x) * eps).contiguous()
+    def _predict_start(self, x, eps, index):
+        """Predict x_0 (n, C, H, W)."""
+        scaled = self._coefficient("start_x", index, x) * x
+        return (scaled - self._coefficient("start_eps", index, x) * eps).contiguous()
 
-    def _log_variance(self, out, x, at):
+    def _log_variance(self, out, x, index):
         """Return the log of the step's variance: Nichol & Dhariwal 2021, eq. 15, if learned."""
         if not self.learn_sigma:
-            return self._at("fixed_log_variance", at, x)
+            return self._coefficient("fixed_log_variance", index, x)
         fraction = (out[:, x.shape[1] :] + 1) / 2
-        most = self._at("most_log_variance", at, x)
-        return fraction * most + (1 - fraction) * self._at("least_log_variance", at, x)
+        max_log = self._coefficient("max_log_variance", index, x)
+        return fraction * max_log + (1 - fraction) * self._coefficient("min_log_variance", index, x)
 
-    def step(self, state, at, noise, networks) -> State:
+    def step(self, state, index, noise, networks) -> State:
         """Return x_{t-1} = mean(x_t, x_0) + [t ≠ 0]·σ·noise."""
         (x,) = state
         (evaluate,) = networks
         out = evaluate(x)
-        start = self._start(x, out[:, : x.shape[1]], at)
-        mean = self._at("mean_of_start", at, x) * start + self._at("mean_of_x", at, x) * x
-        not_last = (at != self.number - 1).float()[:, None, None, None]
-        sigma = torch.exp(0.5 * self._log_variance(out, x, at))
+        start = self._predict_start(x, out[:, : x.shape[1]], index)
+        mean = self._coefficient("mean_start", index, x) * start
+        mean = mean + self._coefficient("mean_x", index, x) * x
+        not_last = (index != self.steps - 1).float()[:, None, None, None]
+        sigma = torch.exp(0.5 * self._log_variance(out, x, index))
         return (mean.contiguous() + not_last * sigma * noise,)
 
 
 @dataclass(frozen=True)
 class Ddim(Ancestral):
-    """DDIM (Song et al. 2021, arXiv:2010.02502, eq. 12 and 16). eta: the noise of a step, from
-    0 (none) to 1 (as in ancestral).
+    """DDIM (Song et al. 2021, arXiv:2010.02502, eq. 12 and 16).
+
+    eta: scale of the noise, from 0 (none) to 1 (ancestral).
     """
 
     eta: float = 0.0
 
-    def step(self, state, at, noise, networks) -> State:
+    def step(self, state, index, noise, networks) -> State:
         """Return x_{t-1} = √ᾱ'·x_0 + √(1 − ᾱ' − σ²)·ε + σ·noise, ᾱ' = ᾱ_{t-1}."""
         (x,) = state
         (evaluate,) = networks
-        start = self._start(x, evaluate(x)[:, : x.shape[1]], at)
-        eps = (self._at("of_x", at, x) * x - start) / self._at("of_noise", at, x)
-        abar = self._at("abar", at, x)
-        before = self._at("abar_before", at, x)
-        sigma = self.eta * torch.sqrt((1 - before) / (1 - abar)) * torch.sqrt(1 - abar / before)
-        # With η = 1 rounding may make it negative.
-        variance = (1 - before - sigma**2).clamp(min=0)
-        mean = start * torch.sqrt(before) + torch.sqrt(variance) * eps
+        start = self._predict_start(x, evaluate(x)[:, : x.shape[1]], index)
+        eps = (self._coefficient("start_x", index, x) * x - start) / self._coefficient(
+            "start_eps", index, x
+        )
+        abar = self._coefficient("abar", index, x)
+        abar_prev = self._coefficient("abar_prev", index, x)
+        sigma = (
+            self.eta * torch.sqrt((1 - abar_prev) / (1 - abar)) * torch.sqrt(1 - abar / abar_prev)
+        )
+        # Rounding may make it negative if η is 1.
+        variance = (1 - abar_prev - sigma**2).clamp(min=0)
+        mean = start * torch.sqrt(abar_prev) + torch.sqrt(variance) * eps
         return (mean + sigma * noise,)

@@ -1,6 +1,4 @@
-"""Autoguidance (Karras et al. 2024, arXiv:2406.02507): a second network's estimate in place of
-the null label's.
-"""
+"""Autoguidance (Karras et al. 2024, arXiv:2406.02507): a second network replaces the null label."""
 
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
@@ -12,22 +10,22 @@ from accel.runtime.network import BlockNetwork, Network, RunState
 
 
 class GuidedRun(NamedTuple):
-    """The states of a run's network and guide. Equal runs have both equal."""
+    """The run states of a network and its guide."""
 
     network: RunState
     guide: RunState
 
     def advance(self, index: int, *more: int) -> None:
-        """Make the conditioning of these evaluations ready for both."""
+        """Prepare the conditioning of these evaluations in both networks."""
         self.network.advance(index, *more)
         self.guide.advance(index, *more)
 
 
 class WithGuide(Network[GuidedRun]):
-    """A network f and its guide g: of 2n batch rows of n latents f evaluates the first n and g
-    the others, of n rows f evaluates all.
+    """A network f and its guide g. Of 2n batch rows f evaluates the first half and g the second;
+    of n rows f evaluates all.
 
-    A captured step holds both networks, and f keeps it.
+    A captured step contains both networks and is stored with f.
     """
 
     weights_label = "the weights of `ckpt` and `guide`"
@@ -41,11 +39,11 @@ class WithGuide(Network[GuidedRun]):
     @torch.no_grad()
     def forward(self, x: Tensor, t: Tensor, y: Tensor, run: GuidedRun | None = None) -> Tensor:
         n = len(x)
-        of_network, of_guide = run or (None, None)
-        out = self.network.forward(x, t[:n], y[:n], of_network)
+        network_run, guide_run = run or (None, None)
+        out = self.network.forward(x, t[:n], y[:n], network_run)
         if len(y) == n:
             return out
-        return torch.cat([out, self.guide.forward(x, t[n:], y[n:], of_guide)])
+        return torch.cat([out, self.guide.forward(x, t[n:], y[n:], guide_run)])
 
     def prepare(self, times: list[float], labels: list[int], at_once: int = 1) -> GuidedRun:
         return GuidedRun(

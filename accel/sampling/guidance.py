@@ -1,9 +1,8 @@
-"""Guidance: the network's outputs for all batch rows of a latent → one estimate.
+"""Guidance combines the network's outputs for all batch rows of a latent into one estimate.
 
-A guidance is a value. It defines how many batch rows share a latent (`copies`), how many of
-them a network evaluates (`rows`), how many rows of noise a step draws for a latent (`drawn`),
-the labels of the batch rows, and how their outputs are combined.
-`guidance_of` chooses it.
+A guidance is a value with equality. Per latent it has `copies` batch rows, of which each network
+evaluates `network_rows`, and every step draws `noise_rows` rows of noise. It makes the labels of
+the batch rows and combines their outputs. `guidance_of` chooses it.
 """
 
 from dataclasses import dataclass, field, replace
@@ -12,21 +11,23 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-CHANNELS = 3  # of the noise estimate's four, as for the published pictures
+CHANNELS = 3  # guided channels: three of the noise estimate's four, as in the published pictures
 
 
 def guided(out: Tensor, scale: float | Tensor, channels: int = CHANNELS) -> Tensor:
-    """Guide without a classifier (Ho & Salimans 2022, arXiv:2207.12598): uncond + scale ·
-    (cond − uncond) on the first `channels` channels. out (2n, C', H, W), the conditional
-    rows first → (n, channels, H, W).
+    """Return uncond + scale · (cond − uncond) of the first `channels` channels: classifier-free
+    guidance (Ho & Salimans 2022, arXiv:2207.12598).
+
+    out (2n, C', H, W), the conditional rows first → (n, channels, H, W).
     """
     cond, uncond = out[:, :channels].chunk(2)
     return uncond + scale * (cond - uncond)
 
 
 def guided_halves(out: Tensor, scale: float | Tensor, channels: int) -> Tensor:
-    """Guide as models.DiT.forward_with_cfg does: both halves of out (2n, C', H, W) get the guided
-    channels, and keep the others → (2n, C', H, W).
+    """Guide both halves of out (2n, C', H, W) as models.DiT.forward_with_cfg does → (2n, C', H, W).
+
+    Channels after the first `channels` are unchanged.
     """
     eps = guided(out, scale, channels)
     return torch.cat([torch.cat([eps, eps]), out[:, channels:]], dim=1)
@@ -34,20 +35,18 @@ def guided_halves(out: Tensor, scale: float | Tensor, channels: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Unguided:
-    """The class-conditional estimate alone: one batch row a latent.
+    """The class-conditional estimate without guidance: one batch row per latent.
 
-    drawn: rows of a step's noise that are drawn for a latent; one is used.
+    noise_rows: rows of noise that a step draws per latent; only one is used.
     """
 
     copies: ClassVar[int] = 1
-    rows: ClassVar[int] = 1
+    network_rows: ClassVar[int] = 1
     scale: ClassVar[float] = 1.0
-    drawn: int = 1
+    noise_rows: int = 1
 
     def at(self, level: float) -> "Unguided":
-        """Return the guidance of an evaluation at a noise level, from 0 at the data to 1
-        at noise.
-        """
+        """Return the guidance of an evaluation at a noise level: 0 is data, 1 is noise."""
         return self
 
     def labels(self, y: Tensor) -> Tensor:
@@ -55,21 +54,21 @@ class Unguided:
         return y
 
     def rule(self) -> "Unguided":
-        """Return the guidance without the numbers that do not change a captured step: those that
-        choose it, and the scale, which is an argument of `combine`.
+        """Return the part of the guidance that a captured step depends on. The interval chooses
+        between steps, and the scale is an argument of `combine`.
         """
         return Unguided()
 
     def combine(self, out: Tensor, scale: float | Tensor) -> Tensor:
-        """Combine the outputs for the batch rows (N, C', H, W) → estimates for the
-        latents (n, C', H, W).
+        """Combine the outputs of the batch rows (N, C', H, W) into estimates of the latents
+        (n, C', H, W).
         """
         return out
 
 
 @dataclass(frozen=True)
 class Guidance:
-    """Classifier-free guidance by `scale` on the first `channels` channels; the others
+    """Classifier-free guidance by `scale` on the first `channels` channels. The remaining channels
     are the conditional row's.
 
     interval: the least and the greatest noise level at which it acts
@@ -77,8 +76,8 @@ class Guidance:
     """
 
     copies: ClassVar[int] = 2
-    rows: ClassVar[int] = 2
-    drawn: ClassVar[int] = 2
+    network_rows: ClassVar[int] = 2
+    noise_rows: ClassVar[int] = 2
     scale: float
     null_label: int
     channels: int = CHANNELS
@@ -101,15 +100,15 @@ class Guidance:
 
 @dataclass(frozen=True)
 class Autoguidance(Guidance):
-    """Guidance of a network f by a second g (Karras et al. 2024, arXiv:2406.02507), usually smaller
-    or less trained: g + scale · (f − g) on the first `channels` channels, both of the same label;
-    the others are f's. accel/sampling/autoguidance.py evaluates both.
+    """Guidance of a network f by a smaller or less trained network g with the same label (Karras et
+    al. 2024, arXiv:2406.02507): g + scale · (f − g) on the first `channels` channels. The remaining
+    channels are f's. accel/sampling/autoguidance.py evaluates both networks.
 
-    At levels outside the interval f alone is evaluated.
+    At noise levels outside the interval only f is evaluated.
     """
 
-    rows: ClassVar[int] = 1
-    null_label: int = field(default=-1, init=False)  # there is none
+    network_rows: ClassVar[int] = 1
+    null_label: int = field(default=-1, init=False)  # not used
 
     def labels(self, y: Tensor) -> Tensor:
         return torch.cat([y, y])
@@ -124,16 +123,15 @@ def guidance_of(
     interval: tuple[float, float] = (0.0, 1.0),
     is_fid_job: bool = False,
 ) -> Guidance | Unguided:
-    """Return the guidance of a run: none at a scale of 1, where one row a latent is evaluated.
+    """Return the guidance of a run, `Unguided` at a scale of 1.
 
-    null_label: the label of no class, None without one. guide: whether a second network gives the
-    other estimate, which is used above a scale of 1 alone. is_fid_job: whether a run without
-    guidance draws a row of noise a latent, as upstream's FID jobs do. Its other runs always draw
-    those of guidance.
+    null_label: None if the network has none. guide: whether a second network guides, which it does
+    only at scales above 1. is_fid_job: upstream's FID job draws one row of noise per latent without
+    guidance; its grids always draw two.
     """
     if guide and scale > 1:
         return Autoguidance(scale, channels, interval)
     if guide or null_label is None or scale == 1:
         always_two = (guide or null_label is not None) and not is_fid_job
-        return Unguided(drawn=2 if always_two else 1)
+        return Unguided(noise_rows=2 if always_two else 1)
     return Guidance(scale, null_label, channels, interval)

@@ -1,7 +1,7 @@
-"""Solvers of diffusers: the library computes the steps, this repository evaluates the network.
+"""DPM-Solver++ (Lu et al. 2022, arXiv:2211.01095) and UniPC (Zhao et al. 2023, arXiv:2302.04867).
 
-Other pictures than ancestral sampling's, in 10 to 25 evaluations: DPM-Solver++ (Lu et al.
-2022, arXiv:2211.01095) and UniPC (Zhao et al. 2023, arXiv:2302.04867).
+They need 10 to 25 evaluations and make other pictures than ancestral sampling. diffusers computes
+the steps.
 """
 
 from collections.abc import Mapping
@@ -15,14 +15,13 @@ import numpy as np
 from accel.errors import Mistake, shown
 from accel.sampling.process import BETAS, Process, State
 
-# Name → module and class of diffusers.schedulers: importing the module alone takes a
-# fraction of the time.
+# Name → module and class of diffusers.schedulers. Importing only the module is much faster than
+# importing the package.
 SOLVERS = {
     "dpm++": ("scheduling_dpmsolver_multistep", "DPMSolverMultistepScheduler"),
     "unipc": ("scheduling_unipc_multistep", "UniPCMultistepScheduler"),
 }
-# DiT's values of the entries that define the trained process in a scheduler's
-# configuration.
+# The entries of a scheduler's configuration that define DiT's training process.
 TRAINED = {
     "prediction_type": "epsilon",
     "num_train_timesteps": 1000,
@@ -34,12 +33,14 @@ TRAINED = {
 
 
 def require_schedule(error: Mistake, config: Mapping[str, Any]) -> None:
-    """Raise `error`, naming the entry, if a scheduler's configuration is
-    of another process than DiT's. trained_betas take precedence over the schedule's name.
+    """Raise `error`, which names the entry, if a scheduler's configuration differs from DiT's
+    training process. trained_betas take precedence over the schedule's name.
     """
     kind = str(config.get("_class_name"))
     if "Flow" in kind:
-        raise error(f"its scheduler is a {shown(kind)}, of a flow, and only noise is sampled")
+        raise error(
+            f"its scheduler is a {shown(kind)}, of a flow, and only noise prediction is supported"
+        )
     wanted = dict(TRAINED)
     betas = config.get("trained_betas")
     if betas is not None:
@@ -49,7 +50,7 @@ def require_schedule(error: Mistake, config: Mapping[str, Any]) -> None:
     for name, value in wanted.items():
         if config.get(name, value) != value:
             raise error(
-                f"its scheduler has {name} {shown(config[name])}, and only {value} is sampled"
+                f"its scheduler has {name} {shown(config[name])}, and only {value} is supported"
             )
 
 
@@ -61,21 +62,21 @@ def _scheduler_class(name):
 
 @dataclass(frozen=True)
 class Solver(Process):
-    """Sampling by a deterministic solver of diffusers, with DiT's betas. name: in SOLVERS."""
+    """Sample by a deterministic solver of diffusers, with DiT's betas. name: in SOLVERS."""
 
     captured = False
 
     name: str
-    number: int  # of steps
+    steps: int
 
     @property
-    def draws(self) -> int:
+    def noise_draws(self) -> int:
         return 0
 
     def _scheduler(self):
-        """Return a scheduler of diffusers before its first step."""
+        """Return a new scheduler of diffusers."""
         scheduler = _scheduler_class(self.name)(trained_betas=BETAS)
-        scheduler.set_timesteps(self.number)
+        scheduler.set_timesteps(self.steps)
         return scheduler
 
     def times(self) -> list[float]:
@@ -85,10 +86,10 @@ class Solver(Process):
         scheduler = self._scheduler()
         return x * scheduler.init_noise_sigma, scheduler, iter(scheduler.timesteps)
 
-    def step(self, state, at, noise, networks) -> State:
+    def step(self, state, index, noise, networks) -> State:
         x, scheduler, times = state
         (evaluate,) = networks
         t = next(times)
-        # without the learned variance
+        # The solvers do not use the learned variance.
         eps = evaluate(scheduler.scale_model_input(x, t))[:, : x.shape[1]]
         return scheduler.step(eps, t, x, return_dict=False)[0], scheduler, times

@@ -51,7 +51,7 @@ def ours(name, sampler, steps, interval, shift=1.0, starts_at_one=True):
         sampler,
         steps,
         shift=shift,
-        by_start=family.heun_by_start,
+        heun_by_start=family.heun_by_start,
         last_time=family.last_time,
         interval_rule=family.interval_rule,
         starts_at_one=starts_at_one,

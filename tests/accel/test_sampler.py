@@ -176,7 +176,7 @@ class OnGpu(torch.Tensor):
 # Each is sampled in turn: twelve numbers of pictures, twelve scales, and guidance at some levels.
 REQUESTS = [(n, Guidance(4.0, 8)) for n in range(1, 13)]
 REQUESTS += [(2, Guidance(scale, 8)) for scale in range(2, 14)]
-REQUESTS += [(2, Guidance(3.0, 8, interval=(0.2, 0.7))), (2, Unguided(drawn=2))]
+REQUESTS += [(2, Guidance(3.0, 8, interval=(0.2, 0.7))), (2, Unguided(noise_rows=2))]
 
 
 @DEVICES

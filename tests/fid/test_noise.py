@@ -84,7 +84,7 @@ def test_a_process_draws_as_often_as_it_says(process):
     x = torch.randn(2, 4, 16, 16)
     labels = torch.tensor([1, 2])
     denoise(EagerNetwork(model().eval()), process, Guidance(2.0, 8), x, labels, draw)
-    assert len(drawn) == process.draws
+    assert len(drawn) == process.noise_draws
 
 
 @pytest.mark.parametrize("seed", [0, 3, -5, 2**63])

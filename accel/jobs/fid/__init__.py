@@ -150,7 +150,7 @@ def _make_pictures(pipeline, watch, plan, ranks, batches, finished):
             if batch in finished:
                 # A CUDA generator's offset could be advanced, a CPU's not.
                 with watch.phase("noise"):
-                    for _ in range(pipeline.process.draws):
+                    for _ in range(pipeline.process.noise_draws):
                         draw()
                 continue
             with watch.phase("sample"):

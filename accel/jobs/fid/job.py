@@ -111,7 +111,7 @@ def plan_of(run: Run) -> Plan:
         num_classes=run["num_classes"],
         image_size=run["image_size"],
         latent=(run.space.channels, side, side),
-        drawn=run.guidance.drawn,
+        drawn=run.guidance.noise_rows,
         labels=run.spec.family.label_orders[run["balanced_labels"]],
         independent=run["world_independent_noise"],
     )
