@@ -4,7 +4,7 @@
     python evaluate.py baseline.png folder/ --gate strict --every-tile --heatmap heat.png
     python evaluate.py baselines/ folder/ --metrics mae psnr --json verdict.json
 
-The values are those of torchmetrics 1.7.3 with its defaults, on pictures scaled to 0..1, the
+The values equal torchmetrics 1.7.3's with its defaults, on pictures scaled to 0..1, the
 baseline given first, computed on the CPU, so that the verdict does not depend on the GPU under
 test. MAE is printed in levels of 0..255, as the contest's script does; thresholds are of 0..1.
 

@@ -1,8 +1,8 @@
 """Diffusion transformers (DiT).
 
-Peebles & Xie, 2023, "Scalable Diffusion Models with Transformers", arXiv:2212.09748. The
-mathematics of the network and nothing else: no device, precision or speed-up is chosen here. Names,
-constructor arguments and state-dict keys are those of the published checkpoints, which load with
+Peebles & Xie, 2023, "Scalable Diffusion Models with Transformers", arXiv:2212.09748. This
+file contains only the mathematics of the network: it chooses no device, precision or speed-up.
+Names, constructor arguments and state-dict keys match the published checkpoints, which load with
 ``strict=True``.
 
 Shapes: N batch, C latent channels, H = W latent side, p patch side, T = (H/p)² tokens, D width,
@@ -29,7 +29,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 def cached_table(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Cache a function's tensors by its arguments, except in a trace, whose tensors may be fake."""
+    """Cache a function's tensors by its arguments, except in a trace: its tensors may be fake."""
     cached = lru_cache(maxsize=None)(make)
 
     @wraps(make)
@@ -47,8 +47,7 @@ def cached_table(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _frequencies(half, max_period, device):
     """Return max_period^(-i/half), i < half, on `device`.
 
-    They are computed on the CPU and uploaded once: every device uses the same bits, and the
-    sampling loop has no host→device copy.
+    Computed on the CPU, so that every device uses the same bits.
     """
     with torch.inference_mode(False):
         exponents = torch.arange(half, dtype=torch.float32, device="cpu") / half
@@ -80,7 +79,7 @@ class TimestepEmbedder(nn.Module):
 
     def forward(self, t: Tensor) -> Tensor:
         sinusoid = self.timestep_embedding(t, self.frequency_embedding_size)
-        # Not of integers or float8, in which quantised layers store weights.
+        # Quantised layers store weights as integers or float8.
         wide = (p.dtype for p in self.parameters() if p.is_floating_point() and p.itemsize > 1)
         return self.mlp(sinusoid.to(next(wide, sinusoid.dtype)))
 
@@ -99,9 +98,8 @@ class LabelEmbedder(nn.Module):
         self.dropout_prob = dropout_prob
 
     def token_drop(self, labels: Tensor, force_drop_ids: Tensor | None = None) -> Tensor:
-        """Replace labels by the null label.
-
-        At random with `dropout_prob`, or where `force_drop_ids` (N,) is 1.
+        """Replace labels by the null label: at random with probability `dropout_prob`, or where
+        `force_drop_ids` (N,) is 1.
         """
         if force_drop_ids is None:
             drop = torch.rand(labels.shape[0], device=labels.device) < self.dropout_prob
@@ -146,7 +144,7 @@ def get_1d_sincos_pos_embed_from_grid(embed_dim: int, pos: np.ndarray) -> np.nda
 
 
 def get_2d_sincos_pos_embed_from_grid(embed_dim: int, grid: np.ndarray) -> np.ndarray:
-    """Return (M, embed_dim) float64 for M positions, half the width for each coordinate.
+    """Return the table (M, embed_dim) float64 of M positions; each coordinate gets half the width.
 
     grid (2, …): coordinates.
     """
@@ -159,8 +157,8 @@ def get_2d_sincos_pos_embed(
 ) -> np.ndarray:
     """Return the sine-cosine table of a square grid, (grid_size², embed_dim) float64.
 
-    It is in raster order, with `extra_tokens` zero rows in front if `cls_token`. The column's
-    embedding comes first, then the row's.
+    Rows are in raster order. The first half of the width embeds the column, the second the row.
+    With `cls_token`, `extra_tokens` rows of zeros come first.
     """
     row, column = np.meshgrid(np.arange(grid_size), np.arange(grid_size), indexing="ij")
     table = get_2d_sincos_pos_embed_from_grid(embed_dim, np.stack([column, row]))
@@ -170,7 +168,7 @@ def get_2d_sincos_pos_embed(
 
 
 def position_embedding(grid_size: int, hidden_size: int) -> nn.Parameter:
-    """Return zeros for a table of positions (1, T, D), which is not trained."""
+    """Return a position table (1, T, D) of zeros, which is not trained."""
     return nn.Parameter(torch.zeros(1, grid_size**2, hidden_size), requires_grad=False)
 
 
@@ -194,8 +192,9 @@ def attention(qkv: Tensor, num_heads: int) -> Tensor:
 class Attention(nn.Module):
     """Multi-head self-attention with one projection for q, k and v. (N, T, D) → (N, T, D).
 
-    Attributes have timm's names. Without `fused_attn` the weights softmax(scale·q·kᵀ) pass
-    `attn_drop`, where a hook can read them. Raises ValueError if num_heads does not divide dim.
+    Attributes have timm's names. Without `fused_attn` the weights softmax(scale·q·kᵀ) go through
+    the module `attn_drop`, where a hook can read them. Raises ValueError if num_heads does not
+    divide dim.
     """
 
     def __init__(self, dim: int, num_heads: int):
@@ -214,7 +213,7 @@ class Attention(nn.Module):
         self.proj_drop = nn.Dropout(0.0)
 
     def forward(self, x: Tensor, attend: Callable | None = None) -> Tensor:
-        """attend: in place of `mix` and the norms, of packed q, k, v, as `attention`."""
+        """attend: replaces norms and `mix`; a function like `attention`."""
         qkv = self.qkv(x)  # (N, T, 3·D)
         if attend:
             mixed = attend(qkv, self.num_heads)
@@ -224,7 +223,7 @@ class Attention(nn.Module):
         return self.proj_drop(self.proj(mixed))
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the heads' averages of v, q, k, v each (N, h, T, d) → (N, T, D)."""
+        """Apply attention to q, k, v, each (N, h, T, d) → (N, T, D)."""
         if self.fused_attn:
             dropout = self.attn_drop.p if self.training else 0.0
             mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
@@ -235,7 +234,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Linear, GELU in its tanh form, linear. (N, T, D) → (N, T, D). Attributes as timm's."""
+    """Linear, tanh GELU, linear. (N, T, D) → (N, T, D). Attributes have timm's names."""
 
     def __init__(self, dim: int, hidden_dim: int):
         super().__init__()
@@ -268,7 +267,7 @@ class DiTBlock(nn.Module):
     def forward(self, x: Tensor, c: Tensor, *attend: Callable) -> Tensor:
         """Apply attention and MLP: tokens x (N, T, D), conditioning c (N, D) → (N, T, D).
 
-        attend: one argument for `attn`, or none.
+        attend: an optional argument for `attn`.
         """
         vectors = self.adaLN_modulation(c).chunk(6, dim=1)  # each (N, D)
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = vectors
@@ -298,8 +297,8 @@ class FinalLayer(nn.Module):
 class PatchTransformer(nn.Module):
     """Transformer over patches, conditioned on t and y: embedding → blocks → last layer.
 
-    A subclass gives the embedders, and adds the attributes declared here. `pos_embed` may be
-    missing where tokens have no positions of their own.
+    A subclass passes the embedders and sets the attributes declared here. `pos_embed` is missing
+    if blocks encode the positions.
     """
 
     num_heads: int
@@ -308,7 +307,7 @@ class PatchTransformer(nn.Module):
     final_layer: FinalLayer
 
     attend = staticmethod(attention)
-    guided_channels = 3  # of the output, from the first on, as for the published pictures
+    guided_channels = 3  # the output's first channels, as in the published pictures
 
     def __init__(
         self,
@@ -359,14 +358,14 @@ class PatchTransformer(nn.Module):
         self.pos_embed.data.copy_(self.position_table())
 
     def position_table(self) -> Tensor:
-        """Return the position embedding (1, T, D) float32, a function of the grid alone."""
+        """Return the sine-cosine position embedding (1, T, D) float32."""
         _, tokens, width = self.pos_embed.shape
         table = get_2d_sincos_pos_embed(width, round(tokens**0.5))
         return torch.from_numpy(table).float().unsqueeze(0)
 
     def unpatchify(self, x: Tensor) -> Tensor:
         """Assemble patches: tokens (N, T, p·p·C') of order (p, p, C') → (N, C', H, W)."""
-        side = int(x.shape[1] ** 0.5)  # torch.jit.trace makes tensors of sizes, without round()
+        side = int(x.shape[1] ** 0.5)  # in torch.jit.trace a size is a tensor, without round()
         p = self.patch_size
         x = x.unflatten(-1, (p, p, -1)).unflatten(1, (side, side))  # (N, side, side, p, p, C')
         return x.permute(0, 5, 1, 3, 2, 4).reshape(x.shape[0], -1, side * p, side * p)
@@ -392,12 +391,12 @@ class PatchTransformer(nn.Module):
     ) -> Tensor:
         """Apply `blocks`, by default all: tokens x (N, T, D), conditioning c (N, D) → (N, T, D).
 
-        attend: in place of `attention`. tokens: the slice of each row that x holds.
+        attend: replaces `attention`. tokens: the slice of the token axis that x contains.
         """
-        # Replaced blocks may take x and c alone.
-        other = () if attend is attention else (attend,)
+        # A caller's blocks may accept only x and c.
+        replacement = () if attend is attention else (attend,)
         for block in self.blocks if blocks is None else blocks:
-            x = block(x, c, *other)
+            x = block(x, c, *replacement)
         return x
 
     def head(self, x: Tensor, c: Tensor) -> Tensor:
@@ -417,9 +416,9 @@ class PatchTransformer(nn.Module):
     def forward_with_cfg(self, x: Tensor, t: Tensor, y: Tensor, cfg_scale: float) -> Tensor:
         """Evaluate with classifier-free guidance.
 
-        x (2N, C, H, W), t (2N,), y (2N,) → (2N, C', H, W). Only the first N rows of x are read, for
-        both halves. y holds N labels, then N null labels. The first `guided_channels` of both
-        halves are uncond + cfg_scale·(cond − uncond); the other channels are the half's output.
+        x (2N, C, H, W), t (2N,), y (2N,) → (2N, C', H, W). The first N rows of x are used for both
+        halves. y contains N labels, then N null labels. In both halves the first `guided_channels`
+        are uncond + cfg_scale·(cond − uncond). The remaining channels are not guided.
         """
         half = x[: len(x) // 2]
         out = self.forward(torch.cat([half, half]), t, y)
@@ -490,7 +489,7 @@ def constructor(name: str, network: type[nn.Module], **config: Any) -> Callable[
 
 
 def constructors(network: type[nn.Module]) -> dict[str, Callable[..., Any]]:
-    """Return constructors by name for every published size and patch of a network.
+    """Return the constructors of all published sizes and patches by name.
 
     network: DiT or a subclass.
     """
@@ -504,8 +503,8 @@ def constructors(network: type[nn.Module]) -> dict[str, Callable[..., Any]]:
 
 
 DiT_models = constructors(DiT)
-# A small model, trained on drawn pictures, shipped with its weights. Head dim 72 as in XL, so XL's
-# kernels run on it.
+# A small model, trained on drawn pictures, whose weights ship with the code. Its head dim is XL's,
+# so it runs XL's kernels.
 DEMO = dict(patch_size=2, depth=6, hidden_size=216, num_heads=3, input_size=16, num_classes=8)
 DiT_models["DiT-Demo/2"] = constructor("DiT_Demo_2", DiT, **DEMO)
 globals().update({build.__name__: build for build in DiT_models.values()})

@@ -1,6 +1,4 @@
-"""The Gaussian diffusion process of DiT: schedules, samplers, training losses.
-Independent of any network.
-"""
+"""DiT's Gaussian diffusion process: schedules, samplers and training losses for any network."""
 
 from . import gaussian_diffusion as gd
 from .respace import SpacedDiffusion, space_timesteps
@@ -16,12 +14,11 @@ def create_diffusion(
     rescale_learned_sigmas: bool = False,
     diffusion_steps: int = 1000,
 ) -> SpacedDiffusion:
-    """Make the process for training DiT (`timestep_respacing=""`: all steps) or sampling
-    from it (`"250"`, `"ddim50"`).
+    """Make the process for training DiT (all steps) or sampling from it (`"250"`, `"ddim50"`).
 
-    timestep_respacing: "250", "10,15,20", "ddim50" or a list, as for `space_timesteps`;
+    timestep_respacing: "250", "10,15,20", "ddim50" or a list, see `space_timesteps`;
     "" or None: every step. noise_schedule: "linear" or "squaredcos_cap_v2". use_kl: train
-    on the variational bound alone. rescale_learned_sigmas: weight the bound's term by
+    only on the variational bound. rescale_learned_sigmas: weight the bound's term by
     steps / 1000. sigma_small: without learned sigma, use the posterior's variance instead
     of beta. predict_xstart: the model predicts x_0 instead of the noise. diffusion_steps:
     length of the trained process. Raises ValueError for an unknown schedule and for an

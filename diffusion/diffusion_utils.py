@@ -10,7 +10,7 @@ def normal_kl(
     mean1: Tensor | float, logvar1: Tensor | float, mean2: Tensor | float, logvar2: Tensor | float
 ) -> Tensor:
     """Return KL(N(mean1, exp(logvar1)) || N(mean2, exp(logvar2))) in nats, elementwise.
-    All but one may be numbers.
+    Up to three of them may be numbers.
 
         KL = 1/2 (log var2 - log var1 - 1 + var1 / var2 + (mean1 - mean2)^2 / var2)
 

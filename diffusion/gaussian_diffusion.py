@@ -1,18 +1,17 @@
-"""The Gaussian diffusion process: its tables, one reverse step and its variants, the
-sampling loops, the losses.
+"""The Gaussian diffusion process: tables, reverse steps, sampling loops and losses.
 
     Ho        Ho et al. 2020, Denoising diffusion probabilistic models, 2006.11239
     Nichol    Nichol & Dhariwal 2021, Improved denoising diffusion probabilistic models, 2102.09672
     Song      Song et al. 2021, Denoising diffusion implicit models, 2010.02502
     Dhariwal  Dhariwal & Nichol 2021, Diffusion models beat GANs on image synthesis, 2105.05233
 
-Everywhere below x is (N, C, ...) and t an integer tensor (N,) on x's device with 0 <= t <
-num_timesteps; q is the noising process, p the model's. `model` is any callable (x, t,
+x is (N, C, ...), and t is an integer tensor (N,) on x's device with 0 <= t < num_timesteps.
+q is the noising process and p the model's. `model` is any callable (x, t,
 **model_kwargs) -> (N, C, ...), or (N, 2C, ...) if it predicts the variance too. alpha_t =
 1 - beta_t, abar_t = alpha_0 ... alpha_t; t counts from 0.
 
-No step copies from the host or waits for the device: tables are looked up on t's device.
-So a step can be captured in a CUDA graph after `prepare(device)`.
+Tables are read on t's device, so a step neither copies from the host nor waits for the device. It
+can be captured in a CUDA graph after `prepare(device)`.
 """
 
 import enum
@@ -40,7 +39,7 @@ class ModelVarType(enum.Enum):
     LEARNED = enum.auto()  # its log
     FIXED_SMALL = enum.auto()  # the posterior's
     FIXED_LARGE = enum.auto()  # beta_t
-    # the position of its log between these two: -1 the posterior's, 1 beta_t
+    # its log interpolates between that of the posterior variance (-1) and that of beta_t (1)
     LEARNED_RANGE = enum.auto()
 
 
@@ -53,7 +52,7 @@ class LossType(enum.Enum):
     RESCALED_KL = enum.auto()  # the same times num_timesteps: an estimate of the whole bound
 
     def is_vb(self) -> bool:
-        """Return whether the loss is the variational bound alone."""
+        """Return whether the loss is only the variational bound."""
         return self in (LossType.KL, LossType.RESCALED_KL)
 
 
@@ -127,11 +126,10 @@ def betas_for_alpha_bar(
 
 
 class GaussianDiffusion:
-    """The process of `betas` (T,), each in (0, 1], and the meaning of the model's output.
+    """The process of `betas` (T,), each in (0, 1], for a model with the given kinds of output.
 
-    The tables are float64 numpy attributes (T,): betas, alphas_cumprod (abar_t) and
-    functions of these. Every device in use has float32 copies. Raises ValueError for
-    other betas.
+    The tables are float64 numpy attributes (T,): betas, alphas_cumprod (abar_t) and functions of
+    these. Each device that is used has float32 copies. Raises ValueError for invalid betas.
     """
 
     def __init__(
@@ -171,8 +169,8 @@ class GaussianDiffusion:
         self.posterior_variance = (
             betas * (1.0 - self.alphas_cumprod_prev) / (1.0 - self.alphas_cumprod)
         )
-        # It is 0 at t = 0: p takes the variance of t = 1 there, which matters for the
-        # likelihood of x_0 only.
+        # It is 0 at t = 0. p has the variance of t = 1 there, which matters only for the
+        # likelihood of x_0.
         self._first_variance = self.posterior_variance[1] if self.num_timesteps > 1 else betas[0]
         self.posterior_log_variance_clipped = np.log(
             np.append(self._first_variance, self.posterior_variance[1:])
@@ -190,8 +188,8 @@ class GaussianDiffusion:
     # ---- tables on the device ----
 
     def prepare(self, device: torch.device | str) -> None:
-        """Upload the tables to `device`, once. Capturing a step in a CUDA graph before
-        this raises RuntimeError.
+        """Upload the tables to `device`, once. Without it, capturing a step in a CUDA graph raises
+        RuntimeError.
         """
         self._tables(torch.empty(0, device=device).device)  # "cuda" becomes "cuda:0"
 
@@ -204,14 +202,14 @@ class GaussianDiffusion:
                 raise RuntimeError(
                     f'a CUDA graph is being captured: call diffusion.prepare("{device}") before'
                 )
-            with torch.inference_mode(False):  # later callers may be in another mode
+            with torch.inference_mode(False):  # later callers may train
                 tables = self._upload(device)
             if not in_trace:
                 self._device_tables[device] = tables
         return tables
 
     def _upload(self, device):
-        """Return the tables by name, float32 (T,) on `device`, by one copy."""
+        """Return the tables by name, float32 (T,) on `device`, uploaded in one copy."""
         arrays = {
             name: table for name, table in vars(self).items() if isinstance(table, np.ndarray)
         }
@@ -267,7 +265,7 @@ class GaussianDiffusion:
         )
         variance = self._at("posterior_variance", t, x_t)
         log_variance = self._at("posterior_log_variance_clipped", t, x_t)
-        # contiguous, as upstream's: randn_like draws the next step's noise in x's memory order
+        # Contiguous as upstream's: randn_like draws the next noise in x's memory order.
         return mean.contiguous(), variance.expand(x_t.shape), log_variance.expand(x_t.shape)
 
     # ---- p: from the model's output to a Gaussian over x_{t-1} ----
@@ -336,8 +334,8 @@ class GaussianDiffusion:
         return self._predict_xstart_from_xprev(x_t=x, t=t, xprev=prediction)
 
     def _predict_xstart_from_eps(self, x_t, t, eps):
-        """Solve Ho eq. 4: x_0 = (x_t - sqrt(1 - abar_t) eps) / sqrt(abar_t). It is
-        contiguous, as the mean is.
+        """Solve Ho eq. 4: x_0 = (x_t - sqrt(1 - abar_t) eps) / sqrt(abar_t), contiguous as
+        the mean.
         """
         scaled = self._at("sqrt_recip_alphas_cumprod", t, x_t) * x_t
         return (scaled - self._at("sqrt_recipm1_alphas_cumprod", t, x_t) * eps).contiguous()
@@ -376,7 +374,7 @@ class GaussianDiffusion:
         return variance, log_variance
 
     def _scale_timesteps(self, t):
-        """Return what the model and cond_fn receive for t (N,). A subclass may scale it."""
+        """Return the argument of model and cond_fn for t (N,). A subclass may scale it."""
         return t
 
     # ---- classifier guidance ----
@@ -469,9 +467,9 @@ class GaussianDiffusion:
         """Make a DDIM step, Song eq. 12 and 16, with abar' = abar_{t-1} and z ~ N(0, I):
 
             x_{t-1} = sqrt(abar') x_0 + sqrt(1 - abar' - sigma^2) eps + sigma z
-            sigma = eta sqrt((1 - abar') / (1 - abar_t)) sqrt(1 - abar_t / abar')    (0 at t = 0,
-                                                                                     where abar' =
-                                                                                     1)
+            sigma = eta sqrt((1 - abar') / (1 - abar_t)) sqrt(1 - abar_t / abar')
+
+        At t = 0 abar' is 1 and sigma 0.
 
         eta: 0 for deterministic, 1 for ancestral steps. noise: z, drawn for eta = 0 too.
         cond_fn: see condition_score. Other arguments and result: see p_sample.
@@ -559,8 +557,8 @@ class GaussianDiffusion:
         """Make all p_sample steps from x_T = noise, drawn if None; yield p_sample's dict
         after each step.
 
-        Draws x_T (shape), then one normal batch per step, the last included. device: by
-        default that of noise, else of the model's parameters. progress: show a bar. Other
+        Draws x_T (shape), then one normal batch per step, the last included. device: default:
+        the device of noise, else of the model's parameters. progress: show a bar. Other
         arguments: see p_sample.
         """
 
@@ -622,7 +620,7 @@ class GaussianDiffusion:
         self.prepare(device)
         x = torch.randn(*shape, device=device) if noise is None else noise
         for t in self._timesteps(shape[0], device, progress):
-            with torch.no_grad():  # not over the yield, which would change the caller's mode
+            with torch.no_grad():  # around the yield it would change the caller's mode
                 out = step(x, t)
             yield out
             x = out["sample"]
@@ -654,7 +652,7 @@ class GaussianDiffusion:
         per dimension.
 
         With both the loss is Nichol's hybrid, eq. 16: the prediction in vb is detached,
-        so vb trains the variance alone. Raises ValueError if the model's output does not
+        so vb trains only the variance. Raises ValueError if the model's output does not
         fit x_start.
         """
         if noise is None:
@@ -776,10 +774,10 @@ def _device_of(model):
 
 
 def _extract_into_tensor(arr, timesteps, broadcast_shape):
-    """Return a table's float32 values at timesteps (N,), repeated to broadcast_shape (N, ...).
+    """Return a table's float32 values at timesteps (N,), expanded to broadcast_shape (N, ...).
 
-    arr: float64 (T,). For subclasses that have tables of their own: it copies the table to
-    the device at each call.
+    arr: float64 (T,), which is copied to the device at each call. Used by subclasses with their own
+    tables.
     """
     values = torch.from_numpy(arr).to(timesteps.device)[timesteps].float()
     values = values.view(-1, *[1] * (len(broadcast_shape) - 1))

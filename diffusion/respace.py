@@ -15,15 +15,13 @@ from .gaussian_diffusion import GaussianDiffusion
 def space_timesteps(num_timesteps: int, section_counts: str | list[int]) -> set[int]:
     """Return the timesteps to keep of `num_timesteps`.
 
-    section_counts: a list, or a string of numbers with commas: the process is divided
-    into as many equal sections as
-        there are numbers, and each keeps its number of evenly spaced steps ("250"; "10,15,20": of
-        300 steps ten of
-        the first hundred, fifteen of the second, twenty of the third). "ddimN": N steps at an
-        integer stride from 0
-        (Song et al. 2021).
-    Raises ValueError for any other value, for a section shorter than its count, and for
-    an impossible stride.
+    section_counts: a list of numbers, or a string of numbers with commas. The process is divided
+    into that many equal sections, and each keeps its number of evenly spaced steps: "10,15,20" of
+    300 keeps ten of the first hundred, fifteen of the second and twenty of the third. "ddimN": N
+    steps at an integer stride from 0 (Song et al. 2021).
+
+    Raises ValueError for any other value, for a section shorter than its count, and for a stride
+    that does not exist.
     """
     if isinstance(section_counts, str) and section_counts.startswith("ddim"):
         wanted = _counts([section_counts[len("ddim") :]], section_counts)[0]
@@ -50,8 +48,7 @@ def space_timesteps(num_timesteps: int, section_counts: str | list[int]) -> set[
         stride = (size - 1) / (count - 1) if count > 1 else 1
         position = 0.0
         for _ in range(count):
-            # Add up as published results did: multiplication rounds some halves to
-            # another timestep.
+            # A running sum, as in upstream: multiplication rounds some halves differently.
             kept.append(start + round(position))
             position += stride
         start += size
@@ -59,8 +56,8 @@ def space_timesteps(num_timesteps: int, section_counts: str | list[int]) -> set[
 
 
 def _counts(values, given):
-    """Return `values` as counts of steps, at least one step in all. given: the user's
-    text, for the error.
+    """Return `values` as counts of steps, of which at least one is positive. given: the user's
+    value, for the error.
     """
     try:
         counts = [int(value) for value in values]
@@ -75,8 +72,7 @@ def _counts(values, given):
 
 
 class SpacedDiffusion(GaussianDiffusion):
-    """The process restricted to `use_timesteps`: it has the same marginals there, and
-    betas between kept steps.
+    """The process restricted to `use_timesteps`, with the same marginals and new betas:
 
         beta'_i = 1 - abar_{S_i} / abar_{S_{i-1}}    (Nichol & Dhariwal 2021, section 4)
 
@@ -120,10 +116,10 @@ class SpacedDiffusion(GaussianDiffusion):
         if isinstance(model, _WrappedModel):
             return model
         wrapped = _WrappedModel(model, self.timestep_map, self.original_num_steps)
-        wrapped.original_timesteps = self.original_timesteps  # from the table on the device
+        wrapped.original_timesteps = self.original_timesteps  # reads the table on the device
         return wrapped
 
-    # The model and cond_fn of these receive the original timesteps.
+    # Model and cond_fn of these methods receive the original timesteps.
 
     @functools.wraps(GaussianDiffusion.p_mean_variance)
     def p_mean_variance(self, model, *args, **kwargs) -> dict[str, Tensor]:

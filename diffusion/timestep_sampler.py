@@ -1,4 +1,4 @@
-"""Distributions of training timesteps: uniform, or by the size of the loss."""
+"""Distributions of training timesteps: uniform, or by the loss."""
 
 from abc import ABC, abstractmethod
 
@@ -52,8 +52,8 @@ class UniformSampler(ScheduleSampler):
 
 
 class LossAwareSampler(ScheduleSampler):
-    """A sampler that follows the losses. Every rank of a process group gets all losses in
-    the same order.
+    """A sampler whose weights depend on the losses. All ranks of a process group receive all
+    losses in the same order.
     """
 
     def update_with_local_losses(self, local_ts: Tensor, local_losses: Tensor) -> None:

@@ -1,11 +1,11 @@
-"""A page for the browser: sample pictures, compare two settings on the same noise. Needs
+"""A page for the browser that samples pictures and compares two settings on the same noise. Needs
 `pip install -e '.[page]'`.
 
     python scripts/page.py                                      # the demo models
     python scripts/page.py --model DiT-XL/2 --image-size 512    # one model, by sample.py's flags
 
-It is served to this machine only unless --host is given, to one visitor at a time. Its
-temporary folder is removed when it ends.
+It serves only this machine unless --host is given, and samples for one visitor at a time. Its
+temporary folder is removed at the end.
 """
 
 if __name__ == "__main__":
@@ -60,15 +60,15 @@ try:
     from starlette.middleware.trustedhost import TrustedHostMiddleware
     from starlette.requests import Request
     from starlette.responses import PlainTextResponse, Response
-except ImportError:  # main says so
+except ImportError:  # main raises the error
     gr = None
 
 LOOPBACK = "127.0.0.1"
 USER = "dit"  # of --host
-MOST = 8  # pictures
-PREVIEWS = 6  # estimates during a run, an evaluation each
+MAX_PICTURES = 8
+PREVIEWS = 6  # predictions of the result during a run, with one evaluation each
 EXCLUDED_OPTIONS = "output", "output_type", "seed_list", "batch_size", "eta"
-NAMES = dict(
+FIELD_NAMES = dict(
     labels="Classes",
     seed="Seed",
     num_sampling_steps="Steps",
@@ -77,8 +77,8 @@ NAMES = dict(
     guidance_interval="Guidance interval",
     precision="Precision",
 )
-DRAW_NOISE = "ddpm", "sde"  # in every step: with fewer steps these samplers make other pictures
-MEANING = dict(
+NOISY_SAMPLERS = "ddpm", "sde"  # they draw noise in every step: fewer steps change the picture
+VERDICT_TEXTS = dict(
     PASS="by evaluate.py's criteria the second picture can stand for the first.",
     FAIL="by evaluate.py's criteria these are two pictures, as other samplers and far fewer steps "
     "make them; two precisions should not.",
@@ -91,13 +91,13 @@ CSS = """.pixels :is(.image-frame, img) {
 
 
 class Model(NamedTuple):
-    """A model of the page: the user's options, and their run."""
+    """A model of the page: its options, and the run that they resolve to."""
 
     options: Options
     run: Run
 
     def changed(self, **options: object) -> "Model":
-        """Return the same files with other options. Raises UsageError."""
+        """Return the model with other options and the same files. Raises UsageError."""
         changed = self.options.changed(**options)
         return Model(changed, self.run.resolved(changed))
 
@@ -106,14 +106,14 @@ class Model(NamedTuple):
         words = ["python", "sample.py"]
         for name, value in self.options.items():
             if name == "class_names":
-                continue  # the labels are numbers
+                continue  # labels are given by number
             values = value if isinstance(value, tuple) else (value,)
             words += [OPTIONS[name].flag_names()[0], *map(str, values)]
         return shlex.join(words)
 
 
 class Studio:
-    """The models of a page, one thread that samples, and the pipeline that was used last."""
+    """The models of a page, a thread that samples, and the last pipeline."""
 
     def __init__(self, options: Options):
         names = [options.get("model")]
@@ -130,14 +130,14 @@ class Studio:
         self.stop = threading.Event()
 
     def sample(self, model: Model, say: Callable, *values: object) -> tuple[str, str]:
-        """Return the picture's file and the command that makes the same."""
+        """Return the picture's file and the command that makes the same picture."""
         wanted = model.changed(**choose(*values))
         file, _ = self.picture(wanted, "sample.png", say, PREVIEWS)
         return file, wanted.command()
 
     def compare(self, model: Model, say: Callable, *values: object) -> tuple[list[str], str, str]:
-        """Return the files of two pictures, evaluate.py's verdict on them in Markdown, and the
-        file of their difference.
+        """Return the files of two pictures, evaluate.py's verdict as Markdown, and the file of
+        their difference.
         """
         shared = values[:5]
         files = []
@@ -152,7 +152,7 @@ class Studio:
         vgg = Path(torch.hub.get_dir(), "checkpoints", Path(evaluate.VGG16_URL).name)
         lpips = evaluate.Lpips(vgg) if vgg.exists() else None
         record = evaluate.judge_pixels(first, second, evaluate.GATES["contest"], lpips)
-        lines.append(f"**{record['verdict']}**: {MEANING[record['verdict']]}")
+        lines.append(f"**{record['verdict']}**: {VERDICT_TEXTS[record['verdict']]}")
         lines.append(evaluate.summary(record["values"]).replace("   ", " · "))
         difference = np.abs(first.astype(np.int16) - second).max(2)  # (H, W) in levels
         lines.append(f"The largest difference is {difference.max()} of 255, white in the map:")
@@ -165,8 +165,9 @@ class Studio:
     def picture(
         self, model: Model, name: str, say: Callable, previews: int = 0, of: str = ""
     ) -> tuple[str, float]:
-        """Write the picture of a model; return its file and the seconds of sampling. of: the
-        beginning of the bar's text.
+        """Write the picture of a model. Return its file and the seconds of sampling.
+
+        of: prefix of the progress bar's text.
         """
         run = model.run
         say(f"{of}Loading {run['model']} in {run.tier} …", 0)
@@ -179,11 +180,11 @@ class Studio:
         due = [total * number // (previews + 1) for number in range(previews, 0, -1)]
 
         def on_step(index, x):
-            if x.is_cuda and index % 4 == 3:  # else the host runs ahead, and bar and stop are late
+            if x.is_cuda and index % 4 == 3:  # limits how far the host runs ahead
                 torch.cuda.synchronize(x.device)
             done = index + 1
             preview = []
-            if due and due[-1] <= done < total:  # <=: of few steps some have several
+            if due and due[-1] <= done < total:  # <=: one of few steps may be due twice
                 due.pop()
                 pixels = pipeline.decode(pipeline.estimate(x, done, run["labels"]))
                 preview = [Image.fromarray(to_grid(pixels).numpy())]
@@ -197,7 +198,7 @@ class Studio:
         return path, watch.seconds["sample"]
 
     def pipeline_of(self, run: Run) -> Pipeline:
-        """Return the pipeline of a run. Its network is loaded unless it was used last."""
+        """Return the pipeline of a run. The network is loaded unless it is the last one."""
         key = run["model"], run.tier
         if key not in self.loaded:
             self.loaded.clear()
@@ -206,12 +207,14 @@ class Studio:
         return self.loaded[key].replaced(process=run.process, guidance=run.guidance)
 
     def serve(self, work: Callable, outputs: list, *values: object) -> Iterator[dict]:
-        """Run work(say, *values) in the thread. Yield values of `outputs`: its status
-        until it ends, then its results. say(text, share done[, picture]) raises
-        CancelledError when this generator was closed: by Stop or by leaving.
+        """Run work(say, *values) in the thread. Yield updates of `outputs`: the status while it
+        runs, then its results.
+
+        say(text, fraction done[, picture]) raises CancelledError after this generator was closed,
+        by Stop or by a visitor who left.
         """
         status, picture, *_ = outputs
-        news = {status: ""}
+        updates = {status: ""}
         stop = threading.Event()
         self.stop = stop
 
@@ -219,35 +222,35 @@ class Studio:
             if stop.is_set():
                 raise CancelledError
             bar = f'<progress value="{share}" style="width: 100%"></progress><br>'
-            news.update(zip(outputs, (bar + text, *preview)))
+            updates.update(zip(outputs, (bar + text, *preview)))
 
         job = self.thread.submit(work, say, *values)
         try:
             yield dict.fromkeys(outputs)
             while not wait([job], 0.1).done:
-                yield {status: news[status], picture: news.pop(picture, gr.skip())}
+                yield {status: updates[status], picture: updates.pop(picture, gr.skip())}
             yield dict(zip(outputs, ("Done.", *job.result())))
-        except CancelledError:  # the page ends
+        except CancelledError:  # the page is closing
             return
         except Exception as error:
             mistake = as_usage_error(error)
             if mistake is None:
                 raise
             raise gr.Error(
-                html.escape(mistake.by_flags(NAMES)), duration=None, print_exception=False
+                html.escape(mistake.by_flags(FIELD_NAMES)), duration=None, print_exception=False
             ) from None
         finally:
             stop.set()
 
 
 def choose(labels, seed, scale, low, high, sampler, steps, tier) -> dict:
-    """Return options from the fields of the page; a field that is empty leaves its option as it is.
-    Raises UsageError for too many pictures and for a seed or steps that are not whole.
+    """Return options from the fields of the page. An empty field changes nothing. Raises UsageError
+    for too many pictures, and for a seed or a number of steps that is not whole.
     """
-    if len(labels) > MOST:
+    if len(labels) > MAX_PICTURES:
         raise UsageError(
             f"{len(labels)} pictures are too many for this page",
-            f"choose up to {MOST}",
+            f"choose up to {MAX_PICTURES}",
             parameter="labels",
         )
     return dict(
@@ -262,7 +265,7 @@ def choose(labels, seed, scale, low, high, sampler, steps, tier) -> dict:
 
 
 def whole(name: str, value: float | None) -> int | None:
-    """Return the whole number of a field, None if it is empty. A browser sends 1.5 too."""
+    """Return the whole number of a field, None if it is empty. A browser may send 1.5."""
     if value is None:
         return None
     if value != int(value):
@@ -271,16 +274,14 @@ def whole(name: str, value: float | None) -> int | None:
 
 
 def choices(run: Run) -> tuple[list[str], list[str]]:
-    """Return the samplers of the model's family, its default first, and the tiers of this
-    device.
-    """
+    """Return the samplers of the model's family, the default first, and the device's tiers."""
     tiers = [tier for tier in TIERS if supports(tier, run.device)]
     return [*run.spec.family.samplers], tiers
 
 
-def compared(model: Model) -> tuple[tuple, tuple]:
-    """Return sampler, steps and tier of the two sides of a comparison that nobody has touched:
-    two tiers, or where there is one a number of steps and its half.
+def default_comparison(model: Model) -> tuple[tuple, tuple]:
+    """Return the default sampler, steps and tier of both sides of a comparison: two tiers, or with
+    one tier the steps and half of them.
     """
     run = model.run
     samplers, tiers = choices(run)
@@ -289,7 +290,7 @@ def compared(model: Model) -> tuple[tuple, tuple]:
     other = next((tier for tier in tiers if tier != run.tier), None)
     if other:
         return (sampler, steps, run.tier), (sampler, steps, other)
-    sampler = next(name for name in (sampler, *samplers) if name not in DRAW_NOISE)
+    sampler = next(name for name in (sampler, *samplers) if name not in NOISY_SAMPLERS)
     return (sampler, steps, run.tier), (sampler, max(1, steps // 2), run.tier)
 
 
@@ -323,10 +324,9 @@ def model_tab(studio: Studio, model: Model) -> None:
             show_progress_on=status,
             concurrency_id="one",
             concurrency_limit=1,
-            preprocess=False,  # its errors are tracebacks; Options checks the values
+            preprocess=False,  # Options checks the values, without tracebacks
         )
-        # Not by a function of the button: the run's last message may reach the browser
-        # after its result.
+        # The button does not set the status: the run's last message may arrive after it.
         begun.failure(lambda: "Stopped.", None, status, queue=False)
         stop.click(None, cancels=begun)
 
@@ -341,10 +341,10 @@ def model_tab(studio: Studio, model: Model) -> None:
                 gr.Dropdown(
                     classes,
                     label="Classes",
-                    info=f"Up to {MOST}; type to search, by name or number.",
+                    info=f"Up to {MAX_PICTURES}; type to search, by name or number.",
                     value=[str(label) for label in run["labels"][:2]],
                     multiselect=True,
-                    max_choices=MOST,
+                    max_choices=MAX_PICTURES,
                 ),
                 gr.Number(run["seed"], label="Seed", precision=0),
                 gr.Slider(
@@ -368,7 +368,7 @@ def model_tab(studio: Studio, model: Model) -> None:
                 )
                 runner("Sample", studio.sample, shared + own, picture, line)
             with gr.Tab("Compare"):
-                first, second = compared(model)
+                first, second = default_comparison(model)
                 gr.Markdown("The first, on the left of the slider:")
                 fields_of_first = chooser(*first)
                 gr.Markdown("The second, on the right, from the same noise:")
@@ -381,10 +381,10 @@ def model_tab(studio: Studio, model: Model) -> None:
 
 
 async def refuse_other_sites(request: "Request", call_next: Callable) -> "Response":
-    """Answer 403 to a request that another site's page sends, by the browser of a visitor."""
+    """Answer 403 to a request that a page of another site sends through a visitor's browser."""
     origin = request.headers.get("origin")
     same_host = origin and urlsplit(origin).netloc == request.headers.get("host")
-    # A browser says so itself, also where a proxy has changed the host.
+    # The browser's own statement holds also behind a proxy that changes the host.
     same_origin = request.headers.get("sec-fetch-site") == "same-origin"
     if origin and not (same_host or same_origin):
         return PlainTextResponse(f"{origin} is another site, and may not use this page\n", 403)
@@ -410,7 +410,7 @@ def main() -> None:
         "--host",
         metavar="ADDRESS",
         help="serve an address of this machine, or 0.0.0.0 for all, to whoever has the password "
-        "that is then printed; default: this machine's own browser alone",
+        "that is then printed; default: only this machine's browser",
     )
     options = vars(parser.parse_args())
     port = options.pop("port")
@@ -447,7 +447,7 @@ def serve_page(studio: Studio, host: str | None, port: int | None) -> None:
     )
     guards = [Middleware(BaseHTTPMiddleware, dispatch=refuse_other_sites)]
     password = secrets.token_urlsafe(16)
-    if not host:  # a name that leads here by a stranger's DNS is not this page's
+    if not host:  # a foreign DNS name that points to this machine is refused
         guards.append(Middleware(TrustedHostMiddleware, allowed_hosts=[LOOPBACK, "localhost"]))
     with path_errors("port", port, "choose another"):
         page.queue(max_size=16, api_open=False).launch(

@@ -1,6 +1,5 @@
-"""Parts that several families' networks share, beside DiT's own: RMSNorm (Zhang & Sennrich 2019,
-arXiv:1910.07467), rotary position embedding (Su et al. 2021, arXiv:2104.09864) and SwiGLU (Shazeer
-2020, arXiv:2002.05202).
+"""Blocks that several families share: RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467), rotary
+position embedding (Su et al. 2021, arXiv:2104.09864) and SwiGLU (Shazeer 2020, arXiv:2002.05202).
 
 Shapes: N batch, T tokens, D width, h heads, d head dim, L side of the grid of tokens.
 """
@@ -21,11 +20,11 @@ from accel.families.dit.network import (
     split_heads,
 )
 
-EPS = 1e-6  # of RMSNorm, where no argument says another
+EPS = 1e-6  # default of RMSNorm
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
-    """Return float32, or float64 if x has it: the dtype of norms and rotations."""
+    """Return the dtype of norms and rotations: float64 if x has it, else float32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -50,10 +49,7 @@ class RMSNorm(nn.Module):
 def rotation_table(
     head_dim: int, length: int, dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:
-    """Return cosines and sines (length, d/2, 2) of position·10000^(-2i/d), i < d/2.
-
-    The positions are 0 … length-1.
-    """
+    """Return cosines and sines (length, d/2, 2) of position·10000^(-2i/d), i < d/2."""
     with torch.inference_mode(False):
         exponents = torch.arange(0, head_dim, 2, dtype=dtype, device="cpu") / head_dim  # (d/2,)
         positions = torch.arange(length, dtype=dtype, device="cpu")
@@ -65,9 +61,9 @@ def rotation_table(
 def grid_rotation_table(
     head_dim: int, side: int, dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:
-    """Return cosines and sines (L², d/2, 2) of a token's row, then of its column.
+    """Return cosines and sines (L², d/2, 2) for the tokens of a square grid.
 
-    Their angles are row·10000^(-2i/(d/2)) and column·10000^(-2i/(d/2)), i < d/4.
+    The angles are row·10000^(-2i/(d/2)), i < d/4, then column·10000^(-2i/(d/2)).
     """
     with torch.inference_mode(False):
         axis = rotation_table(head_dim // 2, side, dtype, device)  # (L, d/4, 2)
@@ -79,22 +75,22 @@ def grid_rotation_table(
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Apply the rotary embedding: x (N, T, h, d), rotation (T, d/2, 2) → (N, T, h, d).
 
-    Each pair (2i, 2i+1), as a complex number, is multiplied by exp(j·angle), j² = -1, with the
-    cosines and sines of the table.
+    Each pair (2i, 2i+1) is a complex number, which is multiplied by exp(j·angle), j² = -1.
     """
     pairs = x.to(wide_dtype(x)).unflatten(-1, (-1, 2))  # (N, T, h, d/2, 2)
     real, imaginary = pairs.unbind(-1)
     cos, sin = rotation[:, None].unbind(-1)  # each (T, 1, d/2)
-    turned = torch.stack([real * cos - imaginary * sin, real * sin + imaginary * cos], dim=-1)
-    return turned.flatten(-2).to(x.dtype)
+    rotated = torch.stack([real * cos - imaginary * sin, real * sin + imaginary * cos], dim=-1)
+    return rotated.flatten(-2).to(x.dtype)
 
 
 class RotaryTransformer(PatchTransformer):
     """A transformer whose blocks rotate queries and keys."""
 
     def rotation(self, x: Tensor, tokens: slice) -> Tensor:
-        """Return the rotations (t, d/2, 2) of tokens x (N, t, D) on their device, in float32 or
-        wider. tokens: the slice of each row that x holds.
+        """Return the rotations (t, d/2, 2) of tokens x (N, t, D) on x's device.
+
+        Their dtype is `wide_dtype`. tokens: the slice of the token axis that x contains.
         """
         raise NotImplementedError
 
@@ -108,12 +104,12 @@ class RotaryTransformer(PatchTransformer):
     ) -> Tensor:
         """Apply `blocks`, by default all: tokens x (N, t, D), conditioning c → (N, t, D).
 
-        attend: in place of `attention`. tokens: the slice of each row that x holds.
+        attend: replaces `attention`. tokens: the slice of the token axis that x contains.
         """
         rotation = self.rotation(x, tokens)  # (t, d/2, 2)
-        other = () if attend is attention else (attend,)
+        replacement = () if attend is attention else (attend,)
         for block in self.blocks if blocks is None else blocks:
-            x = block(x, c, rotation, *other)
+            x = block(x, c, rotation, *replacement)
         return x
 
 
@@ -123,7 +119,7 @@ class RotaryTransformer(PatchTransformer):
 class RotaryAttention(Attention):
     """DiT's attention with rotated queries and keys. (N, T, D) → (N, T, D).
 
-    With `qk_norm` each head of q and k passes an RMSNorm before the rotation.
+    With `qk_norm` each head of q and k is normalised by RMSNorm before the rotation.
     """
 
     def __init__(self, dim: int, num_heads: int, qk_norm: bool = False):
@@ -160,13 +156,13 @@ class SwiGLU(nn.Module):
         return self.w3(F.silu(a) * b)
 
 
-def of_tokens(vectors: Tensor) -> Tensor:
-    """Return vectors a token, (N, T, ·) as they are, and (N, ·) as (N, 1, ·)."""
+def per_token(vectors: Tensor) -> Tensor:
+    """Return (N, T, ·) unchanged, and (N, ·) as (N, 1, ·)."""
     return vectors if vectors.ndim == 3 else vectors.unsqueeze(1)
 
 
 class RotaryBlock(nn.Module):
-    """DiT's block with RMSNorm, rotated attention and SwiGLU, modulated by batch row or token."""
+    """DiT's block with RMSNorm, rotated attention and SwiGLU, modulated per row or token."""
 
     def __init__(
         self, hidden_size: int, num_heads: int, mlp_ratio: float = 4.0, qk_norm: bool = False
@@ -182,9 +178,9 @@ class RotaryBlock(nn.Module):
         """Apply attention and MLP: tokens x (N, T, D), conditioning c (N, D) or (N, T, D)
         → (N, T, D).
 
-        rotation (T, d/2, 2). attend: one argument for `attn`, or none.
+        rotation (T, d/2, 2). attend: an optional argument for `attn`.
         """
-        vectors = of_tokens(self.adaLN_modulation(c)).chunk(6, dim=2)  # each (N, 1 or T, D)
+        vectors = per_token(self.adaLN_modulation(c)).chunk(6, dim=2)  # each (N, 1 or T, D)
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = vectors
         h = torch.addcmul(shift_msa, self.norm1(x), 1 + scale_msa)
         x = torch.addcmul(x, gate_msa, self.attn(h, rotation, *attend))
@@ -193,19 +189,19 @@ class RotaryBlock(nn.Module):
 
 
 class RMSFinalLayer(FinalLayer):
-    """DiT's final layer with an RMSNorm, modulated by batch row or token."""
+    """DiT's final layer with an RMSNorm, modulated per batch row or per token."""
 
     def __init__(self, hidden_size: int, patch_size: int, out_channels: int):
         super().__init__(hidden_size, patch_size, out_channels)
         self.norm_final = RMSNorm(hidden_size)
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
-        shift, scale = of_tokens(self.adaLN_modulation(c)).chunk(2, dim=2)  # each (N, 1 or T, D)
+        shift, scale = per_token(self.adaLN_modulation(c)).chunk(2, dim=2)  # each (N, 1 or T, D)
         return self.linear(torch.addcmul(shift, self.norm_final(x), 1 + scale))
 
 
 def first_channels(patches: Tensor, channels: int, used: int) -> Tensor:
-    """Return patches (N, T, p·p·used) of the first `used` channels of patches (N, T, p·p·channels).
+    """Keep the first `used` channels of patches: (N, T, p·p·channels) → (N, T, p·p·used).
 
     The order inside a token is (p, p, channels).
     """

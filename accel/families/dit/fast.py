@@ -30,8 +30,8 @@ def pack(
 ) -> Packing:
     """Pack a DiT's state dict.
 
-    model: gives the number of heads and the timestep embedding. block: packs the blocks of a
-    family that has others.
+    model: for the number of heads and the timestep embedding. block: packs a block; a family with
+    other blocks passes its own function.
     """
     kernel = read("x_embedder.proj.weight")  # (D, C, p, p)
     names = read.blocks("attn.qkv.weight")

@@ -1,7 +1,7 @@
 """Pack JiT's weights for the accelerated network: LightningDiT's blocks in two stages.
 
-Both projections of a patch become one matrix. The embedding of a label, which its tokens need,
-is one vector more of the conditioning.
+Both projections of a patch become one matrix. The conditioning has one more vector, the label's
+embedding, from which the label tokens are made.
 """
 
 from collections.abc import Iterator
@@ -22,8 +22,8 @@ from accel.runtime.stages import Stage
 
 
 class LabelledConditioning(Conditioning):
-    """Conditioning whose last vector is the label's embedding. front (F, D): positions of the
-    label's tokens.
+    """Conditioning whose last vector is the label's embedding. front (F, D): position embedding of
+    the label tokens.
     """
 
     def __init__(self, read: Reader, layers: list[str], sinusoid):
@@ -41,7 +41,7 @@ class LabelledConditioning(Conditioning):
         return out
 
     def prepend_label(self, x: Tensor, embedded: Tensor, condition: Modulation) -> Tensor:
-        """Put the label's tokens in front of x (N, T, D) → (N, F + T, D)."""
+        """Put the label tokens in front of x (N, T, D) → (N, F + T, D)."""
         label = condition.table[condition.entry, -1]  # (N, D)
         return torch.cat([label[:, None] + self.front, x], dim=1)
 
@@ -49,7 +49,7 @@ class LabelledConditioning(Conditioning):
 def pack(read: Reader, model: JiT, ops: HalfOps | SplitOps) -> Packing:
     """Pack a JiT's state dict.
 
-    model: gives heads, grid, the block at which label tokens enter and the timestep embedding.
+    model: for heads, grid, the first block with label tokens and the timestep embedding.
     """
     names = read.blocks("attn.qkv.weight")
     layers = [f"{name}.adaLN_modulation.1" for name in (*names, "final_layer")]
@@ -68,7 +68,7 @@ def pack(read: Reader, model: JiT, ops: HalfOps | SplitOps) -> Packing:
         return Stage(blocks, width, heads, prepended=front)
 
     before = [name for name in names if int(name.rpartition(".")[2]) < model.in_context_start]
-    vectors = BLOCK_VECTORS * len(before)  # that the first stage reads
+    vectors = BLOCK_VECTORS * len(before)  # of the first stage
 
     def later_vectors(x: Tensor, condition: Modulation) -> Modulation:
         return condition._replace(table=condition.table[:, vectors:])

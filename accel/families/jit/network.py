@@ -1,8 +1,8 @@
 """JiT: Li & He 2025, "Back to Basics: Let Denoising Generative Models Denoise", arXiv:2511.13720.
 
-LightningDiT's block with normalised queries and keys, on large patches of pixels. Before block k
-tokens of the label enter in front of the picture's, and stay. The output is an estimate of the
-clean picture. Names and state-dict keys are those of the published checkpoints.
+LightningDiT's block with normalised queries and keys, on large patches of pixels. From block k on
+label tokens stand in front of the picture tokens. The output is an estimate of the clean picture.
+Names and state-dict keys match the published checkpoints.
 
 Shapes: N batch, T picture tokens, F label tokens in front, D width, h heads, d head dim.
 """
@@ -34,26 +34,26 @@ class Condition(NamedTuple):
     """The conditioning of batch rows."""
 
     vector: Tensor  # (N, D), of timestep and label
-    label: Tensor  # (N, D), the label's embedding alone
+    label: Tensor  # (N, D), the label's embedding
 
 
 def rotations(
     head_dim: int, side: int, front: int, dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:
-    """Return cosines and sines (F + T, d/2, 2): `front` tokens are not rotated, those of the
-    picture as LightningDiT's.
+    """Return cosines and sines (F + T, d/2, 2). The first `front` tokens are not rotated; picture
+    tokens are, by row and column.
     """
     table = grid_rotation_table(head_dim, side, dtype, device)  # (T, d/2, 2)
-    still = torch.zeros_like(table[:1]).expand(front, -1, -1).clone()
-    still[..., 0] = 1
-    return torch.cat([still, table])
+    identity = torch.zeros_like(table[:1]).expand(front, -1, -1).clone()
+    identity[..., 0] = 1
+    return torch.cat([identity, table])
 
 
 class JiT(RotaryTransformer):
     """Estimate the clean picture: x (N, C, H, W), t (N,), y (N,) → (N, C, H, W).
 
-    t runs from 0, noise, to 1, data. in_context_len: the number of label tokens;
-    in_context_start: the first block that sees them.
+    t runs from 0, noise, to 1, data. in_context_len: the number of label tokens.
+    in_context_start: the first block with label tokens.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class JiT(RotaryTransformer):
         in_context_len: int = 32,
         in_context_start: int = 8,
     ):
-        few = nn.Conv2d(in_channels, bottleneck_dim, patch_size, stride=patch_size, bias=False)
-        many = nn.Conv2d(bottleneck_dim, hidden_size, 1)
+        down = nn.Conv2d(in_channels, bottleneck_dim, patch_size, stride=patch_size, bias=False)
+        up = nn.Conv2d(bottleneck_dim, hidden_size, 1)
         super().__init__(
             patch_size,
             in_channels,
             learn_sigma,
-            nn.Sequential(OrderedDict(proj1=few, proj2=many)),
+            nn.Sequential(OrderedDict(proj1=down, proj2=up)),
             TimestepEmbedder(hidden_size),
             LabelEmbedder(num_classes, hidden_size, class_dropout_prob),
         )
@@ -95,25 +95,25 @@ class JiT(RotaryTransformer):
         self.initialize_weights()
 
     def embed(self, x: Tensor, tokens: slice = slice(None)) -> Tensor:
-        """Embed pictures (N, C, H, W) as DiT does, by two projections → (N, T, D)."""
+        """Embed pictures (N, C, H, W) by two projections, with positions → (N, T, D)."""
         return (self.x_embedder(x).flatten(2).mT + self.pos_embed)[:, tokens]
 
     @property
     def stages(self) -> list[Stage]:
-        """Return the blocks before the label's tokens enter, and those that see them."""
+        """Return two stages: the blocks without and the blocks with label tokens."""
         blocks = list(self.blocks)
-        whole = Stage(
+        without_label = Stage(
             blocks[: self.in_context_start],
             self.pos_embed.shape[-1],
             self.num_heads,
             modulate=lambda x, condition: condition.vector,
         )
-        later = whole._replace(
+        with_label = without_label._replace(
             blocks=blocks[self.in_context_start :],
             enter=self.prepend_label,
             prepended=self.in_context_len,
         )
-        return [whole, later]
+        return [without_label, with_label]
 
     def condition(self, t: Tensor, y: Tensor) -> Condition:  # type: ignore[override]
         """Return the conditioning of timesteps t (N,) and labels y (N,)."""
@@ -121,7 +121,7 @@ class JiT(RotaryTransformer):
         return Condition(self.t_embedder(t) + label, label)
 
     def prepend_label(self, x: Tensor, embedded: Tensor, condition: Condition) -> Tensor:
-        """Put the label's tokens in front of x (N, T, D) → (N, F + T, D)."""
+        """Put the label tokens in front of x (N, T, D) → (N, F + T, D)."""
         front = condition.label[:, None] + self.in_context_posemb  # (N, F, D)
         return torch.cat([front, x], dim=1)
 

@@ -1,8 +1,8 @@
-"""Pack Large-DiT's weights for the accelerated network. In a block
+"""Pack Large-DiT's weights for the accelerated network. Per block:
 
-h ← adaLN(x)                               RMSNorm; its weight is folded into scale's projection
-a ← wo(attention(rotated(qkv(h))))         q, k, v by one GEMM; their norm and rotation by a kernel
-m ← w2(silu(w1·h) ∗ w3·h)                  w1 and w3 by one GEMM, SwiGLU in its epilogue on Hopper
+h ← adaLN(x)                           RMSNorm, its weight folded into the scale's projection
+a ← wo(attention(rotated(qkv(h))))     one GEMM for q, k, v; one kernel for norms and rotation
+m ← w2(silu(w1·h) ∗ w3·h)              one GEMM for w1, w3; SwiGLU in its epilogue on Hopper
 """
 
 import torch
@@ -19,8 +19,8 @@ from accel.runtime.stages import Stage
 def pack(read: Reader, model: DiT_Llama, ops: HalfOps | SplitOps) -> Packing:
     """Pack a Large-DiT's state dict.
 
-    model: gives heads, channels, patch and input size. The conditioning's weights are a tenth of
-    the network or more, so they stay in the GEMMs' dtype. Its arithmetic is float32.
+    model: for heads, channels, patch and input size. The conditioning's weights are at least a
+    tenth of the network, so they stay in the GEMMs' dtype. Their arithmetic is float32.
     """
     patches = read("x_embedder.weight")  # (D, C·p·p)
     width = len(patches)
@@ -59,9 +59,9 @@ def _conditioning(
 
 
 def fold_norms(read: Reader, norms: list[str], conditioning: Conditioning) -> None:
-    """Fold the weights of consecutive norms, from the first block's on, into the scales."""
+    """Fold the weights of all norms up to some layer, in order, into the scales."""
     for index, norm in enumerate(norms):
-        # Every norm has a scale, the second of the three vectors that belong to it.
+        # Each norm has three vectors; the scale is the second.
         conditioning.fold(3 * index + 1, read(f"{norm}.weight"))
 
 
@@ -71,7 +71,7 @@ def _block(read: Reader, name: str, heads: int, rotation: Tensor, ops: HalfOps |
     mlp = f"{name}.feed_forward"
     head_dim = 2 * rotation.shape[1]
     qkv = [
-        _of_query_heads(read(f"{attention}.{layer}.weight", ops.dtype), heads, head_dim)
+        _per_query_head(read(f"{attention}.{layer}.weight", ops.dtype), heads, head_dim)
         for layer in ("wq", "wk", "wv")
     ]
     w1 = read(f"{mlp}.w1.weight", ops.dtype)
@@ -88,24 +88,21 @@ def _block(read: Reader, name: str, heads: int, rotation: Tensor, ops: HalfOps |
     return ops.block(gemms, gated=True, rotation=Rotation(rotation, norms))
 
 
-def _of_query_heads(rows, heads, head_dim):
-    """Return the rows (H·d, …) of every query head. Several may share a head of keys or values,
-    which is then repeated.
+def _per_query_head(rows, heads, head_dim):
+    """Return rows (H·d, …) of the query heads: heads of keys or values that several query heads
+    share are repeated.
     """
     by_head = rows.unflatten(0, (-1, head_dim))  # (kv heads, d, …)
     return by_head.repeat_interleave(heads // len(by_head), dim=0).flatten(0, 1)
 
 
 def _norms(read, attention, heads, head_dim):
-    """Return the norms of queries and keys, (2, 2, D); None without qk-norm.
-
-    Of each its weight and its bias.
-    """
+    """Return weight and bias of the norms of queries and keys, (2, 2, D); None without qk-norm."""
     if f"{attention}.q_norm.weight" not in read:
         return None
 
     def norm(name):
         parameters = [read(f"{attention}.{name}.weight"), read(f"{attention}.{name}.bias")]
-        return torch.stack([_of_query_heads(each, heads, head_dim) for each in parameters])
+        return torch.stack([_per_query_head(each, heads, head_dim) for each in parameters])
 
     return torch.stack([norm("q_norm"), norm("k_norm")])

@@ -1,7 +1,7 @@
 """Large-DiT: the diffusion transformer with LLaMA's block.
 
-By Alpha-VLLM (LLaMA2-Accessory, Large-DiT-ImageNet). The mathematics of the network alone, as
-models.py for DiT. Sampler, guidance and latents are DiT's. The block differs: RMSNorm, rotary
+By Alpha-VLLM (LLaMA2-Accessory, Large-DiT-ImageNet). Sampler, guidance and latents are DiT's. The
+block differs: RMSNorm, rotary
 position embedding, SwiGLU, and optionally normalised queries and keys. Names, constructor arguments
 and state-dict keys are those of the published checkpoints, which load with ``strict=True``.
 
@@ -31,9 +31,9 @@ class Attention(nn.Module):
     """Multi-head self-attention with rotary positions. (N, T, D) → (N, T, D).
 
     With `n_kv_heads` < `n_heads` several query heads share a head of keys and values (Ainslie et
-    al. 2023, arXiv:2305.13245). With `qk_norm` queries and keys pass a LayerNorm over all heads
-    jointly, before the rotation. Raises ValueError if the heads do not divide the width, or their
-    width is odd.
+    al. 2023, arXiv:2305.13245). With `qk_norm` queries and keys are normalised by a LayerNorm over
+    all heads before the rotation. Raises ValueError if the heads do not divide the width or the
+    head dim is odd.
     """
 
     def __init__(
@@ -115,8 +115,8 @@ class TransformerBlock(nn.Module):
     def forward(self, x: Tensor, c: Tensor, rotation: Tensor, *attend: Callable) -> Tensor:
         """Apply attention and MLP: tokens x (N, T, D) → (N, T, D).
 
-        Conditioning c (N, min(D, 1024)), rotation (T, d/2, 2). attend: one argument
-        for `attention`, or none.
+        Conditioning c (N, min(D, 1024)), rotation (T, d/2, 2). attend: an
+        optional argument for `attention`.
         """
         vectors = self.adaLN_modulation(c).chunk(6, dim=1)  # each (N, D)
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = vectors
@@ -138,9 +138,9 @@ class FinalLayer(DiTFinalLayer):
 
 
 class DiT_Llama(RotaryTransformer):
-    """Large diffusion transformer over latent patches.
+    """Large diffusion transformer over latent patches, with the published code's arguments.
 
-    Arguments are those of the published code; `input_size` is the latent's side.
+    `input_size` is the latent's side.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ _SIZES = {
     "600M": dict(dim=1536, n_layers=16, n_heads=32),
     "3B": dict(dim=3072, n_layers=32, n_heads=32),
     "7B": dict(dim=4096, n_layers=32, n_heads=32),
-    # A small model, trained on drawn pictures, shipped with its weights. Head dim 96 as in 3B.
+    # A small model, trained on drawn pictures, whose weights ship with the code. Head dim of 3B.
     "Demo": dict(dim=192, n_layers=10, n_heads=2, input_size=16, num_classes=8, qk_norm=True),
 }
 Large_DiT_models = {}

@@ -16,16 +16,16 @@ from accel.fast.network import Packing
 from accel.fast.ops import Block, BlockGemms, HalfOps, Rotation, SplitOps
 from accel.fast.reader import Reader
 
-# The GEMM kernels' multiple, to which the hidden width is padded with zeros. They add nothing:
+# The hidden width is padded with zeros to a multiple that GEMM kernels need. They add nothing:
 # silu(0)·0 = 0.
-ALIGNED = 64
+ALIGNMENT = 64
 LAST_NORM = "final_layer.norm_final"
 
 
 def pack(read: Reader, model: LightningDiT, ops: HalfOps | SplitOps) -> Packing:
     """Pack a LightningDiT's state dict.
 
-    model: gives heads, channels, grid and the timestep embedding.
+    model: for heads, channels, grid and the timestep embedding.
     """
     side = model.x_embedder.grid_size[0]
     head_dim = model.pos_embed.shape[-1] // model.num_heads
@@ -51,25 +51,25 @@ def block(
         qkv=read.layer(f"{name}.attn.qkv", ops.dtype),
         proj=read.layer(f"{name}.attn.proj", ops.dtype),
         fc1=fc1._replace(
-            weight=_aligned(fc1.weight.unflatten(0, (2, -1))).flatten(0, 1),
-            bias=_aligned(fc1.bias.unflatten(0, (2, -1))).flatten(),  # type: ignore[union-attr]
+            weight=_padded(fc1.weight.unflatten(0, (2, -1))).flatten(0, 1),
+            bias=_padded(fc1.bias.unflatten(0, (2, -1))).flatten(),  # type: ignore[union-attr]
         ),
-        fc2=fc2._replace(weight=_aligned(fc2.weight)),
+        fc2=fc2._replace(weight=_padded(fc2.weight)),
     )
     norms = _norms(read, f"{name}.attn", heads)
     return ops.block(gemms, gated=True, rotation=Rotation(rotation, norms, EPS), **options)
 
 
-def _aligned(x):
-    """Return x with zeros in dimension 1 up to a multiple of ALIGNED."""
-    missing = -x.shape[1] % ALIGNED
+def _padded(x):
+    """Pad dimension 1 of x with zeros up to a multiple of ALIGNMENT."""
+    missing = -x.shape[1] % ALIGNMENT
     return torch.cat([x, x.new_zeros(len(x), missing, *x.shape[2:])], dim=1)
 
 
 def _norms(read, attention, heads):
-    """Return the norms of queries and keys, (2, 2, D); None without qk-norm.
+    """Return weight and bias of the norms of queries and keys, (2, 2, D); None without qk-norm.
 
-    Of each its weight, repeated for all heads, and a bias of zeros.
+    The weight is repeated for all heads, and the bias is zeros.
     """
     if f"{attention}.q_norm.weight" not in read:
         return None

@@ -1,7 +1,7 @@
 """LightningDiT: Yao et al. 2025, "Reconstruction vs. Generation", arXiv:2501.01423.
 
 SiT's flow with another block: RMSNorm, SwiGLU, and rotary embedding by a token's row and column.
-Names and state-dict keys are those of the published checkpoints. weights.py converts their table of
+Names and state-dict keys match the published checkpoints. weights.py converts their table of
 rotations and their modulation without shifts.
 
 Shapes: N batch, C latent channels, H = W latent side, T tokens, D width, d head dim.
@@ -85,7 +85,7 @@ _SIZES = {
     "1p6B": dict(depth=28, hidden_size=1792, num_heads=28),
 }
 LightningDiT_models = {}
-for _name in PUBLISHED:  # as "XL/1"
+for _name in PUBLISHED:  # like "XL/1"
     _size, _, _patch = _name.partition("/")
     LightningDiT_models[f"LightningDiT-{_name}"] = constructor(
         f"LightningDiT_{_size}_{_patch}", LightningDiT, **_SIZES[_size], patch_size=int(_patch)

@@ -1,18 +1,17 @@
 """Pack RAE's weights for the accelerated network: LightningDiT's blocks in two stages.
 
-The trunk's vectors come from a table, and with them the embedding of the time, τ. The head's are a
-token's:
+The modulation vectors of the trunk, and the time's embedding τ, come from a table. Each token has
+its own vectors for the head:
 
     s ← projected(SiLU(τ + s))                      (N, T, W)
     vectors ← Linear(SiLU(s))                       (N, T, 14, W) of two blocks
 
-One GEMM computes them (`TokenConditioning`). They stay in its result dtype: of 64 rows of 256
-tokens they take 0.94 GB in half precision, and 1.88 GB in float32, which every adaLN would read.
-Rounding them adds little to the error of the GEMM that makes them.
+One GEMM computes them (`TokenConditioning`), and they stay in its result dtype. For 64 rows of 256
+tokens they take 0.94 GB in half precision; every adaLN would read 1.88 GB in float32. The rounding
+is small against the GEMM's own error.
 
-In half precision on Hopper (`FusedHead`) shifts and scales never leave the GEMM that makes them: it
-modulates the residual stream itself. Of the vectors only the gates are stored, for the GEMMs that
-add to the stream.
+In half precision on Hopper (`FusedHead`) the GEMM that makes shifts and scales also modulates the
+residual stream, so only the gates are stored, for the GEMMs that add to the stream.
 """
 
 from collections.abc import Callable, Iterator
@@ -67,9 +66,9 @@ class TrunkConditioning(Conditioning):
 
 
 class TokenConditioning(TrunkConditioning):
-    """TrunkConditioning, and the layers that make the head's vectors of the trunk's tokens.
+    """TrunkConditioning with the layers that make the head's vectors from the trunk's tokens.
 
-    head: names of its blocks.
+    head: names of the head's blocks.
     """
 
     def __init__(self, read: Reader, trunk: list[str], head: list[str], ops: HalfOps | SplitOps):
@@ -94,9 +93,9 @@ class TokenConditioning(TrunkConditioning):
 
 
 class FusedHead(TrunkConditioning):
-    """TrunkConditioning, and a HeadStage, with the layers that modulate it.
+    """TrunkConditioning that is also a HeadStage, with the layers that modulate the head.
 
-    head: names of its blocks. stage: gets them.
+    head: names of the head's blocks. stage: the packed blocks, set by `pack`.
     """
 
     stage: Stage
@@ -115,7 +114,7 @@ class FusedHead(TrunkConditioning):
             gemm = GemmWeights(name, weight[rows].flatten(0, 1), bias[rows].flatten())
             return ops.linear(gemm, epilogue)
 
-        # Every norm has a shift, a scale and, but for the last, a gate; its layer takes the scale
+        # Each norm has a shift, a scale and a gate, the last one no gate. Its layer takes the scale
         # first.
         norms = [layer([3 * i + 1, 3 * i], "modulate") for i in range(2 * len(head) + 1)]
         gates = layer(slice(2, None, 3))
@@ -152,7 +151,7 @@ class FusedHead(TrunkConditioning):
         return [self._warm_rows, *(partial(layer.prepare, tokens) for layer in self.gemms)]
 
     def _warm_rows(self):
-        """Run the kernels on rows of the stream on one token of zeros."""
+        """Run the row kernels on one token of zeros."""
         x = self.bias.new_zeros(1, 1, len(self.time_mlp[3]))
         condition = Modulation(x, torch.zeros(1, dtype=torch.int64, device=x.device))
         silu_sum(x, condition, 0, ((x.to(self.dtype), 0),) * 2, self.dtype)
@@ -160,15 +159,15 @@ class FusedHead(TrunkConditioning):
 
 
 def _head_vectors(read: Reader, blocks: list[str], width: int) -> tuple[Tensor, Tensor]:
-    """Return weight (V, W, W) and bias (V, W) of the vectors of `blocks` and of the last layer.
+    """Return weight (V, W, W) and bias (V, W) of all vectors of `blocks` and the last layer.
 
-    The norms' weights are folded into the scales, as Conditioning.fold does.
+    The norms' weights are folded into the scales, as in Conditioning.fold.
     """
     layers = [f"{name}.adaLN_modulation.1" for name in (*blocks, "final_layer")]
     weight = torch.cat([read(f"{layer}.weight").view(-1, width, width) for layer in layers])
     bias = torch.cat([read(f"{layer}.bias").view(-1, width) for layer in layers])  # (V, W)
     gains = torch.stack([read(f"{norm}.weight") for norm in (*norms_of(blocks), LAST_NORM)])
-    # Every norm has a scale, the second of the three vectors that belong to it.
+    # Each norm has three vectors; the scale is the second.
     weight[1::3] *= gains[..., None]
     bias[1::3] = gains * (1 + bias[1::3]) - 1
     return weight, bias
@@ -177,13 +176,13 @@ def _head_vectors(read: Reader, blocks: list[str], width: int) -> tuple[Tensor, 
 def pack(read: Reader, model: DiTwDDTHead, ops: HalfOps | SplitOps) -> Packing:
     """Pack a DiTwDDTHead's state dict.
 
-    model: gives heads and the numbers of blocks.
+    model: for heads and numbers of blocks.
     """
     names = read.blocks("attn.qkv.weight")
     trunk = [name for name in names if int(name.rpartition(".")[2]) < model.num_encoder_blocks]
     head = names[len(trunk) :]
-    # Where each stage has its first block alone, that stands for the head's others: GEMMs have the
-    # size that will run.
+    # In a network of zeros with one block per stage, the head's block stands for all of its blocks,
+    # so that GEMMs have their real size.
     missing = len(model.blocks) - model.num_encoder_blocks - len(head)
     modulated = head + head[:1] * missing
     conditioning: FusedHead | TokenConditioning
@@ -192,8 +191,8 @@ def pack(read: Reader, model: DiTwDDTHead, ops: HalfOps | SplitOps) -> Packing:
     else:
         conditioning = TokenConditioning(read, trunk, modulated, ops)
     fold_norms(read, norms_of(trunk), conditioning)
-    of_trunk = read("s_embedder.proj.weight")  # (D, C, 1, 1)
-    of_head = read("x_embedder.proj.weight")  # (W, C, 1, 1)
+    trunk_patches = read("s_embedder.proj.weight")  # (D, C, 1, 1)
+    head_patches = read("x_embedder.proj.weight")  # (W, C, 1, 1)
     positions = read("pos_embed")[0] + read("s_embedder.proj.bias")  # (T, D)
     bias = read("x_embedder.proj.bias").expand(len(positions), -1)  # (T, W)
 
@@ -209,7 +208,7 @@ def pack(read: Reader, model: DiTwDDTHead, ops: HalfOps | SplitOps) -> Packing:
         )
 
     heads, wide_heads = model.heads
-    widths = (len(of_trunk), len(of_head))
+    widths = (len(trunk_patches), len(head_patches))
     stages = [stage(trunk, widths[0], heads, "enc_feat_rope", 0)]
     head_stage = None
     if isinstance(conditioning, FusedHead):
@@ -222,11 +221,12 @@ def pack(read: Reader, model: DiTwDDTHead, ops: HalfOps | SplitOps) -> Packing:
         stages.append(wide._replace(modulate=conditioning.modulate_tokens))
     return Packing(
         patch_size=1,
-        in_channels=of_trunk.shape[1],
-        patches=torch.cat([of_trunk, of_head]).flatten(1),  # (D + W, C)
+        in_channels=trunk_patches.shape[1],
+        patches=torch.cat([trunk_patches, head_patches]).flatten(1),  # (D + W, C)
         position=torch.cat([positions, bias], dim=1),
         stages=stages,
-        last_weight=-read("final_layer.linear.weight"),  # of a velocity from noise to data
+        # Negated: the original's velocity is noise − data.
+        last_weight=-read("final_layer.linear.weight"),
         last_bias=-read("final_layer.linear.bias"),
         conditioning=conditioning,
         rms_eps=EPS,

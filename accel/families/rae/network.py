@@ -1,16 +1,16 @@
 """The network of RAE, DiT^DH: Zheng et al. 2025, arXiv:2510.11690.
 
-A trunk of LightningDiT's blocks reads the latents x. A few wide blocks, the head, read x too, by a
-second embedding, and are modulated token by token by the trunk's output. With τ the embedding of
-the time and y that of the label:
+A trunk of LightningDiT's blocks reads the latents x. The head, a few wide blocks, reads x by a
+second embedding, and the trunk's output modulates it token by token. With the embeddings τ of the
+time and y of the label:
 
     s ← trunk(embed(x) + positions)        blocks modulated by SiLU(τ + y)
-    s ← projected(SiLU(τ + s))             a vector a token
+    s ← projected(SiLU(τ + s))             one vector per token
     v ← head(embed'(x))                    blocks and last layer modulated by s
 
-Names and state-dict keys are those of the published checkpoints. Those were trained with times
-from data to noise and the velocity noise − data. Here times run from 0, noise, to 1, data, as in
-the other flows: the network embeds 1 − t and negates its output.
+Names and state-dict keys match the published checkpoints, which were trained with times from data
+to noise and the velocity noise − data. Here times run from 0 (noise) to 1 (data), as in all flows,
+so the network embeds 1 − t and negates its output.
 
 Shapes: N batch, T tokens, D width of the trunk, W width of the head, h heads, d head dim.
 """
@@ -44,7 +44,7 @@ class Condition(NamedTuple):
     """The conditioning of batch rows."""
 
     vector: Tensor  # (N, D), of time and label
-    time: Tensor  # (N, D), the time's embedding alone
+    time: Tensor  # (N, D), the time's embedding
 
 
 def fourier(t: Tensor, frequencies: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class FourierEmbedder(TimestepEmbedder):
 
 
 class Rotations(nn.Module):
-    """The table of rotations of published files: cosines and sines (T, d), every number twice."""
+    """The rotations of published files: cosines and sines (T, d), with every number repeated."""
 
     freqs_cos: Tensor
     freqs_sin: Tensor
@@ -87,7 +87,7 @@ class Rotations(nn.Module):
 class DiTwDDTHead(RotaryTransformer):
     """Estimate the velocity data − noise: x (N, C, H, W), t (N,), y (N,) → (N, C, H, W).
 
-    t runs from 0, noise, to 1, data. hidden_size, depth, num_heads: of the trunk, then of the head.
+    t runs from 0, noise, to 1, data. hidden_size, depth and num_heads are pairs for trunk and head.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class DiTwDDTHead(RotaryTransformer):
         super().__init__(
             1,  # patch
             in_channels,
-            False,  # it estimates no variance
+            False,  # no learned variance
             PatchEmbed(input_size, 1, in_channels, head),
             FourierEmbedder(trunk),
             LabelEmbedder(num_classes, trunk, class_dropout_prob),
@@ -160,18 +160,18 @@ class DiTwDDTHead(RotaryTransformer):
                 self.s_projector.out_features,
                 self.heads[1],
                 enter=lambda x, embedded, condition: embedded[..., trunk:],
-                modulate=self.by_token,
+                modulate=self.token_modulation,
             ),
         ]
 
-    def by_token(self, x: Tensor, condition: Condition) -> Tensor:
+    def token_modulation(self, x: Tensor, condition: Condition) -> Tensor:
         """Return the head's modulation (N, T, W) from the trunk's tokens x (N, T, D)."""
         return self.s_projector(F.silu(condition.time.unsqueeze(1) + x))
 
     def rotation(self, x: Tensor, tokens: slice) -> Tensor:
-        """Return the rotations (t, d/2, 2) of tokens of the trunk's or of the head's width."""
-        of_trunk = x.shape[-1] == self.s_projector.in_features
-        return (self.enc_feat_rope if of_trunk else self.dec_feat_rope)()[tokens]
+        """Return the rotations (t, d/2, 2) of tokens with the width of trunk or head."""
+        is_trunk = x.shape[-1] == self.s_projector.in_features
+        return (self.enc_feat_rope if is_trunk else self.dec_feat_rope)()[tokens]
 
     def head(self, x: Tensor, c: Tensor) -> Tensor:
         """Project tokens x (N, T, W), conditioning c (N, T, W), to velocities (N, T, C)."""

@@ -1,7 +1,4 @@
-"""Pack SiT's weights for the accelerated network, as DiT's.
-
-The last layer computes the velocity alone.
-"""
+"""Pack SiT's weights as DiT's, with a last layer that computes only the velocity."""
 
 from collections.abc import Callable
 
@@ -20,10 +17,10 @@ def pack(
     ops: HalfOps | SplitOps,
     block: Callable[[Reader, str, HalfOps | SplitOps], Block] = dit.block,
 ) -> Packing:
-    """Pack a SiT's state dict, without the last layer's rows for the channels that SiT drops."""
+    """Pack a SiT's state dict, without the last layer's rows of unused channels."""
 
     def used(rows: Tensor) -> Tensor:
-        """Return the rows (p·p·C', …) of the first C channels; the order is (p, p, C')."""
+        """Return the rows of the first C channels: (p·p·C', …) → (p·p·C, …)."""
         channels = rows.unflatten(0, (-1, model.out_channels))
         return channels[:, : model.in_channels].flatten(0, 1)
 

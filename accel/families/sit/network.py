@@ -2,7 +2,7 @@
 
 Ma et al., 2024, arXiv:2401.08740. On the way from noise ε to data x*, x_t = t·x* + (1 − t)·ε with t
 from 0 to 1, the network estimates the velocity x* − ε. Names, constructor arguments and state-dict
-keys are those of the published checkpoints, which load with ``strict=True``; the keys are DiT's.
+keys match the published checkpoints, which load with ``strict=True``. The keys are DiT's.
 
 Shapes: N batch, C latent channels, H = W latent side, p patch side, T = (H/p)² tokens, D width.
 """
@@ -29,6 +29,6 @@ class SiT(DiT):
 
 
 SiT_models = constructors(SiT)
-# Shipped with its weights.
+# Its weights ship with the code.
 SiT_models["SiT-Demo/2"] = constructor("SiT_Demo_2", SiT, learn_sigma=False, **DEMO)
 globals().update({build.__name__: build for build in SiT_models.values()})
