@@ -22,6 +22,7 @@ from accel.decoders import DecoderFiles, DecoderKind, LatentSpace
 from accel.decoders.statistics import read_statistics
 from accel.decoders.vit.network import Sizes, ViTDecoder, half_of
 from accel.errors import UsageError, about, shown
+from accel.families.rae.decoder_facts import HEADS_BY_WIDTH, IMAGENET, LAYER_NORM_EPS
 from accel.tensors.shapes import require_fit, shapes_only
 from accel.tensors.tensor_files import file_stamps, floats_of, read_json, read_tensors
 
@@ -32,10 +33,7 @@ STATISTICS_FILE = "stat.pt"
 CONFIG_FILE = "config.json"
 PREPROCESSOR_FILE = "preprocessor_config.json"
 HEADS_ENTRY = "decoder_num_attention_heads"
-DEFAULT_HEADS = {768: 12, 1024: 16, 1152: 16}  # by width
-DEFAULT_EPS = 1e-12  # of LayerNorm
 STATISTICS_EPS = 1e-5
-IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 # Other parts of an autoencoder, and a leftover of the ViT's own training, which no decoder reads.
 UNUSED = re.compile(r"encoder\.|mask_token$")
 
@@ -165,8 +163,8 @@ def _sizes(name: str, state: Mapping[str, Tensor], metadata: Mapping[str, Any]) 
             raise UsageError(
                 f"{name}: its {CONFIG_FILE} has {key} {shown(metadata[key])}, must have {value}"
             )
-    heads = metadata.get(HEADS_ENTRY, DEFAULT_HEADS.get(width))
-    eps = metadata.get("layer_norm_eps", DEFAULT_EPS)
+    heads = metadata.get(HEADS_ENTRY, HEADS_BY_WIDTH.get(width))
+    eps = metadata.get("layer_norm_eps", LAYER_NORM_EPS)
     if type(heads) is not int or heads < 1 or width % heads:
         raise UsageError(
             f"{name}: has an unknown number of heads ({shown(heads)}) of a width of {width}; put a "

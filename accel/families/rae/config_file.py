@@ -9,6 +9,7 @@ from typing import Any
 
 from accel.errors import Given, shown
 from accel.families.configuration import Configuration, Entries, Size, plain, warn_uninterpreted
+from accel.families.rae.decoder_facts import HEADS_BY_WIDTH, IMAGENET, LAYER_NORM_EPS
 from accel.io.filesystem import read_json
 
 # Entry → the original's default, supported value, and the option that replaces it. The option
@@ -24,7 +25,7 @@ SUPPORTED: dict[str, tuple[Any, Any, str]] = {
     "sampler.params.reverse": (False, False, "config"),
     "sampler.params.sampling_method": ("dopri5", "euler", "sampler"),
 }
-# The same of a network.
+# The same for a network, without the option.
 SUPPORTED_NETWORK: dict[str, tuple[Any, Any]] = {
     "target": (None, "stage2.models.DDT.DiTwDDTHead"),
     "params.patch_size": (1, 1),
@@ -34,8 +35,8 @@ SUPPORTED_NETWORK: dict[str, tuple[Any, Any]] = {
     "params.use_pos_embed": (True, True),
     "params.wo_shift": (False, False),
 }
-# Sections of the sampling program, with all their entries that it takes. Those that no code below
-# names have no effect on pictures, or tensors have them too.
+# All entries that the sampling program reads, by section. Entries without code below do not affect
+# pictures, or the tensors contain them too.
 ENTRIES = {
     "stage_1.params": {
         *("encoder_cls", "encoder_config_path", "encoder_input_size", "encoder_params"),
@@ -58,23 +59,19 @@ ENTRIES = {
         *("time_dist_shift_dim", "time_dist_shift_base"),
     },
 }
-HEADS = {768: 12, 1024: 16, 1152: 16}  # of these decoders, by width
-# Entries of config.json that decide a decoder's function and are in no tensor, as these decoders
-# have them.
+# Entries of the published decoders' config.json that affect pixels and that no tensor contains.
 DECODER_DEFAULTS: dict[str, Any] = {
     "hidden_act": "gelu",
-    "layer_norm_eps": 1e-12,
+    "layer_norm_eps": LAYER_NORM_EPS,
     "num_channels": 3,
     "qkv_bias": True,
 }
-# Of pixels, for the published encoders.
-IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
-# Published decoders and encoders, whose facts are these.
+# Names of published decoders and encoders, which have these facts.
 PUBLISHED = re.compile("(^|/)ViT(B|L|XL)/?$|^facebook/(dinov2|vit-mae)")
 
 
 def read(content: Any, given: Given) -> Configuration | None:
-    """Return the options of a configuration, None if it is another program's. Raises UsageError for
+    """Return the options of a configuration, None for another program's. Raises UsageError for
     corrupt entries.
     """
     if not isinstance(content, dict) or not content.keys() & {"stage_1", "stage_2"}:
@@ -96,7 +93,7 @@ def read(content: Any, given: Given) -> Configuration | None:
 
 
 def fetch(paths: list[str]) -> str:
-    """Return the command that fetches missing files, "" if some are not of the repository."""
+    """Return the command that fetches missing files, "" if some are not in the repository."""
     if not all(path.startswith("models/") for path in paths):
         return ""
     names = " ".join(path.removeprefix("models/") for path in paths)
@@ -104,7 +101,7 @@ def fetch(paths: list[str]) -> str:
 
 
 class RAEEntries(Entries):
-    """A configuration, with the options, refusals and missing files that are found in it."""
+    """A configuration, with the options, refusals and missing files found in it."""
 
     def __init__(self, content: dict, given: Given):
         super().__init__(content, given)
@@ -126,9 +123,10 @@ class RAEEntries(Entries):
         self.take_file("latent_stats", "stage_1.params.normalization_stat_path")
 
     def require_decoder(self, entry: str, default: str, name: str, facts: dict[str, Any]) -> None:
-        """Refuse a decoder unless the file `name` in the folder that an entry names agrees with the
-        file of this name in the decoder's folder. Facts that a file lacks are the published ones.
-        The entry may name the file itself.
+        """Refuse a decoder whose file `name` differs from the one that a configuration entry names.
+
+        The entry names a folder that contains the file, or the file itself. facts: the published
+        values, which replace missing ones.
         """
         folder = str(self.get(f"stage_1.params.{entry}") or default)
         decoder = Path(self.options.get("vae", ""))
@@ -137,10 +135,10 @@ class RAEEntries(Entries):
         named = next(filter(Path.is_file, [*(place / name for place in places), *places]), None)
         try:
             taken = read_json(own) if own.is_file() else {}
-            wanted = read_json(named) if named else taken  # the user may have put it there
+            wanted = read_json(named) if named else taken  # the user may have copied it
         except (OSError, ValueError):
             return self.refuse("vae", f"names {shown(folder)}, whose {name} cannot be read; fix it")
-        heads = HEADS.get((wanted | taken).get("decoder_hidden_size", 0))
+        heads = HEADS_BY_WIDTH.get((wanted | taken).get("decoder_hidden_size", 0))
         facts = facts | {"decoder_num_attention_heads": heads}
         differing = [
             f"{fact} {plain(wanted.get(fact, value))}"
@@ -183,19 +181,19 @@ class RAEEntries(Entries):
             num_classes=classes,
             timestep_shift=1 / sigma,
             sampler="euler",
-            # A number of points: one more than steps.
+            # The file counts time points: one more than steps.
             num_sampling_steps=self.number("sampler.params.num_steps", 50, 2, 1001, int) - 1,
         )
 
     def read_guidance(self) -> None:
         """Read scale, interval and the second network of guidance."""
         scale = self.number("guidance.scale", 1.0, -1e6, 1e6)
-        # The original spells both with a dash too.
+        # The original also reads the names with a dash.
         low = self.number("guidance.t_min", self.get("guidance.t-min", 0.0), 0, 1)
         high = self.number("guidance.t_max", self.get("guidance.t-max", 1.0), 0, 1)
         if low >= high:
             raise self.error(f"has guidance t_min {low:g} and t_max {high:g}")
-        # No guidance at 1 and below.
+        # A scale below 1 is no guidance, as 1 is.
         self.options |= dict(cfg_scale=max(scale, 1.0), guidance_interval=(low, high))
         method = self.get("guidance.method", "cfg")
         classes = self.options["num_classes"]
@@ -209,10 +207,10 @@ class RAEEntries(Entries):
             self.refuse("config", f"has misc.null_label {null}, and only {classes} is supported")
 
     def require_network(self, section: str, option: str) -> None:
-        """Refuse an unsupported network. Note the sizes that its tensors have too."""
+        """Refuse an unsupported network. Record the sizes that its tensors must have."""
         for name, (default, supported) in SUPPORTED_NETWORK.items():
             self.require(f"{section}.{name}", default, supported, option)
-        heads = self.get(f"{section}.params.num_heads")  # tensors have all other sizes
+        heads = self.get(f"{section}.params.num_heads")  # tensors contain all other sizes
         if heads is not None:
             pair = tuple(heads) if isinstance(heads, list) else (heads, heads)
             self.sizes.append(Size(option, f"{section}.params.num_heads", "num_heads", pair))
@@ -224,7 +222,7 @@ class RAEEntries(Entries):
             self.refuse(option, reason + ("" if option == "config" else f"; give `{option}`"))
 
     def take_file(self, option: str, name: str) -> None:
-        """Take the path of a file: from the current folder, else from the configuration's."""
+        """Set an option to a file's path, relative to the current folder or the configuration's."""
         given = self.get(name)
         if not isinstance(given, str):
             self.refuse(option, f"has no {name}; give `{option}`")
@@ -235,5 +233,5 @@ class RAEEntries(Entries):
             self.missing[option] = given
 
     def refuse(self, option: str, reason: str) -> None:
-        """Note why a value is not supported, the first reason of an option."""
+        """Record why an option's value is not supported; the first reason counts."""
         self.refused.setdefault(option, reason)
