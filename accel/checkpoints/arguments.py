@@ -11,27 +11,28 @@ from accel.errors import Given, shown
 
 NAMESPACES = Namespace, SimpleNamespace
 ENTRIES = "args", "config"  # of the arguments in files of the families' own programs
-OF_OTHER_PROGRAMS = "hyper_parameters", "hparams", "cfg", "options"
-PLAIN = str, int, float, bool, list, tuple
+TRAINING_STATE = "opt", "optimizer", "scheduler", "lr_scheduler", "scaler"
 OURS = "family", "recipe"  # facts that this program alone writes
 
 
 def arguments_of(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a training run in a file's entries, by their names, and its other
-    plain entries. Names in sections have dots, as in transport.path_type.
+    entries without tensors. Names in sections have dots, as in transport.path_type.
     """
     arguments: dict[str, Any] = {}
     for entry, value in content.items():
-        if isinstance(value, NAMESPACES) or entry in (*ENTRIES, *OF_OTHER_PROGRAMS):
-            arguments |= flattened(value, "" if entry in ENTRIES else entry)
-        elif isinstance(value, PLAIN[:-2]):
-            arguments[entry] = value
+        leaves = list(_leaves(value, "" if entry in ENTRIES else f".{entry}"))
+        if entry in TRAINING_STATE or any(_is_array(leaf) for _, leaf in leaves):
+            continue
+        for name, leaf in leaves:
+            differs = arguments.get(name, leaf) != leaf  # from the same argument in another entry
+            arguments[f"{entry}.{name}" if differs else name] = leaf
     return {name: value for name, value in arguments.items() if name not in OURS}
 
 
-def flattened(section: Any, place: str = "") -> dict[str, Any]:
-    """Return the plain values in a section and in sections inside it, their names after `place`."""
-    return {name.lstrip("."): value for name, value in _leaves(section, place)}
+def flattened(section: Any) -> dict[str, Any]:
+    """Return the values in a section and in sections inside it, by name."""
+    return dict(_leaves(section, ""))
 
 
 def _leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
@@ -39,8 +40,16 @@ def _leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
     if isinstance(section, Mapping):
         for name, part in section.items():
             yield from _leaves(part, f"{place}.{name}")
-    elif isinstance(value, PLAIN):
-        yield place, value
+    elif value is not None:
+        is_scalar = hasattr(value, "item") and not _is_array(value)  # of torch or numpy
+        yield place.lstrip("."), value.item() if is_scalar else value
+
+
+def _is_array(value: Any) -> bool:
+    """Return whether a value is a tensor or an array with dimensions, or a list of tensors."""
+    if isinstance(value, (list, tuple)):
+        return any(map(_is_array, value))
+    return getattr(value, "ndim", 0) > 0
 
 
 def interpreted(

@@ -3,6 +3,7 @@
 import argparse
 import json
 
+import numpy as np
 import pytest
 import test_jit
 import test_rae
@@ -114,7 +115,10 @@ def states():
     ],
 )
 def test_defaults_of_training_programs_are_all_known(family, content, states, tmp_path, capsys):
-    optimizer = {"state": {0: {"step": 3}}, "param_groups": [{"lr": 1e-4}]}
+    optimizer = {
+        "state": {0: {"step": 3, "exp_avg": torch.zeros(2)}},
+        "param_groups": [{"lr": 1e-4}],
+    }
     content = {"model": {}, "ema": states[family], "opt": optimizer, **content}
     torch.save(content, tmp_path / "x.pt")
     spec = identify(tmp_path / "x.pt")
@@ -125,6 +129,7 @@ def test_defaults_of_training_programs_are_all_known(family, content, states, tm
 
 CREATE_DIFFUSION = (
     dict(predict_xstart=True),
+    dict(predict_xstart=torch.tensor(True)),
     dict(noise_schedule="cosine"),
     dict(diffusion_steps=4000),
     dict(learn_sigma=False),
@@ -174,12 +179,15 @@ def test_other_arguments_are_one_line(kind, states, tmp_path, capsys):
     content = dict(
         args=kind(num_heads=2, foo=3, bar="x", nothing=None),
         hparams=kind(predict_xstart=True),
-        config={"model": {"pred": "v"}},
+        config={"model": {"pred": "v"}, "foo": 4},
+        settings={"flag": np.bool_(True)},
+        optimizer={"state": {0: {"step": torch.ones(2)}}, "lr": 1e-4},
         epoch=7,
     )
     torch.save({"ema": states["DiT"], **content}, tmp_path / "x.pt")
     assert identify(tmp_path / "x.pt").num_heads == 2
-    line = "foo=3, bar=x, hparams.predict_xstart=True, model.pred=v, epoch=7"
+    line = "foo=3, bar=x, hparams.predict_xstart=True, model.pred=v, config.foo=4"
+    line += ", settings.flag=True, epoch=7"
     wanted = f"{tmp_path}/x.pt: arguments not interpreted: {line}"
     assert wanted in capsys.readouterr().out.splitlines()
 
