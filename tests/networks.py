@@ -337,15 +337,12 @@ def pipeline(vae=None):
 
 
 class Original(nn.Module):
-    """A class of the caller's own with the parts of ours, as upstream's classes are;
-    named as ours.
-    """
+    """A class of the caller's with the parts of ours, as upstream's classes are; named as ours."""
 
     def __init__(self, model):
         super().__init__()
-        for name, part in model.named_children():
-            self.add_module(name, part)
-        self.pos_embed = model.pos_embed
+        for name, part in (*model.named_children(), *model.named_parameters(recurse=False)):
+            setattr(self, name, part)
         self.num_heads = model.num_heads
         self.model = [model]
 

@@ -24,7 +24,7 @@ from accel.sampling import denoise, upstream_noise
 from accel.sampling.ancestral import Ancestral
 from accel.sampling.autoguidance import WithGuide
 from accel.sampling.flow import Euler
-from accel.sampling.guidance import Autoguidance, Unguided, guidance_of
+from accel.sampling.guidance import Autoguidance, guidance_of
 from diffusion import create_diffusion
 
 SCALE = 1.7
@@ -117,25 +117,6 @@ def test_a_flows_interval_has_its_ends():
             == count
         )
         close(sampled(pair, Euler(10), interval), flows(f, g, Z, LABELS, 10, interval))
-
-
-@pytest.mark.parametrize("scale", (1.0, 0.5))
-def test_at_a_scale_of_one_the_network_alone_is_evaluated(scale):
-    f, _ = networks_of()
-    process = Ancestral(5)
-    torch.manual_seed(3)
-    want = denoise(EagerNetwork(f), process, Unguided(), Z, LABELS, upstream_noise(Z, 2))
-    torch.manual_seed(3)
-    assert torch.equal(
-        sampled(WithGuide(EagerNetwork(f), NotEvaluated(f)), process, scale=scale), want
-    )
-
-
-class NotEvaluated(EagerNetwork):
-    """A guide that must not be evaluated."""
-
-    def forward_tokens(self, x, t, y, run=None):
-        raise AssertionError("evaluated")
 
 
 @pytest.mark.parametrize("tier, tolerance", [("fp16", 3e-3), ("exact", 3e-6)])
@@ -240,12 +221,6 @@ def test_the_command_and_python_make_it(demo, weights, guides, here, tmp_path):
             assert np.array_equal(sampler.latents([1, 6], cfg_scale=SCALE).numpy(), got)
             both = sampler.latents([1, 6])
             assert not np.array_equal(both.numpy(), got)
-            # a newer network; the guide stays
-            newer = fill(DiT_models["DiT-Demo/2"](), 8)
-            sampler.refresh(newer)
-            torch.manual_seed(2)
-            want = upstreams(newer, g, torch.randn(2, 4, 16, 16), torch.tensor([1, 6]), 5)
-            close(sampler.latents([1, 6], cfg_scale=SCALE), want)
 
 
 def test_weights_without_a_null_class(guides, weights):

@@ -480,16 +480,6 @@ def test_a_config_that_says_otherwise_is_refused(change, words, pipeline, tmp_pa
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_folder_of_another_class_is_named_by_it(tmp_path, here):
-    """Its tensors, of which a DiT has none, are not read."""
-    write_transformer(
-        tmp_path, {"blocks.0.x": torch.zeros(2)}, {"_class_name": "JiTTransformer2DModel"}
-    )
-    error = refused(here("sample.py", "--device", "cpu", "--ckpt", tmp_path))
-    assert f"--ckpt {tmp_path}/config.json: is of a JiTTransformer2DModel, and in this lay" in error
-    assert error.endswith("; give the checkpoint of the model's own repository\n")
-
-
 @pytest.mark.parametrize(
     "change, words",
     [
@@ -597,18 +587,6 @@ def test_the_heads_that_a_config_says_are_computed(ten, tmp_path, here):
 
 
 # ---- Python's door ----
-
-
-@pytest.mark.parametrize(
-    "wrong, words",
-    [
-        (dict(sampler="DDIM"), "sampler=DDIM: choose from ddpm, ddim"),
-        (dict(num_classes=2**56), "num_classes=72057594037927936: must be from 1 to"),
-    ],
-)
-def test_nonsense_is_refused_in_python_as_on_the_command_line(wrong, words):
-    with pytest.raises(UsageError, match=words):
-        Options(**wrong)
 
 
 def test_numpys_numbers_are_numbers():

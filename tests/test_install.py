@@ -220,24 +220,3 @@ def test_the_core_dependencies_suffice_to_sample(checkout, tmp_path):
     assert refused.startswith(f"ckpt={demo / 'dit.safetensors'}: ships with the repository")
     assert f"copy its pretrained_models/demo to {demo}" in refused
     assert sorted(packages.iterdir()) == before
-
-
-def test_make_installs_tested_versions_that_the_ranges_allow():
-    """On every Python each requirement has one exact version."""
-    pinned = [Requirement(line) for line in lines_of(ROOT / "constraints.txt")]
-    for python in ("3.10", "3.11", "3.12", "3.13"):
-        of_python = dict(python_version=python, python_full_version=f"{python}.0")
-        versions = {}
-        for pin in pinned:
-            if pin.marker is None or pin.marker.evaluate(of_python):
-                assert pin.name not in versions
-                versions[pin.name] = str(pin.specifier).removeprefix("==")
-        for name in ("requirements.txt", "requirements-test.txt"):
-            for requirement in map(Requirement, lines_of(ROOT / name)):
-                version = versions[canonicalize_name(requirement.name)]
-                assert requirement.specifier.contains(version), (name, str(requirement))
-    assert "-r requirements-test.txt -c constraints.txt" in (ROOT / "Makefile").read_text()
-
-
-def lines_of(path):
-    return re.findall(r"^[A-Za-z][^#\n]*", path.read_text(), re.M)

@@ -2,6 +2,7 @@
 
 import shutil
 
+import networks
 import numpy as np
 import pytest
 import torch
@@ -9,24 +10,20 @@ from forks import succeeds
 from jobs import run_each
 from latents.vits import SMALL as SMALL_VIT
 from latents.vits import vit_files
-from networks import DEVICES, error, fast_network, network_of, recognise, with_norms
+from networks import error, network_of, recognise, with_norms
 from reference_networks import rae
-from torch import nn
 
-from accel import Sampler, accelerate, fast
-from accel.checkpoints import facts as facts_beside
+from accel import Sampler, accelerate
 from accel.config.options import Options
-from accel.errors import Given, UsageError
+from accel.errors import UsageError
 from accel.families.rae import BY_SIDE
-from accel.families.rae.network import DiTDH_models, DiTwDDTHead
+from accel.families.rae.network import DiTwDDTHead
 from accel.run.fetching import fetch
 from accel.run.opening import open_run
 from accel.runtime.network import EagerNetwork
 from accel.sampling import denoise
 from accel.sampling.flow import Euler
 from accel.sampling.guidance import Guidance
-from accel.tensors.shapes import shapes_only
-from scripts.convert_checkpoint import facts_of
 
 # heads of 72 and 128 as in XL; the head's hidden width is 1365, which is odd as the published one
 TRUNK = 3
@@ -61,33 +58,6 @@ def velocity(model, x, t, y):
     return -rae(model.state_dict(), x, 1 - t.double(), y, TRUNK)
 
 
-@DEVICES
-@pytest.mark.parametrize("qk_norm", (False, True))
-def test_every_tier_computes_the_definition(qk_norm, device):
-    model = build(use_qknorm=qk_norm)
-    x, t, y = inputs()
-    want = velocity(model, x, t, y)
-    assert want.shape == x.shape and want.std() > 0.1
-    assert error(model(x, t, y).detach(), want) < 4e-6
-    assert error(fast_network(model, torch.float64).forward(x.double(), t, y), want) < 1e-6
-    for tier, most in (("fp32", 5e-6), ("exact", 4e-6), ("fp16", 2e-3), ("bf16", 2e-2)):
-        network = network_of(model, tier, device)
-        x, t, y = (value.to(device) for value in inputs())
-        assert error(network.forward(x, t, y), want) < most, tier
-        for call in fast.warmup_calls(network, 4):
-            call()
-        run = network.prepare(t.tolist(), y.tolist())
-        run.advance(*range(4))
-        got = network.forward(x, torch.arange(4, device=device), y, run)
-        assert error(got, want) < most, tier
-        assert network.overflowed() is None
-    x, t, y = inputs()
-    assert error(model(x, 1 - t, y).detach(), want) > 1e-2
-    for change in ("s_embedder.proj.bias", "x_embedder.proj.bias", "t_embedder.W", "pos_embed"):
-        other = {**model.state_dict(), change: model.state_dict()[change] + 0.1}
-        assert error(-rae(other, x, 1 - t, y, TRUNK), want) > 1e-3, change
-
-
 def test_guidance_acts_on_all_channels():
     model = build()
     z = torch.randn(2, 24, 4, 4, generator=torch.Generator().manual_seed(2))
@@ -105,24 +75,6 @@ def test_guidance_acts_on_all_channels():
     guidance = Guidance(1.5, 8, 24)
     for network, most in ((EagerNetwork(model), 5e-6), (network_of(model, "fp16"), 5e-3)):
         assert error(denoise(network, Euler(5, 0.5), guidance, z, labels, None), x) < most
-
-
-def test_published_sizes_are_recognised():
-    """By the number of entries that the published files have."""
-    counts = {}
-    for name, make in DiTDH_models.items():
-        for side in (16, 32):
-            with shapes_only():
-                state = make(input_size=side).state_dict()
-            spec = recognise("x.pt", state, {})
-            assert (spec.family.name, spec.model, spec.latent_size) == ("RAE", name, side)
-            shift = spec.defaults.timestep_shift
-            assert shift == pytest.approx(1 / (6.928203 * side / 16))
-            written = facts_beside.checked(Given("y"), facts_of(spec))
-            assert facts_of(recognise("y", state, written)) == facts_of(spec)
-        counts[name] = len(state)
-        assert spec.empty().heads == make.config["num_heads"]
-    assert [*counts.values()] == [382, 334, 190, 190]
 
 
 def test_a_users_shift_guides_noise_and_the_sizes_may_not(tmp_path):
@@ -194,15 +146,8 @@ def drop(state, part):
     return {name: value for name, value in state.items() if part not in name}
 
 
-class Original(nn.Module):
+class Original(networks.Original):
     """The original class as callers hold it: its own direction of time, sign and guidance."""
-
-    def __init__(self, model):
-        super().__init__()
-        for name, part in model.named_children():
-            setattr(self, name, part)
-        self.pos_embed = model.pos_embed
-        self.num_heads = [*model.heads]
 
     def forward(self, x, t, y, s=None, mask=None):
         return rae(self.state_dict(), x, t, y, TRUNK).float()
@@ -239,11 +184,6 @@ def test_modules_are_accelerated_sampled_and_refreshed():
         after = sampler.latents([1, 5], seed=1)
     with Sampler(changed, **options) as sampler:
         assert torch.equal(sampler.latents([1, 5], seed=1), after)
-    for tier in ("exact", "fp16"):
-        network = network_of(ours, tier)
-        new = network_of(changed, tier)
-        network.copy_weights(new)
-        assert torch.equal(network.forward(*inputs()), new.forward(*inputs()))
 
 
 def test_ranks_share_a_picture(tmp_path, here):

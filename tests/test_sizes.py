@@ -1,9 +1,14 @@
 """Every named model has its published sizes."""
 
 import pytest
+import torch
+from networks import recognise
 
+from accel.checkpoints import facts
+from accel.errors import Given
 from accel.families import constructor_of, families
 from accel.tensors.shapes import shapes_only
+from scripts.convert_checkpoint import facts_of
 
 DIT = {"XL": (28, 1152, 16), "L": (24, 1024, 16), "B": (12, 768, 12), "S": (12, 384, 6)}
 SIZES = {  # name without its patch → blocks, width, heads
@@ -39,7 +44,10 @@ HIDDEN |= {"JiT-B/16": 2048, "JiT-L/32": 2730, "JiT-H/16": 3413}
 HIDDEN |= {"Large-DiT-600M/2": 4096, "Large-DiT-3B/2": 8192, "Large-DiT-7B/2": 11008}
 
 
-@pytest.mark.parametrize("name", [name for family in families() for name in family.models])
+MODELS = [name for family in families() for name in family.models]
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_sizes(name):
     with shapes_only():
         model = constructor_of(name)()
@@ -60,3 +68,31 @@ def test_sizes(name):
             key for key, value in model.blocks[0].named_parameters() if HIDDEN[name] in value.shape
         ]
         assert {"fc2.weight", "w3.weight", "w2.weight"} & {key.partition(".")[2] for key in of_mlp}
+
+
+ENTRIES = {"DiTDH-XL/1": 382, "DiTDH-L/1": 334, "DiTDH-B/1": 190, "DiTDH-S/1": 190}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in MODELS if name.startswith(("JiT", "DiTDH", "L"))]
+)
+def test_a_published_file_is_recognised(name):
+    """By its entries and the model's name, and again by the facts of a converted file."""
+    with shapes_only():
+        model = constructor_of(name)()
+    state = model.state_dict()
+    if name.startswith("LightningDiT"):
+        head = model.x_embedder.proj.out_channels // model.num_heads
+        table = torch.empty(model.pos_embed.shape[1], head, device="meta")
+        state |= {f"feat_rope.freqs_{part}": table for part in ("cos", "sin")}
+    spec = recognise("x.pt", state, {"model": name})
+    assert (spec.model, spec.num_heads, spec.patch_size) == (
+        name,
+        model.num_heads,
+        model.patch_size,
+    )
+    start = "in_context_start"
+    assert getattr(spec.empty(), start, None) == getattr(model, start, None)
+    assert len(state) == ENTRIES.get(name, len(state))
+    written = facts.checked(Given("y"), facts_of(spec))
+    assert facts_of(recognise("y", state, written)) == facts_of(spec)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, tracked
-from jobs import wait_for_pictures
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -104,75 +103,6 @@ def test_what_its_folder_lacks_is_refused_in_a_line(tree):
     code = "from accel.families import family_of; family_of('Toy/2').pack"  # as on a GPU
     error = forks.run(["-c", code], tree, **ALONE).stderr
     assert error.endswith("precision: use fp32 or tf32: the family Toy has no fast.py\n")
-
-
-def test_an_fid_job_that_is_killed_is_resumed_to_the_bit(tree):
-    job = ["--num-fid-samples", 40, "--per-proc-batch-size", 2, "--sample-dir"]
-    by_two(tree, *job, tree / "calm")
-    killed = forks.ranks(2, ["sample_ddp.py", *TOY, *job, tree / "killed"], tree, **ALONE)
-    assert wait_for_pictures(tree / "killed", 4, killed[0])
-    forks.kill(*killed)
-    (folder,) = (path for path in (tree / "killed").iterdir() if path.is_dir())
-    assert len(list(folder.glob("*.png"))) < 40 and not folder.with_suffix(".npz").exists()
-    by_two(tree, *job, tree / "killed")
-    archives = [file for name in ("calm", "killed") for file in (tree / name).glob("*.npz")]
-    assert len(archives) == 2 and archives[0].read_bytes() == archives[1].read_bytes()
-    assert np.load(archives[0])["arr_0"].shape == (40, 24, 24, 3)
-
-
-PERMUTED = """
-import sys
-
-import numpy as np
-import torch
-from accel import Sampler
-from accel.io.output import to_uint8
-
-n = 3
-world = 2
-rounds = 3
-seed = 4
-generator = torch.Generator().manual_seed(seed)
-labels = torch.arange(5).repeat_interleave(3)[torch.randperm(15, generator=generator)]
-labels = torch.cat([labels, torch.randint(0, 5, (3,), generator=generator)])
-pictures = np.empty((18, 24, 24, 3), np.uint8)
-with Sampler("Toy/2", sampler="ddim", num_sampling_steps=8, precision="fp32") as sampler:
-    pipeline = sampler._pipeline
-    for rank in range(world):
-        torch.manual_seed(seed * world + rank)
-        of_rank = labels[rank * rounds * n :][: rounds * n].view(rounds, n)
-        for round_number, y in enumerate(of_rank):
-            z = torch.randn(n, 3, 6, 6)
-            for _ in range(8):
-                torch.randn(2 * n, 3, 6, 6)
-            latents = sampler.latents(y.tolist(), noise=z)
-            pixels = to_uint8(pipeline.decode(latents), pipeline.decoder.to_uint8_range).numpy()
-            pictures[[i * world + rank + round_number * n * world for i in range(n)]] = pixels
-made = np.load(sys.argv[1])["arr_0"]
-assert made.shape == (15, 24, 24, 3)
-difference = np.abs(made.astype(int) - pictures[:15])
-assert difference.max() <= 1, difference.max()
-assert np.abs(made.astype(int) - np.roll(pictures, 1, 0)[:15]).mean() > 2
-"""
-
-
-def test_permuted_labels_under_torchrun(tree):
-    """The family's balanced order: rank r has part r of one permuted list. The pictures are
-    those that Python makes of the labels and z that the rule's equations give.
-    """
-    job = [*TOY, "--sampler", "ddim", "--balanced-labels", "--global-seed", 4]
-    job += ["--num-fid-samples", 15, "--per-proc-batch-size", 3, "--precision", "fp32"]
-    job += ["--sample-dir", "permuted"]
-    succeeds(tree, *forks.torchrun(2), "sample_ddp.py", *job)
-    (archive,) = (tree / "permuted").glob("*.npz")
-    succeeds(tree, "-c", PERMUTED, archive)
-    calm = archive.read_bytes()
-    folder = archive.with_suffix("")
-    for number in (1, 6, 7, 17):  # of three batches, by both ranks
-        (folder / f"{number:06d}.png").unlink()
-    archive.unlink()
-    succeeds(tree, *forks.torchrun(2), "sample_ddp.py", *job)
-    assert archive.read_bytes() == calm
 
 
 def test_the_converter_there_and_back(tree):

@@ -3,9 +3,7 @@ or differ. Each is a run of a small network in this process.
 """
 
 import argparse
-import itertools
 import os
-import random
 import sys
 import threading
 
@@ -13,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import fill
-from forks import refused, succeeds
+from forks import succeeds
 from safetensors.torch import save_file
 
 from accel.io.filesystem import atomic_write, remove_partial_files
@@ -62,71 +60,7 @@ def latents(files, here, tmp_path):
 
 # ---- pairs of flags ----
 
-OPTIONS = {
-    "seed": ["--seed", 3],
-    "seeds": ["--seeds", 1, 2],
-    "unguided": ["--cfg-scale", 1],
-    "guided": ["--guidance-interval", 0.2, 0.8],
-    "channels": ["--guidance-channels", 4],
-    "solver": ["--sampler", "unipc"],
-    "eta": ["--eta", 0.5],
-    "shift": ["--timestep-shift", 0.5],
-    "slices": ["--batch-size", 1],
-    "tier": ["--precision", "fp32"],
-    "size": ["--image-size", 96],
-    "odd size": ["--image-size", 90],
-    "classes": ["--num-classes", 8],
-    "other classes": ["--num-classes", 12],
-    "a label that is too large": ["--labels", 8],
-    "names": ["--class-names", "names.txt", "--labels", "two", "h"],
-    "another family": ["--model", "Large-DiT-3B/2"],
-}
 # What is refused with any other flag, and what with one.
-NEVER = {
-    "shift": "--timestep-shift 0.5: is for euler and heun",
-    "eta": "--eta 0.5: is for --sampler ddim; drop it",
-    "odd size": "--image-size 90: must be a multiple of 16",
-    "other classes": "--num-classes 12: the label table in",
-    "a label that is too large": "--labels 8: the model knows classes 0 to 7",
-    "another family": "is not a Large-DiT but a DiT",
-}
-CONFLICTS = {("seed", "seeds"): "--seeds: conflicts with --seed 3"}
-PAIRS = [
-    (first, second)
-    for first, second in itertools.combinations(OPTIONS, 2)
-    if not set(OPTIONS[first])
-    & set(OPTIONS[second])
-    & {"--labels", "--image-size", "--num-classes"}
-]
-SAMPLE = sorted({*random.Random(49).sample(PAIRS, 29), *CONFLICTS})
-
-
-@pytest.mark.parametrize("pair", SAMPLE, ids=" and ".join)
-def test_two_flags(pair, files, here, tmp_path, monkeypatch):
-    """In either order: the same files to the bit, or the same line and no file."""
-    monkeypatch.chdir(files)
-    words = [CONFLICTS[pair]] if pair in CONFLICTS else [NEVER[one] for one in pair if one in NEVER]
-    outcomes = []
-    for order in (pair, pair[::-1]):
-        output = tmp_path / order[0]
-        output.mkdir()
-        usual = ["--ckpt", "a.pt", "--device", "cpu", "--output-type", "latent"]
-        usual += ["--num-sampling-steps", 2, "--output", output / "x.npy"]
-        done = here("sample.py", *usual, *OPTIONS[order[0]], *OPTIONS[order[1]])
-        written = {path.name: path.read_bytes() for path in output.iterdir()}
-        if words:
-            line = refused(done)
-            assert any(one in line for one in words), line
-            assert not written
-            outcomes.append(line)
-        else:
-            succeeds(done)
-            names = ["x-seed-1.npy", "x-seed-2.npy"] if "seeds" in pair else ["x.npy"]
-            assert sorted(written) == names
-            outcomes.append(written)
-    assert outcomes[0] == outcomes[1]
-
-
 # ---- ends at any point ----
 
 

@@ -110,10 +110,3 @@ def test_an_end_of_raes_interval_has_its_levels_type():
     for end in [float(f"{level:.7f}") for level in levels[1:]]:  # decimals round to the levels
         for interval in ((end, 1.0), (0.0, end)):
             assert ours("RAE", "euler", 10, interval) == rae(10, *interval, 1)
-
-
-def test_some_of_these_differ_from_exact_numbers():
-    """Rounding moves a time below its end, or a level above it."""
-    end = 5 / 25
-    assert ours("JiT", "euler", 25, (1 - end, 1.0))[5]  # guided at times below the end alone
-    assert not ours("REPA", "euler", 10, (0.0, 0.3))[7]  # level 3/10

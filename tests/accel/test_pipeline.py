@@ -2,24 +2,19 @@
 what loading costs.
 """
 
-from types import SimpleNamespace
-
 import forks
 import pytest
 import torch
-from networks import build, fast_network, large_inside, ready, run_of, small
-from unprivileged import limited
+from networks import build, fast_network, large_inside, ready, small
 
 from accel.config.options import Options
 from accel.errors import UsageError
 from accel.families.dit import FAMILY
 from accel.families.dit.network import DiT_models
-from accel.io.progress import Stopwatch
 from accel.jobs import grid
 from accel.jobs.fid import job as fid_job
 from accel.pipeline import Pipeline
 from accel.run.opening import open_run
-from accel.runtime import overflow
 from accel.runtime.network import Batch
 from accel.runtime.overflow import overflows
 from accel.tensors import fetch
@@ -96,7 +91,7 @@ def test_loading_costs_the_file(tmp_path):
     path.unlink()
 
 
-def test_latents_that_are_not_finite_name_the_step(weights, monkeypatch):
+def test_latents_that_are_not_finite_name_the_step(weights):
     _, pipeline = ready(**options_of(weights, labels=(1,), output_type="latent"))
     condition = pipeline.network.condition
     pipeline.network.condition = lambda t, y: condition(t, y) * (float("nan") if t[0] < 600 else 1)
@@ -104,15 +99,6 @@ def test_latents_that_are_not_finite_name_the_step(weights, monkeypatch):
         UsageError, match="precision=fp32: .* not finite from step 3 of 5 on; check the weights"
     ):
         pipeline.latents((1,), 0)
-    pipeline = pipeline.replaced(tier="fp16")  # on a GPU, with bfloat16 and, like a V100, without
-    for supported, remedy in ((True, "bf16"), (False, "fp32")):
-        monkeypatch.setattr(
-            overflow, "supports", lambda tier, device, supported=supported: supported
-        )
-        with pytest.raises(
-            UsageError, match=f"fp16: .* not finite from step 3 of 5 on; use precision={remedy}"
-        ):
-            pipeline.latents((1,), 0)
 
 
 def test_the_check_for_overflow_leaves_the_random_stream_alone():
@@ -163,16 +149,6 @@ def test_too_little_memory_names_what_made_the_batch(how, message, weights):
         pipeline.denoise(z, torch.arange(3), lambda: torch.randn(3, 4, 16, 16))
 
 
-def test_a_disk_that_is_full_is_a_line(tmp_path):
-    """Here a limit on the size of files."""
-    output = str(tmp_path / "x.npy")
-    run = run_of("DiT-Demo/2", output_type="latent")
-    words = f"output={output}: .*; free some space, or choose another path"
-    with limited("FSIZE", 4096), pytest.raises(UsageError, match=words):
-        grid.save(run, output, torch.randn(8, 4, 128, 128), Stopwatch(CPU))
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.gpu
 def test_weights_that_overflow_float16_are_found(tmp_path, capsys):
     torch.save(large_inside(build("DiT-Demo/2")).state_dict(), tmp_path / "large.pt")
@@ -182,15 +158,3 @@ def test_weights_that_overflow_float16_are_found(tmp_path, capsys):
     assert pipeline.latents((1,), 0).isfinite().all()
     with pytest.raises(UsageError, match="precision=fp16: overflows.*bf16"):
         ready(**how, precision="fp16")
-
-
-@pytest.mark.parametrize("bad", FAMILY.some_times)
-@pytest.mark.parametrize("value", (float("inf"), float("nan")))
-def test_an_overflow_at_any_of_three_timesteps_is_seen(bad, value):
-    def forward(x, t, y):
-        out = torch.ones(len(y), 4, 8, 8)
-        out[-1, -1, -1, -1] = value if int(t[0]) == bad and y.tolist() == [0, 8] else 1
-        return out
-
-    network = SimpleNamespace(forward=forward, in_channels=4)
-    assert overflows(network, Batch([(1, 2)], 8, 8), CPU, FAMILY.some_times)

@@ -10,7 +10,6 @@ import torch
 from networks import DEVICES, build, error, fast_network, network_of, sample, small, upstream
 
 from accel.fast.conditioning import ConditioningTable
-from accel.pipeline import Pipeline
 from accel.runtime import graphs
 from accel.runtime.network import EagerNetwork
 from accel.sampling import denoise, initial_noise
@@ -123,38 +122,6 @@ def test_every_network_gives_the_same_latents(name):
     errors = [error(latents, results[0][0].double()) for latents, _ in results[1:]]
     assert max(errors[:4]) < 1e-5 and errors[4] < 1e-2, errors
     assert fast[2].table is not None and fast[0].table is None
-
-
-@pytest.mark.parametrize("name", PROCESSES)
-def test_a_warm_up_makes_each_kind_of_step_once(name, monkeypatch):
-    """Steps of the same guidance and number of pictures are one captured graph: a run
-    captures none of its own.
-    """
-    process = PROCESSES[name]
-    seen = []
-    batches = [slice(0, 3), slice(3, 6), slice(6, 8)]
-    run = Pipeline(
-        EagerNetwork(model_of(name)),
-        process,
-        Guidance(3.0, 8, interval=(0.2, 0.7)),
-        None,
-        "fp32",
-        torch.device("cpu"),
-        8,
-    )
-    step = type(process).step
-
-    def noted(self, state, at, noise, networks):
-        rules = tuple(evaluate.args[1] for evaluate in networks)  # args: network, rule, …
-        seen.append((rules, state[0].shape, noise.shape))
-        return step(self, state, at, noise, networks)
-
-    monkeypatch.setattr(type(process), "step", noted)
-    run.warm_up(range(8), batches)
-    warm = seen
-    seen = []
-    run.latents(range(8), 0, batches)
-    assert len(set(warm)) == len(warm) and set(warm) == set(seen) and len(warm) < len(seen)
 
 
 def test_a_captured_step_serves_runs_of_the_same_times():

@@ -5,7 +5,7 @@ import pytest
 import torch
 from conftest import fill
 from forks import refused, succeeds
-from networks import error, identify, small
+from networks import error, small
 
 from accel import Sampler, accelerate
 from accel.decoders.loading import find
@@ -88,18 +88,6 @@ def test_a_folder_of_null_labels_and_weights_without_one(tmp_path, tiny_vae, her
     without = fill(DiT(hidden_size=48, depth=1, num_heads=2, num_classes=10, class_dropout_prob=0))
     with pytest.raises(UsageError, match="labels=null: .* without a null label"):
         Sampler(without, labels=["null"], cfg_scale=1, **HOW)
-
-
-def test_the_one_file_in_a_folder_is_named(tmp_path):
-    torch.save(small().state_dict(), tmp_path / "last.ckpt")
-    with pytest.raises(
-        UsageError, match="with files of weights, last.ckpt; give .* ckpt=.*last.ckpt"
-    ):
-        identify(tmp_path)
-    torch.save(small().state_dict(), tmp_path / "0500000.pt")
-    words = "is a folder with files of weights, 0500000.pt, last.ckpt; give one of them"
-    with pytest.raises(UsageError, match=words):
-        identify(tmp_path)
 
 
 @pytest.mark.parametrize("prefix", ["", "first_stage_model."])

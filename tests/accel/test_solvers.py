@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from networks import fast_network, guided, sample, small
+from networks import fast_network, guided, small
 
-from accel.errors import Given, UsageError
 from accel.runtime.network import EagerNetwork
-from accel.sampling import denoise, upstream_noise
+from accel.sampling import denoise
 from accel.sampling.ancestral import Ancestral, Ddim
 from accel.sampling.guidance import Guidance
-from accel.sampling.solvers import Solver, require_schedule
+from accel.sampling.solvers import Solver
 
 diffusers = pytest.importorskip("diffusers")
 Z = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -52,30 +51,8 @@ def test_latents_are_the_librarys(name, steps, channels):
     assert torch.equal(torch.get_rng_state(), before)  # nothing is drawn
 
 
-def test_other_betas_are_a_line():
-    with pytest.raises(UsageError, match="^ckpt=x: its scheduler's trained_betas are not"):
-        # Other entries: tests/test_doors.py.
-        require_schedule(Given("x").error, dict(trained_betas=5))
-
-
 def test_processes_are_values():
     others = (Ancestral(6), Ancestral(5, learn_sigma=False), Ddim(5), Ddim(5, eta=0.5))
     assert Ancestral(5) == Ancestral(5) and len({Ancestral(5), *others}) == 5
     assert Solver("dpm++", 5) == Solver("dpm++", 5)
     assert len({Solver("dpm++", 5), Solver("dpm++", 6), Solver("unipc", 5)}) == 3
-
-
-@pytest.mark.parametrize("process", [Ancestral(10), Solver("dpm++", 10)])
-def test_outside_the_interval_half_the_rows_are_evaluated(process):
-    """At noise levels from 0.3 to 0.7 guided, elsewhere the conditional estimate alone."""
-    network = EagerNetwork(small())
-    rows = []
-    condition = network.condition
-    network.condition = lambda t, y: (rows.append((int(t[0]), len(y))), condition(t, y))[1]
-    guidance = Guidance(3.0, 8, interval=(0.3, 0.7))
-    torch.manual_seed(0)
-    got = denoise(network, process, guidance, Z, LABELS, upstream_noise(Z, 2))
-    assert rows == [(time, 6 if 300 <= time <= 700 else 3) for time in process.times()]
-    assert {n for _, n in rows} == {3, 6}
-    torch.manual_seed(0)
-    assert got.isfinite().all() and not torch.equal(got, sample(network, process, Z, LABELS, 3.0))

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import forks
 import pytest
-import torch
 from conftest import ROOT
 
 from bench import measure
@@ -49,21 +48,6 @@ REFUSED = [
 def test_refused_before_anything_is_measured(arguments, words, here):
     line = forks.refused(here("bench/measure.py", *arguments))
     assert line.startswith("measure.py: ") and words in line
-
-
-def test_a_file_runs_as_its_module_does():
-    done = forks.run([ROOT / "bench/measure.py", "ladder", "--model", "x"], cwd="/")
-    assert done.returncode == 2
-    assert done.stderr.startswith("measure.py: --model x: unknown")
-
-
-def test_the_command_can_be_typed_again(monkeypatch):
-    monkeypatch.setattr("sys.argv", [str(ROOT / "bench" / "x.py"), "--flag", "two words"])
-    origin = measure.provenance(torch.device("cpu"))
-    assert origin["command"] == "python bench/x.py --flag 'two words'"
-    monkeypatch.setenv("PATH", "/bin")
-    monkeypatch.setenv("GIT_DIR", "/nowhere")
-    assert measure.provenance(torch.device("cpu"))["commit"] is None
 
 
 def test_a_grid_of_two_ranks(tmp_path, run, log):

@@ -10,8 +10,6 @@ from argparse import Namespace
 import pytest
 import torch
 from jobs import run as run_ranks
-from torch.autograd import DeviceType
-from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from accel.config.options import Options
 from accel.jobs.grid import load
@@ -74,17 +72,6 @@ def test_a_switch_reaches_its_op(demo, tier, least, most):
             error(steps.build(demo, model, tier, **plain | {name: "none"}))
 
 
-def test_an_error_is_relative(demo):
-    """An output that is twice as large has an error of one, at any of the times."""
-    model = model_of(demo)
-    network = EagerNetwork(model)
-    forward = network.forward_tokens
-    error = steps.errors_of(model, demo)
-    assert 0 < error(network) < 1e-5
-    network.forward_tokens = lambda x, t, y, run=None: forward(x, t, y) * (1 + (t[0] == 20))
-    assert error(network) == pytest.approx(1, abs=1e-5)
-
-
 def test_the_demo_on_a_cpu(tmp_path, log):
     record, printed = log("ladder", *DEMO, *FEW, "--profile", "--commit", "older")
     [rung] = record["rungs"]
@@ -111,18 +98,6 @@ def test_the_demo_on_a_cpu(tmp_path, log):
     with gzip.open(tmp_path / row["trace"]) as file:
         names = [event["name"] for event in json.load(file)["traceEvents"]]
     assert names.count("aten::scaled_dot_product_attention") == steps.RECORDED * 6
-
-
-def test_random_weights_make_no_zeros(tmp_path):
-    """As a freshly initialised DiT does; the same on every call, and others than a demo's."""
-    options = Options(model="DiT-S/8", image_size=64, precision="fp32", output_type="latent")
-    files = [steps.random_weights(options, tmp_path) for _ in "ab"]
-    networks = [load(open_run(options.changed(ckpt=each), CPU)).network for each in files]
-    x = torch.randn(2, 4, 8, 8)
-    t = torch.tensor([1, 900])
-    y = torch.tensor([0, 3])
-    outputs = [network.forward(x, t, y) for network in networks]
-    assert 0.1 < outputs[0].std() < 10 and torch.equal(*outputs)
 
 
 def test_a_judge_sees_another_arithmetic(demo):
@@ -182,61 +157,6 @@ def test_times_are_of_the_last_steps(monkeypatch, demo):
 
 
 # ---- profiles ----
-
-
-NAMES = {
-    "GEMM": "nvjet_sm90_hsh_192x192_64x4 sm80_xmma_gemm_f32f32 cutlass_70_tensorop_s884gemm_f16 "
-    "volta_sgemm_128x64_tn split_linear_kernel aten::addmm aten::mm aten::mkldnn_convolution",
-    "attention": "fmha_cutlassF_f32_aligned_64x64_rf_sm70 pytorch_flash::flash_fwd_kernel "
-    "aten::_scaled_dot_product_flash_attention_for_cpu cudnn_generated_fort_native_sdpa",
-    "element-wise": "vectorized_layer_norm_kernel Memcpy elementwise_kernel<convert> aten::gelu",
-}
-
-
-def event(name, start, length, on_gpu=True, note=False):
-    device = DeviceType.CUDA if on_gpu else DeviceType.CPU
-    return FunctionEvent(
-        0,
-        name,
-        7 if on_gpu else 1,
-        start_us=start,
-        end_us=start + length,
-        stack=[],
-        use_device="cuda",
-        device_type=device,
-        is_user_annotation=note,
-    )
-
-
-def averages(events):
-    events = EventList(events, use_device="cuda")
-    events._build_tree()
-    return events.key_averages()
-
-
-def test_functions_of_a_gpu_are_its_kernels_and_copies():
-    """Three steps of torch.profiler's events, with those of the host and the profiler's notes."""
-    events = []
-    for start in (0, 1000, 2000):
-        events += [
-            event("ProfilerStep*", start, 1000, on_gpu=False),
-            event("cudaStreamSynchronize", start + 40, 350, on_gpu=False),
-            event("nvjet_sm90_hsh", start + 100, 300),
-            event("attention", start + 400, 100),
-            event("attention", start + 500, 100),
-            event("Memcpy HtoD", start + 600, 2),
-            event("ProfilerStep*", start, 1000, note=True),
-        ]
-    assert steps.functions_of(averages(events), torch.device("cuda")) == [
-        dict(name="nvjet_sm90_hsh", kind="GEMM", ms=pytest.approx(0.3), calls=1),
-        dict(name="attention", kind="attention", ms=pytest.approx(0.2), calls=2),
-        dict(name="Memcpy HtoD", kind="element-wise", ms=pytest.approx(0.002), calls=1),
-    ]
-    for kind, names in NAMES.items():
-        functions = steps.functions_of(
-            averages([event(name, 0, 1) for name in names.split()]), torch.device("cuda")
-        )
-        assert {function["kind"] for function in functions} == {kind}
 
 
 @pytest.mark.gpu

@@ -3,7 +3,6 @@ every size of decoder.
 """
 
 import json
-import re
 from copy import deepcopy
 
 import numpy as np
@@ -86,14 +85,6 @@ def test_gradients_through_the_decoder_are_refused(tiny_vae):
         decoder.decode(given)
     with torch.no_grad():
         assert torch.equal(decoder.decode(given), want)
-
-
-@pytest.mark.parametrize("shape", [(4, 2, 2), (1, 3, 2, 2), (0, 3, 2, 2)])
-def test_latents_of_another_shape_are_one_line(shape, tiny_vae):
-    decoder = Decoder(find(str(tiny_vae)), CPU)
-    words = re.escape(f"latents: are {shape}, must be (n, 4, L, L)")
-    with pytest.raises(UsageError, match=f"^{words}$"):
-        decoder.decode(torch.zeros(shape))
 
 
 def test_files_as_published(tiny_vae, tmp_path):

@@ -180,15 +180,6 @@ def test_a_picture_that_overflows_is_decoded_in_float32(capsys):
         decoder.decode(latents)
 
 
-@pytest.mark.parametrize("name, flags", (("fp32", (False, False)), ("tf32", (True, True))))
-def test_float32s_switches_are_set_inside_only(name, flags, switches):
-    torch.backends.cudnn.allow_tf32 = not flags[0]
-    torch.backends.cuda.matmul.allow_tf32 = True
-    with precision.convolutions(name):
-        assert switches() == flags
-    assert switches() == (True, not flags[0])
-
-
 @pytest.mark.gpu
 @torch.inference_mode()
 def test_sd_vae_ft_at_512px():

@@ -9,13 +9,12 @@ import torch
 from conftest import fill
 from decoders import SCALES, by_pipelines, levels, random_vae
 from forks import refused, succeeds
-from networks import pipeline, small
+from networks import pipeline
 from PIL import Image
 
 from accel import Sampler
 from accel.decoders.loading import find
 from accel.errors import USAGE, UsageError
-from accel.families.sit.network import SiT
 from accel.io.output import to_grid
 from models import DiT_models
 
@@ -71,30 +70,6 @@ def test_statistics_given_for_a_folder_are_in_place_of_its_scale(tiny_vae, tmp_p
     )
     z = torch.randn(2, 4, 8, 8)
     assert torch.equal(find(str(tiny_vae), str(tmp_path / "stats.pt")).to_decoder(z), z * 2 + 1)
-
-
-def test_statistics_in_repa_es_weights_normalise_the_decoders_input(tiny_vae, tmp_path):
-    """In place of the decoder's scale. A file of the user's goes first."""
-    from diffusers import AutoencoderKL
-
-    vae = AutoencoderKL.from_pretrained(tiny_vae)
-    mean = torch.tensor([0.5, 0.0, -1.0, 2.0])
-    deviation = torch.tensor([3.0, 1.0, 2.0, 0.5])
-    of_weights = {"bn.running_mean": mean, "bn.running_var": deviation**2}
-    state = small(SiT, learn_sigma=False).state_dict()
-    whole = {**state, **of_weights, "projectors.0.0.weight": torch.ones(3, 3)}
-    torch.save({"ema": whole, "args": dict(num_heads=2)}, tmp_path / "x.pt")
-    torch.save(dict(latents_scale=deviation, latents_bias=-mean), tmp_path / "stats.pt")
-    for statistics, std, bias in (
-        (None, deviation, mean),
-        (tmp_path / "stats.pt", 1 / deviation, -mean),
-    ):
-        with Sampler(tmp_path / "x.pt", vae=tiny_vae, latent_stats=statistics, **SHORT) as sampler:
-            latents = sampler.latents(3, seed=1)
-            z = latents * std[:, None, None] + bias[:, None, None]
-            with torch.inference_mode():
-                want = to_grid(vae.decode(z).sample).numpy()
-            assert np.array_equal(np.asarray(sampler.decode(latents)[0]), want) and want.std() > 5
 
 
 def test_decoders_of_another_class_are_refused_by_name(tiny_vae):

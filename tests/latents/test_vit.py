@@ -2,13 +2,11 @@
 
 import json
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import fill
-from forks import refused as line_of
 from forks import succeeds
 from networks import upstreams_loop
 from PIL import Image
@@ -76,25 +74,8 @@ def test_pictures_of_a_batch(count, file):
     z = latents(count)
     alone = half.decode(z)
     half.batch_size = 4
-    sizes = []
-    network = half.half
-    half.half = lambda z: sizes.append(len(z)) or network(z)
     got = half.decode(z)
     assert got.shape == alone.shape and (got - alone).norm() < 1e-3 * alone.norm()
-    assert sizes == {1: [4], 3: [4], 4: [4], 6: [4, 4], 9: [4, 4, 4]}[count]
-    half.batch_size = 16
-    sizes.clear()
-    assert torch.equal(half.decode(z[:3]), alone[:3]) and sizes == [1] * min(3, count)
-
-
-def test_a_batch_is_used_where_it_keeps_every_bit(file, monkeypatch):
-    half = decoder_of(find(str(file)), CPU, "fp16").load()
-    monkeypatch.setattr(half, "kind", SimpleNamespace(half_batch_size=5))
-    assert half._is_batch_invariant(lambda z: 2 * z)
-    assert not half._is_batch_invariant(lambda z: z + (len(z) == 5))  # a batch rounds otherwise
-    places = torch.arange(5.0)[:, None, None, None]
-    assert not half._is_batch_invariant(lambda z: z + places[: len(z)])  # a place rounds otherwise
-    assert not half._is_batch_invariant(lambda z: z + z.mean())  # the others count
 
 
 @pytest.mark.gpu
@@ -255,13 +236,6 @@ def test_refusals(file, tmp_path):
         assert words in refused(name)
 
 
-def test_statistics_that_were_changed_since_they_were_opened_are_refused(file):
-    space = find(str(file))
-    torch.save(random_statistics(seed=8), file.parent / "stat.pt")
-    with pytest.raises(UsageError, match="was changed since it was opened"):
-        Decoder(space, CPU).decode(latents())
-
-
 @pytest.fixture
 def model():
     return fill(DiT_models["DiT-S/4"](input_size=4, in_channels=16, num_classes=10))
@@ -305,19 +279,3 @@ def test_an_fid_job_truncates(file, model, network, tmp_path, here):
     assert off.max() <= 1 and off.mean() < 0.002 and want.std() > 20
     record = json.loads(next((tmp_path / "samples").glob("*/.job/settings.json")).read_text())
     assert record["--vae (contents)"] == digest(find(str(file)))
-    torch.save(random_statistics(seed=8), file.parent / "stat.pt")
-    archive.unlink()
-    assert "contents" in line_of(here(*words))
-
-
-def test_a_decoder_of_other_latents_is_refused(file, network, tmp_path, here):
-    """Before anything is sampled."""
-    words = ["sample.py", *FLAGS, "--output", tmp_path / "x.png", "--labels", 7, "--vae"]
-    larger = vit_files(tmp_path / "larger", SMALL._replace(side=6))
-    line = line_of(here(*words, larger, *network))
-    assert f"--vae {larger}: decodes latents of 6×6 alone, 24 px, and these are 4×4" in line
-    line = line_of(here(*words, file, *network, "--image-size", 32))
-    assert "decodes latents of 4×4 alone, 16 px, and these are 8×8" in line
-    wider = vit_files(tmp_path / "wider", SMALL._replace(channels=24))
-    line = line_of(here(*words, wider, *network))
-    assert "decodes latents of 24 channels, and DiT-S/4 makes 16" in line

@@ -252,17 +252,6 @@ def test_figures_that_statistics_do_not_give(data, inception, tmp_path, here):
     assert "fid.npz: is an archive" in forks.refused(here(*command, "--precision-recall"))
 
 
-def test_notes(tmp_path):
-    """About the number of pictures, the weights, the sizes, and a missing sFID."""
-    np.savez(tmp_path / "adm.npz", arr_0=draw(10), mu=MU, sigma=SIGMA)
-    np.savez(tmp_path / "large.npz", draw(10, side=32))
-    sides = fid.Pictures(tmp_path / "large.npz"), fid.Pictures(tmp_path / "adm.npz")
-    few, weights, sizes, sfid = fid.notes(*sides, False)
-    assert "FID of 10 pictures" in few and "weights" in weights and "sFID" in sfid
-    assert "32×32 against 24×24" in sizes
-    assert len([*fid.notes(sides[0], sides[0], True)]) == 1
-
-
 def archive(**arrays):
     content = io.BytesIO()
     np.savez(content, **arrays)

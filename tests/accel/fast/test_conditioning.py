@@ -1,15 +1,11 @@
 """The table of modulation vectors that a sampling run computes ahead."""
 
-from functools import partial
-
 import pytest
 import torch
-from networks import error, fast_network, inputs, network_of, small
+from networks import error, fast_network, small
 
-from accel.fast import conditioning
 from accel.fast import network as module
 from accel.fast.conditioning import ConditioningTable
-from accel.fast.ops import Float32Linear
 from diffusion import create_diffusion
 
 
@@ -73,27 +69,3 @@ def test_more_labels_than_a_table_usually_holds(fast, monkeypatch):
             found.append(fast.forward(x[:n], torch.full((n,), index), y[:n], run))
         assert error(found[-1], fast.forward(x[:n], torch.full((n,), 20), y[:n])) < 1e-12
     assert all(torch.equal(a, b) for a, b in zip(found[:3], found[-3:]))
-
-
-def test_large_projections_are_one_split_gemm(monkeypatch):
-    """As on Hopper: forward passes and runs compute the same, and follow a refresh."""
-    monkeypatch.setattr(conditioning, "splits", lambda weight: True)
-    monkeypatch.setattr(conditioning, "Float32Linear", partial(Float32Linear, split=True))
-    model = small()
-    network = network_of(model, "fp16")
-    assert not network.conditioning.weight.numel() and network.conditioning.layer.split
-    x, t, y = inputs(model, 3)
-    with torch.no_grad():
-        want = model.double()(x.double(), t, y)
-    assert error(network.forward(x, t, y), want) < 2e-3
-    run = network.prepare(t.tolist(), y.tolist())
-    run.advance(0, 1, 2)
-    assert error(network.forward(x, torch.arange(3), y, run), want) < 2e-3
-    changed = model.float().requires_grad_(False)
-    for value in changed.parameters():
-        value.mul_(1.1)
-    other = network_of(changed, "fp16")
-    before = network.forward(x, t, y)
-    network.copy_weights(other)
-    assert not torch.equal(network.forward(x, t, y), before)
-    assert torch.equal(network.forward(x, t, y), other.forward(x, t, y))

@@ -2,17 +2,37 @@
 reference implementations, on a GPU by the kernels.
 """
 
+from functools import partial
+
 import pytest
+import test_jit
+import test_large_dit
+import test_lightning_dit
+import test_models
+import test_rae
 import torch
-from networks import build, error, evaluate, fast_network, guided, inputs, network_of, pack_of
-from reference_networks import dit, large_dit
-from test_large_dit import FORMS
+from networks import (
+    DEVICES,
+    build,
+    error,
+    evaluate,
+    fast_network,
+    guided,
+    inputs,
+    network_of,
+    pack_of,
+    small,
+)
+from reference_networks import dit, jit, large_dit, lightning_dit
 from test_large_dit import build as build_large
 
 from accel import accelerate
+from accel.families.jit.network import JiT
 from accel.families.large_dit.network import DiT_Llama
-from accel.fast import load
-from accel.sampling.guidance import Guidance
+from accel.families.lightning_dit.network import LightningDiT
+from accel.families.rae.network import DiTwDDTHead
+from accel.families.sit.network import SiT
+from accel.fast import load, warmup_calls
 from accel.tensors.shapes import shapes_only
 
 
@@ -20,34 +40,92 @@ def definition(model, x, t, y):
     state = {name: value.cpu() for name, value in model.state_dict().items()}
     if isinstance(model, DiT_Llama):
         return large_dit(state, x, t, y, model.n_heads, model.patch_size)
-    return dit(state, x, t, y, model.num_heads, model.patch_size)
+    if isinstance(model, JiT):
+        return jit(state, x, t, y, test_jit.START)
+    if isinstance(model, DiTwDDTHead):
+        return test_rae.velocity(model, x, t, y)
+    if isinstance(model, LightningDiT):
+        return lightning_dit(test_lightning_dit.as_file(model.cpu()), x, t, y)
+    out = dit(state, x, t, y, model.num_heads, model.patch_size)
+    return out[:, : model.in_channels] if isinstance(model, SiT) else out
 
 
-DITS = (
-    ("DiT-Demo/2", {}),
-    ("DiT-S/4", dict(input_size=8, depth=3)),
-    ("DiT-S/8", dict(input_size=32, depth=3)),
-    ("DiT-S/2", dict(input_size=6, depth=3, learn_sigma=False, num_classes=5)),
-)
-MODELS = [lambda case=case: build(case[0], **case[1]) for case in DITS]
-MODELS += [lambda form=form: build_large(**form) for form in FORMS]
+def given(model):
+    """Return latents, times and labels of four batch rows; the second half has the null label."""
+    if isinstance(model, JiT):
+        return test_jit.inputs()
+    if isinstance(model, DiTwDDTHead):
+        return test_rae.inputs()
+    x, t, y = inputs(model, 4)
+    return x, t / 1000 if isinstance(model, (LightningDiT, SiT)) else t, y
 
 
-@pytest.mark.parametrize("make", MODELS, ids=[*map(str, DITS), *map(str, FORMS)])
-def test_float64_is_the_definition(make):
-    model = make()
+def off(got, want):
+    """Return the relative error of the channels that `want` has: a SiT's sigma is not sampled."""
+    return error(got[:, : want.shape[1]], want)
+
+
+FORMS = {
+    **{f"DiT {form}": partial(small, **form) for form in test_models.FORMS},
+    **{f"SiT {form}": partial(small, SiT, **form) for form in test_models.FORMS},
+    **{f"Large-DiT {form}": partial(build_large, **form) for form in test_large_dit.FORMS},
+    **{
+        f"LightningDiT {form}": partial(test_lightning_dit.build, **form)
+        for form in test_lightning_dit.FORMS
+    },
+    "JiT": test_jit.build,
+    "RAE": test_rae.build,
+    "RAE, qk-norm": partial(test_rae.build, use_qknorm=True),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@torch.no_grad()
+def test_networks_compute_the_definition(name):
+    """The reference network in float32, the accelerated one in float64."""
+    model = FORMS[name]()
     fast = fast_network(model, torch.float64)
-    x, t, y = inputs(model, 6)
+    x, t, y = given(model)
+    want = definition(model, x, t, y)
+    assert want.std() > 0.1
+    assert error(model(x, t, y), want) < 6e-6
     # the sinusoid of other times is float32 by contract
-    for times, bound in ((t, 1e-5), (torch.zeros_like(t), 1e-10)):
-        assert error(fast.forward(x.double(), times, y), definition(model, x, times, y)) < bound
-    want = guided(definition(model, torch.cat([x[:3], x[:3]]), t, y), 3.5)[:3]
-    assert error(evaluate(fast, x.double(), t, y, 3.5), want) < 1e-5
+    zero = torch.zeros_like(t)
+    for times, bound in ((t, 1e-5), (zero, 1e-6)):
+        assert off(fast.forward(x.double(), times, y), definition(model, x, times, y)) < bound
+    assert error(definition(model, x, zero, y), want) > 1e-2
+    t[2:] = t[:2]
+    want = guided(definition(model, torch.cat([x[:2], x[:2]]), t, y), 3.5)[:2]
+    assert off(evaluate(fast, x.double(), t, y, 3.5), want) < 1e-5
+
+
+ONE_OF_EACH = ["DiT {}", "SiT {}", "Large-DiT {}", "LightningDiT {}", "JiT", "RAE", "RAE, qk-norm"]
+
+
+@DEVICES
+@pytest.mark.parametrize(
+    "tier, tolerance", (("fp32", 5e-6), ("exact", 5e-6), ("fp16", 2e-3), ("bf16", 2e-2))
+)
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_tiers(name, tier, tolerance, device):
+    """Evaluations of any times, and those of a run."""
+    model = FORMS[name]()
+    want = definition(model, *given(model))
+    network = network_of(model, tier, device)
+    x, t, y = (value.to(device) for value in given(model))
+    got = network.forward(x, t, y)
+    assert got.dtype == torch.float32 and off(got, want) < tolerance
+    for call in warmup_calls(network, 4):
+        call()
+    run = network.prepare(t.tolist(), y.tolist())
+    run.advance(*range(4))
+    got = network.forward(x, torch.arange(4, device=device), y, run)
+    assert off(got, want) < tolerance and network.overflowed() is None
 
 
 def test_every_weight_is_copied():
     """This includes the norms of queries and keys, which belong to no GEMM."""
-    models = [build_large(**FORMS[0], qk_norm=True) for _ in range(2)]
+    models = [build_large(qk_norm=True) for _ in range(2)]
     for value in models[1].parameters():
         value.data.mul_(1.5)
     x, t, y = inputs(models[0], 2)
@@ -58,23 +136,6 @@ def test_every_weight_is_copied():
         other.forward(x, t, y), want[0]
     )
     assert not torch.equal(*want)
-
-
-@pytest.mark.parametrize("precision, tolerance", (("fp32", 5e-6), ("fp16", 1.5e-3), ("bf16", 1e-2)))
-@pytest.mark.parametrize(
-    "make",
-    (MODELS[0], build_large, lambda: build_large(qk_norm=True)),
-    ids=("DiT", "Large-DiT", "Large-DiT, qk-norm"),
-)
-def test_tiers_on_the_cpu(precision, tolerance, make):
-    model = make()
-    fast = network_of(model, precision)
-    (x, t, y) = inputs(model, 6)
-    got = fast.forward(x, t, y)
-    assert got.dtype == torch.float32 and error(got, definition(model, x, t, y)) < tolerance
-    t[3:] = t[:3]
-    want = Guidance(3.5, 0).combine(definition(model, torch.cat([x[:3], x[:3]]), t, y), 3.5)
-    assert error(evaluate(fast, x, t, y, 3.5), want) < 4 * tolerance
 
 
 @pytest.mark.gpu

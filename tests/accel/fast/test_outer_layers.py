@@ -30,7 +30,10 @@ def test_a_network_with_split_outer_layers(of_family, definition, tier, most, de
     """Split outer layers compute the definition, embed tokens by parts, as ranks do, and follow a
     refresh.
     """
-    monkeypatch.setattr("accel.fast.network.Float32Linear", partial(Float32Linear, split=True))
+    split = partial(Float32Linear, split=True)
+    monkeypatch.setattr("accel.fast.network.Float32Linear", split)
+    monkeypatch.setattr("accel.fast.conditioning.Float32Linear", split)
+    monkeypatch.setattr("accel.fast.conditioning.splits", lambda weight: True)
     model = of_family.build()
     network = network_of(model, tier, device)
     x, t, y = (value.to(device) for value in of_family.inputs())
