@@ -291,23 +291,6 @@ def test_ranks_do_not_share_two_networks(layout, demo, guides, here):
     )
 
 
-def test_two_ranks_make_the_picture_of_one(demo, guides, here, tmp_path):
-    """Also one picture: a layout that shares evaluations is not tried."""
-    flags = [*demo, "--guide", guides["guide"], "--num-sampling-steps", 4, "--cfg-scale", SCALE]
-    flags += ["--output-type", "latent"]
-    for labels in ([1, 2, 3], [4]):
-        found = []
-        for name, more in (("one", []), ("two", ["--parallel", "auto"])):
-            place = tmp_path / f"{name}-{len(labels)}.npy"
-            words = [*flags, *more, "--labels", *labels, "--output", place]
-            if more:
-                assert "parallel:" not in run(2, *words)
-            else:
-                assert here("sample.py", *words).returncode == 0
-            found.append(np.load(place))
-        assert np.abs(found[0] - found[1]).max() <= 1e-5 * np.abs(found[0]).max()
-
-
 def test_an_fid_job_that_is_killed_resumes_with_its_guide_alone(demo, guides, tmp_path):
     job = ["--num-fid-samples", 24, "--per-proc-batch-size", 2, "--num-sampling-steps", 6]
     job += ["--cfg-scale", SCALE, "--guide"]

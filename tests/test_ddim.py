@@ -4,10 +4,8 @@ own settings.
 
 import numpy as np
 import pytest
-import torch
 from conftest import fill
 from forks import succeeds
-from jobs import run_each
 from networks import upstream
 from safetensors.torch import save_file
 
@@ -58,17 +56,3 @@ def test_equals_the_loop_that_people_write(demo, eta, steps, tmp_path, here):
     assert (f"{steps} DDIM steps" in text) == (eta is not None)
     want = upstream(model, LABELS, SEED, steps, SCALE, eta).numpy()
     assert np.array_equal(np.load(tmp_path / "l.npy"), want) and want.std() > 0.1
-
-
-def test_two_ranks_equal_one(demo, tmp_path):
-    flags, model = demo
-    layouts = "off", "rows=2"
-    ddim = [*flags, "--sampler", "ddim", "--eta", 0.5]
-    run_each(
-        2, *([*ddim, "--parallel", one, "--output", tmp_path / f"{one}.npy"] for one in layouts)
-    )
-    want = upstream(model, LABELS, SEED, STEPS, SCALE, 0.5)
-    for one in layouts:
-        assert (
-            torch.from_numpy(np.load(tmp_path / f"{one}.npy")) - want
-        ).norm() <= 1e-4 * want.norm(), one

@@ -20,7 +20,7 @@ import download
 import pretrained_models.download
 from accel.checkpoints import files
 from accel.checkpoints.files import Files
-from accel.checkpoints.published import fetch_published, published_name
+from accel.checkpoints.published import published_name
 from accel.errors import Given, UsageError
 from accel.families import DEMO, family_of
 from accel.tensors import fetch
@@ -242,15 +242,6 @@ def test_a_download_is_whole_or_absent(published, monkeypatch):
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("length", [None, "many", "-1"])
-def test_the_length_may_be_unsaid(length, published, monkeypatch):
-    body, folder = published
-    with Published(body, length) as server:
-        monkeypatch.setattr(fetch, "BASE_URL", f"{server.url}/")
-        download.find_model(NAME)
-    assert (folder / NAME).read_bytes() == body
-
-
 def test_of_downloads_at_the_same_time_the_first_stays(published):
     """It is being read when the others end."""
     body, folder = published
@@ -283,19 +274,6 @@ def test_a_download_after_a_killed_one_leaves_nothing_of_it(published):
         first.set()
         assert server.fetch(folder).communicate("\n", timeout=60)[0] == "opened\nread\n"
     assert [*folder.iterdir()] == [folder / NAME]
-
-
-def test_commands_fetch_what_is_missing(published, monkeypatch, capsys):
-    body, folder = published
-    folder.mkdir(parents=True)
-    (folder / "DiT-XL-2-256x256.pt").write_bytes(body)
-    with Published(body) as server:
-        monkeypatch.setattr(fetch, "BASE_URL", f"{server.url}/")
-        fetch_published()
-    assert capsys.readouterr().out.split() == [
-        str(folder / "DiT-XL-2-256x256.pt"),
-        str(folder / NAME),
-    ]
 
 
 @pytest.mark.parametrize("script", ["download.py", "pretrained_models/download.py"])

@@ -5,7 +5,7 @@ shifted times.
 import networks
 import pytest
 import torch
-from networks import error, fast_network, inputs, network_of, recognise, with_norms
+from networks import error, fast_network, inputs, recognise, with_norms
 from reference_networks import lightning_dit
 from torch import nn
 
@@ -14,10 +14,6 @@ from accel.errors import UsageError
 from accel.families.blocks import grid_rotation_table
 from accel.families.lightning_dit.network import LightningDiT
 from accel.families.spec import reference_state
-from accel.runtime.network import EagerNetwork
-from accel.sampling import denoise
-from accel.sampling.flow import Euler, Heun
-from accel.sampling.guidance import Guidance
 from models import DiT
 
 SMALL = dict(input_size=4, in_channels=32, hidden_size=144, depth=2, num_heads=2, num_classes=8)
@@ -103,51 +99,6 @@ def test_what_is_not_computed_is_named():
         )
     with pytest.raises(UsageError, match="is not a SiT but a LightningDiT; drop model$"):
         recognise("x.pt", state, {}, "SiT-XL/2")
-
-
-def euler(v, z, steps, shift, heun=False):
-    """Over shifted times, guided from time 0.11 on; in float64."""
-    x = z.double()
-    times = [shift * i / (steps + (shift - 1) * i) for i in range(steps + 1)]
-    for t, end in zip(times, times[1:]):
-        slope = v(x, t, t >= 0.11)
-        if heun and end != times[-1]:
-            slope = (slope + v(x + (end - t) * slope, end, t >= 0.11)) / 2
-        x = x + (end - t) * slope
-    return x
-
-
-@pytest.mark.parametrize(
-    "process, heun", ((Euler(9, 0.3), False), (Heun(7, 0.3), True), (Euler(5, 2.5), False))
-)
-def test_a_shift_and_an_interval(process, heun):
-    """By every network the same; the first guided channels are three of 32."""
-    model = build()
-    z = torch.randn(2, 32, 4, 4)
-    labels = torch.tensor([1, 5])
-    state = as_file(model)
-
-    def v(x, t, guided):
-        rows = lightning_dit(
-            state, torch.cat([x, x]), torch.full((4,), t), torch.tensor([1, 5, 8, 8])
-        )
-        cond, uncond = rows.chunk(2)
-        cond[:, :3] += guided * 1.5 * (cond - uncond)[:, :3]
-        return cond
-
-    want = euler(v, z, process.steps, process.shift, heun)
-    for network, most in (
-        (EagerNetwork(model), 2e-6),
-        (network_of(model, "fp32"), 5e-6),
-        (network_of(model, "fp16"), 5e-3),
-    ):
-        assert (
-            error(
-                denoise(network, process, Guidance(2.5, 8, 3, (0.0, 0.89)), z, labels, None), want
-            )
-            < most
-        )
-    assert process != type(process)(process.steps) and Euler(9).times()[4] == 4 / 9
 
 
 class Original(networks.Original):

@@ -299,19 +299,6 @@ def test_a_configuration_inside_a_file_of_sds_latents(method, tmp_path, tiny_vae
     options = Options(ckpt=tmp_path / "y.pt", vae=tiny_vae, device="cpu", sampler="heun")
     space = open_run(options).space
     assert (space.scale, space.channels, space.factor) == (0.18215, 4, 8)
-    normed = config | dict(data=dict(latent_norm=True, latent_multiplier=2.0))
-    torch.save(dict(ema=as_file(model), config=normed), tmp_path / "z.pt")
-    flags = [
-        "--sampler",
-        "euler",
-        "--vae",
-        tiny_vae,
-        "--device",
-        "cpu",
-        "--output",
-        tmp_path / "z.png",
-    ]
-    assert "give --latent-stats" in refused(here("sample.py", "--ckpt", tmp_path / "z.pt", *flags))
 
 
 def test_the_hubs_repositories(tmp_path, run):
@@ -340,32 +327,3 @@ def test_the_hubs_repositories(tmp_path, run):
         assert sorted(hub.asked) == sorted(path.name for path in (tmp_path / name).iterdir())
         # an older huggingface_hub takes what was interrupted for whole
         assert hub.asked[-1] == f"{name}.pt"
-
-
-def test_an_fid_job_resumes(tmp_path, here):
-    checkpoint(tmp_path)
-    vae_files(tmp_path)
-    flags = (
-        "--ckpt",
-        tmp_path / "small.pt",
-        "--vae",
-        tmp_path / "vavae.pt",
-        "--num-sampling-steps",
-        2,
-    )
-    flags += (
-        "--num-fid-samples",
-        4,
-        "--per-proc-batch-size",
-        2,
-        "--sample-dir",
-        tmp_path / "samples",
-    )
-    succeeds(here("sample_ddp.py", "--device", "cpu", *flags))
-    [archive] = tmp_path.glob("samples/*.npz")
-    assert "euler-shift-0.3-interval-0-0.875" in archive.name
-    want = np.load(archive)["arr_0"]
-    archive.unlink()
-    archive.with_suffix("").joinpath("000003.png").unlink()
-    succeeds(here("sample_ddp.py", "--device", "cpu", *flags))
-    assert want.shape == (4, 64, 64, 3) and np.array_equal(np.load(archive)["arr_0"], want)

@@ -10,7 +10,7 @@ from forks import succeeds
 from jobs import run_each
 from latents.vits import SMALL as SMALL_VIT
 from latents.vits import vit_files
-from networks import error, network_of, recognise, with_norms
+from networks import error, recognise, with_norms
 from reference_networks import rae
 
 from accel import Sampler, accelerate
@@ -20,10 +20,6 @@ from accel.families.rae import BY_SIDE
 from accel.families.rae.network import DiTwDDTHead
 from accel.run.fetching import fetch
 from accel.run.opening import open_run
-from accel.runtime.network import EagerNetwork
-from accel.sampling import denoise
-from accel.sampling.flow import Euler
-from accel.sampling.guidance import Guidance
 
 # heads of 72 and 128 as in XL; the head's hidden width is 1365, which is odd as the published one
 TRUNK = 3
@@ -61,20 +57,10 @@ def velocity(model, x, t, y):
 def test_guidance_acts_on_all_channels():
     model = build()
     z = torch.randn(2, 24, 4, 4, generator=torch.Generator().manual_seed(2))
-    labels = torch.tensor([1, 5])
     rows = torch.cat([z, z]), torch.full((4,), 0.4), torch.tensor([1, 5, 8, 8])
     cond, uncond = velocity(model, *rows).chunk(2)
     guided = uncond + 1.5 * (cond - uncond)
     assert error(model.forward_with_cfg(*rows, 1.5).detach(), torch.cat([guided] * 2)) < 5e-6
-    x = z.double()
-    times = [0.5 * i / (5 - 0.5 * i) for i in range(6)]  # shifted by 1/2
-    for t, end in zip(times, times[1:]):
-        rows = torch.cat([x, x]), torch.full((4,), t), torch.tensor([1, 5, 8, 8])
-        cond, uncond = velocity(model, *rows).chunk(2)
-        x = x + (end - t) * (uncond + 1.5 * (cond - uncond))
-    guidance = Guidance(1.5, 8, 24)
-    for network, most in ((EagerNetwork(model), 5e-6), (network_of(model, "fp16"), 5e-3)):
-        assert error(denoise(network, Euler(5, 0.5), guidance, z, labels, None), x) < most
 
 
 def test_a_users_shift_guides_noise_and_the_sizes_may_not(tmp_path):

@@ -9,7 +9,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -405,24 +404,6 @@ def test_a_job_replays_its_decoder(one, tmp_path, monkeypatch, switches):
     assert len(made) == 6 and all(np.array_equal(made[name], others[name]) for name in made)
 
 
-# ---- two jobs in one folder ----
-
-
-def test_a_second_job_while_the_first_is_at_work(demo, undisturbed, one, tmp_path):
-    command = [*demo, *FID, "--sample-dir", tmp_path]
-    first = start_ranks(2, *command)
-    assert wait_for_pictures(tmp_path, 2, first[0])
-    first[0].send_signal(signal.SIGSTOP)  # or it may be done before the second has given up
-    text = one(*command, status=USAGE)
-    assert (
-        f"in use by another job (process {first[0].pid} on {socket.gethostname()} since " in text
-    ), text
-    assert "Traceback" not in text and "px ·" not in text  # nothing was loaded
-    first[0].send_signal(signal.SIGCONT)
-    finish(*first)
-    assert files(tmp_path) == undisturbed
-
-
 # ---- a folder that was tampered with ----
 
 
@@ -509,25 +490,6 @@ def test_another_config_beside_the_same_weights_is_another_setting(tiny_vae, one
         json.dumps({**config, "num_attention_heads": 12, "attention_head_dim": 32})
     )
     assert "--ckpt (contents)" in one(*command, status=USAGE)
-
-
-def test_heads_and_entry_are_recorded_by_the_weights_that_they_choose(tiny_vae, one, tmp_path):
-    """Given with the implied value they change nothing, in both directions; others are refused."""
-    average = fill(DiT_models["DiT-S/4"](input_size=8, num_classes=8, depth=2)).state_dict()
-    raw = {name: value + 0.1 for name, value in average.items()}
-    facts = dict(num_classes=8, num_heads=6)
-    torch.save({"model": raw, "ema": average, "args": facts}, tmp_path / "x.pt")
-    job = ["--model", "DiT-S/4", "--ckpt", tmp_path / "x.pt", "--vae", tiny_vae, "--device", "cpu"]
-    given = ["--num-heads", 6, "--weights-entry", "ema"]
-    for name, first, then in (("plain", [], given), ("given", given, [])):
-        command = [*job, *SHORT, "--sample-dir", tmp_path / name]
-        one(*command, *first)
-        one(*command, *then)
-        assert "--ckpt (contents)" in one(*command, "--weights-entry", "model", status=USAGE)
-        assert "--balanced-labels True" in one(*command, "--balanced-labels", status=USAGE)
-    facts["num_heads"] = 3
-    torch.save({"model": raw, "ema": average, "args": facts}, tmp_path / "x.pt")
-    assert "--ckpt (contents)" in one(*command, "--num-heads", 3, status=USAGE)
 
 
 def test_an_npz_that_is_not_whole_or_of_other_kernels_pictures_is_written_again(demo, copy, one):
