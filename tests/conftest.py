@@ -22,7 +22,9 @@ import torch
 from safetensors.torch import save_file
 
 ROOT = forks.ROOT
-LONG = "fid", "slurm", "distributed", "demo", "scripts"
+# Folders and modules that run for minutes.
+LONG = {"fid", "slurm", "distributed", "demo", "scripts"}
+LONG |= {"test_toy_family", "test_readme", "test_install", "test_endings", "test_doors"}
 
 
 def pytest_configure(config):
@@ -33,7 +35,7 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     # begun first, so that no process ends long after
-    items.sort(key=lambda item: item.path.parent.name not in LONG)
+    items.sort(key=lambda item: LONG.isdisjoint((item.path.parent.name, item.path.stem)))
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(
             reason="needs a CUDA GPU (pytest -m gpu on one); its reference runs on the CPU"

@@ -189,7 +189,7 @@ AFFINE_STATISTICS = {
 
 @pytest.mark.parametrize("statistics", (BATCH_NORM_STATISTICS, AFFINE_STATISTICS))
 @pytest.mark.parametrize("place", ("among the weights", "beside them"))
-def test_statistics_of_latents_that_repas_weights_hold(statistics, place, tmp_path, here):
+def test_statistics_of_latents_that_repas_weights_hold(statistics, place, tmp_path, here, tiny_vae):
     """REPA-E's normalisation of latents, in a converted file too."""
     theirs = {**small(learn_sigma=False).state_dict(), "projectors.0.0.weight": torch.ones(3, 3)}
     content = {"ema": theirs, **statistics}
@@ -205,10 +205,11 @@ def test_statistics_of_latents_that_repas_weights_hold(statistics, place, tmp_pa
         latents = torch.randn(2, 4, 8, 8)
         want = 3 * latents + torch.arange(4.0)[:, None, None]
         assert torch.allclose(run.space.to_decoder(latents), want)
-        own = dict(mean=torch.ones(1, 4, 1, 1), std=torch.ones(1, 4, 1, 1))
-        torch.save(own, tmp_path / "own.pt")  # the user's file goes first
-        run = open_run(options.changed(latent_stats=tmp_path / "own.pt"))
-        assert torch.equal(run.space.to_decoder(latents), latents + 1)
+        content = dict(mean=torch.ones(1, 4, 1, 1), std=torch.ones(1, 4, 1, 1))
+        torch.save(content, tmp_path / "own.pt")  # the user's file goes first
+        own = dict(latent_stats=tmp_path / "own.pt", vae=tiny_vae, output_type="image")
+        run = open_run(options.changed(**own))
+        assert torch.allclose(run.space.to_decoder(latents), latents + 1)
 
 
 @pytest.mark.parametrize("left", [*list(BATCH_NORM_STATISTICS)[:2], *AFFINE_STATISTICS])
