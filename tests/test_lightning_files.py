@@ -15,7 +15,7 @@ from test_lightning_dit import as_file, build
 from accel.checkpoints import spec_of
 from accel.config.options import Options
 from accel.decoders.autoencoder_kl.half import HalfDecoder
-from accel.decoders.ldm import STATISTICS
+from accel.decoders.ldm import STATISTICS_FILE
 from accel.decoders.loading import digest, find, load
 from accel.errors import Given, UsageError
 from accel.families import Defaults
@@ -76,7 +76,7 @@ def vae_files(folder, levels=5, channels=32):
         state[name] = value[..., None, None] if "attn" in name and value.ndim == 2 else value
     torch.save({"state_dict": state, "epoch": 1}, folder / "vavae.pt")
     stats = dict(mean=torch.randn(1, channels, 1, 1), std=torch.rand(1, channels, 1, 1) + 0.5)
-    torch.save(stats, folder / STATISTICS)
+    torch.save(stats, folder / STATISTICS_FILE)
     return vae, stats
 
 
@@ -109,7 +109,7 @@ def test_va_vae_is_an_autoencoder_kl(tmp_path):
         )
         half = HalfDecoder(load(space, "cpu"))(space.to_decoder(latents))
         assert error(half, want.double()) < 1e-2
-    (tmp_path / STATISTICS).rename(tmp_path / "other.pt")
+    (tmp_path / STATISTICS_FILE).rename(tmp_path / "other.pt")
     given = find(str(tmp_path / "vavae.pt"), str(tmp_path / "other.pt"))
     assert given[:-1] == space[:-1]
     torch.save({name: value.flatten() for name, value in stats.items()}, tmp_path / "other.pt")
