@@ -1,5 +1,5 @@
-"""The names that upstream's scripts import: `from download import find_model`. As a
-command: fetch the published weights.
+"""Upstream's module: `from download import find_model`. As a command, it downloads the published
+weights.
 """
 
 from accel import launch

@@ -1,6 +1,6 @@
 """Sample pictures from a DiT: python sample.py --image-size 512 --labels 207 360
 
-One process makes the pictures; with --gpus one process per GPU, each as in `sample_ddp.py`.
+Runs in one process, or with --gpus in one process per GPU, each as in `sample_ddp.py`.
 """
 
 import sys
@@ -36,7 +36,7 @@ def main() -> None:
     with user_errors(parser):
         options = options_from(args)
         if launch.IS_GPUS_RANK:
-            from sample_ddp import sample  # a process by itself needs none of it
+            from sample_ddp import sample  # lazy: only for --gpus
 
             return sample(options, parser)
         world = launch.world_size(args.gpus, options.get("device"))
@@ -45,12 +45,12 @@ def main() -> None:
             from accel.launch.processes import run_ranks
 
             sys.exit(run_ranks(world, parser.prog))
-        sample_alone(options)
+        sample_in_process(options)
 
 
-def sample_alone(options: Options) -> None:
-    """Make the pictures in this process."""
-    launch.import_torch(options.get("device"))  # after the cheap checks: it is slow
+def sample_in_process(options: Options) -> None:
+    """Sample in this process."""
+    launch.import_torch(options.get("device"))  # slow, so after the cheap checks
     from accel.jobs.grid import make_grid
 
     make_grid(options, Ranks())

@@ -1,7 +1,6 @@
-"""Sample pictures from a DiT with many processes, one per GPU: under torchrun, or under
-srun with one task per GPU.
+"""Sample pictures from a DiT on several GPUs, under torchrun, or srun with one task per GPU.
 
-An FID job that was stopped or killed resumes when the same command is given again.
+An FID job that was stopped or killed resumes with the same command.
 """
 
 import signal
@@ -19,9 +18,9 @@ from accel.config.options import FID, GRID, Options
 from accel.distributed import require_device
 from accel.io.output import require_outputs
 
-# Of queues, before they take a job's nodes away; SIGHUP of a terminal that is closed.
+# Queues send SIGTERM or SIGUSR1 before preemption; a closed terminal sends SIGHUP.
 STOP_SIGNALS = signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
-# Parameters that may differ between the nodes of a job: paths and devices.
+# Options that may differ between nodes: paths and the device.
 NODE_OPTIONS = {"config", "ckpt", "guide", "vae", "latent_stats", "output", "sample_dir", "device"}
 
 EXAMPLES = """examples:
@@ -50,13 +49,13 @@ def main() -> None:
 
 
 def sample(options: Options, parser: OneLineParser) -> None:
-    """Run this rank's part of a job: an FID job if a number of pictures is given, else a grid."""
+    """Run an FID job if its number of pictures is given, else sample a grid, on this rank."""
     is_fid_job = options.job == FID
     if is_fid_job:
-        signals.end_on(STOP_SIGNALS)  # there is nothing to record yet
+        signals.end_on(STOP_SIGNALS)  # exit at once: no work to save yet
     with user_errors(parser):
         require_device(options.get("device"))
-        launch.import_torch(options.get("device"))  # after the cheap checks: it is slow
+        launch.import_torch(options.get("device"))  # slow, so after the cheap checks
         from accel.distributed.launched import launched_ranks
 
     with launched_ranks(parser.prog, parser.worded) as ranks:
@@ -76,10 +75,9 @@ def sample(options: Options, parser: OneLineParser) -> None:
 
 
 def create_npz_from_sample_folder(sample_dir: str | Path, num: int = 50_000) -> str:
-    """Write the first `num` pictures of a folder, 000000.png …, as <sample_dir>.npz.
-
-    Return its path. A script of upstream's imports this name; an FID job writes its own
-    archive. Raises UsageError for a picture that is missing, damaged or of another size.
+    """Write the first `num` pictures of a folder, 000000.png …, to <sample_dir>.npz and return its
+    path. Part of upstream's API; an FID job writes its archive itself. Raises UsageError for a
+    picture that is missing, corrupt or of another size.
     """
     from accel.jobs.fid.npz import create_npz
 

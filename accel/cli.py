@@ -1,4 +1,4 @@
-"""OPTIONS as flags, and errors as one line with an exit status."""
+"""Command-line flags from the option table; errors as one line with an exit status."""
 
 import argparse
 import difflib
@@ -19,8 +19,8 @@ from accel.launch import signals
 
 
 class _Printing(logging.Handler):
-    """Print each message as a line of standard output, whichever that is at the time. Without a
-    reader, as after `| head -1`, the command goes on in silence: its work is not lost.
+    """Print messages to the current standard output. If its reader has exited (`| head -1`), the
+    command continues silently.
     """
 
     def __init__(self, flags: Callable[[], Mapping[str, str]]):
@@ -38,9 +38,8 @@ class _Printing(logging.Handler):
 
 
 def print_notices(flags: Callable[[], Mapping[str, str]] = dict) -> None:
-    """Print what the package logs. A command does so; elsewhere Python's logging shows
-    warnings, and the caller may configure it. flags: returns those whose names differ from their
-    parameters'.
+    """Print the package's log messages, for commands; a Python program configures logging itself.
+    flags: returns flags by parameter, if they differ in name.
     """
     logger = logging.getLogger("accel")
     logger.handlers = [_Printing(flags)]
@@ -49,18 +48,17 @@ def print_notices(flags: Callable[[], Mapping[str, str]] = dict) -> None:
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Help whose names with hyphens stay whole, to be copied."""
+    """Help that does not break flags at hyphens."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        import textwrap  # --help alone needs it
+        import textwrap  # lazy: only for --help
 
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, with exit status 2. All output of the
-    command shows a question mark for a character that the terminal cannot show. The
-    package's notices are part of that output.
+    """An argument parser whose errors are one line with exit status 2. It also configures output:
+    log messages are printed, and characters that the terminal cannot encode become "?".
     """
 
     def __init__(self, **options):
@@ -73,25 +71,23 @@ class OneLineParser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Parse the arguments as argparse does. The error about an unknown flag names the
-        nearest one.
-        """
-        parsed, left = self.parse_known_args(args, namespace)
+        """Parse like argparse; the error for an unknown flag suggests the nearest flag."""
+        parsed, unknown = self.parse_known_args(args, namespace)
         for action in self._actions:
             if action.nargs is None and getattr(parsed, action.dest, None) == []:  # --gpus=--
                 self.error(f"{action.option_strings[0]}: is empty; give a value")
-        if left:
-            flag = next((word for word in left if word.startswith("--")), "").partition("=")[0]
+        if unknown:
+            flag = next((word for word in unknown if word.startswith("--")), "").partition("=")[0]
             near = nearest(flag, self._option_string_actions)
-            meant = f"; did you mean {' or '.join(near)}?" if near else ""
-            self.error(f"unrecognized arguments: {' '.join(left)}{meant}")
+            suggestion = f"; did you mean {' or '.join(near)}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{suggestion}")
         return parsed
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"{self.prog}: {message}\n")
 
     def worded(self, error: UsageError) -> str:
-        """Return the text of an error with this command's flags for parameters."""
+        """Format an error with this command's flags in place of parameters."""
         return error.by_flags(self.flags())
 
     def flags(self) -> dict[str, str]:
@@ -101,27 +97,27 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def nearest(flag: str, flags: Iterable[str]) -> list[str]:
-    """Return the flags that a user may have meant: of almost the same letters, else the few with
-    all words of `flag`, whose plural counts, else the one of the most similar letters.
+    """Suggest flags for a misspelt one: a very similar flag, else up to three flags that contain
+    all its words in singular or plural, else the most similar flag.
     """
     flags = [each for each in flags if each.startswith("--")]
     words = {word for word in re.split(r"[-_]", flag) if word}
-    holding = [each for each in flags if words and all(_has_word(each, word) for word in words)]
+    with_words = [each for each in flags if words and all(_has_word(each, word) for word in words)]
     close = difflib.get_close_matches(flag, flags, 1, 0.9)
-    if close or not 1 <= len(holding) <= 3:
+    if close or not 1 <= len(with_words) <= 3:
         return close or difflib.get_close_matches(flag, flags, 1, 0.75)
-    return holding
+    return with_words
 
 
 def _has_word(flag: str, word: str) -> bool:
-    """Return whether a flag has a word, in the singular or plural."""
+    """Whether a flag contains a word, in singular or plural."""
     stems = {re.escape(word), re.escape(word.rstrip("s"))}
     return re.search(rf"-({'|'.join(sorted(stems))})(s|es)?(-|$)", flag) is not None
 
 
 class RankParser(OneLineParser):
-    """Rank 0 alone prints. The others exit later, since a launcher ends all ranks as soon
-    as one exits.
+    """A parser of which only rank 0 prints. All other ranks exit later, since a launcher kills all
+    ranks when one exits.
     """
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
@@ -134,7 +130,7 @@ class RankParser(OneLineParser):
 
 
 def positive(text: str) -> int:
-    """Convert a whole number from 1 to a million, for argparse."""
+    """Parse an integer from 1 to 1,000,000, for argparse."""
     value = int(text)
     if not 1 <= value <= 10**6:
         raise argparse.ArgumentTypeError(f"{text}: must be from 1 to 1,000,000")
@@ -147,15 +143,15 @@ def add_arguments(
     ranks: bool = False,
     exclude: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Add a flag for every option of `jobs`, by default of a grid, except those in
-    `exclude`. A flag that is not given leaves None. Return the groups of --help by name. ranks:
-    for a command of many ranks.
+    """Add a flag for each option of `jobs` (default: a grid) that is not in `exclude`; a flag that
+    is not given becomes None. Return the groups of --help by name. ranks: the command runs on
+    several ranks.
     """
     groups: dict[str, Any] = {}
     for option in OPTIONS.values():
         names = option.flag_names(ranks)
-        wanted = {*option.jobs} & {*(jobs or (GRID,))}
-        if not wanted or option.name in exclude or not names:
+        is_in_jobs = {*option.jobs} & {*(jobs or (GRID,))}
+        if not is_in_jobs or option.name in exclude or not names:
             continue
         if option.group not in groups:
             groups[option.group] = parser.add_argument_group(option.group)
@@ -164,7 +160,7 @@ def add_arguments(
 
 
 def _argument(option: Option) -> dict[str, Any]:
-    """Return argparse's keywords for an option."""
+    """Return the keyword arguments of add_argument for an option."""
     argument: dict[str, Any] = {"help": option.help, "default": None}
     if option.default is not None and option.type is not bool:
         argument["help"] += f" (default: {option.default})"
@@ -179,9 +175,7 @@ def _argument(option: Option) -> dict[str, Any]:
 
 
 def options_from(args: argparse.Namespace) -> Options:
-    """Return the parsed flags as options. Raises UsageError for all that can be refused without
-    weights.
-    """
+    """Convert parsed flags to Options. Raises UsageError for errors that need no weights."""
     given = {name: value for name, value in vars(args).items() if name in OPTIONS}
     options = Options(**given)
     for name in options:
@@ -191,7 +185,7 @@ def options_from(args: argparse.Namespace) -> Options:
     return options
 
 
-# Problem and remedy of an option that the other job has.
+# Problem and remedy for an option of the other job.
 WRONG_JOB_ERRORS = {
     GRID: "is for an FID job, and this makes one grid at `output`; add `num_fid_samples`, or drop "
     "it",
@@ -202,11 +196,11 @@ WRONG_JOB_ERRORS = {
 
 @contextmanager
 def user_errors(parser: OneLineParser) -> Iterator[None]:
-    """Turn a UsageError, too little memory and a full disk into a line and status 2."""
+    """Print a user's error, see `as_usage_error`, as one line and exit with status 2."""
     try:
         yield
     except Exception as error:
-        mistake = as_usage_error(error)
-        if mistake is None:
+        usage_error = as_usage_error(error)
+        if usage_error is None:
             raise
-        parser.exit(USAGE, f"{parser.prog}: {parser.worded(mistake)}\n")
+        parser.exit(USAGE, f"{parser.prog}: {parser.worded(usage_error)}\n")

@@ -13,7 +13,7 @@ python -c 'import importlib.util as find, sys; sys.exit(not find.find_spec("torc
 CPUS=${SLURM_CPUS_PER_TASK:-1}
 export OMP_NUM_THREADS=$CPUS
 
-# Sets GPUS, the number of this node's.
+# Set GPUS to the number of GPUs of this node.
 require_gpus() {
     GPUS=${SLURM_GPUS_ON_NODE:-$(tr , '\n' <<<"${CUDA_VISIBLE_DEVICES:-}" | grep -c . || true)}
     [ "$GPUS" -gt 0 ] || fail "this job has no GPU: submit it with --gres=gpu:4, or as many as there are"

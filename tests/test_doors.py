@@ -250,7 +250,7 @@ def test_the_matrix_of_refusals(ten, tmp_path, here):
             normed,
             None,
             [],
-            "blocks.0.attn.q_norm.weight is no weight of a DiT, and would be ignored",
+            "blocks.0.attn.q_norm.weight is not a weight of a DiT and would be ignored",
         ),
         "another width": (
             custom,
@@ -441,23 +441,23 @@ def test_a_pipelines_hub_id_is_enough(pipeline, tmp_path, run):
     [
         (
             dict(num_attention_heads=6, attention_head_dim=36),
-            "attention_head_dim is 36, and a DiT of these weights has 16",
+            "attention_head_dim is 36, and a DiT with these weights has 16",
         ),
-        (dict(norm_eps=0.1), "norm_eps is 0.1, and a DiT of these weights has 1e-05 or 1e-06"),
+        (dict(norm_eps=0.1), "norm_eps is 0.1, and a DiT with these weights has 1e-05 or 1e-06"),
         (
             dict(activation_fn="geglu"),
-            "activation_fn is geglu, and a DiT of these weights has gelu-approximate",
+            "activation_fn is geglu, and a DiT with these weights has gelu-approximate",
         ),
         (
             dict(attention_bias=False),
-            "attention_bias is False, and a DiT of these weights has True",
+            "attention_bias is False, and a DiT with these weights has True",
         ),
-        (dict(patch_size=3), "patch_size is 3, and a DiT of these weights has 2"),
+        (dict(patch_size=3), "patch_size is 3, and a DiT with these weights has 2"),
         (dict(_class_name="PixArtTransformer2DModel"), "is of a PixArtTransformer2DModel, and in"),
-        (dict(num_layers=28), "num_layers is 28, and a DiT of these weights has 2"),
+        (dict(num_layers=28), "num_layers is 28, and a DiT with these weights has 2"),
         (
             dict(num_embeds_ada_norm=1000),
-            "num_embeds_ada_norm is 1000, and a DiT of these weights has 10",
+            "num_embeds_ada_norm is 1000, and a DiT with these weights has 10",
         ),
         (dict(qk_norm="layer_norm"), "qk_norm layer_norm is unknown"),
         *(

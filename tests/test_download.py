@@ -230,8 +230,8 @@ def test_a_download_is_whole_or_absent(published, monkeypatch):
     page = b"<html>" + b" " * 100 + b"Log in</html>"
     for sent, length, words in (
         (body[:-100], str(len(body)), f"ended after {len(body) - 100} of {len(body)} bytes"),
-        (body[:-100], None, "the answer is no whole .pt file"),
-        (page, "", "the answer is no whole .pt file; is it a login page?"),
+        (body[:-100], None, "the answer is not a complete .pt file"),
+        (page, "", "the answer is not a complete .pt file; is it a login page?"),
     ):
         with Published(sent, length) as server:
             monkeypatch.setattr(fetch, "BASE_URL", f"{server.url}/")

@@ -91,7 +91,7 @@ def test_what_is_not_computed_is_named():
         recognise(
             "x.pt", state | {"feat_rope.freqs_cos": state["feat_rope.freqs_cos"].roll(1, 0)}, {}
         )
-    with pytest.raises(UsageError, match="q_norm.bias is no weight [^\n]*$"):
+    with pytest.raises(UsageError, match="q_norm.bias is not a weight [^\n]*$"):
         recognise(
             "x.pt",
             as_file(build(qk_norm=True)) | {"blocks.0.attn.q_norm.bias": torch.zeros(72)},

@@ -114,7 +114,7 @@ def test_va_vae_is_an_autoencoder_kl(tmp_path):
     assert given[:-1] == space[:-1]
     torch.save({name: value.flatten() for name, value in stats.items()}, tmp_path / "other.pt")
     assert find(str(tmp_path / "vavae.pt"), str(tmp_path / "other.pt"))[:-1] == space[:-1]
-    with pytest.raises(UsageError, match="vavae.pt: says no scale [^\n]*$"):
+    with pytest.raises(UsageError, match="vavae.pt: does not specify the scale [^\n]*$"):
         find(str(tmp_path / "vavae.pt"))
     for wrong in (
         dict(mean=stats["mean"]),

@@ -1,10 +1,9 @@
-"""Latent spaces: channels, factor, scale or statistics, and decoder of a network's
-latents. Imports no torch.
+"""Latent spaces and their decoders. Imports no torch.
 
-<kind>/__init__.py   KIND, a kind of decoder: how its files are recognised, read and built. Kinds
-                     are found by listing this folder
-files.py             finds and reads a decoder of any kind
-decoder.py           runs it picture by picture; float16.py in float16, checked against float32
+<kind>/__init__.py   KIND, a DecoderKind: recognises, reads and builds one architecture. Folders are
+                     discovered automatically
+loading.py           finds and loads a decoder of any kind
+decoder.py           decodes image by image; float16.py in float16, checked against float32
 """
 
 from collections.abc import Callable, Mapping
@@ -19,28 +18,28 @@ if TYPE_CHECKING:  # torch is slow to import
 
 
 class DecoderKind:
-    """A kind of decoder. A kind with files defines all methods but those with a default."""
+    """A decoder architecture and its file layout. Subclasses override the methods that raise
+    NotImplementedError, and `matches`.
+    """
 
-    # Of a kind without files, which is given by its name: latents are pixels then.
+    # Set if the kind is selected by its name and has no files: its latents are pixels.
     builtin_space: "LatentSpace | None" = None
 
     def matches(self, content: Mapping[str, Any]) -> bool:
-        """Return whether a decoder is of this kind. content: of its file, or of the config.json
-        of its folder.
-        """
+        """Whether this kind reads the decoder. content: entries of its file or config.json."""
         return False
 
     def files(self, path: Path, statistics: str | None) -> list[Path]:
-        """Return all files that decide the decoder's function. Raises UsageError where one is
-        missing. statistics: the file that the user gives for the latents, if any.
+        """List all files that determine the decoder's output. statistics: the user's
+        --latent-stats. Raises UsageError if a file is missing.
         """
         raise NotImplementedError
 
     def read(
         self, files: "DecoderFiles", content: Mapping[str, Any]
     ) -> "tuple[dict[str, Any], dict[str, Tensor]]":
-        """Return the entries that `build` takes, plain JSON, and the state dict of its module.
-        Raises UsageError for a decoder that is damaged, or computes another function.
+        """Return the configuration for `build`, as plain JSON, and the state dict. Raises
+        UsageError if the files are corrupt or the architecture is not supported.
         """
         raise NotImplementedError
 
@@ -49,29 +48,29 @@ class DecoderKind:
         raise NotImplementedError
 
     def build(self, entries: dict[str, Any]) -> "torch.nn.Module":
-        """Return the float32 decoder without values: `to_decoder`'s output → pixels."""
+        """Build the float32 module: output of `LatentSpace.to_decoder` → pixels."""
         raise NotImplementedError
 
     def compile_half(self, device: "torch.device") -> None:
-        """Compile the kernels of `half` ahead."""
+        """Compile the kernels of `half` ahead of time."""
 
-    half_batch_size = 1  # pictures that `half` decodes fastest together
+    half_batch_size = 1  # the fastest batch size of `half`
 
     def half(self, network: Any) -> "Callable[[Tensor], Tensor] | None":
-        """Return the decoder in float16, None if there is none. network: from `build`, with values.
-        It gets one picture, or `half_batch_size` where that gives the bits of each picture alone.
+        """Convert a loaded module to float16, or return None if not supported. The result is
+        called with batch size 1, or `half_batch_size` if that does not change any bit.
         """
         return None
 
     def to_uint8_range(self, pixels: "Tensor") -> "Tensor":
-        """Map pixels from (-1, 1) to 0 … 255; FID jobs truncate the result."""
+        """Map pixels from (-1, 1) to (0, 255); FID jobs truncate the result."""
         return 127.5 * pixels + 128.0
 
 
 class DecoderFiles(NamedTuple):
-    """Where a decoder was opened: its folder or file, and the stamps of its files then.
+    """The files of an opened decoder. stamps: to detect later changes, see `file_stamps`.
 
-    statistics: the file that the user gave for its latents.
+    statistics: the user's --latent-stats.
     """
 
     path: Path
@@ -81,16 +80,16 @@ class DecoderFiles(NamedTuple):
 
 
 class LatentSpace(NamedTuple):
-    """The space of a network's latents. The defaults are those of sd-vae-ft-*.
+    """The latents that a network samples. Defaults: sd-vae-ft-*.
 
-    channels: of a latent. factor: pixels of a picture's side for one of the latent's.
-    scale, shift, or mean and std by channel: see `to_decoder`. side: of a latent, where the
-    decoder takes no other. decoder: its files; None where no picture is decoded.
+    factor: upsampling from latents to pixels. scale, shift, or mean and std per channel: see
+    `to_decoder`. side: the only latent size that the decoder supports, or None. decoder: None
+    if nothing is decoded.
     """
 
     channels: int = 4
     factor: int = 8
-    scale: float = 0.18215  # gives the latents of sd-vae-ft-* about unit variance
+    scale: float = 0.18215  # latents of sd-vae-ft-* then have about unit variance
     shift: float = 0.0
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
@@ -99,13 +98,13 @@ class LatentSpace(NamedTuple):
 
     @property
     def files(self) -> DecoderFiles:
-        """Return the decoder's files, of a space whose pictures are decoded."""
+        """The decoder's files; only for a space with a decoder."""
         assert self.decoder is not None
         return self.decoder
 
     def to_decoder(self, latents: "Tensor") -> "Tensor":
-        """Turn latents (n, C, L, L) into the decoder's input as diffusers' pipelines do:
-        latents / scale + shift, or latents · std / scale + mean.
+        """Denormalise latents (n, C, L, L) as diffusers' pipelines do: latents / scale + shift,
+        or latents · std / scale + mean.
         """
         if self.std:
             mean, std = (
@@ -115,10 +114,10 @@ class LatentSpace(NamedTuple):
         return latents / self.scale + self.shift if self.shift else latents / self.scale
 
     def require_side(self, side: int) -> None:
-        """Raise UsageError if the decoder does not take latents of this side."""
+        """Raise UsageError if the decoder does not support latents of this side."""
         if self.decoder is not None and self.side not in (None, side):
             raise UsageError(
-                f"decodes latents of {self.side}×{self.side} alone, {self.side * self.factor} px, "
+                f"decodes only latents of {self.side}×{self.side}, {self.side * self.factor} px, "
                 f"and these are {side}×{side}",
                 f"give the decoder of {side * self.factor} px",
                 parameter="vae",

@@ -1,5 +1,5 @@
-"""Decode latents to pixels, one picture at a time. Load the decoder at the first use, or
-ahead while the GPU denoises.
+"""Decode latents to pixels image by image. The decoder is loaded at its first use, or in the
+background while the GPU denoises.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from accel.runtime.precision import convolutions
 
 
 class NoDecoder:
-    """The decoder of a space whose latents are pixels: it returns them."""
+    """The identity, for a space whose latents are pixels."""
 
     precision = "fp32"
 
@@ -31,16 +31,12 @@ class NoDecoder:
         return self
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Return the pixels (n, 3, H, W) as they are."""
+        """Return the pixels (n, 3, H, W) unchanged."""
         return latents
 
 
 class Decoder:
-    """The decoder of a latent space in fp32 or tf32.
-
-    to_uint8_range: maps pixels to 0 … 255, as the kind's FID jobs do. half: the network in
-    float16, which a subclass sets.
-    """
+    """The decoder of a latent space in fp32 or tf32. half: set by Float16Decoder."""
 
     half: Callable[[Tensor], Tensor] | None = None
 
@@ -54,8 +50,8 @@ class Decoder:
         self._loading: Future | None = None
 
     def load_ahead(self) -> None:
-        """On a GPU, load the network and compile its kernels in a thread. The weights
-        wait on the CPU until the sampled network's memory is free.
+        """On a GPU, load the network and compile its kernels in a background thread. The weights
+        stay on the CPU until the memory of the sampled network is free.
         """
         if self.device.type == "cuda" and self.network is None and not self._loading:
             self._loading = ThreadPoolExecutor(1).submit(self._load_on_cpu)
@@ -66,7 +62,7 @@ class Decoder:
         return loading.load(self.space, "cpu")
 
     def load(self) -> "Decoder":
-        """Load the network onto the device, at the first call. Returns this decoder."""
+        """Load the network onto the device if needed. Returns self."""
         if self.network is None:
             loaded = (
                 self._loading.result() if self._loading else loading.load(self.space, self.device)
@@ -75,12 +71,11 @@ class Decoder:
         return self
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Return pixels (n, 3, H, W) float32, about (-1, 1), of finite latents (n, C, L,
-        L); n may be 0. Raises UsageError if one picture does not fit in memory, for latents of a
-        shape that the decoder does not take, or if it makes pixels that are not finite: they would
-        become black. It has no gradients: raises UsageError where they are asked for.
+        """Decode finite latents (n, C, L, L) to float32 pixels (n, 3, H, W), about (-1, 1). n may
+        be 0. Raises UsageError if memory runs out, the shape is not supported, the pixels are not
+        finite (they would be saved as black), or gradients are required.
         """
-        require_no_gradients("this decoder has none; call diffusers' own for gradients", latents)
+        require_no_gradients("this decoder has none; use diffusers' AutoencoderKL", latents)
         if latents.ndim != 4 or latents.shape[1] != self.space.channels:
             raise UsageError(
                 f"latents: are {tuple(latents.shape)}, must be (n, {self.space.channels}, L, L)"
@@ -103,18 +98,18 @@ class Decoder:
             ) from None
 
     def use_float32(self, precision: str) -> None:
-        """Decode in fp32 or tf32 from here on."""
+        """Decode in fp32 or tf32 from now on."""
         self.precision = precision
         self.half = None
 
     def pixels(self, latents: Tensor) -> Tensor:
-        """Return pixels in the decoder's arithmetic."""
+        """Decode in the decoder's precision."""
         return self.in_float32(latents, self.precision)
 
     def in_float32(self, latents: Tensor, arithmetic: str) -> Tensor:
-        """Return pixels in fp32 or tf32. Raises UsageError for those that are not finite."""
+        """Decode in fp32 or tf32. Raises UsageError if a pixel is not finite."""
         with convolutions(arithmetic):
-            pixels = self.each(self.network, latents)
+            pixels = self.one_by_one(self.network, latents)
         if not_finite(pixels):
             raise UsageError(
                 "decodes finite latents to pixels that are not finite",
@@ -124,16 +119,15 @@ class Decoder:
             )
         return pixels
 
-    def each(self, network: Callable[[Tensor], Tensor], latents: Tensor) -> Tensor:
-        """Decode one picture at a time: this takes little memory, and a picture's bits do
-        not depend on the others. A single image cannot be tiled: GroupNorm needs global
-        statistics.
+    def one_by_one(self, network: Callable[[Tensor], Tensor], latents: Tensor) -> Tensor:
+        """Decode with batch size 1: little memory, and the bits of an image do not depend on the
+        batch. Tiling an image is impossible, because GroupNorm needs global statistics.
         """
         return torch.cat([network(self.space.to_decoder(latent)) for latent in latents.split(1)])
 
 
 def not_finite(pixels: Tensor) -> list[int]:
-    """Return the indices of pictures with a value that is not finite; synchronise once for all."""
+    """Return the indices of images with a non-finite value; synchronises once."""
     return [
         index
         for index, finite in enumerate(pixels.isfinite().flatten(1).all(1).tolist())

@@ -1,4 +1,4 @@
-"""Decode in float16, where that loses nothing that can be seen, else in float32."""
+"""Decode in float16 if a check against float32 passes, else in float32."""
 
 import logging
 import math
@@ -13,27 +13,25 @@ from accel.runtime.graphs import GraphedFunction
 
 log = logging.getLogger(__name__)
 
-# PSNR in dB that float16's picture of the check must reach against float32's. The
-# contest's threshold is 40: at 60 the decoder's share of the allowed mean squared error
-# is a hundredth. Decoders that float16 suits reach 70 to 80.
+# Least PSNR in dB of float16 against float32. The contest's threshold is 40 dB; at 60 dB the
+# decoder uses 1 % of the allowed mean squared error. Typical decoders reach 70 to 80 dB.
 REQUIRED_PSNR = 60.0
-CHECK_SIDE = 256  # of a side
+CHECK_SIDE = 256  # pixels
 NAMES = {"fp32": "float32", "tf32": "float32 with TF32 convolutions"}
 
 
 class Float16Decoder(Decoder):
     """The decoder of a latent space in float16.
 
-    fallback: fp32 or tf32, used where float16 fails. use_graph: on a GPU float16 is replayed as a
-    CUDA graph, the same bits; the capture takes as long as some pictures.
+    fallback: precision if float16 fails, fp32 or tf32. use_graph: replay float16 as a CUDA graph;
+    the bits are the same, and the capture takes as long as a few images.
 
-    float16 is compared with float32 once, at loading, on noise of a generator of its own.
-    So the outcome depends on the weights alone: every rank and every restart finds the
-    same, and the run's random stream is untouched. If float16 overflows or stays below
-    REQUIRED_PSNR, a line is printed and `precision` becomes `fallback`. A single picture
-    that overflows later is decoded in float32: its bits, too, depend on its latents and
-    the weights alone. Several pictures are decoded at once where noise shows that this gives the
-    same bits.
+    At loading, float16 is compared with float32 on noise from a separate generator. The result
+    depends only on the weights, so all ranks and restarts agree, and the run's random stream is
+    unchanged. If float16 overflows or stays below REQUIRED_PSNR, `precision` becomes `fallback`
+    and a notice is printed. An image that overflows later is decoded in `fallback`: its bits
+    depend only on its latents and the weights. Images are batched if batching noise does not
+    change any bit.
     """
 
     def __init__(
@@ -46,13 +44,11 @@ class Float16Decoder(Decoder):
         super().__init__(space, device, "fp16")
         self.fallback = fallback
         self.use_graph = use_graph
-        self.batch_size = 1  # pictures that float16 decodes together
+        self.batch_size = 1  # of float16
         self._warned = False
 
     def load(self) -> "Float16Decoder":
-        """Load the network onto the device and check float16, at the first call. Returns
-        this decoder.
-        """
+        """Load the network onto the device and check float16, if needed. Returns self."""
         super().load()
         if self.precision != "fp16" or self.half is not None:
             return self
@@ -70,23 +66,23 @@ class Float16Decoder(Decoder):
 
     @torch.inference_mode()
     def _is_batch_invariant(self, half: Callable[[Tensor], Tensor]) -> bool:
-        """Return whether a batch of the kind's size decodes noise to the bits of each picture
-        alone, and of pictures in another order.
+        """Whether decoding a batch of noise gives the same bits as batch size 1 and as another
+        order of the batch.
         """
         count = self.kind.half_batch_size
         if count == 1:
             return False
         z = self.space.to_decoder(self._noise(count))
         try:
-            together = half(z)
-            turned = half(z.flip(0)).flip(0)
+            batched = half(z)
+            reordered = half(z.flip(0)).flip(0)
         except torch.OutOfMemoryError:
             return False
-        alone = torch.cat([half(z[:1]), half(z[-1:])])
-        return torch.equal(together, turned) and torch.equal(together[[0, -1]], alone)
+        single = torch.cat([half(z[:1]), half(z[-1:])])
+        return torch.equal(batched, reordered) and torch.equal(batched[[0, -1]], single)
 
     def _noise(self, count: int) -> Tensor:
-        """Return latents of noise from a generator of its own."""
+        """Draw latents from a separate generator."""
         side = self.space.side or CHECK_SIDE // self.space.factor
         generator = torch.Generator(self.device).manual_seed(0)
         shape = (count, self.space.channels, side, side)
@@ -94,7 +90,7 @@ class Float16Decoder(Decoder):
 
     @torch.inference_mode()
     def _problem(self, half: Callable[[Tensor], Tensor]) -> str | None:
-        """Compare the float16 decoder with float32 on noise. Return the fault in words, or None."""
+        """Compare float16 with float32 on noise. Return a description of the failure, or None."""
         z = self.space.to_decoder(self._noise(1))
         got = half(z)
         want = self.network(z)
@@ -125,16 +121,15 @@ class Float16Decoder(Decoder):
         return pixels
 
     def _float16_pixels(self, latents):
-        """Return the pixels in float16, of batches of one size: a captured graph is kept for each.
-
-        A last batch is filled up with copies, unless few pictures are left.
+        """Decode in float16 with one batch size, since each size has its own CUDA graph. A partial
+        batch is padded, or decoded one by one if it is small.
         """
         if self.batch_size == 1:
-            return self.each(self.half, latents)
+            return self.one_by_one(self.half, latents)
         pixels = []
         for part in latents.split(self.batch_size):
             if 4 * len(part) < self.batch_size:
-                pixels.append(self.each(self.half, part))
+                pixels.append(self.one_by_one(self.half, part))
                 continue
             numbers = torch.arange(self.batch_size, device=part.device).clamp(max=len(part) - 1)
             pixels.append(self.half(self.space.to_decoder(part[numbers]))[: len(part)])

@@ -1,5 +1,5 @@
-"""The files of a decoder: given or fetched, recognised, opened once, checked. Its kind reads
-them.
+"""Find, recognise and load a decoder: files are fetched if needed, read once and checked for
+changes.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ HUB_FILE = re.compile(r"([\w.-]+/[\w.-]+)[:/](.+)")  # owner/name/path, or owner
 
 
 def kind_names() -> list[str]:
-    """Return the kinds of decoder: the names of the folders of accel/decoders."""
+    """List the kinds of decoder: the folders of accel/decoders."""
     return sorted(module.name for module in iter_modules(latents.__path__) if module.ispkg)
 
 
@@ -47,22 +47,22 @@ def kind_of(name: str) -> DecoderKind:
 
 
 def recognise(name: str) -> tuple[Path, DecoderKind]:
-    """Return the path of a decoder, which is fetched if it is published, and its kind. name: as for
-    `find`. Raises UsageError.
+    """Return the path of a decoder, fetched if needed, and its kind. name: as for `find`. Raises
+    UsageError.
     """
     if name in kind_names() and kind_of(name).builtin_space:
         return Path(name), kind_of(name)
     path = _locate(name)
-    return path, _recognise(path, _content(path))
+    return path, _kind_of_content(path, _content(path))
 
 
 def find(name: str, statistics: str | None = None) -> LatentSpace:
-    """Return the latent space of a decoder, with its files.
+    """Find a decoder and return its latent space.
 
-    name: a folder or a file that a kind matches, a diffusers pipeline's root with vae/
-    in it, a hub id, or ema or mse: pretrained_models/sd-vae-ft-NAME, else the hub's
-    stabilityai/sd-vae-ft-NAME, which is fetched; or pixels. statistics: a file of the latents'
-    mean and deviation; default: the one beside a decoder that says none. Raises UsageError.
+    name: a decoder's file or folder, the root of a diffusers pipeline with vae/, a hub id, "ema"
+    or "mse" (pretrained_models/sd-vae-ft-NAME, else stabilityai/sd-vae-ft-NAME from the hub), or
+    "pixels". statistics: a file with mean and std of the latents; default: the file next to the
+    decoder if the decoder contains none. Raises UsageError.
     """
     path, kind = recognise(str(name))
     if kind.builtin_space:
@@ -72,7 +72,7 @@ def find(name: str, statistics: str | None = None) -> LatentSpace:
 
 
 def _locate(name):
-    """Return the folder or file of a decoder. Fetch a published one, or one of the hub."""
+    """Return the folder or file of a decoder. Fetch a published decoder or a hub id."""
     folder = FOLDER / f"sd-vae-ft-{name}" if name in PUBLISHED else Path(name)
     mode = mode_of(folder, "vae")
     is_tensors = folder.suffix in FILE_SUFFIXES
@@ -111,15 +111,15 @@ def _locate(name):
 
 
 def _first_file(path):
-    """Return a decoder's file, or its folder's config.json."""
+    """Return the decoder's file, or config.json of its folder."""
     return path if path.is_file() else path / FILES[0]
 
 
 def _content(path: Path) -> Mapping[str, Any]:
-    """Return the content of a decoder's first file."""
+    """Read the file by which the kind is recognised."""
     file = _first_file(path)
     if not mode_of(file, "vae"):
-        raise UsageError(f"must hold {' and '.join(FILES)}", parameter="vae", value=path)
+        raise UsageError(f"must contain {' and '.join(FILES)}", parameter="vae", value=path)
     return _read_content(file, tuple(file_stamps([file], "vae")))
 
 
@@ -128,8 +128,8 @@ def _read_content(file: Path, stamps: tuple) -> Mapping[str, Any]:
     return read_json(file, "vae") if file.suffix == ".json" else read_tensors(file, "vae")
 
 
-def _recognise(path, content):
-    """Return the kind of a decoder. Kinds after it in the alphabet are not imported."""
+def _kind_of_content(path, content):
+    """Return the first kind, in alphabetical order, that matches; later kinds are not imported."""
     for name in kind_names():
         kind = kind_of(name)
         if kind.matches(content):
@@ -143,13 +143,13 @@ def _recognise(path, content):
 
 
 def load(space: LatentSpace, device: torch.device | str) -> torch.nn.Module:
-    """Return the float32 decoder of a space from `find`, on `device`. Raises UsageError as
-    find does, and for files that were changed since.
+    """Load the float32 decoder of a space from `find` onto `device`. Raises UsageError as `find`
+    does, and if a file was changed since.
     """
     entries, state = _read(space.files)
     with shapes_only():
         decoder = space.files.kind.build(entries)
-    # strides decide rounding
+    # contiguous: strides affect rounding
     state = {
         name: tensor.to(device, torch.float32, copy=True, memory_format=torch.contiguous_format)
         for name, tensor in state.items()
@@ -161,29 +161,29 @@ def load(space: LatentSpace, device: torch.device | str) -> torch.nn.Module:
 
 
 def digest(space: LatentSpace) -> str:
-    """Return 16 hex digits of all that turns latents of a space into pixels: the space's
-    numbers, the entries of config.json that the decoder takes, and its weights, whose own
-    digest the cache folder keeps for later runs. Of a kind without files: its name.
+    """Return 16 hex digits that identify the mapping from latents to pixels: the numbers of the
+    space, the configuration and the weights, whose digest is cached. For a kind without files,
+    return its name.
     """
     if space.files.kind.builtin_space is not None:
         return str(space.files.path)
-    from accel.tensors.digests import cached_digest  # a grid needs none
+    from accel.tensors.digests import cached_digest  # lazy: only for FID jobs
 
     entries, state = _read(space.files)
     require_unchanged(space.files)
-    of_weights = cached_digest(space.files.stamps, lambda: state)
+    weights_digest = cached_digest(space.files.stamps, lambda: state)
     numbers = space._replace(decoder=None)._asdict()
-    del numbers["side"]  # of the weights
-    of_all = json.dumps({**entries, **numbers}, sort_keys=True)
-    return hashlib.sha256(f"{of_weights} {of_all}".encode()).hexdigest()[:16]
+    del numbers["side"]  # follows from the weights
+    settings = json.dumps({**entries, **numbers}, sort_keys=True)
+    return hashlib.sha256(f"{weights_digest} {settings}".encode()).hexdigest()[:16]
 
 
 def require_unchanged(decoder: DecoderFiles) -> None:
-    """Raise UsageError if a file is not the one any more that was opened."""
+    """Raise UsageError if a file was changed since the decoder was opened."""
     if _stamps(decoder.kind, decoder.path, decoder.statistics) != decoder.stamps:
         raise UsageError(
             "was changed since it was opened",
-            "start again when it is whole",
+            "start again when the file is complete",
             parameter="vae",
             value=decoder.path,
         )
@@ -195,9 +195,9 @@ def _stamps(kind: DecoderKind, path: Path, statistics: str | None) -> tuple[tupl
 
 @lru_cache(maxsize=1)
 def _read(decoder: DecoderFiles) -> tuple[dict, dict[str, torch.Tensor]]:
-    """Return (the entries that build the decoder, its weights, memory-mapped). Read the files
-    once. Whoever uses the weights checks that they were not changed.
+    """Return the configuration and the memory-mapped weights. The result is cached, so callers
+    that use the weights must call `require_unchanged`.
     """
     content = _content(decoder.path)
-    _read_content.cache_clear()  # it may hold an encoder too
+    _read_content.cache_clear()  # free an encoder in the same file
     return decoder.kind.read(decoder, content)

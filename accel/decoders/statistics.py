@@ -1,4 +1,4 @@
-"""Files of the statistics of latents, by which some decoders' latents are normalised."""
+"""Read the mean and standard deviation by which latents are normalised."""
 
 from math import prod
 from pathlib import Path
@@ -11,19 +11,19 @@ from accel.errors import UsageError
 from accel.tensors.latent_statistics import mean_and_deviation
 from accel.tensors.tensor_files import read_tensors
 
-MAX_MAGNITUDE = 1e6  # of statistics, far beyond any
+MAX_MAGNITUDE = 1e6  # far above plausible values
 MINIMUM = {"mean": -MAX_MAGNITUDE, "std": 1 / MAX_MAGNITUDE, "var": 0.0}
 
 
 def read_statistics(file: Path, spread: str, shape: tuple[int, ...]) -> list[Tensor]:
-    """Return a file's mean and `spread`, std or var, of latents, expanded to `shape` (C, H, W).
-    RAE's files, which have a var, may lack the mean: it is 0. Raises UsageError.
+    """Read the mean and `spread` ("std" or "var") of latents, expanded to `shape` (C, H, W). In
+    RAE's files with var the mean is optional and defaults to 0. Raises UsageError.
     """
     content = read_tensors(file, "latent_stats")
-    of_training = mean_and_deviation(content)
-    if of_training is not None:
-        mean, deviation = of_training
-        content = {"mean": mean, "std": deviation, "var": deviation.square()}
+    pair = mean_and_deviation(content)
+    if pair is not None:
+        mean, std = pair
+        content = {"mean": mean, "std": std, "var": std.square()}
     elif spread == "var" and content.get("mean") is None:
         content = {**content, "mean": torch.zeros(shape)}
     statistics = []
@@ -31,11 +31,11 @@ def read_statistics(file: Path, spread: str, shape: tuple[int, ...]) -> list[Ten
         value = content.get(name)
         if not isinstance(value, Tensor) or not value.is_floating_point():
             raise UsageError(
-                f"must hold tensors mean and {spread}, and lacks {name}",
+                f"must contain tensors mean and {spread}, and lacks {name}",
                 parameter="latent_stats",
                 value=file,
             )
-        if value.numel() == shape[0]:  # by channel
+        if value.numel() == shape[0]:  # per channel
             value = value.reshape(-1, 1, 1).expand(shape)
         elif value.numel() == prod(shape) and value.shape[-3:] == shape:
             value = value.reshape(shape)
@@ -48,7 +48,7 @@ def read_statistics(file: Path, spread: str, shape: tuple[int, ...]) -> list[Ten
             )
         if not ((value >= MINIMUM[name]) & (value <= MAX_MAGNITUDE)).all():
             raise UsageError(
-                f"holds values that are no {name}",
+                f"contains invalid values of {name}",
                 "compute it again",
                 parameter="latent_stats",
                 value=file,
@@ -58,7 +58,7 @@ def read_statistics(file: Path, spread: str, shape: tuple[int, ...]) -> list[Ten
 
 
 def with_statistics(space: LatentSpace, file: str | Path) -> LatentSpace:
-    """Return a space whose latents have the mean and std of a file, by channel, and no scale."""
+    """Return the space with the per-channel mean and std of a file in place of its scale."""
     mean, std = read_statistics(Path(file), "std", (space.channels, 1, 1))
     return space._replace(
         mean=tuple(mean.flatten().tolist()), std=tuple(std.flatten().tolist()), scale=1.0, shift=0.0

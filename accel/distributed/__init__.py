@@ -1,8 +1,9 @@
-"""Ranks: this process among the processes of one job.
+"""Ranks of a distributed job, and the single-process default. Imports no torch.
 
-A process by itself is a world of one: nothing is exchanged, and nothing is imported.
-launched.py joins the ranks that torchrun, srun or --gpus started. Their class, in
-distributed.py, also shares network evaluations. Imports no torch.
+launched.py        joins the job that torchrun, srun or --gpus started
+process_group.py   DistributedRanks: the same interface on torch.distributed
+placement.py       divides images, batch rows and tokens among ranks; layouts.py chooses
+sharded.py         one network evaluation on several GPUs; exchanges.py: its attention
 """
 
 import signal
@@ -19,7 +20,7 @@ if TYPE_CHECKING:  # torch is slow to import
 
 
 def require_device(wanted: str | None) -> None:
-    """Raise UsageError for a device on which ranks do not sample. None is left open."""
+    """Raise UsageError unless ranks can sample on the device; None chooses one later."""
     device_type, _, number = (wanted or "cuda").partition(":")
     if device_type not in ("cuda", "cpu") or number and not number.isdecimal():
         raise UsageError(
@@ -35,7 +36,7 @@ class FirstFailure(NamedTuple):
 
 
 class Ranks:
-    """A world of one process, and what all ranks do. Every rank of a job makes the same calls."""
+    """The interface of ranks, for one process. All ranks of a job make the same calls in order."""
 
     rank = 0
     world = 1
@@ -48,22 +49,22 @@ class Ranks:
     # ---- the exchange of values ----
 
     def all_gather_object(self, value: Any) -> list:
-        """Return every rank's `value` (anything that pickles), by rank."""
+        """Gather one picklable `value` from each rank, in rank order."""
         return [value]
 
     def run_collectively(self, work: Callable[[], Any], only: int | None = None) -> Any:
-        """Call `work` on every rank, or on rank `only`, and return its result there.
+        """Call `work` on every rank, or only on rank `only`, and return its result there.
 
-        A UsageError on any rank is raised on every rank, each different message once with
-        its ranks: a mistake on one node ends the job before any work. `work` may itself
-        call this method, on every rank.
+        If a rank raises UsageError, all ranks raise it: the job ends before any work. Each
+        distinct message appears once, with its ranks. Calls may be nested.
         """
         return work()
 
     def run_in_turns(self, work: Callable[[], Any]) -> Any:
-        """Call `work` on rank 0, then on one rank of each other node, then on the others:
-        a download happens once if the file system is shared, else once per node.
-        Otherwise as `run_collectively`.
+        """Call `work` on rank 0, then on the first rank of each other node, then on the rest.
+
+        A download thus runs once on a shared file system, else once per node. Errors as in
+        `run_collectively`.
         """
         result = self.run_collectively(work, only=0)
         for first_of_node in (True, False):
@@ -72,78 +73,75 @@ class Ranks:
         return result
 
     def from_rank_0(self, make: Callable[[], Any]) -> Any:
-        """Return on every rank the result of `make` on rank 0."""
+        """Call `make` on rank 0 and broadcast its result."""
         return self.all_gather_object(self.run_collectively(make, only=0))[0]
 
     def require_equal(self, settings: dict, free: Set[str] = frozenset()) -> None:
-        """Raise UsageError on every rank if one has other settings than rank 0. free: names
-        that may differ.
+        """Raise UsageError on every rank if settings differ between ranks. free: names of
+        settings that may differ.
         """
         first = self.from_rank_0(lambda: settings)
         remedy = "start all ranks with the same flags and files"
         self.run_collectively(lambda: require_equal(settings, first, free, "rank 0 has", remedy))
 
     def add(self, amount: int) -> int:
-        """Add to the counter that all ranks share. Return its value."""
+        """Add to a counter shared by all ranks and return its new value."""
         self._counter += amount
         return self._counter
 
     # ---- devices ----
 
     def claim_device(self, wanted: str | None) -> str | None:
-        """Return the name of this rank's device. wanted: as the user gave it. A process by
-        itself may take any.
-        """
+        """Choose this rank's device and return its name. wanted: the user's --device."""
         return wanted
 
     def has_peer_access(self) -> bool:
-        """Return whether every rank's GPU can write into every other's memory."""
+        """Return whether each GPU can write into the memory of every other GPU of the job."""
         return False
 
     # ---- network evaluations that ranks share ----
 
     def connect_collectives(self) -> None:
-        """Start to connect the GPUs in a thread, while weights are loaded. Here: no-op."""
+        """Connect the GPUs in a background thread while weights are loaded."""
 
     def share(self, network: "BlockNetwork", layout: "Layout") -> "Network":
-        """Return the network as this rank evaluates it under `layout`. Return it unchanged
-        if this rank shares no evaluation. Every rank calls this: all make the process groups,
-        in one order.
+        """Wrap the network for shared evaluations under `layout`; unchanged on a rank outside it.
+
+        All ranks must call this, because creating process groups is collective.
         """
         return network
 
     def local_shard(self, latents: "Tensor", n: int, placement: "Placement") -> "Tensor":
-        """Return the latents of this rank's own pictures, of n. latents: of the slices
-        `placement.batches`. Raises RuntimeError if ranks that share evaluations computed
-        different latents.
+        """Select the latents that this rank decodes, of n pictures. latents: of the slices
+        `placement.batches(n)`. Raises RuntimeError if ranks that share evaluations disagree.
         """
         return latents
 
     def gather_pictures(self, pictures: "Tensor", n: int, placement: "Placement") -> "Tensor":
-        """Gather every rank's own pictures (n', …) and return all of them (n, …)."""
+        """Concatenate the shards (n', …) of all ranks to (n, …) on every rank."""
         return pictures
 
     # ---- the end of a job ----
 
     def stop_on_signals(self, *signals: signal.Signals) -> None:
-        """Take each of these signals, on any rank, as a request that the whole job stop. Leave
-        those that are ignored, as by nohup.
+        """On each of these signals, on any rank, ask the whole job to stop. Signals that are
+        ignored (nohup) stay ignored.
         """
         for number in signals:
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
 
     def _on_signal(self, *_):
-        self._stop = True  # no lock and no store: a second signal may interrupt this very line
+        self._stop = True  # no lock and no store: a second signal may interrupt this line
 
     @property
     def stopping(self) -> bool:
-        """Return whether any rank was asked to stop; ranks check this between batches."""
+        """Whether any rank was asked to stop. Ranks check this between batches."""
         return self._stop
 
     def first_failure(self, status: int) -> FirstFailure:
-        """Record that this rank failed with `status`. Return the rank that failed first."""
+        """Record that this rank failed with exit status `status`; return the first failure."""
         return FirstFailure(self.rank, status)
 
     def leave(self) -> None:
-        """Wait for all ranks and leave the job."""
+        """Wait for all ranks, then leave the job."""

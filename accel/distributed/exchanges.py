@@ -1,7 +1,7 @@
-"""Attention between tokens on several GPUs: one exchange of keys and values a layer.
+"""Attention over tokens that are split across GPUs: keys and values are gathered in each layer.
 
-Each of s ranks has t = T / s tokens. It receives 2·N·(T−t)·D·e bytes in a layer, with e bytes an
-element: by torch.distributed, or over NVLink by one kernel that writes.
+Each of s ranks holds t = T / s tokens and receives 2·N·(T−t)·D elements per layer, by
+torch.distributed or by a Triton kernel that writes over NVLink.
 """
 
 import os
@@ -14,21 +14,19 @@ from accel.kernels.attention import attention_to
 
 
 class AllGather:
-    """Attention of a rank's tokens to the tokens of all ranks of `group`, by torch.distributed:
-    for CPUs, and for GPUs without NVLink.
-    """
+    """Gather keys and values with torch.distributed: for CPUs, and for GPUs without NVLink."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
         self.size = dist.get_world_size(group)
 
     def __call__(self, qkv: torch.Tensor, num_heads: int) -> torch.Tensor:
-        """Compute attention: qkv (N, t, 3·D) → (N, t, D)."""
+        """Compute attention of the local tokens to all tokens: qkv (N, t, 3·D) → (N, t, D)."""
         width = qkv.shape[-1] // 3
         return attention_to(qkv, self.gather(qkv[..., width:]), num_heads)
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """Gather keys and values: (N, t, 2·D) of this rank → (N, T, 2·D)."""
+        """Gather the local keys and values (N, t, 2·D) → (N, T, 2·D)."""
         local = part.contiguous()
         parts = local.new_empty(self.size, *local.shape)
         dist.all_gather_into_tensor(parts.flatten(0, 1), local, group=self.group)
@@ -36,25 +34,23 @@ class AllGather:
 
 
 class _Buffer(NamedTuple):
-    """Two gathered tensors in the memory of every peer. They take turns: a peer may be one
-    layer ahead.
-    """
+    """A double buffer in symmetric memory: a peer may be one layer ahead."""
 
     gathered: tuple[torch.Tensor, torch.Tensor]
-    addresses: torch.Tensor  # of the first tensor at each peer
-    flags: torch.Tensor  # addresses of the flags at each peer
-    size: int  # bytes of a gathered tensor
-    memory: tuple  # what the addresses keep alive
+    addresses: torch.Tensor  # of the first tensor on each peer
+    flags: torch.Tensor  # addresses of the flags on each peer
+    size: int  # bytes of one tensor
+    memory: tuple  # keeps the addresses valid
 
 
 class Push(AllGather):
-    """Gather keys and values by one kernel that writes them into the memory of the peers on this
-    host, over NVLink (accel/kernels/push.py).
+    """Gather keys and values with a kernel that writes them into the memory of the other GPUs
+    of this host over NVLink (accel/kernels/push.py).
     """
 
     def __init__(self, group: dist.ProcessGroup):
         super().__init__(group)
-        # Multicast is not used, and its set-up can fail where GPUs are shared.
+        # Unused here, and its set-up can fail on shared GPUs.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         import torch.distributed._symmetric_memory as symmetric
 
@@ -79,7 +75,7 @@ class Push(AllGather):
         return buffer.gathered[self.turn]
 
     def _allocate(self, shape, dtype, device):
-        """Return the buffer of gathered tensors of a shape."""
+        """Allocate the buffer for tensors of one shape."""
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "push: the first call with a shape allocates; run the step once before its capture"
@@ -92,7 +88,7 @@ class Push(AllGather):
             handle = self.symmetric.rendezvous(memory, self.group)
             addresses = torch.tensor(handle.buffer_ptrs, device=device)
         torch.cuda.synchronize(device)
-        # Flags are zero everywhere before the first is raised.
+        # All flags must be zero before a peer sets one.
         dist.barrier(self.group, device_ids=[device.index])
         first = memory[:size].view(dtype).view(shape)
         second = memory[size : 2 * size].view(dtype).view(shape)

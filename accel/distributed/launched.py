@@ -1,7 +1,6 @@
-"""The ranks that torchrun, srun or --gpus started: how a process joins its job, and how all
-ranks end.
+"""Join the distributed job that torchrun, srun or --gpus started, and end all ranks together.
 
-The launcher starts the ranks, one per GPU, and ends them all when one dies.
+The launcher starts one process per GPU and kills all of them when one dies.
 """
 
 import os
@@ -31,23 +30,23 @@ from accel.launch import signals
 
 
 class RankInfo(NamedTuple):
-    """The ranks that a launcher assigns to a process."""
+    """The rank of a process, as torch.distributed numbers it."""
 
     rank: int = 0
-    world: int = 1
-    local_rank: int = 0  # on its node
+    world: int = 1  # number of ranks
+    local_rank: int = 0  # rank within the node
 
 
 def rank_info() -> RankInfo:
-    """Read the rank that torchrun or srun set in the environment; without either, that
-    of a process by itself. Raises UsageError for values that no launcher sets.
+    """Read the rank from the environment of torchrun or srun; default: one process. Raises
+    UsageError for invalid values.
     """
     if "RANK" in os.environ:
         world = _integer("WORLD_SIZE", 1, 2**31)
         rank = _integer("RANK", 0, world)
         local_rank = _integer("LOCAL_RANK", 0, world) if "LOCAL_RANK" in os.environ else 0
         return RankInfo(rank, world, local_rank)
-    if signals.is_task_of_srun():  # a batch script's own environment has no step
+    if signals.is_task_of_srun():  # not the batch script itself, which has no step
         world = _integer("SLURM_STEP_NUM_TASKS", 1, 2**31)
         rank = _integer("SLURM_PROCID", 0, world)
         return RankInfo(rank, world, _integer("SLURM_LOCALID", 0, world))
@@ -55,7 +54,7 @@ def rank_info() -> RankInfo:
 
 
 def _integer(name, least, end):
-    """Return an integer variable of the environment, least <= value < end."""
+    """Read an integer from an environment variable, least <= value < end."""
     value = os.environ.get(name)
     if value is None or not re.fullmatch("[0-9]{1,18}", value) or not least <= int(value) < end:
         given = "is not set" if value is None else f"is {value[:40]!r}"
@@ -67,8 +66,8 @@ def _integer(name, least, end):
 
 
 def _set_address(environment: MutableMapping[str, str]) -> None:
-    """Set the address under srun: the step's first host, and a port that no step of a
-    neighbouring job uses. Raises UsageError unless the address can be resolved.
+    """Set MASTER_ADDR and MASTER_PORT under srun: the first host of the step, and a port derived
+    from the job and step ids. Raises UsageError if the address cannot be resolved.
     """
     if "SLURM_STEP_ID" in environment and "MASTER_PORT" not in environment:
         job = _integer("SLURM_JOB_ID", 0, 2**32)
@@ -80,7 +79,7 @@ def _set_address(environment: MutableMapping[str, str]) -> None:
     address = environment["MASTER_ADDR"]
     try:
         socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # torch would ask again for a minute
+    except (OSError, UnicodeError) as error:  # torch would retry for a minute
         raise UsageError(
             f"the environment's MASTER_ADDR {shown(address)} is not the name of a host "
             f"({error}): start the ranks with torchrun or srun, or export the first host's"
@@ -88,7 +87,7 @@ def _set_address(environment: MutableMapping[str, str]) -> None:
 
 
 def _first_host(nodes):
-    """Return the first host of Slurm's list of nodes."""
+    """Return the first host of a Slurm node list such as gpu[01-04]."""
     command = ["scontrol", "show", "hostnames", nodes]
     try:
         hosts = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL)
@@ -100,17 +99,15 @@ def _first_host(nodes):
 
 
 def _join():
-    """Join the job that this process was started in. Raises UsageError if its ranks do not
-    connect.
-    """
+    """Connect to the other ranks of this job. Raises UsageError if a rank is missing."""
     info = rank_info()
     if info.world == 1:
         return Ranks()
-    from accel.distributed.process_group import connect  # a process by itself does without
+    from accel.distributed.process_group import connect  # lazy: imports torch.distributed
 
     _set_address(os.environ)
     launch.die_with_parent()
-    # gloo prints a line per rank and group: hide it, and all output of other ranks than 0.
+    # Hide the lines that gloo prints, and the output of all ranks but 0.
     printed = os.dup(1) if info.rank == 0 else os.open(os.devnull, os.O_WRONLY)
     coding = dict(encoding=sys.stdout.encoding, errors=sys.stdout.errors)
     sys.stdout = os.fdopen(printed, "w", buffering=1, **coding)
@@ -120,17 +117,16 @@ def _join():
 
 @contextmanager
 def launched_ranks(program: str, worded: Callable[[UsageError], str] = str) -> Iterator[Ranks]:
-    """Run the block as one rank of its job. When it ends on one rank, all ranks end, and
-    the cause is printed once. worded: gives the text of a user's error.
+    """Run the block as one rank of its job. If one rank fails, all ranks exit and the cause is
+    printed once. worded: formats a UsageError.
 
-    A UsageError is one line and status USAGE, a Stopped one line and STOPPED, anything
-    else a traceback and 1.
+    Exit statuses: USAGE after UsageError and STOPPED after Stopped, both with one line; 1 with
+    a traceback after any other exception.
     """
     try:
         ranks = _join()
     except UsageError as error:
-        # Under srun every rank has the same line: print it on rank 0, or where the number
-        # itself is wrong.
+        # All ranks of srun fail alike: print on rank 0, or where the rank itself is invalid.
         is_rank_0 = not os.environ.get("SLURM_PROCID", "").lstrip("0").isdecimal()
         if "SLURM_STEP_ID" not in os.environ or is_rank_0:
             print(f"{program}: {worded(error)}", file=sys.stderr)
@@ -143,7 +139,7 @@ def launched_ranks(program: str, worded: Callable[[UsageError], str] = str) -> I
         except Stopped as stopped:
             status = STOPPED
             line = f"{program}: {stopped}"
-            record(line)  # on every rank: torchrun may see another end first
+            record(line)  # on every rank: torchrun reports the first process that exits
             if ranks.rank == 0:
                 print(line, file=sys.stderr)
         ranks.leave()
@@ -154,21 +150,20 @@ def launched_ranks(program: str, worded: Callable[[UsageError], str] = str) -> I
 
 
 def _fail(ranks, program, error, worded) -> NoReturn:
-    """End this rank after `error`. The first rank that fails prints the cause and exits
-    first, which makes it the launcher's root cause; the others exit with its status.
+    """Exit after `error`. The first rank that fails prints the cause and exits first, so that
+    torchrun reports it as the root cause; all other ranks exit later with the same status.
     """
     if isinstance(error, SystemExit):  # after a signal
         ranks.first_failure(error.code)
         _exit(error.code)
     if launch.IS_GPUS_RANK:
-        # If a killed rank is the cause, the parent says so, and ends this one before it
-        # complains.
+        # If another rank was killed, the parent reports that and kills this rank first.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(0.2)
         if sys.stderr.isatty():
             print(end="\r\033[K", file=sys.stderr)  # rank 0's bar
     else:
-        # The launcher sends SIGTERM once the first rank has gone.
+        # The launcher sends SIGTERM when the first rank exits.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     mistake = as_usage_error(error)
     first = ranks.first_failure(USAGE if mistake else 1)
@@ -189,17 +184,16 @@ def _fail(ranks, program, error, worded) -> NoReturn:
     if not is_first:
         time.sleep(2)
     elif ranks.world > 1 and (ranks.rank == 0 or first.status == 1):
-        # Rank 0 may hold the store; a rank that was killed has been noticed by then.
+        # Rank 0 may serve the store, and the launcher must notice a killed rank first.
         time.sleep(1)
     if is_first:
-        # Late: torchrun's summary goes by whole seconds, and a killed rank that is the cause
-        # was earlier.
+        # Late: torchrun's summary compares whole seconds, and a killed rank must come first.
         record(text)
     _exit(first.status)
 
 
 def _exit(status) -> NoReturn:
-    """Exit without waiting for threads: one may be in a collective that never returns."""
+    """Exit without joining threads: one may wait in a collective forever."""
     signals.finish()
     sys.stdout.flush()
     os._exit(status)

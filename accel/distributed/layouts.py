@@ -1,4 +1,4 @@
-"""Layouts: as users write them, which cannot run, and which auto chooses. Imports no torch."""
+"""Parse, check and choose the layout of --parallel. Imports no torch."""
 
 from itertools import product
 from math import prod
@@ -6,13 +6,13 @@ from math import prod
 from accel.distributed.placement import Layout, Placement
 from accel.errors import UsageError, shown
 
-# A rank keeps this much of a row, tokens × width. Measured on two ranks: dividing 1024 tokens of
-# width 1152 is faster, and 256 of width 4096; 256 of width 1152 is not.
+# Least tokens × width per rank. Measured on two GPUs: splitting 1024 tokens of width 1152 or 256
+# tokens of width 4096 is faster, splitting 256 tokens of width 1152 is not.
 MIN_SHARE = 1 << 19
 
 
 def parse(text: str) -> Layout:
-    """Return the layout that users write as rows=2,tokens=2. Raises UsageError."""
+    """Parse a layout such as rows=2,tokens=2. Raises UsageError."""
     values: dict[str, int] = {}
     for item in text.split(","):
         name, _, value = item.partition("=")
@@ -26,7 +26,7 @@ def parse(text: str) -> Layout:
 
 
 def check(layout: Layout, tokens: int, world: int) -> None:
-    """Raise UsageError if `layout` cannot run on `world` ranks. tokens: of a batch row."""
+    """Raise UsageError if `layout` cannot run on `world` ranks. tokens: number per batch row."""
     if tokens % layout.tokens:
         raise UsageError(
             f"does not divide the {tokens} tokens of a row",
@@ -43,12 +43,11 @@ def check(layout: Layout, tokens: int, world: int) -> None:
 def choose(
     pictures: int, batch_size: int | None, copies: int, world: int, tokens: int, width: int
 ) -> Layout:
-    """Return the layout of fewer pictures than ranks by which each rank computes least. Of equals
-    it is the one that divides tokens among fewer ranks, since batch rows exchange nothing before
-    an evaluation ends; then the one of fewer ranks.
+    """Choose the layout with the least work per rank, for fewer pictures than ranks. Ties: split
+    tokens less, since batch rows need no exchange within an evaluation; then use fewer ranks.
 
-    copies: batch rows of a picture. tokens: of a batch row, 1 if they cannot be divided; width: of
-    the network.
+    copies: batch rows per picture. tokens: number per batch row, 1 if they cannot be split.
+    width: hidden size of the network.
     """
     columns = [
         n

@@ -1,21 +1,19 @@
-"""Layout: how ranks share a network evaluation. Placement: the pictures, batch rows and tokens
-that a rank then computes. Imports no torch.
+"""Layout: how ranks divide a network evaluation. Placement: one rank's share of the pictures and
+batch rows. Imports no torch.
 """
 
 from typing import NamedTuple
 
 
 class Layout(NamedTuple):
-    """The division of a network evaluation among ranks. All ones: each rank has pictures
-    of its own (data parallel).
-    """
+    """A grid of rows × tokens ranks that divide each network evaluation. 1 × 1: data parallel."""
 
-    rows: int = 1  # ranks that divide the batch rows
-    tokens: int = 1  # ranks that divide the tokens of each row
+    rows: int = 1  # number of parts of the batch
+    tokens: int = 1  # number of parts of each row's tokens
 
     @property
     def ranks(self) -> int:
-        """Return the number of ranks that share a network evaluation."""
+        """Number of ranks that share a network evaluation."""
         return self.rows * self.tokens
 
     def __str__(self):
@@ -29,9 +27,7 @@ OFF = Layout()
 
 
 class Placement(NamedTuple):
-    """A rank of a job of `world` ranks that share network evaluations by `layout`. The
-    default is one process.
-    """
+    """The share of one of `world` ranks under `layout`. Default: a single process."""
 
     layout: Layout = OFF
     world: int = 1
@@ -39,29 +35,28 @@ class Placement(NamedTuple):
 
     @property
     def shared(self) -> bool:
-        """Return whether several ranks compute one network evaluation."""
+        """Whether several ranks share a network evaluation."""
         return self.layout.ranks > 1
 
     @property
     def busy(self) -> int:
-        """Return the number of ranks that compute; the others are idle."""
+        """Number of ranks that are not idle."""
         return self.layout.ranks if self.shared else self.world
 
     def pictures(self, n: int) -> slice:
-        """Return this rank's slice of n pictures: in rank order, of about equal sizes;
-        empty if idle.
+        """Return the slice of n pictures that this rank decodes: about equal sizes, in rank
+        order; empty if idle.
         """
         return slice(_ceil(n * self.rank, self.busy), _ceil(n * (self.rank + 1), self.busy))
 
     def counts(self, n: int) -> list[int]:
-        """Return the number of own pictures of every rank, of n pictures."""
+        """Return the length of `pictures(n)` of each rank."""
         slices = [self._replace(rank=rank).pictures(n) for rank in range(self.world)]
         return [len(range(n)[pictures]) for pictures in slices]
 
     def batches(self, n: int, batch_size: int | None = None) -> list[slice]:
-        """Return the slices of n pictures that this rank denoises one after the other,
-        each of at most `batch_size`: its own pictures, or all pictures if ranks share
-        evaluations.
+        """Return the batches that this rank denoises, as slices of n pictures: of its own
+        pictures, or of all pictures if ranks share evaluations. batch_size: the most per slice.
         """
         pictures = self.pictures(n)
         if self.shared and self.rank < self.busy:
@@ -71,7 +66,7 @@ class Placement(NamedTuple):
         return [slice(start, min(start + size, end)) for start in range(first, end, size)]
 
     def sizes(self, n: int, batch_size: int | None = None) -> set[int]:
-        """Return the numbers of pictures in the slices of `batches`, of all ranks."""
+        """Return the distinct sizes of the batches of all ranks."""
         sizes: set[int] = set()
         for rank in range(self.busy):
             batches = self._replace(rank=rank).batches(n, batch_size)
@@ -79,8 +74,8 @@ class Placement(NamedTuple):
         return sizes
 
     def rows(self, pictures: int, copies: int) -> tuple[int, int]:
-        """Return the latents of an evaluation of `pictures` on this rank, and the batch rows of
-        each. copies: batch rows of a picture.
+        """Return the shape (latents, rows per latent) of this rank's batch when `pictures` are
+        evaluated with `copies` batch rows each.
         """
         if self.shared:
             return _ceil(copies * pictures, self.layout.rows), 1

@@ -1,7 +1,7 @@
-"""The ranks of a job of several processes: their exchanges and their process groups.
+"""Ranks of several processes, on torch.distributed.
 
-They form one process group: objects and CPU tensors travel over gloo, CUDA tensors over
-NCCL. Progress and the request to stop are kept in its key-value store.
+Objects and CPU tensors are exchanged over gloo, CUDA tensors over NCCL. The key-value store
+holds the progress, the request to stop and the first failure.
 """
 
 import hashlib
@@ -27,19 +27,19 @@ from accel.errors import UsageError
 from accel.kernels import cuda
 from accel.runtime.network import BlockNetwork, Network
 
-NOTICE_DELAY_S = 10  # seconds after which a rank says that it waits for others
-CONNECT_TIMEOUT = timedelta(minutes=10)  # limit for all ranks to start and connect
-# Limit for one rank to wait for another, whose share of an FID job may be larger.
+NOTICE_DELAY_S = 10  # until a rank reports that it waits for the other ranks
+CONNECT_TIMEOUT = timedelta(minutes=10)
+# A rank of an FID job may have more batches than another, which then waits.
 EXCHANGE_TIMEOUT = timedelta(days=1)
 
 
 class _SharedError(UsageError):
-    """A UsageError that every rank raises."""
+    """A UsageError that is raised on every rank."""
 
 
 def connect(rank: int, world: int, local_rank: int) -> "DistributedRanks":
-    """Form the process group at the environment's MASTER_ADDR and MASTER_PORT. Raises
-    UsageError if the ranks do not connect.
+    """Create the process group at MASTER_ADDR:MASTER_PORT. Raises UsageError if ranks do not
+    connect in time.
     """
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -50,8 +50,7 @@ def connect(rank: int, world: int, local_rank: int) -> "DistributedRanks":
     try:
         store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=CONNECT_TIMEOUT))
         if os.environ.get("GROUP_WORLD_SIZE") == "1":  # nodes count attempts differently
-            # torchrun --max-restarts may keep its store, with the addresses and the failure
-            # of the ranks that ended.
+            # torchrun --max-restarts reuses its store, which contains the previous attempt.
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
             store = dist.PrefixStore(f"attempt {attempt}", store)
         dist.init_process_group(
@@ -70,12 +69,12 @@ def connect(rank: int, world: int, local_rank: int) -> "DistributedRanks":
         waiting.cancel()
     store.set_timeout(EXCHANGE_TIMEOUT)
     dist.group.WORLD.set_timeout(EXCHANGE_TIMEOUT)  # type: ignore[union-attr]
-    # A connection serves one thread.
+    # A clone: a store connection is not thread-safe.
     return DistributedRanks(rank, world, local_rank, dist.PrefixStore("job", store.clone()))
 
 
 def _waiting_notice(rank: int, world: int, address: str) -> str:
-    """Return the notice of a rank that waits for others."""
+    """Word the notice of a rank that waits for the other ranks."""
     others = f"the other {world - 1}" if world > 2 else f"rank {1 - rank}"
     minutes = CONNECT_TIMEOUT.seconds // 60
     return (
@@ -85,10 +84,7 @@ def _waiting_notice(rank: int, world: int, address: str) -> str:
 
 
 class DistributedRanks(Ranks):
-    """This process among the ranks of its job. `connect` makes it.
-
-    device: of this rank, since `claim_device`.
-    """
+    """One of several ranks; `connect` creates it. device: set by `claim_device`."""
 
     device: torch.device
 
@@ -98,9 +94,9 @@ class DistributedRanks(Ranks):
         self.world = world
         self.local_rank = local_rank
         self._store = store
-        self._connecting: Future | None = None  # the future of the collectives
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by their ranks
-        self._exchanges: dict[Sequence[int], AllGather] = {}  # of tokens, by their ranks
+        self._connecting: Future | None = None
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by ranks
+        self._exchanges: dict[Sequence[int], AllGather] = {}  # by ranks
 
     # ---- the exchange of values ----
 
@@ -125,8 +121,8 @@ class DistributedRanks(Ranks):
         return result
 
     def _agree(self, message, only):
-        """Return the lines of every rank's error message, each different message once; a
-        message that not every rank has gets the names of its ranks.
+        """Gather the ranks' error messages. Return the lines of each distinct message once, with
+        its ranks unless all ranks have it.
         """
         reports = self.all_gather_object((message, socket.gethostname()))
         messages = dict.fromkeys(text for text, _ in reports if text is not None)
@@ -147,10 +143,7 @@ class DistributedRanks(Ranks):
     # ---- devices and collectives ----
 
     def claim_device(self, wanted: str | None) -> str:
-        """Return the name of this rank's device: the CPU, or a GPU that no other rank has.
-        Raises UsageError for a rank without a GPU, for ranks that share one, and for other
-        kinds of devices.
-        """
+        """Choose the CPU, or a GPU that no other rank uses. Raises UsageError if there is none."""
         self.device = torch.device(self._choose_device(wanted))
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -168,7 +161,7 @@ class DistributedRanks(Ranks):
                 value=wanted,
             )
         visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        # srun may show a task its own GPU only, as number 0.
+        # srun may hide all GPUs but the task's own, which is then number 0.
         index = self.local_rank % max(visible, 1)
         uuid = str(torch.cuda.get_device_properties(index).uuid) if visible else None
         gpus = self.all_gather_object((socket.gethostname(), uuid))
@@ -178,7 +171,7 @@ class DistributedRanks(Ranks):
         return f"cuda:{index}"
 
     def _require_own_gpu(self, gpus):
-        """Raise UsageError unless this rank has a GPU alone. gpus: (host, UUID) by rank."""
+        """Raise UsageError unless this rank has its own GPU. gpus: (host, UUID) by rank."""
         _, uuid = gpus[self.rank]
         if uuid is None:
             raise UsageError(
@@ -192,15 +185,15 @@ class DistributedRanks(Ranks):
             )
 
     def connect_collectives(self) -> None:
-        if self.device.type == "cuda":  # NCCL takes a second to connect
+        if self.device.type == "cuda":  # NCCL needs a second to connect
             self._connecting = ThreadPoolExecutor(1).submit(self._connect_gpus)
 
     def _connect_gpus(self):
-        torch.cuda.set_device(self.device)  # a thread begins on the first GPU
+        torch.cuda.set_device(self.device)  # the current device is per thread
         dist.all_reduce(torch.zeros(1, device=self.device))  # the first collective connects
 
     def _wait_for_collectives(self):
-        """Wait until `connect_collectives` is done."""
+        """Wait for `connect_collectives`."""
         if self._connecting is not None:
             self._connecting.result()
 
@@ -220,24 +213,24 @@ class DistributedRanks(Ranks):
         if layout.ranks == 1:
             return network
         self._wait_for_collectives()
-        everyone = self._group(range(layout.ranks))
+        mesh = self._group(range(layout.ranks))
         columns = layout.tokens
         if columns == 1:
-            return Sharded(network, everyone) if self.rank < layout.ranks else network
-        # Ranks that share the tokens of the same batch rows: on one host if they fit.
+            return Sharded(network, mesh) if self.rank < layout.ranks else network
+        # Consecutive ranks split the tokens of a row: they are on one host if possible.
         neighbours = [range(first, first + columns) for first in range(0, layout.ranks, columns)]
         groups = [self._group(ranks) for ranks in neighbours]
-        exchange = Push if self.has_peer_access() else AllGather  # every rank asks
+        exchange = Push if self.has_peer_access() else AllGather  # a collective call
         if self.rank >= layout.ranks:
             return network
         row = self.rank // columns
         key = neighbours[row]
         if key not in self._exchanges:  # one for all networks: it has buffers in its peers' memory
             self._exchanges[key] = exchange(groups[row])
-        return Sharded(network, everyone, self._exchanges[key])
+        return Sharded(network, mesh, self._exchanges[key])
 
     def _group(self, ranks):
-        """Return the process group of `ranks`. Each is made once, by every rank."""
+        """Return the process group of `ranks`; a collective call when it creates the group."""
         if len(ranks) == self.world:
             return dist.group.WORLD
         if ranks not in self._groups:
@@ -259,7 +252,7 @@ class DistributedRanks(Ranks):
 
     def gather_pictures(self, pictures: torch.Tensor, n: int, placement: Placement) -> torch.Tensor:
         counts = placement.counts(n)
-        # A collective wants equal shapes.
+        # Collectives need equal shapes.
         padded = pictures.new_zeros(max(counts), *pictures.shape[1:])
         padded[: len(pictures)] = pictures
         self._wait_for_collectives()
@@ -279,18 +272,17 @@ class DistributedRanks(Ranks):
         try:
             first = self._store.compare_set("failed", "", f"{self.rank} {status}")
         except dist.DistError:
-            # Rank 0 or its launcher held the store; this rank's own status is no worse.
+            # The process that serves the store is gone: assume that rank 0 failed alike.
             return FirstFailure(0, status)
         return FirstFailure(*map(int, first.split()))
 
     def leave(self) -> None:
-        """Wait for all ranks and close the process group. The process must then end by
-        `os._exit`: gloo's threads may abort one that ends in the interpreter's own way, and
-        NCCL waits for CUDA graphs that hold its kernels.
+        """Wait for all ranks and close the process group. Afterwards exit with `os._exit`: at
+        interpreter shutdown gloo's threads may abort, and NCCL waits for CUDA graphs.
         """
         self._wait_for_collectives()
         dist.barrier()
-        # The launcher sends SIGTERM once the first rank has gone.
+        # The launcher sends SIGTERM when the first rank exits.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         closing = Thread(target=self._close, daemon=True)
         closing.start()

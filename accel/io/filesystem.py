@@ -1,6 +1,4 @@
-"""Files that are whole or absent, small files that are read safely, and the folder of the
-user's caches.
-"""
+"""Atomic writes, safe reads of small files, and the folders of weights and caches."""
 
 import errno
 import hashlib
@@ -17,8 +15,8 @@ from typing import IO
 
 ROOT = Path(__file__).resolve().parents[2]  # a checkout, or an environment's site-packages
 NOT_A_FILE = "is a folder, a pipe, a socket, a device or a link, not a file"
-SMALL_FILE_BYTES = 2**24  # bytes: no plan, record, cache or configuration comes near it
-STEM_BYTES = 200  # bytes of a file's name that its temporary name has, of the 255 of any name
+SMALL_FILE_BYTES = 2**24  # limit for records, caches and configuration files
+STEM_BYTES = 200  # of the 255 bytes of a name; a temporary name also has a random part
 
 
 @contextmanager
@@ -29,14 +27,13 @@ def atomic_write(
     through_link: bool = True,
     replace: bool = True,
 ) -> Iterator[IO]:
-    """Open a file that gets the name `path` when the block ends well; an error or Ctrl-C
-    removes it.
+    """Open a temporary file that is renamed to `path` when the block succeeds and removed when it
+    fails. The mode of an existing file is kept.
 
-    durable: its bytes are on disk before it gets the name. A file that is replaced passes
-    on its permissions. A link keeps its target, or is itself replaced without
-    `through_link`. Without `replace` a file that has appeared meanwhile stays, and the new one is
-    dropped. Raises OSError if path is not a regular file. The temporary name is random and made
-    exclusively: no two writers share one, and none is written through a link.
+    durable: flush to disk before renaming. through_link: write the target of a symbolic link; else
+    replace the link. replace: overwrite an existing file; else keep it and drop the new one. Raises
+    OSError if `path` is not a regular file. The temporary name is random and created exclusively,
+    so that concurrent writers do not interfere.
     """
     path = Path(os.path.realpath(path)) if through_link else Path(path)
     if path.exists() and not path.is_file():
@@ -45,7 +42,7 @@ def atomic_write(
     try:
         handle = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        # the name that a user knows
+        # name the user's file, not the temporary one
         raise OSError(error.errno, error.strerror, str(path)) from None
     try:
         with open(handle, mode) as file:
@@ -63,8 +60,8 @@ def atomic_write(
 
 
 def _link_unless_taken(partial: Path, path: Path) -> bool:
-    """Give a temporary file the name `path` unless a file has it. Return whether a file has it
-    then: not on a file system without links.
+    """Hard-link a temporary file to `path` unless `path` exists. Return whether `path` exists then;
+    it does not on a file system without hard links.
     """
     with suppress(OSError):
         os.link(partial, path)
@@ -74,59 +71,57 @@ def _link_unless_taken(partial: Path, path: Path) -> bool:
 
 
 def temporary_stem(name: str) -> str:
-    """Return the beginning of a file's name that its temporary name has: whole characters."""
+    """Return the part of a file's name that its temporary name contains, in whole characters."""
     return os.fsencode(name)[:STEM_BYTES].decode(errors="ignore")
 
 
 def remove_partial_files(folder: Path, name: str) -> None:
-    """Remove temporary files that killed processes left in `folder`; name: a regular
-    expression of the files meant.
+    """Remove temporary files that killed processes left in `folder`. name: a regular expression
+    that matches the intended file names.
     """
-    left = re.compile(rf"\.(?:{name})\.[0-9a-f]{{16}}\.part")
+    temporary = re.compile(rf"\.(?:{name})\.[0-9a-f]{{16}}\.part")
     with suppress(PermissionError, FileNotFoundError):  # another process may remove them too
         for entry in list(os.scandir(folder)):
-            if left.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+            if temporary.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                 os.unlink(entry.path)
 
 
 def require_writable(folder: str | Path) -> None:
-    """Raise OSError unless files can be made in `folder`. Where the file system allows
-    it, the probe has no name.
-    """
+    """Raise OSError unless files can be created in `folder`."""
     with tempfile.TemporaryFile(dir=folder):
         pass
 
 
 def require_name(path: str | Path) -> None:
-    """Raise OSError if the file system refuses the name of a file, such as for its length."""
+    """Raise OSError if the file system rejects a file name, for example because it is too long."""
     with suppress(FileNotFoundError):
         os.lstat(path)
 
 
 def is_utf8(path: str | Path) -> bool:
-    """Return whether a path is UTF-8: C++ and Rust libraries open no others."""
+    """Whether a path is UTF-8; C++ and Rust libraries cannot open other paths."""
     return str(path).encode(errors="ignore").decode() == str(path)
 
 
 def open_regular(path: str | Path) -> IO[bytes]:
-    """Open a regular file in binary. Raises OSError for others."""
-    if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for its other end
+    """Open a regular file for reading bytes. Raises OSError for a pipe, a device or a folder."""
+    if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe blocks
         raise OSError(errno.EINVAL, NOT_A_FILE, str(path))
     return open(path, "rb")
 
 
-def read_small(path: str | Path, most: int = SMALL_FILE_BYTES) -> bytes:
-    """Return the bytes of a regular file. Raises OSError, also for more than `most` bytes."""
+def read_small(path: str | Path, max_bytes: int = SMALL_FILE_BYTES) -> bytes:
+    """Read a regular file. Raises OSError, also if it is larger than `max_bytes`."""
     with open_regular(path) as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise OSError(errno.EFBIG, f"larger than {most:,} bytes", str(path))
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"larger than {max_bytes:,} bytes", str(path))
     return content
 
 
 def read_json(path: str | Path) -> dict:
-    """Return the object in a small JSON file, in UTF-8. Raises OSError, or ValueError for
-    any other content.
+    """Read an object from a small UTF-8 JSON file. Raises OSError, or ValueError for invalid
+    content.
     """
     content = json.loads(read_small(path).decode("utf-8-sig"))
     if not isinstance(content, dict):
@@ -135,7 +130,7 @@ def read_json(path: str | Path) -> dict:
 
 
 def sha256_of(file: IO[bytes]) -> str:
-    """Return the SHA-256 of an open file from its beginning, in hexadecimal."""
+    """Return the hexadecimal SHA-256 of an open file's whole content."""
     file.seek(0)
     digest = hashlib.sha256()
     while block := file.read(2**22):
@@ -144,7 +139,7 @@ def sha256_of(file: IO[bytes]) -> str:
 
 
 def sync_folder(folder: str | Path) -> None:
-    """Put the names in `folder` on disk: they are the folder's data, not the files'."""
+    """Flush a folder to disk: the names of its files are data of the folder."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -153,27 +148,27 @@ def sync_folder(folder: str | Path) -> None:
 
 
 def checkout_version() -> str | None:
-    """Return the version in pyproject.toml; None in an installed copy, which has no such
+    """Return the version in pyproject.toml, or None in an installed package, which has no such
     file.
     """
     with suppress(OSError):
         text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-        # site-packages may have a file of this name from another package
-        stated = re.search(r'^name = "dit-sampling"\nversion = "(.*)"$', text, re.M)
-        return stated and stated[1]
+        # site-packages may contain another package's pyproject.toml
+        version = re.search(r'^name = "dit-sampling"\nversion = "(.*)"$', text, re.M)
+        return version and version[1]
     return None
 
 
 def weights_folder() -> Path:
-    """Return the folder of published weights and the demo: a checkout's
-    pretrained_models/, else the user's cache folder.
+    """Return the folder of published weights and the demo model: pretrained_models/ of a checkout,
+    else the cache folder.
     """
     return ROOT / "pretrained_models" if checkout_version() else cache_folder()
 
 
 def cache_folder() -> Path:
-    """Return the user's cache folder, which may not exist yet; without a home directory a
-    private temporary one.
+    """Return the user's cache folder, which may not exist; without a home directory, a private
+    temporary folder.
     """
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dit"

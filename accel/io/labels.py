@@ -1,4 +1,4 @@
-"""Classes by name: ImageNet's by torchvision's list, and a user's own. Imports no torch."""
+"""Class names: ImageNet's and the user's. Imports no torch."""
 
 import difflib
 import json
@@ -11,23 +11,23 @@ from typing import Any
 from accel.errors import UsageError, path_errors, shown
 from accel.io.filesystem import read_small
 
-MAX_SUGGESTIONS = 5  # names that an error suggests
-NULL = "null"  # the label of no class, whose number is that of the classes
+MAX_SUGGESTIONS = 5
+NULL = "null"  # the name of the null label, whose number is num_classes
 
 
 @lru_cache(maxsize=1)
 def imagenet() -> tuple[str, ...]:
-    """Return the names of ImageNet's 1000 classes, as torchvision lists them."""
+    """Return torchvision's names of the 1000 ImageNet classes."""
     file = Path(__file__).with_name("imagenet_classes.txt")
     return tuple(file.read_text(encoding="utf-8").splitlines())
 
 
 def read_class_names(given: str | Path | Iterable[str] | Mapping) -> tuple[str, ...]:
-    """Return class names in the classes' order. given: a file with one name per line
-    or JSON, or the names.
+    """Return the class names in order. given: a text file with one name per line, a JSON file, or
+    the names.
 
-    JSON, and a caller in Python, may number the names: {"0": "cat", "1": "dog"}, or
-    {"cat": 0, "dog": 1} as torchvision's class_to_idx. Raises UsageError.
+    JSON files and mappings may be {"0": "cat", "1": "dog"} or, as torchvision's class_to_idx,
+    {"cat": 0, "dog": 1}. Raises UsageError.
     """
     source = str(given) if isinstance(given, (str, Path)) else None
     content: Any = _read_names(given) if isinstance(given, (str, Path)) else given
@@ -49,7 +49,7 @@ def read_class_names(given: str | Path | Iterable[str] | Mapping) -> tuple[str, 
 
 
 def _read_names(path):
-    """Return the names in a file, or the JSON value in it."""
+    """Return the lines of a text file, or the value in a JSON file."""
     with path_errors("class_names", shown(str(path)), "give a text file with one name per line"):
         content = read_small(path)
     try:
@@ -66,13 +66,12 @@ def _read_names(path):
 
 
 def find_label(label: int | str, names: Sequence[str], num_classes: int) -> int:
-    """Return the number of a class. label: its number, its name, or words that one name
-    alone contains.
+    """Return the number of a class. label: its number, its name, or words that only one name
+    contains; "null" is the null label unless a class has that name.
 
-    "null" is the null label, unless a class is called so. names: of all classes, () where
-    they are unknown; a name may list several, separated
-    by commas. Case and punctuation matter only where two names differ in nothing else.
-    Raises UsageError for any other label.
+    names: of all classes, or () if unknown; a name may list synonyms separated by commas. Case and
+    punctuation are ignored unless two names differ only in them. Raises UsageError if no class or
+    several classes match.
     """
     if not isinstance(label, str) or re.fullmatch(r"\s*[+-]?\d{1,30}\s*", label):
         number = int(label)
@@ -91,18 +90,18 @@ def find_label(label: int | str, names: Sequence[str], num_classes: int) -> int:
             "no class names are known here", remedy, parameter="labels", value=shown(label)
         )
     words = file_name(label)
-    plain = [file_name(name) for name in names]
-    same = [number for number, name in enumerate(names) if name == label]
-    equal = [n for n, name in enumerate(names) if words in map(file_name, name.split(","))]
-    within = [number for number, name in enumerate(plain) if f"-{words}-" in f"-{name}-"]
-    matches = same or equal or within
+    normalized = [file_name(name) for name in names]
+    exact = [number for number, name in enumerate(names) if name == label]
+    synonyms = [n for n, name in enumerate(names) if words in map(file_name, name.split(","))]
+    partial = [number for number, name in enumerate(normalized) if f"-{words}-" in f"-{name}-"]
+    matches = exact or synonyms or partial
     if len(matches) == 1:
         return matches[0]
     problem = f"{len(matches)} classes have that name"
     if not matches:
         problem = "no class has that name"
-        near = difflib.get_close_matches(words, plain, MAX_SUGGESTIONS)
-        matches = [plain.index(name) for name in near]
+        near = difflib.get_close_matches(words, normalized, MAX_SUGGESTIONS)
+        matches = [normalized.index(name) for name in near]
     if matches:
         listed = ", ".join(f"{names[number]} ({number})" for number in matches[:MAX_SUGGESTIONS])
         remedy = f"give one of {listed}" + (", …" if len(matches) > MAX_SUGGESTIONS else "")
@@ -110,7 +109,7 @@ def find_label(label: int | str, names: Sequence[str], num_classes: int) -> int:
 
 
 def file_name(name: str) -> str:
-    """Return a class's name as part of a file's: golden retriever → golden-retriever.
-    Letters of any alphabet stay.
+    """Return a class name for a file name: Golden retriever → golden-retriever. Letters of all
+    alphabets are kept.
     """
     return re.sub(r"[\W_]+", "-", name.lower()).strip("-")

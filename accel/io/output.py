@@ -1,5 +1,5 @@
-"""Files of pictures and latents: their names; pixels → PNG, grid, folder; latents → .npy.
-Imports no torch.
+"""Names and formats of output files: PNG of a picture or a grid, folders, .npy of latents. Imports
+no torch.
 """
 
 import os
@@ -14,20 +14,19 @@ from accel.io.labels import NULL, file_name
 if TYPE_CHECKING:  # torch is slow to import
     from torch import Tensor
 
-SUFFIX = {"image": ".png", "latent": ".npy"}  # of a file, by the output type
-# characters of a class's name: up to four bytes each, of 255 in the name of a file
-NAME_LIMIT = 48
+SUFFIX = {"image": ".png", "latent": ".npy"}  # by output type
+NAME_LIMIT = 48  # characters of a class name, up to four bytes each; a file name has 255 bytes
 
 
 def is_folder(output: str, output_type: str) -> bool:
-    """Return whether `output` is a folder for a file a picture. output_type: image or latent."""
-    # False where the name is too long, too
+    """Whether `output` is a folder with one file per picture. output_type: image or latent."""
+    # isdir is also false for a name that is too long
     return output_type == "image" and (output.endswith("/") or os.path.isdir(output))
 
 
 def picture_names(labels: tuple[int, ...], class_names: tuple[str, ...]) -> list[str]:
-    """Return the names of pictures in a folder. class_names: of all classes, () where
-    they are unknown.
+    """Return the file names of pictures in a folder. class_names: of all classes, or () if
+    unknown.
     """
     words = [
         file_name([*class_names, NULL][label].split(",")[0])[:NAME_LIMIT] if class_names else ""
@@ -40,7 +39,7 @@ def picture_names(labels: tuple[int, ...], class_names: tuple[str, ...]) -> list
 
 
 def of_seed(output: str, output_type: str, seed: int) -> str:
-    """Return the file or folder of one of several seeds: OUTPUT-seed-0.png or OUTPUT/seed-0/."""
+    """Return the output of one of several seeds: OUTPUT-seed-0.png or OUTPUT/seed-0/."""
     path = Path(output)
     return (
         f"{path}/seed-{seed}/"
@@ -50,7 +49,7 @@ def of_seed(output: str, output_type: str, seed: int) -> str:
 
 
 def outputs_of(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the file or folder of the grid of each seed. values: of options, by name."""
+    """Return the output file or folder of each seed. values: of the options."""
     output_type = values.get("output_type", "image")
     output = values.get("output", f"sample{SUFFIX[output_type]}")
     if "seed_list" not in values:
@@ -59,17 +58,15 @@ def outputs_of(values: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def require_outputs(values: Mapping[str, Any]) -> None:
-    """Make the folders of all outputs and prove that files can be written there. Raises
-    UsageError.
-    """
+    """Create the folders of all outputs and check that they are writable. Raises UsageError."""
     output_type = values.get("output_type", "image")
     for path in outputs_of(values):
         check_writable(Path(path, "000.png") if is_folder(path, output_type) else path)
 
 
 def check_writable(path: str | Path, name: str = "output") -> None:
-    """Make the folder of a file and prove that the file, or a link's target, can be
-    written. name: the parameter. Raises UsageError.
+    """Create the folder of a file and check that the file, or the target of a link, is writable.
+    name: the parameter. Raises UsageError.
     """
     with path_errors(name, path):
         target = Path(os.path.realpath(path))
@@ -81,8 +78,8 @@ def check_writable(path: str | Path, name: str = "output") -> None:
 
 
 def to_uint8(pixels: "Tensor", to_uint8_range: "Callable[[Tensor], Tensor]") -> "Tensor":
-    """Convert pixels (n, 3, H, W) in (-1, 1) → (n, H, W, 3) uint8 on the CPU, contiguous:
-    truncated, as in FID jobs. to_uint8_range: the decoder's.
+    """Convert pixels (n, 3, H, W) in (-1, 1) to contiguous (n, H, W, 3) uint8 on the CPU,
+    truncating as FID jobs do. to_uint8_range: of the decoder.
     """
     import torch
 
@@ -91,11 +88,11 @@ def to_uint8(pixels: "Tensor", to_uint8_range: "Callable[[Tensor], Tensor]") -> 
 
 
 def to_grid(pixels: "Tensor", columns: int = 4, padding: int = 2) -> "Tensor":
-    """Lay out pixels (n, 3, H, W) in (-1, 1) as a picture (H', W', 3) uint8 on the CPU,
-    `columns` a row, black borders.
+    """Arrange pixels (n, 3, H, W) in (-1, 1) as one image (H', W', 3) uint8 on the CPU, with
+    `columns` images per row and black borders.
 
-    The same bits as torchvision.utils.save_image with value_range=(-1, 1); like there, a
-    single picture has no border.
+    Bit-identical to torchvision.utils.save_image with normalize and value_range=(-1, 1); a single
+    image has no border.
     """
     import torch
 
@@ -117,21 +114,19 @@ def to_grid(pixels: "Tensor", columns: int = 4, padding: int = 2) -> "Tensor":
 
 
 def save_latents(path: str | Path, latents: "Tensor") -> None:
-    """Write latents as a float32 .npy, whole or not at all. Raises UsageError if the disk
-    does not take it.
-    """
+    """Write latents as a float32 .npy atomically. Raises UsageError if writing fails."""
     import numpy as np
 
     _write(path, lambda file: np.save(file, latents.float().cpu().numpy()))
 
 
 def save_pictures(path: str | Path, pixels: "Tensor") -> None:
-    """Write pixels (n, 3, H, W) in (-1, 1) as one PNG, four pictures per row. Whole or not
-    at all, as `save_latents`.
+    """Write pixels (n, 3, H, W) in (-1, 1) as one PNG, four images per row, atomically. Raises
+    UsageError if writing fails.
     """
     from PIL import Image
 
-    # Of photographs level 2 takes a quarter of the default's time and 8 % more bytes.
+    # For photographs, level 2 takes a quarter of the default's time and 8 % more bytes.
     _write(
         path,
         lambda file: Image.fromarray(to_grid(pixels).numpy()).save(file, "PNG", compress_level=2),

@@ -1,7 +1,7 @@
-"""Read picture files as a viewer shows them, and refuse all others. Imports no torch.
+"""Read image files whose stored values are the values that a viewer shows. Imports no torch.
 
-Pillow finds damage. Refused is besides everything by which a viewer changes the stored values:
-rotation, colour profiles, transparency, animation, more than 8 bits.
+Refused are corrupt files, rotation, colour profiles, transparency, animation and more than 8 bits
+per channel.
 """
 
 import io
@@ -17,31 +17,30 @@ from accel.io.filesystem import read_small
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "PPM", "TIFF")
-MAX_BYTES = 2**28  # of a file; Pillow refuses too many pixels, a decompression bomb
-ORIENTATION = 0x0112  # a tag of EXIF
+MAX_BYTES = 2**28  # of a file; Pillow limits the number of pixels
+ORIENTATION = 0x0112  # EXIF tag
 OPAQUE_MODES = ("1", "L", "P", "RGB")
 REMAKE = "make it again, or delete it"
 CONVERT = "save it upright as an 8-bit sRGB PNG without alpha"
 
 
 class Picture(NamedTuple):
-    """A picture as a viewer shows it."""
+    """The content of an image file."""
 
     pixels: np.ndarray  # (H, W, 3) uint8
-    mode: str  # Pillow's mode of the file: 1, L, P or RGB
-    lossy: str  # the lossy compression of the file: JPEG or WebP; else empty
+    mode: str  # of the file, as Pillow names it: 1, L, P or RGB
+    lossy: str  # JPEG or WebP if the file is lossy, else empty
 
     @property
     def size(self) -> str:
-        """Return width×height."""
+        """Width and height as text, such as 512x256."""
         height, width, _ = self.pixels.shape
         return f"{width}x{height}"
 
 
 def read_picture(path: Path) -> Picture:
-    """Return the picture in `path`. Raises UsageError, which names the file, unless it is
-    one undamaged picture whose stored values are what a viewer shows: 8 bits, upright,
-    sRGB, opaque.
+    """Read an image file. Raises UsageError unless it contains one intact image of 8 bits per
+    channel, upright, sRGB and opaque.
     """
     try:
         content = read_small(path, MAX_BYTES)
@@ -53,9 +52,9 @@ def read_picture(path: Path) -> Picture:
         has_16_bits = _has_16_bits(image)
         image.load()
     except UnidentifiedImageError:
-        raise UsageError(f"{path}: is none of {', '.join(FORMATS)}, or damaged; {REMAKE}") from None
-    except Exception as error:  # Pillow raises many types on damaged files
-        raise UsageError(f"{path}: is damaged ({shown(str(error), 200)}); {REMAKE}") from None
+        raise UsageError(f"{path}: is none of {', '.join(FORMATS)}, or corrupt; {REMAKE}") from None
+    except Exception as error:  # corrupt files can raise any exception
+        raise UsageError(f"{path}: is corrupt ({shown(str(error), 200)}); {REMAKE}") from None
     frames = getattr(image, "n_frames", 1)
     orientation = image.getexif().get(ORIENTATION, 1)
     profile = image.info.get("icc_profile")
@@ -75,16 +74,16 @@ def read_picture(path: Path) -> Picture:
 
 
 def _has_16_bits(image):
-    """Return whether Pillow will drop bits of a picture that is not loaded yet."""
+    """Whether Pillow would drop bits. image: not loaded yet."""
     if image.format == "PPM" and isinstance(image.tile[0].args, tuple):
         _, largest = image.tile[0].args
         return largest > 255
-    return any(";16" in str(tile.args) for tile in image.tile)  # a raw mode such as RGB;16B
+    return any(";16" in str(tile.args) for tile in image.tile)  # raw mode such as RGB;16B
 
 
 @lru_cache(maxsize=64)
 def _is_srgb(profile: bytes, grey: bool) -> bool:
-    """Return whether a colour profile leaves sRGB's colours, or its greys, within two levels."""
+    """Whether a colour profile maps colours, or greys, to sRGB within two levels."""
     levels = np.linspace(0, 255, 9).round().astype(np.uint8)
     colours = np.stack(np.meshgrid(levels, levels, levels), -1).reshape(1, -1, 3)
     if grey:
@@ -92,20 +91,20 @@ def _is_srgb(profile: bytes, grey: bool) -> bool:
     stored = Image.fromarray(colours)
     try:
         source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
-        of_rgb = source.profile.xcolor_space.strip() == "RGB"
-        swatches = stored if of_rgb else stored.convert("L")
+        is_rgb = source.profile.xcolor_space.strip() == "RGB"
+        swatches = stored if is_rgb else stored.convert("L")
         target = ImageCms.createProfile("sRGB")
-        seen = ImageCms.profileToProfile(swatches, source, target, outputMode="RGB")
-    except Exception:  # a damaged profile, or one of another colour space, such as LAB
+        shown_colours = ImageCms.profileToProfile(swatches, source, target, outputMode="RGB")
+    except Exception:  # a corrupt profile, or another colour space such as LAB
         return False
-    return bool(abs(colours.astype(np.int16) - np.asarray(seen)).max() <= 2)
+    return bool(abs(colours.astype(np.int16) - np.asarray(shown_colours)).max() <= 2)
 
 
 def _lossy_compression(image, content):
-    """Return the name of the file's lossy compression; empty if it has none."""
+    """Return the lossy compression of the file: JPEG, WebP or an empty string."""
     compression = str(image.info.get("compression"))  # of a TIFF
     if image.format == "JPEG" or "jpeg" in compression:
         return "JPEG"
-    # A lossless WebP has a chunk VP8L in place of this one.
+    # lossless WebP has a chunk VP8L instead
     lossy_webp = image.format == "WEBP" and b"VP8 " in content
     return "WebP" if lossy_webp or compression == "webp" else ""

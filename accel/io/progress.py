@@ -1,4 +1,4 @@
-"""Seconds by phase, and a bar of a run's steps."""
+"""Time per phase, and a progress bar of steps."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -8,10 +8,10 @@ import torch
 
 
 class Stopwatch:
-    """Wall-clock seconds by phase; the device's queue is drained at each end.
+    """Wall-clock seconds per phase; the device is synchronised at the end of each phase.
 
-    The total runs from the making of the stopwatch to the end of the last phase: it includes a
-    rank's waits between phases.
+    The total is from the creation of the stopwatch to the end of the last phase, and includes
+    waiting for other ranks between phases.
     """
 
     def __init__(self, device: torch.device):
@@ -36,8 +36,8 @@ class Stopwatch:
 
 @contextmanager
 def step_bar(total: int, device: torch.device, **options) -> Iterator[Callable[..., None]]:
-    """Show a tqdm bar of `total` steps. Yields on_step(index[, x]), to call when a step
-    has been queued; the bar advances when the device has finished it, and nothing waits.
+    """Show a tqdm bar of `total` steps. Yields on_step(index[, x]), to be called when a step has
+    been queued. The bar follows the device's progress without synchronising.
     """
     from tqdm import tqdm
 
@@ -53,7 +53,7 @@ def step_bar(total: int, device: torch.device, **options) -> Iterator[Callable[.
 
         def queued(index, x=None):
             event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(device))  # the current GPU may be another
+            event.record(torch.cuda.current_stream(device))  # maybe not the current GPU
             pending.append((event, index + 1))
             while pending and pending[0][0].query():
                 bar.update(pending.pop(0)[1] - bar.n)

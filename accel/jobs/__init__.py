@@ -1,6 +1,6 @@
-"""Jobs of the commands, by a Pipeline.
+"""The jobs of the commands. Each samples with a Pipeline.
 
-grid.py       pictures of chosen classes, in one file or a folder a seed
-parallel.py   a grid on many ranks
-fid/          a folder of many pictures of random classes
+grid.py       pictures of chosen classes, as one image or one folder per seed
+parallel.py   a grid on several ranks
+fid/          a folder of many pictures for FID
 """

@@ -1,8 +1,7 @@
-"""A grid of pictures, from its options to its files: by one process, or by the ranks of a
-job.
+"""Sample a grid of pictures on one or several ranks, from options to files.
 
-Each rank makes the pictures of some labels or, if there are fewer labels than ranks, a part
-of every network evaluation (--parallel). All ranks draw the same random stream.
+Each rank samples some of the labels or, if there are fewer labels than ranks, computes a part of
+each network evaluation (--parallel). All ranks draw the same random stream.
 """
 
 import logging
@@ -28,20 +27,18 @@ log = logging.getLogger(__name__)
 
 
 def load(run: Run, keep_guide: bool = False) -> Pipeline:
-    """Load the pipeline of a grid in this process. keep_guide: as for Pipeline.load."""
+    """Load the pipeline of a grid on one process. keep_guide: as for Pipeline.load."""
     sizes = SINGLE_PROCESS.sizes(run.count, run["batch_size"])
     return Pipeline.load(run, sizes, keep_guide=keep_guide, too_large=too_large(run))
 
 
 def batches_of(run: Run) -> list[slice]:
-    """Return the slices of the labels that a process by itself denoises at once."""
+    """Return the batches of one process, as slices of the labels."""
     return SINGLE_PROCESS.batches(run.count, run["batch_size"])
 
 
 def too_large(run: Run) -> str:
-    """Return the error for a batch that does not fit in memory: the parameter that asks for it,
-    and the remedy.
-    """
+    """Return the message of the error for a batch that does not fit in memory."""
     return (
         f"`batch_size={run['batch_size'] or run.count}`: does not fit in free GPU memory; use a "
         f"smaller one, or a smaller `image_size` than {run['image_size']}"
@@ -49,12 +46,10 @@ def too_large(run: Run) -> str:
 
 
 def make_grid(options: Options, ranks: Ranks) -> None:
-    """Make the pictures of a grid: open, load, place, warm up, sample, decode, gather, save.
-    Rank 0 writes and prints.
-    """
+    """Open the request, load, warm up, sample, decode, gather and save. Only rank 0 writes."""
     run, watch = open_on_ranks(options, ranks)
     if ranks.world > 1 or run.layout not in (None, OFF):
-        from accel.jobs import parallel  # brings torch.distributed
+        from accel.jobs import parallel  # lazy: imports torch.distributed
 
         pipeline = parallel.load(run, ranks, watch, too_large(run))
     else:
@@ -73,10 +68,10 @@ def make_grid(options: Options, ranks: Ranks) -> None:
     free_memory(run.device)
 
     if ranks.rank == 0 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))  # removes a partial file
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))  # removes partial files
     outputs = output.outputs_of(run.values)
     for path, latents in zip(outputs, latents_of_seeds, strict=True):
-        if ranks.world == 1:  # decodes file after file: a folder needs the memory of a picture
+        if ranks.world == 1:  # save decodes file by file, in the memory of one picture
             save(run, path, latents, watch, decoder)
             continue
         pictures = parallel.gather(run, latents, ranks, placement, decoder, watch)
@@ -90,8 +85,8 @@ def make_grid(options: Options, ranks: Ranks) -> None:
 
 
 def warm_up(run: Run, pipeline: Pipeline, batches: list[slice], watch: Stopwatch) -> None:
-    """Make each kind of step once where the first takes longer than others: the bar should
-    not learn its pace from it.
+    """Run each kind of step once if the first run captures a graph: the progress bar would
+    extrapolate from it.
     """
     if pipeline.device.type == "cuda" and pipeline.network.captures:
         with watch.phase("warm-up"):
@@ -101,8 +96,8 @@ def warm_up(run: Run, pipeline: Pipeline, batches: list[slice], watch: Stopwatch
 def sample(
     run: Run, pipeline: Pipeline, batches: Sequence[slice], watch: Stopwatch, show: bool = True
 ) -> list[Tensor]:
-    """Return latents (n', C, L, L) of the slices `batches` of the labels, for each seed. Show
-    a bar if this process prints.
+    """Sample latents (n', C, L, L) of the slices `batches` of the labels, for each seed. show:
+    whether to show a progress bar.
     """
     steps = pipeline.process.steps * len(batches)
     latents_of_seeds = []
@@ -120,10 +115,10 @@ def save(
     watch: Stopwatch,
     decoder: Decoder | NoDecoder | None = None,
 ) -> None:
-    """Write latents, or pictures: from pixels, or by a decoder from latents.
+    """Write latents or pictures. content: latents, or pixels if `decoder` is None.
 
-    path: a file, or a folder for one file a picture. Every file is whole or absent. Raises
-    UsageError if it cannot be written.
+    path: a file, or a folder with one file per picture. Each file is complete or absent. Raises
+    UsageError if writing fails.
     """
     if run["output_type"] == "latent":
         with watch.phase("save"):

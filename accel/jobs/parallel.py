@@ -1,6 +1,4 @@
-"""A grid on many ranks: the layout of --parallel, the network evaluations that ranks share, and the
-pictures of all. A process by itself needs none.
-"""
+"""Sample a grid on several ranks: choose the layout of --parallel, load, gather the pictures."""
 
 import logging
 from collections.abc import Sequence
@@ -21,9 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def load(run: Run, ranks: Ranks, watch: Stopwatch, too_large: str) -> Pipeline:
-    """Load the network on every rank and divide the pictures, or each network evaluation,
-    among the ranks. The pipeline's placement is this rank's.
-    """
+    """Load the network on every rank, and divide the pictures or each network evaluation."""
     layout = ranks.run_collectively(lambda: choose_layout(run, ranks))
     ranks.connect_collectives()
     placement = Placement(layout, ranks.world, ranks.rank)
@@ -45,7 +41,7 @@ def load(run: Run, ranks: Ranks, watch: Stopwatch, too_large: str) -> Pipeline:
 
 
 def token_split_obstacle(tier: str | None, stages: Sequence[Stage]) -> str | None:
-    """Return why ranks cannot divide the tokens of a network; None if they can."""
+    """Return the reason why ranks cannot split the tokens of a network, or None."""
     if tier == "exact":
         return "in the tier exact"
     if any(stage.prepended for stage in stages):
@@ -54,10 +50,10 @@ def token_split_obstacle(tier: str | None, stages: Sequence[Stage]) -> str | Non
 
 
 def choose_layout(run: Run, ranks: Ranks) -> Layout:
-    """Return a grid's layout, on every rank the same. Raises UsageError if it cannot run."""
+    """Return the grid's layout, the same on every rank. Raises UsageError if it cannot run."""
     layout = run.layout
     if layout == OFF or layout is None and run.count >= ranks.world:
-        return OFF  # with a picture for every GPU there is nothing to share
+        return OFF  # data parallel: every rank has a picture
     stages = stages_of(run.spec.empty(run.latent_size))
     obstacle = token_split_obstacle(run.tier, stages)
     if layout is None:
@@ -72,7 +68,7 @@ def choose_layout(run: Run, ranks: Ranks) -> Layout:
             stages[0].width,
         )
     else:
-        reason = "as it was asked for"
+        reason = "as requested"
         if layout.tokens > 1 and obstacle:
             raise UsageError(
                 f"tokens are not divided {obstacle}",
@@ -94,8 +90,8 @@ def gather(
     decoder: Decoder | NoDecoder | None,
     watch: Stopwatch,
 ) -> Tensor:
-    """Decode each rank's own pictures of one seed, and return all of them; latents where there is
-    no decoder. latents: of this rank.
+    """Decode this rank's share of the latents of one seed and gather the pictures of all ranks;
+    gather latents if `decoder` is None.
     """
     pictures = ranks.local_shard(latents, run.count, placement)
     if decoder is not None:
@@ -107,8 +103,8 @@ def gather(
 
 
 def _agree_on_precision(decoder: Decoder | NoDecoder, ranks: Ranks, busy: bool) -> None:
-    """Decode in one arithmetic on all ranks: float32 if the check of float16 failed on one of
-    them. busy: whether this rank decodes pictures; an idle one loads no decoder.
+    """Decode in float32 on all ranks if float16 failed on one. busy: whether this rank decodes;
+    an idle rank loads no decoder.
     """
     chosen = ranks.all_gather_object(decoder.load().precision if busy else None)
     precision = next((each for each in ("fp32", "tf32") if each in chosen), "fp16")

@@ -1,5 +1,5 @@
-"""The beginning of a command: its signals, the number of its processes, and torch's import,
-during which the CUDA driver makes a context.
+"""Start a command: signal handlers, the number of processes, and the import of torch, in parallel
+with the creation of the CUDA context.
 """
 
 import argparse
@@ -18,14 +18,14 @@ from types import TracebackType
 from accel.errors import USAGE, UsageError, as_usage_error
 from accel.launch.signals import finish, handle_signals, is_task_of_srun, print_line
 
-MAX_PROCESSES = 64  # a mistyped number should not fill the machine
-# Numbers of processes, of Open MPI and of MPICH and its kin.
+MAX_PROCESSES = 64  # catches typing errors
+# Set by Open MPI; by MPICH and Intel MPI.
 MPI_SIZES = "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"
-# Set for the processes of --gpus: when their parent began, and its process id.
+# Set for the ranks of --gpus: start time and process id of their parent.
 PARENT_VARIABLE = "DIT_BEGAN"
 _PARENT = re.fullmatch(r"(\d{1,12}\.\d{6}) (\d{1,9})", os.environ.get(PARENT_VARIABLE, ""))
 IS_GPUS_RANK = _PARENT is not None
-# All processes of a machine share this clock.
+# perf_counter is the same clock in all processes of a machine.
 START_TIME = float(_PARENT[1]) if _PARENT is not None else time.perf_counter()
 
 
@@ -35,10 +35,10 @@ def seconds_since_start() -> float:
 
 
 def begin() -> None:
-    """Begin a command. Call this before the imports that take long.
+    """Install signal and exception handlers. Call this before slow imports.
 
-    From here on Ctrl-C and the other signals of ENDINGS are one line and a status. A rank
-    ends with the process that started it.
+    Afterwards Ctrl-C and the other signals of ENDINGS print one line and set the exit status, and
+    a rank is killed when its parent exits.
     """
     atexit.register(finish)
     die_with_parent()
@@ -49,34 +49,34 @@ def begin() -> None:
 def report_and_exit(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    """End the command by one line if the user can mend the error. It may come from an import,
-    before the command has a parser.
+    """An excepthook: print a user's error as one line and exit. It catches errors of imports, which
+    run before the command has a parser.
     """
-    mistake = as_usage_error(error)
-    if mistake is None:
+    usage_error = as_usage_error(error)
+    if usage_error is None:
         return sys.__excepthook__(kind, error, traceback)
-    print_line(mistake.by_flags())
+    print_line(usage_error.by_flags())
     sys.exit(USAGE)
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this rank when the process that started it ends: torchrun, or
-    the parent of --gpus. A task of srun is left to srun.
+    """Have the kernel kill this rank when its parent, torchrun or --gpus, exits. No-op under srun,
+    which does this itself.
     """
     if sys.platform != "linux" or not (IS_GPUS_RANK or "TORCHELASTIC_RUN_ID" in os.environ):
         return
-    set_parent_death_signal = 1  # of linux/prctl.h
+    set_parent_death_signal = 1  # linux/prctl.h
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    # The parent may have ended before. In a container torchrun may be process 1.
+    # The parent may have exited already. In a container, process 1 may be torchrun.
     adopted = os.getppid() == 1 and b"python" not in Path("/proc/1/cmdline").read_bytes()
     orphaned = _PARENT is not None and os.getppid() != int(_PARENT[2])
     if adopted or orphaned:
-        print_line("the process that started this rank has ended")
+        print_line("the process that started this rank has exited")
         sys.exit(1)
 
 
 def parse_gpus(text: str) -> int | None:
-    """Return the value of --gpus, for argparse; None for all."""
+    """Parse --gpus for argparse; "all" becomes None."""
     if text == "all":
         return None
     if not text.isdecimal() or not 1 <= int(text[:9]) <= MAX_PROCESSES:
@@ -94,15 +94,15 @@ GPUS_FLAG = dict(
 
 
 def world_size(wanted: int | None, device: str | None) -> int:
-    """Return the number of processes of --gpus. Raises UsageError under a launcher, and
-    for all of no GPUs.
+    """Return the number of processes for --gpus. Raises UsageError under another launcher, and for
+    "all" without GPUs.
     """
     launched = "RANK" in os.environ
     counts = ["WORLD_SIZE"] if launched else [*MPI_SIZES]
     if not launched and is_task_of_srun():
         counts.append("SLURM_STEP_NUM_TASKS")
-    several = any(os.environ.get(name, "1") != "1" for name in counts)
-    if several or launched and wanted != 1:
+    has_several_ranks = any(os.environ.get(name, "1") != "1" for name in counts)
+    if has_several_ranks or launched and wanted != 1:
         raise UsageError(
             "torchrun, srun or mpirun has started several processes, and each would make the same "
             "picture; start sample_ddp.py by torchrun or srun, or one process"
@@ -110,7 +110,7 @@ def world_size(wanted: int | None, device: str | None) -> int:
     if wanted == 1:
         return 1
     if wanted is None:
-        from accel.launch import driver  # most name their number
+        from accel.launch import driver  # lazy: imports cuda.bindings
 
         wanted = 0 if device == "cpu" else driver.count_gpus()
         if not 1 <= wanted <= MAX_PROCESSES:
@@ -124,12 +124,12 @@ def world_size(wanted: int | None, device: str | None) -> int:
 
 
 def import_torch(device: str | None) -> None:
-    """Import torch while the driver makes the context of this process's GPU.
+    """Import torch while a thread creates the CUDA context. device: the user's --device.
 
-    device: as the user gave it. The garbage collector is off during the import, and the
-    objects are frozen: they live until exit.
+    The garbage collector is off during the import, and the imported objects, which live until
+    exit, are frozen.
     """
-    if "torch" in sys.modules:  # in a notebook, whose own garbage must not be frozen
+    if "torch" in sys.modules:  # in a notebook, whose objects must not be frozen
         return
     device_type, _, number = (device or "cuda").partition(":")
     if device_type == "cuda":
@@ -137,7 +137,7 @@ def import_torch(device: str | None) -> None:
 
         threading.Thread(target=driver.make_context, args=(number,), daemon=True).start()
     gc.disable()
-    import numpy  # noqa: F401, I001 (within torch's import a signal's SystemExit would be lost)
+    import numpy  # noqa: F401, I001 (torch's import of numpy would swallow a SystemExit)
     import torch  # noqa: F401
 
     gc.freeze()

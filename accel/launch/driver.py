@@ -1,14 +1,12 @@
-"""The CUDA driver, asked before torch is imported: the number of GPUs, and a context."""
+"""Calls of the CUDA driver before torch is imported: count GPUs, create a context."""
 
 import os
 from contextlib import suppress
 
 
 def count_gpus() -> int:
-    """Return the driver's count of visible GPUs: it takes a tenth of a second, torch's takes
-    seconds.
-    """
-    with suppress(ImportError, RuntimeError):  # a torch without CUDA, a machine without a driver
+    """Count the visible GPUs in 0.1 s; importing torch for this takes seconds."""
+    with suppress(ImportError, RuntimeError):  # no cuda.bindings, or no driver
         from cuda.bindings import driver
 
         if driver.cuInit(0)[0] == 0:
@@ -17,8 +15,8 @@ def count_gpus() -> int:
 
 
 def make_context(number: str) -> None:
-    """Make the context of GPU `number`, "" for this process's own, before torch asks for it.
-    torch meets the same failures and reports them better.
+    """Create the context of GPU `number`, or of this rank's GPU for "". Errors are ignored, since
+    torch reports them later.
     """
     with suppress(Exception):
         visible = count_gpus()

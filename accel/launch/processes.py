@@ -1,6 +1,4 @@
-"""The processes of --gpus: one per GPU. They find each other as torchrun's ranks do. Jobs on
-several nodes need torchrun or srun.
-"""
+"""Start the processes of --gpus, one per GPU, with torchrun's environment variables."""
 
 import os
 import random
@@ -17,12 +15,12 @@ from accel.launch.signals import ENDINGS
 
 
 def run_ranks(world: int, program: str) -> int:
-    """Run this command as `world` ranks and return the exit status. All end when one fails
-    or a signal comes.
+    """Run this command as `world` ranks and return the exit status. If one fails or a signal
+    arrives, terminate all.
     """
     received = []
     for number in ENDINGS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # by nohup, or by a shell's &
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup or a shell's &
             signal.signal(number, lambda number, _: received.append(number))
     processes = _start(world)
     statuses: list[int | None] = [None] * world
@@ -38,14 +36,14 @@ def run_ranks(world: int, program: str) -> int:
     elif status < 0:
         line = f"rank {statuses.index(status)} of {world}: ended by signal {-status}"
     if line:
-        print(f"\n{program}: {line}", file=sys.stderr)  # below a bar
+        print(f"\n{program}: {line}", file=sys.stderr)  # below a progress bar
     elif status and sys.stderr.isatty():
-        print(end="\r\033[K", file=sys.stderr)  # a bar that rank 0 drew after the message
+        print(end="\r\033[K", file=sys.stderr)  # erase rank 0's progress bar
     return max(status, 1) if status else 0
 
 
 def _start(world):
-    """Start this command once per rank. Return the processes."""
+    """Start this command once per rank."""
     threads = max(1, (os.cpu_count() or 1) // world)
     common = {
         "OMP_NUM_THREADS": str(threads),
@@ -60,8 +58,7 @@ def _start(world):
         process = subprocess.Popen(
             [sys.executable, *sys.argv],
             env={**common, "RANK": rank, "LOCAL_RANK": rank},
-            # A session of its own: Ctrl-C reaches the parent alone, which ends all ranks
-            # without a traceback of each.
+            # A separate session: Ctrl-C reaches only the parent, which terminates the ranks.
             start_new_session=True,
         )
         processes.append(process)
@@ -69,8 +66,8 @@ def _start(world):
 
 
 def _free_port():
-    """Return a port below the range of outgoing connections, which could take it before
-    rank 0 does.
+    """Return a free port below the ephemeral range, so that no outgoing connection takes it before
+    rank 0 listens.
     """
     while True:
         port = random.randrange(16000, 32000)
@@ -80,7 +77,7 @@ def _free_port():
 
 
 def terminate(processes: Sequence[subprocess.Popen]) -> None:
-    """End the processes that still run: a grid has nothing to record."""
+    """Terminate the running processes, and kill them after two seconds."""
     for process in processes:
         process.terminate()
     deadline = time.monotonic() + 2

@@ -1,1 +1,1 @@
-"""Tensors in files, and what shapes, names and values of tensors say. Knows no family."""
+"""Tensor files, and checks of names, shapes and values. Independent of the families."""

@@ -1,4 +1,4 @@
-"""diffusers' names of a DiT's tensors, and its configuration."""
+"""Convert DiT checkpoints from diffusers' tensor names, and check their config.json."""
 
 from itertools import product
 from typing import Any
@@ -8,18 +8,18 @@ import torch
 from accel.errors import as_usage_error, shown
 from accel.tensors.positions import sine_cosine
 
-DEFAULT_SIDE = 32  # DiTTransformer2DModel's sample_size, of a config without one
-SCHEDULE = "scheduler/scheduler_config.json"  # of a pipeline
+DEFAULT_SIDE = 32  # default of DiTTransformer2DModel's sample_size
+SCHEDULE = "scheduler/scheduler_config.json"  # in a pipeline's folder
 _PARAMETERS = ("weight", "bias")
 
 
 def _parameters_of(layers: dict[str, str]) -> dict[str, str]:
-    """Return the names of layers' parameters, ours → diffusers', from those of the layers."""
+    """Map parameter names, ours → diffusers', given the names of the layers."""
     pairs = product(layers.items(), _PARAMETERS)
     return {f"{ours}.{parameter}": f"{theirs}.{parameter}" for (ours, theirs), parameter in pairs}
 
 
-# Ours → diffusers'. It keeps a copy of both embedders in every block, and q, k, v apart.
+# Ours → diffusers', which has a copy of both embedders in every block, and separate q, k, v.
 _OUTER = _parameters_of(
     {
         "x_embedder.proj": "pos_embed.proj",
@@ -43,9 +43,8 @@ _BLOCK = _parameters_of(
     }
 )
 
-# Entries of config.json that must have one of these values, since nothing else is
-# computed; others must be idle: None or False. norm_eps: DiT's own is 1e-6, and diffusers
-# writes its default, 1e-5, beside the published weights.
+# Supported values of config.json. Entries that are not listed must be None or False. norm_eps: DiT
+# uses 1e-6, but diffusers' config of the published weights has its default, 1e-5.
 COMPUTED = {
     "_class_name": ("DiTTransformer2DModel", "Transformer2DModel"),
     "activation_fn": ("gelu-approximate",),
@@ -55,7 +54,7 @@ COMPUTED = {
     "norm_type": ("ada_norm_zero",),
 }
 CLASSES = "num_embeds_ada_norm"
-# dropout acts in training only, norm_num_groups in other kinds of transformers.
+# dropout is only used in training, norm_num_groups in other transformer classes.
 WITHOUT_EFFECT = (
     "sample_size",
     "num_attention_heads",
@@ -65,9 +64,9 @@ WITHOUT_EFFECT = (
 
 
 def check_config(config: dict[str, Any], state: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the facts that a config of DiTTransformer2DModel holds beside its weights
-    `state`, which are under DiT's names: family, heads, classes. Raises ValueError where it
-    describes another function, or latents of no side.
+    """Return family, number of heads and number of classes from a config of DiTTransformer2DModel.
+    state: its weights, under DiT's names. Raises ValueError if the config does not fit the weights
+    or describes an unsupported network.
     """
     width, channels, patch, _ = state["x_embedder.proj.weight"].shape
     side = config.get("sample_size", DEFAULT_SIDE)
@@ -95,27 +94,27 @@ def check_config(config: dict[str, Any], state: dict[str, torch.Tensor]) -> dict
             if value not in computed[name]:
                 wanted = " or ".join(str(each) for each in computed[name] if each is not None)
                 raise ValueError(
-                    f"{name} is {shown(value)}, and a DiT of these weights has {wanted}; copy both "
-                    "again, since no other network is computed"
+                    f"{name} is {shown(value)}, and a DiT with these weights has {wanted}; copy "
+                    "both again, since other networks are not supported"
                 )
         elif value not in (None, False) and name not in WITHOUT_EFFECT and name[:1] != "_":
             raise ValueError(
-                f"{shown(name)} {shown(value)} is unknown, so it cannot be computed; remove it if "
-                "idle"
+                f"{shown(name)} {shown(value)} is unknown and not supported; remove it if it has "
+                "no effect"
             )
     return {"family": "DiT", "num_heads": heads, "num_classes": config.get(CLASSES)}
 
 
 def with_table(state: dict[str, torch.Tensor], side: int) -> dict[str, torch.Tensor]:
-    """Return a state dict under DiT's names with the position table for latents of a side."""
+    """Add the position table for latents of a side to a state dict under DiT's names."""
     kernel = state["x_embedder.proj.weight"]  # (D, C, p, p)
     table = sine_cosine(side // kernel.shape[-1], len(kernel))
     return {**state, "pos_embed": torch.from_numpy(table).to(kernel)}
 
 
 def from_diffusers(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the state dict of models.DiT from diffusers'. Raises ValueError if an entry is
-    missing or unknown, or the blocks' copies of the embedders differ.
+    """Convert diffusers' state dict to that of models.DiT. Raises ValueError if an entry is missing
+    or unknown, or if the blocks' copies of the embedders differ.
     """
     rest = {name: value for name, value in state.items() if name != "pos_embed.pos_embed"}
     depth = len({name.split(".")[1] for name in rest if name.startswith("transformer_blocks.")})

@@ -1,4 +1,4 @@
-"""Digests of weights: the same for every format, and kept in the cache folder."""
+"""Digests of weights, independent of the file format and cached."""
 
 import hashlib
 import re
@@ -11,16 +11,15 @@ import torch
 
 from accel.io.filesystem import atomic_write, cache_folder, read_small
 
-# ns: two changes of a file that come sooner after one another may have the same time
-# stamp
+# Two changes of a file within this time may have the same time stamp.
 TIMESTAMP_RESOLUTION_NS = 2e9
-# In the cache folder; another name for other rules of what a digest is of.
+# In the cache folder. Change the name whenever `digest` changes.
 DIGEST_FOLDER = "digests-3"
 
 
 def digest(state: dict[str, torch.Tensor]) -> str:
-    """Return 16 hex digits over names, shapes and all float32 values, the same for every
-    format and order of entries.
+    """Hash names, shapes and float32 values to 16 hex digits, independent of file format and order
+    of entries.
     """
     total = hashlib.sha256()
     for name in sorted(state):
@@ -33,8 +32,8 @@ def digest(state: dict[str, torch.Tensor]) -> str:
 def cached_digest(
     stamps: Sequence[tuple], state: Callable[[], dict[str, torch.Tensor]], entry: str = ""
 ) -> str:
-    """Return `digest(state())` of an entry of files with these stamps, taken before they were
-    opened; the cache folder keeps it.
+    """Return `digest(state())`, cached by the files' stamps and `entry`. stamps: taken before the
+    files were opened.
     """
     key = repr((stamps, entry))
     name = Path(DIGEST_FOLDER, hashlib.sha256(key.encode()).hexdigest()[:32])
@@ -46,8 +45,8 @@ def cached_digest(
     newest = max(ctime for *_, ctime in stamps)
     if time.time_ns() - newest > TIMESTAMP_RESOLUTION_NS:
         with suppress(OSError):
-            kept = cache_folder() / name
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(kept, "w", through_link=False) as file:
+            path = cache_folder() / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(path, "w", through_link=False) as file:
                 file.write(value)
     return value

@@ -1,4 +1,4 @@
-"""Fetch weights: published files from their address, others from the hub."""
+"""Download weights: published files from their URL, other weights from the Hugging Face hub."""
 
 import re
 import shutil
@@ -19,8 +19,8 @@ BASE_URL = "https://dl.fbaipublicfiles.com/DiT/models/"
 
 
 def download(target: Path, parameter: str) -> None:
-    """Fetch published weights to `target`, with a progress bar. The file is whole or absent; one
-    that another process fetched meanwhile stays. Raises UsageError about `parameter`.
+    """Download published weights to `target` atomically, with a progress bar. A file that another
+    process has created meanwhile is kept. Raises UsageError about `parameter`.
     """
     url = BASE_URL + target.name
     try:
@@ -29,14 +29,14 @@ def download(target: Path, parameter: str) -> None:
             urllib.request.urlopen(url, timeout=30) as response,
             atomic_write(target, "w+b", durable=True, replace=False) as file,
         ):
-            total = response.length  # None where the server names none
+            total = response.length  # None if unknown
             with tqdm.wrapattr(response, "read", total=total, desc=target.name) as stream:
                 shutil.copyfileobj(stream, file)
             if total is not None and file.tell() != total:
                 raise OSError(f"the connection ended after {file.tell()} of {total} bytes")
             if not zipfile.is_zipfile(file):
-                raise OSError("the answer is no whole .pt file; is it a login page?")
-        remove_partial_files(target.parent, re.escape(target.name))  # of killed processes
+                raise OSError("the answer is not a complete .pt file; is it a login page?")
+        remove_partial_files(target.parent, re.escape(target.name))  # left by killed processes
     except (OSError, HTTPException) as error:  # URLError, time-outs and a full disk are OSErrors
         copy = f"facebook/{target.stem.rpartition('x')[0]}"
         raise about(parameter, target.name)(
@@ -47,11 +47,11 @@ def download(target: Path, parameter: str) -> None:
 
 
 def from_hub(repository: str, subfolder: str, parameter: str, remedy: str) -> Path:
-    """Return the local copy of a hub repository: config and weights of `subfolder` ("" or
-    a name with a slash) only. Of a repository with a .pt file of its own_file name, return
-    that file, with the YAML and statistics beside it.
+    """Download config and weights of `subfolder` ("" or a name with a slash) of a hub repository.
+    Return the local folder; if the repository has a .pt file of its own name, return that file,
+    next to which YAML and statistics are downloaded.
 
-    A cached copy is not asked for again. Raises UsageError about `parameter`.
+    A cached copy is used without a request. Raises UsageError about `parameter`.
     """
     from huggingface_hub import snapshot_download
 
@@ -63,7 +63,7 @@ def from_hub(repository: str, subfolder: str, parameter: str, remedy: str) -> Pa
             own_file,
             *(f"{subfolder}diffusion_pytorch_model{end}" for end in (f"{suffix}*", f"-*{suffix}")),
         ]
-        # weights last: an interrupted download is known by their absence
+        # weights last: without them the download is known to be incomplete
         for wanted in (small, weights):
             root = Path(snapshot_download(repository, allow_patterns=wanted, **options))
         if (root / own_file).is_file():
@@ -71,13 +71,13 @@ def from_hub(repository: str, subfolder: str, parameter: str, remedy: str) -> Pa
         weight_files(root / subfolder, parameter)
         return root
 
-    with suppress(Exception):  # not cached, or not whole
+    with suppress(Exception):  # not cached, or incomplete
         return snapshot(".safetensors", local_files_only=True)
     try:
         with suppress(UsageError):  # the repository has pickles only
             return snapshot(".safetensors")
         return snapshot(".bin")
-    except Exception as error:  # a network fails in many ways; the remedy is the same
+    except Exception as error:  # networks can raise any exception
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
         raise about(parameter, repository)(
             f"not here, and fetching it from the hub failed ({reason})", remedy

@@ -1,4 +1,4 @@
-"""The sine-cosine table of positions, which networks compute and many files hold too."""
+"""The sine-cosine position table, which networks compute and many checkpoints contain too."""
 
 import math
 
@@ -7,17 +7,17 @@ import torch
 
 from accel.errors import Mistake
 
-POSITION_TABLE = "pos_embed"  # its name in a state dict
-# A moving average of a fixed table rounds at each step: with a decay of 0.9999 the errors
-# of 10,000 float32 roundings add up to at most 6e-4 of a value near one.
+POSITION_TABLE = "pos_embed"  # in a state dict
+# The moving average of a constant table rounds at each step. With a decay of 0.9999, the float32
+# errors of 10,000 steps add up to at most 6e-4 for values near one.
 AVERAGING_ERROR = 6e-4
 
 
 def sine_cosine(side: int, width: int) -> np.ndarray:
-    """Return the table of a square grid in raster order, (1, side², width) float64.
+    """Compute the table of a square grid in raster order, (1, side², width) float64.
 
-    Half the width is for the column, then half for the row; in each half sines come before
-    cosines, of position·10000^(-4i/width).
+    The first half of the width encodes the column, the second half the row: sines, then cosines,
+    of position · 10000^(−4i/width).
     """
     frequencies = 10000.0 ** -(np.arange(width // 4, dtype=np.float64) / (width / 4))
     angles = np.outer(np.arange(side), frequencies)  # (side, width/4)
@@ -28,10 +28,8 @@ def sine_cosine(side: int, width: int) -> np.ndarray:
 
 
 def distance(table: torch.Tensor) -> float:
-    """Return the largest difference of a table from the sine-cosine table of its grid, in
-    float32.
-
-    It is infinite for a shape that no such table has, and for a table that is not finite.
+    """Return the largest float32 difference from the sine-cosine table of the same grid; infinite
+    for another shape and for values that are not finite.
     """
     if table.ndim != 3:
         return math.inf
@@ -44,29 +42,26 @@ def distance(table: torch.Tensor) -> float:
 
 
 def rounding(table: torch.Tensor) -> float:
-    """Return the distance that rounding alone explains, of an average or of a dtype."""
+    """Return the largest distance that averaging or the dtype's rounding can cause."""
     return max(AVERAGING_ERROR, torch.finfo(table.dtype).eps)
 
 
 def require_sinusoid(error: Mistake, table: torch.Tensor, remedy: str) -> None:
-    """Raise `error`, with `remedy`, if a position table (1, T, D) is further from the
-    sine-cosine table of its grid than a moving average's rounding: a table that was trained is
-    no function of the grid.
+    """Raise `error` with `remedy` if a position table (1, T, D) was trained: such a table cannot be
+    computed for another grid.
     """
     off = distance(table)
     allowed = rounding(table)
     if off > allowed:
         raise error(
-            f"its position table is up to {off:.2g} off the sine-cosine table of its grid, more "
-            f"than the rounding of an average ({allowed:.1g})",
+            f"its position table differs by up to {off:.2g} from the sine-cosine table, more than "
+            f"rounding explains ({allowed:.1g})",
             remedy,
         )
 
 
 def trained(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a state dict without its position table, if that is the sine-cosine table of
-    its grid but for rounding.
-    """
+    """Drop the position table from a state dict if it is, up to rounding, the sine-cosine table."""
     table = state.get(POSITION_TABLE)
     if table is None or distance(table) > rounding(table):
         return state

@@ -1,4 +1,4 @@
-"""Shapes of a state dict, their differences from a module's, and modules without values."""
+"""Compare the shapes of state dicts and modules; build modules without memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,17 +10,17 @@ from torch.overrides import TorchFunctionMode
 from accel.errors import Mistake
 
 Shapes = dict[str, tuple]
-# Problem and remedy of tensors of FSDP2.
+# Problem and remedy for FSDP2's sharded tensors.
 SHARD_ERROR = (
-    "holds DTensors, parts of tensors on many processes",
+    "contains DTensors, shards of tensors on several processes",
     "save full tensors by full_tensor(), or join a distributed checkpoint by "
     "torch.distributed.checkpoint.format_utils.dcp_to_torch_save",
 )
 
 
 class _NoInitialisation(TorchFunctionMode):
-    """Skip initialisation: on the meta device there is nothing to draw, but trying makes
-    torch import its compiler, which takes up to three seconds.
+    """Skip initialisation: on the meta device it has no effect, but makes torch import its
+    compiler, which takes up to three seconds.
     """
 
     def __torch_function__(self, function, types, arguments=(), keywords=None):
@@ -32,17 +32,13 @@ class _NoInitialisation(TorchFunctionMode):
 
 @contextmanager
 def shapes_only() -> Iterator[None]:
-    """Give modules made inside shapes and no values: parameters on the meta device,
-    nothing is initialised.
-    """
+    """Create modules on the meta device and skip their initialisation."""
     with torch.device("meta"), _NoInitialisation():
         yield
 
 
 def shapes_of(state: dict[str, torch.Tensor]) -> Shapes:
-    """Return the shape of every entry. Position tables of all square grids get the same
-    one, (1, "T", D).
-    """
+    """Return the shape of each entry; (1, "T", D) for the position table of any square grid."""
     shapes: Shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     table = shapes.get("pos_embed", ())
     if len(table) == 3 and table[0] == 1 and table[1] == isqrt(table[1]) ** 2 > 0:
@@ -51,19 +47,19 @@ def shapes_of(state: dict[str, torch.Tensor]) -> Shapes:
 
 
 def require_fit(error: Mistake, state: dict[str, torch.Tensor], model: torch.nn.Module) -> None:
-    """Raise `error` unless `state` has the entries of `model`, of their shapes, and no others."""
+    """Raise `error` unless the names and shapes of `state` are exactly the ones of `model`."""
     have = shapes_of(state)
     want = shapes_of(model.state_dict())
-    # In the module's order: the first difference is then the nearest to the input.
+    # In the module's order, so that the first difference is near the input.
     wrong = [entry for entry in {**want, **have} if have.get(entry) != want.get(entry)]
     if not wrong:
         return
-    # an entry of the caller's is named first
+    # prefer an entry of `state`
     first = next((entry for entry in wrong if entry in have), wrong[0])
     count = f" ({len(wrong)} entries differ)" if len(wrong) > 1 else ""
     name = type(model).__name__
     if first not in want:
-        raise error(f"{first} is no weight of a {name}, and would be ignored{count}")
+        raise error(f"{first} is not a weight of a {name} and would be ignored{count}")
     if first not in have:
         raise error(f"is not a {name}: no {first}{count}")
     raise error(f"{first} is {have[first]}, must be {want[first]}{count}")

@@ -467,7 +467,7 @@ OTHERS = {
     "untrained": (lambda: networks.Otherwise(**SMALL), "another function .* relative error"),
     "a norm more": (
         lambda: changed(small(), "blocks.1.attn", "q_norm", nn.LayerNorm(72)),
-        r"blocks.1.attn.q_norm.weight is no weight of a DiT.*\(2 entries",
+        r"blocks.1.attn.q_norm.weight is not a weight of a DiT.*\(2 entries",
     ),
     "a weight less": (
         lambda: changed(small(), "final_layer.linear", "bias", None),

@@ -200,7 +200,7 @@ def test_a_position_table_that_was_trained_serves_its_own_size():
         assert torch.allclose(sampler.latents([4]), upstream(model, (4,), 0, 3), atol=1e-4)
     with pytest.raises(
         UsageError,
-        match="DiT: its position table is up to 0.1 off .*; sample at the size that it was",
+        match="DiT: its position table differs by up to 0.1 .*; sample at the size that it was",
     ):
         Sampler(model, image_size=128, **how)
 

@@ -182,7 +182,7 @@ def test_folders_that_are_not_a_dit(tmp_path, folder, state, monkeypatch):
     save_file({"x": torch.ones(2)}, folder / "diffusion_pytorch_model.safetensors")
     assert "not a DiT in diffusers' layout" in error(folder)
     (folder / "diffusion_pytorch_model.safetensors").unlink()
-    assert "must hold config.json and" in error(folder)
+    assert "must contain config.json and" in error(folder)
 
 
 def test_missing(tmp_path):
@@ -233,7 +233,7 @@ def test_code_is_never_run(tmp_path, how, monkeypatch):
 
 def test_no_state_dict(tmp_path):
     torch.save([1, 2], tmp_path / "list.pt")
-    assert "holds a list" in error(tmp_path / "list.pt")
+    assert "contains a list" in error(tmp_path / "list.pt")
     torch.save({"step": 7, "name": "x"}, tmp_path / "numbers.pt")
     assert "no state dict" in error(tmp_path / "numbers.pt")
     # text that an unpickler takes for something begun

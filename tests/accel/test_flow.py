@@ -218,7 +218,7 @@ def test_half_of_the_statistics_of_latents_is_refused(left, tmp_path):
     pair = next(pair for pair in (BATCH_NORM_STATISTICS, AFFINE_STATISTICS) if left in pair)
     content = {"ema": {**theirs, left: pair[left]}, "args": dict(num_heads=2)}
     torch.save(content, tmp_path / "x.pt")
-    with pytest.raises(UsageError, match=f"{left} is no weight of a SiT, and would be ignored"):
+    with pytest.raises(UsageError, match=f"{left} is not a weight of a SiT and would be ignored"):
         open_run(Options(ckpt=tmp_path / "x.pt", device="cpu", output_type="latent"))
 
 

@@ -91,7 +91,7 @@ def test_arguments_are_never_executed(tmp_path):
     ):
         load(tmp_path)
     torch.save([1], tmp_path / "model_args.pth")
-    with pytest.raises(UsageError, match="holds a list, not the arguments of a training run"):
+    with pytest.raises(UsageError, match="contains a list, not the arguments of a training run"):
         load(tmp_path)
     assert not (tmp_path / "owned").exists()
 

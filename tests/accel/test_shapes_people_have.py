@@ -92,7 +92,7 @@ def test_a_folder_of_null_labels_and_weights_without_one(tmp_path, tiny_vae, her
 
 @pytest.mark.parametrize("prefix", ["", "first_stage_model."])
 def test_sds_original_decoder(prefix, tmp_path, capsys):
-    """A file in LDM's layout of four channels and factor 8, which says no scale."""
+    """A file in LDM's layout of four channels and factor 8, which specifies no scale."""
     from test_lightning_files import vae_files
 
     vae_files(tmp_path, levels=4, channels=4)
@@ -102,4 +102,4 @@ def test_sds_original_decoder(prefix, tmp_path, capsys):
     torch.save({"state_dict": content}, tmp_path / "sd.ckpt")
     space = find(str(tmp_path / "sd.ckpt"))
     assert (space.scale, space.channels, space.factor) == (0.18215, 4, 8)
-    assert "taken for Stable Diffusion's 0.18215" in capsys.readouterr().out
+    assert "assuming Stable Diffusion's 0.18215" in capsys.readouterr().out

@@ -257,7 +257,7 @@ def test_parts_of_tensors_are_refused_with_what_joins_them(tmp_path):
     torch.save(RAW, tmp_path / "x.pt")
     path = f"{forks.ROOT}:{forks.ROOT}/tests"
     done = forks.run(["-c", SHARDED, tmp_path / "x.pt", tmp_path], PYTHONPATH=path)
-    words = "holds DTensors, parts of tensors on many processes; save full tensors by full_tensor"
+    words = "contains DTensors, shards of tensors on several processes; save full tensors by full_tensor"
     assert words in done.stdout, done.stderr
     with pytest.raises(UsageError, match=rf"^ckpt={tmp_path}/parts.pt: {words}\(\), or join"):
         identify(tmp_path / "parts.pt")

@@ -237,7 +237,8 @@ def test_a_rank_whose_parent_has_ended_does_not_begin():
         [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True
     )
     assert (
-        done.returncode == 1 and done.stderr == "-c: the process that started this rank has ended\n"
+        done.returncode == 1
+        and done.stderr == "-c: the process that started this rank has exited\n"
     )
     assert not done.stdout
 

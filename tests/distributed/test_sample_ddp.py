@@ -58,7 +58,7 @@ def test_a_picture_on_ranks_is_that_of_one_process(grids, demo, here, tmp_path):
         if layout == "off":
             assert np.array_equal(mine, expected)  # the same rows in the same GEMMs
         else:
-            assert f"parallel: {layout}, 2 of 4 ranks: as it was asked for" in text
+            assert f"parallel: {layout}, 2 of 4 ranks: as requested" in text
 
 
 def test_a_grid_on_ranks_is_that_of_one_process(grids, demo, here, tmp_path, monkeypatch):

@@ -507,8 +507,8 @@ def test_an_npz_that_is_not_whole_or_of_other_kernels_pictures_is_written_again(
     assert "not a file at" in one(*command, status=USAGE)
     (folder / "000005.png").rmdir()
     for problem in (
-        "has no record of its contents, as where pictures were added",
-        "is not as it was written",
+        "has no record of its contents, perhaps because pictures were added",
+        "was changed since it was written",
     ):
         os.truncate(npz, npz.stat().st_size - 1)
         assert one(*command).count(f"{npz}: {problem}; writing it again\n") == 1
@@ -529,7 +529,7 @@ def test_a_folder_in_a_pictures_place_ends_all_ranks_with_one_line(demo, short, 
     (folder / "000001.png").mkdir(parents=True)
     job = start(2, *demo, *FID, "--num-fid-samples", 4000, "--sample-dir", tmp_path)
     text = finish(job, status=USAGE)
-    assert f"not a file at {folder}/000001.png; mend that" in text and "rank 1 of 2" not in text
+    assert f"not a file at {folder}/000001.png; fix that" in text and "rank 1 of 2" not in text
 
 
 @pytest.fixture
@@ -617,7 +617,7 @@ def test_what_is_taken_away_meanwhile_is_one_line(what, demo, undisturbed, tmp_p
     assert f"sample_ddp.py: --sample-dir: No such file or directory at {folder}" in text
     assert "Traceback" not in text.split("ChildFailedError")[0].rpartition("Traceback")[0], text
     if what == "the record":
-        assert "without a record of how they were made" in run(2, *command, status=USAGE)
+        assert "without a record of their settings" in run(2, *command, status=USAGE)
         shutil.rmtree(place)
     away.rename(place)
     run(2, *command)

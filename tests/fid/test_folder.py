@@ -139,7 +139,7 @@ def test_damaged_settings_are_one_line_to_the_user(folder):
         settings.write_bytes(b"{")
     before = names(folder)
     with pytest.raises(
-        UsageError, match="without a record of how they were made .*settings.json is missing"
+        UsageError, match="without a record of their settings .*settings.json is missing"
     ) as caught:
         open_folder(folder, {"--seed": True})
     assert "\n" not in str(caught.value) and names(folder) == before
@@ -152,11 +152,11 @@ def test_nothing_of_the_users_is_deleted(folder):
     own = folder / "2024-holiday.png"
     npz = npz_path(folder)
     own.write_bytes(b"mine")
-    with pytest.raises(UsageError, match="holds pictures"):
+    with pytest.raises(UsageError, match="contains pictures"):
         open_folder(folder, {"--seed": 1})
     own.unlink()
     npz.write_bytes(b"another's")
-    with pytest.raises(UsageError, match="or its .npz is there"):
+    with pytest.raises(UsageError, match="or its .npz exists"):
         open_folder(folder, {"--seed": 1})
     npz.unlink()
     open_folder(folder, {"--seed": 1})

@@ -105,15 +105,15 @@ def test_an_archive_that_is_not_as_it_was_written_is_seen(tmp_path):
     whole = path.read_bytes()
     for content in (whole[:-1], whole + b"x", whole[:999] + bytes([whole[999] ^ 1]) + whole[1000:]):
         path.write_bytes(content)
-        assert archive.problem() == "is not as it was written", len(content)
+        assert archive.problem() == "was changed since it was written", len(content)
     path.write_bytes(whole)
     assert archive.problem() is None  # what it holds counts, not when it was written
     archive.record.write_bytes(b"{")
-    assert archive.problem() == "has no record of its contents, as where pictures were added"
+    assert archive.problem() == "has no record of its contents, perhaps because pictures were added"
     archive.write(never)
     path.unlink()
     os.mkfifo(path)
-    assert archive.problem() == "has no record of its contents, as where pictures were added"
+    assert archive.problem() == "has no record of its contents, perhaps because pictures were added"
 
 
 def test_upstreams_function_makes_the_archive_of_any_folder(tmp_path, monkeypatch):
@@ -128,7 +128,7 @@ def test_upstreams_function_makes_the_archive_of_any_folder(tmp_path, monkeypatc
     assert array.shape == (17, 8, 8, 3) and array.dtype == np.uint8
     assert all(np.array_equal(array[number], originals[number % 8]) for number in range(17))
     for num in (21, 50_000):
-        with pytest.raises(UsageError, match=f"num={num}: pictures has 20 pictures in a row"):
+        with pytest.raises(UsageError, match=f"num={num}: pictures has 20 consecutive pictures"):
             create_npz_from_sample_folder("pictures", num)
     Image.new("RGB", (8, 9)).save(folder / "000003.png")
     with pytest.raises(UsageError, match="000003.png: is not a whole PNG of 8×8 pixels; delete"):

@@ -38,11 +38,11 @@ def test_missing_and_damaged_folders(folder, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     assert "neither ema nor mse nor a folder" in refused(tmp_path / "pipe")
     (tmp_path / "empty").mkdir()
-    assert "must hold config.json" in refused(tmp_path / "empty")
+    assert "must contain config.json" in refused(tmp_path / "empty")
     os.truncate(folder / loading.FILES[1], 1000)
     assert "truncated" in refused(folder)
     (folder / loading.FILES[1]).unlink()
-    assert "must hold config.json" in refused(folder)
+    assert "must contain config.json" in refused(folder)
     (folder / "diffusion_pytorch_model.bin").write_bytes(pickle.dumps(print, protocol=2))
     assert "would run code (print)" in refused(folder)
 
@@ -121,7 +121,7 @@ def test_no_network_names_the_folder_to_fill(monkeypatch, tmp_path):
         and str(tmp_path / "sd-vae-ft-mse") in message
     )
     (tmp_path / "sd-vae-ft-mse").mkdir(parents=True)
-    assert "must hold" in refused("mse")  # a local folder goes before the hub
+    assert "must contain" in refused("mse")  # a local folder goes before the hub
 
 
 def test_fetched_from_the_hub(tiny_vae, tmp_path):

@@ -183,22 +183,25 @@ def test_what_no_file_says_is_printed(tmp_path, capsys):
     (file.parent / "config.json").unlink()
     got = Decoder(find(str(file)), CPU).decode(latents())
     [line] = capsys.readouterr().out.splitlines()
-    assert "taken with 12 heads, as a width of 768" in line and "ImageNet's mean" in line
+    assert "assuming 12 heads, the default of width 768" in line and "ImageNet's mean" in line
     assert "put config.json with decoder_num_attention_heads and preprocessor_config.json" in line
     want = 2 * written_out(latents(), sizes) - 1
     assert (got - want).norm() < 2e-6 * want.norm()
     small = vit_files(tmp_path / "small")
     (small.parent / "config.json").unlink()
-    assert "unknown number of heads" in refused(small)
+    assert "the number of heads (None) is unknown" in refused(small)
 
 
 def test_refusals(file, tmp_path):
     """Each fault is one line, before anything is sampled."""
     state = torch.load(file)
     for changed, words in (
-        (state | {"decoder_extra.weight": torch.ones(2, 2)}, "decoder_extra.weight is no weight"),
+        (
+            state | {"decoder_extra.weight": torch.ones(2, 2)},
+            "decoder_extra.weight is not a weight",
+        ),
         (state | {"decoder_norm.weight": torch.ones(3)}, "decoder_norm.weight is (3,), must be"),
-        (state | {"decoder_pos_embed": torch.ones(1, 16, 48)}, "only squares"),
+        (state | {"decoder_pos_embed": torch.ones(1, 16, 48)}, "only square grids"),
     ):
         torch.save(changed, file)
         assert words in refused(file)
@@ -213,8 +216,11 @@ def test_refusals(file, tmp_path):
     for fact, words in (
         (dict(decoder_hidden_size=96), "has decoder_hidden_size 96, must have 48"),
         (dict(hidden_act="relu"), "has hidden_act relu, must have gelu"),
-        (dict(decoder_num_attention_heads=5), "unknown number of heads (5)"),
-        (dict(image_std=[0.2, 0.2, 0]), "says image_std"),
+        (
+            dict(decoder_num_attention_heads=5),
+            "the number of heads (5) is unknown or does not divide",
+        ),
+        (dict(image_std=[0.2, 0.2, 0]), "has image_std"),
     ):
         vit_files(file.parent, **fact)
         assert words in refused(file)
@@ -222,14 +228,14 @@ def test_refusals(file, tmp_path):
     statistics = random_statistics()
     for changed, words in (
         (dict(mean=statistics["mean"]), "lacks var"),
-        (statistics | dict(var=-statistics["var"]), "are no var"),
+        (statistics | dict(var=-statistics["var"]), "invalid values of var"),
         (statistics | dict(mean=torch.ones(16, 8, 8)), "mean is of shape (16, 8, 8), and the"),
     ):
         torch.save(changed, tmp_path / "wrong.pt")
         message = refused(file, tmp_path / "wrong.pt")
         assert message.startswith("latent_stats=") and words in message
     (file.parent / "stat.pt").unlink()
-    assert "put stat.pt beside it, or give latent_stats" in refused(file)
+    assert "put stat.pt next to it, or give latent_stats" in refused(file)
     published = "owner/collection/decoders/x/model.pt"
     for name in (published, published.replace("n/", "n:", 1)):
         words = "hf download owner/collection decoders/x/model.pt --local-dir models"
@@ -250,12 +256,12 @@ def network(model, tmp_path):
 def test_a_grid_rounds(file, network, tmp_path, here):
     """By the command, by `Sampler.decode`; latents of another side are refused."""
     words = ["sample.py", *network, *FLAGS, "--vae", file, "--labels", 7, "--output"]
-    assert "ImageNet's mean and deviation" in succeeds(here(*words, tmp_path / "x.png"))
+    assert "ImageNet's mean and std" in succeeds(here(*words, tmp_path / "x.png"))
     succeeds(here(*words, tmp_path / "x.npy", "--output-type", "latent"))
     how = dict(num_classes=10, vae=file, device="cpu", num_sampling_steps=2)
     with Sampler(tmp_path / "own.pt", **how) as sampler:
         [picture] = sampler.decode(np.load(tmp_path / "x.npy"))
-        with pytest.raises(UsageError, match="decodes latents of 4×4 alone, 16 px[^\n]*$"):
+        with pytest.raises(UsageError, match="decodes only latents of 4×4, 16 px[^\n]*$"):
             sampler.decode(torch.randn(1, 16, 8, 8))
     v = written_out(torch.from_numpy(np.load(tmp_path / "x.npy"))).clamp(0, 1)
     levels = 255 * v[0].permute(1, 2, 0).numpy()

@@ -1,13 +1,10 @@
-"""The decoder half of the latent-diffusion autoencoder (Rombach et al. 2022,
-arXiv:2112.10752).
+"""The decoder of AutoencoderKL (Rombach et al. 2022, arXiv:2112.10752).
 
-It gives the same bits as diffusers' AutoencoderKL from the same files, of any sizes and
-numbers of levels and latent channels. Other kinds of blocks are refused. half.py is its
-float16 version.
+Its output is bit-identical to diffusers'. Any widths, numbers of levels and latent channels are
+supported; other block types are refused. half.py is the float16 version.
 """
 
-# Our own, because `import diffusers` takes 2.6 to 8 s: longer than four GPUs need to
-# sample.
+# Not imported from diffusers: `import diffusers` takes 2.6 to 8 s, longer than four GPUs sample.
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -26,12 +23,11 @@ from accel.tensors.tensor_files import floats_of, read_tensors, weight_files
 
 EPS = 1e-6
 STATISTICS = ("latents_mean", "latents_std")
-# kind → whether attention follows each layer
+# block type → whether attention follows each layer
 UP_BLOCKS = {"UpDecoderBlock2D": False, "AttnUpDecoderBlock2D": True}
 VAE_LATENT_ENTRIES = ("scaling_factor", "shift_factor", *STATISTICS)
 FLAGS = ("use_post_quant_conv", "mid_block_add_attention")
-# AutoencoderKL's values for the entries of config.json that decide a decoder's function,
-# and those of sd-vae-ft-*.
+# Defaults of AutoencoderKL's constructor that affect the decoder, and the config of sd-vae-ft-*.
 DEFAULTS = {
     "act_fn": "silu",
     "block_out_channels": [64],
@@ -52,24 +48,23 @@ SD_VAE_FT = {
     "layers_per_block": 2,
     "up_block_types": ["UpDecoderBlock2D"] * 4,
 }
-LARGEST = 1e6  # of scales and shifts, far beyond any
+MAX_MAGNITUDE = 1e6  # of scales and shifts, far above plausible values
 
 
 def check_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a config.json that decide the decoder's function, with
-    AutoencoderKL's defaults. Raises ValueError for an entry that is damaged or asks for
-    another function than is computed here.
+    """Return the entries of config.json that affect the decoder, with AutoencoderKL's defaults.
+    Raises ValueError for an entry that is invalid or not supported.
     """
 
-    # far beyond any: a damaged config.json should not take minutes
+    # the bound keeps a corrupt config.json from building a huge module
     def is_size(value, most=8192):
         return type(value) is int and 0 < value <= most
 
-    def is_number(value, least=-LARGEST):
-        return type(value) in (int, float) and least <= value <= LARGEST  # false for NaN
+    def is_number(value, least=-MAX_MAGNITUDE):
+        return type(value) in (int, float) and least <= value <= MAX_MAGNITUDE  # false for NaN
 
     def is_scale(value):
-        return is_number(value, 1 / LARGEST)
+        return is_number(value, 1 / MAX_MAGNITUDE)
 
     def is_list(values, length, check):
         return isinstance(values, list) and len(values) == length and all(map(check, values))
@@ -101,8 +96,8 @@ def check_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Residual(nn.Module):
-    """x + conv(silu(norm(conv(silu(norm(x)))))), the first x through a 1×1 convolution
-    where the widths differ.
+    """shortcut(x) + conv(silu(norm(conv(silu(norm(x)))))); the shortcut is a 1×1 convolution if
+    the widths differ, else the identity.
     """
 
     def __init__(self, width_in: int, width: int, groups: int):
@@ -120,7 +115,7 @@ class Residual(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention over all pixels of the latent, one head of the full width."""
+    """Single-head self-attention over all positions of the feature map."""
 
     def __init__(self, width: int, groups: int):
         super().__init__()
@@ -137,14 +132,14 @@ class Attention(nn.Module):
 
 
 def upsampler(width: int) -> nn.Module:
-    """Return nearest upsampling and a convolution."""
+    """Build nearest upsampling by 2 with a 3×3 convolution."""
     conv = nn.Conv2d(width, width, 3, padding=1)
     return nn.Sequential(OrderedDict(nearest=nn.Upsample(scale_factor=2.0), conv=conv))
 
 
 class Block(nn.Module):
-    """Residual layers, an attention after each of the first `attentions`; at the end an
-    upsampling, if any.
+    """Residual layers, the first `attentions` of them followed by attention, then an optional
+    upsampling.
     """
 
     def __init__(
@@ -159,7 +154,7 @@ class Block(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """Return residual layers and attentions in their order."""
+        """Residual layers and attentions in order."""
         layers = chain.from_iterable(zip_longest(self.resnets, self.attentions))
         return [layer for layer in layers if layer is not None]
 
@@ -170,6 +165,8 @@ class Block(nn.Module):
 
 
 class Layers(nn.Module):
+    """conv_in, mid_block, up_blocks and the output layers, under diffusers' names."""
+
     def __init__(self, config: dict[str, Any]):
         super().__init__()
         widths = config["block_out_channels"][::-1]
@@ -200,17 +197,14 @@ class Layers(nn.Module):
         return self.conv_out(F.silu(self.conv_norm_out(x)))
 
 
-# The attention's projections, as the published sd-vae-ft-* files still name them → as
-# they are named since.
+# Attention layers in the published sd-vae-ft-* files → current names in diffusers.
 _OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
 class KLDecoder(nn.Module):
-    """The decoder's input (N, C, L, L) → pixels (N, 3, H, W). Its state-dict keys are
-    AutoencoderKL's.
+    """Decode (N, C, L, L) → pixels (N, 3, H, W), with AutoencoderKL's state-dict keys.
 
-    config: an AutoencoderKL's config.json as a dict; `entries`: the result of
-    check_config, which may raise ValueError.
+    config: content of AutoencoderKL's config.json. Raises ValueError as `check_config`.
     """
 
     def __init__(self, config: Mapping[str, Any]):
@@ -226,8 +220,8 @@ class KLDecoder(nn.Module):
         return self.decoder(z if self.post_quant_conv is None else self.post_quant_conv(z))
 
     def renamed(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the entries of an AutoencoderKL's state dict that this half needs, under
-        its names, in its shapes.
+        """Select the decoder's tensors from AutoencoderKL's state dict, with current names and
+        shapes.
         """
         want = self.state_dict()
         needed = {}
@@ -240,20 +234,20 @@ class KLDecoder(nn.Module):
 
 
 class AutoencoderKL(DecoderKind):
-    """diffusers' AutoencoderKL: a folder in its layout."""
+    """AutoencoderKL in diffusers' folder layout."""
 
     def matches(self, content: Mapping[str, Any]) -> bool:
-        """Return whether a config.json names the class."""
+        """Whether config.json names the class."""
         return content.get("_class_name") == "AutoencoderKL"
 
     def files(self, path: Path, statistics: str | None) -> list[Path]:
-        """Return config.json and the weights. Statistics are numbers of the latent space."""
+        """Return config.json and the weights. Statistics belong to the latent space."""
         return [path / "config.json", *weight_files(path, "vae")]
 
     def read(
         self, files: DecoderFiles, content: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Return the entries of config.json that the decoder takes, and its weights."""
+        """Return the checked config.json and the decoder's weights."""
         config, *weights = self.files(files.path, files.statistics)
         state: dict[str, torch.Tensor] = {}
         for file in weights:
@@ -267,24 +261,24 @@ class AutoencoderKL(DecoderKind):
         weight_file: Path,
         state: dict[str, torch.Tensor],
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Return what `read` does, of the content of these files. Raises UsageError."""
+        """Check config and weights, and return them as `read` does. Raises UsageError."""
         try:
             with shapes_only():
                 decoder = KLDecoder(config)
         except ValueError as error:
             raise UsageError(
-                f"{error}, which is not computed here",
+                f"{error}, which is not supported",
                 "give another AutoencoderKL",
                 parameter="vae",
                 value=config_file,
             ) from None
-        mistake = about("vae", weight_file)
-        state = decoder.renamed(floats_of(state, mistake))
-        require_fit(mistake, state, decoder)
+        weights_error = about("vae", weight_file)
+        state = decoder.renamed(floats_of(state, weights_error))
+        require_fit(weights_error, state, decoder)
         return decoder.entries, state
 
     def space(self, files: DecoderFiles, entries: dict[str, Any]) -> LatentSpace:
-        """Return the latent space, with the statistics that the user gives."""
+        """Return the latent space, with the statistics of --latent-stats if given."""
         space = LatentSpace(
             channels=entries["latent_channels"],
             factor=2 ** (len(entries["block_out_channels"]) - 1),
@@ -296,23 +290,23 @@ class AutoencoderKL(DecoderKind):
         )
         if not files.statistics:
             return space
-        from accel.decoders.statistics import with_statistics  # config.json usually says all
+        from accel.decoders.statistics import with_statistics  # lazy: only for --latent-stats
 
         return with_statistics(space, files.statistics)
 
     def build(self, entries: dict[str, Any]) -> KLDecoder:
-        """Return the decoder."""
+        """Build the decoder."""
         return KLDecoder(entries)
 
     def compile_half(self, device: torch.device) -> None:
-        """Compile the kernels of GroupNorm."""
+        """Compile the GroupNorm kernels."""
         from accel.kernels.group_norm.triton import compile_ahead
 
         compile_ahead(device)
 
     def half(self, network: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return the decoder in float16."""
-        # imports Triton, which float32 does not need
+        """Convert the decoder to float16."""
+        # lazy: imports Triton
         from accel.decoders.autoencoder_kl.half import HalfDecoder
 
         return HalfDecoder(network)

@@ -1,12 +1,10 @@
-"""The decoder in float16, for one picture at a time: the mathematics of __init__.py, arranged
-for a GPU.
+"""The KL decoder in float16 for batch size 1, arranged for tensor cores.
 
-Convolutions and the attention's GEMMs read and write float16 and accumulate in float32,
-in channels_last layout as tensor cores want it. The residual stream inside a block,
-biases, norms and softmax statistics are float32. A value that overflows float16 enters
-the statistics of a GroupNorm and turns the whole picture into NaN, which float16.py looks
-for. Nearest upsampling and the convolution after it are one transposed convolution, with
-4/9 of the multiplications.
+Convolutions and attention GEMMs read and write float16 in channels_last layout and accumulate
+in float32. The residual stream within a block, biases, norms and softmax statistics are float32.
+A value that overflows float16 reaches the statistics of a GroupNorm and turns the whole image
+into NaN, which float16.py detects. Nearest upsampling and its convolution are fused into one
+transposed convolution with 4/9 of the multiplications.
 """
 
 import torch
@@ -18,24 +16,24 @@ from accel.kernels.group_norm import Sum, add, group_norm
 
 
 class HalfDecoder:
-    """The decoder's input (1, C, L, L) → pixels (1, 3, H, W), both float32.
+    """Decode (1, C, L, L) → pixels (1, 3, H, W), both float32.
 
-    decoder: the float32 decoder; its weights are converted once, here. dtype: of the
-    GEMMs and convolutions.
+    decoder: the float32 decoder, whose weights are converted once. dtype: of GEMMs and
+    convolutions.
     """
 
     def __init__(self, decoder: KLDecoder, dtype: torch.dtype = torch.float16):
         self.decoder = decoder
         self.dtype = dtype
         self.weights: dict[torch.nn.Conv2d, Tensor] = {}  # in dtype
-        self.biases: dict[Residual, Tensor] = {}  # all that its sum receives
+        self.biases: dict[Residual, Tensor] = {}  # all biases of its sum
         # weight and bias of q, k and v, then of the output
         self.attention_weights: dict[Attention, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
         layers = decoder.decoder
         for layer in layers.modules():
             if isinstance(layer, torch.nn.Conv2d):
                 self.weights[layer] = layer.weight.to(dtype, memory_format=torch.channels_last)
-        # The bias that a Residual's input lacks: of the convolution before, not yet added.
+        # The bias of the preceding convolution, which is added in the next residual sum.
         pending = _bias(layers.conv_in)
         for block in (layers.mid_block, *layers.up_blocks):
             for layer in block.resnets:
@@ -60,7 +58,7 @@ class HalfDecoder:
 
     def __call__(self, z: torch.Tensor) -> torch.Tensor:
         before = torch.backends.cudnn.deterministic
-        # some algorithms of transposed convolutions add in any order
+        # some algorithms of transposed convolutions use atomic additions
         torch.backends.cudnn.deterministic = True
         try:
             return self._decode(z)
@@ -77,8 +75,7 @@ class HalfDecoder:
         for block in (layers.mid_block, *layers.up_blocks):
             for layer in block.layers:
                 compute = self._attend if isinstance(layer, Attention) else self._residual
-                # Before an upsampling the sum needs no statistics, and the convolution
-                # there reads half precision.
+                # An upsampling convolution reads half precision and needs no GroupNorm statistics.
                 x = compute(layer, x, last=layer is block.layers[-1] and len(block.upsamplers) > 0)
             for layer in block.upsamplers:
                 x = add(
@@ -89,7 +86,7 @@ class HalfDecoder:
         return (pixels.float() + _bias(layers.conv_out)[:, None, None]).contiguous()
 
     def _convolve(self, layer: torch.nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
-        """Apply a convolution without its bias, which a later pass adds."""
+        """Apply a convolution without its bias, which is added later."""
         return F.conv2d(x, self.weights[layer], None, layer.stride, layer.padding)
 
     def _norm(self, layer: torch.nn.GroupNorm, x: Sum, silu: bool = True) -> torch.Tensor:
@@ -122,16 +119,14 @@ class HalfDecoder:
 
 
 def _bias(layer: torch.nn.Conv2d) -> Tensor:
-    """Return the bias that every convolution of this decoder has."""
+    """Return the bias; all convolutions of this decoder have one."""
     assert layer.bias is not None
     return layer.bias
 
 
 def _fold_upsampling(weight: torch.Tensor) -> torch.Tensor:
-    """Fold nearest upsampling by 2 into the 3×3 convolution after it: one transposed
-    convolution, 4×4 at stride 2.
-
-    Per axis, taps (a, b, c) become (c, b + c, a + b, a).
+    """Fold nearest upsampling by 2 and a 3×3 convolution into a 4×4 transposed convolution of
+    stride 2. Along each axis, taps (a, b, c) become (c, b + c, a + b, a).
     """
     for axis in (2, 3):
         a, b, c = weight.unbind(axis)

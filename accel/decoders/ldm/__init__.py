@@ -1,7 +1,7 @@
-"""An AutoencoderKL in the layout of latent diffusion's training (arXiv:2112.10752).
+"""AutoencoderKL in the checkpoint layout of the latent-diffusion code (arXiv:2112.10752).
 
-VA-VAE (Yao et al. 2025, arXiv:2501.01423) comes so: one file with encoder, decoder and
-losses, and latents_stats.pt.
+VA-VAE (Yao et al. 2025, arXiv:2501.01423) is published this way: one file with encoder, decoder
+and losses, next to latents_stats.pt.
 """
 
 import re
@@ -18,7 +18,7 @@ from accel.errors import UsageError, about, shown, warn
 from accel.tensors.tensor_files import floats_of
 
 STATISTICS_FILE = "latents_stats.pt"
-PIPELINE_PREFIX = "first_stage_model."  # begins the names in a file of a whole pipeline
+PIPELINE_PREFIX = "first_stage_model."  # in checkpoints of a whole pipeline
 # LDM's names → diffusers'.
 _MIDDLE = {"block_1": "resnets.0", "attn_1": "attentions.0", "block_2": "resnets.1"}
 _LEVEL = {"block": "resnets", "attn": "attentions", "upsample": "upsamplers.0"}
@@ -27,54 +27,54 @@ _LAYER |= {"nin_shortcut": "conv_shortcut", "norm_out": "conv_norm_out"}
 
 
 def _entries(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of an autoencoder, of a file with it alone or with a whole pipeline."""
-    inside = (content.get(name) for name in ("state_dict", "model"))
-    whole = next((entries for entries in inside if isinstance(entries, dict)), content)
-    return {str(name).removeprefix(PIPELINE_PREFIX): value for name, value in whole.items()}
+    """Return the state dict of a file that contains the autoencoder or a whole pipeline."""
+    nested = (content.get(name) for name in ("state_dict", "model"))
+    state = next((entries for entries in nested if isinstance(entries, dict)), content)
+    return {str(name).removeprefix(PIPELINE_PREFIX): value for name, value in state.items()}
 
 
 class LDM(AutoencoderKL):
-    """An AutoencoderKL in a file of LDM's layout."""
+    """AutoencoderKL in a single file with LDM's names."""
 
     def matches(self, content: Mapping[str, Any]) -> bool:
-        """Return whether a file's content has names of the decoder."""
+        """Whether the file has tensors with LDM's decoder names."""
         pattern = re.compile(r"decoder\.(conv_in|mid|up|conv_out)\.")
         return any(map(pattern.match, _entries(content)))
 
     def files(self, path: Path, statistics: str | None) -> list[Path]:
-        """Return the file. Statistics are numbers of the latent space."""
+        """Return the file. Statistics belong to the latent space."""
         return [path]
 
     def read(
         self, files: DecoderFiles, content: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the entries that config.json would have, and the decoder's weights."""
+        """Return the equivalent config.json and the decoder's weights."""
         config, state = _to_diffusers(files.path, content)
         return self.checked(files.path, config, files.path, state)
 
     def space(self, files: DecoderFiles, entries: dict[str, Any]) -> LatentSpace:
-        """Return the latent space: with the statistics that the user gives or that lie beside
-        the file, else by Stable Diffusion's scale if it may be its decoder.
+        """Return the latent space, with statistics from --latent-stats or next to the file. If
+        there are none, assume Stable Diffusion's scale where the sizes match, with a notice.
         """
         space = super().space(files, entries)
-        beside = files.path.parent / STATISTICS_FILE
+        statistics = files.path.parent / STATISTICS_FILE
         if space.std:
             return space
-        if beside.is_file():
-            return with_statistics(space, beside)
-        usual = LatentSpace()
-        if (space.channels, space.factor) != (usual.channels, usual.factor):
+        if statistics.is_file():
+            return with_statistics(space, statistics)
+        default = LatentSpace()
+        if (space.channels, space.factor) != (default.channels, default.factor):
             raise UsageError(
-                "says no scale of its latents",
-                f"put {STATISTICS_FILE} beside it, or give `latent_stats`",
+                "does not specify the scale of its latents",
+                f"put {STATISTICS_FILE} next to it, or give `latent_stats`",
                 parameter="vae",
                 value=files.path,
             )
         warn(
-            f"{shown(str(files.path), 300)}: says no scale of its latents, taken for Stable "
-            f"Diffusion's {usual.scale}; if it has another: `latent_stats=FILE`"
+            f"{shown(str(files.path), 300)}: does not specify the scale of its latents, assuming "
+            f"Stable Diffusion's {default.scale}; if it is another: `latent_stats=FILE`"
         )
-        return space._replace(scale=usual.scale)
+        return space._replace(scale=default.scale)
 
 
 KIND = LDM()
@@ -83,18 +83,17 @@ KIND = LDM()
 def _to_diffusers(
     file: Path, content: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return (config.json's entries, the decoder's weights under diffusers' names) of the
-    content of a file. Raises UsageError about --vae.
+    """Convert LDM's state dict to diffusers' (config, state dict) of the decoder. Raises
+    UsageError.
     """
-    whole = _entries(content)
     state = {
         name: value
-        for name, value in whole.items()
+        for name, value in _entries(content).items()
         if re.match(r"decoder\.|post_quant_conv\.", name)
     }
     state = floats_of(state, about("vae", file))
-    of_levels = [name.split(".")[2] for name in state if name.startswith("decoder.up.")]
-    levels = sorted({int(level) for level in of_levels if level.isdecimal()})
+    level_names = {name.split(".")[2] for name in state if name.startswith("decoder.up.")}
+    levels = sorted(int(level) for level in level_names if level.isdecimal())
     pattern = re.compile(r"decoder\.up\.0\.block\.\d+\.conv1\.weight")
     blocks = len(list(filter(pattern.fullmatch, state)))
     try:
@@ -122,9 +121,7 @@ def _to_diffusers(
 
 
 def _diffusers_name(name, last):
-    """Return diffusers' name of an entry. diffusers counts levels from the latent on, LDM
-    from the picture.
-    """
+    """Translate a tensor name. diffusers numbers levels from the latent, LDM from the image."""
     *path, layer, parameter = name.split(".")
     match path:
         case ["decoder", "mid", where]:

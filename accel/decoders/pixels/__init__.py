@@ -1,4 +1,4 @@
-"""The space of networks that sample pixels: it has no decoder."""
+"""The space of networks that sample pixels and need no decoder."""
 
 from pathlib import Path
 

@@ -1,11 +1,11 @@
 """The ViT decoder of a representation autoencoder (Zheng et al. 2025, arXiv:2510.11690).
 
-    model.pt                  its weights, of any name; or a folder with this file
+    model.pt                  weights; the file may have any name if it is given by its path
     stat.pt                   mean and var of the latents; or --latent-stats
-    config.json               the decoder's sizes; needed for another number of heads than usual
-    preprocessor_config.json  mean and deviation of pixels; needed for others than ImageNet's
+    config.json               sizes; only needed if the number of heads is not the default
+    preprocessor_config.json  mean and std of pixels; only needed if they are not ImageNet's
 
-All lie in one folder.
+All files are in one folder.
 """
 
 import logging
@@ -34,68 +34,67 @@ CONFIG_FILE = "config.json"
 PREPROCESSOR_FILE = "preprocessor_config.json"
 HEADS_ENTRY = "decoder_num_attention_heads"
 STATISTICS_EPS = 1e-5
-# Other parts of an autoencoder, and a leftover of the ViT's own training, which no decoder reads.
+# The encoder of an autoencoder, and a parameter that only the ViT's training uses.
 UNUSED = re.compile(r"encoder\.|mask_token$")
 
 
 def _entries(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a decoder's file, or of the moving average of an autoencoder's
-    training run, under the names that they have in the former.
+    """Return the state dict of a decoder's file or of a training checkpoint's moving average, with
+    the names of a decoder's file.
     """
-    whole = content["ema"] if isinstance(content.get("ema"), dict) else content
+    state = content["ema"] if isinstance(content.get("ema"), dict) else content
     prefix = re.compile(r"^(module\.|_orig_mod\.)*(decoder\.)?")
-    return {prefix.sub("", str(name)): value for name, value in whole.items()}
+    return {prefix.sub("", str(name)): value for name, value in state.items()}
 
 
 class ViT(DecoderKind):
     """The decoder of a representation autoencoder."""
 
-    half_batch_size = 16  # three times the pictures a second of one at a time; 64 are no faster
+    half_batch_size = 16  # three times the throughput of batch size 1; 64 is no faster
 
     def matches(self, content: Mapping[str, Any]) -> bool:
-        """Return whether a file has the decoder's tensors, or a config.json its heads. diffusers'
-        own class of such autoencoders is another one.
+        """Whether a file has the decoder's tensors, or config.json its number of heads. diffusers'
+        class of such autoencoders is not supported.
         """
         if "_class_name" in content:
             return False
         return HEADS_ENTRY in content or "decoder_embed.weight" in _entries(content)
 
     def files(self, path: Path, statistics: str | None) -> list[Path]:
-        """Return the weights, the statistics, and the facts beside the weights."""
+        """Return the weights, the statistics, and the JSON files next to the weights."""
         possible = [path, *(path / name for name in WEIGHTS_FILES)]
         weights = next(filter(Path.is_file, possible), None)
         if weights is None:
             raise UsageError(
-                f"must hold {CONFIG_FILE} and {' or '.join(WEIGHTS_FILES)}",
+                f"must contain {CONFIG_FILE} and {' or '.join(WEIGHTS_FILES)}",
                 parameter="vae",
                 value=path,
             )
-        beside = weights.parent
-        if statistics is None and not (beside / STATISTICS_FILE).is_file():
+        folder = weights.parent
+        if statistics is None and not (folder / STATISTICS_FILE).is_file():
             raise UsageError(
-                "says no statistics of its latents",
-                f"put {STATISTICS_FILE} beside it, or give `latent_stats`",
+                "does not specify the statistics of its latents",
+                f"put {STATISTICS_FILE} next to it, or give `latent_stats`",
                 parameter="vae",
                 value=path,
             )
         if statistics is not None:
-            file_stamps([Path(statistics)], "latent_stats")  # an error names this option
-        facts = [
-            beside / name for name in (CONFIG_FILE, PREPROCESSOR_FILE) if (beside / name).is_file()
-        ]
-        return [weights, Path(statistics or beside / STATISTICS_FILE), *facts]
+            file_stamps([Path(statistics)], "latent_stats")  # so that an error names this option
+        optional = [folder / name for name in (CONFIG_FILE, PREPROCESSOR_FILE)]
+        metadata = filter(Path.is_file, optional)
+        return [weights, Path(statistics or folder / STATISTICS_FILE), *metadata]
 
     def read(
         self, files: DecoderFiles, content: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the sizes, and the tensors of weights and statistics."""
-        weights, statistics, *facts = self.files(files.path, files.statistics)
+        weights, statistics, *metadata_files = self.files(files.path, files.statistics)
         name = f"`vae={weights}`"
         entries = _entries(content if files.path.is_file() else read_tensors(weights, "vae"))
         state = {key: value for key, value in entries.items() if not UNUSED.match(key)}
         state = floats_of(state, about("vae", weights))
         metadata: dict[str, Any] = {}
-        for file in facts:
+        for file in metadata_files:
             metadata |= read_json(file, "vae")
         sizes = _sizes(name, state, metadata)
         _log_assumptions(weights, metadata, sizes)
@@ -110,21 +109,21 @@ class ViT(DecoderKind):
         return sizes, state
 
     def space(self, files: DecoderFiles, entries: dict[str, Any]) -> LatentSpace:
-        """Return the space of normalised latents: the decoder has the statistics."""
+        """Return a space without statistics, because the module applies them."""
         return LatentSpace(
             entries["channels"], entries["patch"], scale=1.0, side=entries["side"], decoder=files
         )
 
     def build(self, entries: dict[str, Any]) -> ViTDecoder:
-        """Return the decoder."""
+        """Build the decoder."""
         return ViTDecoder(Sizes(**entries))
 
     def half(self, network: Any) -> Callable[[Tensor], Tensor]:
-        """Return the decoder in float16."""
+        """Convert the decoder to float16."""
         return half_of(network)
 
     def to_uint8_range(self, pixels: Tensor) -> Tensor:
-        """Return 255·v of pixels v = (x + 1)/2: exact for v ≥ 1/4, else v has 25 bits."""
+        """Return 255·v of v = (x + 1) / 2, which float32 computes exactly for v ≥ 1/4."""
         return (pixels + 1) / 2 * 255
 
 
@@ -132,8 +131,8 @@ KIND = ViT()
 
 
 def _sizes(name: str, state: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes of a decoder by its tensors; the heads as config.json says, else by the
-    width. Raises UsageError about `name` where they contradict each other.
+    """Infer the sizes from the tensors, and the number of heads from config.json or the width.
+    Raises UsageError about `name` if they disagree.
     """
     try:
         width, channels = state["decoder_embed.weight"].shape
@@ -147,8 +146,8 @@ def _sizes(name: str, state: Mapping[str, Tensor], metadata: Mapping[str, Any]) 
     patch = isqrt(values // 3)
     if side**2 != tokens or 3 * patch**2 != values:
         raise UsageError(
-            f"{name}: decodes {tokens} tokens to {values} values each; only squares are computed "
-            "here"
+            f"{name}: decodes {tokens} tokens to {values} values each; only square grids and "
+            "patches are supported"
         )
     must = {
         "decoder_hidden_size": width,
@@ -167,8 +166,8 @@ def _sizes(name: str, state: Mapping[str, Tensor], metadata: Mapping[str, Any]) 
     eps = metadata.get("layer_norm_eps", LAYER_NORM_EPS)
     if type(heads) is not int or heads < 1 or width % heads:
         raise UsageError(
-            f"{name}: has an unknown number of heads ({shown(heads)}) of a width of {width}; put a "
-            f"{CONFIG_FILE} with {HEADS_ENTRY} beside it"
+            f"{name}: the number of heads ({shown(heads)}) is unknown or does not divide the width "
+            f"{width}; put a {CONFIG_FILE} with {HEADS_ENTRY} next to it"
         )
     if type(eps) is not float or not 0 < eps < 1:
         raise UsageError(f"{name}: its {CONFIG_FILE} has layer_norm_eps {shown(eps)}")
@@ -176,31 +175,31 @@ def _sizes(name: str, state: Mapping[str, Tensor], metadata: Mapping[str, Any]) 
 
 
 def _log_assumptions(weights, metadata, sizes):
-    """Print what no file says, and the remedy."""
-    remedies = {}  # of what is assumed
+    """Print a notice of the values that no file contains, and how to specify them."""
+    remedies = {}  # by assumption
     if HEADS_ENTRY not in metadata:
-        heads = f"{sizes['heads']} heads, as a width of {sizes['width']} usually has"
+        heads = f"{sizes['heads']} heads, the default of width {sizes['width']}"
         remedies[heads] = f"{CONFIG_FILE} with {HEADS_ENTRY}"
     if not IMAGENET.keys() <= metadata.keys():
-        colours = "ImageNet's mean and deviation of pixels"
-        remedies[colours] = f"{PREPROCESSOR_FILE} with {' and '.join(IMAGENET)}"
+        pixel_statistics = "ImageNet's mean and std of pixels"
+        remedies[pixel_statistics] = f"{PREPROCESSOR_FILE} with {' and '.join(IMAGENET)}"
     if remedies:
         log.warning(
-            f"{shown(str(weights), 300)}: taken with {', and '.join(remedies)}; if it has others: "
-            f"put {' and '.join(remedies.values())} beside it"
+            f"{shown(str(weights), 300)}: assuming {', and '.join(remedies)}; if that is wrong: "
+            f"put {' and '.join(remedies.values())} next to it"
         )
 
 
 def _pixel_statistics(file: Path, metadata: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return mean and deviation of pixels in (0, 1), (3, 1, 1). Raises UsageError."""
-    colours = {name: metadata.get(name, usual) for name, usual in IMAGENET.items()}
-    for name, values in colours.items():
+    """Return mean and std (3, 1, 1) of pixels in (0, 1); default: ImageNet's."""
+    statistics = {name: metadata.get(name, default) for name, default in IMAGENET.items()}
+    for name, values in statistics.items():
         numbers = values if isinstance(values, list) else []
         valid = [type(x) in (int, float) and 0 <= x <= 1 for x in numbers]
         if valid != [True] * 3 or (name == "image_std" and 0 in numbers):
             raise UsageError(
-                f"says {name} {shown(values)}, which must be three numbers from 0 to 1",
+                f"has {name} {shown(values)}, which must be three numbers from 0 to 1",
                 parameter="vae",
                 value=file,
             )
-    return {name: torch.tensor(values).float().view(3, 1, 1) for name, values in colours.items()}
+    return {name: torch.tensor(values).float().view(3, 1, 1) for name, values in statistics.items()}

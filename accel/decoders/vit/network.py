@@ -1,11 +1,11 @@
-"""The decoder half of a representation autoencoder (Zheng et al. 2025, arXiv:2510.11690): a
-ViT over a token a latent position, each of which becomes a patch of pixels.
+"""The decoder of a representation autoencoder (Zheng et al. 2025, arXiv:2510.11690): a ViT that
+turns each latent position, as a token, into a patch of pixels.
 
     z = z·√(var + ε) + mean; x = [cls; W z] + positions
     x = x + Attention(LN(x)); x = x + MLP(LN(x)), the MLP with exact GELU
-    patches = W LN(x), without the cls token's
+    patches = W LN(x), without the cls token
 
-In float32, and in float16 with a float32 residual stream, LayerNorm and softmax statistics.
+The float16 version keeps the residual stream, LayerNorm and softmax statistics in float32.
 """
 
 from collections import OrderedDict
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class Sizes(NamedTuple):
-    """Sizes of a decoder. side: of a latent; patch: pixels of a side that a token becomes."""
+    """Sizes of a decoder. side: of the latent; patch: side of a token's patch in pixels."""
 
     channels: int
     side: int
@@ -32,25 +32,25 @@ class Sizes(NamedTuple):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
-    """Return softmax(q kᵀ / √d) v of tokens (N, T, D), by heads of width d."""
+    """Multi-head attention softmax(q kᵀ / √d) v of tokens (N, T, D), with head width d."""
     q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))  # (N, H, T, d)
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
 class Linear(nn.Linear):
-    """A linear layer that reads its input in the dtype of its weight."""
+    """A linear layer that casts its input to the dtype of its weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype))
 
 
 def dense(inputs: int, outputs: int) -> nn.Module:
-    """Return a linear layer under the name that files give it."""
+    """Build a linear layer under the checkpoint's name, `dense`."""
     return nn.Sequential(OrderedDict(dense=Linear(inputs, outputs)))
 
 
 def fused(layers: list[Any]) -> Linear:
-    """Return layers of one input as one: a single GEMM."""
+    """Fuse linear layers with the same input into a single GEMM."""
     layer = Linear(1, 1, device="meta")
     layer.weight = nn.Parameter(torch.cat([part.weight for part in layers]))
     layer.bias = nn.Parameter(torch.cat([part.bias for part in layers]))
@@ -64,7 +64,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = heads
         layers = {name: Linear(width, width) for name in ("query", "key", "value")}
-        self.attention = nn.ModuleDict(layers)  # or one, which computes all
+        self.attention = nn.ModuleDict(layers)  # fused to "qkv" in float16
         self.output = dense(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -90,14 +90,14 @@ class Layer(nn.Module):
 
 
 class ViTDecoder(nn.Module):
-    """Latents (N, C, L, L) → pixels (N, 3, H, W) in (-1, 1). Its state-dict keys are those of
-    published files; `latent_` and `image_` begin those of statistics.
+    """Latents (N, C, L, L) → pixels (N, 3, H, W) in (-1, 1), with the state-dict keys of published
+    files and buffers for the statistics.
     """
 
-    latent_mean: Tensor  # (C, L, L), and
-    latent_std: Tensor
-    image_mean: Tensor  # (3, 1, 1), of pixels in (0, 1), and
-    image_std: Tensor
+    latent_mean: Tensor  # (C, L, L)
+    latent_std: Tensor  # (C, L, L)
+    image_mean: Tensor  # (3, 1, 1), for pixels in (0, 1)
+    image_std: Tensor  # (3, 1, 1)
 
     def __init__(self, sizes: Sizes):
         super().__init__()
@@ -115,7 +115,7 @@ class ViTDecoder(nn.Module):
         self.decoder_pred = Linear(width, 3 * sizes.patch**2)
 
     def forward(self, z: Tensor) -> Tensor:
-        z = z * self.latent_std + self.latent_mean  # of the autoencoder
+        z = z * self.latent_std + self.latent_mean
         tokens = self.decoder_embed(z.flatten(2).transpose(1, 2))  # (N, L·L, D)
         cls = self.trainable_cls_token.expand(len(z), -1, -1)
         x = torch.cat([cls, tokens], 1) + self.decoder_pos_embed
@@ -130,11 +130,10 @@ class ViTDecoder(nn.Module):
 
 
 def half_of(decoder: ViTDecoder, dtype: torch.dtype = torch.float16) -> ViTDecoder:
-    """Return the decoder with linear layers in half precision.
+    """Copy the decoder with linear layers in half precision.
 
-    GEMMs and attention read and write half precision and accumulate in float32; sums with the
-    residual stream are float32. A value that overflows float16 enters the residual stream, and
-    turns the picture into NaN.
+    GEMMs and attention accumulate in float32, and the residual stream is float32. A value that
+    overflows float16 reaches the residual stream and turns the image into NaN.
     """
     half = deepcopy(decoder)
     for module in list(half.modules()):

@@ -1,14 +1,14 @@
-"""A folder of many pictures for FID: made by many ranks, killed at any moment, continued
-with the same command.
+"""Sample a folder of pictures for FID on any number of ranks. A job that was killed at any point
+resumes with the same command.
 
-    <folder>/000000.png …        the pictures; a file under such a name is finished
-    <folder>/.job/settings.json  the settings that decide their bits; a start with others is refused
-    <folder>/.job/lock           the lock of the job that is running
-    <folder>/.job/npz.json       a record of the archive's bytes
-    <folder>/.job/…              the GEMM algorithms that the autotuner chose, on a GPU
-    <folder>.npz                 arr_0 (N, H, W, 3) uint8, as the FID evaluators read it
+    <folder>/000000.png …        complete pictures: a file gets its name when it is on disk
+    <folder>/.job/settings.json  all settings that affect a bit; resuming with others is refused
+    <folder>/.job/lock           locked by the running job
+    <folder>/.job/npz.json       SHA-256 of the archive
+    <folder>/.job/…              GEMM algorithms chosen by the autotuner, on a GPU
+    <folder>.npz                 arr_0 (N, H, W, 3) uint8, the input of FID evaluators
 
-job.py makes a `Plan`. Inside `locked` it loads its Pipeline, and calls `fill`.
+job.py creates the `Plan`, loads the Pipeline within `locked`, and calls `fill`.
 """
 
 import logging
@@ -43,9 +43,8 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def locked(folder: Path, ranks: Ranks) -> Iterator[None]:
-    """Make the folder and keep other jobs out of it. Load the network inside too: its
-    autotuner writes to the folder. Raises UsageError on every rank if another job is at
-    work there, or if this user may not write there.
+    """Create the folder and lock it. Load the network within, because its autotuner writes to the
+    folder. Raises UsageError on every rank if another job runs there or permissions are missing.
     """
     with ExitStack() as stack:
         ranks.run_collectively(lambda: stack.enter_context(folder_lock(folder)), only=0)
@@ -54,29 +53,29 @@ def locked(folder: Path, ranks: Ranks) -> Iterator[None]:
 
 
 def _require_access(folder):
-    """Raise UsageError where this user may not write or list, before weights are loaded."""
+    """Raise UsageError if the folder is not readable and writable, before weights are loaded."""
     remedy = "give yourself the right to write there and list it, or use another"
-    for place in (folder, folder / ".job", folder.parent):
-        with path_errors("sample_dir", place, remedy):
-            require_writable(place)
-            if place != folder.parent:
-                os.listdir(place)
+    for path in (folder, folder / ".job", folder.parent):
+        with path_errors("sample_dir", path, remedy):
+            require_writable(path)
+            if path != folder.parent:
+                os.listdir(path)
     with path_errors("sample_dir", npz_path(folder)):
         require_name(npz_path(folder))
 
 
 def tuner_folders(folder: Path) -> list[Path]:
-    """Return the folders of the GEMM autotuner's choices: the job's own, since another
-    algorithm rounds differently, then the user's cache.
+    """Return the cache folders of the GEMM autotuner: the job's, because a resumed job must use
+    the same algorithms, then the user's.
     """
     return [folder / ".job", cache_folder()]
 
 
 def fill(plan: Plan, ranks: Ranks, settings: dict, pipeline: Pipeline, watch: Stopwatch) -> None:
-    """Make the missing pictures of `plan` and their .npz. settings: as for `open_folder`.
+    """Sample the missing pictures of `plan` and write the .npz. settings: as for `open_folder`.
 
-    Raises Stopped when asked to stop, UsageError where ranks differ in settings, the folder
-    holds something else or the disk is full.
+    Raises Stopped when asked to stop; UsageError if settings differ between ranks or from the
+    folder's, or if the disk is full.
     """
     ranks.require_equal(settings, MACHINE_SETTINGS)
     if plan.labels == "class_by_class" and plan.count % plan.num_classes:
@@ -87,8 +86,8 @@ def fill(plan: Plan, ranks: Ranks, settings: dict, pipeline: Pipeline, watch: St
     folder = plan.folder
     batches = Batches(plan, ranks.rank, ranks.world)
     archive = Archive(folder, plan.count, plan.image_size)
-    # Rank 0's view for all: each node has its own, older view of a network file system,
-    # and ranks with different views would leave batches to each other.
+    # Only rank 0 lists the folder: the views of a network file system may differ between nodes,
+    # and a batch could be left out.
     finished = ranks.from_rank_0(lambda: _open_folder(batches, archive, settings))
     with disk_errors(folder):
         if len(finished) < batches.count:
@@ -102,7 +101,7 @@ def fill(plan: Plan, ranks: Ranks, settings: dict, pipeline: Pipeline, watch: St
 
 @contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
-    """Turn an OSError of the block into a UsageError that says how to resume."""
+    """Convert OSError to UsageError with the remedy: free space and resume."""
     try:
         yield
     except OSError as error:
@@ -110,24 +109,24 @@ def disk_errors(folder: Path) -> Iterator[None]:
             raise
         raise UsageError(
             f"{error.strerror} at {error.filename or folder}",
-            "mend that or free some space, and start again with the same command to resume",
+            "fix that or free some space, and start again with the same command to resume",
             parameter="sample_dir",
         ) from None
 
 
 def _open_folder(batches, archive, settings):
-    """Open the folder on rank 0. Return the finished batches."""
+    """Open the folder, on rank 0. Return the finished batches."""
     with disk_errors(archive.folder):
         grown = open_folder(archive.folder, settings, batches.plan.can_grow)
         finished = batches.finished()
         if grown or len(finished) < batches.count:
-            archive.forget()  # it may be of other pictures: other kernels round otherwise
+            archive.forget()  # its pictures may change, for other kernels round differently
         return finished
 
 
 def _make_pictures(pipeline, watch, plan, ranks, batches, finished):
-    """Make this rank's share of the batches that are not finished. Raises Stopped if any
-    rank was asked to stop.
+    """Sample this rank's share of the unfinished batches. Raises Stopped if any rank was asked
+    to stop.
     """
     todo = batches.to_draw(finished)
     already = sum(len(batches.pictures(batch)) for batch in finished)
@@ -141,14 +140,14 @@ def _make_pictures(pipeline, watch, plan, ranks, batches, finished):
             smoothing=0.1,
             disable=ranks.rank > 0,
         ) as bar,
-        ThreadPoolExecutor(1) as background,  # writes a batch while the next is sampled
+        ThreadPoolExecutor(1) as background,  # writes one batch while the next is sampled
     ):
         written = background.submit(lambda: None)
         while todo and not ranks.stopping:
             batch = todo.pop(0)
             z, labels, draw = noise.batch(batch)
             if batch in finished:
-                # A CUDA generator's offset could be advanced, a CPU's not.
+                # Draw, since a CPU generator has no offset to advance.
                 with watch.phase("noise"):
                     for _ in range(pipeline.process.noise_draws):
                         draw()
@@ -157,7 +156,7 @@ def _make_pictures(pipeline, watch, plan, ranks, batches, finished):
                 latents = pipeline.denoise(z, labels, draw)
             with watch.phase("decode"):
                 pixels = to_uint8(pipeline.decode(latents), pipeline.decoder.to_uint8_range).numpy()
-            written.result()  # at most one batch waits in memory
+            written.result()  # keep at most one batch in memory
             numbers = batches.pictures(batch)
             written = background.submit(write_pictures, plan.folder, numbers, pixels)
             bar.update(already + ranks.add(len(pixels)) - bar.n)

@@ -1,8 +1,6 @@
-"""The folder of an FID job: the plan, its batches and pictures, and the settings that
-make them.
+"""The folder of an FID job: its plan, batches, pictures and recorded settings.
 
-A picture gets its name when its bytes are on disk: a file under a picture's name is a
-finished picture.
+A picture gets its name only when its bytes are on disk, so every named picture is complete.
 """
 
 import io
@@ -32,66 +30,66 @@ from accel.io.filesystem import (
 
 log = logging.getLogger(__name__)
 
-KERNELS_SETTING = "this code's kernels"  # the setting that may change while a job is interrupted
-COUNT_SETTING = "--num-fid-samples"  # the setting that may grow
-# Settings that older records have beside their outcome, such as the contents of --ckpt. Only a job
-# that has them itself compares them.
+KERNELS_SETTING = "this code's kernels"  # may change between interruption and resumption
+COUNT_SETTING = "--num-fid-samples"  # may grow
+# Flags that older versions recorded in addition to their effect, such as the contents of --ckpt.
+# They are ignored in the record unless the current job records them too.
 LEGACY_SETTINGS = {"--num-heads", "--weights-entry", "--balanced-labels"}
-# Settings that nodes of one job may differ in.
+# Settings that may differ between the nodes of one job.
 MACHINE_SETTINGS = {"device", "torch", "number of threads", KERNELS_SETTING}
-# Threads that compress PNGs: 16 ms per picture of 256 px, 60 ms of 512 px. Four keep up
-# with twice what an H200 makes.
+# PNG compression takes 16 ms per picture of 256 px and 60 ms of 512 px. Four threads are twice as
+# fast as an H200 samples.
 WRITER_THREADS = 4
 
 
 class Plan(NamedTuple):
-    """The pictures that an FID job has to make."""
+    """The pictures that an FID job samples."""
 
     folder: Path
-    count: int  # type: ignore[assignment]  # pictures of the archive; upstream's way makes some more
-    batch_size: int  # pictures that a rank makes at a time
+    count: int  # type: ignore[assignment]  # pictures in the archive; upstream's order rounds up
+    batch_size: int  # pictures per rank
     seed: int
     num_classes: int
-    image_size: int  # pixels of a side
+    image_size: int
     latent: tuple[int, int, int]  # (C, L, L)
-    # Rows of noise that a step of upstream's stream draws for a picture: 2 with guidance, else 1.
+    # Rows of noise per picture and step in upstream's stream: 2 with guidance, else 1.
     drawn: int = 2
     labels: LabelOrder = "random"
-    # Noise and labels are keyed by picture; else upstream's stream, one seed per rank.
+    # Seed noise and labels per picture; else upstream's stream, with one seed per rank.
     independent: bool = False
 
     @property
     def can_grow(self) -> bool:
-        """Return whether the first pictures are those of a plan of more."""
+        """Whether a plan with a larger count begins with the same pictures."""
         return self.labels in ("random", "by_number")
 
     @property
     def batch_sizes(self) -> set[int]:
-        """Return the numbers of pictures in a batch: upstream's way makes whole ones."""
+        """The distinct batch sizes; batches of upstream's order are never partial."""
         if not self.independent:
             return {self.batch_size}
         return {min(self.batch_size, self.count), self.count % self.batch_size} - {0}
 
 
 class Batches:
-    """The division of a plan's pictures into batches and ranks.
+    """The division of a plan's pictures into batches.
 
-    Upstream's way: in a round each rank makes n pictures, interleaved by rank or, class by
-    class, in a row; the total is rounded up to whole rounds. The world-independent way: a
-    round is one batch, made by any rank; the last may be smaller.
+    Upstream's order: in each round, every rank samples one batch; numbers are interleaved by rank
+    or, for "class_by_class", consecutive; the total is rounded up to whole rounds. Independent of
+    the world size: a round is one batch of any rank, and the last batch may be partial.
     """
 
     def __init__(self, plan: Plan, rank: int, world: int):
         self.plan = plan
         self.rank = rank
         self.world = world
-        self.in_round = 1 if plan.independent else world  # batches; pictures are interleaved
+        self.in_round = 1 if plan.independent else world  # batches per round
         rounds = ceil(plan.count / (self.in_round * plan.batch_size))
         self.count = self.in_round * rounds  # batches of all ranks
         self.total = plan.count if plan.independent else self.count * plan.batch_size
 
     def finished(self) -> set[int]:
-        """Return the batches of all ranks whose pictures are all in the folder."""
+        """Return the batches, of all ranks, whose pictures all exist."""
         files = {entry.name for entry in os.scandir(self.plan.folder) if entry.is_file()}
         return {
             batch
@@ -100,8 +98,8 @@ class Batches:
         }
 
     def to_draw(self, finished: Collection[int]) -> list[int]:
-        """Return the batches whose noise this rank draws, in order: its share of those that are
-        not in `finished`; in upstream's stream also the finished ones before its last.
+        """Return the batches whose noise this rank draws, in order: its share of the unfinished
+        batches; in upstream's stream also the finished batches in between.
         """
         if self.plan.independent:
             left = [batch for batch in range(self.count) if batch not in finished]
@@ -111,8 +109,8 @@ class Batches:
         return [batch for batch in batches if batch <= last]
 
     def pictures(self, batch: int) -> range:
-        """Return the picture numbers of a batch. In upstream's way, batch i·world + rank
-        is the i-th of that rank.
+        """Return the picture numbers of a batch. In upstream's order, batch i·world + rank is the
+        i-th batch of that rank.
         """
         step = 1 if self.plan.labels == "class_by_class" else self.in_round
         index, offset = divmod(batch, step)
@@ -121,27 +119,23 @@ class Batches:
         return range(first + offset, min(first + size, self.total), step)
 
     def first_of_rank(self, batch: int) -> int:
-        """Return the position of a batch's first picture where each rank's pictures stand in
-        a row, rank 0's first.
-        """
+        """Return the index of the batch's first picture if all pictures were ordered by rank."""
         index, offset = divmod(batch, self.in_round)
         return (offset * (self.count // self.in_round) + index) * self.plan.batch_size
 
 
 def npz_path(folder: Path) -> Path:
-    """Return the path of the archive of a folder's pictures."""
+    """Return the path of a folder's archive."""
     return folder.with_name(f"{folder.name}.npz")
 
 
 def picture_name(number: int) -> str:
-    """Return the name of a picture's file."""
+    """Return the file name of a picture."""
     return f"{number:06d}.png"
 
 
 def write_pictures(folder: Path, numbers: range, pixels: np.ndarray) -> None:
-    """Write pixels (n, H, W, 3) uint8 as PNGs. Each is on disk before it has its name. Those that
-    are there stay.
-    """
+    """Write pixels (n, H, W, 3) uint8 as PNGs, durably. Existing pictures are kept."""
 
     def write(number, picture):
         path = folder / picture_name(number)
@@ -156,17 +150,17 @@ def write_pictures(folder: Path, numbers: range, pixels: np.ndarray) -> None:
 
 
 def read_picture(path: Path, size: int) -> np.ndarray:
-    """Return pixels (size, size, 3) uint8 of a whole PNG. Raises UsageError for any other
-    file. It takes half the time of accel.io.picture_files, whose checks of colours it leaves out.
+    """Read a complete PNG as (size, size, 3) uint8. Raises UsageError for any other file. Twice as
+    fast as accel.io.picture_files, which also checks colours.
     """
     try:
         content = read_small(path, 2**28)
         with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
-            image.verify()  # the checksum of every chunk; decoding checks none
+            image.verify()  # checksums, which decoding ignores
         with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
             if (image.size, image.mode) == ((size, size), "RGB"):
                 return np.asarray(image)
-    # SyntaxError: a damaged chunk
+    # SyntaxError: a corrupt chunk
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
         pass
     raise UsageError(
@@ -176,13 +170,13 @@ def read_picture(path: Path, size: int) -> np.ndarray:
 
 
 def open_folder(folder: Path, settings: dict, can_grow: bool = False) -> bool:
-    """Open the folder for a job with `settings`: plain JSON, all that decides the
-    pictures' bits by the names that a user knows. Remove files that killed jobs left
-    unfinished. can_grow: whether the job may add pictures to a folder that was begun for fewer.
-    Return whether it does. Raises UsageError if the folder's pictures were made otherwise.
+    """Record `settings` in a new folder, or compare them with the record; remove partial files of
+    killed jobs. settings: all that affects the pictures' bits, plain JSON, by flag. can_grow: the
+    job may increase the number of pictures. Return whether it does. Raises UsageError if the
+    settings differ.
     """
-    home = folder / ".job"
-    record = home / "settings.json"
+    job_folder = folder / ".job"
+    record = job_folder / "settings.json"
     npz = npz_path(folder)
     pictures = (
         entry for entry in os.scandir(folder) if entry.name.endswith(".png") and entry.is_file()
@@ -194,31 +188,30 @@ def open_folder(folder: Path, settings: dict, can_grow: bool = False) -> bool:
     if is_new or grows:
         with atomic_write(record, "w", durable=True, through_link=False) as file:
             json.dump(settings, file, indent=2)
-        for changed in (home, folder, folder.parent):
+        for changed in (job_folder, folder, folder.parent):
             sync_folder(changed)
     remove_partial_files(folder, r"\d+\.png")
     remove_partial_files(npz.parent, re.escape(temporary_stem(npz.name)))
-    remove_partial_files(home, ".*")
+    remove_partial_files(job_folder, ".*")
     return grows
 
 
 def _check_record(folder: Path, record: Path, settings: dict, can_grow: bool) -> bool:
-    """Return whether `settings` are of more pictures than those in the file `record` of `folder`,
-    and the same otherwise. Raises UsageError unless they are these or equal.
+    """Compare `settings` with the file `record`. Return whether they only increase the number of
+    pictures. Raises UsageError for any other difference.
     """
     try:
         earlier = read_json(record)
     except (OSError, ValueError):
         raise UsageError(
-            f"{folder} holds pictures, or its .npz is there, without a record of how they were "
-            f"made ({record} is missing or damaged)",
+            f"{folder} contains pictures or its .npz exists, without a record of their settings "
+            f"({record} is missing or corrupt)",
             "move them, or use another `sample_dir`",
             parameter="sample_dir",
         ) from None
     if earlier.get(KERNELS_SETTING) != settings.get(KERNELS_SETTING):
         log.warning(
-            f"{folder}: was begun by other kernels; pictures from here on may differ in their "
-            "last bits"
+            f"{folder}: was begun with other kernels; new pictures may differ in their last bits"
         )
     free = {KERNELS_SETTING} | (LEGACY_SETTINGS - settings.keys())
     grows = earlier.get(COUNT_SETTING, 0) < settings.get(COUNT_SETTING, 0)

@@ -1,6 +1,4 @@
-"""An FID job, from its options to its folder: its plan, and the record of all that decides its
-pictures' bits.
-"""
+"""Run an FID job: make its plan and the record of all settings that affect the pictures."""
 
 import logging
 import platform
@@ -27,7 +25,7 @@ from accel.sampling.guidance import CHANNELS
 
 log = logging.getLogger(__name__)
 
-# Options that are recorded by their outcome, or decide no bit.
+# Options that affect no bit, or are recorded by their effect, such as the contents of --ckpt.
 NOT_RECORDED = {
     "ckpt",
     "config",
@@ -42,8 +40,8 @@ NOT_RECORDED = {
     "vae_precision",
     "weights_entry",
 }
-# Options that older folders, which may be resumed, lack: recorded only where they differ
-# from these values.
+# Options that are missing in folders of older versions: recorded only if not equal to these values,
+# so that such folders can be resumed.
 SETTINGS_ADDED_LATER = {
     "guidance_interval": (0.0, 1.0),
     "guidance_channels": CHANNELS,
@@ -51,14 +49,13 @@ SETTINGS_ADDED_LATER = {
     "noise_scale": Defaults().noise_scale,
     "t_eps": Defaults().t_eps,
 }
-# Published files, and the last ones of training runs, have these names in a folder each, whose
-# name tells them apart.
+# File names that many checkpoints share: the folder's name appears in place of them.
 SHARED_NAMES = {"model", "stage2_model", "checkpoint-last"}
-UNNAMED_SAMPLERS = ("ddpm", "ddim", "sde")  # not in a folder's name
+UNNAMED_SAMPLERS = ("ddpm", "ddim", "sde")  # not part of the folder's name
 
 
 def make_folder(options: Options, ranks: Ranks) -> None:
-    """Make the folder of an FID job and its .npz: open, lock, load, fill. Raises as `fid.fill`."""
+    """Open the request, lock the folder, load and sample. Raises as `fid.fill`."""
     ranks.run_collectively(lambda: require_seeds(options, ranks.world), only=0)
     run, watch = open_on_ranks(options, ranks)
     plan = plan_of(run)
@@ -76,9 +73,7 @@ def make_folder(options: Options, ranks: Ranks) -> None:
 
 
 def require_seeds(options: Options, world: int) -> None:
-    """Raise UsageError for a seed from which upstream's stream gives a rank one of more than 64
-    bits.
-    """
+    """Raise UsageError if upstream's rank seeds, seed · world + rank, exceed 64 bits."""
     seed = options.get("seed", DEFAULTS["seed"])
     if options.get("world_independent_noise") or -(2**63) <= seed * world <= 2**64 - world:
         return
@@ -91,9 +86,7 @@ def require_seeds(options: Options, world: int) -> None:
 
 
 def too_large(run: Run) -> str:
-    """Return the error for a batch that does not fit in memory: the parameter that asks for it,
-    and the remedy.
-    """
+    """Return the message of the error for a batch that does not fit in memory."""
     return (
         f"`per_proc_batch_size={run['per_proc_batch_size']}`: does not fit in free GPU memory; use "
         "a smaller one"
@@ -101,7 +94,7 @@ def too_large(run: Run) -> str:
 
 
 def plan_of(run: Run) -> Plan:
-    """Return the pictures that a job has to make."""
+    """Return the plan of a job."""
     side = run.latent_size
     return Plan(
         folder=folder_of(run),
@@ -118,11 +111,11 @@ def plan_of(run: Run) -> Plan:
 
 
 def folder_of(run: Run) -> Path:
-    """Return the pictures' folder by upstream's rule, with options that upstream lacks before
-    the seed: samples/DiT-XL-2-pretrained-size-256-vae-ema-cfg-1.5-seed-0.
+    """Return the folder by upstream's naming rule, with this fork's options before the seed:
+    samples/DiT-XL-2-pretrained-size-256-vae-ema-cfg-1.5-seed-0.
 
-    Weights and decoders given as files or folders appear by their last name, or that of their
-    folder, the model's own as "pretrained".
+    Checkpoints and decoders appear as their file or folder name, published weights as
+    "pretrained".
     """
     changed = ""
     if run["sampler"] not in UNNAMED_SAMPLERS:
@@ -144,8 +137,8 @@ def folder_of(run: Run) -> Path:
 
 
 def warn_of_legacy_folder(run: Run) -> None:
-    """Name a folder that was begun with the defaults of earlier versions, which were a grid's, if
-    this run is about to begin another.
+    """Warn if a new folder would be created although one exists with the former defaults, which
+    were a grid's.
     """
     legacy: dict[str, Any] = {}
     if run["ckpt"] is None and run.origins["image_size"] != USER:
@@ -168,9 +161,7 @@ def _last_name(given):
 
 
 def record_of(run: Run, pipeline: Pipeline, world: int) -> dict:
-    """Return all that decides a picture's bits, by the name of its flag if it has one; plain
-    JSON.
-    """
+    """Return all settings that affect a picture's bits, by flag where there is one, as JSON."""
     record = {}
     for option in OPTIONS.values():
         value = run[option.name]
@@ -181,7 +172,7 @@ def record_of(run: Run, pipeline: Pipeline, world: int) -> dict:
         ):
             continue
         if option.name == "balanced_labels" and len({*run.spec.family.label_orders}) == 1:
-            continue  # the family has one order of labels
+            continue  # the option has no effect in this family
         value = list(value) if isinstance(value, tuple) else value  # as in JSON
         record[option.flag_names(ranks=True)[0]] = value
     device = pipeline.device
@@ -198,7 +189,7 @@ def record_of(run: Run, pipeline: Pipeline, world: int) -> dict:
     if run.guide is not None:
         record["--guide (contents)"] = run.guide.digest()
     elif run["cfg_scale"] < 1:
-        record["guidance below a scale of 1"] = True  # older folders have none
+        record["guidance below a scale of 1"] = True  # missing in older folders
     if device.type == "cpu":
         record["number of threads"] = torch.get_num_threads()
     if not run["world_independent_noise"]:
@@ -207,7 +198,7 @@ def record_of(run: Run, pipeline: Pipeline, world: int) -> dict:
 
 
 def _decoder_precision(pipeline: Pipeline) -> str:
-    """Return the arithmetic of a decoder that is loaded, and its weights checked."""
+    """Load the decoder and return its precision, which depends on the check of its weights."""
     assert pipeline.decoder is not None
     return pipeline.decoder.load().precision
 

@@ -1,4 +1,4 @@
-"""Lock a folder for one job. The lock is flock, which ends with the process that holds it."""
+"""Lock a folder for one job with flock, which the kernel releases when the process ends."""
 
 import fcntl
 import logging
@@ -13,21 +13,20 @@ from accel.errors import UsageError, path_errors, shown
 
 log = logging.getLogger(__name__)
 
-RELEASE_TIMEOUT_S = 2.0  # seconds that a killed process may take to end
+RELEASE_TIMEOUT_S = 2.0  # a killed process needs time to exit
 
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Make the folder and keep other jobs out of it inside. UsageError names the job that
-    is at work there.
+    """Create the folder and lock it. Raises UsageError that names the running job if it is locked.
 
-    A file system without flock gets a line that says so.
+    On a file system without flock, a notice is printed.
     """
     path = folder / ".job" / "lock"
     with ExitStack() as stack:
         with path_errors("sample_dir", folder, "free some space, or use another"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Unbuffered: closing writes nothing, so a full disk is found here.
+            # Unbuffered, so that a full disk fails here and not in close().
             file = stack.enter_context(path.open("a+b", buffering=0))
             _lock(folder, file)
             file.truncate(0)
@@ -37,7 +36,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 
 def _lock(folder, file):
-    """Lock an open file. Raises UsageError if another process holds the lock."""
+    """Lock an open file. Raises UsageError if another process has the lock."""
     deadline = time.monotonic() + RELEASE_TIMEOUT_S
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Noise and labels of an FID job: upstream's stream, or keyed by picture."""
+"""Noise and labels of an FID job: from upstream's random stream, or seeded per picture."""
 
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -10,14 +10,13 @@ from accel.jobs.fid.folder import Batches, Plan
 from accel.sampling import upstream_noise
 from accel.sampling.process import Process
 
-# z (n, C, L, L) and labels (n,) of a batch, and the function that draws the noise of a step
+# z (n, C, L, L), labels (n,) and a function that draws the noise of one step
 BatchNoise = tuple[Tensor, Tensor, Callable[[], Tensor]]
 
 
 def labels_of(batches: Batches, batch: int, drawn: Tensor) -> Tensor:
-    """Return labels (n,) of a batch in the plan's `LabelOrder`. drawn (n,): random labels,
-    on the device. They are drawn for labels by number too, so the noise is that of a job with
-    random labels.
+    """Return labels (n,) of a batch in the plan's `LabelOrder`. drawn (n,): random labels. They
+    are also drawn for "by_number", so that the noise does not depend on the order.
     """
     plan = batches.plan
     classes = plan.num_classes
@@ -31,43 +30,42 @@ def labels_of(batches: Batches, batch: int, drawn: Tensor) -> Tensor:
     if plan.labels == "by_number":
         labels = [number % classes for number in pictures]
     else:
-        last = classes - 1  # of the pictures beyond the plan's
+        last = classes - 1  # for pictures beyond the plan's count
         labels = [min(number * classes // plan.count, last) for number in pictures]
     return torch.tensor(labels, device=drawn.device)
 
 
 @lru_cache(maxsize=1)
 def permuted_labels(count: int, num_classes: int, seed: int, total: int) -> Tensor:
-    """Return labels (total,): count // num_classes of each class, permuted by the CPU's
-    generator of `seed`, then random ones of the same generator.
+    """Return labels (total,): count // num_classes of each class in random order, then random
+    labels, all from a CPU generator seeded with `seed`.
     """
     generator = torch.Generator().manual_seed(seed)
-    of_each = torch.arange(num_classes).repeat_interleave(count // num_classes)
-    permutation = torch.randperm(len(of_each), generator=generator)
-    rest = torch.randint(0, num_classes, (total - len(of_each),), generator=generator)
-    return torch.cat([of_each[permutation], rest])
+    balanced = torch.arange(num_classes).repeat_interleave(count // num_classes)
+    permutation = torch.randperm(len(balanced), generator=generator)
+    rest = torch.randint(0, num_classes, (total - len(balanced),), generator=generator)
+    return torch.cat([balanced[permutation], rest])
 
 
 class UpstreamNoise:
-    """Upstream's stream on the device's own generator: seeded once per rank, then one batch
-    after the other.
+    """Upstream's random stream: the device's default generator, seeded once per rank.
 
-    A batch draws z, labels and the noise of its steps, n · `Plan.drawn` rows each. Class by class
-    and permuted it draws no labels.
+    Each batch draws z, labels (not for "class_by_class" and "permuted") and the noise of its
+    steps, n · `Plan.drawn` rows each.
     """
 
     def __init__(self, plan: Plan, batches: Batches, device: torch.device, process: Process):
         self.plan = plan
         self.batches = batches
         self.device = device
-        self.of_steps = torch.default_generator if process.noise_from_cpu else None
+        self.step_generator = torch.default_generator if process.noise_from_cpu else None
         by_class = plan.labels == "class_by_class"
         first_seed = plan.seed if by_class else plan.seed * batches.world
         torch.manual_seed(first_seed + batches.rank)
 
     def batch(self, batch: int) -> BatchNoise:
-        """Draw z and labels of this rank's next batch. The noise of all its steps must be drawn
-        before the batch after it.
+        """Draw z and labels of this rank's next batch. Draw the noise of all steps before calling
+        this again.
         """
         plan = self.plan
         device = self.device
@@ -76,14 +74,12 @@ class UpstreamNoise:
         drawn = z[:0]
         if plan.labels in ("random", "by_number"):
             drawn = torch.randint(0, plan.num_classes, (n,), device=device)
-        draw = upstream_noise(z, plan.drawn, generator=self.of_steps)
+        draw = upstream_noise(z, plan.drawn, generator=self.step_generator)
         return z, labels_of(self.batches, batch, drawn), draw
 
 
 class PictureNoise:
-    """Noise and label keyed by the picture's number, a generator each: every rank draws
-    the same for a picture.
-    """
+    """Noise and labels from one generator per picture, independent of rank and batch size."""
 
     def __init__(self, plan: Plan, batches: Batches, device: torch.device, process: Process):
         self.plan = plan
@@ -95,8 +91,8 @@ class PictureNoise:
         plan = self.plan
         device = self.device
         pictures = self.batches.pictures(batch)
-        # The odd factor keeps the seeds of one job apart in their low 32 bits, all that
-        # the CPU's generator takes.
+        # The odd factor makes the low 32 bits of a job's seeds distinct: the CPU generator uses
+        # only those bits.
         seeds = [(plan.seed * 0x9E3779B97F4A7C15 + number) % 2**63 for number in pictures]
         generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
 

@@ -1,8 +1,6 @@
-"""The .npz of an FID job: arr_0 (N, H, W, 3) uint8, uncompressed, as the FID evaluators
-read it.
+"""The .npz of an FID job: arr_0 (N, H, W, 3) uint8, uncompressed, for FID evaluators.
 
-.job/npz.json records its SHA-256. A later start reads the archive at the speed of the
-disk and compares.
+.job/npz.json records its SHA-256, by which a resumed job verifies an existing archive.
 """
 
 import json
@@ -22,12 +20,12 @@ from accel.jobs.fid.folder import npz_path, picture_name, read_picture
 
 log = logging.getLogger(__name__)
 
-READER_THREADS = 4  # threads that decode PNGs
-READ_AHEAD = 8  # pictures that are read ahead
+READER_THREADS = 4  # decode PNGs
+READ_AHEAD = 8  # pictures in memory
 
 
 class Archive:
-    """The archive of pictures 0 … count - 1 of `folder`, each (size, size, 3)."""
+    """The archive of pictures 0 … count − 1 of `folder`, each (size, size, 3)."""
 
     def __init__(self, folder: Path, count: int, size: int):
         self.path = npz_path(folder)
@@ -37,24 +35,22 @@ class Archive:
         self.record = folder / ".job" / "npz.json"
 
     def problem(self) -> str | None:
-        """Read the existing archive and compare it with its record. Return what is wrong, or
-        None.
-        """
+        """Verify the existing archive against its record. Return a problem, or None."""
         try:
             record = read_json(self.record)
             with open_regular(self.path) as file:
                 intact = record == {"sha256": sha256_of(file)}
         except (OSError, ValueError):
-            return "has no record of its contents, as where pictures were added"
-        return None if intact else "is not as it was written"
+            return "has no record of its contents, perhaps because pictures were added"
+        return None if intact else "was changed since it was written"
 
     def forget(self) -> None:
-        """Remove the record: the archive will be written again."""
+        """Remove the record, so that the archive is written again."""
         self.record.unlink(missing_ok=True)
         sync_folder(self.record.parent)
 
     def complete(self, stopping: Callable[[], bool]) -> None:
-        """Write the archive, unless it is there as it was written. Raises as `write`."""
+        """Write the archive unless it exists and is intact. Raises as `write`."""
         if self.path.exists():
             problem = self.problem()
             if problem is None:
@@ -63,10 +59,8 @@ class Archive:
         self.write(stopping)
 
     def write(self, stopping: Callable[[], bool]) -> None:
-        """Write the archive, few pictures in memory at a time.
-
-        Raises UsageError for a file that is not a whole picture, Stopped when
-        `stopping()` says so.
+        """Write the archive, a few pictures at a time. Raises UsageError for an incomplete picture,
+        Stopped if `stopping()` becomes true.
         """
         with atomic_write(self.path, mode="w+b", durable=True) as file:
             _write_pictures(file, self.folder, self.count, self.size, stopping)
@@ -77,9 +71,7 @@ class Archive:
 
 
 def _write_pictures(file, folder, count, size, stopping):
-    """Write an archive of pictures 0 … count - 1 of `folder`, each (size, size, 3), to a file, a
-    few in memory at a time. Raises Stopped when `stopping()` says so.
-    """
+    """Stream pictures 0 … count − 1 of `folder`, each (size, size, 3), into an open .npz file."""
 
     def read(number):
         return read_picture(folder / picture_name(number), size).tobytes()
@@ -103,20 +95,19 @@ def _write_pictures(file, folder, count, size, stopping):
 
 
 def create_npz(folder: Path, count: int) -> Path:
-    """Write the archive of pictures 0 … count - 1 of any folder and return its path.
+    """Write the archive of pictures 0 … count − 1 of any folder and return its path.
 
-    It leaves no record: a job that continues in that folder writes its own again. Raises
-    UsageError for a picture that is missing, damaged, not square or of another size than
-    the first.
+    No record is written, so a job resumed in this folder writes its archive again. Raises
+    UsageError for a picture that is missing, corrupt, not square or unlike the first in size.
     """
     names = (folder / picture_name(number) for number in range(count))
-    there = sum(1 for _ in takewhile(Path.is_file, names))
-    if there == 0:
+    available = sum(1 for _ in takewhile(Path.is_file, names))
+    if available == 0:
         raise UsageError(f"has no picture {picture_name(0)}", parameter="sample_dir", value=folder)
-    if there < count:
+    if available < count:
         raise UsageError(
-            f"{folder} has {there} pictures in a row",
-            f"use `num={there}`",
+            f"{folder} has {available} consecutive pictures",
+            f"use `num={available}`",
             parameter="num",
             value=count,
         )
