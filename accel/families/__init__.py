@@ -1,14 +1,10 @@
 """Families of networks: one folder each, found by listing this folder. Imports no torch.
 
-<family>/__init__.py   FAMILY, the record: names of models and their defaults, prediction, samplers,
-                       and what in a file says that it is the family's
-<family>/network.py    the reference network
-<family>/weights.py    how files and modules of the family are recognised and read
-<family>/fast.py       how its weights are packed for the accelerated network; the record names it
-<family>/config_file.py    how configuration files of its own repository are read; the record
-                       names it
-
-configuration.py reads the files of --config by these modules.
+<family>/__init__.py       the record FAMILY: models, defaults, how files are recognised
+<family>/network.py        the reference network
+<family>/weights.py        reads files and modules of the family
+<family>/fast.py           packs weights for the accelerated network; named in the record
+<family>/config_file.py    reads --config files of its repository; named in the record
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -27,8 +23,8 @@ DEMO = weights_folder() / "demo"
 # The labels of an FID job with n pictures of K classes:
 #     random          drawn after each batch's z
 #     by_number       i mod K for picture i
-#     class_by_class  i·K // n for picture i; a rank makes a contiguous run of each round
-#     permuted        n/K of each class in random order, a contiguous part a rank
+#     class_by_class  i·K // n for picture i; each rank makes a contiguous part of a round
+#     permuted        n/K of each class in random order; each rank makes a contiguous part
 LabelOrder = Literal["random", "by_number", "class_by_class", "permuted"]
 
 
@@ -39,7 +35,7 @@ IntervalRule = Literal[
 
 
 class Defaults(NamedTuple):
-    """Values that a model implies for the settings that a user leaves open."""
+    """A model's default values of options."""
 
     image_size: int = 512
     num_classes: int = 1000
@@ -52,14 +48,14 @@ class Defaults(NamedTuple):
     guidance_interval: tuple[float, float] = (0.0, 1.0)
     num_sampling_steps: int = 250
     timestep_shift: float = 1.0  # for flows
-    noise_scale: float = 1.0  # of the first noise, and
-    t_eps: float = 0.05  # the least 1 − t, of networks that estimate data
-    class_names: tuple[str, ...] = ()  # names of the trained classes, if they are not ImageNet's
+    noise_scale: float = 1.0  # of the first noise
+    t_eps: float = 0.05  # lower bound of the divisor 1 − t of networks that estimate data
+    class_names: tuple[str, ...] = ()  # if the classes are not ImageNet's
     published: Mapping[int, str] = MappingProxyType({})  # image size → name of a published file
 
 
-def as_they_are(defaults: Defaults, channels: int, side: int | None) -> Defaults:
-    """Return the defaults of a family whose latents change none of them."""
+def same_defaults(defaults: Defaults, channels: int, side: int | None) -> Defaults:
+    """Return the defaults unchanged, for families in which they do not depend on the latents."""
     return defaults
 
 
@@ -69,61 +65,59 @@ def all_channels(defaults: Defaults, channels: int, side: int | None) -> Default
 
 
 class Family(NamedTuple):
-    """The record of a family. All that files are asked about every family is here: a file
-    imports the modules of its own family alone.
-    """
+    """The record of a family: all facts that are needed before its modules are imported."""
 
     name: str
     models: Mapping[str, Defaults]  # by names that end in / and the patch side, as in DiT-XL/2
     prediction: Literal["noise", "velocity", "data"]
     samplers: tuple[str, ...]  # the first is the default
-    # Names of tensors that every file of the family has. A file with those of several families
-    # is of the one with the most.
+    # Names of tensors that all its files have. If the keys of several families fit, the family with
+    # the most keys is taken.
     keys: tuple[str, ...]
     code: str  # the package with the modules network and weights; imported late
-    # The module whose `pack` serves its accelerated network: its fast.py, or that of another
-    # family; "" where it has fp32 and tf32 alone.
+    # The module with `pack` for the accelerated network, maybe another family's; "" if the family
+    # has only fp32 and tf32.
     fast: str = ""
     config_reader: str = ""  # the module that reads the family's files for --config
     fetch: str = ""  # the command that fetches published weights, if no plain address serves them
-    # Beginnings of names of tensors that prove the family, among those with the same keys.
+    # Prefixes of tensor names that prove the family among families with the same keys.
     marks: tuple[str, ...] = ()
-    # Arguments that its training program writes, and no program of a family with the same keys:
-    # name → values, () for any. They tell the families apart.
+    # Arguments that, among families with the same keys, only its training program writes: name →
+    # values, () for any.
     arguments: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     files: Mapping[str, str] = MappingProxyType({})  # name of a published file → model
-    # model → its name in the training program, where that is another name
+    # model → its name in the training program, if different
     names_in_training: Mapping[str, str] = MappingProxyType({})
-    # What its original does otherwise than the others':
+    # Differences between the families' original programs.
     interval_rule: IntervalRule = "float64 levels"
-    heun_by_start: bool = True  # whether both evaluations of a step have its start's guidance
+    heun_by_start: bool = True  # as in accel/sampling/flow.py
     last_time: float = 1.0  # end of an ODE's even times
-    # Labels of FID jobs, usually and with --balanced-labels.
+    # Labels of FID jobs, by default and with --balanced-labels.
     label_orders: tuple[LabelOrder, LabelOrder] = ("random", "by_number")
-    any_size: bool = True  # whether it samples sizes that it was not trained for
-    # Options of the family's own FID program whose defaults differ from those of its models.
+    any_size: bool = True  # whether it can sample other sizes than the trained one
+    # Defaults of its FID program that differ from the models' defaults.
     fid_defaults: Mapping[str, Any] = MappingProxyType({})
-    # Returns a model's defaults for latents of so many channels and of a side, None if unknown.
-    defaults_for: Callable[[Defaults, int, int | None], Defaults] = as_they_are
+    # (a model's defaults, channels, side or None) → the defaults for such latents.
+    defaults_for: Callable[[Defaults, int, int | None], Defaults] = same_defaults
 
     @property
     def recipe(self) -> Defaults:
-        """Return the defaults of models without a name: the first model's, without its file."""
+        """Return the defaults of unnamed models: those of the first model, without its weights."""
         return next(iter(self.models.values()))._replace(ckpt=None)
 
     @property
     def shipped(self) -> tuple[str, ...]:
-        """Return the names of the models whose weights ship with the code."""
+        """Return the names of models whose weights ship with the code."""
         return tuple(name for name, defaults in self.models.items() if defaults.ckpt)
 
     @property
     def some_times(self) -> tuple[float, ...]:
-        """Return values of t for checks: timesteps, or times of a flow."""
+        """Return three values of t for checks: timesteps, or times of a flow."""
         return (377, 999, 0) if self.prediction == "noise" else (0.377, 1.0, 0.0)
 
     @property
     def pack(self) -> Callable[..., Any]:
-        """Import the function that packs its weights: (reader, model, ops) → fast.Packing.
+        """Import the function that packs weights: (reader, model, ops) → fast.Packing.
 
         Raises UsageError if the family has none.
         """
@@ -147,8 +141,8 @@ class Family(NamedTuple):
         return values is not None and (not values or value in values)
 
     def calls_models_as(self, name: Any) -> bool:
-        """Return whether a model's name begins as names of the family's models do here or in its
-        training program, as DiT-Tiny/2 does.
+        """Return whether a model's name has the prefix of one of the family's models, as DiT-Tiny/2
+        has DiT.
         """
         names = chain(self.models, self.names_in_training.values())
         return str(name).partition("-")[0] in {each.partition("-")[0] for each in names}
@@ -166,7 +160,7 @@ def families() -> tuple[Family, ...]:
 
 
 def model_names() -> tuple[str, ...]:
-    """Return every name that --model takes."""
+    """Return all names of models."""
     return tuple(chain.from_iterable(family.models for family in families()))
 
 
@@ -176,7 +170,7 @@ def family_of(model: Any) -> Family | None:
 
 
 def require_family_of(model: str) -> Family:
-    """Return the family that has a model of this name, of which there is one."""
+    """Return the family that has a model of this name, which must exist."""
     family = family_of(model)
     assert family is not None
     return family

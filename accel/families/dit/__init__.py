@@ -1,6 +1,4 @@
-"""DiT: Peebles & Xie, 2023, arXiv:2212.09748. network.py is models.py, under a name that
-no other folder can shadow.
-"""
+"""DiT: Peebles & Xie, 2023, arXiv:2212.09748. network.py is a link to models.py."""
 
 from itertools import product
 

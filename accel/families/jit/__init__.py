@@ -1,12 +1,12 @@
-"""JiT: Li & He, 2025, "Back to Basics", arXiv:2511.13720. LightningDiT's block on the pixels
-themselves: the network sees its label as tokens too, and estimates the clean picture.
+"""JiT: Li & He, 2025, "Back to Basics", arXiv:2511.13720. LightningDiT's block on pixels. The
+network sees the label also as tokens, and estimates the clean picture.
 
-Guidance follows the published recipe: at times from 0.1 on, that end outside, on all channels.
+Guidance follows the published recipe: all channels, at times above 0.1.
 """
 
 from accel.families import Defaults, Family
 
-USUAL_SIDE = 256  # px, of pictures whose first noise has scale 1
+BASE_SIDE = 256  # px, of pictures whose first noise has scale 1
 # The scale of guidance, by size and patch.
 SCALES = {"B/16": 3.0, "B/32": 3.0, "L/16": 2.4, "L/32": 2.5, "H/16": 2.2, "H/32": 2.3}
 
@@ -24,11 +24,11 @@ def recipe(size: str) -> Defaults:
     )
 
 
-def with_noise(defaults: Defaults, channels: int, side: int | None) -> Defaults:
-    """Return the defaults for pictures of a side. Published networks were trained with noise of
-    scale 1 at 256 px and 2 at 512 px.
+def scale_noise(defaults: Defaults, channels: int, side: int | None) -> Defaults:
+    """Scale the first noise by the side: published networks were trained with scale 1 at 256 px and
+    2 at 512 px.
     """
-    return defaults._replace(noise_scale=max(1.0, (side or USUAL_SIDE) / USUAL_SIDE))
+    return defaults._replace(noise_scale=max(1.0, (side or BASE_SIDE) / BASE_SIDE))
 
 
 FAMILY = Family(
@@ -51,5 +51,5 @@ FAMILY = Family(
     heun_by_start=False,
     label_orders=("class_by_class", "class_by_class"),
     any_size=False,
-    defaults_for=with_noise,
+    defaults_for=scale_noise,
 )

@@ -1,6 +1,6 @@
 """RAE: Zheng et al., 2025, "Diffusion Transformers with Representation Autoencoders",
-arXiv:2510.11690. A flow on the features of an image encoder: a trunk of LightningDiT's blocks, and
-a wide head (DDT, Wang et al. 2025, arXiv:2504.05741) that it modulates token by token.
+arXiv:2510.11690. A flow on the features of an image encoder. A trunk of LightningDiT's blocks
+modulates a wide head token by token (DDT, Wang et al. 2025, arXiv:2504.05741).
 
 Guidance acts on all channels. The shift of the times follows from the size of the latents.
 """
@@ -27,18 +27,18 @@ BY_SIDE = {
     16: (DECODER_256, str(STATISTICS / "imagenet1k/stat.pt")),
     32: (DECODER_512, str(STATISTICS / "imagenet1k_512/stat.pt")),
 }
-UNSHIFTED = 4096  # numbers in a latent whose times are not shifted
+UNSHIFTED_SIZE = 4096  # numbers of a latent whose times are not shifted
 
 
 def defaults_for(defaults: Defaults, channels: int, side: int | None) -> Defaults:
-    """Return the defaults for latents: guidance is on all channels. The original moves times that
-    run from data to noise by σ = √(numbers in a latent / 4096): here a shift by 1/σ.
+    """Guide all channels, and shift times by the latents' size. The original shifts times from data
+    to noise by σ = √(numbers in a latent / 4096), which is a shift by 1/σ here.
     """
     defaults = defaults._replace(guidance_channels=channels)
     if side is None:
         return defaults
     vae, statistics = BY_SIDE.get(side, (defaults.vae, None))
-    sigma = sqrt(channels * side**2 / UNSHIFTED)
+    sigma = sqrt(channels * side**2 / UNSHIFTED_SIZE)
     return defaults._replace(vae=vae, latent_stats=statistics, timestep_shift=1 / sigma)
 
 
