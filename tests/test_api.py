@@ -242,7 +242,7 @@ def elsewhere(folder, place):
 
 
 def test_a_notice_names_the_parameter(tmp_path, caplog):
-    """A command's line has its flag: test_recognise.py."""
+    """A command's line has its flag: tests/checkpoints/test_recognise.py."""
     torch.save({"ema": small(learn_sigma=False).state_dict()}, tmp_path / "own.pt")
     with Sampler(tmp_path / "own.pt", num_heads=2, **LATENT):
         assert "if it is not: model=" in caplog.text and "--" not in caplog.text
@@ -496,7 +496,7 @@ def test_the_callers_modes_change_nothing_and_are_left_alone(device):
 
 @DEVICES
 def test_a_pipeline_of_diffusers(device, tiny_vae):
-    """Its transformer, which tests/accel/test_accelerate.py compares with the copy."""
+    """Its transformer, which tests/test_accelerate.py compares with the copy."""
     pipe = pipeline(tiny_vae)
     how = dict(device=device, precision="fp32", num_sampling_steps=3)
     found = []

@@ -538,7 +538,7 @@ def test_a_pipeline_of_another_process_is_refused(
     ],
 )
 def test_what_a_file_says_of_itself_is_checked(change, words, ten, tmp_path, here):
-    """Arguments of training: tests/accel/test_arguments.py."""
+    """Arguments of training: tests/checkpoints/test_arguments.py."""
     change = {"family": "DiT", **change}
     torch.save({"ema": ten, "metadata": change}, tmp_path / "x.pt")
     save_file(

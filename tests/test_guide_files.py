@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from decoders.vits import SMALL as SMALL_VIT
+from decoders.vits import vit_files
 from forks import refused, succeeds
-from latents.vits import SMALL as SMALL_VIT
-from latents.vits import vit_files
 from networks import error, small
 from reference_networks import jit
 from test_jit import LABELS, START

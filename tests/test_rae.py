@@ -6,10 +6,10 @@ import networks
 import numpy as np
 import pytest
 import torch
+from decoders.vits import SMALL as SMALL_VIT
+from decoders.vits import vit_files
 from forks import succeeds
 from jobs import run_each
-from latents.vits import SMALL as SMALL_VIT
-from latents.vits import vit_files
 from networks import error, recognise, with_norms
 from reference_networks import rae
 

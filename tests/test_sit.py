@@ -1,4 +1,4 @@
-"""SiT's keys and shapes. Its equations: accel/fast/test_fast.py; guidance and training:
+"""SiT's keys and shapes. Its equations: fast/test_fast.py; guidance and training:
 test_families.py.
 """
 

@@ -8,9 +8,9 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
-from decoders import SCALES, by_pipelines, levels, random_vae
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from vaes import SCALES, by_pipelines, levels, random_vae
 
 from accel.decoders.autoencoder_kl import KIND
 from accel.decoders.decoder import Decoder

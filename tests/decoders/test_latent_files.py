@@ -48,7 +48,7 @@ def test_missing_and_damaged_folders(folder, tmp_path):
 
 
 def test_weights_of_another_config_or_kind(folder):
-    """Found before a picture is sampled. All entries of a config: tests/accel/test_bounds.py."""
+    """Found before a picture is sampled. All entries of a config: tests/config/test_bounds.py."""
     config = json.loads((folder / "config.json").read_text())
     wrong = dict(scaling_factor=10**400), dict(norm_num_groups=3), dict(_class_name="VQModel")
     for text in ("[]", "", *(json.dumps(config | entry) for entry in wrong)):

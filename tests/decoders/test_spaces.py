@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import fill
-from decoders import SCALES, by_pipelines, levels, random_vae
 from forks import refused, succeeds
 from networks import pipeline
 from PIL import Image
+from vaes import SCALES, by_pipelines, levels, random_vae
 
 from accel import Sampler
 from accel.decoders.loading import find

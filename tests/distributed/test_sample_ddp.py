@@ -1,5 +1,5 @@
 """sample_ddp.py in real processes over gloo: equal to one process, killed, stopped,
-misled. FID's folder: tests/fid.
+misled. FID's folder: tests/jobs/fid.
 """
 
 import re

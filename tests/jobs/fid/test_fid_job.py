@@ -347,7 +347,7 @@ def test_world_independent_noise(demo, one, tmp_path):
     one(*how, "--sample-dir", places[1])
     made = len(list(places[2].glob("*/*.png")))
     text = run(
-        2, *how, "--sample-dir", places[2], script="tests/fid/lagging_worker.py", LAGGING="1"
+        2, *how, "--sample-dir", places[2], script="tests/jobs/fid/lagging_worker.py", LAGGING="1"
     )
     assert shown(text)[0] >= made - 4, text  # it resumed
     whole, *others = map(pictures, places)
