@@ -1,12 +1,12 @@
 """Compare sampled pictures with their baselines: MAE, LPIPS (VGG16), PSNR, SSIM, and a verdict.
 
     python evaluate.py baseline.png sample.png
-    python evaluate.py baseline.png folder/ --gate strict --every-tile --heatmap heat.png
+    python evaluate.py baseline.png folder/ --gate contest-2025-06 --every-tile --heatmap heat.png
     python evaluate.py baselines/ folder/ --metrics mae psnr --json verdict.json
 
 The values equal torchmetrics 1.7.3's with its defaults, on pictures scaled to 0..1, the
 baseline given first, computed on the CPU, so that the verdict does not depend on the GPU under
-test. MAE is printed in levels of 0..255, as the contest's script does; thresholds are of 0..1.
+test. MAE and its thresholds are in levels of 0..255, as the contest's script prints it.
 
 Exit status: 0 pass · 1 fail · 2 bad input · 3 none: no metric fails, and one could not be
 computed · 130 Ctrl-C.
@@ -65,10 +65,55 @@ METRICS = {
     "psnr": Metric("PSNR:                              {:.2f} dB", "PSNR {:.4f}", ">", gt),
     "ssim": Metric("SSIM:                              {:.4f}", "SSIM {:.4f}", ">=", ge),
 }
-GATES = {  # criterion → thresholds; mae of the 0..1 range
-    "contest": {"mae": 0.01, "lpips": 0.01, "psnr": 40.0, "ssim": 0.99},
-    "strict": {"mae": 0.01 / 255, "lpips": 0.01, "psnr": 40.0, "ssim": 0.99},
+
+
+class Edition(NamedTuple):
+    """An edition of the contest's rules."""
+
+    thresholds: dict[str, float]  # mae: of 0..255, the unit of the organisers' evaluate.py
+    most: float  # points
+    full: float  # T that earns all points
+    none: float  # T that earns none
+    grids: int  # that one process samples from one random stream
+    clock: str  # T: "seconds" from loading to the file, or "printed": a grid, noise to decoded
+    arithmetic: bool  # whether the precision may be changed
+    page: str  # commit of the organisers' page
+
+    def points(self, seconds: float) -> float:
+        """Return the points for T: most·log(none / T) / log(none / full), between 0 and most."""
+        share = math.log(self.none / seconds) / math.log(self.none / self.full)
+        return self.most * min(1.0, max(0.0, share))
+
+
+# The organisers' page is pages/advanced/dit.md of Handicraft-Computing-Team/sustcsc-doc. Their
+# program is Jaredanwolfgang/DiT-SUSTCSC; the rules do not define T before its commit 97dab9f.
+EDITIONS = {
+    "contest-2025-06": Edition(
+        dict(mae=0.01, lpips=0.01, psnr=40.0, ssim=0.99),
+        most=50,
+        full=100,
+        none=300,
+        grids=1,
+        clock="seconds",
+        arithmetic=False,
+        page="083002e, 2025-06-29",
+    ),
+    "contest-2025-07": Edition(
+        dict(mae=80.0, lpips=0.7, psnr=5.0, ssim=0.3),
+        most=100,
+        full=60,
+        none=360,
+        grids=8,
+        clock="printed",
+        arithmetic=True,
+        page="affc247, 2025-07-23",
+    ),
 }
+GATES = {  # criterion → thresholds, mae of 0..255
+    "close": dict(mae=0.01 * 255, lpips=0.01, psnr=40.0, ssim=0.99),
+    **{name: edition.thresholds for name, edition in EDITIONS.items()},
+}
+FORMER_NAMES = {"contest": "close", "strict": "contest-2025-06"}
 EXIT_STATUS = {"PASS": 0, "FAIL": 1, "NONE": 3}
 VGG16_URL = "https://download.pytorch.org/models/vgg16-397923af.pth"
 VGG16_SHA256 = "397923af"  # its first eight digits, as torch's hub names the file
@@ -242,12 +287,10 @@ def measure(
 
 
 def judge(values: dict[str, float], thresholds: dict[str, float]) -> dict[str, str]:
-    """Return PASS or FAIL for each value (mae in levels) that has a threshold (mae of 0..1), NONE
-    for NaN.
-    """
+    """Return PASS or FAIL for each value that has a threshold, NONE for NaN."""
     results = {}
     for metric in thresholds.keys() & values.keys():
-        value = values[metric] / 255 if metric == "mae" else values[metric]
+        value = values[metric]
         results[metric] = "PASS" if METRICS[metric].meets(value, thresholds[metric]) else "FAIL"
         if math.isnan(value):
             results[metric] = "NONE"
@@ -410,6 +453,24 @@ def draw_worst(path: Path, records: list[dict]) -> None:
     heatmap(path, a, b, worst["values"], [file.name for file in pair], worst["verdict"])
 
 
+def gate_name(text: str) -> str:
+    """Return a criterion's name of today, for argparse; print a notice for a former one."""
+    if text in FORMER_NAMES:
+        print(f"--gate {text}: its name is now {FORMER_NAMES[text]}", file=sys.stderr)
+    return FORMER_NAMES.get(text, text)
+
+
+def add_gate(parser: argparse.ArgumentParser) -> None:
+    """Add the flag --gate."""
+    parser.add_argument(
+        "--gate",
+        type=gate_name,
+        choices=GATES,
+        default="close",
+        help="thresholds: close, or an edition of the contest's rules (default: close)",
+    )
+
+
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line. Files may follow the names of --metrics."""
     parser = argparse.ArgumentParser(
@@ -423,13 +484,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         help="two pictures; a picture and a folder, all of whose pictures must pass; or two "
         "folders, whose files of the same name are compared",
     )
-    strict = GATES["strict"]["mae"] * 255
-    add(
-        "--gate",
-        choices=GATES,
-        default="contest",
-        help=f"thresholds; strict: MAE <= {strict:g} of 0-255 (default: contest)",
-    )
+    add_gate(parser)
     add(
         "--metrics",
         nargs="+",
@@ -537,15 +592,15 @@ def print_table(
     if files > 1:
         print(f"\nThese are means of {files} files; PSNR's leaves equal pictures out.")
         gate += f", the worst of {files} files"
-    print(f"\nMAE is for pixels of 0-255. The gate divides it by 255.\nGate: {gate}")
+    print(f"\nGate: {gate}")
     results = judge(worst, args.thresholds)
     for metric, threshold in args.thresholds.items():
         value = worst[metric]
         rows = {metric.upper(): (value, threshold)}
         if metric == "mae":
             rows = {
-                "MAE of 0-1": (value / 255, threshold),
-                "MAE of 0-255": (value, threshold * 255),
+                "MAE of 0-1": (value / 255, threshold / 255),
+                "MAE of 0-255": (value, threshold),
             }
         result = results[metric].replace("NONE", "NOT COMPUTED")
         for label, (number, limit) in rows.items():
@@ -599,7 +654,7 @@ def run(args: argparse.Namespace) -> dict:
         exit_status=EXIT_STATUS[verdict],
         gate=args.gate,
         thresholds=args.thresholds,
-        mae_units={"values": "0-255", "thresholds": "0-1"},
+        mae_unit="0-255",
         vgg_weights=vgg,
         **judged,
     )

@@ -25,8 +25,8 @@ Errors are ‖out − ref‖ / ‖ref‖, of one evaluation against float64.
 if __name__ == "__main__":
     import _start  # noqa: F401
 
-import hashlib
 import json
+import math
 import os
 import platform
 import re
@@ -54,11 +54,11 @@ from accel.decoders.autoencoder_kl import SD_VAE_FT, KLDecoder
 from accel.decoders.loading import FILES, PUBLISHED
 from accel.distributed.launched import launched_ranks
 from accel.errors import UsageError
-from accel.io.filesystem import ROOT, atomic_write, weights_folder
+from accel.io.filesystem import ROOT, atomic_write, sha256_of, weights_folder
 from accel.io.output import check_writable
 from accel.kernels import gpu
-from accel.run import Run
 from accel.run.opening import choose_device, open_run
+from accel.run.resolve import Run
 from accel.runtime import precision
 from bench import steps
 
@@ -134,29 +134,43 @@ def execute(command: list, folder: Path = ROOT) -> tuple[str, dict[str, float]]:
 def jobs(args: Namespace, run: Run, record: dict) -> Iterator[dict]:
     """Fill `record` with the runs of a job in each tier. Yield each row."""
     kind = "fork" if args.fork else "fid" if run.is_fid_job else "contest"
-    decoder = RANDOM if run.settings.vae == str(args.folder) else Path(run.settings.vae).name
-    steps = run.settings.num_sampling_steps
-    record |= dict(kind=kind, steps=steps, gpus=args.gpus, decoder=decoder)
-    record |= dict(pictures=run.count, **{kind: []})
+    decoder = RANDOM if run["vae"] == str(args.folder) else Path(run["vae"]).name
+    record |= dict(kind=kind, steps=run["num_sampling_steps"], gpus=args.gpus, decoder=decoder)
+    record |= dict(pictures=run.count, grids=1, **{kind: []})
+    path = run.space.files.path
+    files = dict(weights=weights_of(run), decoder=path / FILES[1] if path.is_dir() else path)
+    record["sha256"] = {name: digest_of(file) for name, file in files.items() if file.is_file()}
     for name in ("ckpt", "vae"):
         if getattr(args, name) is None:
-            args.flags += [f"--{name}", getattr(run.settings, name)]
+            args.flags += [f"--{name}", run[name]]
     if args.fork:
-        record["fork"] = fork(args, run)
-        yield record["fork"]
+        for row in fork(args, run):
+            record["fork"] = row
+            yield row
         return
     for tier in args.tiers:
         record[kind].append(timed(args, run, tier))
         yield record[kind][-1]
 
 
+def weights_of(run: Run) -> Path:
+    """Return the absolute path of a run's weights."""
+    path = Path(run["ckpt"])
+    return (path if path.exists() else weights_folder() / path).absolute()
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return sha256_of(file)
+
+
 def kept(args: Namespace, ending: str, picture: Path) -> dict:
     """Copy a picture next to the record. Return its entries: SHA-256 and file."""
-    content = picture.read_bytes()
     target = Path(args.file or picture)
     target = target.with_name(target.stem + ending)
-    target.write_bytes(content)
-    return dict(picture=hashlib.sha256(content).hexdigest(), file=target.name)
+    target.write_bytes(picture.read_bytes())
+    return dict(picture=digest_of(target), file=target.name)
 
 
 def timed(args: Namespace, run: Run, tier: str) -> dict:
@@ -188,8 +202,8 @@ def timed(args: Namespace, run: Run, tier: str) -> dict:
         command=typed.replace(f"{ROOT}/", "").replace(str(args.folder), "FOLDER"),
     )
     if not run.is_fid_job:
-        return row | kept(args, f"-{tier}.png", place)
-    first = run.settings.per_proc_batch_size * args.gpus
+        return row | dict(grids=[kept(args, f"-{tier}.png", place)])
+    first = run["per_proc_batch_size"] * args.gpus
     written = [path.stat().st_mtime for path in sorted(place.rglob("*.png"))]
     steady = (run.count - first) / (max(written) - max(written[:first]))
     return row | dict(pictures_per_s=steady)
@@ -206,27 +220,37 @@ runpy.run_path("sample.py", run_name="__main__")
 """
 
 
-def fork(args: Namespace, run: Run) -> dict:
-    """Time the organisers' sample.py in its checkout, and keep its first grid."""
+def fork(args: Namespace, run: Run) -> Iterator[dict]:
+    """Time the organisers' sample.py in its checkout, and keep its grids. Yield the row after each
+    grid. Until the program prints its mean, the mean is of the times between the files.
+    """
     (args.fork / "output").mkdir(exist_ok=True)  # the program does not make it
-    path = Path(run.settings.ckpt)
-    path = path if path.exists() else weights_folder() / path
-    command = ["-c", FORK, "--model", run.settings.model, "--image-size", run.settings.image_size]
-    command += ["--num-sampling-steps", run.settings.num_sampling_steps, "--ckpt", path.absolute()]
-    text, _ = execute(command, args.fork)
-    printed = re.search(r"Average sampling time: ([\d.]+)", text)
-    started = float(re.search(r"loading at ([\d.]+)", text)[1])
-    made = [(picture.stat().st_mtime, picture) for picture in args.fork.rglob("sample*.png")]
-    grids = sorted(entry for entry in made if entry[0] >= started)
-    finished, first = grids[0]
-    return dict(
-        tier="tf32" if precision.supports("tf32", run.device) else "fp32",  # as it sets
-        seconds=finished - started,
-        printed=float(printed[1]) if printed else None,
-        grids=len(grids),
-        of_commit=commit_of(args.fork),
-        **kept(args, ".png", first),
+    command = [sys.executable, "-u", "-c", FORK, "--model", run["model"], "--ckpt", weights_of(run)]
+    command += ["--image-size", run["image_size"]]
+    command += ["--num-sampling-steps", run["num_sampling_steps"]]
+    program = subprocess.Popen(
+        list(map(str, command)), cwd=args.fork, stdout=subprocess.PIPE, text=True
     )
+    started = math.inf
+    for line in program.stdout:  # one before each grid, and the mean
+        if line.startswith("loading at "):
+            started = float(line.split()[-1])
+        made = [(picture.stat().st_mtime, picture) for picture in args.fork.rglob("sample*.png")]
+        grids = sorted(entry for entry in made if entry[0] >= started)
+        if not grids:
+            continue
+        (first, _), *_, (last, _) = *grids, grids[-1]
+        printed = re.search(r"Average sampling time: ([\d.]+)", line)
+        mean = (last - first) / (len(grids) - 1) if len(grids) > 1 else first - started
+        yield dict(
+            tier="tf32" if precision.supports("tf32", run.device) else "fp32",  # as it sets
+            seconds=first - started,
+            printed=float(printed[1]) if printed else mean,
+            grids=[kept(args, f"_{index}.png", path) for index, (_, path) in enumerate(grids)],
+            of_commit=commit_of(args.fork),
+        )
+    if program.wait():
+        raise UsageError(f"{args.fork}/sample.py failed; its error is above")
 
 
 # ---- the command ----
@@ -274,7 +298,7 @@ def main() -> None:
             raise UsageError("use torchrun for layouts, and one process for all else")
         args.ranks = ranks
         args.folder = Path(folder)
-        request = cli.request_from(args)
+        options = cli.options_from(args)
         device = choose_device(ranks.claim_device(args.device))
         if args.seen_as:
             contexts.enter_context(gpu.emulate_capability(divmod(round(10 * args.seen_as), 10)))
@@ -284,16 +308,14 @@ def main() -> None:
             precision.require("precision", tier, device)
         if args.file and ranks.rank == 0:
             check_writable(args.file)
-        ckpt = args.ckpt or named_defaults(request.values).ckpt
-        weights = ckpt or ranks.from_rank_0(
-            lambda: steps.random_weights(request.values, args.folder)
-        )
+        ckpt = args.ckpt or named_defaults(options).ckpt
+        weights = ckpt or ranks.from_rank_0(lambda: steps.random_weights(options, args.folder))
         changes = dict(precision="fp32", output_type="latent")
         if args.measurement == "jobs":
-            changes = dict(vae=decoder_of(request.options, args.folder))
-        run = open_run(request.changed(ckpt=weights, **changes), device)
+            changes = dict(vae=decoder_of(options, args.folder))
+        run = open_run(options.changed(ckpt=weights, **changes), device)
         record = provenance(device, args.commit)
-        record |= dict(model=run.settings.model, image_size=run.settings.image_size)
+        record |= dict(model=run["model"], image_size=run["image_size"])
         record["weights"] = Path(ckpt).name if ckpt else RANDOM
         for row in COMMANDS[args.measurement](args, run, record):
             if ranks.rank:

@@ -4,28 +4,22 @@
 #     bash scripts/pack.sh REPORT [FILE...] [--with|--without]
 #
 # REPORT is a folder that scripts/report.py wrote. FILE... are other files, such as the report in a
-# second language.
-#
-# The archive holds:
-# - sample.png and baseline.png, the judged pictures; verdict.txt, evaluate.py's output about
-#   them; RUN.md, how to repeat the result; environment.txt; log/FINAL_RESULT.txt: tier, T, command.
+# second language. The archive holds:
+# - the judged pictures, sample.png and baseline.png (of several grids output/sample_0.png …);
+#   verdict.txt; RUN.md, how to repeat the result; environment.txt; log/FINAL_RESULT.txt: tier, T,
+#   command, and code that changed after the measurement.
 # - the files that git tracks, without the authors' example in log/. Of weights only the demo
 #   models', which are small. --with: untracked files too, --without: leave them out. Where there
 #   are some, one of the two must be given.
-# - the log of the report with its pictures and traces, REPORT, FILE..., and Slurm's outputs:
-#   *.out in log/ and output/.
+# - the log of the report with its pictures and traces, REPORT, FILE..., log/*.out, output/*.out.
 #
-# Any other job than the contest's (DiT-XL/2, eight labels at 512 px, 250 steps), and a picture
-# of random weights, is packed as a rehearsal, TEAM_DiT_rehearsal.tar.gz.
+# Without the verdict PASS by the report's edition of the rules, and for another job, other weights
+# or missing measurements, it is a rehearsal, TEAM_DiT_rehearsal.tar.gz.
 set -euo pipefail
 shopt -s nullglob
 cd "$(dirname "$0")/.."
-fail() {
-  echo "pack.sh: $1" >&2
-  exit 2
-}
-untracked=
-words=()
+fail() { echo "pack.sh: $1" >&2; exit 2; }
+untracked= words=()
 for word in "$@"; do
   case $word in
     -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' scripts/pack.sh; exit ;;
@@ -41,15 +35,11 @@ report=${words[0]}
 git rev-parse --git-dir >/dev/null 2>&1 ||
   fail "no git checkout, which says what belongs to it: git init && git add ."
 
-# The archive's name, the number of paragraphs to write, and the log's folder; a line if a file
-# has changed since the report.
-facts=$(python3 - "$report" <<'END'
+# The archive's name, the number of paragraphs to write, the log's folder and commit; a line if a
+# file changed since the report, or if a report is of something else.
+facts=$(python3 - "${words[@]}" <<'END'
 import hashlib, json, sys
 from pathlib import Path
-
-folder = Path(sys.argv[1])
-report = json.loads((folder / "report.json").read_text())
-log = Path(report["log"])
 
 
 def require(path, digest):
@@ -57,24 +47,36 @@ def require(path, digest):
         sys.exit(f"pack.sh: {path}: is not the file of this report; write the report again")
 
 
-for name in ("sample", "baseline"):
-    row = report["result" if name == "sample" else "baseline"]
-    require(folder / f"handin/{name}.png", row["picture"])
-for source in report["sources"]:
-    require(log / source["file"], source["digest"])
+first = None
+for folder in [word for word in sys.argv[:0:-1] if Path(word, "report.json").is_file()]:
+    report = json.loads(Path(folder, "report.json").read_text())
+    named = [report["team"], report["log"], report["edition"]["name"], report["result"]["grids"]]
+    first = first or named
+    if named != first:
+        sys.exit(f"pack.sh: {folder}: is of another team, log, edition or picture than the other")
+    log = Path(report["log"])
+    for file in (report["notes_file"], *report["sources"]):
+        require(log / file["file"], file["digest"])
+    for kind, row in (("sample", report["result"]), ("baseline", report["baseline"])):
+        for index, grid in enumerate(row["grids"]):
+            file = f"output/{kind}_{index}.png" if len(row["grids"]) > 1 else f"{kind}.png"
+            require(Path(folder, "handin", file), grid["picture"])
 rehearsal = "_rehearsal" if report["job"]["rehearsal"] else ""
-print(f"{report['team']}_DiT{rehearsal}", report["to_write"], log)
+commits = {source["file"]: source["commit"] for source in report["sources"]}
+name = f"{report['team']}_DiT{rehearsal}"
+print(name, report["to_write"], log, commits[report["result"]["record"]])
 END
 ) || exit 2
-read -r name to_write log <<<"$facts"
+read -r name to_write log commit <<<"$facts"
+changed=$(git diff --name-only "${commit%-dirty}" -- '*.py' '*.cu' '*.sh' '*.toml' 2>/dev/null ||
+  echo "not a commit here")
+[[ $commit != *-dirty ]] || changed="uncommitted code was measured. $changed"
+note=${changed:+Code that changed after the measurement by commit $commit: ${changed//$'\n'/ }}
 files=("$log" "${words[@]}")
 for file in "${files[@]}"; do
   [[ -e $file ]] || fail "$file: no such file or folder"
   [[ $(realpath "$file") == "$PWD"/* ]] || fail "$file: lies outside the repository"
 done
-unfinished=$(find "$log" -name '*.unfinished' | head -n 1)
-[[ -z $unfinished ]] || fail "${unfinished%.unfinished}: is not finished: wait, or if nothing \
-runs, give the same measure.sh command again"
 files+=(log/*.out output/*.out)
 
 # Git's view of the code.
@@ -102,8 +104,9 @@ for file in "${files[@]}"; do
     tar -C "$stage/$name" -xf -
 done
 cp -r "$report"/handin/. "$stage/$name/"
+echo "${note:-The code is that of the measurement.}" >>"$stage/$name/log/FINAL_RESULT.txt"
 tar -C "$stage" -czf ".$archive.part" "$name"
 mv ".$archive.part" "$archive"
 echo "$archive: $(tar -tzf "$archive" | grep -c '[^/]$') files, $(du -h "$archive" | cut -f1)"
-cat "$report/handin/log/FINAL_RESULT.txt"
+cat "$stage/$name/log/FINAL_RESULT.txt"
 ((to_write == 0)) || echo "TO WRITE: the report still has $to_write such paragraphs"

@@ -1,10 +1,11 @@
 """The contest's report and hand-in, from the team's own measurements.
 
-    python scripts/report.py output/report --team US --log log/mine \
+    python scripts/report.py output/report --team US --edition contest-2025-06 --log log/mine \
         --picture log/mine/contest-4-exact.png --lang zh
 
---log: a folder that scripts/measure.sh filled. --picture: the picture that is handed in, one of
-the log's. OUT gets report.md, a self-contained report.html, report.json with all figures, and
+--edition: of the contest's rules (EDITIONS of evaluate.py). --log: a folder that
+scripts/measure.sh filled. --picture: the picture that is handed in, one of the log's; of several
+grids the first. OUT gets report.md, a self-contained report.html, report.json with all figures, and
 handin/, which scripts/pack.sh packs.
 
 The team's own sections are marked TO WRITE. They are in notes.LANG.md in the log's folder, which
@@ -18,14 +19,12 @@ if __name__ == "__main__":
 
 import base64
 import importlib.metadata
-import io
 import json
 import math
 import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import jinja2
@@ -39,11 +38,12 @@ from accel.io.filesystem import ROOT, atomic_write
 from accel.io.output import check_writable
 from accel.io.picture_files import read_picture
 from scripts import report_plots
-from scripts.report_data import collect, plain, read_log, require_own
+from scripts.report_data import collect, digest_of, plain, read_log, require_own
 
 TEMPLATES = ROOT / "scripts" / "report"
 TODO = "TO WRITE"
-FIGURES = {"jpg": "jpeg", "svg": "svg+xml"}  # ending → media type
+CODE_BLOCK = re.compile(r"^(```|~~~).*?^\1", re.M | re.S)
+FIGURES = {"jpg": "jpeg", "jpeg": "jpeg", "png": "png", "svg": "svg+xml"}  # ending → media type
 
 
 # ---- texts ----
@@ -101,15 +101,32 @@ def render(data: dict, lang: str) -> tuple[str, dict]:
     return tidy(str(written)), written.words
 
 
-def read_notes(path: Path, lang: str) -> list[tuple[str, str]]:
-    """Return title and text of each section of the team's notes, which are made if there are
-    none.
+def read_notes(path: Path, lang: str) -> tuple[list[tuple[str, str]], dict[str, bytes]]:
+    """Return title and text of each section of the team's notes, and the pictures that they show,
+    as figures. Text before the first heading has no title. Without notes they are made.
     """
     if not path.exists():
         with atomic_write(path) as file:
             file.write((TEMPLATES / f"notes.{lang}.md").read_bytes())
-    sections = re.split(r"^## +(.+)$", path.read_text(), flags=re.M)[1:]
-    return [(title, text.strip()) for title, text in zip(sections[::2], sections[1::2])]
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise UsageError(f"{path}: is not UTF-8; save it as UTF-8") from None
+    figures = {}
+
+    def figure(match):
+        picture = path.parent / match[2]
+        if not picture.is_file() or picture.suffix[1:].lower() not in FIGURES:
+            raise UsageError(f"{path}: {match[2]}: no such picture; put a PNG, JPEG or SVG there")
+        figures[picture.name] = picture.read_bytes()
+        return f"![{match[1]}](figures/{picture.name})"
+
+    text = re.sub(r"!\[([^\]]*)\]\(([^)]+)\)", figure, re.sub("<!--.*?-->", "", text, flags=re.S))
+    text = CODE_BLOCK.sub(lambda block: block[0].replace("\n#", "\n\0#"), text)
+    before, *rest = re.split(r"^## +(.+)$", text, flags=re.M)
+    sections = [("", before), *zip(rest[::2], rest[1::2])]
+    bodies = [(title, body.replace("\0", "").strip()) for title, body in sections]
+    return [section for section in bodies if any(section)], figures
 
 
 def page(text: str, figures: dict[str, bytes], lang: str) -> str:
@@ -118,7 +135,7 @@ def page(text: str, figures: dict[str, bytes], lang: str) -> str:
     def figure(match):
         name, caption = match.groups()
         data = base64.b64encode(figures[name]).decode()
-        media_type = FIGURES[name.rpartition(".")[2]]
+        media_type = FIGURES[name.rpartition(".")[2].lower()]
         picture = f'<img alt="{caption}" src="data:image/{media_type};base64,{data}">'
         caption = f"<figcaption>{caption}</figcaption>"
         return f'<figure class="{Path(name).stem}">{picture}{caption}</figure>'
@@ -137,27 +154,6 @@ def page(text: str, figures: dict[str, bytes], lang: str) -> str:
 # ---- contents that the texts need besides ----
 
 
-def criteria(judged: dict) -> list[dict]:
-    """Return a row for each metric of the judged picture, MAE by both readings."""
-    rows = []
-    for name, metric, gate, scale, digits in (
-        ("mae 0–255", "mae", "strict", 255, ".4f"),
-        ("mae 0–1", "mae", "contest", 1, ".6f"),
-        ("lpips", "lpips", "strict", 1, ".4f"),
-        ("psnr", "psnr", "strict", 1, ".2f"),
-        ("ssim", "ssim", "strict", 1, ".5f"),
-    ):
-        threshold = evaluate.GATES[gate][metric]
-        value = judged[metric]
-        result = evaluate.judge({metric: value}, {metric: threshold})[metric]
-        if metric == "mae":
-            value = value * scale / 255
-        sign = evaluate.METRICS[metric].sign.replace("<=", "≤").replace(">=", "≥")
-        row = dict(name=name, value=value, digits=digits, sign=sign, result=result)
-        rows.append(row | dict(threshold=f"{threshold * (scale if metric == 'mae' else 1):g}"))
-    return rows
-
-
 def gains(data: dict) -> list[dict]:
     """Return the steps from the baseline's network to the handed-in tier's, the largest gain
     first.
@@ -174,26 +170,31 @@ def gains(data: dict) -> list[dict]:
 
 
 def draw(data: dict, words: dict) -> dict[str, bytes]:
-    """Return file name → figure. A CPU's ranks share its cores, so they show no scaling."""
+    """Return file name → figure. A CPU has no roofline, and its ranks show no scaling, since they
+    share its cores.
+    """
     profiles = [data["before"], data["after"]]
     if data["before"]["tier"] == data["after"]["tier"]:
         profiles = profiles[1:]
     figures = {
         "pictures.jpg": report_plots.pictures(*data["pixels"]),
         "kinds.svg": report_plots.kinds(profiles, words),
-        "roofline.svg": report_plots.roofline(profiles, words),
-        "designs.svg": report_plots.designs(data["designs"][0], words),
     }
+    if data["designs"]:
+        figures["designs.svg"] = report_plots.designs(data["designs"][0], words)
     if len(data["ladder"]) > 1:
         figures["ladder.svg"] = report_plots.ladder(data["ladder"], words)
     if data["machine"]["gpu"]:
-        tier = data["result"]["tier"]
-        series = {}
         rows = [row for row in data["runs"] + data["one_label"] if row["who"] == "here"]
-        for row in [row for row in rows if row["tier"] == tier]:
-            for key, name in words["series"].items():
-                series.setdefault(name.format(row["labels"]), {})[row["gpus"]] = row[key]
-        figures["scaling.svg"] = report_plots.scaling(series, words)
+        rows = [row for row in rows if row["tier"] == data["result"]["tier"]]
+        series = {
+            name.format(labels): {row["gpus"]: row[key] for row in rows if row["labels"] == labels}
+            for labels in dict.fromkeys(row["labels"] for row in rows)
+            for key, name in words["series"].items()
+        }
+        figures["roofline.svg"] = report_plots.roofline(profiles, words)
+        if data["machine"]["gpus"] > 1:
+            figures["scaling.svg"] = report_plots.scaling(series, words)
     return figures
 
 
@@ -204,45 +205,41 @@ def environment(data: dict) -> str:
         f"{one.metadata['Name']}=={one.version}" for one in importlib.metadata.distributions()
     }
     ran = data["machine"]["torch"]
-    here = importlib.metadata.version("torch")
-    if ran.partition("+")[0] != here.partition("+")[0]:
+    if ran.partition("+")[0] != importlib.metadata.version("torch").partition("+")[0]:
         lines += ["", f"Measured with torch {ran}, in another environment than this one:"]
     lines += ["", f"Python {sys.version.split()[0]}", *sorted(packages, key=str.lower)]
     return "\n".join(lines) + "\n"
 
 
-def verdict(baseline: Path, sample: Path, vgg_weights: Path | None) -> str:
-    """Return the text that evaluate.py prints about two pictures, by the strict criterion."""
-    words = [str(baseline), str(sample), "--gate", "strict"]
-    if vgg_weights:
-        words += ["--vgg-weights", str(vgg_weights)]
-    text = io.StringIO()
-    with redirect_stdout(text):
-        evaluate.main(words)
-    return text.getvalue().replace(str(sample), "sample.png")
+def grid_files(row: dict, name: str) -> dict[str, bytes]:
+    """Return the grids of a row as files of the hand-in: name.png, or name_0.png … of several."""
+    grids = [path.read_bytes() for path in row["paths"]]
+    if len(grids) == 1:
+        return {f"handin/{name}.png": grids[0]}
+    return {f"handin/output/{name}_{index}.png": grid for index, grid in enumerate(grids)}
 
 
 def report(args: Namespace, lpips: Callable) -> dict[str, bytes]:
     """Return name → content of all files of the report."""
     log = read_log(args.log)
     try:
-        data = collect(log, args.picture, lpips)
+        data = collect(log, args.picture, args.edition, lpips)
     except (KeyError, TypeError) as error:
         raise UsageError(
             f"--log {args.log}: a file lacks an entry ({error}); measure it again"
         ) from None
-    baseline = data["baseline"]["path"]
-    pair = [read_picture(path).pixels for path in (baseline, data["result"]["path"])]
-    asked = args.log / "asked.txt"
+    notes = args.log / f"notes.{args.lang}.md"
+    sections, notes_figures = read_notes(notes, args.lang)
+    rows = [data["baseline"], data["result"]]
+    pair = [read_picture(row["paths"][0]).pixels for row in rows]
     data |= dict(
         team=args.team,
         log=args.log,
         pixels=pair,
         most=int(np.abs(pair[0].astype(int) - pair[1]).max()),
-        criteria=criteria(data["result"]["judged"]),
         gains=gains(data),
-        notes=read_notes(args.log / f"notes.{args.lang}.md", args.lang),
-        asked=asked.read_text().splitlines()[0] if asked.is_file() else None,
+        notes=sections,
+        notes_file=dict(file=notes.name, digest=digest_of(notes)),
         bench=next(
             source["command"]
             for source in data["sources"]
@@ -250,19 +247,19 @@ def report(args: Namespace, lpips: Callable) -> dict[str, bytes]:
         ),
     )
     text, words = render(data, args.lang)
-    figures = draw(data, words)
+    figures = draw(data, words) | notes_figures
     del data["pixels"]
     data["to_write"] = text.count(TODO)
     files = {f"figures/{name}": figure for name, figure in figures.items()}
+    for lang, name in (("en", "RUN.md"), ("zh", "RUN.zh.md")):
+        files[f"handin/{name}"] = tidy(template(f"run.{lang}.md").render(data)).encode()
+    files |= grid_files(data["baseline"], "baseline") | grid_files(data["result"], "sample")
     return files | {
         "report.md": text.encode(),
         "report.html": page(text, figures, args.lang).encode(),
         "report.json": (json.dumps(plain(data), indent=1, ensure_ascii=False) + "\n").encode(),
-        "handin/sample.png": data["result"]["path"].read_bytes(),
-        "handin/baseline.png": baseline.read_bytes(),
-        "handin/verdict.txt": verdict(baseline, data["result"]["path"], args.vgg_weights).encode(),
+        "handin/verdict.txt": tidy(template("verdict.txt").render(data)).encode(),
         "handin/environment.txt": environment(data).encode(),
-        "handin/RUN.md": tidy(template(f"run.{args.lang}.md").render(data)).encode(),
         "handin/log/FINAL_RESULT.txt": tidy(template("final_result.txt").render(data)).encode(),
     }
 
@@ -279,6 +276,7 @@ def main() -> None:
     add = parser.add_argument
     add("out", type=Path, metavar="OUT", help="folder for the report and the hand-in")
     add("--team", type=team_name, required=True, help="name: letters, digits, - and _")
+    add("--edition", choices=evaluate.EDITIONS, required=True, help="of the contest's rules")
     add("--log", type=Path, required=True, help="folder that scripts/measure.sh filled")
     add("--picture", type=Path, required=True, help="picture of the log that you hand in")
     add("--lang", choices=("en", "zh"), default="en", help="language (default: en)")
@@ -294,7 +292,7 @@ def main() -> None:
                 file.write(content)
     print(f"{args.out / 'report.html'}: {len(files['report.html']) / 1e6:.2f} MB")
     notes = args.log / f"notes.{args.lang}.md"
-    for title, body in read_notes(notes, args.lang):
+    for title, body in read_notes(notes, args.lang)[0]:
         if TODO in body:
             print(f"{TODO} in {notes}: {title}")
 

@@ -5,8 +5,7 @@ are never mixed.
 """
 
 import hashlib
-import math
-import re
+import json
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -23,11 +22,20 @@ from bench.steps import RUNGS
 from scripts.strategies import COPIES, Machine, Shape, bytes_moved, choose, designs, flops
 
 KINDS = {  # kind of record → entries that must be the same in all records
-    "contest": ("gpu", "model", "image_size", "weights", "steps", "decoder"),
+    "contest": ("gpu", "model", "image_size", "weights", "steps", "decoder", "grids"),
     "fork": ("gpu", "model", "image_size", "weights", "steps"),
     "steps": ("gpu", "model", "image_size", "weights"),
     "parallel": ("gpu", "model", "image_size", "weights"),
 }
+# Name and SHA-256 of the contest's files. An empty string is a digest that is not known yet: the
+# report has the measured one, to compare.
+PUBLISHED = {"weights": ("DiT-XL-2-512x512.pt", ""), "decoder": ("ema", "")}
+PROGRAM = (  # the organisers' commits of Jaredanwolfgang/DiT-SUSTCSC
+    "97dab9f6de494ef09a3d3dd308f062de6ef69ed7",
+    "6869b78fb7574b20e059c4550d76c9d7fb2ca483",
+    "d639819772bcc231c600b5e50060b95faa2a7b36",
+    "3da2b46632d1778021b456e789ad1d5b5ca1fad4",
+)
 HALF = "fp16", "bf16"
 SERIES = CONTEST["pictures"], 1  # numbers of labels
 
@@ -47,7 +55,7 @@ def require_own(folder: Path) -> None:
 
 def read_log(folder: Path) -> dict[str, list[dict]]:
     """Return kind → records of the JSON files, with `path`, `file` and `digest`. Raises UsageError
-    if a file is damaged or was cut short, if a measurement is missing, and for one of another
+    if a file is corrupt or was cut short, if a measurement is missing, and for one of another
     machine, network or weights.
     """
     log = {kind: [] for kind in KINDS}
@@ -62,12 +70,11 @@ def read_log(folder: Path) -> dict[str, list[dict]]:
                 "command again"
             )
         if record.get("kind") in KINDS:
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
-            record |= dict(path=path, file=path.name, digest=digest)
+            record |= dict(path=path, file=path.name, digest=digest_of(path)[:8])
             log[record["kind"]].append(record)
     log["contest"].sort(key=lambda record: (-record["pictures"], record["gpus"]))
     for kind, names in KINDS.items():
-        if not log[kind] and kind != "fork":
+        if not log[kind] and kind in ("contest", "steps"):
             raise UsageError(
                 f"{folder}: holds no {kind} measurement; bash scripts/measure.sh {folder} makes it"
             )
@@ -84,68 +91,82 @@ def read_log(folder: Path) -> dict[str, list[dict]]:
 # ---- the contest's job ----
 
 
-def other_job(record: dict) -> bool:
-    """Return whether a record is of another job than the contest's. Random weights make none:
-    they cost the same time.
+def shortcomings(record: dict, result: dict, edition: evaluate.Edition, missing: list) -> list[str]:
+    """Return why a result earns no points: names that the texts have sentences for."""
+    measured = record.get("sha256", {})
+    found = {
+        "job": any(record[key] != value for key, value in CONTEST.items()),
+        "random": RANDOM in (record["weights"], record["decoder"]),
+        "files": any(
+            record[key] != name or not measured.get(key, "").startswith(digest)
+            for key, (name, digest) in PUBLISHED.items()
+        ),
+        "grids": len(result["grids"]) != edition.grids,
+        "verdict": result["judged"]["verdict"] != "PASS",
+        "missing": bool(missing),
+    }
+    return [name for name, applies in found.items() if applies]
+
+
+def asked_for(folder: Path) -> tuple[str | None, list[str]]:
+    """Return the command of scripts/measure.sh that filled a log, and the files of it that are
+    missing.
     """
-    return any(record[key] != value for key, value in CONTEST.items())
+    asked = folder / "asked.txt"
+    command, _, _, *files = asked.read_text().splitlines() if asked.is_file() else (None,) * 3
+    return command, [file for file in files if not (folder / file).is_file()]
 
 
-def rehearsal(record: dict) -> bool:
-    """Return whether the picture of a record cannot be handed in: it is of another job, or of
-    random weights.
-    """
-    return other_job(record) or RANDOM in (record["weights"], record.get("decoder"))
-
-
-def score(seconds: float) -> float:
-    """Return the contest's points for T seconds: 50 up to 100 s, none from 300 s on."""
-    return 50 * min(1.0, max(0.0, math.log(300 / seconds) / math.log(3)))
-
-
-def runs(log: dict) -> list[dict]:
+def runs(log: dict, clock: str) -> list[dict]:
     """Return a row for each tier, number of GPUs and number of labels of the contest's job, with
-    the phases of its median run: T from loading, and as the organisers' program prints it.
+    the phases of its median run. T is its entry `clock`: "seconds" from loading to the files, or
+    "printed" of a grid, as the organisers' program does.
     """
     rows = []
     for record in log["contest"]:
         for row in record["contest"]:
             once = min(row["runs"], key=lambda run: abs(run["total"] - row["seconds"]))
-            clock = sum(once.get(phase, 0) for phase in ("sample", "decode", "gather"))
-            rows.append(
-                row
-                | dict(
-                    who="here",
-                    gpus=record["gpus"],
-                    labels=record["pictures"],
-                    phases={
-                        name: seconds
-                        for name, seconds in once.items()
-                        if name not in ("total", "process")
-                    },
-                    process=once["process"],
-                    printed=clock,
-                    points=None if other_job(record) else score(row["seconds"]),
-                    path=record["path"].parent / row["file"],
-                    record=record["file"],
-                )
+            of_grid = sum(once.get(phase, 0) for phase in ("sample", "decode", "gather"))
+            more = dict(
+                who="here",
+                gpus=record["gpus"],
+                labels=record["pictures"],
+                phases={
+                    name: seconds
+                    for name, seconds in once.items()
+                    if name not in ("total", "process")
+                },
+                process=once["process"],
+                printed=of_grid / record["grids"],
             )
+            rows.append(row | more | dict(record=record["file"]))
     for record in log["fork"]:
-        path = record["path"].parent / record["fork"]["file"]
-        more = dict(who="fork", gpus=1, labels=CONTEST["pictures"], path=path)
-        rows.append(record["fork"] | more | dict(record=record["file"]))
+        sampled = dict(sample=record["fork"]["printed"])
+        more = dict(who="fork", gpus=1, labels=CONTEST["pictures"], phases=sampled)
+        more["record"] = record["file"]
+        commit = record["fork"]["of_commit"] or "none"  # a changed checkout's ends in -dirty
+        more["unmodified"] = any(each.startswith(commit) for each in PROGRAM)
+        rows.append(record["fork"] | more)
+    folder = log["contest"][0]["path"].parent
+    for row in rows:
+        row["T"] = row[clock]
+        row["paths"] = [folder / grid["file"] for grid in row["grids"]]
     return rows
 
 
-def pixels_of(row: dict) -> np.ndarray:
-    """Return a measured picture. Raises UsageError unless it is the one that was measured."""
-    path = row["path"]
-    if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != row["picture"]:
-        raise UsageError(
-            f"{path}: is not the picture that {row['record']} measured; remove that file and give "
-            "the same measure.sh command again"
-        )
-    return read_picture(path).pixels
+def digest_of(path: Path) -> str:
+    """Return a file's SHA-256, or an empty string if there is none."""
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+
+
+def require_measured(row: dict) -> None:
+    """Raise UsageError unless a row's pictures are those that were measured."""
+    for path, grid in zip(row["paths"], row["grids"]):
+        if digest_of(path) != grid["picture"]:
+            raise UsageError(
+                f"{path}: is not the picture that {row['record']} measured; remove that file and "
+                "give the same measure.sh command again"
+            )
 
 
 def find_picture(rows: list[dict], picture: Path) -> dict:
@@ -154,44 +175,38 @@ def find_picture(rows: list[dict], picture: Path) -> dict:
     """
     if not picture.is_file():
         raise UsageError(f"--picture {picture}: no such file")
-    digest = hashlib.sha256(picture.read_bytes()).hexdigest()
+    digest = digest_of(picture)
     of_job = [row for row in rows if row["who"] == "here" and row["labels"] == SERIES[0]]
-    found = [row for row in of_job if row["picture"] == digest]
+    found = [row for row in of_job if row["grids"][0]["picture"] == digest]
     if not found:
-        names = " ".join(str(row["path"]) for row in of_job)
+        names = " ".join(str(row["paths"][0]) for row in of_job)
         raise UsageError(f"--picture {picture}: was not measured in this log; choose from {names}")
-    return min(found, key=lambda row: row["path"].resolve() != picture.resolve())
+    return min(found, key=lambda row: row["paths"][0].resolve() != picture.resolve())
 
 
-def compare(want: np.ndarray, got: np.ndarray, lpips: Callable) -> dict:
-    """Return the metrics of a picture, its verdict by both readings of MAE, and the reasons for
-    metrics without a value.
+def judge(rows: list[dict], baseline: dict, result: dict, gate: dict, lpips: Callable) -> None:
+    """Add to each row its speed-up over one GPU in the same tier, the efficiency, and the distance
+    of its first grid. Add to the rows of one GPU and to the result the verdict on their grids
+    against the baseline's.
     """
-    values, reasons = evaluate.measure(want, got, lpips)
-    verdicts = {}
-    for gate, thresholds in evaluate.GATES.items():
-        verdicts[gate] = evaluate.verdict_of(values, thresholds)
-    same = bool(np.array_equal(want, got))
-    return values | dict(identical=same, verdicts=verdicts, reasons=reasons)
-
-
-def judge(rows: list[dict], baseline: dict, result: dict, lpips: Callable) -> None:
-    """Add to each row the distance of its picture from one GPU's in the same tier. Add to the
-    rows of one GPU and to the result the metrics against the baseline.
-    """
-    want = pixels_of(baseline)
     alone = {}
     for row in rows:
-        got = pixels_of(row)
-        one = alone.setdefault((row["tier"], row["labels"], row["who"]), got)
-        same = bool(np.array_equal(one, got))
+        require_measured(row)
+        got = read_picture(row["paths"][0]).pixels
+        one, want = alone.setdefault((row["tier"], row["labels"], row["who"]), (row, got))
+        same = bool(np.array_equal(want, got))
         row["one_gpu"] = dict(
-            identical=same, mae=evaluate.mae(one, got), psnr=evaluate.psnr(one, got)
+            identical=same, mae=evaluate.mae(want, got), psnr=evaluate.psnr(want, got)
         )
+        row["speedup"] = one["T"] / row["T"]
+        row["efficiency"] = row["speedup"] / row["gpus"]
+        row["sample_speedup"] = one["phases"]["sample"] / row["phases"]["sample"]
         if row["labels"] == SERIES[0] and (row["gpus"] == 1 or row is result):
-            if want.shape != got.shape:
-                raise UsageError(f"{baseline['path']} and {row['path']} are of different sizes")
-            row["judged"] = compare(want, got, lpips)
+            judged = evaluate.judge_pairs(zip(baseline["paths"], row["paths"]), gate, lpips)
+            results = dict(results=evaluate.judge(judged["worst"], gate))
+            row["judged"] = results | {
+                name: judged[name] for name in ("verdict", "mean", "worst", "reasons")
+            }
 
 
 # ---- the profile ----
@@ -266,9 +281,8 @@ def analyse(ladder: dict, tier: str) -> dict:
 # ---- many GPUs ----
 
 
-def plans_of(log: dict, tier: str, labels: int) -> list[dict]:
+def plans_of(record: dict, tier: str, labels: int) -> list[dict]:
     """Return the measured layouts of a tier and number of labels, one GPU's first."""
-    [record] = log["parallel"]
     return [row for row in record["plans"] if (row["tier"], row["labels"]) == (tier, labels)]
 
 
@@ -303,14 +317,13 @@ def design_table(
     return dict(labels=labels, rows=rows, chosen=chosen, **machine._asdict())
 
 
-def designs_of(log: dict, tier: str, gpus: int) -> list[dict]:
+def designs_of(record: dict, tier: str, gpus: int) -> list[dict]:
     """Return the tables of designs for the contest's labels and for one. Raises UsageError if the
     tier's step was not timed on one GPU.
     """
-    [record] = log["parallel"]
     tables = []
     for labels in SERIES:
-        plans = plans_of(log, tier, labels)
+        plans = plans_of(record, tier, labels)
         if not plans:
             raise UsageError(
                 f"{record['path']}: has no {tier} with {labels} labels; remove it and give the "
@@ -323,60 +336,50 @@ def designs_of(log: dict, tier: str, gpus: int) -> list[dict]:
     return tables
 
 
-def scaling(rows: list[dict]) -> None:
-    """Add to each row its speed-up over one GPU and its efficiency, of T and of sampling."""
-    alone = {}
-    for row in rows:
-        if row["who"] == "here":
-            first = alone.setdefault((row["tier"], row["labels"]), row)
-            row["speedup"] = first["seconds"] / row["seconds"]
-            row["efficiency"] = row["speedup"] / row["gpus"]
-            row["sample_speedup"] = first["phases"]["sample"] / row["phases"]["sample"]
-
-
 # ---- all of it ----
 
 
-def collect(log: dict, picture: Path, lpips: Callable) -> dict:
-    """Return the report's contents from a log and the picture that is handed in. Raises
-    UsageError for a picture that was not measured, and for missing measurements.
+def collect(log: dict, picture: Path, gate: str, lpips: Callable) -> dict:
+    """Return the report's contents from a log and the picture that is handed in, by an edition of
+    the rules. Raises UsageError for a picture that was not measured, and without the measurements
+    that every report needs.
     """
     first = log["contest"][0]
-    rows = runs(log)
+    edition = evaluate.EDITIONS[gate]
+    rows = runs(log, edition.clock)
     ladder = max(log["steps"], key=lambda record: len(record["rungs"]))
     result = find_picture(rows, picture)
     tier = result["tier"]
     ours = [row for row in rows if (row["who"], row["tier"], row["gpus"]) == ("here", "fp32", 1)]
-    if not ours or not any(profile["tier"] == tier for profile in ladder["profiles"]):
+    profiled = [profile["tier"] for profile in ladder["profiles"]]
+    if not ours or tier not in profiled:
         missing = "fp32 on one GPU" if not ours else f"profile of {tier}"
         raise UsageError(
             f"{first['path'].parent}: holds no {missing}; measure it too (measure.sh --precision)"
         )
     baseline = next((row for row in rows if row["who"] == "fork"), ours[0])
-    judge(rows, baseline, result, lpips)
-    scaling(rows)
+    judge(rows, baseline, result, edition.thresholds, lpips)
     tiers = list(precision.TIERS)
     rows.sort(key=lambda row: tiers.index(row["tier"]))  # of a tier one GPU's first, as before
     gpus = max(row["gpus"] for row in rows)
-    before = baseline["tier"]
-    profiled = [profile["tier"] for profile in ladder["profiles"]]
     steps_today = {"", *dict(RUNGS)}
     sources = [*log["contest"], *log["fork"], ladder, *log["parallel"]]
-    versions = {}
-    for key in ("driver", "torch", "python", "cores", "version", "commit", "date"):
-        values = sorted({str(record[key]) for record in sources if record.get(key)})
-        versions[key] = ", ".join(values)
+    versions = {
+        key: ", ".join(sorted({str(record[key]) for record in sources if record.get(key)}))
+        for key in ("driver", "torch", "python", "cores", "version", "commit", "date")
+    }
+    asked, missing = asked_for(first["path"].parent)
+    why = shortcomings(first, result, edition, missing)
+    job = {name: first[name] for name in (*CONTEST, "grids", "weights", "decoder")}
+    before = baseline["tier"] if baseline["tier"] in profiled else "fp32"
     return dict(
         machine=dict(gpu=first["gpu"], gpus=gpus, **versions),
-        job=dict(
-            {name: first[name] for name in ("model", "image_size", "steps", "pictures")},
-            weights=first["weights"],
-            decoder=first["decoder"],
-            random=RANDOM in (first["weights"], first["decoder"]),
-            other=other_job(first),
-            rehearsal=rehearsal(first),
-        ),
+        job=job | dict(sha256=first.get("sha256", {}), rehearsal=why),
         contest=CONTEST,
+        edition=edition._asdict() | dict(name=gate),
+        points=None if why else edition.points(result["T"]),
+        asked=asked,
+        missing=missing,
         result=result,
         baseline=baseline,
         runs=[row for row in rows if row["labels"] == SERIES[0]],
@@ -385,7 +388,7 @@ def collect(log: dict, picture: Path, lpips: Callable) -> dict:
         pictures=ladder["pictures"],
         batch_rows=ladder["batch_rows"],
         ceilings=ladder["ceilings"],
-        before=analyse(ladder, before if before in profiled else "fp32"),
+        before=analyse(ladder, before),
         after=analyse(ladder, tier),
         ladder=[
             rung
@@ -393,9 +396,14 @@ def collect(log: dict, picture: Path, lpips: Callable) -> dict:
             if "ms" in rung and rung["rung"].partition(" + ")[2] in steps_today
         ],
         load_seconds=ladder["load_seconds"],
-        designs=designs_of(log, tier, gpus),
-        link=log["parallel"][0]["link"],
-        plans=[row for labels in SERIES for row in plans_of(log, tier, labels)],
+        designs=[table for record in log["parallel"] for table in designs_of(record, tier, gpus)],
+        plans=[
+            row
+            for record in log["parallel"]
+            for labels in SERIES
+            for row in plans_of(record, tier, labels)
+        ],
+        link=log["parallel"][0]["link"] if log["parallel"] else None,
         sources=[
             {name: record.get(name) for name in ("file", "digest", "torch", "commit", "command")}
             for record in sources
@@ -404,16 +412,8 @@ def collect(log: dict, picture: Path, lpips: Callable) -> dict:
     )
 
 
-def plain(value: object) -> object:
-    """Return data as JSON has it: no paths, no home folder, and no NaN or infinities."""
-    if isinstance(value, dict):
-        return {str(name): plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, Path):
-        return re.sub(rf"^{re.escape(str(ROOT))}/", "", str(value))
-    if isinstance(value, str):
-        return value.replace(f"{Path.home()}/", "~/")
-    if isinstance(value, float) and not np.isfinite(value):
-        return str(value)
-    return value
+def plain(value: dict) -> dict:
+    """Return data as JSON has it: no paths of this machine, and no NaN or infinities."""
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    text = text.replace(f"{ROOT}/", "").replace(f"{Path.home()}/", "~/")
+    return json.loads(text, parse_constant=lambda constant: str(float(constant)))

@@ -75,8 +75,14 @@ def ladder(rungs: list[dict], words: dict) -> bytes:
         chosen = np.array([(rung["rung"] in ("fp32", "tf32")) == upstream for rung in rungs])
         axis.plot(ms[chosen], places[chosen], mark, color=colour, label=wide(words[name]))
     for place, value in zip(places, ms):
-        offset = dict(xytext=(7, 0), textcoords="offset points")
-        axis.annotate(digits(value), (value, place), va="center", fontsize=8, **offset)
+        axis.annotate(
+            digits(value),
+            (value, place),
+            xytext=(7, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+        )
     axis.set(xscale="log", xlim=(min(ms) / 1.6, max(ms) * 1.7), xlabel=words["ms"])
     axis.xaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), minor_locator=NullLocator())
     axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
@@ -100,8 +106,15 @@ def kinds(profiles: list[dict], words: dict) -> bytes:
             axis.barh(place, share, left=left, color=COLOURS[kind], label=label, height=0.6)
             if share >= 6:
                 text = f"{share:.0f} %\n{digits(row['ms'])} ms"
-                looks = dict(ha="center", va="center", fontsize=7)
-                axis.text(left + share / 2, place, text, color=INK[kind], **looks)
+                axis.text(
+                    left + share / 2,
+                    place,
+                    text,
+                    color=INK[kind],
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                )
             left += share
     names = [f"{profile['tier']}, {digits(profile['ms'])} ms" for profile in profiles]
     axis.set_yticks(range(len(names)), names, fontsize=9)
@@ -141,10 +154,8 @@ def designs(table: dict, words: dict) -> bytes:
     total = np.array([row["ms"] for row in rows])
     axis.barh(places, work, color=BLUE, height=0.6, label=wide(words["work"]))
     axis.barh(places, total - work, left=work, color=SKY, height=0.6, label=wide(words["exchange"]))
-    measured = [(place, row["measured"]) for place, row in zip(places, rows) if row["measured"]]
-    if measured:
-        where, ms = zip(*measured)
-        axis.plot(ms, where, "D", color="black", label=wide(words["measured"]))
+    measured = [row["measured"] or np.nan for row in rows]
+    axis.plot(measured, places, "D", color="black", label=wide(words["measured"]))
     axis.axvline(table["ms"], color="black", linestyle="--", linewidth=1, label=words["alone"])
     axis.set_yticks(places, [wide(words["designs"][row["name"]]) for row in rows], fontsize=9)
     axis.set(xlabel=words["ms"], ylim=(len(rows) - 0.5, -0.5))

@@ -1,7 +1,7 @@
 """Compare every precision tier with fp32 on your weights and your GPU, and recommend one.
 
     python scripts/verify.py --ckpt results/000-DiT-XL-2/checkpoints/0050000.pt --image-size 256
-    python scripts/verify.py --precision fp16 bf16 --seeds 5 --gate strict
+    python scripts/verify.py --precision fp16 bf16 --seeds 5 --gate contest-2025-06
     python scripts/verify.py --model DiT-Demo/2         # on a CPU as well
 
 All tiers start from the same noise. The fastest tier whose pictures all meet evaluate.py's
@@ -42,7 +42,7 @@ def sample(given: dict, tier: str, seeds: int, folder: Path) -> tuple[list[Path]
         print(sampler.run.describe([tier]))
         for seed in range(seeds):
             start = time.perf_counter()
-            pictures = sampler.sample(sampler.run.settings.labels, seed, progress=True)
+            pictures = sampler.sample(sampler.run["labels"], seed, progress=True)
             seconds.append(time.perf_counter() - start)
             for index, picture in enumerate(pictures):
                 files.append(folder / f"seed{seed}-{index}.png")
@@ -104,9 +104,7 @@ def main() -> None:
         "--precision", dest="tiers", nargs="+", choices=TIERS, help="tiers (default: all here)"
     )
     parser.add_argument("--seeds", type=positive, help="seeds 0, 1, … (default: 3; on a CPU 1)")
-    parser.add_argument(
-        "--gate", choices=evaluate.GATES, default="contest", help="criterion (default: contest)"
-    )
+    evaluate.add_gate(parser)
     parser.add_argument("--vgg-weights", type=Path, help="LPIPS' VGG16, as in evaluate.py")
     parser.add_argument(
         "--output", dest="folder", type=Path, default=Path("output/verify"), metavar="DIR"

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
 import time
 from types import SimpleNamespace
 
@@ -26,7 +27,11 @@ def forked(monkeypatch):
     def run(command, cwd, **_):
         return forks.run(command[1:], cwd)
 
-    monkeypatch.setattr(measure, "subprocess", SimpleNamespace(run=run, PIPE=None))
+    monkeypatch.setattr(
+        measure,
+        "subprocess",
+        SimpleNamespace(run=run, PIPE=subprocess.PIPE, Popen=subprocess.Popen),
+    )
 
 
 def digest(path):
@@ -70,8 +75,11 @@ def test_a_grid_of_two_ranks(tmp_path, run, log):
     assert row["command"].startswith(words) and str(ROOT) not in row["command"]
     again = tmp_path / "again.png"
     done = run("sample.py", *DEMO, *flags, "--gpus", 2, "--output", again)
-    assert done.returncode == 0 and row["file"] == "log-fp32.png"
-    assert digest(again) == row["picture"] == digest(tmp_path / row["file"])
+    assert done.returncode == 0
+    [grid] = row["grids"]
+    assert digest(again) == grid["picture"] == digest(tmp_path / "log-fp32.png")
+    weights = ROOT / "pretrained_models/demo/dit.safetensors"
+    assert record["sha256"]["weights"] == digest(weights)
 
 
 FORK = """import argparse
@@ -113,11 +121,13 @@ def test_the_organisers_program(tmp_path, tiny_vae, log):
     os.utime(fork / "sample_0.png", (time.time() - 1e4,) * 2)
     record, _ = log("jobs", *SMALL, "--fork", fork)
     row = record["fork"]
-    assert record["kind"] == "fork" and row["tier"] == "fp32" and row["grids"] == 2
+    assert record["kind"] == "fork" and row["tier"] == "fp32"
     # The program sleeps: 0.2 s for each grid, and 0.5 s before the first.
     assert row["printed"] >= 0.2 and row["seconds"] >= 0.7
-    first = fork / "output/sample_0.png"
-    assert digest(first) == row["picture"] == digest(tmp_path / row["file"])
+    for index, grid in enumerate(row["grids"]):
+        picture = fork / f"output/sample_{index}.png"
+        assert digest(picture) == grid["picture"] == digest(tmp_path / f"log_{index}.png")
+    assert index == 1
 
 
 def test_random_weights_and_a_random_decoder_without_files(log):

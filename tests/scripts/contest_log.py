@@ -21,7 +21,9 @@ ABOUT = dict(
     version="1.2.3",
     commit="abc1234",
     date="2026-11-27",
-    weights="XL.pt",
+    weights="DiT-XL-2-512x512.pt",
+    grids=1,
+    sha256=dict(weights="1" * 64, decoder="2" * 64),
     **CONTEST,
 )
 SHAPE = dict(
@@ -86,10 +88,9 @@ def contest(folder, name, gpus, labels, seconds):
                 tier=tier,
                 seconds=total,
                 runs=[phases | dict(total=total, process=total + 3)],
-                picture=picture(folder / file, noise, one=labels == 1),
+                grids=[dict(file=file, picture=picture(folder / file, noise, one=labels == 1))],
                 settings=f"{labels} labels · {tier}",
-                command=f"python sample.py {flags}--ckpt XL.pt --precision {tier}",
-                file=file,
+                command=f"python sample.py {flags}--ckpt DiT-XL-2-512x512.pt --precision {tier}",
             )
         )
     record = ABOUT | dict(kind="contest", gpus=gpus, decoder="ema", contest=rows, pictures=labels)
@@ -159,12 +160,10 @@ def fork(folder):
         tier="tf32",
         seconds=42.5,
         printed=39.1,
-        grids=8,
+        grids=[dict(file="fork.png", picture=picture(folder / "fork.png", 0))],
         of_commit="97dab9f",
-        picture=picture(folder / "fork.png", 0),
-        file="fork.png",
     )
-    command = "python bench/measure.py jobs --fork ../fork --ckpt XL.pt --output log/mine/fork.json"
+    command = "python bench/measure.py jobs --fork ../fork --ckpt DiT-XL-2-512x512.pt --output log/mine/fork.json"
     record = ABOUT | dict(kind="fork", gpus=1, decoder="ema", fork=row, command=command)
     write(folder / "fork.json", record)
 
@@ -194,6 +193,9 @@ def build(folder):
     ladder(folder)
     layouts(folder)
     fork(folder)
-    asked = "bash scripts/measure.sh log/mine --ckpt XL.pt --vae ema --fork ../fork"
-    (folder / "asked.txt").write_text(f"{asked}\nup to 4 × NVIDIA H200\n")
+    asked = "bash scripts/measure.sh log/mine --ckpt DiT-XL-2-512x512.pt --vae ema --fork ../fork"
+    files = sorted(path.name for path in folder.glob("*.json"))
+    (folder / "asked.txt").write_text(
+        "\n".join([asked, "up to 4 × NVIDIA H200", "fp32 tf32 exact fp16", *files]) + "\n"
+    )
     return folder

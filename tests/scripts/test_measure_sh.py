@@ -1,6 +1,8 @@
 """The script that runs all measurements."""
 
+import fcntl
 import os
+import shutil
 import subprocess
 
 import pytest
@@ -12,15 +14,20 @@ FILES = ["contest-1", "contest-2", "ladder", "layouts", "label-1", "label-2"]
 FLAGS = "--num-sampling-steps", "20", "--gpus", "2"
 
 
-@pytest.fixture
-def folder(tmp_path):
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
     """A folder with all measurements of two processes on a CPU."""
+    folder = tmp_path_factory.mktemp("log")
     for name in FILES:
-        (tmp_path / f"{name}.json").write_text("{}")
-    (tmp_path / "contest-2-fp32.png").touch()
-    command = f"bash scripts/measure.sh {tmp_path} {' '.join(FLAGS)}"
-    (tmp_path / "asked.txt").write_text(f"{command}\nup to 2 × CPU\n")
-    return tmp_path
+        (folder / f"{name}.json").write_text('{"tier": "fp32"}')
+    (folder / "contest-2-fp32.png").touch()
+    succeeds(measure(folder, *FLAGS))
+    return folder
+
+
+@pytest.fixture
+def folder(measured, tmp_path):
+    return shutil.copytree(measured, tmp_path / "log")
 
 
 def measure(*arguments):
@@ -33,27 +40,37 @@ def measure(*arguments):
     )
 
 
-def test_a_whole_file_is_not_measured_again(folder):
-    before = {path: path.read_bytes() for path in folder.iterdir()}
-    text = succeeds(measure(folder, *FLAGS))
+@pytest.mark.parametrize(
+    "flags",
+    [
+        FLAGS,
+        ("--gpus", "2", "--precision", "fp32", "--num-sampling-steps", "20/"),
+        (*FLAGS, "--repeats", "2", "--load", "1"),
+    ],
+)
+def test_a_whole_file_is_not_measured_again(flags, folder):
+    """The same options in another order, and more tiers or repeats, are the same run."""
+    text = succeeds(measure(f"{folder}/", *flags))
     assert all(f"{name}.json is there" in text for name in FILES)
-    assert f"report.py output/report --team TEAM --log {folder} --picture PICTURE" in text
-    assert f"hand in: {folder}/contest-2-fp32.png" in text
-    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    assert f"hand in: {folder}/contest-2-fp32.png" in text.replace("//", "/")
+    names = (folder / "asked.txt").read_text().splitlines()[3:]
+    assert names == sorted(f"{name}.json" for name in FILES)
 
 
-def test_a_file_that_was_cut_short_is_measured_again(folder):
-    """The command is what fails here: it gets a model that there is not."""
-    (folder / "asked.txt").unlink()
+def test_a_file_that_was_cut_short_or_lacks_a_tier_is_measured_again(folder):
+    """The command is what fails here: a CPU has no fp16. The tiers before stay."""
     (folder / "ladder.json.unfinished").touch()
-    done = measure(folder, "--model", "DiT-None/2")
-    assert done.returncode == 2 and "measure.py: --model DiT-None/2: unknown" in done.stderr
-    assert "contest-2.json is there" in done.stdout
-    assert (
-        "== python bench/measure.py ladder --model DiT-Demo/2 --device cpu --model DiT-None/2 --profile"
-        in done.stdout
-    )
-    assert (folder / "ladder.json.unfinished").exists()
+    assert "== python bench/measure.py ladder" in measure(folder, *FLAGS, "--load", "x").stdout
+    done = measure(folder, *FLAGS, "--precision", "fp16")
+    assert done.returncode == 2 and "--precision fp16: cpu has no " in done.stderr
+    assert "== python bench/measure.py jobs --model DiT-Demo/2 --device cpu" in done.stdout
+    assert (folder / "contest-1.json.unfinished").exists()
+
+
+def test_a_typo_leaves_the_folder_free(tmp_path):
+    line = measure(tmp_path, "--model", "DiT-None/2").stderr.splitlines()[-1]
+    assert line.startswith("measure.py: --model DiT-None/2: unknown")
+    assert (tmp_path / "asked.txt").read_text() == ""
 
 
 @pytest.mark.parametrize(
@@ -66,16 +83,27 @@ def test_a_file_that_was_cut_short_is_measured_again(folder):
 )
 def test_a_folder_of_another_run_is_refused(folder, flags):
     line = refused(measure(folder, *flags))
-    assert line.startswith(f"measure.sh: {folder} is of another run (bash scripts/measure.sh")
-    assert f"measure.sh {folder} {' '.join(flags)}, up to" in line
-    assert "name another folder" in line
+    assert line.startswith(f"measure.sh: {folder} is of another run (up to 2 × CPU --num-sampling")
+    assert f"this is up to {flags[-1] if flags[-1] == '4' else 2} × CPU" in line
 
 
-def test_a_folder_of_another_machine_is_refused(folder):
-    text = (folder / "asked.txt").read_text()
-    (folder / "asked.txt").write_text(text.replace("CPU", "NVIDIA V100"))
-    line = refused(measure(folder, *FLAGS))
-    assert "up to 2 × NVIDIA V100), this is " in line and "up to 2 × CPU; name another" in line
+def test_two_runs_in_a_folder(folder):
+    with (folder / "asked.txt").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        line = refused(measure(folder, *FLAGS))
+    assert line == f"measure.sh: {folder}: another measure.sh is at work there; wait for its end\n"
+
+
+def test_a_fork_is_checked_first(folder, tmp_path):
+    """Its decoder and the packages that it imports, before anything is measured."""
+    fork = tmp_path / "fork"
+    fork.mkdir()
+    (fork / "sample.py").touch()
+    assert "has no decoder; put its two files into" in refused(measure(folder, "--fork", fork))
+    (fork / "pretrained_models/sd-vae-ft-ema").mkdir(parents=True)
+    (fork / "pretrained_models/sd-vae-ft-ema/config.json").touch()
+    line = measure(folder, "--fork", fork).stderr.splitlines()[-1]
+    assert "this Python lacks a package that it imports; the error is above" in line
 
 
 @pytest.mark.parametrize(
@@ -87,7 +115,7 @@ def test_a_folder_of_another_machine_is_refused(folder):
             "--vgg-weights: no such flag; bash scripts/measure.sh --help",
         ),
         (("x", "--ckpt"), "--ckpt: give a value"),
-        (("x", "--fork", "docs"), "--fork docs: has no sample.py; name the organisers' checkout"),
+        (("x", "--fork", "docs"), "docs: has no sample.py; name the organisers' checkout"),
         (("/dev/null",), "/dev/null: no folder can be made or written there; name another"),
         (("/proc/nowhere",), "/proc/nowhere: no folder can be made or written there"),
         (("/proc",), "/proc: no folder can be made or written there"),

@@ -4,6 +4,7 @@ run it, the team's own logs and report, and no weights.
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import tarfile
@@ -15,15 +16,17 @@ from conftest import ROOT
 from forks import refused, succeeds
 
 from evaluate import Lpips
-from scripts import report
+from scripts import report, report_data
 
 CODE = "bench/measure.py", "models.py"
 DEMO = "log/cpu.json", "pretrained_models/download.py", "pretrained_models/demo/dit.safetensors"
 TRACKED = *CODE, *DEMO, "pretrained_models/large.pt", "log/example/report.md"
 PROGRAMS = ".gitignore", "scripts/pack.sh"
 OUTPUTS = "log/mine/model.pt", "log/baseline-1.out", "output/four-2.out"
+COMMIT = "-c", "user.name=x", "-c", "user.email=x@y", "commit", "-qm", "x"
 HANDIN = (
     "RUN.md",
+    "RUN.zh.md",
     "baseline.png",
     "environment.txt",
     "log/FINAL_RESULT.txt",
@@ -32,12 +35,12 @@ HANDIN = (
 )
 
 
-def write_report(folder, lang="en", **fields):
+def write_report(folder, lang="en", team="Us", **fields):
     """Write the report of the log in a checkout as scripts/report.py does there."""
     log = folder / "log/mine"
     for path in log.glob("*.json") if fields else ():
         contest_log.change(path, **fields)
-    args = Namespace(lang=lang, team="Us", vgg_weights=None, log=log)
+    args = Namespace(lang=lang, team=team, edition="contest-2025-06", log=log)
     args.picture = log / "contest-4-fp32.png"  # the baseline's: LPIPS needs no weights
     for name, content in report.report(args, Lpips()).items():
         path = folder / f"output/report-{lang}/{name}"
@@ -54,9 +57,9 @@ def whole(tmp_path_factory):
     contest_log.build(folder / "log/mine")
     shutil.copy(folder / "log/mine/fork.png", folder / "log/mine/contest-4-fp32.png")
     record = json.loads((folder / "log/mine/contest-4.json").read_text())
-    record["contest"][0]["picture"] = json.loads((folder / "log/mine/fork.json").read_text())[
-        "fork"
-    ]["picture"]
+    record["contest"][0]["grids"][0]["picture"] = report_data.digest_of(
+        folder / "log/mine/fork.png"
+    )
     contest_log.write(folder / "log/mine/contest-4.json", record)
     for name in (*TRACKED, *OUTPUTS):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -64,9 +67,11 @@ def whole(tmp_path_factory):
     (folder / "scripts").mkdir()
     for name in PROGRAMS:
         shutil.copy(ROOT / name, folder / name)
-    for words in (["init", "-q"], ["add", "--force", *PROGRAMS, *TRACKED]):
+    for words in (["init", "-q"], ["add", "--force", *PROGRAMS, *TRACKED], COMMIT):
         subprocess.run(["git", *words], cwd=folder, check=True)
-    write_report(folder)
+    head = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(head, cwd=folder, capture_output=True, text=True).stdout.strip()
+    write_report(folder, commit=commit)
     return folder
 
 
@@ -97,7 +102,7 @@ def test_what_is_packed(checkout):
     """
     for _ in range(2):
         printed = succeeds(pack(checkout, "output/report-en"))
-    assert "Precision tier: fp32" in printed and "3 such paragraphs" in printed
+    assert "Precision tier: fp32" in printed and "6 such paragraphs" in printed
     assert printed.splitlines()[-1].startswith("TO WRITE: ")
     packed = contents(checkout)
     measured = {
@@ -116,25 +121,39 @@ def test_what_is_packed(checkout):
     log = checkout / "log/mine"
     assert packed["sample.png"] == (log / "contest-4-fp32.png").read_bytes()
     assert packed["baseline.png"] == (log / "fork.png").read_bytes()
-    assert b"VERDICT: PASS (gate strict" in packed["verdict.txt"]
+    assert b"VERDICT: PASS (gate contest-2025-06)" in packed["verdict.txt"]
     assert b"python sample.py --gpus 4" in packed["RUN.md"]
     text = packed["log/FINAL_RESULT.txt"].decode()
     assert text.startswith("Final result: sample.png, from log/mine/contest-4-fp32.png\n")
-    assert "on 4 x NVIDIA H200" in text and "Verdict: PASS by MAE of 0-255" in text
-
-
-def test_a_written_report_is_packed_without_a_line(checkout):
-    notes = checkout / "log/mine/notes.en.md"
-    notes.write_text(notes.read_text().replace("TO WRITE", "Written"))
-    write_report(checkout)
-    assert "TO WRITE" not in succeeds(pack(checkout, "output/report-en"))
+    assert "on 4 x NVIDIA H200" in text and "Verdict: PASS by contest-2025-06" in text
 
 
 def test_two_languages(checkout):
+    """The notes are written: no line says that a paragraph is missing."""
     write_report(checkout, lang="zh")
-    succeeds(pack(checkout, "output/report-en", "output/report-zh"))
+    for lang in ("en", "zh"):
+        notes = checkout / f"log/mine/notes.{lang}.md"
+        notes.write_text(notes.read_text().replace("TO WRITE", "Written"))
+        line = refused(pack(checkout, "output/report-en", "output/report-zh"))
+        assert f"notes.{lang}.md: is not the file of this report; write the report again" in line
+        write_report(checkout, lang=lang)
+    assert "TO WRITE" not in succeeds(pack(checkout, "output/report-en", "output/report-zh"))
     packed = contents(checkout)
     assert {"output/report-en/report.html", "output/report-zh/report.html"} < set(packed)
+    write_report(checkout, lang="zh", team="Them")
+    line = refused(pack(checkout, "output/report-en", "output/report-zh"))
+    assert "output/report-en: is of another team, log, edition or picture" in line
+
+
+def test_code_that_changed_after_the_measurement_is_named(checkout):
+    (checkout / "models.py").write_text("changed")
+    line = "Code that changed after the measurement by commit"
+    printed = succeeds(pack(checkout, "output/report-en"))
+    assert re.search(f"{line} .*: models.py$", printed, re.M)
+    assert line.encode() in contents(checkout)["log/FINAL_RESULT.txt"]
+    write_report(checkout, commit="0000000-dirty")
+    printed = succeeds(pack(checkout, "output/report-en"))
+    assert "0000000-dirty: uncommitted code was measured. not a commit here" in printed
 
 
 @pytest.mark.parametrize("flag", ["--with", "--without"])
@@ -163,7 +182,7 @@ def test_a_rehearsal_is_marked(checkout):
     assert "REHEARSAL, which earns no points" in succeeds(pack(checkout, "output/report-en"))
     assert [path.name for path in checkout.glob("*.gz")] == ["Us_DiT_rehearsal.tar.gz"]
     text = contents(checkout, "Us_DiT_rehearsal")["log/FINAL_RESULT.txt"]
-    assert text.startswith(b"REHEARSAL, which earns no points: random weights")
+    assert text.startswith(b"REHEARSAL, which earns no points: random weights; ")
 
 
 @pytest.mark.parametrize(
@@ -181,12 +200,6 @@ def test_a_measurement_after_the_report_is_refused(checkout):
     line = refused(pack(checkout, "output/report-en"))
     assert "contest-4.json: is not the file of this report; write the report again" in line
     assert not list(checkout.glob("*.gz"))
-
-
-def test_a_measurement_that_is_not_finished_is_not_packed(checkout):
-    (checkout / "log/mine/fork.json.unfinished").touch()
-    line = refused(pack(checkout, "output/report-en"))
-    assert "log/mine/fork.json: is not finished: wait, or if nothing runs, give the same" in line
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def test_pictures_and_record(tmp_path, here):
         text = succeeds(here(*VERIFY, *SHORT, tmp_path / name, *more))
         assert text.splitlines()[-1] == "RECOMMENDED: --precision fp32"
     record = json.loads((tmp_path / "plain" / "verify.json").read_text())
-    assert record["recommended"] == "fp32" and record["gate"] == "contest" and record["commit"]
+    assert record["recommended"] == "fp32" and record["gate"] == "close" and record["commit"]
     report = record["tiers"]["fp32"]
     assert report["verdict"] == "PASS" and report["worst"]["psnr"] == "inf"
     names = [f"seed{seed}-{index}.png" for seed in (0, 1) for index in (0, 1)]
@@ -36,7 +36,7 @@ def test_pictures_and_record(tmp_path, here):
 
 def test_a_tier_that_fails_is_not_recommended(tmp_path, monkeypatch):
     """Here the criterion is one that equal pictures miss: PSNR must be above infinity."""
-    monkeypatch.setitem(evaluate.GATES, "contest", {"mae": 0.01, "psnr": math.inf})
+    monkeypatch.setitem(evaluate.GATES, "close", {"mae": 0.01, "psnr": math.inf})
     words = [*VERIFY, *SHORT, tmp_path, "--seeds", 1, "--precision", "fp32"]
     monkeypatch.setattr("sys.argv", list(map(str, words)))
     with pytest.raises(SystemExit, match="^1$"):

@@ -153,7 +153,8 @@ def test_all_measurements_in_a_job(cluster, checkout, demo, tmp_path_factory):
     record = json.loads((folder / "contest-2.json").read_text())
     [row] = record["contest"]
     assert record["gpus"] == 2 and "2 ranks" in row["settings"]
-    assert hashlib.sha256((folder / row["file"]).read_bytes()).hexdigest() == row["picture"]
+    [grid] = row["grids"]
+    assert hashlib.sha256((folder / grid["file"]).read_bytes()).hexdigest() == grid["picture"]
     assert "T = " in log_of(checkout, job) and (folder / "label-2.json").exists()
     again = cluster.submit(*place, "log/mine", *model, *flags, cwd=elsewhere)
     finish(cluster, checkout, again, 400)
