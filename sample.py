@@ -10,8 +10,9 @@ from accel import launch
 if __name__ == "__main__":
     launch.begin()
 
-from accel.cli import RankParser, add_arguments, options_from, user_errors
-from accel.config.options import GRID, SPEED, Options
+from accel.cli import RankParser, add_arguments, request_from, user_errors
+from accel.config.options import GRID, SPEED
+from accel.config.rules import Request
 from accel.distributed import Ranks
 from accel.io.output import require_outputs
 
@@ -34,26 +35,26 @@ def main() -> None:
     parser = make_parser()
     args = parser.parse_args()
     with user_errors(parser):
-        options = options_from(args)
+        request = request_from(args)
         if launch.IS_GPUS_RANK:
             from sample_ddp import sample  # lazy: only for --gpus
 
-            return sample(options, parser)
-        world = launch.world_size(args.gpus, options.get("device"))
-        require_outputs(options)
+            return sample(request, parser)
+        world = launch.world_size(args.gpus, args.device)
+        require_outputs(request.values)
         if world > 1:
             from accel.launch.processes import run_ranks
 
             sys.exit(run_ranks(world, parser.prog))
-        sample_in_process(options)
+        sample_in_process(request)
 
 
-def sample_in_process(options: Options) -> None:
+def sample_in_process(request: Request) -> None:
     """Sample in this process."""
-    launch.import_torch(options.get("device"))  # slow, so after the cheap checks
+    launch.import_torch(request.options.get("device"))  # slow, so after the cheap checks
     from accel.jobs.grid import make_grid
 
-    make_grid(options, Ranks())
+    make_grid(request, Ranks())
 
 
 if __name__ == "__main__":

@@ -7,14 +7,14 @@ import signal
 from pathlib import Path
 
 from accel import launch
-from accel.config import rules
 from accel.launch import signals
 
 if __name__ == "__main__":
     launch.begin()
 
-from accel.cli import OneLineParser, RankParser, add_arguments, options_from, user_errors
-from accel.config.options import FID, GRID, Options
+from accel.cli import OneLineParser, RankParser, add_arguments, request_from, user_errors
+from accel.config.options import FID, GRID
+from accel.config.rules import Request
 from accel.distributed import require_device
 from accel.io.output import require_outputs
 
@@ -44,34 +44,34 @@ def main() -> None:
     parser = make_parser()
     args = parser.parse_args()
     with user_errors(parser):
-        options = options_from(args)
-    sample(options, parser)
+        request = request_from(args)
+    sample(request, parser)
 
 
-def sample(options: Options, parser: OneLineParser) -> None:
+def sample(request: Request, parser: OneLineParser) -> None:
     """Run an FID job if its number of pictures is given, else sample a grid, on this rank."""
-    is_fid_job = options.job == FID
+    values = request.values
+    is_fid_job = request.options.job == FID
     if is_fid_job:
         signals.end_on(STOP_SIGNALS)  # exit at once: no work to save yet
     with user_errors(parser):
-        require_device(options.get("device"))
-        launch.import_torch(options.get("device"))  # slow, so after the cheap checks
+        require_device(values.get("device"))
+        launch.import_torch(values.get("device"))  # slow, so after the cheap checks
         from accel.distributed.launched import launched_ranks
 
     with launched_ranks(parser.prog, parser.worded) as ranks:
         if is_fid_job:
             ranks.stop_on_signals(*STOP_SIGNALS)
-        values = rules.merged(options, rules.read_configuration(options))
         compared = sorted({*values} - NODE_OPTIONS)
         ranks.require_equal({f"`{name}`": values[name] for name in compared})
         if is_fid_job:
             from accel.jobs.fid.job import make_folder
 
-            return make_folder(options, ranks)
+            return make_folder(request, ranks)
         from accel.jobs.grid import make_grid
 
-        ranks.run_collectively(lambda: require_outputs(options), only=0)
-        make_grid(options, ranks)
+        ranks.run_collectively(lambda: require_outputs(values), only=0)
+        make_grid(request, ranks)
 
 
 def create_npz_from_sample_folder(sample_dir: str | Path, num: int = 50_000) -> str:

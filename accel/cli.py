@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from accel.config import rules
-from accel.config.options import FID, GRID, OPTIONS, Option, Options, label
+from accel.config.options import DEFAULTS, FID, GRID, OPTIONS, Option, Options, label
+from accel.config.rules import Request
 from accel.errors import USAGE, UsageError, Worded, as_usage_error, record
 from accel.launch import signals
 
@@ -162,7 +162,7 @@ def add_arguments(
 def _argument(option: Option) -> dict[str, Any]:
     """Return the keyword arguments of add_argument for an option."""
     argument: dict[str, Any] = {"help": option.help, "default": None}
-    if option.default is not None and option.type is not bool:
+    if option.name in DEFAULTS and option.type is not bool:
         argument["help"] += f" (default: {option.default})"
     if option.action is not None:
         return argument | {"action": option.action}
@@ -174,15 +174,14 @@ def _argument(option: Option) -> dict[str, Any]:
     return argument | {"metavar": option.metavar}
 
 
-def options_from(args: argparse.Namespace) -> Options:
-    """Convert parsed flags to Options. Raises UsageError for errors that need no weights."""
+def request_from(args: argparse.Namespace) -> Request:
+    """Open the request of parsed flags. Raises UsageError for errors that need no weights."""
     given = {name: value for name, value in vars(args).items() if name in OPTIONS}
     options = Options(**given)
     for name in options:
         if options.job not in OPTIONS[name].jobs:
             raise UsageError(WRONG_JOB_ERRORS[options.job], parameter=name)
-    rules.check(options)
-    return options
+    return Request.open(options)
 
 
 # Problem and remedy for an option of the other job.

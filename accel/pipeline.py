@@ -1,6 +1,6 @@
 """A Pipeline of network, process, guidance and decoder, on a device, in a precision tier.
 
-    run = open_run(Options(model="DiT-XL/2"))
+    run = open_run(Request.open(Options(model="DiT-XL/2")))
     pipeline = Pipeline.load(run)
     latents = pipeline.latents([207, 360], seed=0)
     pixels = pipeline.decode(latents)
@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from accel.checkpoints import Source
+from accel.config.options import USER
 from accel.decoders import LatentSpace
 from accel.decoders.decoder import Decoder, NoDecoder
 from accel.distributed.placement import Placement
 from accel.errors import Given, UsageError
 from accel.families.spec import ModelSpec, StateDict
-from accel.run.resolve import Run
+from accel.run import Run
 from accel.runtime import precision
 from accel.runtime.network import Batch, BlockNetwork, EagerNetwork, Network
 from accel.sampling import (
@@ -105,14 +106,15 @@ class Pipeline:
         if isinstance(run.guidance, Unguided) and not keep_guide:
             guide = None  # never evaluated
         batch = _batch(run, placement, sizes)
-        with precision.arithmetic(run.tier), memory_errors(too_large):
-            network, tier = _load_checked(run, guide, run.tier, batch, tuner)
+        with precision.arithmetic(run.settings.precision), memory_errors(too_large):
+            network, tier = _load_checked(run, guide, run.settings.precision, batch, tuner)
         decoder = None
         if run.space.decoder is not None:
-            fallback = precision.float32_decoder(run.tier, run.device)
+            fallback = precision.float32_decoder(run.settings.precision, run.device)
             # Capturing a CUDA graph takes seconds, which only an FID job regains.
             use_graph = run.is_fid_job
-            decoder = decoder_of(run.space, run.device, run["vae_precision"], fallback, use_graph)
+            wanted = run.settings.vae_precision
+            decoder = decoder_of(run.space, run.device, wanted, fallback, use_graph)
         return cls(
             network,
             run.process,
@@ -378,7 +380,8 @@ def _load_checked(
     )
     if not overflowing:
         return network, tier
-    if run.tier_is_given or tier == "exact" or not precision.supports("bf16", device):
+    is_given = run.settings.origins["precision"] == USER
+    if is_given or tier == "exact" or not precision.supports("bf16", device):
         raise UsageError(
             f"overflows on {overflowing} weights",
             remedy(network, tier, device),

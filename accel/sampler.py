@@ -16,8 +16,8 @@ from PIL import Image
 from accel.checkpoints import Source
 from accel.checkpoints.compare import own_guidance, require_same
 from accel.checkpoints.module import HeldModule, of_state, unwrapped
-from accel.config import rules
 from accel.config.options import OPTIONS, Options
+from accel.config.rules import Request
 from accel.decoders.autoencoder_kl import VAE_LATENT_ENTRIES
 from accel.decoders.loading import FILES
 from accel.errors import Given, UsageError, about, path_errors
@@ -141,13 +141,13 @@ class Sampler:
         self, given: dict[str, Any], held: HeldModule | None, guide: HeldModule | None
     ) -> None:
         self.options = options = Options(**given)
-        rules.check(options)
+        request = Request.open(options)
         with exclusive():
             source = None if held is None else held.source
             if held is not None and self._check and "guidance_channels" not in options:
                 source = _guided_as(held)
             guide_source = None if guide is None else guide.source
-            self.run = open_run(options, source=source, guide=guide_source)
+            self.run = open_run(request, source=source, guide=guide_source)
             self._held = held
             self._pipeline: Pipeline | None = load(self.run, keep_guide=True)
             if self._pipeline.decoder is not None:
@@ -159,7 +159,7 @@ class Sampler:
                 if self._check:
                     require_same(part, module, self._pipeline.tier, self._pipeline.side)
                 module.release()  # the network has a copy of its weights by now
-        scale = self.run["cfg_scale"]
+        scale = self.run.settings.cfg_scale
         if self.run.guide and scale <= 1 and "cfg_scale" not in options:
             self.run.guide.given.warn(
                 f"guides only where cfg_scale is above 1, and it is {scale:g}"
@@ -192,9 +192,9 @@ class Sampler:
         wanted = _beside_shapes(self.run.source)
         has = _beside_shapes(held.source)
         if self._check and "guidance_channels" not in self.options:
-            wanted["guidance_channels"] = self.run["guidance_channels"]
+            wanted["guidance_channels"] = self.run.settings.guidance_channels
             guided = _guided_as(held).spec.recommended.get("guidance_channels")
-            has["guidance_channels"] = guided or self.run["guidance_channels"]
+            has["guidance_channels"] = guided or self.run.settings.guidance_channels
         for name, value in has.items():
             if value != wanted[name]:
                 raise held.given.error(
@@ -234,7 +234,7 @@ class Sampler:
         return [Image.fromarray(to_grid(picture).numpy()) for picture in pixels.split(1)]
 
     def _require_decoder(self):
-        if self.run["output_type"] == "latent":
+        if self.run.settings.output_type == "latent":
             raise UsageError(
                 "loads no decoder",
                 "drop it, or call latents()",
@@ -263,19 +263,19 @@ class Sampler:
         """
         several = _listed(labels)
         seeds = _listed(seed)
+        one_seed: Any = seed if seeds is None else None
         require_no_gradients(
             "sampling has none for noise; call the model itself in your own loop for gradients",
             noise,
         )
-        options = self.options.changed(
-            labels=(labels,) if several is None else several,
-            num_sampling_steps=num_sampling_steps,
-            cfg_scale=cfg_scale,
-            seed=seed if seeds is None else None,
-        )
         with self._running() as pipeline:
-            run = self.run.resolved(options)
-            of_labels = run["seed"] if seeds is None else _seeds(seeds, run.count)
+            run = self.run.changed(
+                labels=(labels,) if several is None else several,
+                num_sampling_steps=num_sampling_steps,
+                cfg_scale=cfg_scale,
+                seed=one_seed,
+            )
+            of_labels = run.settings.seed if seeds is None else _seeds(seeds, run.count)
             if noise is not None:
                 shape = (run.count, run.space.channels, pipeline.side, pipeline.side)
                 noise = _floats("noise", noise, shape, pipeline.device)
@@ -283,7 +283,7 @@ class Sampler:
             batches = batches_of(run)
             steps = pipeline.process.steps * len(batches)
             with step_bar(steps, pipeline.device, disable=not progress) as on_step:
-                return pipeline.latents(run["labels"], of_labels, batches, on_step, noise)
+                return pipeline.latents(run.settings.labels, of_labels, batches, on_step, noise)
 
     def close(self) -> None:
         """Free the memory of network and decoder. The sampler cannot be used afterwards."""

@@ -57,8 +57,8 @@ from accel.errors import UsageError
 from accel.io.filesystem import ROOT, atomic_write, sha256_of, weights_folder
 from accel.io.output import check_writable
 from accel.kernels import gpu
+from accel.run import Run
 from accel.run.opening import choose_device, open_run
-from accel.run.resolve import Run
 from accel.runtime import precision
 from bench import steps
 
@@ -134,15 +134,16 @@ def execute(command: list, folder: Path = ROOT) -> tuple[str, dict[str, float]]:
 def jobs(args: Namespace, run: Run, record: dict) -> Iterator[dict]:
     """Fill `record` with the runs of a job in each tier. Yield each row."""
     kind = "fork" if args.fork else "fid" if run.is_fid_job else "contest"
-    decoder = RANDOM if run["vae"] == str(args.folder) else Path(run["vae"]).name
-    record |= dict(kind=kind, steps=run["num_sampling_steps"], gpus=args.gpus, decoder=decoder)
+    decoder = RANDOM if run.settings.vae == str(args.folder) else Path(run.settings.vae).name
+    steps = run.settings.num_sampling_steps
+    record |= dict(kind=kind, steps=steps, gpus=args.gpus, decoder=decoder)
     record |= dict(pictures=run.count, grids=1, **{kind: []})
     path = run.space.files.path
     files = dict(weights=weights_of(run), decoder=path / FILES[1] if path.is_dir() else path)
     record["sha256"] = {name: digest_of(file) for name, file in files.items() if file.is_file()}
     for name in ("ckpt", "vae"):
         if getattr(args, name) is None:
-            args.flags += [f"--{name}", run[name]]
+            args.flags += [f"--{name}", getattr(run.settings, name)]
     if args.fork:
         for row in fork(args, run):
             record["fork"] = row
@@ -155,7 +156,7 @@ def jobs(args: Namespace, run: Run, record: dict) -> Iterator[dict]:
 
 def weights_of(run: Run) -> Path:
     """Return the absolute path of a run's weights."""
-    path = Path(run["ckpt"])
+    path = Path(run.settings.ckpt)
     return (path if path.exists() else weights_folder() / path).absolute()
 
 
@@ -203,7 +204,7 @@ def timed(args: Namespace, run: Run, tier: str) -> dict:
     )
     if not run.is_fid_job:
         return row | dict(grids=[kept(args, f"-{tier}.png", place)])
-    first = run["per_proc_batch_size"] * args.gpus
+    first = run.settings.per_proc_batch_size * args.gpus
     written = [path.stat().st_mtime for path in sorted(place.rglob("*.png"))]
     steady = (run.count - first) / (max(written) - max(written[:first]))
     return row | dict(pictures_per_s=steady)
@@ -225,9 +226,18 @@ def fork(args: Namespace, run: Run) -> Iterator[dict]:
     grid. Until the program prints its mean, the mean is of the times between the files.
     """
     (args.fork / "output").mkdir(exist_ok=True)  # the program does not make it
-    command = [sys.executable, "-u", "-c", FORK, "--model", run["model"], "--ckpt", weights_of(run)]
-    command += ["--image-size", run["image_size"]]
-    command += ["--num-sampling-steps", run["num_sampling_steps"]]
+    command = [
+        sys.executable,
+        "-u",
+        "-c",
+        FORK,
+        "--model",
+        run.settings.model,
+        "--ckpt",
+        weights_of(run),
+    ]
+    command += ["--image-size", run.settings.image_size]
+    command += ["--num-sampling-steps", run.settings.num_sampling_steps]
     program = subprocess.Popen(
         list(map(str, command)), cwd=args.fork, stdout=subprocess.PIPE, text=True
     )
@@ -298,7 +308,7 @@ def main() -> None:
             raise UsageError("use torchrun for layouts, and one process for all else")
         args.ranks = ranks
         args.folder = Path(folder)
-        options = cli.options_from(args)
+        request = cli.request_from(args)
         device = choose_device(ranks.claim_device(args.device))
         if args.seen_as:
             contexts.enter_context(gpu.emulate_capability(divmod(round(10 * args.seen_as), 10)))
@@ -308,14 +318,16 @@ def main() -> None:
             precision.require("precision", tier, device)
         if args.file and ranks.rank == 0:
             check_writable(args.file)
-        ckpt = args.ckpt or named_defaults(options).ckpt
-        weights = ckpt or ranks.from_rank_0(lambda: steps.random_weights(options, args.folder))
+        ckpt = args.ckpt or named_defaults(request.values).ckpt
+        weights = ckpt or ranks.from_rank_0(
+            lambda: steps.random_weights(request.values, args.folder)
+        )
         changes = dict(precision="fp32", output_type="latent")
         if args.measurement == "jobs":
-            changes = dict(vae=decoder_of(options, args.folder))
-        run = open_run(options.changed(ckpt=weights, **changes), device)
+            changes = dict(vae=decoder_of(request.options, args.folder))
+        run = open_run(request.changed(ckpt=weights, **changes), device)
         record = provenance(device, args.commit)
-        record |= dict(model=run["model"], image_size=run["image_size"])
+        record |= dict(model=run.settings.model, image_size=run.settings.image_size)
         record["weights"] = Path(ckpt).name if ckpt else RANDOM
         for row in COMMANDS[args.measurement](args, run, record):
             if ranks.rank:

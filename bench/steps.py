@@ -29,8 +29,8 @@ from accel.families import constructor_of, families, family_of
 from accel.io.output import to_uint8
 from accel.jobs import grid, parallel
 from accel.kernels.linear import Tuner
+from accel.run import Run
 from accel.run.opening import open_run
-from accel.run.resolve import Run
 from accel.runtime import precision
 from accel.runtime.network import Batch, BlockNetwork, EagerNetwork, Network
 from accel.runtime.stages import stages_of
@@ -79,13 +79,13 @@ Sample = Callable[[int, Callable | None], torch.Tensor]
 # ---- networks and batches ----
 
 
-def random_weights(options: Options, folder: Path) -> str:
+def random_weights(values: rules.Values, folder: Path) -> str:
     """Write the weights of a network that are random and not zero, and return their file.
     Activations keep a variance of about one.
     """
-    model = options.get("model", rules.DEFAULT_MODEL)
-    defaults = rules.named_defaults(options)
-    side = options.get("image_size", defaults.image_size) // defaults.factor
+    model = values.get("model", rules.DEFAULT_MODEL)
+    defaults = rules.named_defaults(values)
+    side = values.get("image_size", defaults.image_size) // defaults.factor
     weights = family_of(model).part("weights").WEIGHTS
     # as the family's trained weights have it
     qk_norm = any(each.config.get("qk_norm") for each in weights.models.values())
@@ -352,8 +352,9 @@ def judge_of(seeds: int, run: Run, count: int = 64) -> Callable[..., dict]:
     """
     alike = [each for each in families() if each.prediction == run.spec.family.prediction]
     name = next(each.shipped[0] for each in (run.spec.family, *alike) if each.shipped)
-    steps = run["num_sampling_steps"]
-    demo = open_run(Options(model=name, precision="fp32", num_sampling_steps=steps), run.device)
+    steps = run.settings.num_sampling_steps
+    options = Options(model=name, precision="fp32", num_sampling_steps=steps)
+    demo = open_run(rules.Request.open(options), run.device)
     reference = grid.load(demo)
     labels = [index % demo.spec.num_classes for index in range(count)]
 
@@ -546,7 +547,7 @@ def time_layouts(
             sample = sampling(shared, run, pictures, part)
         times = time_steps(sample, run.device, args, slowest)
         one_gpu = one_gpu or times["ms"]
-        row = dict(tier=tier, size=run["image_size"], labels=pictures, gpus=used, plan=name)
+        row = dict(tier=tier, size=run.settings.image_size, labels=pictures, gpus=used, plan=name)
         row |= times | dict(speedup=one_gpu / times["ms"])
         yield row
         network.graphs.clear()  # of this layout

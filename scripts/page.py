@@ -34,8 +34,8 @@ from PIL import Image
 
 import evaluate
 from accel.cli import OneLineParser, add_arguments, user_errors
+from accel.config import rules
 from accel.config.options import OPTIONS, Options
-from accel.config.rules import check
 from accel.errors import UsageError, as_usage_error, path_errors
 from accel.families import families
 from accel.io.output import to_grid
@@ -43,8 +43,8 @@ from accel.io.picture_files import read_picture
 from accel.io.progress import Stopwatch
 from accel.jobs.grid import batches_of, load, save, warm_up
 from accel.pipeline import Pipeline, free_memory
+from accel.run import Run
 from accel.run.opening import choose_device, open_run
-from accel.run.resolve import Run
 from accel.runtime.isolation import exclusive
 from accel.runtime.precision import TIERS, supports
 
@@ -91,20 +91,20 @@ CSS = """.pixels :is(.image-frame, img) {
 
 
 class Model(NamedTuple):
-    """A model of the page: its options, and the run that they resolve to."""
+    """A model of the page: its run, whose request has the user's options."""
 
-    options: Options
     run: Run
 
     def changed(self, **options: object) -> "Model":
         """Return the model with other options and the same files. Raises UsageError."""
-        changed = self.options.changed(**options)
-        return Model(changed, self.run.resolved(changed))
+        run = self.run
+        request = run.request.changed(**options)
+        return Model(open_run(request, run.device, run.source, run.guide, run.space))
 
     def command(self) -> str:
         """Return the command that makes the same picture."""
         words = ["python", "sample.py"]
-        for name, value in self.options.items():
+        for name, value in self.run.request.options.items():
             if name == "class_names":
                 continue  # labels are given by number
             values = value if isinstance(value, tuple) else (value,)
@@ -122,10 +122,9 @@ class Studio:
         device = choose_device(options.get("device"))
         self.models = []
         for name in names:
-            of_model = options.changed(model=name)
-            check(of_model)
-            self.models.append(Model(of_model, open_run(of_model, device)))
-        self.loaded = {}  # (model, tier) → pipeline
+            request = rules.Request.open(options.changed(model=name))
+            self.models.append(Model(open_run(request, device)))
+        self.loaded = {}  # (model, tier, guide) → pipeline
         self.thread = ThreadPoolExecutor(1)
         self.stop = threading.Event()
 
@@ -170,7 +169,7 @@ class Studio:
         of: prefix of the progress bar's text.
         """
         run = model.run
-        say(f"{of}Loading {run['model']} in {run.tier} …", 0)
+        say(f"{of}Loading {run.settings.model} in {run.settings.precision} …", 0)
         pipeline = self.pipeline_of(run)
         batches = batches_of(run)
         watch = Stopwatch(pipeline.device)
@@ -186,20 +185,20 @@ class Studio:
             preview = []
             if due and due[-1] <= done < total:  # <=: one of few steps may be due twice
                 due.pop()
-                pixels = pipeline.decode(pipeline.estimate(x, done, run["labels"]))
+                pixels = pipeline.decode(pipeline.estimate(x, done, run.settings.labels))
                 preview = [Image.fromarray(to_grid(pixels).numpy())]
             left = (time.perf_counter() - start) * (total - done) / done
             say(f"{of}Step {done} of {total} · {left:.0f} s left", done / total, *preview)
 
         with watch.phase("sample"):
-            latents = pipeline.latents(run["labels"], run["seed"], batches, on_step)
+            latents = pipeline.latents(run.settings.labels, run.settings.seed, batches, on_step)
         path = str(FOLDER / name)
         save(run, path, latents, watch, pipeline.decoder)
         return path, watch.seconds["sample"]
 
     def pipeline_of(self, run: Run) -> Pipeline:
         """Return the pipeline of a run. The network is loaded unless it is the last one."""
-        key = run["model"], run.tier
+        key = run.settings.model, run.settings.precision, run.settings.guide
         if key not in self.loaded:
             self.loaded.clear()
             free_memory(run.device)
@@ -285,13 +284,14 @@ def default_comparison(model: Model) -> tuple[tuple, tuple]:
     """
     run = model.run
     samplers, tiers = choices(run)
-    sampler = run["sampler"]
-    steps = run["num_sampling_steps"]
-    other = next((tier for tier in tiers if tier != run.tier), None)
+    sampler = run.settings.sampler
+    steps = run.settings.num_sampling_steps
+    tier = run.settings.precision
+    other = next((each for each in tiers if each != tier), None)
     if other:
-        return (sampler, steps, run.tier), (sampler, steps, other)
+        return (sampler, steps, tier), (sampler, steps, other)
     sampler = next(name for name in (sampler, *samplers) if name not in NOISY_SAMPLERS)
-    return (sampler, steps, run.tier), (sampler, max(1, steps // 2), run.tier)
+    return (sampler, steps, tier), (sampler, max(1, steps // 2), tier)
 
 
 def model_tab(studio: Studio, model: Model) -> None:
@@ -330,10 +330,11 @@ def model_tab(studio: Studio, model: Model) -> None:
         begun.failure(lambda: "Stopped.", None, status, queue=False)
         stop.click(None, cancels=begun)
 
-    names = run["class_names"] or [f"class {number}" for number in range(run["num_classes"])]
+    settings = run.settings
+    names = settings.class_names or [f"class {number}" for number in range(settings.num_classes)]
     classes = [(f"{name} · {number}", str(number)) for number, name in enumerate(names)]
-    low, high = run["guidance_interval"]
-    guidance = f"Autoguidance by {Path(run['guide']).name}" if run["guide"] else "Guidance"
+    low, high = settings.guidance_interval
+    guidance = f"Autoguidance by {Path(settings.guide).name}" if settings.guide else "Guidance"
     look = dict(format="png", interactive=False, elem_classes="pixels", render=False)
     with gr.Row():
         with gr.Column(scale=2, min_width=340):
@@ -342,15 +343,15 @@ def model_tab(studio: Studio, model: Model) -> None:
                     classes,
                     label="Classes",
                     info=f"Up to {MAX_PICTURES}; type to search, by name or number.",
-                    value=[str(label) for label in run["labels"][:2]],
+                    value=[str(label) for label in settings.labels[:2]],
                     multiselect=True,
                     max_choices=MAX_PICTURES,
                 ),
-                gr.Number(run["seed"], label="Seed", precision=0),
+                gr.Number(settings.seed, label="Seed", precision=0),
                 gr.Slider(
                     1,
-                    max(10, run["cfg_scale"]),
-                    run["cfg_scale"],
+                    max(10, settings.cfg_scale),
+                    settings.cfg_scale,
                     label=f"{guidance}; 1 is none",
                     step=0.01,
                 ),
@@ -359,7 +360,7 @@ def model_tab(studio: Studio, model: Model) -> None:
             ]
         with gr.Column(scale=5):
             with gr.Tab("Sample"):
-                own = chooser(run["sampler"], run["num_sampling_steps"], run.tier)
+                own = chooser(settings.sampler, settings.num_sampling_steps, settings.precision)
                 picture = gr.Image(label="Picture", buttons=["download", "fullscreen"], **look)
                 line = gr.Textbox(
                     label="The same picture by a command, to the bit",
@@ -440,7 +441,7 @@ def serve_page(studio: Studio, host: str | None, port: int | None) -> None:
     ) as page:
         gr.Markdown("# DiT, sampled faster")
         for model in studio.models:
-            with gr.Tab(model.run["model"]):
+            with gr.Tab(model.run.settings.model):
                 model_tab(studio, model)
     theme = gr.themes.Default(
         font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]

@@ -42,7 +42,7 @@ def sample(given: dict, tier: str, seeds: int, folder: Path) -> tuple[list[Path]
         print(sampler.run.describe([tier]))
         for seed in range(seeds):
             start = time.perf_counter()
-            pictures = sampler.sample(sampler.run["labels"], seed, progress=True)
+            pictures = sampler.sample(sampler.run.settings.labels, seed, progress=True)
             seconds.append(time.perf_counter() - start)
             for index, picture in enumerate(pictures):
                 files.append(folder / f"seed{seed}-{index}.png")

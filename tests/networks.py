@@ -14,7 +14,7 @@ from accel import fast
 from accel.checkpoints import Source, spec_of
 from accel.checkpoints.files import Files
 from accel.config.options import Options
-from accel.config.rules import check
+from accel.config.rules import Request
 from accel.decoders import LatentSpace
 from accel.errors import Given
 from accel.families import constructor_of, dit, family_of, jit, large_dit, lightning_dit, rae, sit
@@ -29,7 +29,6 @@ from accel.families.spec import ModelSpec
 from accel.fast.ops import HalfOps
 from accel.jobs.grid import batches_of, load
 from accel.run.opening import open_run
-from accel.run.resolve import choose, resolve
 from accel.sampling import denoise, upstream_noise
 from accel.sampling.guidance import Guidance, Unguided
 from accel.tensors.tensor_files import WEIGHTS
@@ -84,22 +83,31 @@ def run_of(model="DiT-XL/2", tensors=None, **options):
         num_classes=classes,
     )
     source = Source(Given(model), spec, tensors)
-    given = Options(model=model, **options)
+    return run_with(source, model=model, **options)
+
+
+def run_with(source, configuration=None, **options):
+    """Return the run of options with these weights, by default on a CPU. configuration: of --config."""
+    given = Options(**options)
+    request = Request(given, configuration, given)
     device = torch.device(given.get("device", "cpu"))
-    return resolve(choose(given, source), device, LatentSpace())
+    return open_run(request, device, source, space=LatentSpace())
+
+
+def opened(options, *given):
+    """Open the run of options."""
+    return open_run(Request.open(options), *given)
 
 
 def ready(**options):
     """Return the run of a grid's options, and its pipeline in this process."""
-    given = Options(**options)
-    check(given)
-    run = open_run(given)
+    run = opened(Options(**options))
     return run, load(run, keep_guide=True)
 
 
 def latents_of(run, pipeline, on_step=None):
     """Return the latents of a grid, sampled by one process."""
-    return pipeline.latents(run["labels"], run["seed"], batches_of(run), on_step)
+    return pipeline.latents(run.settings.labels, run.settings.seed, batches_of(run), on_step)
 
 
 def weights_at(path, mapped=True, entry=None):

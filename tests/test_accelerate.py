@@ -663,7 +663,7 @@ def test_guidance_on_four_channels_is_recognised():
         device="cpu", output_type="latent", num_sampling_steps=4, ckpt=None, guidance_channels=None
     )
     with Sampler(model, **how) as sampler:
-        assert sampler.run["guidance_channels"] == 4
+        assert sampler.run.settings.guidance_channels == 4
         assert torch.allclose(
             sampler.latents([1, 5]), upstream(model, (1, 5), 0, 4, 4.0), atol=1e-4
         )
@@ -688,7 +688,7 @@ def test_another_guidance_is_refused_and_forward_is_not():
     ):
         Sampler(model, device="cpu", output_type="latent")
     with Sampler(model, device="cpu", output_type="latent", guidance_channels=3) as sampler:
-        assert sampler.run["guidance_channels"] == 3
+        assert sampler.run.settings.guidance_channels == 3
 
 
 class AsPublished(DiT_Llama):

@@ -188,7 +188,9 @@ def test_a_class_that_names_no_family_is_taken_for_a_dit_aloud(capsys):
     ):
         model = small(learn_sigma=False)
         with Sampler(model if kind is DiT else kind(model), **how) as made:
-            assert made.run["sampler"] == sampler and words in (out := capsys.readouterr().out)
+            assert made.run.settings.sampler == sampler and words in (
+                out := capsys.readouterr().out
+            )
             assert bool(words) == ("taken for a" in out)
 
 

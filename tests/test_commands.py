@@ -15,7 +15,7 @@ from networks import latents_of, ready
 from PIL import Image
 
 from accel.config.options import Options
-from accel.config.rules import check
+from accel.config.rules import Request
 from accel.errors import UsageError
 from accel.families import model_names
 
@@ -196,7 +196,7 @@ def test_tf32_is_a_permission(here, tmp_path):
     )
     assert (tmp_path / "--tf32.png").read_bytes() == (tmp_path / "--no-tf32.png").read_bytes()
     with pytest.raises(UsageError, match="tf32=True: conflicts with precision=fp32"):
-        check(Options(tf32=True, precision="fp32"))
+        Request.open(Options(tf32=True, precision="fp32"))
 
 
 @pytest.mark.parametrize("script", ["sample.py", "sample_ddp.py"])

@@ -9,7 +9,7 @@ import yaml
 from decoders.vits import SMALL as SMALL_VIT
 from decoders.vits import vit_files
 from forks import refused, succeeds
-from networks import error, small
+from networks import error, opened, small
 from reference_networks import jit
 from test_jit import LABELS, START
 from test_jit import build as build_jit
@@ -24,7 +24,6 @@ from accel.checkpoints.facts import OWN
 from accel.config.options import Options
 from accel.errors import UsageError
 from accel.families.dit.network import DiT
-from accel.run.opening import open_run
 
 GUIDE_SIZES = dict(hidden_size=80, depth=3, num_heads=1)
 LATENTS = dict(output_type="latent", device="cpu")
@@ -48,9 +47,9 @@ def jits(tmp_path):
     return write_jit(tmp_path)
 
 
-def opened(jits, tmp_path, *, guide=None, **options):
+def guided_run(jits, tmp_path, *, guide=None, **options):
     guide = jits() if guide is None else guide
-    return open_run(Options(ckpt=tmp_path / "jit.pth", guide=guide, device="cpu", **options))
+    return opened(Options(ckpt=tmp_path / "jit.pth", guide=guide, device="cpu", **options))
 
 
 def written_out(f, g, z, scale, t_eps):
@@ -84,18 +83,18 @@ def test_a_guide_of_other_noise_is_refused_by_name(jits, tmp_path, capsys):
     line = "guide=[^ ]*small.pth: was trained with noise_scale 1, and [^ ]*jit.pth with 1.5; give"
     guide = jits(noise_scale=1.0)
     with pytest.raises(UsageError, match=line):
-        opened(jits, tmp_path, guide=guide)
-    assert opened(jits, tmp_path, guide=guide, noise_scale=2.0)["noise_scale"] == 2.0
-    opened(jits, tmp_path)
+        guided_run(jits, tmp_path, guide=guide)
+    assert guided_run(jits, tmp_path, guide=guide, noise_scale=2.0).settings.noise_scale == 2.0
+    guided_run(jits, tmp_path)
     assert "first noise" not in capsys.readouterr().out
-    opened(jits, tmp_path, guide=jits(noise_scale=None))
+    guided_run(jits, tmp_path, guide=jits(noise_scale=None))
     assert "says no scale of the first noise, taken for 1.5, as the" in capsys.readouterr().out
     for changes, words in (
         (dict(noise_scale=0.0), "says noise_scale 0.0: must be from 0.001 to 1000; save it"),
         (dict(img_size=64), "has image_size 64, and [^ ]*jit.pth 32; a guide has"),
     ):
         with pytest.raises(UsageError, match=f"guide=[^ ]*small.pth: .*{words}"):
-            opened(jits, tmp_path, guide=jits(**changes))
+            guided_run(jits, tmp_path, guide=jits(**changes))
 
 
 def test_notices_of_a_guide_name_what_changes_the_guide(jits, tmp_path, here):
@@ -125,14 +124,14 @@ def test_the_number_of_heads_of_a_guide(tmp_path, here, capsys):
     usual = dict(hidden_size=384, depth=12, num_heads=6)
     torch.save({"ema": small(DiT, **usual).state_dict()}, tmp_path / "s.pt")
     f = Options(ckpt=tmp_path / "f.pt", **LATENTS)
-    heads = open_run(f.changed(guide=tmp_path / "s.pt")).guide.spec.num_heads
+    heads = opened(f.changed(guide=tmp_path / "s.pt")).guide.spec.num_heads
     text = capsys.readouterr().out
     assert heads == 6
     assert "s.pt: says no number of heads, taken for 6, as models of its depth and width" in text
     assert "give --num-heads N to scripts/convert_checkpoint.py" in text
     words = "--ckpt", tmp_path / "s.pt", "--num-heads", 4, "--output", tmp_path / "four.pt"
     succeeds(here("scripts/convert_checkpoint.py", *words))
-    assert open_run(f.changed(guide=tmp_path / "four.pt")).guide.spec.num_heads == 4
+    assert opened(f.changed(guide=tmp_path / "four.pt")).guide.spec.num_heads == 4
 
 
 def test_a_guide_of_another_trained_size_is_refused(tmp_path):
@@ -142,10 +141,10 @@ def test_a_guide_of_another_trained_size_is_refused(tmp_path):
         facts = dict(family="Large-DiT", num_heads=model.n_heads, image_size=size)
         torch.save({"ema": model.state_dict(), OWN: facts}, tmp_path / f"{name}.pt")
     f = Options(ckpt=tmp_path / "f.pt", image_size=128, **LATENTS)
-    run = open_run(f.changed(guide=tmp_path / "g.pt"))
-    assert (run["image_size"], run.spec.image_size) == (128, 64)
+    run = opened(f.changed(guide=tmp_path / "g.pt"))
+    assert (run.settings.image_size, run.spec.image_size) == (128, 64)
     with pytest.raises(UsageError, match="guide=[^ ]*small.pt: has image_size 32, and .*f.pt 64; "):
-        open_run(f.changed(guide=tmp_path / "small.pt"))
+        opened(f.changed(guide=tmp_path / "small.pt"))
 
 
 @pytest.mark.parametrize(
@@ -167,10 +166,10 @@ def test_a_guides_configuration_is_of_the_same_latents(section, words, tmp_path)
     (tmp_path / "g.yaml").write_text(yaml.safe_dump({"sample": {"cfg_scale": 2.0}, **section}))
     options = Options(ckpt=tmp_path / "f.pt", guide=tmp_path / "g.pt", **LATENTS)
     if words is None:
-        assert open_run(options).guide.spec.recommended["timestep_shift"] == 1
+        assert opened(options).guide.spec.recommended["timestep_shift"] == 1
         return
     with pytest.raises(UsageError, match=f"guide=[^ ]*g.pt: [^\n]*{words}"):
-        open_run(options)
+        opened(options)
 
 
 def test_a_guide_that_changes_nothing_is_said(jits, tmp_path, here):
@@ -260,7 +259,7 @@ def raes(tmp_path):
 def test_a_configuration_of_other_networks_than_its_files_is_refused(changes, words, raes):
     config = str(raes(**changes))
     with pytest.raises(UsageError, match=f"config={config}: [^\n]*{words}"):
-        open_run(Options(config=config, device="cpu"))
+        opened(Options(config=config, device="cpu"))
 
 
 def test_another_familys_network_is_refused_with_a_configuration(raes, jits, tmp_path, here):
@@ -280,7 +279,7 @@ def test_another_familys_network_is_refused_with_a_configuration(raes, jits, tmp
     line = refused(here("sample.py", "--config", raes(stage_2__ckpt="none.pt")))
     assert line.endswith("cannot find none.pt; put it there, or give --ckpt\n")
     with pytest.raises(UsageError, match="ViTXL_n08/model.pt: no such file; give a decoder's file"):
-        open_run(Options(ckpt=tmp_path / "rae.pt", device="cpu"))
+        opened(Options(ckpt=tmp_path / "rae.pt", device="cpu"))
     pixels = "--ckpt", tmp_path / "jit.pth", "--latent-stats", tmp_path / "vit" / "stat.pt"
     assert "samples pixels, without a decoder" in refused(here("sample.py", *pixels))
 

@@ -281,7 +281,7 @@ def test_modules_are_accelerated_sampled_and_refreshed():
     with Sampler(Original(model), **options) as sampler:
         before = sampler.latents([1, 5], seed=1)
         (picture, _) = sampler.sample([1, 5], seed=1)
-        assert picture.size == (32, 32) and sampler.run["sampler"] == "heun"
+        assert picture.size == (32, 32) and sampler.run.settings.sampler == "heun"
         sampler.refresh(Training(changed).state_dict())
         after = sampler.latents([1, 5], seed=1)
     with Sampler(changed, **options) as sampler:

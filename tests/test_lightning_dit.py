@@ -141,4 +141,4 @@ def test_the_class_here_and_the_original_class_are_accelerated():
     ):
         Sampler(type("LightningDiT", (DiT,), {})(**SMALL))
     with Sampler(theirs, device="cpu", output_type="latent", num_sampling_steps=2) as sampler:
-        assert sampler.latents(3).shape == (1, 32, 4, 4) and sampler.run["sampler"] == "euler"
+        assert sampler.latents(3).shape == (1, 32, 4, 4) and sampler.run.settings.sampler == "euler"

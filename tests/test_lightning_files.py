@@ -8,12 +8,12 @@ import torch
 from conftest import fill
 from forks import refused, succeeds
 from hub import Hub
-from networks import error, identify
+from networks import error, identify, opened
 from PIL import Image
 from test_lightning_dit import as_file, build
 
 from accel.checkpoints import spec_of
-from accel.config.options import Options
+from accel.config.options import OPTIONS, Options
 from accel.decoders.autoencoder_kl.half import HalfDecoder
 from accel.decoders.ldm import STATISTICS_FILE
 from accel.decoders.loading import digest, find, load
@@ -21,7 +21,6 @@ from accel.errors import Given, UsageError
 from accel.families import Defaults
 from accel.families.lightning_dit.network import LightningDiT_models
 from accel.io.output import to_grid
-from accel.run.opening import open_run
 from accel.runtime.network import EagerNetwork
 from accel.sampling import denoise
 from accel.sampling.flow import Euler
@@ -203,8 +202,9 @@ def test_a_converted_file_keeps_its_recipe(tmp_path, here):
 
 def implied(ckpt):
     """Return the values of options that weights imply."""
-    run = open_run(Options(ckpt=ckpt, device="cpu", output_type="latent"))
-    return {name: run[name] for name in set(Defaults._fields) - {"ckpt", "vae"}}
+    run = opened(Options(ckpt=ckpt, device="cpu", output_type="latent"))
+    names = {*Defaults._fields} & {*OPTIONS} - {"ckpt", "vae", "class_names"}
+    return {name: getattr(run.settings, name) for name in names}
 
 
 WRONG = (
@@ -297,7 +297,7 @@ def test_a_configuration_inside_a_file_of_sds_latents(method, tmp_path, tiny_vae
         pictures.append((tmp_path / f"{name}.png").read_bytes())
     assert pictures[0] == pictures[1]
     options = Options(ckpt=tmp_path / "y.pt", vae=tiny_vae, device="cpu", sampler="heun")
-    space = open_run(options).space
+    space = opened(options).space
     assert (space.scale, space.channels, space.factor) == (0.18215, 4, 8)
 
 

@@ -5,7 +5,7 @@ what loading costs.
 import forks
 import pytest
 import torch
-from networks import build, fast_network, large_inside, ready, small
+from networks import build, fast_network, large_inside, opened, ready, small
 
 from accel.config.options import Options
 from accel.errors import UsageError
@@ -14,7 +14,6 @@ from accel.families.dit.network import DiT_models
 from accel.jobs import grid
 from accel.jobs.fid import job as fid_job
 from accel.pipeline import Pipeline
-from accel.run.opening import open_run
 from accel.runtime.network import Batch
 from accel.runtime.overflow import overflows
 from accel.tensors import fetch
@@ -55,8 +54,9 @@ def test_loading_imports_no_compiler():
     """
     code = (
         "import sys, torch\nfrom accel.run.opening import open_run\n"
+        "from accel.config.rules import Request\n"
         "from accel.config.options import Options\nfrom accel.pipeline import Pipeline\n"
-        "run = open_run(Options(model='DiT-Demo/2', device='cpu'))\n"
+        "run = open_run(Request.open(Options(model='DiT-Demo/2', device='cpu')))\n"
         "print(len(Pipeline.load(run).network.stages[0].blocks))\n"
         "print({'torch._dynamo', 'triton', 'diffusers'} & set(sys.modules))\n"
         "print(torch.compile(torch.cos, backend='eager')(torch.zeros(1)).item())"
@@ -78,10 +78,11 @@ def test_loading_costs_the_file(tmp_path):
     torch.save({name: torch.full(shape, 0.01) for name, shape in shapes.items()}, path)
     code = (
         "import resource, sys, torch\nfrom accel.run.opening import open_run\n"
+        "from accel.config.rules import Request\n"
         "from accel.config.options import Options\nfrom accel.pipeline import Pipeline\n"
         f"options = Options(ckpt={str(path)!r}, device='cpu', output_type='latent')\n"
         "base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "network = Pipeline.load(open_run(options)).network\n"
+        "network = Pipeline.load(open_run(Request.open(options))).network\n"
         "total = sum(p.sum().item() for p in network.model.parameters())\n"
         "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) * 1024)"
     )
@@ -136,7 +137,7 @@ def test_the_check_for_overflow_leaves_the_random_stream_alone():
     ],
 )
 def test_too_little_memory_names_what_made_the_batch(how, message, weights):
-    run = open_run(Options(**options_of(weights, **how)), CPU)
+    run = opened(Options(**options_of(weights, **how)), CPU)
     too_large = fid_job.too_large(run) if run.is_fid_job else grid.too_large(run)
     pipeline = Pipeline.load(run, {3}, too_large=too_large)
 

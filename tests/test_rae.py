@@ -10,7 +10,7 @@ from decoders.vits import SMALL as SMALL_VIT
 from decoders.vits import vit_files
 from forks import succeeds
 from jobs import run_each
-from networks import error, recognise, with_norms
+from networks import error, opened, recognise, with_norms
 from reference_networks import rae
 
 from accel import Sampler, accelerate
@@ -19,7 +19,6 @@ from accel.errors import UsageError
 from accel.families.rae import BY_SIDE
 from accel.families.rae.network import DiTwDDTHead
 from accel.run.fetching import fetch
-from accel.run.opening import open_run
 
 # heads of 72 and 128 as in XL; the head's hidden width is 1365, which is odd as the published one
 TRUNK = 3
@@ -67,11 +66,11 @@ def test_a_users_shift_guides_noise_and_the_sizes_may_not(tmp_path):
     """The original's σ rounds the first level above 1 for these sizes."""
     torch.save(build().state_dict(), tmp_path / "x.pt")
     options = Options(ckpt=tmp_path / "x.pt", device="cpu", output_type="latent", cfg_scale=2)
-    implied = open_run(options)
+    implied = opened(options)
     assert (
         implied.guidance.at(implied.process.noise_levels()[0]).copies == 1 < implied.guidance.copies
     )
-    run = open_run(options.changed(timestep_shift=implied["timestep_shift"]))
+    run = opened(options.changed(timestep_shift=implied.settings.timestep_shift))
     assert run.process.noise_levels() == [1, *implied.process.noise_levels()[1:]]
 
 
@@ -82,21 +81,21 @@ def test_each_size_has_its_own_decoder(tmp_path, monkeypatch):
         with pytest.raises(
             UsageError, match=f"decodes with [^ ]*/{name}/model.pt unless .*hf download"
         ):
-            open_run(options)
-        assert open_run(options.changed(output_type="latent"))["image_size"] == 16 * side
+            opened(options)
+        assert opened(options.changed(output_type="latent")).settings.image_size == 16 * side
     vae = vit_files(tmp_path / "vit", SMALL_VIT._replace(channels=24, side=32), statistics=False)
     statistics = tmp_path / "stat.pt"
     torch.save({"mean": torch.zeros(24, 1, 1), "var": torch.ones(24, 1, 1)}, statistics)
     monkeypatch.setitem(BY_SIDE, 32, (str(vae), str(statistics)))
     monkeypatch.chdir(tmp_path)
     for named in ({}, {"vae": str(vae)}, {"vae": "vit/model.pt"}):
-        assert open_run(options.changed(**named))["latent_stats"] == str(statistics)
+        assert opened(options.changed(**named)).settings.latent_stats == str(statistics)
     fetch([], options.changed(vae=str(vae)))  # of weights that are not here
     (tmp_path / "other").mkdir()
     for file in vae.parent.iterdir():
         shutil.copy(file, "other")
     with pytest.raises(UsageError, match="latent_stats"):
-        open_run(options.changed(vae="other/model.pt"))
+        opened(options.changed(vae="other/model.pt"))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +164,7 @@ def test_modules_are_accelerated_sampled_and_refreshed():
         table.mul_(0.9)
     options = dict(device="cpu", num_sampling_steps=3, cfg_scale=2.0, output_type="latent")
     with Sampler(theirs, **options) as sampler:
-        assert sampler.run["timestep_shift"] == pytest.approx((4096 / (24 * 16)) ** 0.5)
+        assert sampler.run.settings.timestep_shift == pytest.approx((4096 / (24 * 16)) ** 0.5)
         sampler.refresh(changed.state_dict())
         after = sampler.latents([1, 5], seed=1)
     with Sampler(changed, **options) as sampler:

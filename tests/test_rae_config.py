@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from accel.config.options import Options
-from accel.config.rules import merged, read_configuration
+from accel.config.rules import Request
 from accel.errors import UsageError
 
 TEXT = """
@@ -92,7 +92,7 @@ def changed(**entries):
 def taken(name, **given):
     """Return the options that a configuration file adds to those that are given."""
     options = Options(config=name, **given)
-    values = merged(options, read_configuration(options))
+    values = Request.open(options).values
     return {name: value for name, value in values.items() if name not in options}
 
 
@@ -235,7 +235,7 @@ def test_flags_override_a_file():
     name = written(changed(guidance__method="cfg", sampler__params__sampling_method=None))
     given = dict(ckpt="other.pt", vae="ema", cfg_scale=2.0, sampler="heun", timestep_shift=0.5)
     options = Options(config=name, **given)
-    values = merged(options, read_configuration(options))
+    values = Request.open(options).values
     assert {**values, **given} == values
     assert (values["num_sampling_steps"], values["guidance_interval"]) == (49, (0.1, 0.9))
 

@@ -30,7 +30,7 @@ from pages import (
 
 import sample
 import sample_ddp
-from accel.cli import options_from
+from accel.cli import request_from
 from accel.errors import UsageError
 
 SETTINGS = {"sample.py": sample.make_parser, "sample_ddp.py": sample_ddp.make_parser}
@@ -118,7 +118,7 @@ def test_sampling_commands_are_valid():
     for page, file, arguments, _ in every_command():
         if file in SETTINGS and "--help" not in arguments:
             try:
-                options_from(SETTINGS[file]().parse_args(arguments))
+                request_from(SETTINGS[file]().parse_args(arguments))
             except (UsageError, SystemExit) as error:
                 pytest.fail(f"{name(page)}: {file} {' '.join(arguments)}: {error}")
             seen += 1

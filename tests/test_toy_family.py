@@ -130,7 +130,7 @@ import numpy as np
 from accel import Sampler
 
 with Sampler(config="euler.yaml", sampler="ddim", output_type="latent", precision="fp32") as sampler:
-    assert (sampler.run["cfg_scale"], sampler.run["num_sampling_steps"]) == (2.5, 5)
+    assert (sampler.run.settings.cfg_scale, sampler.run.settings.num_sampling_steps) == (2.5, 5)
     assert np.array_equal(sampler.latents([1, 3], seed=2).numpy(), np.load("flags.npy"))
 """
 

@@ -1,10 +1,10 @@
-"""Rules that values of options obey, whoever chose them: `check` before weights are open, the
-others also after. Imports no torch.
+"""A user's request, read and checked once, and the rules that its values obey, before the weights
+are open and after. Imports no torch.
 """
 
 import difflib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel.config.options import DEFAULTS, Options
 from accel.errors import UsageError, shown
@@ -12,7 +12,7 @@ from accel.families import Defaults, Family, family_of, model_names, require_fam
 from accel.io.labels import find_label, imagenet
 from accel.io.output import SUFFIX, is_folder
 
-if TYPE_CHECKING:  # few runs have one
+if TYPE_CHECKING:  # lazy import: only for --config
     from accel.families.configuration import Configuration
 
 DEFAULT_MODEL = "DiT-XL/2"
@@ -23,15 +23,42 @@ STEPS = {"sde": (2, 1000), "dpm++": (1, 999), "unipc": (1, 999)}
 Values = Mapping[str, Any]
 
 
-def read_configuration(options: Options) -> "Configuration | None":
-    """Return what the user's configuration file says, None without one. Raises UsageError for a
-    file that cannot be read, or of another family than the user's model.
-    """
-    if "config" not in options:
-        return None
-    from accel.families.configuration import read  # few runs have one
+class Request(NamedTuple):
+    """A user's options and configuration file, read once and checked as far as that is possible
+    without weights.
 
-    configuration = read(options["config"])
+    values: the options, completed by those of the file. A guide of the file is left out where the
+    scale of guidance does not use it.
+    """
+
+    options: Options
+    configuration: "Configuration | None"
+    values: Values
+
+    @classmethod
+    def open(cls, options: Options, configuration: "Configuration | None" = None) -> "Request":
+        """Read the configuration file that options name, if it is not given. Raises UsageError for
+        a file that cannot be read, and for options that contradict it or each other.
+        """
+        if configuration is None and "config" in options:
+            from accel.families.configuration import read  # lazy import: only for --config
+
+            configuration = read(options["config"])
+        values = options if configuration is None else _completed(options, configuration)
+        _check(values)
+        return cls(options, configuration, values)
+
+    def changed(self, **values: Any) -> "Request":
+        """Return the request of other options, with the same configuration file; None leaves an
+        option as it is. Raises UsageError.
+        """
+        return Request.open(self.options.changed(**values), self.configuration)
+
+
+def _completed(options: Options, configuration: "Configuration") -> Values:
+    """Complete options by a configuration file's. Raises UsageError for a model of another family,
+    for values of the file that are not supported, and for missing files.
+    """
     family = family_of(options["model"]) if "model" in options else None
     if family is not None and family.name != configuration.family:
         raise UsageError(
@@ -40,16 +67,6 @@ def read_configuration(options: Options) -> "Configuration | None":
             parameter="model",
             value=options["model"],
         )
-    return configuration
-
-
-def merged(options: Options, configuration: "Configuration | None") -> Values:
-    """Return the user's options, completed by those of a configuration file. A guide of the file is
-    left out where the scale of guidance does not use it. Raises UsageError for a file with values
-    that are not computed here, and for missing files.
-    """
-    if configuration is None:
-        return options
     values = {**configuration.options, **options}
     unused = {"guide"} if values.get("cfg_scale", 2.0) <= 1 else set()
     configuration.require_computed({*options, *unused}, decodes(values))
@@ -65,8 +82,8 @@ def named_model(values: Values) -> str | None:
     """Return the model that options name; without one the default model, or None where weights are
     given, from which it follows.
     """
-    usual = None if "ckpt" in values else DEFAULT_MODEL
-    return values.get("model", usual)
+    default = None if "ckpt" in values else DEFAULT_MODEL
+    return values.get("model", default)
 
 
 def named_defaults(values: Values) -> Defaults:
@@ -80,15 +97,10 @@ def job_defaults(values: Values, family: Family) -> Values:
     return family.fid_defaults if "num_fid_samples" in values else {}
 
 
-def check(options: Options) -> None:
-    """Raise UsageError for options that contradict each other, an unknown model, and options that
+def _check(values: Values) -> None:
+    """Raise UsageError for values that contradict each other, an unknown model, and values that
     the model lacks, as far as that is known without weights.
     """
-    check_merged(merged(options, read_configuration(options)))
-
-
-def check_merged(values: Values) -> None:
-    """Check options as `check` does, completed by those of the configuration file."""
     if "precision" in values and values.get("tf32") not in (None, values["precision"] == "tf32"):
         raise UsageError(
             f"conflicts with `precision={values['precision']}`",
@@ -144,9 +156,9 @@ def _check_grid(values: Values) -> None:
             find_label(label, names, classes)
 
 
-def names_of(num_classes: int, given: tuple[str, ...] | None, *others: tuple) -> tuple[str, ...]:
-    """Return the names of all classes: those given, else the first of `others` for so
-    many classes, else ImageNet's; () if there are none. Raises UsageError for another number.
+def names_of(num_classes: int, given: tuple[str, ...] | None, *implied: tuple) -> tuple[str, ...]:
+    """Return the names of all classes: the given ones, else the first of `implied` with so many
+    names, else ImageNet's; () if there are none. Raises UsageError for another number of names.
     """
     if given and len(given) != num_classes:
         raise UsageError(
@@ -154,8 +166,8 @@ def names_of(num_classes: int, given: tuple[str, ...] | None, *others: tuple) ->
             "give one for each",
             parameter="class_names",
         )
-    usual = imagenet() if num_classes == 1000 else ()
-    return next((names for names in (given or (), *others, usual) if len(names) == num_classes), ())
+    all_names = given or (), *implied, imagenet() if num_classes == 1000 else ()
+    return next((names for names in all_names if len(names) == num_classes), ())
 
 
 def require_family(values: Values, model: str, family: Family) -> None:
@@ -164,37 +176,37 @@ def require_family(values: Values, model: str, family: Family) -> None:
     """
     defaults = family.models.get(model, family.recipe)
     sampler = values.get("sampler", "")
-    for name, usual in (("vae", defaults.vae), ("latent_stats", None)):
-        if defaults.factor == 1 and values.get(name, usual) != usual:
+    for name, default in (("vae", defaults.vae), ("latent_stats", None)):
+        if defaults.factor == 1 and values.get(name, default) != default:
             raise _wrong(values, name, f"{model} samples pixels, without a decoder")
-    require_sampler(sampler, model, family)
-    if values.get("eta", 0) and sampler != "ddim":
-        raise _wrong(values, "eta", "is for `sampler=ddim`")
-    is_ode = family.prediction != "noise" and sampler != "sde"
-    if values.get("timestep_shift", 1) != 1 and not is_ode:
-        raise _wrong(values, "timestep_shift", "is for euler and heun of a flow")
-    for name in ("noise_scale", "t_eps"):
-        usual = getattr(Defaults(), name)
-        if family.prediction != "data" and values.get(name, usual) != usual:
-            raise _wrong(values, name, "is for networks that estimate the clean picture")
-    least, most = STEPS.get(sampler, (1, 1000))
-    steps = values.get("num_sampling_steps", least)
-    if not least <= steps <= most:
-        raise UsageError(
-            f"must be from {least} to {most} for `sampler={sampler}`",
-            parameter="num_sampling_steps",
-            value=steps,
-        )
-
-
-def require_sampler(sampler: str, model: str, family: Family) -> None:
-    """Raise UsageError for a sampler that a model's family does not have."""
     if sampler not in ("", *family.samplers):
         raise UsageError(
             f"is not for a {family.name}, which {model} is",
             f"use {', '.join(family.samplers)}",
             parameter="sampler",
             value=sampler,
+        )
+    if values.get("eta", 0) and sampler != "ddim":
+        raise _wrong(values, "eta", "is for `sampler=ddim`")
+    is_ode = family.prediction != "noise" and sampler != "sde"
+    if values.get("timestep_shift", 1) != 1 and not is_ode:
+        raise _wrong(values, "timestep_shift", "is for euler and heun of a flow")
+    for name in ("noise_scale", "t_eps"):
+        default = getattr(Defaults(), name)
+        if family.prediction != "data" and values.get(name, default) != default:
+            raise _wrong(values, name, "is for networks that estimate the clean picture")
+    if "num_sampling_steps" in values:
+        require_steps(sampler, values["num_sampling_steps"])
+
+
+def require_steps(sampler: str, steps: int) -> None:
+    """Raise UsageError for a number of steps that the sampler does not take."""
+    least, most = STEPS.get(sampler, (1, 1000))
+    if not least <= steps <= most:
+        raise UsageError(
+            f"must be from {least} to {most} for `sampler={sampler}`",
+            parameter="num_sampling_steps",
+            value=steps,
         )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from accel import launch
-from accel.config.options import Options
+from accel.config.rules import Request
 from accel.decoders.decoder import Decoder, NoDecoder
 from accel.distributed import Ranks
 from accel.distributed.placement import OFF
@@ -20,34 +20,34 @@ from accel.errors import STOPPED
 from accel.io import output
 from accel.io.progress import Stopwatch, step_bar
 from accel.pipeline import SINGLE_PROCESS, Pipeline, free_memory
+from accel.run import Run
 from accel.run.opening import open_on_ranks
-from accel.run.resolve import Run
 
 log = logging.getLogger(__name__)
 
 
 def load(run: Run, keep_guide: bool = False) -> Pipeline:
     """Load the pipeline of a grid on one process. keep_guide: as for Pipeline.load."""
-    sizes = SINGLE_PROCESS.sizes(run.count, run["batch_size"])
+    sizes = SINGLE_PROCESS.sizes(run.count, run.settings.batch_size)
     return Pipeline.load(run, sizes, keep_guide=keep_guide, too_large=too_large(run))
 
 
 def batches_of(run: Run) -> list[slice]:
     """Return the batches of one process, as slices of the labels."""
-    return SINGLE_PROCESS.batches(run.count, run["batch_size"])
+    return SINGLE_PROCESS.batches(run.count, run.settings.batch_size)
 
 
 def too_large(run: Run) -> str:
     """Return the message of the error for a batch that does not fit in memory."""
     return (
-        f"`batch_size={run['batch_size'] or run.count}`: does not fit in free GPU memory; use a "
-        f"smaller one, or a smaller `image_size` than {run['image_size']}"
+        f"`batch_size={run.settings.batch_size or run.count}`: does not fit in free GPU memory; "
+        f"use a smaller one, or a smaller `image_size` than {run.settings.image_size}"
     )
 
 
-def make_grid(options: Options, ranks: Ranks) -> None:
+def make_grid(request: Request, ranks: Ranks) -> None:
     """Open the request, load, warm up, sample, decode, gather and save. Only rank 0 writes."""
-    run, watch = open_on_ranks(options, ranks)
+    run, watch = open_on_ranks(request, ranks)
     if ranks.world > 1 or run.layout not in (None, OFF):
         from accel.jobs import parallel  # lazy: imports torch.distributed
 
@@ -58,7 +58,7 @@ def make_grid(options: Options, ranks: Ranks) -> None:
         log.info(run.describe(pipeline.machine))
 
     placement = pipeline.placement
-    batches = placement.batches(run.count, run["batch_size"])
+    batches = placement.batches(run.count, run.settings.batch_size)
     warm_up(run, pipeline, batches, watch)
     decoder = pipeline.decoder
     if decoder is not None:
@@ -69,7 +69,7 @@ def make_grid(options: Options, ranks: Ranks) -> None:
 
     if ranks.rank == 0 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))  # removes partial files
-    outputs = output.outputs_of(run.values)
+    outputs = output.outputs_of(request.values)
     for path, latents in zip(outputs, latents_of_seeds, strict=True):
         if ranks.world == 1:  # save decodes file by file, in the memory of one picture
             save(run, path, latents, watch, decoder)
@@ -90,7 +90,7 @@ def warm_up(run: Run, pipeline: Pipeline, batches: list[slice], watch: Stopwatch
     """
     if pipeline.device.type == "cuda" and pipeline.network.captures:
         with watch.phase("warm-up"):
-            pipeline.warm_up(run["labels"], batches)
+            pipeline.warm_up(run.settings.labels, batches)
 
 
 def sample(
@@ -104,7 +104,7 @@ def sample(
     for seed in run.seeds:
         bar = step_bar(steps, pipeline.device, disable=not show)
         with watch.phase("sample"), bar as on_step:
-            latents_of_seeds.append(pipeline.latents(run["labels"], seed, batches, on_step))
+            latents_of_seeds.append(pipeline.latents(run.settings.labels, seed, batches, on_step))
     return latents_of_seeds
 
 
@@ -120,14 +120,14 @@ def save(
     path: a file, or a folder with one file per picture. Each file is complete or absent. Raises
     UsageError if writing fails.
     """
-    if run["output_type"] == "latent":
+    if run.settings.output_type == "latent":
         with watch.phase("save"):
             output.save_latents(path, content)
         return
     files = [path]
     parts = [content]
-    if output.is_folder(path, run["output_type"]):
-        names = output.picture_names(run["labels"], run["class_names"])
+    if output.is_folder(path, run.settings.output_type):
+        names = output.picture_names(run.settings.labels, run.settings.class_names)
         files = [f"{path}/{name}" for name in names]
         parts = list(content.split(1))
     for file, part in zip(files, parts, strict=True):

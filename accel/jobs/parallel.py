@@ -12,7 +12,7 @@ from accel.errors import UsageError
 from accel.io.progress import Stopwatch
 from accel.kernels.linear import Tuner
 from accel.pipeline import Pipeline
-from accel.run.resolve import Run
+from accel.run import Run
 from accel.runtime.stages import Stage, stages_of
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ def load(run: Run, ranks: Ranks, watch: Stopwatch, too_large: str) -> Pipeline:
         pipeline = ranks.run_collectively(
             lambda: Pipeline.load(
                 run,
-                placement.sizes(run.count, run["batch_size"]),
+                placement.sizes(run.count, run.settings.batch_size),
                 placement=placement,
                 tuner=Tuner(share=ranks.from_rank_0),
                 too_large=too_large,
@@ -55,13 +55,13 @@ def choose_layout(run: Run, ranks: Ranks) -> Layout:
     if layout == OFF or layout is None and run.count >= ranks.world:
         return OFF  # data parallel: every rank has a picture
     stages = stages_of(run.spec.empty(run.latent_size))
-    obstacle = token_split_obstacle(run.tier, stages)
+    obstacle = token_split_obstacle(run.settings.precision, stages)
     if layout is None:
         reason = "least work for each rank, batch rows before tokens"
         by_push = ranks.has_peer_access() and not obstacle
         layout = layouts.choose(
             run.count,
-            run["batch_size"],
+            run.settings.batch_size,
             run.guidance.copies,
             ranks.world,
             run.tokens if by_push else 1,

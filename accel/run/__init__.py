@@ -1,1 +1,233 @@
-"""Open a request, choose every value, return a `Run`."""
+"""Open a request, choose every value, return a `Run`: `opening.open_run`."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from accel.checkpoints import Source
+from accel.config import rules
+from accel.config.options import USER, Options, Settings
+from accel.decoders import LatentSpace
+from accel.distributed.placement import OFF, Layout
+from accel.errors import UsageError
+from accel.families.spec import ModelSpec
+from accel.io.labels import NULL, find_label
+from accel.sampling import make_process
+from accel.sampling.guidance import CHANNELS, Guidance, Unguided, guidance_of
+from accel.sampling.intervals import closed_interval
+from accel.sampling.process import Process
+
+
+@dataclass(frozen=True)
+class Run:
+    """A request whose files are open and whose values are chosen."""
+
+    settings: Settings
+    request: rules.Request
+    source: Source
+    guide: Source | None
+    space: LatentSpace  # its decoder is None where no picture is decoded
+    device: torch.device
+    process: Process
+    guidance: Guidance | Unguided
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Return the spec of the network."""
+        return self.source.spec
+
+    @property
+    def latent_size(self) -> int:
+        """Return the side of a latent."""
+        return self.settings.image_size // self.space.factor
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens of a batch row."""
+        return (self.latent_size // self.spec.patch_size) ** 2
+
+    @property
+    def is_fid_job(self) -> bool:
+        """Return whether the run fills a folder for FID; else it is a grid."""
+        return self.settings.num_fid_samples is not None
+
+    @property
+    def layout(self) -> Layout | None:
+        """Return the layout that `parallel` names; None for auto."""
+        return layout_of(self.settings.parallel)
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Return the seed of each grid."""
+        return self.settings.seed_list or (self.settings.seed,)
+
+    @property
+    def count(self) -> int:
+        """Return the number of pictures; of a grid, for each seed."""
+        return self.settings.num_fid_samples or len(self.settings.labels)
+
+    def changed(
+        self,
+        *,
+        labels: Iterable[int | str] | None = None,
+        seed: int | None = None,
+        num_sampling_steps: int | None = None,
+        cfg_scale: float | None = None,
+    ) -> "Run":
+        """Return the run of other labels, steps, scale or seed; None leaves a value as it is. Read
+        no file. Raises UsageError for a value that the option or the sampler does not take, for
+        unknown labels, and for a scale that needs a null class or a guide that was not loaded.
+        """
+        given = Options(
+            labels=labels, seed=seed, num_sampling_steps=num_sampling_steps, cfg_scale=cfg_scale
+        )
+        settings = replace(self.settings, **given)
+        process = self.process
+        guidance = self.guidance
+        if "labels" in given:
+            numbers = label_numbers(given["labels"], settings.class_names, self.spec, self.guide)
+            settings = replace(settings, labels=numbers)
+        if settings.num_sampling_steps != self.settings.num_sampling_steps:
+            rules.require_steps(settings.sampler, settings.num_sampling_steps)
+            process = process_of(settings, self.spec)
+        if settings.cfg_scale != self.settings.cfg_scale:
+            self._require_guide(settings.cfg_scale)
+            require_null_class(settings.cfg_scale, self.spec, self.guide)
+            guidance = guidance_for(settings, self.spec, self.guide)
+        return replace(self, settings=settings, process=process, guidance=guidance)
+
+    def _require_guide(self, scale: float) -> None:
+        """Raise UsageError for a scale that uses a guide which was not loaded."""
+        configuration = self.request.configuration
+        if self.guide is None and configuration and "guide" in configuration.options and scale > 1:
+            raise UsageError(
+                "uses the guide of the configuration file, which was not loaded at a scale of 1",
+                "load it with this scale",
+                parameter="cfg_scale",
+                value=scale,
+            )
+
+    def repeat_assumed_family(self) -> None:
+        """Print again, after the pictures are saved, that the family is an assumption."""
+        if "" in self.spec.assumed:
+            self.source.given.warn(self.spec.assumed[""])
+
+    def describe(self, machine: list[str], ranks: int = 1) -> str:
+        """Return the line that announces the run. machine: the arithmetic and where it runs, as
+        text. ranks: their number.
+        """
+        unit = "picture" if self.is_fid_job else "label"
+        seeds = f" × {len(self.seeds)} seeds" if self.settings.seed_list else ""
+        words = [
+            self.settings.model,
+            f"{self.settings.image_size} px",
+            f"{self.count} {unit}{'s' * (self.count > 1)}{seeds}",
+            self.steps_and_guidance(),
+            *machine,
+        ]
+        if ranks > 1:
+            words.append(f"{ranks} ranks")
+        return " · ".join(words)
+
+    def steps_and_guidance(self) -> str:
+        """Return the steps and the guidance as text."""
+        settings = self.settings
+        name = "" if settings.sampler == "ddpm" else f"{settings.sampler.upper()} "
+        shift = settings.timestep_shift
+        shifted = "" if shift == 1 else f", shift {shift:g}"
+        low, high = settings.guidance_interval
+        interval = "" if (low, high) == (0, 1) else f" at levels {low:g} to {high:g}"
+        scale = settings.cfg_scale
+        channels = settings.guidance_channels
+        on_channels = "" if channels == CHANNELS or scale == 1 else f" on {channels} channels"
+        guidance = f"cfg {scale:g}"
+        if settings.guide:
+            guidance = f"autoguidance {scale:g} by {Path(settings.guide).name}" + (
+                "" if scale > 1 else " (not used: give a --cfg-scale above 1)"
+            )
+        steps = settings.num_sampling_steps
+        return f"{steps} {name}steps{shifted} · {guidance}{interval}{on_channels}"
+
+
+def process_of(settings: Settings, spec: ModelSpec) -> Process:
+    """Make the process of a network."""
+    family = spec.family
+    # The original's own shift of float32 levels may round the first one above 1: it is unguided.
+    as_original = (
+        family.interval_rule == "float32 levels" and settings.origins["timestep_shift"] != USER
+    )
+    return make_process(
+        settings.sampler,
+        settings.num_sampling_steps,
+        shift=settings.timestep_shift,
+        eta=settings.eta,
+        learn_sigma=spec.learn_sigma,
+        t_eps=settings.t_eps if family.prediction == "data" else None,
+        noise_scale=settings.noise_scale,
+        heun_by_start=family.heun_by_start,
+        last_time=family.last_time,
+        interval_rule=family.interval_rule,
+        starts_at_one=not as_original,
+    )
+
+
+def guidance_for(settings: Settings, spec: ModelSpec, guide: Source | None) -> Guidance | Unguided:
+    """Make the guidance of a network."""
+    family = spec.family
+    return guidance_of(
+        settings.cfg_scale,
+        spec.num_classes if spec.null_class else None,
+        guide=guide is not None,
+        channels=settings.guidance_channels,
+        interval=closed_interval(family.interval_rule, settings.guidance_interval),
+        is_fid_job=settings.num_fid_samples is not None,
+    )
+
+
+def require_null_class(scale: float, spec: ModelSpec, guide: Source | None) -> None:
+    """Raise UsageError for guidance without a null class and without a guide."""
+    if spec.null_class or guide is not None or scale == 1:
+        return
+    classes = spec.num_classes
+    remedy = "use `cfg_scale=1`"
+    if classes > 1:
+        remedy += f", or `num_classes={classes - 1}` if the last row is the null class"
+    raise UsageError(
+        "guidance needs a null class, and these weights were trained without (label table of "
+        f"{classes} rows)",
+        f"{remedy}, or give a `guide`",
+        parameter="cfg_scale",
+        value=f"{scale:g}",
+    )
+
+
+def label_numbers(
+    labels: Iterable[int | str], names: tuple[str, ...], spec: ModelSpec, guide: Source | None
+) -> tuple[int, ...]:
+    """Return labels as numbers. names: of all classes, () where they are unknown. Raises UsageError
+    for labels that the weights or their guide do not have.
+    """
+    classes = spec.num_classes
+    numbers = tuple(find_label(label, names, classes) for label in labels)
+    has_null_label = spec.null_class and (guide is None or guide.spec.null_class)
+    if classes in numbers and not has_null_label:
+        raise UsageError(
+            "these weights or their guide were trained without a null label",
+            "give classes",
+            parameter="labels",
+            value=NULL,
+        )
+    return numbers
+
+
+def layout_of(parallel: str) -> Layout | None:
+    """Return the layout that the option `parallel` names; None for auto."""
+    if parallel == "auto":
+        return None
+    if parallel == "off":
+        return OFF
+    from accel.distributed import layouts  # few runs name one
+
+    return layouts.parse(parallel)

@@ -15,8 +15,8 @@ def fetch(opened: list[Files], values: rules.Values) -> None:
     for all that is missing.
     """
     work: list[Callable[[], Any]] = [each.fetch for each in opened]
-    usual = None if "ckpt" in values else rules.named_defaults(values).vae
-    decoder = values.get("vae", usual)
+    default = None if "ckpt" in values else rules.named_defaults(values).vae
+    decoder = values.get("vae", default)
     if rules.decodes(values) and decoder is not None:
         # Statistics of its latents may follow from the weights.
         work.insert(0, partial(recognise, str(decoder)))

@@ -1,6 +1,13 @@
-"""Open what options name: device, configuration file, weights, guide and decoder → a `Run`."""
+"""Open a request: configuration file, weights, guide and decoder → a `Run`, in one pass.
 
+Every value comes from the first of these origins that has it: the user's options, a configuration
+file, the weights, the family's own program for the job, their model, their family, the option's
+default.
+"""
+
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,75 +15,110 @@ import torch
 from accel.checkpoints import Source
 from accel.checkpoints.files import Files
 from accel.config import rules
-from accel.config.options import Options
+from accel.config.options import DEFAULT, DEFAULTS, FAMILY, JOB, MODEL, OPTIONS, USER, Settings
 from accel.decoders import LatentSpace
 from accel.decoders.loading import PUBLISHED, find
 from accel.distributed import Ranks
-from accel.errors import Given, UsageError
+from accel.distributed.placement import OFF
+from accel.errors import Given, UsageError, warn
 from accel.families import require_family_of
 from accel.families.identify import Hints
 from accel.families.spec import ModelSpec
 from accel.io.progress import Stopwatch
-from accel.run.resolve import MODEL, Choice, Run, choose, resolve
+from accel.run import (
+    Run,
+    guidance_for,
+    label_numbers,
+    layout_of,
+    process_of,
+    require_null_class,
+)
 from accel.runtime import precision
+
+LABELS = (207, 360, 387, 974, 88, 979, 417, 279)  # of ImageNet; of other classes the first eight
+PUBLISHED_DECODER = re.compile(r"^(?:stabilityai/)?sd-vae-ft-(ema|mse)$")
 
 
 def open_run(
-    options: Options,
+    request: rules.Request,
     device: torch.device | None = None,
     source: Source | None = None,
     guide: Source | None = None,
+    space: LatentSpace | None = None,
 ) -> Run:
-    """Open weights, guide and decoder, and resolve the run; print its notices.
+    """Open weights, guide and decoder, and choose every value; print the notices.
 
-    source, guide: in place of those that the options name. Raises UsageError: for a tier that the
-    device lacks before anything is fetched, for options that contradict the weights before a
-    decoder is.
+    source, guide, space: already open, in place of those that the options name. Raises UsageError:
+    for a tier that the device lacks before anything is fetched, for options that contradict the
+    weights before a decoder is.
     """
-    device = device or choose_device(options.get("device"))
-    configuration = rules.read_configuration(options)
-    values = rules.merged(options, configuration)
-    for name in ("precision", "vae_precision"):
-        if values.get(name, "auto") != "auto":
-            precision.require(name, values[name], device)
-    # A CPU computes with copies: it would otherwise see what others write to a file meanwhile.
-    mapped = device.type != "cpu"
-    files = [] if source else [files_of(values, mapped)]
-    of_guide = []
-    if guide is None and "guide" in values:
-        of_guide = [Files(Given(values["guide"], "guide"), mapped)]
-    if not all(each.is_here for each in (*files, *of_guide)):
-        from accel.run.fetching import fetch  # most runs have all files
+    device = device or choose_device(request.values.get("device"))
+    arithmetic, notices = choose_arithmetic(request.values, device)
+    source, guide = open_weights(request, source, guide, device)
+    spec = source.spec
+    configuration = request.configuration
+    of_file = (configuration.given.name, configuration.options) if configuration else ("", {})
+    values, origins = merge(
+        [
+            (USER, request.options),
+            of_file,
+            (spec.specified_in or source.name, spec.recommended),
+            (source.name, {"num_classes": spec.num_classes, "vae": spec.vae}),
+            (JOB, rules.job_defaults(request.values, spec.family)),
+            (MODEL, model_values(spec)),
+            (FAMILY, {"sampler": spec.family.samplers[0]}),
+            (DEFAULT, DEFAULTS),
+        ]
+    )
+    if source.given.option:
+        notices += override_notices(values, origins)
+    origins.setdefault("precision", origins.get("tf32", DEFAULT))
+    values |= arithmetic
+    values["model"] = spec.model
+    values["guide"] = guide and guide.name  # a configuration names one that it may not use
+    values["vae"] = PUBLISHED_DECODER.sub(r"\1", values["vae"])
+    is_models = Path(values["vae"]).resolve() == Path(spec.defaults.vae).resolve()
+    if not is_models and origins.get("latent_stats") == MODEL:
+        del values["latent_stats"]  # they belong to the model's decoder
+    notices += [
+        source.given.notice(text)
+        for name, text in spec.assumed.items()
+        if origins.get(name, MODEL) == MODEL
+    ]
+    if guide is not None:
+        from accel.run.guide import require_alike  # a network by itself needs none
 
-        fetch([*files, *of_guide], values)
-    source = source or files[0].source(hints_in(values))
-    for each in of_guide:
-        guide = each.source(Hints(guided=source.spec))
-        if guide.tensors.same_as(source.tensors):
-            guide.given.warn(
-                "is the file of the network that it guides; both estimates are equal, so guidance "
-                "changes nothing"
-            )
-    if configuration is not None:
-        configuration.require_network("ckpt", source.given, source.spec)
-        if guide is not None:
-            configuration.require_network("guide", guide.given, guide.spec)
-    choice = choose(options, source, guide, configuration)
-    run = resolve(choice, device, open_space(choice))
-    run.announce()
-    return run
+        notices += require_alike(values, origins, guide, source)
+    require_spec(values, spec, guide)
+    space = space or open_space(values, origins, source)
+    notices += choose_size(values, origins, source, space)
+    if "num_fid_samples" not in values:
+        choose_labels(values, spec, guide)
+    settings = Settings(**values, origins=origins)
+    for notice in notices:
+        warn(notice)
+    return Run(
+        settings,
+        request,
+        source,
+        guide,
+        space,
+        device,
+        process_of(settings, spec),
+        guidance_for(settings, spec, guide),
+    )
 
 
-def open_on_ranks(options: Options, ranks: Ranks) -> tuple[Run, Stopwatch]:
+def open_on_ranks(request: rules.Request, ranks: Ranks) -> tuple[Run, Stopwatch]:
     """Choose each rank's device and open the files on every rank. Return the run and its
     stopwatch. Raises UsageError on all ranks if one rank lacks a file.
     """
-    name = ranks.claim_device(options.get("device"))
+    name = ranks.claim_device(request.values.get("device"))
     device = ranks.run_collectively(lambda: choose_device(name))
     watch = Stopwatch(device)
     with watch.phase("load"):
         # One download if the file system is shared, else one per node.
-        run = ranks.run_in_turns(lambda: open_run(options, device))
+        run = ranks.run_in_turns(lambda: open_run(request, device))
     return run, watch
 
 
@@ -104,6 +146,61 @@ def choose_device(name: str | None) -> torch.device:
     return device
 
 
+def choose_arithmetic(
+    values: rules.Values, device: torch.device
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the tier and the decoder's arithmetic, and notices. Raises UsageError for an
+    arithmetic that the device lacks.
+    """
+    tf32 = values.get("tf32")
+    tier = values.get("precision") or precision.default_tier(device)
+    notices = []
+    if tf32 is not None:
+        tier = "tf32" if tf32 else "fp32"
+    if tf32 and not precision.supports("tf32", device):
+        hardware = precision.TIERS["tf32"].hardware
+        notices.append(f"`tf32`: {device} has no {hardware}; sampling in fp32")
+        tier = "fp32"
+    precision.require("precision", tier, device)
+    wanted = values.get("vae_precision", DEFAULTS["vae_precision"])
+    decoder = precision.decoder_precision(wanted, tier, device)
+    return dict(precision=tier, vae_precision=decoder, tf32=None), notices
+
+
+def open_weights(
+    request: rules.Request, source: Source | None, guide: Source | None, device: torch.device
+) -> tuple[Source, Source | None]:
+    """Open the weights and the guide that are not open yet, after fetching both. Raises UsageError
+    for files that are missing, and for networks unlike those of the configuration file.
+    """
+    values = request.values
+    # A CPU computes with copies: another process may write to the file meanwhile.
+    mapped = device.type != "cpu"
+    files = [] if source else [files_of(values, mapped)]
+    of_guide = []
+    if guide is None and "guide" in values:
+        of_guide = [Files(Given(values["guide"], "guide"), mapped)]
+    if not all(each.is_here for each in (*files, *of_guide)):
+        from accel.run.fetching import fetch  # most runs have all files
+
+        fetch([*files, *of_guide], values)
+    facts = "model", "num_classes", "num_heads"
+    hints = Hints(**{name: values[name] for name in facts if name in values})
+    source = source or files[0].source(hints)
+    for each in of_guide:
+        guide = each.source(Hints(guided=source.spec))
+        if guide.tensors.same_as(source.tensors):
+            guide.given.warn(
+                "is the file of the network that it guides; both estimates are equal, so guidance "
+                "changes nothing"
+            )
+    if request.configuration is not None:
+        request.configuration.require_network("ckpt", source.given, source.spec)
+        if guide is not None:
+            request.configuration.require_network("guide", guide.given, guide.spec)
+    return source, guide
+
+
 def files_of(values: rules.Values, mapped: bool = True) -> Files:
     """Return the weights that options name, not fetched yet. Raises UsageError if there are
     none of that name.
@@ -121,18 +218,80 @@ def files_of(values: rules.Values, mapped: bool = True) -> Files:
     return Files(Given(name), mapped, values.get("weights_entry"))
 
 
-def hints_in(values: rules.Values) -> Hints:
-    """Return what options say of the weights."""
-    names = "model", "num_classes", "num_heads"
-    return Hints(**{name: values[name] for name in names if name in values})
+# ---- Origins ----
 
 
-def open_space(choice: Choice) -> LatentSpace:
+def model_values(spec: ModelSpec) -> dict[str, Any]:
+    """Return the values that a model implies for its weights."""
+    channels = min(spec.defaults.guidance_channels, spec.in_channels)
+    values = {**spec.defaults._asdict(), "guidance_channels": channels}
+    del values["class_names"]  # of the model's own number of classes: `choose_labels`
+    return values
+
+
+def merge(in_order: list[tuple[str, rules.Values]]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return each option's value in the first origin that has one, and that origin."""
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for origin, of_origin in in_order:
+        for name, value in of_origin.items():
+            if name in OPTIONS and name not in values and value is not None:
+                values[name] = value
+                origins[name] = origin
+    return values, origins
+
+
+def override_notices(values: rules.Values, origins: Mapping[str, str]) -> list[str]:
+    """Return a line for each file from which values were taken."""
+    taken: dict[str, dict[str, Any]] = {}
+    for name, origin in origins.items():
+        if origin not in (USER, JOB, MODEL, FAMILY, DEFAULT) and name != "num_classes":
+            taken.setdefault(origin, {})[name] = values[name]
+    return [
+        Given(Path(file).name).notice(f"says {as_text(of_file)}; flags override it")
+        for file, of_file in taken.items()
+    ]
+
+
+def as_text(values: rules.Values) -> str:
+    """Return options with their values, such as "cfg scale 1.5, guidance interval 0 0.7"."""
+    words = []
+    for name, value in values.items():
+        parts = value if isinstance(value, tuple) else (value,)
+        text = " ".join(f"{part:g}" if isinstance(part, float) else str(part) for part in parts)
+        words.append(f"{name.replace('_', ' ')} {text}")
+    return ", ".join(words)
+
+
+# ---- Network, decoder, size, labels ----
+
+
+def require_spec(values: rules.Values, spec: ModelSpec, guide: Source | None) -> None:
+    """Raise UsageError for values that contradict the weights."""
+    classes = values["num_classes"]
+    if classes != spec.num_classes:
+        raise UsageError(
+            f"these weights have {spec.num_classes}",
+            "drop it",
+            parameter="num_classes",
+            value=classes,
+        )
+    rules.require_family(values, spec.model, spec.family)
+    require_null_class(values["cfg_scale"], spec, guide)
+    # A module's own guidance may reach the learned sigma.
+    most = max(spec.in_channels, spec.recommended.get("guidance_channels", 0))
+    if values["guidance_channels"] > most:
+        raise UsageError(
+            f"these latents have {most}",
+            parameter="guidance_channels",
+            value=values["guidance_channels"],
+        )
+
+
+def open_space(values: rules.Values, origins: Mapping[str, str], source: Source) -> LatentSpace:
     """Return the latent space of a run, with its decoder where pictures are decoded. Raises
     UsageError for a decoder of other latents than the network's.
     """
-    values = choice.values
-    source = choice.source
     spec = source.spec
     if not rules.decodes(values):
         return _as_trained(LatentSpace(spec.in_channels, spec.defaults.factor), values, spec)
@@ -143,7 +302,7 @@ def open_space(choice: Choice) -> LatentSpace:
         space = find(name, values.get("latent_stats"))
         _require_channels(name, space, spec)
     except UsageError as error:
-        if choice.origins["vae"] not in (MODEL, source.name):
+        if origins["vae"] not in (MODEL, source.name):
             raise
         fetch = f"; its family's: {spec.family.fetch}" if spec.family.fetch else ""
         text = f"decodes with {name} unless you give `vae`; {error.marked}{fetch}"
@@ -162,8 +321,8 @@ def _require_channels(name, space, spec):
         )
 
 
-def _as_trained(space: LatentSpace, values: Mapping[str, Any], spec: ModelSpec) -> LatentSpace:
-    """Return the latent space with the scale or the statistics that the weights say."""
+def _as_trained(space: LatentSpace, values: rules.Values, spec: ModelSpec) -> LatentSpace:
+    """Return the latent space with the scale or the statistics that the weights specify."""
     settings = spec.latent_settings
     if "mean" in settings and "latent_stats" not in values:
         return space._replace(scale=1.0, shift=0.0, mean=settings["mean"], std=settings["std"])
@@ -180,3 +339,63 @@ def _as_trained(space: LatentSpace, values: Mapping[str, Any], spec: ModelSpec) 
             value=values["vae"],
         )
     return space._replace(scale=scale)
+
+
+def choose_size(
+    values: dict[str, Any], origins: dict[str, str], source: Source, space: LatentSpace
+) -> list[str]:
+    """Set the size of pictures, by default that of the training pictures. Return notices.
+    Raises UsageError for a size that patches, the decoder or the family do not take.
+    """
+    spec = source.spec
+    notices = []
+    trained = spec.image_size
+    if spec.latent_size:
+        trained = space.factor * spec.latent_size
+        # Some programs call the side of latents so.
+        if spec.image_size not in (None, trained, spec.latent_size):
+            notices.append(
+                source.given.notice(
+                    f"says image_size {spec.image_size}, and this decoder makes {trained} px of "
+                    f"its latents of side {spec.latent_size}; if it has another: `vae=NAME`"
+                )
+            )
+    if trained and origins["image_size"] in (JOB, MODEL):
+        values["image_size"] = trained
+        origins["image_size"] = source.name
+    size = OPTIONS["image_size"].checked(values["image_size"])
+    rules.require_unit(size, space.factor, spec.patch_size)
+    if trained not in (None, size):
+        if not spec.family.any_size:
+            raise UsageError(
+                f"a {spec.family.name} only samples the size that it was trained for",
+                f"use {trained}",
+                parameter="image_size",
+                value=size,
+            )
+        notices.append(f"{spec.model}: weights trained at {trained} px, sampling at {size} px")
+    space.require_side(size // space.factor)
+    return notices
+
+
+def choose_labels(values: dict[str, Any], spec: ModelSpec, guide: Source | None) -> None:
+    """Set the labels of a grid as numbers, the names of all classes, () where they are unknown, and
+    whether ranks share evaluations. Raises UsageError for unknown labels.
+    """
+    classes = spec.num_classes
+    names = rules.names_of(
+        classes, values.get("class_names"), spec.class_names, spec.defaults.class_names
+    )
+    default = LABELS if classes == 1000 else range(min(classes, 8))
+    values["labels"] = label_numbers(values.get("labels", default), names, spec, guide)
+    values["class_names"] = names
+    if guide is None and spec.null_class:
+        return
+    if layout_of(values["parallel"]) not in (None, OFF):
+        raise UsageError(
+            "ranks only share evaluations with guidance by the null class, without a `guide`",
+            "use off",
+            parameter="parallel",
+            value=values["parallel"],
+        )
+    values["parallel"] = "off"

@@ -10,10 +10,10 @@ from argparse import Namespace
 import pytest
 import torch
 from jobs import run as run_ranks
+from networks import opened
 
 from accel.config.options import Options
 from accel.jobs.grid import load
-from accel.run.opening import open_run
 from accel.runtime.network import EagerNetwork
 from accel.runtime.precision import preserve_switches
 from bench import steps
@@ -30,7 +30,7 @@ def demo():
         model="DiT-Demo/2", precision="fp32", num_sampling_steps=2, output_type="latent"
     )
     with preserve_switches():
-        yield open_run(options, CPU)
+        yield opened(options, CPU)
 
 
 def model_of(run):

@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 from conftest import fill
+from networks import opened
 from safetensors.torch import save_file
 
 from accel.config.options import Options
@@ -13,14 +14,13 @@ from accel.errors import UsageError
 from accel.families import constructor_of
 from accel.families.large_dit.network import DiT_Llama
 from accel.pipeline import Pipeline
-from accel.run.opening import open_run
 
 DEMO = "Large-DiT-Demo/2"
 
 
 def load(ckpt, **more):
     options = Options(model=DEMO, ckpt=ckpt, device="cpu", output_type="latent", **more)
-    return Pipeline.load(open_run(options)).network
+    return Pipeline.load(opened(options)).network
 
 
 def demo(**form):

@@ -7,7 +7,7 @@ import argparse
 import pytest
 import torch
 from forks import refused, succeeds
-from networks import build, identify, recognise
+from networks import build, identify, opened, recognise, run_with
 
 from accel import Sampler
 from accel.checkpoints import Source
@@ -15,8 +15,6 @@ from accel.config.options import Options
 from accel.errors import Given, UsageError
 from accel.families import DEMO, constructor_of
 from accel.families.dit.network import DiT
-from accel.run.opening import open_run
-from accel.run.resolve import choose
 from accel.tensors.shapes import shapes_only
 from scripts.convert_checkpoint import facts_of
 
@@ -128,7 +126,7 @@ def test_the_decoder_that_a_file_names_is_believed(said, decoder):
     spec = recognise("own.pt", state_of("DiT-S/2"), dict(vae=said), "DiT-S/2")
     source = Source(Given("own.pt"), spec, None)
     for given, chosen in ((None, decoder), ("ema", "ema")):
-        assert choose(Options(vae=given), source).values["vae"] == chosen
+        assert run_with(source, vae=given).settings.vae == chosen
     assert facts_of(spec)["vae"] == said  # a converted file says it too
     there = spec.changed(vae="/somebody/decoder")  # but no path of this machine
     assert facts_of(there)["vae"] == "decoder"
@@ -152,7 +150,7 @@ def test_a_decoder_of_another_size_is_a_line(size, is_said, tmp_path, capsys):
     arguments = dict(num_heads=3, num_classes=8, image_size=size)
     torch.save({"ema": build("DiT-Demo/2").state_dict(), "args": arguments}, tmp_path / "x.pt")
     how = dict(model="DiT-Demo/2", device="cpu", output_type="latent")
-    assert open_run(Options(ckpt=tmp_path / "x.pt", **how))["image_size"] == 128
+    assert opened(Options(ckpt=tmp_path / "x.pt", **how)).settings.image_size == 128
     line = (
         f"{tmp_path}/x.pt: says image_size 256, and this decoder makes 128 px of its latents of "
         "side 16; if it has another: --vae NAME\n"

@@ -48,7 +48,7 @@ def test_a_module_of_few_channels_is_guided_as_its_own_method_does(channels):
     want = model.forward_with_cfg(x, t, y, 3.0).detach().double()
     assert error(accelerate(model).forward_with_cfg(x, t, y, 3.0), want) < 1e-5
     with Sampler(model, **HOW) as sampler:
-        assert sampler.run["guidance_channels"] == min(3, 2 * channels)
+        assert sampler.run.settings.guidance_channels == min(3, 2 * channels)
         assert sampler.latents((3, 1)).shape == (2, channels, 8, 8)
     with pytest.raises(UsageError, match=f"guidance_channels=3: .* {channels}"):
         Sampler(model, **HOW, guidance_channels=3)

@@ -9,7 +9,7 @@ import torch
 
 from accel.checkpoints import facts
 from accel.config.options import OPTIONS, Options
-from accel.config.rules import check
+from accel.config.rules import Request
 from accel.decoders.autoencoder_kl import DEFAULTS, check_config
 from accel.errors import Given
 from accel.tensors import diffusers_names
@@ -22,10 +22,10 @@ WEIGHTS = {  # of a transformer of width 12
     "y_embedder.embedding_table.weight": torch.zeros(3, 12),
 }
 CHECKS = {
-    "grid": lambda **option: check(Options(ckpt="own.pt", **option)),
-    "named": lambda **option: check(Options(model="DiT-Demo/2", **option)),
-    "ddim": lambda **option: check(Options(sampler="ddim", **option)),
-    "fid": lambda **option: check(Options(**{"num_fid_samples": 8, **option})),
+    "grid": lambda **option: Request.open(Options(ckpt="own.pt", **option)),
+    "named": lambda **option: Request.open(Options(model="DiT-Demo/2", **option)),
+    "ddim": lambda **option: Request.open(Options(sampler="ddim", **option)),
+    "fid": lambda **option: Request.open(Options(**{"num_fid_samples": 8, **option})),
     "checkpoint": lambda **entry: facts.checked(Given("own.pt"), entry),
     "recipe": lambda **entry: facts.checked(Given("own.pt"), {"recipe": entry}),
     "decoder": lambda **entry: check_config(entry),

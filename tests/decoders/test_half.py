@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from networks import opened
 
 from accel.config.options import Options
 from accel.decoders import DecoderFiles, LatentSpace
@@ -18,7 +19,6 @@ from accel.decoders.loading import FILES, find, load
 from accel.errors import UsageError
 from accel.families import DEMO
 from accel.pipeline import Pipeline, decoder_of
-from accel.run.opening import open_run
 from accel.runtime import precision
 from accel.runtime.graphs import GraphedFunction
 
@@ -124,9 +124,10 @@ def test_where_float16_fails_float32_decodes(make, tiny_vae, tmp_path, capsys):
     reason = f"({lost:.1f} dB from float32" if make is coarse else "overflows float16"
     (tmp_path / FILES[0]).write_text((tiny_vae / FILES[0]).read_text())
     save_file(plain.state_dict(), tmp_path / FILES[1])
-    run = open_run(Options(model="DiT-Demo/2", vae=tmp_path, device="cpu", num_sampling_steps=1))
+    run = opened(Options(model="DiT-Demo/2", vae=tmp_path, device="cpu", num_sampling_steps=1))
     # as on a GPU
-    decoder = Pipeline.load(replace(run, values={**run.values, "vae_precision": "fp16"})).decoder
+    settings = replace(run.settings, vae_precision="fp16")
+    decoder = Pipeline.load(replace(run, settings=settings)).decoder
     latents = noise(3, 4)
     capsys.readouterr()
     got = torch.cat([decoder.decode(latents[:1]), decoder.decode(latents[1:])])

@@ -39,7 +39,7 @@ def test_golden_on_the_cpu():
     """
     run, pipeline = ready(model="DiT-Demo/2", device="cpu")
     golden = np.load(DEMO / "golden-cpu.npy")
-    near(pipeline.latents(run["labels"], 0, [slice(2, 4)]).numpy(), golden[2:4])
+    near(pipeline.latents(run.settings.labels, 0, [slice(2, 4)]).numpy(), golden[2:4])
     grid = to_grid(pipeline.decode(torch.from_numpy(golden))).numpy().astype(int)
     picture = np.asarray(Image.open(DEMO / "golden-cpu.png")).astype(int)
     assert grid.shape == picture.shape == (262, 522, 3)

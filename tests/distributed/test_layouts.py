@@ -28,7 +28,7 @@ class Several(Ranks):
 def wanted(parallel, peers=False, world=4, precision="fp16", **more):
     """The layout of a grid at 512 px without guidance on ranks of GPUs."""
     run = run_of("DiT-XL/2", parallel=parallel, cfg_scale=1.0, **more)
-    run = replace(run, values={**run.values, "precision": precision})
+    run = replace(run, settings=replace(run.settings, precision=precision))
     return choose_layout(run, Several(world, peers))
 
 

@@ -65,8 +65,9 @@ def test_tiers(seen):
         else:
             float32 = "fp32" if tier in ("fp32", "exact") or seen in OLD else "tf32"
             half = precision.TIERS[tier].dtype != torch.float32
-            run = run_of(**how)
-            assert (run.tier, run["vae_precision"]) == (tier, "fp16" if half else float32)
+            settings = run_of(**how).settings
+            chosen = settings.precision, settings.vae_precision
+            assert chosen == (tier, "fp16" if half else float32)
     assert precision.float32_decoder("fp16", GPU) == ("fp32" if seen in OLD else "tf32")
 
 

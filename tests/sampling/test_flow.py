@@ -6,7 +6,7 @@ import networks
 import pytest
 import torch
 from forks import succeeds
-from networks import Original, error, guided, sample, sde
+from networks import Original, error, guided, opened, sample, sde
 from reference_networks import dit
 from torch import nn
 
@@ -16,7 +16,6 @@ from accel.errors import UsageError
 from accel.families import repa
 from accel.families.repa.weights import convert as turned
 from accel.families.sit.network import SiT
-from accel.run.opening import open_run
 from accel.runtime.network import EagerNetwork
 from accel.sampling import denoise, make_process, upstream_noise
 from accel.sampling.flow import Euler, Heun, Sde
@@ -200,7 +199,7 @@ def test_statistics_of_latents_that_repas_weights_hold(statistics, place, tmp_pa
     succeeds(here("scripts/convert_checkpoint.py", *files))
     for name in "x.pt", "y.safetensors":
         options = Options(ckpt=tmp_path / name, device="cpu", output_type="latent")
-        run = open_run(options)
+        run = opened(options)
         assert run.spec.family.name == "REPA"
         latents = torch.randn(2, 4, 8, 8)
         want = 3 * latents + torch.arange(4.0)[:, None, None]
@@ -208,7 +207,7 @@ def test_statistics_of_latents_that_repas_weights_hold(statistics, place, tmp_pa
         content = dict(mean=torch.ones(1, 4, 1, 1), std=torch.ones(1, 4, 1, 1))
         torch.save(content, tmp_path / "own.pt")  # the user's file goes first
         own = dict(latent_stats=tmp_path / "own.pt", vae=tiny_vae, output_type="image")
-        run = open_run(options.changed(**own))
+        run = opened(options.changed(**own))
         assert torch.allclose(run.space.to_decoder(latents), latents + 1)
 
 
@@ -219,7 +218,7 @@ def test_half_of_the_statistics_of_latents_is_refused(left, tmp_path):
     content = {"ema": {**theirs, left: pair[left]}, "args": dict(num_heads=2)}
     torch.save(content, tmp_path / "x.pt")
     with pytest.raises(UsageError, match=f"{left} is not a weight of a SiT and would be ignored"):
-        open_run(Options(ckpt=tmp_path / "x.pt", device="cpu", output_type="latent"))
+        opened(Options(ckpt=tmp_path / "x.pt", device="cpu", output_type="latent"))
 
 
 # ---- the networks, and weights that callers hold ----
@@ -296,11 +295,11 @@ def test_a_sampler_of_a_sit_and_of_repas(kind):
     found = []
     for one in (theirs, ours):
         with Sampler(one, **how) as sampler:
-            assert sampler.run["sampler"] == "sde"
+            assert sampler.run.settings.sampler == "sde"
             given = (
-                sampler.run["cfg_scale"],
-                sampler.run["guidance_channels"],
-                sampler.run["guidance_interval"],
+                sampler.run.settings.cfg_scale,
+                sampler.run.settings.guidance_channels,
+                sampler.run.settings.guidance_interval,
             )
             # REPA's recipe
             assert given == ((1.8, 4, (0.0, 0.7)) if one is theirs else (4.0, 3, (0.0, 1.0)))

@@ -55,7 +55,7 @@ def test_what_is_no_port_or_address_is_a_line(flag, words, here):
 
 
 def test_a_family_offers_what_it_has_and_no_more(studio):
-    offered = {model.run["model"]: choices(model.run) for model in studio.models}
+    offered = {model.run.settings.model: choices(model.run) for model in studio.models}
     assert offered["DiT-Demo/2"] == (["ddpm", "ddim", "dpm++", "unipc"], ["fp32"])
     assert offered["Large-DiT-Demo/2"] == offered["DiT-Demo/2"]
     assert offered["SiT-Demo/2"] == (["sde", "euler", "heun"], ["fp32"])

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from accel import kernels
-from accel.config.options import DEFAULTS, FID, OPTIONS, USER, Options
+from accel.config.options import DEFAULTS, FID, JOB, OPTIONS, USER
+from accel.config.rules import Request, Values
 from accel.decoders.loading import digest
 from accel.distributed import Ranks
 from accel.errors import UsageError
@@ -19,8 +20,8 @@ from accel.jobs import fid
 from accel.jobs.fid.folder import KERNELS_SETTING, Plan
 from accel.kernels.linear import Tuner
 from accel.pipeline import Pipeline
+from accel.run import Run
 from accel.run.opening import open_on_ranks
-from accel.run.resolve import JOB, Run
 from accel.sampling.guidance import CHANNELS
 
 log = logging.getLogger(__name__)
@@ -54,10 +55,10 @@ SHARED_NAMES = {"model", "stage2_model", "checkpoint-last"}
 UNNAMED_SAMPLERS = ("ddpm", "ddim", "sde")  # not part of the folder's name
 
 
-def make_folder(options: Options, ranks: Ranks) -> None:
+def make_folder(request: Request, ranks: Ranks) -> None:
     """Open the request, lock the folder, load and sample. Raises as `fid.fill`."""
-    ranks.run_collectively(lambda: require_seeds(options, ranks.world), only=0)
-    run, watch = open_on_ranks(options, ranks)
+    ranks.run_collectively(lambda: require_seeds(request.values, ranks.world), only=0)
+    run, watch = open_on_ranks(request, ranks)
     plan = plan_of(run)
     warn_of_legacy_folder(run)
     with fid.locked(plan.folder, ranks):
@@ -72,10 +73,10 @@ def make_folder(options: Options, ranks: Ranks) -> None:
     run.repeat_assumed_family()
 
 
-def require_seeds(options: Options, world: int) -> None:
+def require_seeds(values: Values, world: int) -> None:
     """Raise UsageError if upstream's rank seeds, seed · world + rank, exceed 64 bits."""
-    seed = options.get("seed", DEFAULTS["seed"])
-    if options.get("world_independent_noise") or -(2**63) <= seed * world <= 2**64 - world:
+    seed = values.get("seed", DEFAULTS["seed"])
+    if values.get("world_independent_noise") or -(2**63) <= seed * world <= 2**64 - world:
         return
     raise UsageError(
         f"times {world} ranks it must fit into 64 bits",
@@ -88,8 +89,8 @@ def require_seeds(options: Options, world: int) -> None:
 def too_large(run: Run) -> str:
     """Return the message of the error for a batch that does not fit in memory."""
     return (
-        f"`per_proc_batch_size={run['per_proc_batch_size']}`: does not fit in free GPU memory; use "
-        "a smaller one"
+        f"`per_proc_batch_size={run.settings.per_proc_batch_size}`: does not fit in free GPU "
+        "memory; use a smaller one"
     )
 
 
@@ -99,14 +100,14 @@ def plan_of(run: Run) -> Plan:
     return Plan(
         folder=folder_of(run),
         count=run.count,
-        batch_size=run["per_proc_batch_size"],
-        seed=run["seed"],
-        num_classes=run["num_classes"],
-        image_size=run["image_size"],
+        batch_size=run.settings.per_proc_batch_size,
+        seed=run.settings.seed,
+        num_classes=run.settings.num_classes,
+        image_size=run.settings.image_size,
         latent=(run.space.channels, side, side),
         drawn=run.guidance.noise_rows,
-        labels=run.spec.family.label_orders[run["balanced_labels"]],
-        independent=run["world_independent_noise"],
+        labels=run.spec.family.label_orders[run.settings.balanced_labels],
+        independent=run.settings.world_independent_noise,
     )
 
 
@@ -118,21 +119,21 @@ def folder_of(run: Run) -> Path:
     "pretrained".
     """
     changed = ""
-    if run["sampler"] not in UNNAMED_SAMPLERS:
-        changed += f"-{run['sampler']}"
-    if run["timestep_shift"] != 1:
-        changed += f"-shift-{run['timestep_shift']:g}"
-    if run["guidance_interval"] != (0, 1):
-        low, high = run["guidance_interval"]
+    if run.settings.sampler not in UNNAMED_SAMPLERS:
+        changed += f"-{run.settings.sampler}"
+    if run.settings.timestep_shift != 1:
+        changed += f"-shift-{run.settings.timestep_shift:g}"
+    if run.settings.guidance_interval != (0, 1):
+        low, high = run.settings.guidance_interval
         changed += f"-interval-{low:g}-{high:g}"
-    if run["guidance_channels"] != CHANNELS:
-        changed += f"-channels-{run['guidance_channels']}"
-    if run["guide"] is not None:
-        changed += f"-guide-{_last_name(run['guide'])}"
-    model = run["model"].replace("/", "-")
-    return Path(run["sample_dir"]) / (
-        f"{model}-{_last_name(run['ckpt'])}-size-{run['image_size']}"
-        f"-vae-{_last_name(run['vae'])}-cfg-{run['cfg_scale']}{changed}-seed-{run['seed']}"
+    if run.settings.guidance_channels != CHANNELS:
+        changed += f"-channels-{run.settings.guidance_channels}"
+    if run.settings.guide is not None:
+        changed += f"-guide-{_last_name(run.settings.guide)}"
+    model = run.settings.model.replace("/", "-")
+    return Path(run.settings.sample_dir) / (
+        f"{model}-{_last_name(run.settings.ckpt)}-size-{run.settings.image_size}"
+        f"-vae-{_last_name(run.settings.vae)}-cfg-{run.settings.cfg_scale}{changed}-seed-{run.settings.seed}"
     )
 
 
@@ -141,11 +142,11 @@ def warn_of_legacy_folder(run: Run) -> None:
     were a grid's.
     """
     legacy: dict[str, Any] = {}
-    if run["ckpt"] is None and run.origins["image_size"] != USER:
+    if run.settings.ckpt is None and run.settings.origins["image_size"] != USER:
         legacy["image_size"] = run.spec.defaults.image_size
-    if run.origins["cfg_scale"] == JOB:
+    if run.settings.origins["cfg_scale"] == JOB:
         legacy["cfg_scale"] = run.spec.defaults.cfg_scale
-    folder = folder_of(replace(run, values={**run.values, **legacy}))
+    folder = folder_of(replace(run, settings=replace(run.settings, **legacy)))
     if folder.is_dir() and not folder_of(run).exists():
         flags = " ".join(f"{OPTIONS[name].flag_names()[0]} {legacy[name]}" for name in legacy)
         log.warning(f"{folder}: was begun with other defaults; to continue it: {flags}")
@@ -164,7 +165,7 @@ def record_of(run: Run, pipeline: Pipeline, world: int) -> dict:
     """Return all settings that affect a picture's bits, by flag where there is one, as JSON."""
     record = {}
     for option in OPTIONS.values():
-        value = run[option.name]
+        value = getattr(run.settings, option.name)
         if (
             FID not in option.jobs
             or option.name in NOT_RECORDED
@@ -188,11 +189,11 @@ def record_of(run: Run, pipeline: Pipeline, world: int) -> dict:
     }
     if run.guide is not None:
         record["--guide (contents)"] = run.guide.digest()
-    elif run["cfg_scale"] < 1:
+    elif run.settings.cfg_scale < 1:
         record["guidance below a scale of 1"] = True  # missing in older folders
     if device.type == "cpu":
         record["number of threads"] = torch.get_num_threads()
-    if not run["world_independent_noise"]:
+    if not run.settings.world_independent_noise:
         record["number of ranks"] = world
     return record
 

@@ -5,14 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from networks import run_of
+from networks import opened, run_of
 
 from accel.config.options import Options
 from accel.decoders import LatentSpace
 from accel.errors import UsageError
 from accel.jobs.fid import job as fid_job
 from accel.jobs.fid.job import folder_of, record_of, require_seeds, warn_of_legacy_folder
-from accel.run.opening import open_run
 
 
 @pytest.mark.parametrize(
@@ -50,8 +49,9 @@ from accel.run.opening import open_run
     ],
 )
 def test_the_folder_has_upstreams_name(name, flags):
-    run = run_of(num_fid_samples=9, sample_dir="x", **flags)
-    run = replace(run, values={**run.values, "guide": flags.get("guide")})
+    opened = {name: value for name, value in flags.items() if name != "guide"}
+    run = run_of(num_fid_samples=9, sample_dir="x", **opened)
+    run = replace(run, settings=replace(run.settings, guide=flags.get("guide")))
     assert folder_of(run).as_posix() == f"x/{name}"
 
 
@@ -59,8 +59,8 @@ def test_the_folder_has_upstreams_name(name, flags):
     "model, scale", [("DiT-Demo/2", 1.5), ("SiT-Demo/2", 1.0), ("Large-DiT-Demo/2", 4.0)]
 )
 def test_a_demo_keeps_its_size(model, scale):
-    run = open_run(Options(model=model, num_fid_samples=9, device="cpu"))
-    assert (run["image_size"], run["cfg_scale"]) == (128, scale)
+    run = opened(Options(model=model, num_fid_samples=9, device="cpu"))
+    assert (run.settings.image_size, run.settings.cfg_scale) == (128, scale)
 
 
 FORMER = "DiT-XL-2-pretrained-size-512-vae-ema-cfg-4.0-seed-0"
