@@ -6,9 +6,8 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -84,14 +83,6 @@ def warn(text: str) -> None:
     log.warning(Notice(text))
 
 
-Mistake = Callable[..., UsageError]  # (problem, remedy="") → the error about one thing
-
-
-def about(parameter: str, value: object) -> Mistake:
-    """Return the function that makes the errors about a parameter's value."""
-    return partial(UsageError, parameter=parameter, value=value)
-
-
 class Given(NamedTuple):
     """A file or folder that an option names, or a module."""
 
@@ -112,27 +103,14 @@ class Given(NamedTuple):
         """Print a notice about it."""
         warn(self.notice(text))
 
-    def give(self, option: str) -> str:
-        """Return the remedy for a fact that a file of weights lacks. Options say it of the sampled
-        network alone, a converted file of any.
+    def override_hint(self, option: str, value: str = "") -> str:
+        """Return the remedy for a fact that a file of weights lacks: an option, which is about the
+        sampled network only, or a converted file. value: in place of an assumed one.
         """
         if self.option == "ckpt":
-            return f"give `{option}`"
-        return f"give --{option.replace('_', '-')} to {CONVERTER}"
-
-    def otherwise(self, option: str, value: str) -> str:
-        """Return the end of a notice about what is assumed of an option."""
-        if self.option == "ckpt":
-            return f"`{option}={value}`"
-        return f"give --{option.replace('_', '-')} {value} to {CONVERTER}"
-
-
-class UnsaidError(ValueError):
-    """Weights of which no tensor says a fact. option: with which the user may say it."""
-
-    def __init__(self, problem: str, option: str):
-        super().__init__(problem)
-        self.option = option
+            return f"`{option}={value}`" if value else f"give `{option}`"
+        flag = " ".join(filter(None, (f"--{option.replace('_', '-')}", value)))
+        return f"give {flag} to {CONVERTER}"
 
 
 class Stopped(Exception):

@@ -323,7 +323,7 @@ def load_network(
     if table is not None and table.shape != model.pos_embed.shape:
         from accel.tensors.positions import require_sinusoid  # lazy: only for another size
 
-        require_sinusoid(given.error, table, "sample at the size that it was trained at")
+        require_sinusoid(given, table, "sample at the size that it was trained at")
         state = {**state, "pos_embed": model.position_table()}
     if precision.TIERS[tier].accelerated:
         pack = spec.family.pack

@@ -20,7 +20,7 @@ from accel.config.options import OPTIONS, Options
 from accel.config.rules import Request
 from accel.decoders.autoencoder_kl import VAE_LATENT_ENTRIES
 from accel.decoders.loading import FILES
-from accel.errors import Given, UsageError, about, path_errors
+from accel.errors import Given, UsageError, path_errors
 from accel.families import model_names
 from accel.io.output import to_grid
 from accel.io.progress import step_bar
@@ -188,7 +188,7 @@ class Sampler:
 
     def _require_alike(self, held: HeldModule) -> None:
         """Raise UsageError for a module of another family, shape or guidance."""
-        require_finite_floats(held.state, held.given.error)
+        require_finite_floats(held.state, held.given)
         wanted = _beside_shapes(self.run.source)
         has = _beside_shapes(held.source)
         if self._check and "guidance_channels" not in self.options:
@@ -200,7 +200,7 @@ class Sampler:
                 raise held.given.error(
                     f"has {name} {value}, unlike the model of this Sampler", "make another of it"
                 )
-        require_fit(held.given.error, held.source.state, self.run.spec.empty(self.run.latent_size))
+        require_fit(held.given, held.source.state, self.run.spec.empty(self.run.latent_size))
 
     def sample(
         self,
@@ -405,9 +405,9 @@ def _written(decoder: torch.nn.Module) -> TemporaryDirectory:
     vae: Any = unwrapped(decoder)
     name = type(vae).__name__
     if name != "AutoencoderKL" or not type(vae).__module__.startswith("diffusers."):
-        raise about("vae", name)("give ema, mse, a folder or an AutoencoderKL of diffusers")
+        raise Given(name, "vae").error("give ema, mse, a folder or an AutoencoderKL of diffusers")
     if any(value.is_meta for value in vae.parameters()):
-        raise about("vae", name)("holds no values", "load the weights first")
+        raise Given(name, "vae").error("holds no values", "load the weights first")
     with path_errors("vae", name, "set TMPDIR to a folder with space, or give a folder"):
         folder = TemporaryDirectory()
         vae.save_pretrained(folder.name)

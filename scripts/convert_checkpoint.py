@@ -75,7 +75,7 @@ def convert(
             f"{min(dropped)}"
         )
     state = {name: tensor.contiguous() for name, tensor in state.items()}
-    require_finite_floats(state, weights.given.error)
+    require_finite_floats(state, weights.given)
     facts = facts_of(spec)
     try:
         write(state, facts, target)

@@ -110,7 +110,7 @@ def spec_of(
     if schedule is not None:  # of a pipeline
         from accel.sampling.solvers import require_schedule  # few weights have one
 
-        require_schedule(given.error, schedule)
+        require_schedule(given, schedule)
     facts = checked(given, facts)
     spec = identify(given, state, facts, hints, possible)
     named = facts.get("model", spec.model)

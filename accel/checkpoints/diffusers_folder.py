@@ -48,7 +48,7 @@ def read(folder: Path, given: Given, mapped: bool, entry: str | None = None) -> 
     for file in weight_files(folder, given.option):
         state |= read_tensors(file, given.option, mapped)
     try:
-        state = from_diffusers(floats_of(state, given.error))
+        state = from_diffusers(floats_of(state, given))
         facts = check_config(config, state)
         state = with_table(state, config.get("sample_size", DEFAULT_SIDE))
     except ValueError as error:

@@ -92,7 +92,7 @@ class HeldModule(HeldState):
         if any(getattr(value, "is_meta", False) for value in state.values()):
             raise self.given.error("holds no values", "load the weights first")
         self.rules = rules = self._recognised(state)
-        raw = floats_of(self.renamed(state), self.given.error)
+        raw = floats_of(self.renamed(state), self.given)
         spec = spec_of(self.given, raw, self._facts(raw, names, schedule))
         spec = spec.changed(
             model=self.given.name,
@@ -189,11 +189,11 @@ def of_state(
     if not isinstance(state, Mapping):
         name = type(state).__name__
         raise given.error(f"a state dict maps names to tensors, and this is a {name}")
-    floats = floats_of(state, given.error)
-    require_finite_floats(floats, given.error)
+    floats = floats_of(state, given)
+    require_finite_floats(floats, given)
     source = Source(given, spec, HeldState(renamed(floats)))
     try:
-        require_fit(given.error, source.state, spec.empty(side))
+        require_fit(given, source.state, spec.empty(side))
     except KeyError as missing:
         raise given.error(f"is not such a state dict: no {missing.args[0]}") from None
     return source

@@ -40,7 +40,9 @@ def network_in(given: Given, state: StateDict, prefix: str | None = None) -> Sta
             return plain
         if len(found) > 1:
             places = " and ".join(repr(place) if place else "no prefix" for place in found)
-            raise given.error(f"holds networks under {places}", given.give("weights_entry"))
+            raise given.error(
+                f"holds networks under {places}", given.override_hint("weights_entry")
+            )
         (prefix,) = found
     beside = dict.fromkeys(name.partition(".")[0] for name in plain if not name.startswith(prefix))
     left_out = f"; not sampled: {shown(', '.join(beside))}" if beside else ""

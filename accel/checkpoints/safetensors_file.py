@@ -19,7 +19,7 @@ def read(path: Path, given: Given, mapped: bool, entry: str | None = None) -> Co
     network's names, where the file has several. Raises UsageError.
     """
     tensors, header = read_safetensors(path, given.option, mapped)
-    state = floats_of(tensors, given.error)
+    state = floats_of(tensors, given)
     facts = from_header(header)
     others = others_in_header(header)
     if others and "family" not in facts:  # another program wrote it

@@ -65,7 +65,7 @@ def read(path: Path, given: Given, mapped: bool, entry: str | None = None) -> Co
     else:
         name, prefix = _named(given, states, entry)
     state = _with_fixed_tables(name, states)
-    weights = network_in(given, floats_of(state, given.error), prefix)
+    weights = network_in(given, floats_of(state, given), prefix)
     if name:
         # Statistics of the latents lie among a network's tensors or next to them.
         weights |= {name: content[name] for name in chain(*PAIRS) if _is_vector(content.get(name))}
@@ -87,14 +87,16 @@ def _preferred(given: Given, states: Mapping[str, StateDict]) -> str:
     networks = [name for name in states if prefixes_of(INNER.sub("", key) for key in states[name])]
     first, *others = sorted(networks or states, key=_rank)
     if others and _rank(others[0]) == _rank(first):
-        raise given.error(f"has the entries {', '.join(states)}", given.give("weights_entry"))
+        raise given.error(
+            f"has the entries {', '.join(states)}", given.override_hint("weights_entry")
+        )
     if [*states] == [RAW]:
         given.warn(f'has "{RAW}" only, without a moving average of the weights')
     elif len(states) > 1 and "ema" not in first.split("."):
         listed = shown(", ".join(name for name in states if name != first))
         given.warn(
             f'the weights are those of "{first}", not of {listed}; for those: '
-            f"{given.otherwise('weights_entry', 'NAME')}"
+            f"{given.override_hint('weights_entry', 'NAME')}"
         )
     return first
 

@@ -10,7 +10,7 @@ from math import isqrt
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from accel.errors import Given, UnsaidError, UsageError, shown
+from accel.errors import Given, UsageError, shown
 from accel.families import Family, families, family_of
 from accel.families.spec import ModelSpec, StateDict, weights_of
 from accel.tensors.shapes import Shapes, require_fit, shapes_of
@@ -52,15 +52,15 @@ def identify(
         reference = weights.convert(state)
     except KeyError as missing:
         raise given.error(f"is not a {family.name}: no {missing.args[0]}") from None
-    except UnsaidError as error:
-        raise given.error(str(error), given.give(error.option)) from None
+    except UsageError as error:
+        raise given.error(error.problem, given.override_hint(error.parameter)) from None
     except ValueError as error:
         raise given.error(str(error)) from None
     shipped = shipped_as(given.name)
     classes, null_class = _classes(given, spec, rows, facts, hints, shipped)
     spec = spec.changed(num_classes=classes, null_class=null_class)
     network: Any = spec.empty()
-    require_fit(given.error, reference, network)
+    require_fit(given, reference, network)
     table = reference.get("pos_embed")
     recipe = {**facts.get("recipe", {}), "guidance_channels": facts.get("guidance_channels")}
     latents = {name: recipe.pop(name) for name in list(recipe) if name.startswith("latent_")}
@@ -103,7 +103,7 @@ def _assumed(given: Given, spec: ModelSpec, others: Sequence[Family]) -> dict[st
         size = spec.model.removeprefix(family.name)
         # The model of the same size, of an unknown size the first.
         models = [min(each.models, key=lambda name: not name.endswith(size)) for each in others]
-        flags = " or ".join(given.otherwise("model", name) for name in models)
+        flags = " or ".join(given.override_hint("model", name) for name in models)
         assumed[""] = (
             f"names no family, taken for a {family.name} ({family.prediction}); if it is not: "
             f"{flags}"
@@ -166,7 +166,7 @@ def _print_assumptions(
     if spec.assumes_heads and not named:
         given.warn(
             f"says no number of heads, taken for {spec.num_heads}, as models of its depth and "
-            f"width have; if it has others: {given.otherwise('num_heads', 'N')}"
+            f"width have; if it has others: {given.override_hint('num_heads', 'N')}"
         )
     usual = family.models.get(spec.model, family.recipe).num_classes
     as_usual = spec.num_classes in (1000, usual) and named

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.errors import about, path_errors
+from accel.errors import UsageError, path_errors
 from accel.io.filesystem import atomic_write, require_name, require_writable
 from accel.io.labels import NULL, file_name
 
@@ -71,7 +71,9 @@ def check_writable(path: str | Path, name: str = "output") -> None:
     with path_errors(name, path):
         target = Path(os.path.realpath(path))
         if target.exists() and not target.is_file():
-            raise about(name, path)("is a folder, a device or a pipe", "name a file")
+            raise UsageError(
+                "is a folder, a device or a pipe", "name a file", parameter=name, value=path
+            )
         target.parent.mkdir(parents=True, exist_ok=True)
         require_name(target)
         require_writable(target.parent)

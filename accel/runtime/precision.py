@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accel.errors import about
+from accel.errors import UsageError
 
 
 class Tier(NamedTuple):
@@ -62,9 +62,10 @@ def default_tier(device: torch.device) -> str:
 def require(name: str, tier: str, device: torch.device) -> None:
     """Raise UsageError about the parameter `name` if `device` does not support a tier."""
     if tier not in TIERS:
-        raise about(name, tier)(f"choose from {', '.join(TIERS)}")
+        raise UsageError(f"choose from {', '.join(TIERS)}", parameter=name, value=tier)
     if not supports(tier, device):
-        raise about(name, tier)(f"{device} has no {TIERS[tier].hardware}", "choose fp32")
+        problem = f"{device} has no {TIERS[tier].hardware}"
+        raise UsageError(problem, "choose fp32", parameter=name, value=tier)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from accel.errors import Mistake, shown
+from accel.errors import Given, shown
 from accel.sampling.process import BETAS, Process, State
 
 # Name → module and class of diffusers.schedulers. Importing only the module is much faster than
@@ -32,24 +32,24 @@ TRAINED = {
 }
 
 
-def require_schedule(error: Mistake, config: Mapping[str, Any]) -> None:
-    """Raise `error`, which names the entry, if a scheduler's configuration differs from DiT's
+def require_schedule(given: Given, config: Mapping[str, Any]) -> None:
+    """Raise UsageError, which names the entry, if a scheduler's configuration differs from DiT's
     training process. trained_betas take precedence over the schedule's name.
     """
     kind = str(config.get("_class_name"))
     if "Flow" in kind:
-        raise error(
+        raise given.error(
             f"its scheduler is a {shown(kind)}, of a flow, and only noise prediction is supported"
         )
     wanted = dict(TRAINED)
     betas = config.get("trained_betas")
     if betas is not None:
         if np.shape(betas) != BETAS.shape or not np.allclose(betas, BETAS, rtol=1e-5):
-            raise error("its scheduler's trained_betas are not DiT's linear ones")
+            raise given.error("its scheduler's trained_betas are not DiT's linear ones")
         wanted = {name: wanted[name] for name in ("prediction_type", "rescale_betas_zero_snr")}
     for name, value in wanted.items():
         if config.get(name, value) != value:
-            raise error(
+            raise given.error(
                 f"its scheduler has {name} {shown(config[name])}, and only {value} is supported"
             )
 

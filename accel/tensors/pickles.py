@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from accel.errors import about, as_usage_error, path_errors, shown
+from accel.errors import Given, as_usage_error, path_errors, shown
 from accel.io.filesystem import is_utf8, open_regular
 from accel.tensors.shapes import SHARD_ERROR
 
@@ -28,7 +28,7 @@ def read_pickle(
     """Read a file of torch.save that contains an object of type `wanted`. meaning: that type as
     text. Raises UsageError about `parameter`.
     """
-    error = about(parameter, path)
+    given = Given(str(path), parameter)
     try:
         safe = torch.serialization.safe_globals(_plain_data())
         with path_errors(parameter, path), safe, warnings.catch_warnings():
@@ -39,19 +39,19 @@ def read_pickle(
             )
     except pickle.UnpicklingError as reason:
         if "DTensor" in str(reason):
-            raise error(*SHARD_ERROR) from None
+            raise given.error(*SHARD_ERROR) from None
         code = re.search(r"(?:GLOBAL|class) '?([\w.]+)", str(reason))
         if code is None:  # another or an incomplete file
-            raise error("truncated or not a checkpoint", COPY_AGAIN) from None
-        raise error(
+            raise given.error("truncated or not a checkpoint", COPY_AGAIN) from None
+        raise given.error(
             f"refused, loading it would run code ({code[1]})", "save its state dict with torch.save"
         ) from None
     except Exception as reason:  # corrupt pickles can raise any exception
         first_line = (str(reason).splitlines() or [type(reason).__name__])[0]
         problem = f"truncated or not a checkpoint ({shown(first_line, 120)})"
-        raise (as_usage_error(reason) or error(problem, COPY_AGAIN)) from None
+        raise (as_usage_error(reason) or given.error(problem, COPY_AGAIN)) from None
     if not isinstance(content, wanted):
-        raise error(f"contains a {type(content).__name__}, not {meaning}")
+        raise given.error(f"contains a {type(content).__name__}, not {meaning}")
     return content
 
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 
-from accel.errors import Mistake
+from accel.errors import Given
 
 POSITION_TABLE = "pos_embed"  # in a state dict
 # The moving average of a constant table rounds at each step. With a decay of 0.9999, the float32
@@ -46,14 +46,14 @@ def rounding(table: torch.Tensor) -> float:
     return max(AVERAGING_ERROR, torch.finfo(table.dtype).eps)
 
 
-def require_sinusoid(error: Mistake, table: torch.Tensor, remedy: str) -> None:
-    """Raise `error` with `remedy` if a position table (1, T, D) was trained: such a table cannot be
-    computed for another grid.
+def require_sinusoid(given: Given, table: torch.Tensor, remedy: str) -> None:
+    """Raise UsageError with `remedy` if a position table (1, T, D) was trained: such a table cannot
+    be computed for another grid.
     """
     off = distance(table)
     allowed = rounding(table)
     if off > allowed:
-        raise error(
+        raise given.error(
             f"its position table differs by up to {off:.2g} from the sine-cosine table, more than "
             f"rounding explains ({allowed:.1g})",
             remedy,

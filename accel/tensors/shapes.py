@@ -7,7 +7,7 @@ from math import isqrt
 import torch
 from torch.overrides import TorchFunctionMode
 
-from accel.errors import Mistake
+from accel.errors import Given
 
 Shapes = dict[str, tuple]
 # Problem and remedy for FSDP2's sharded tensors.
@@ -46,8 +46,8 @@ def shapes_of(state: dict[str, torch.Tensor]) -> Shapes:
     return shapes
 
 
-def require_fit(error: Mistake, state: dict[str, torch.Tensor], model: torch.nn.Module) -> None:
-    """Raise `error` unless the names and shapes of `state` are exactly the ones of `model`."""
+def require_fit(given: Given, state: dict[str, torch.Tensor], model: torch.nn.Module) -> None:
+    """Raise UsageError unless the names and shapes of `state` are exactly the ones of `model`."""
     have = shapes_of(state)
     want = shapes_of(model.state_dict())
     # In the module's order, so that the first difference is near the input.
@@ -59,7 +59,7 @@ def require_fit(error: Mistake, state: dict[str, torch.Tensor], model: torch.nn.
     count = f" ({len(wrong)} entries differ)" if len(wrong) > 1 else ""
     name = type(model).__name__
     if first not in want:
-        raise error(f"{first} is not a weight of a {name} and would be ignored{count}")
+        raise given.error(f"{first} is not a weight of a {name} and would be ignored{count}")
     if first not in have:
-        raise error(f"is not a {name}: no {first}{count}")
-    raise error(f"{first} is {have[first]}, must be {want[first]}{count}")
+        raise given.error(f"is not a {name}: no {first}{count}")
+    raise given.error(f"{first} is {have[first]}, must be {want[first]}{count}")

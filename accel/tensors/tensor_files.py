@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from accel.errors import Mistake, UsageError, about, path_errors, shown
+from accel.errors import Given, UsageError, path_errors, shown
 from accel.io.filesystem import is_utf8, open_regular
 from accel.io.filesystem import read_json as read_object
 from accel.tensors.shapes import SHARD_ERROR
@@ -55,9 +55,11 @@ def read_safetensors(
     """
     from safetensors import SafetensorError, safe_open
 
-    error = about(parameter, path)
+    given = Given(str(path), parameter)
     if not is_utf8(path):
-        raise error("has a name that is not UTF-8, which safetensors does not open", "rename it")
+        raise given.error(
+            "has a name that is not UTF-8, which safetensors does not open", "rename it"
+        )
     with path_errors(parameter, path):
         open_regular(path).close()  # safetensors' errors for pipes are unclear
         try:
@@ -66,7 +68,9 @@ def read_safetensors(
                 header = dict(file.metadata() or {})
         except (SafetensorError, OSError, ValueError, KeyError) as reason:
             first_line = str(reason).splitlines()[0][:120]
-            raise error(f"truncated or not safetensors ({first_line})", "copy it again") from None
+            raise given.error(
+                f"truncated or not safetensors ({first_line})", "copy it again"
+            ) from None
     if not mapped:
         tensors = {name: value.clone() for name, value in tensors.items()}
     return tensors, header
@@ -76,7 +80,7 @@ def weight_files(folder: Path, parameter: str) -> list[Path]:
     """Return the weights next to config.json: one file or several shards, .safetensors in
     preference to .bin. Raises UsageError.
     """
-    error = about(parameter, folder)
+    given = Given(str(folder), parameter)
     with path_errors(parameter, folder):
         names = os.listdir(folder)
     for plain in (WEIGHTS, PICKLED_WEIGHTS):
@@ -89,15 +93,17 @@ def weight_files(folder: Path, parameter: str) -> list[Path]:
             listed = {str(name) for name in shards.values()} if isinstance(shards, dict) else set()
             missing = ", ".join(sorted(listed - set(names)))  # names with a slash are refused, too
             if missing or not listed:
-                raise error(f"lacks {missing or 'the files'} that {index} names", "copy it again")
+                raise given.error(
+                    f"lacks {missing or 'the files'} that {index} names", "copy it again"
+                )
             return [folder / name for name in sorted(listed)]
         if plain in names and "config.json" in names:
             return [folder / plain]
     candidates = sorted(name for name in names if name.endswith(".safetensors"))
     if len(candidates) > 1:
-        raise error(f"{', '.join(candidates)} conflict", "keep one of them")
+        raise given.error(f"{', '.join(candidates)} conflict", "keep one of them")
     if not candidates or "config.json" not in names:
-        raise error(f"must contain config.json and {WEIGHTS}")
+        raise given.error(f"must contain config.json and {WEIGHTS}")
     return [folder / candidates[0]]
 
 
@@ -109,11 +115,13 @@ def read_json(path: Path, parameter: str) -> dict:
         except UsageError:
             raise
         except ValueError:
-            raise about(parameter, path)("is not a JSON object", "copy it again") from None
+            raise Given(str(path), parameter).error(
+                "is not a JSON object", "copy it again"
+            ) from None
 
 
-def floats_of(state: Mapping[str, Any], error: Mistake) -> Tensors:
-    """Drop counters from a state dict. Raises `error` for entries that are not unsharded
+def floats_of(state: Mapping[str, Any], given: Given) -> Tensors:
+    """Drop counters from a state dict. Raises UsageError for entries that are not unsharded
     floating-point tensors.
     """
     floats = {}
@@ -122,11 +130,11 @@ def floats_of(state: Mapping[str, Any], error: Mistake) -> Tensors:
             continue
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
-            raise error(
+            raise given.error(
                 f"{shown(name)} is {kind}", "weights are tensors of floats, save them as such"
             )
         if hasattr(value, "full_tensor"):
-            raise error(*SHARD_ERROR)
+            raise given.error(*SHARD_ERROR)
         floats[name] = value
     return floats
 
@@ -142,11 +150,11 @@ def is_counter(name: str, value: Any) -> bool:
     return value.ndim == 0 and "." not in name or is_integer and value.numel() == 1
 
 
-def require_finite_floats(state: Tensors, error: Mistake) -> None:
-    """Raise `error` if a tensor contains an infinity or NaN. Reads all tensors."""
+def require_finite_floats(state: Tensors, given: Given) -> None:
+    """Raise UsageError if a tensor contains an infinity or NaN. Reads all tensors."""
     for name, tensor in state.items():
         if not tensor.float().isfinite().all():  # float8 has no isfinite
-            raise error(f"{shown(name)} has values that are not finite", "check the weights")
+            raise given.error(f"{shown(name)} has values that are not finite", "check the weights")
 
 
 def file_stamps(files: Iterable[Path], parameter: str) -> list[tuple]:

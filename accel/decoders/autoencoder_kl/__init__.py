@@ -17,7 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from accel.decoders import DecoderFiles, DecoderKind, LatentSpace
-from accel.errors import UsageError, about, shown
+from accel.errors import Given, UsageError, shown
 from accel.tensors.shapes import require_fit, shapes_only
 from accel.tensors.tensor_files import floats_of, read_tensors, weight_files
 
@@ -272,9 +272,9 @@ class AutoencoderKL(DecoderKind):
                 parameter="vae",
                 value=config_file,
             ) from None
-        weights_error = about("vae", weight_file)
-        state = decoder.renamed(floats_of(state, weights_error))
-        require_fit(weights_error, state, decoder)
+        given = Given(str(weight_file), "vae")
+        state = decoder.renamed(floats_of(state, given))
+        require_fit(given, state, decoder)
         return decoder.entries, state
 
     def space(self, files: DecoderFiles, entries: dict[str, Any]) -> LatentSpace:

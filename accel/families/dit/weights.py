@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from accel.errors import UnsaidError
+from accel.errors import UsageError
 from accel.families import Family, dit
 from accel.families.dit.network import DiT, DiT_models
 from accel.families.spec import FamilyWeights, ModelSpec, ModuleRules, StateDict
@@ -47,12 +47,13 @@ ARGUMENTS = {**DIFFUSION, **NETWORK, **TRAINING, **OF_FAST_DIT}
 
 
 def require_heads(heads: int | None, what: str, width: int) -> int:
-    """Return the number of heads. Raises UnsaidError if it is unknown, ValueError if it does not
+    """Return the number of heads. Raises UsageError if it is unknown, ValueError if it does not
     divide the width.
     """
     if heads is None:
-        raise UnsaidError(
-            f"is a {what} of width {width}, and no tensor says how many heads it has", "num_heads"
+        raise UsageError(
+            f"is a {what} of width {width}, and no tensor says how many heads it has",
+            parameter="num_heads",
         )
     if width % heads:
         raise ValueError(
