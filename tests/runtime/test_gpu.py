@@ -56,7 +56,7 @@ def test_tiers(seen):
     """
     lacking = {"bf16", "tf32"} if seen in OLD else set()
     assert {tier for tier in precision.TIERS if not precision.supports(tier, GPU)} == lacking
-    assert run_of(device="cuda:0").tier == "fp16"
+    assert run_of(device="cuda:0").settings.precision == "fp16"
     for tier in precision.TIERS:
         how = dict(device="cuda:0", precision=tier)
         if tier in lacking:
