@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from accel.checkpoints import Source
-from accel.checkpoints.compare import build, own_guidance, require_same
-from accel.checkpoints.module import HeldModule, of_state
+from accel.checkpoints.compare import build, require_same
+from accel.checkpoints.module import from_module, from_state, unwrapped
 from accel.config.options import OPTIONS
 from accel.errors import Given, UsageError
-from accel.families.spec import Face
+from accel.families.spec import CallAdapter
 from accel.runtime.isolation import exclusive
 from accel.runtime.network import Batch, BlockNetwork, require_no_gradients
 from accel.runtime.overflow import require_finite
@@ -41,29 +41,26 @@ def accelerate(
     and its function. device: default: the weights' own. precision: "fp16", "bf16",
     "exact", "tf32" or "fp32"; default: fp16 on a GPU with tensor cores, else fp32.
     guidance_channels: the channels that forward_with_cfg guides, from the first on;
-    default: as the model's own does, else its family's number. check: evaluate both on noise,
-    with a class and the null class, and guided, and compare.
+    default: its family's number. check: evaluate both on noise, with a class and the null class,
+    and guided, and compare.
 
     Raises ValueError of one line for a tier that the device lacks or that the weights
-    overflow, and for a network that computes another function.
+    overflow, and for a network that computes another function or guides other channels.
     """
     with exclusive():
-        held = HeldModule(model)
-        device = _device(next(iter(held.state.values())).device if device is None else device)
+        source, adapter = from_module(model)
+        device = _device(next(iter(source.state.values())).device if device is None else device)
         tier = default_tier(device) if precision is None else precision
         require("precision", tier, device)
-        most = held.spec.in_channels
+        spec = source.spec
+        most = max(spec.in_channels, spec.recommended["guidance_channels"])
         if guidance_channels is not None:
             guidance_channels = OPTIONS["guidance_channels"].checked(guidance_channels)
         if guidance_channels not in (None, *range(1, most + 1)):
             raise UsageError(
                 f"must be from 1 to {most}", parameter="guidance_channels", value=guidance_channels
             )
-        face = held.rules.face
-        make: Callable[..., Accelerated] = Accelerated
-        if face:
-            make = type(face.__name__, (face, Accelerated), {"__doc__": face.__doc__})
-        return make(held, tier, device, check, guidance_channels)
+        return Accelerated(source, adapter, tier, device, check, guidance_channels)
 
 
 def _device(device: torch.device | str | int) -> torch.device:
@@ -73,7 +70,7 @@ def _device(device: torch.device | str | int) -> torch.device:
         raise UsageError(f"device {device}: {str(error).splitlines()[0]}") from None
 
 
-class Accelerated(Face):
+class Accelerated:
     """An accelerated network with a model's methods.
 
     It is not an nn.Module: conversions in place would break its tensors' layout and
@@ -85,33 +82,35 @@ class Accelerated(Face):
 
     def __init__(
         self,
-        held: HeldModule,
+        source: Source,
+        adapter: CallAdapter,
         tier: str,
         device: torch.device,
         check: bool,
         guidance_channels: int | None,
     ):
+        self._adapter = adapter._replace(module=None)
+        vars(self).update(adapter.attributes)
         self.precision = tier
         self.device = device
-        self._held = held
-        spec = held.spec
+        self._spec = spec = source.spec
         self.in_channels = spec.in_channels
         self.out_channels = spec.out_channels
         self.num_classes = spec.num_classes
         self.input_size = spec.trained_side
+        self.guidance_channels = guidance_channels or spec.recommended["guidance_channels"]
         with self._running():
-            self.network = network = self._build(held.source)
+            self.network = network = self._build(source)
             if check:
-                require_same(network, held, tier, self.input_size)
-                if guidance_channels is None:
-                    guidance_channels = own_guidance(held)
-        if guidance_channels is None:
-            guidance_channels = min(spec.defaults.guidance_channels, spec.in_channels)
-        self.guidance_channels = guidance_channels  # 0: the model guides in a way of its own
+                require_same(network, source, adapter, tier, self.guidance_channels)
         self._replay()
-        self._source: Callable[[], nn.Module | None] = weakref.ref(held.module)
+        self._module: Callable[[], nn.Module | None] = weakref.ref(unwrapped(adapter.module))
         self._loaded: Mapping[str, Tensor] | None = None
-        held.release()
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """Return the class that pipelines look for."""
+        return self._adapter.imitates or Accelerated
 
     def _replay(self) -> None:
         """Choose the functions that evaluate the network: on a GPU a graph for each shape."""
@@ -124,7 +123,7 @@ class Accelerated(Face):
 
     def __deepcopy__(self, memo: dict) -> "Accelerated":
         """Return a copy with weights of its own."""
-        spec = self._held.spec
+        spec = self._spec
         other = object.__new__(type(self))
         vars(other).update(vars(self))
         memo[id(self)] = other
@@ -155,11 +154,14 @@ class Accelerated(Face):
         with exclusive(), arithmetic(self.precision):
             yield
 
-    def forward(self, x: Tensor, t: Tensor, y: Tensor, *others: Any, **named: Any) -> Tensor:
-        """Return (N, C', H, W) in x's dtype from x (N, C, H, W), t (N,), y (N,), as
-        models.DiT.forward does. others, named: the model's optional arguments, None or False.
-        It has no gradients: raises ValueError where they are asked for.
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """Return the output of the module's forward for its own arguments, as models.DiT.forward:
+        (N, C', H, W) in x's dtype from x (N, C, H, W), t (N,), y (N,). Optional arguments must be
+        None or False. It has no gradients: raises ValueError where they are asked for.
         """
+        return self._adapter.forward(self._evaluate, *arguments, **keywords)
+
+    def _evaluate(self, x: Tensor, t: Tensor, y: Tensor, *others: Any, **named: Any) -> Tensor:
         given = {f"argument {4 + i}": value for i, value in enumerate(others)} | named
         for name, value in given.items():
             if value is not None and value is not False:
@@ -177,19 +179,17 @@ class Accelerated(Face):
         out = self.network.forward(x[: len(x) // 2], t, y)  # (2N, C', H, W)
         return guided_halves(out, scale, self.guidance_channels)
 
-    def forward_with_cfg(
-        self, x: Tensor, t: Tensor, y: Tensor, cfg_scale: float | Tensor, *others: Any
-    ) -> Tensor:
-        """Return the guided output, as models.DiT.forward_with_cfg. x: (2N, C, H, W), N
-        rows are read; t, y: (2N,). It has no gradients, as `forward`.
+    def forward_with_cfg(self, *arguments: Any, **keywords: Any) -> Tensor:
+        """Return the output of the module's forward_with_cfg for its own arguments, as
+        models.DiT.forward_with_cfg: x (2N, C, H, W), of which N rows are read, t and y (2N,),
+        cfg_scale. It has no gradients, as `forward`.
         """
-        if not self.guidance_channels:
-            raise UsageError(
-                f"forward_with_cfg: that of {self._held.given.name} guides in a way of its own",
-                "call forward and guide its output yourself, or give accelerate(model, "
-                "guidance_channels=N)",
-            )
-        if not self._held.spec.null_class:
+        return self._adapter.forward_with_cfg(self._evaluate_guided, *arguments, **keywords)
+
+    def _evaluate_guided(
+        self, x: Tensor, t: Tensor, y: Tensor, cfg_scale: float | Tensor
+    ) -> Tensor:
+        if not self._spec.null_class:
             raise UsageError(
                 "forward_with_cfg: the model has no null class (label dropout), no guidance; use "
                 "forward"
@@ -226,7 +226,7 @@ class Accelerated(Face):
                     f"{name} is {tuple(value.shape)}, must be ({n},), one for each row of x"
                 )
         # On a GPU the look-up of the embedding fails; reading the values would wait for the GPU.
-        rows = self.num_classes + self._held.spec.null_class
+        rows = self.num_classes + self._spec.null_class
         if self.device.type == "cpu" and not 0 <= int(y.min()) <= int(y.max()) < rows:
             raise UsageError(f"y is {int(y.min())} to {int(y.max())}, must be from 0 to {rows - 1}")
 
@@ -264,7 +264,7 @@ class Accelerated(Face):
         """
         if self._loaded is not None:
             return dict(self._loaded)
-        model = self._source()
+        model = self._module()
         if model is None:
             raise UsageError(
                 "state_dict(): the model that the weights came from is gone",
@@ -283,6 +283,7 @@ class Accelerated(Face):
             )
         with self._running():
             given = Given("load_state_dict", "")
-            source = of_state(given, state, self._held.spec, self.input_size, self._held.renamed)
+            renamed = self._adapter.renamed
+            source = from_state(given, state, self._spec, self.input_size, renamed)
             self.network.copy_weights(self._build(source))
         self._loaded = dict(state)

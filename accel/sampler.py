@@ -14,21 +14,22 @@ import torch
 from PIL import Image
 
 from accel.checkpoints import Source
-from accel.checkpoints.compare import own_guidance, require_same
-from accel.checkpoints.module import HeldModule, of_state, unwrapped
+from accel.checkpoints.compare import build, require_same
+from accel.checkpoints.module import from_module, from_state, unwrapped
 from accel.config.options import OPTIONS, Options
 from accel.config.rules import Request
 from accel.decoders.autoencoder_kl import VAE_LATENT_ENTRIES
 from accel.decoders.loading import FILES
 from accel.errors import Given, UsageError, path_errors
 from accel.families import model_names
+from accel.families.spec import CallAdapter
 from accel.io.output import to_grid
 from accel.io.progress import step_bar
 from accel.jobs.grid import batches_of, load
 from accel.pipeline import Pipeline, free_memory
 from accel.run.opening import open_run
 from accel.runtime.isolation import exclusive
-from accel.runtime.network import require_no_gradients
+from accel.runtime.network import BlockNetwork, require_no_gradients
 from accel.runtime.precision import arithmetic
 from accel.tensors.shapes import require_fit
 from accel.tensors.tensor_files import FILE_SUFFIXES, HUB_ID, require_finite_floats
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 FOR_FILES = "ckpt", "weights_entry", "num_heads"
 Labels = int | str | Iterable[int | str]
 Array = torch.Tensor | np.ndarray
+Module = tuple[Source, CallAdapter]
 
 
 class Sampler:
@@ -102,15 +104,15 @@ class Sampler:
     ):
         given = {name: value for name, value in locals().items() if name in OPTIONS}
         self._check = check
-        held = held_guide = None
+        module = guide_module = None  # each a source and how it is called
         if _is_object(model):
             wrong = next((name for name in FOR_FILES if given[name] is not None), None)
             if wrong:
                 raise UsageError(
                     "is for weights on disk, and the model was given", "drop it", parameter=wrong
                 )
-            held = _hold(given.pop("model"))
-            given["ckpt"] = held.given.name
+            module = _copied(given.pop("model"))
+            given["ckpt"] = module[0].name
             if not isinstance(model, torch.nn.Module):
                 given["vae"] = getattr(model, "vae", None) if vae is None else vae
         elif model not in (None, *model_names()) and _names_weights(model):
@@ -123,42 +125,36 @@ class Sampler:
                 )
             given["ckpt"] = str(given.pop("model"))
         if _is_object(guide):
-            held_guide = _hold(guide, "guide")
-            given["guide"] = held_guide.given.name
+            guide_module = _copied(guide, "guide")
+            given["guide"] = guide_module[0].name
         if device is not None:
             given["device"] = f"cuda:{device}" if isinstance(device, int) else str(device)
         decoder = given["vae"]
         if not isinstance(decoder, torch.nn.Module):
-            self._open(given, held, held_guide)
+            self._open(given, module, guide_module)
         elif output_type == "latent":  # needs no decoder
             del given["vae"]
-            self._open(given, held, held_guide)
+            self._open(given, module, guide_module)
         else:
             with _written(decoder) as given["vae"]:
-                self._open(given, held, held_guide)
+                self._open(given, module, guide_module)
 
-    def _open(
-        self, given: dict[str, Any], held: HeldModule | None, guide: HeldModule | None
-    ) -> None:
+    def _open(self, given: dict[str, Any], module: Module | None, guide: Module | None) -> None:
         self.options = options = Options(**given)
         request = Request.open(options)
+        self._names = {} if module is None else {"renamed": module[1].renamed}
         with exclusive():
-            source = None if held is None else held.source
-            if held is not None and self._check and "guidance_channels" not in options:
-                source = _guided_as(held)
-            guide_source = None if guide is None else guide.source
+            source, guide_source = (each and each[0] for each in (module, guide))
             self.run = open_run(request, source=source, guide=guide_source)
-            self._held = held
             self._pipeline: Pipeline | None = load(self.run, keep_guide=True)
             if self._pipeline.decoder is not None:
                 with arithmetic(self._pipeline.tier):
                     self._pipeline.decoder.load()  # files may move later
-            for part, module in zip(self._pipeline.network.parts, (held, guide)):
-                if module is None:
-                    continue
-                if self._check:
-                    require_same(part, module, self._pipeline.tier, self._pipeline.side)
-                module.release()  # the network has a copy of its weights by now
+            channels = self.run.settings.guidance_channels, None
+            for part, given_part, n in zip(self._pipeline.network.parts, (module, guide), channels):
+                if given_part is not None:
+                    self._compare(part, *given_part, n)
+                    given_part[0].tensors.state.clear()  # the network has a copy by now
         scale = self.run.settings.cfg_scale
         if self.run.guide and scale <= 1 and "cfg_scale" not in options:
             self.run.guide.given.warn(
@@ -174,33 +170,38 @@ class Sampler:
         """
         with self._running() as pipeline:
             if isinstance(model, Mapping):
-                names = {} if self._held is None else {"renamed": self._held.renamed}
                 given = Given("refresh", "")
-                source = of_state(given, model, self.run.spec, pipeline.side, **names)
+                source = from_state(given, model, self.run.spec, pipeline.side, **self._names)
                 network = pipeline.network_from(source)
             else:
-                held = HeldModule(model)
-                self._require_alike(held)
-                network = pipeline.network_from(held.source)
-                if self._check:
-                    require_same(network, held, pipeline.tier, pipeline.side)
+                source, adapter = from_module(model)
+                self._require_alike(source)
+                network = pipeline.network_from(source)
+                self._compare(network, source, adapter, self.run.settings.guidance_channels)
             pipeline.network.parts[0].copy_weights(network)
 
-    def _require_alike(self, held: HeldModule) -> None:
-        """Raise UsageError for a module of another family, shape or guidance."""
-        require_finite_floats(held.state, held.given)
+    def _compare(
+        self, network: BlockNetwork, source: Source, adapter: CallAdapter, channels: int | None
+    ) -> None:
+        """Compare a module with its copy, if the caller did not switch that off."""
+        assert self._pipeline is not None
+        if not self._check:
+            return
+        tier = self._pipeline.tier
+        if self._pipeline.side != source.spec.trained_side:
+            network = build(source.state, source.spec, tier, self.run.device)
+        require_same(network, source, adapter, tier, channels)
+
+    def _require_alike(self, source: Source) -> None:
+        """Raise UsageError for a module of another family or shape."""
+        require_finite_floats(source.tensors.state, source.given)
         wanted = _beside_shapes(self.run.source)
-        has = _beside_shapes(held.source)
-        if self._check and "guidance_channels" not in self.options:
-            wanted["guidance_channels"] = self.run.settings.guidance_channels
-            guided = _guided_as(held).spec.recommended.get("guidance_channels")
-            has["guidance_channels"] = guided or self.run.settings.guidance_channels
-        for name, value in has.items():
+        for name, value in _beside_shapes(source).items():
             if value != wanted[name]:
-                raise held.given.error(
+                raise source.given.error(
                     f"has {name} {value}, unlike the model of this Sampler", "make another of it"
                 )
-        require_fit(held.given, held.source.state, self.run.spec.empty(self.run.latent_size))
+        require_fit(source.given, source.state, self.run.spec.empty(self.run.latent_size))
 
     def sample(
         self,
@@ -377,25 +378,10 @@ def _is_object(value):
     return not isinstance(value, (str, Path, type(None)))
 
 
-def _hold(model: Any, option: str = "") -> HeldModule:
-    """Copy the weights of a network that the caller holds. option: that gives it."""
+def _copied(model: Any, option: str = "") -> Module:
+    """Copy the weights of a module. option: that gives it."""
     with exclusive():
-        return HeldModule(model, copy=True, option=option)
-
-
-def _guided_as(held: HeldModule) -> Source:
-    """Return the source of a module, whose spec says how many channels the module guides. Raises
-    UsageError for guidance of another kind.
-    """
-    channels = own_guidance(held)
-    if channels == 0:
-        raise held.given.error(
-            "its forward_with_cfg guides in a way of its own",
-            "call accelerate(model).forward in your loop, or give `guidance_channels`",
-        )
-    if channels is None:
-        return held.source
-    return held.source.recommending(guidance_channels=channels)
+        return from_module(model, copy=True, option=option)
 
 
 def _written(decoder: torch.nn.Module) -> TemporaryDirectory:

@@ -156,6 +156,7 @@ from accel import Sampler
 from accel.families.dit.network import DiT
 def sample():
     model = DiT(input_size=8, hidden_size=48, depth=1, num_heads=2)
+    model.final_layer.linear.reset_parameters()
     Sampler(model, image_size=128, device="cpu", output_type="latent")
 sample()
 logger = logging.getLogger("accel")
@@ -182,7 +183,7 @@ def test_a_class_that_names_no_family_is_taken_for_a_dit_aloud(capsys):
     how = dict(output_type="latent", device="cpu", num_sampling_steps=3)
     for kind, sampler, words in (
         (Original, "ddpm", "Original: names no family, taken for a DiT (noise)"),
-        (type("MySiT", (Original,), {}), "sde", "MySiT: does not say which way its time runs"),
+        (type("MySiT", (Original,), {}), "sde", "MySiT: names no family, taken for a SiT (vel"),
         (type("MySiT", (Original,), {"learn_sigma": False}), "sde", ""),
         (DiT, "ddpm", ""),
     ):
@@ -359,7 +360,10 @@ def test_weights_are_renewed_in_place(precision, device):
             ),
             (fill(build(num_heads=2)), "has num_heads 2, unlike"),
             (fill(build(num_classes=9, class_dropout_prob=0)), "has num_classes 9, unlike"),
-            (fill(FourChannels(**build.config)), "has guidance_channels 4, unlike"),
+            (
+                fill(FourChannels(**build.config)),
+                "does not guide 3 channels .* guidance_channels=4",
+            ),
             (fill(Otherwise(**build.config)), "Otherwise: computes another function"),
             (build().to("meta"), "DiT: holds no values"),
             (with_nan(build()), "DiT: blocks.0.mlp.fc1.bias has values that are not finite"),
@@ -367,6 +371,15 @@ def test_weights_are_renewed_in_place(precision, device):
         ):
             with pytest.raises(ValueError, match=words):
                 sampler.refresh(other)
+        assert torch.equal(sampler.latents([1, 2]), new.latents([1, 2]))
+
+
+def test_a_refresh_without_check_ignores_the_guidance_of_a_module():
+    build = DiT_models["DiT-Demo/2"]
+    other = fill(FourChannels(**build.config), seed=3)
+    how = dict(device="cpu", output_type="latent", num_sampling_steps=3, check=False)
+    with Sampler(fill(build()), **how) as sampler, Sampler(other, **how) as new:
+        sampler.refresh(other)
         assert torch.equal(sampler.latents([1, 2]), new.latents([1, 2]))
 
 

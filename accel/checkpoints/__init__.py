@@ -6,7 +6,7 @@ modules and state dicts. Once a source is open, nobody asks of what kind it was.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, NamedTuple, Protocol
 
@@ -62,11 +62,6 @@ class Source:
     def name(self) -> str:
         """Return the user's name for the weights."""
         return self.given.name
-
-    def recommending(self, **options: Any) -> "Source":
-        """Return the source, whose spec recommends these values of options too."""
-        recommended = {**self.spec.recommended, **options}
-        return replace(self, spec=self.spec.changed(recommended=recommended))
 
     @property
     def state(self) -> StateDict:

@@ -1,25 +1,26 @@
-"""Compare a network that the caller holds with copies of it on noise: the same function, the same
-guidance.
-"""
+"""Compare a caller's module with its copy on noise."""
 
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 
-from accel.checkpoints.module import HeldModule
-from accel.families.spec import ModelSpec, StateDict, reference_state
+from accel.checkpoints import Source
+from accel.checkpoints.module import unwrapped
+from accel.families.spec import CallAdapter, ModelSpec, StateDict
 from accel.runtime.network import BlockNetwork, EagerNetwork
 from accel.runtime.precision import TIERS, arithmetic
 from accel.sampling.guidance import guided_halves
 
-# Relative error of an evaluation beyond which it is another function's, by tier and by
-# the module's own dtype.
-TOLERANCE = {"fp32": 1e-4, "exact": 1e-4, "tf32": 1e-2, "fp16": 1e-2, "bf16": 5e-2}
-SAME = 3e-5  # of a float32 module and the reference network, which compute alike
+# The largest relative error of a copy, by its tier and by the module's dtype.
+TOLERANCE = {"fp32": 3e-5, "exact": 1e-4, "tf32": 1e-2, "fp16": 1e-2, "bf16": 5e-2}
 ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
+# And of the module's guidance of its own output: of float32 and of narrower types.
+OF_GUIDANCE = 1e-3, 1e-2
+SCALE = 1.7
 
 
 def build(state: StateDict, spec: ModelSpec, tier: str, device: torch.device) -> BlockNetwork:
@@ -32,191 +33,118 @@ def build(state: StateDict, spec: ModelSpec, tier: str, device: torch.device) ->
         from accel import fast  # brings Triton; the other tiers need not wait for it
 
         return fast.build(state, model, spec.family.pack, tier, device)
-    return _reference(
-        model,
-        {name: value.to(device, torch.float32, copy=True) for name, value in state.items()},
-    )
-
-
-def _reference(model: nn.Module, state: StateDict) -> EagerNetwork:
-    model.load_state_dict(state, strict=True, assign=True)
+    copied = {name: value.to(device, torch.float32, copy=True) for name, value in state.items()}
+    model.load_state_dict(copied, strict=True, assign=True)
     return EagerNetwork(model.eval().requires_grad_(False))
 
 
-def _inputs(spec: ModelSpec, device: torch.device, t: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x, t, y: the same on every device. Of a model with a null class these are two batch
-    rows, of the same noise, one with a class and one with the null class; else one row.
-    """
-    generator = torch.Generator().manual_seed(0)
-    shape = 1, spec.in_channels, spec.trained_side, spec.trained_side
-    x = torch.randn(*shape, generator=generator)
-    y = torch.randint(spec.num_classes, (1,), generator=generator)
-    if spec.null_class:
-        x = torch.cat([x, x])
-        y = torch.cat([y, torch.full_like(y, spec.num_classes)])
-    return x.to(device), torch.full((len(y),), t, device=device), y.to(device)
-
-
-def require_same(network: BlockNetwork, held: HeldModule, tier: str, side: int) -> None:
-    """Raise UsageError unless what the caller gave, wrappers and hooks included, has the output of
-    the float32 reference network with its weights on noise, with a class and with the null class,
-    at some times; and `network`, of the tier, for latents of this side, too where the module is for
-    such latents. What returns zero, as an untrained network does, is compared with noise in
-    place of its zero weights.
-    """
-    spec = held.spec
-    weights = None
-    state = held.source.state
-    outputs = [_evaluate(held, t) for t in spec.some_times]
-    is_zero = not outputs[0].any()
-    if is_zero:
-        weights = _not_zero(held)
-        state = reference_state(spec, held.renamed(weights))
-        outputs = [_evaluate(held, t, weights) for t in spec.some_times]
-    reference = _reference(spec.empty(), {name: part.float() for name, part in state.items()})
-    with arithmetic("fp32"):
-        _require_close(reference, held, outputs, max(SAME, _rounding(held)))
-    if side == spec.latent_size and not is_zero:
-        _require_close(network, held, outputs, max(TOLERANCE[tier], _rounding(held)))
-
-
-def _require_close(
-    network: BlockNetwork, held: HeldModule, outputs: list[Tensor], tolerance: float
+def require_same(
+    network: BlockNetwork,
+    source: Source,
+    adapter: CallAdapter,
+    tier: str,
+    guidance_channels: int | None = None,
 ) -> None:
-    """Raise UsageError unless a network has these outputs at some times, but for a relative
-    error.
+    """Check that the caller's module and its copy agree on noise: on two batch rows, of a class
+    and the null class at two times; and that the module's forward_with_cfg, if it has one, guides
+    so many channels, unless that is None.
+
+    network: the copy, of a tier, for latents of the trained size. Raises UsageError if they differ.
+    Prints a notice if all outputs are zero.
     """
-    spec = held.spec
+    spec = source.spec
+    error_of = source.given.error
+    module = unwrapped(adapter.module)
+    narrow = ROUNDING.get(next(module.parameters()).dtype, 0)
+    generator = torch.Generator().manual_seed(0)
+    shape = 2, spec.in_channels, spec.trained_side, spec.trained_side
+    x = torch.randn(*shape, generator=generator)
+    t = torch.tensor((377, 999) if spec.family.prediction == "noise" else (0.377, 0.9))
+    y = torch.randint(spec.num_classes, (2,), generator=generator)
+    if spec.null_class:
+        y[1] = spec.num_classes
+    want = _evaluate(source, adapter, adapter.module, x, t, y)
+    if not want.any():
+        source.given.warn("returns zeros, as if it were not trained: nothing was compared")
+        return
     device = next(network.parameters()).device
-    for t, want in zip(spec.some_times, outputs):
-        got = network.forward(*_inputs(spec, device, t))
-        if want.shape != got.shape:
-            raise held.given.error(
-                f"returns {tuple(want.shape)}, and a {spec.family.name} with these weights "
-                f"{tuple(got.shape)}: another network"
-            )
-        if not want.isfinite().all():
-            raise held.given.error("its own output is not finite", "check the weights")
-        wanted = want.to(got)
-        errors = (got - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
-        error = float(errors.amax())  # of either row
-        if not error <= tolerance:
-            raise held.given.error(
-                f"computes another function than a {spec.family.name} with these weights: relative "
-                f"error {error:.1g} at t = {t:g}, {tolerance:g} is allowed",
-                "check=False skips this check",
-            )
+    with arithmetic(tier):
+        got = network.forward(x.to(device), t.to(device), y.to(device)).to(want.device)
+    if want.shape != got.shape:
+        raise error_of(
+            f"returns {tuple(want.shape)}, and a {spec.family.name} with these weights "
+            f"{tuple(got.shape)}: another network"
+        )
+    if not want.isfinite().all():
+        raise error_of("its own output is not finite", "check the weights")
+    most = max(TOLERANCE[tier], narrow)
+    error = _error(got, want)
+    if not error <= most:
+        raise error_of(
+            f"computes another function than a {spec.family.name} with these weights: relative "
+            f"error {error:.1g}, {most:g} is allowed",
+            "check=False skips this check",
+        )
+    method = getattr(module, "forward_with_cfg", None)
+    if guidance_channels is None or method is None or not spec.null_class:
+        return
+    x = torch.cat([x[:1], x[:1]])
+    t = t[:1].repeat(2)
+    plain = _evaluate(source, adapter, module, x, t, y)
+    guided = _evaluate(source, adapter, method, x, t, y, SCALE)
+    want = guided_halves(plain, SCALE, guidance_channels)
+    every = "N" if guidance_channels == spec.in_channels else spec.in_channels
+    if guided.shape != want.shape or not _error(guided, want) <= OF_GUIDANCE[narrow > 0]:
+        raise error_of(
+            f"its forward_with_cfg does not guide {guidance_channels} channels by "
+            "uncond + scale·(cond − uncond)",
+            f"give `guidance_channels={every}` if it guides {every}; check=False skips this check",
+        )
 
 
-def own_guidance(held: HeldModule) -> int | None:
-    """Return how many channels, from the first on, the module's forward_with_cfg guides by
-    uncond + scale·(cond − uncond); 0 if it guides otherwise, None if there is no such method.
-
-    Its output is compared with that of forward, at two times and scales.
-    """
-    spec = held.spec
-    has_method = hasattr(held.module, "forward_with_cfg") and not held.rules.face
-    if not has_method or not spec.null_class:
-        return None
-    weights = None if _evaluate(held, spec.some_times[0]).any() else _not_zero(held)
-    outputs = []
-    for t, scale in zip(spec.some_times, (1.7, 3.1)):
-        plain = _evaluate(held, t, weights, "forward").float()
-        its_own = _evaluate(held, t, weights, "forward_with_cfg", scale).float()
-        if its_own.shape != plain.shape:
-            return 0
-        largest = guided_halves(plain, scale, spec.out_channels).abs().amax().clamp(min=1e-9)
-        outputs.append((scale, plain, its_own, largest))
-
-    def error(channels):
-        """Return the largest error, relative to guidance of all channels."""
-        errors = [
-            (its_own - guided_halves(plain, scale, channels)).abs().amax() / largest
-            for scale, plain, its_own, largest in outputs
-        ]
-        return float(torch.stack(errors).amax())  # NaN if there is one
-
-    # Where guidance changes nothing, every number fits: take the family's.
-    usual = spec.defaults.guidance_channels
-    numbers = range(1, spec.out_channels + 1)
-    likely = min(numbers, key=lambda n: (error(n), abs(n - usual)))
-    # TF32, where the caller allows it, may round differently in each call.
-    return likely if error(likely) <= max(1e-2, _rounding(held)) else 0
-
-
-def _rounding(held):
-    """Return the relative error that the dtype of the module's weights explains."""
-    return ROUNDING.get(next(held.module.parameters()).dtype, 0)
-
-
-def _not_zero(held):
-    """Return the module's weights, with noise in place of tensors that are zero."""
-    generator = torch.Generator().manual_seed(1)
-    return {
-        name: value
-        if value.any()
-        else torch.randn(value.shape, generator=generator).mul(0.1).to(value)
-        for name, value in held.module.state_dict().items()
-    }
+def _error(got: Tensor, want: Tensor) -> float:
+    """Return the relative error of the batch row with the largest."""
+    errors = (got - want).flatten(1).norm(dim=1) / want.flatten(1).norm(dim=1)
+    return float(errors.amax())
 
 
 def _evaluate(
-    held: HeldModule,
-    t: float,
-    weights: StateDict | None = None,
-    method: str = "",
-    *more: float,
+    source: Source,
+    adapter: CallAdapter,
+    function: Callable[..., Any],
+    x: Tensor,
+    t: Tensor,
+    y: Tensor,
+    *scale: float,
 ) -> Tensor:
-    """Evaluate what the caller gave on noise, in evaluation mode, in true float32, as it is
-    written: compiled parts are not compiled for this. weights: in place of the module's own.
-    method: of the module itself, with the arguments `more` after x, t, y. The module, its mode and
-    the random state are left as they were.
+    """Evaluate the module or its method in evaluation mode, in its own dtype, without TF32 and
+    without torch.compile. Return the network's output in float32. The module, its mode and the
+    random state are left as they were.
     """
-    called = _Method(held.module, method) if method else _Method(held.whole, "__call__")
-    first = next(held.module.parameters())
-    training = [part for part in called.modules() if part is not called and part.training]
-    x, timesteps, y = _inputs(held.spec, first.device, t)
-    x = x.double() if first.dtype == torch.float64 else x
-    arguments, named = held.rules.arguments(x, timesteps, y)
-    swapped = {}
-    if weights is not None:
-        own = held.module.state_dict(keep_vars=True)
-        by_tensor = {id(own[name]): value for name, value in weights.items()}
-        inside = [*called.named_parameters(), *called.named_buffers()]
-        swapped = {name: by_tensor[id(part)] for name, part in inside if id(part) in by_tensor}
-    gpus = [first.device] if first.is_cuda else []
+    first = next(adapter.module.parameters())
+    device = first.device
+    training = [part for part in adapter.module.modules() if part.training]
+    inputs, named = adapter.inputs(x.to(device, first.dtype), t.to(device), y.to(device))
     half = first.dtype in ROUNDING
     with (
         _not_compiled(),
         arithmetic("fp32"),
-        torch.random.fork_rng(gpus),
-        torch.autocast(first.device.type, first.dtype if half else None, enabled=half),
+        torch.random.fork_rng([device] if first.is_cuda else []),
+        torch.autocast(device.type, first.dtype if half else None, enabled=half),
     ):
         try:
             for part in training:
                 part.training = False
-            out = functional_call(called, swapped, (*arguments, *more), named)
-            return held.rules.output(out).detach()
+            return adapter.output(function(*inputs, *scale, **named)).detach().float()
         except Exception as error:  # of code that is not ours
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
-            raise held.given.error(
-                f"cannot be evaluated as a {held.spec.family.name} ({reason})",
+            raise source.given.error(
+                f"cannot be evaluated as a {source.spec.family.name} ({reason})",
                 "check=False skips this",
             ) from None
         finally:
             for part in training:
                 part.training = True
-
-
-class _Method(nn.Module):
-    """A wrapper whose forward is a method of the module, for functional_call. __call__ is the
-    module with its hooks.
-    """
-
-    def __init__(self, module: nn.Module, method: str):
-        super().__init__()
-        self.module = module
-        self.forward = getattr(module, method)
 
 
 def _not_compiled() -> AbstractContextManager:

@@ -1,6 +1,7 @@
-"""A network that the caller holds as a source: models.DiT, the original classes of every family,
-their wrappers, pipelines. Each family's weights.py recognises its own modules by `of_module`. And
-the state dict of such a network.
+"""A module as a source of weights: models.DiT, the original classes of every family, their
+wrappers, pipelines. And the state dict of such a module.
+
+The names of the tensors choose the family; its weights.py tells how the module is called.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,10 +14,10 @@ from torch import Tensor, nn
 
 from accel.checkpoints import Source, spec_of
 from accel.checkpoints.names import without_prefix
-from accel.errors import Given
-from accel.families import families
+from accel.errors import Given, UsageError
+from accel.families import Family, families
 from accel.families.identify import families_with
-from accel.families.spec import ModelSpec, ModuleRules, StateDict, weights_of
+from accel.families.spec import CallAdapter, ModelSpec, StateDict, unchanged, weights_of
 from accel.tensors.digests import digest
 from accel.tensors.positions import trained
 from accel.tensors.shapes import require_fit, shapes_of
@@ -45,8 +46,8 @@ _WRAPPERS = (
 )
 
 
-class HeldState:
-    """A state dict in place of the tensors that a network was made from."""
+class StateTensors:
+    """The tensors of a module or a state dict."""
 
     def __init__(self, state: StateDict):
         self.state = state
@@ -61,126 +62,120 @@ class HeldState:
         return digest(trained({name: value.cpu() for name, value in self.state.items()}))
 
     def same_as(self, other: Any) -> bool:
-        """Return False: what a caller gives twice is the caller's choice."""
+        """Return False: modules are not compared."""
         return False
 
 
-class HeldModule(HeldState):
-    """A network that the caller holds, and how to read and call it.
+def from_module(model: Any, copy: bool = False, option: str = "") -> tuple[Source, CallAdapter]:
+    """Return the source with the weights of a module, wrapped or not, or of a pipeline's
+    transformer, and how the module is called.
 
-    whole: as the caller gave it, wrapped or not. module: without wrappers. rules: of its family.
-    state: its weights under the names of the family's files, not copied unless `copy`. source:
-    with these weights. Raises UsageError, naming the difference, for another network.
+    copy: whether to copy the weights. option: that gives the module. Raises UsageError for a module
+    of no family, or of sizes or arguments that are not supported.
     """
-
-    def __init__(self, module: Any, copy: bool = False, option: str = ""):
-        names: tuple[str, ...] = ()
-        schedule = None
-        if not isinstance(module, nn.Module):
-            names = _class_names(getattr(module, "labels", None))
-            scheduler = getattr(module, "scheduler", None)
-            schedule = getattr(scheduler, "config", None)
-            schedule = schedule and {**schedule, "_class_name": type(scheduler).__name__}
-            module = getattr(module, "transformer", module)  # a pipeline's
-        if not isinstance(module, nn.Module):
-            problem = "is not a DiT; give a torch.nn.Module, or a pipeline with one"
-            raise Given(type(module).__name__, option).error(problem)
-        self.whole = module
-        self.module = unwrapped(module)
-        self.given = Given(type(self.module).__name__, option)
-        state = _not_wrapped(_tensors_of(self.module))
-        if any(getattr(value, "is_meta", False) for value in state.values()):
-            raise self.given.error("holds no values", "load the weights first")
-        self.rules = rules = self._recognised(state)
-        raw = floats_of(self.renamed(state), self.given)
-        spec = spec_of(self.given, raw, self._facts(raw, names, schedule))
-        spec = spec.changed(
-            model=self.given.name,
-            latent_size=rules.latent_size or spec.latent_size,
-            assumed={**spec.assumed, **self._assumed(raw)},
-        )
-        if rules.timestep_embedding:
-            embedding = partial(_with_embedding, spec.network, rules.timestep_embedding)
-            name = rules.timestep_embedding.__module__
-            spec = spec.changed(network=embedding, timestep_embedding=name)
-        super().__init__({name: value.clone() for name, value in raw.items()} if copy else raw)
-        self.source = Source(self.given, spec, self)
-
-    @property
-    def spec(self) -> ModelSpec:
-        """Return the spec of the network."""
-        return self.source.spec
-
-    def _facts(self, raw, names, schedule):
-        """Return the facts that follow from the module and its pipeline."""
-        labels = weights_of(self.rules.family).labels
-        if labels not in raw:
-            raise self.given.error(f"is not a {self.rules.family.name}: no {labels}")
-        rows = len(raw[labels])
-        classes = getattr(getattr(self.module, "y_embedder", None), "num_classes", rows - 1)
-        if classes not in (rows, rows - 1):
-            classes = rows - 1
-        return {
-            "family": self.rules.family.name,
-            # Of no classes the one label, the null class, is sampled without guidance.
-            "num_classes": max(classes, 1),
-            "class_names": names,
-            "schedule": schedule,
-            **self.rules.facts,
-        }
-
-    def _assumed(self, raw) -> dict[str, str]:
-        """Return what is assumed of the module, in words: nothing if its class or its entries name
-        its family, or no other family has these entries.
-        """
-        if self.rules.assumed:
-            return {"": self.rules.assumed}
-        names = [base.__name__ for base in type(self.module).__mro__]
-        family = self.rules.family
-        named = self.rules.strength or any(family.name in name for name in names)
-        if named or len(families_with(shapes_of(raw))) == 1:
-            return {}
-        return {"": f"names no family, taken for a {family.name} ({family.prediction})"}
-
-    def _recognised(self, state) -> ModuleRules:
-        parts = self.module.named_children()
-        holding = [name for name, part in parts if families_with(shapes_of(_tensors_of(part)))]
-        if holding:
-            part = next((name for name in holding if "ema" in name.split("_")), holding[0])
-            raise self.given.error("holds the network", f"give its .{part}")
-        try:
-            answers = [weights_of(family).of_module(self.module, state) for family in families()]
-        except ValueError as error:
-            raise self.given.error(str(error)) from None
-        except (KeyError, AttributeError) as error:
-            missing = getattr(error, "name", None) or error.args[0]
-            raise self.given.error(f"is not a DiT: no {missing}") from None
-        claims = [rules for rules in answers if rules is not None]
-        if not claims:
-            keys = " and no ".join(family.keys[1] for family in families()[:2])
-            raise self.given.error(f"is not a DiT: no {keys}")
-        return max(claims, key=lambda rules: rules.strength)
-
-    def renamed(self, state: StateDict) -> StateDict:
-        """Return a state dict of the module under the names of its family's files."""
-        try:
-            state = {name: value.detach() for name, value in _not_wrapped(state).items()}
-            return self.rules.read(without_prefix(state))
-        except ValueError as error:
-            raise self.given.error(str(error)) from None
-
-    def release(self) -> None:
-        """Drop the module and its weights; keep the facts."""
-        del self.module, self.whole
-        self.state = {}
+    class_names: tuple[str, ...] = ()
+    schedule = None
+    if not isinstance(model, nn.Module):
+        class_names = _class_names(getattr(model, "labels", None))
+        scheduler = getattr(model, "scheduler", None)
+        schedule = getattr(scheduler, "config", None)
+        schedule = schedule and {**schedule, "_class_name": type(scheduler).__name__}
+        model = getattr(model, "transformer", model)  # a pipeline's
+    if not isinstance(model, nn.Module):
+        problem = "is not a DiT; give a torch.nn.Module, or a pipeline with one"
+        raise Given(type(model).__name__, option).error(problem)
+    module: Any = unwrapped(model)
+    given = Given(type(module).__name__, option)
+    state = _without_wrappers(_tensors_of(module))
+    if any(getattr(value, "is_meta", False) for value in state.values()):
+        raise given.error("holds no values", "load the weights first")
+    family, assumed = _family_of(given, module, state)
+    weights = weights_of(family)
+    try:
+        facts, adapter = weights.of_module(module, state)
+        raw = adapter.renamed(state)
+        rows = len(raw[weights.labels])
+    except ValueError as error:
+        raise given.error(str(error)) from None
+    except (KeyError, AttributeError) as error:
+        missing = getattr(error, "name", None) or error.args[0]
+        raise given.error(f"is not a {family.name}: no {missing}") from None
+    classes = getattr(getattr(module, "y_embedder", None), "num_classes", None)
+    facts = {
+        "family": family.name,
+        # The one label of a model without classes is the null class, sampled without guidance.
+        "num_classes": max(classes if classes in (rows, rows - 1) else rows - 1, 1),
+        "class_names": class_names,
+        "schedule": schedule,
+        **facts,
+    }
+    raw = floats_of(raw, given)
+    spec = spec_of(given, raw, facts)
+    channels = min(spec.defaults.guidance_channels, spec.out_channels)
+    spec = spec.changed(
+        model=given.name,
+        latent_size=spec.latent_size or module.input_size,
+        recommended={**spec.recommended, "guidance_channels": channels},
+        assumed={**spec.assumed, **({"": assumed} if assumed else {})},
+    )
+    embedding = facts.get("timestep_embedding")
+    if embedding:
+        network = partial(_with_embedding, spec.network, embedding)
+        spec = spec.changed(network=network, timestep_embedding=embedding.__module__)
+    if copy:
+        raw = {name: value.clone() for name, value in raw.items()}
+    return Source(given, spec, StateTensors(raw)), adapter._replace(module=model)
 
 
-def of_state(
+def _family_of(given: Given, module: nn.Module, state: StateDict) -> tuple[Family, str]:
+    """Return the family of a module, by the names of its tensors, then by its class; and the notice
+    if both leave several.
+    """
+    alike = families_with(shapes_of(state)) or [
+        family for family in families() if family.diffusers_key in state
+    ]
+    if not alike:
+        for name, part in module.named_children():
+            if families_with(shapes_of(_tensors_of(part))):
+                raise given.error("holds the network", f"give its .{name}")
+        keys = " and no ".join(family.keys[1] for family in families()[:2])
+        raise given.error(f"is not a DiT: no {keys}")
+    called = [family for family in _called(module) if family in alike]
+    sure = [family for family in alike if family.is_marked(state)] or [
+        family for family in called if any(hasattr(module, name) for name in family.attributes)
+    ]
+    possible = sure[:1] or called or alike
+    family = min(possible, key=lambda family: family.name != family.class_name)
+    others = " or ".join(
+        f"{other.class_name} with an attribute {other.attributes[0]} for a {other.name}"
+        for other in possible
+        if other != family
+    )
+    if not others:
+        return family, ""
+    return family, (
+        f"names no family, taken for a {family.name} ({family.prediction}); if it is not: name its "
+        f"class {others}"
+    )
+
+
+def _called(module: nn.Module) -> list[Family]:
+    """Return the families with the longest `class_name` in the name of the module's class, or else
+    of its bases.
+    """
+    for base in type(module).__mro__:
+        lengths = [len(each.class_name) * (each.class_name in base.__name__) for each in families()]
+        if any(lengths):
+            return [each for each, n in zip(families(), lengths) if n == max(lengths)]
+    return []
+
+
+def from_state(
     given: Given,
     state: Mapping[str, Tensor],
     spec: ModelSpec,
     side: int,
-    renamed: Callable[[StateDict], StateDict] = without_prefix,
+    renamed: Callable[[StateDict], StateDict] = unchanged,
 ) -> Source:
     """Return the source with a state dict of the network `spec`. renamed: gives its entries the
     names of the family's files. side: of latents. Raises UsageError for another network's, and
@@ -191,11 +186,16 @@ def of_state(
         raise given.error(f"a state dict maps names to tensors, and this is a {name}")
     floats = floats_of(state, given)
     require_finite_floats(floats, given)
-    source = Source(given, spec, HeldState(renamed(floats)))
     try:
+        raw = renamed(without_prefix(_without_wrappers(floats)))
+        source = Source(given, spec, StateTensors(raw))
         require_fit(given, source.state, spec.empty(side))
+    except UsageError:
+        raise
     except KeyError as missing:
         raise given.error(f"is not such a state dict: no {missing.args[0]}") from None
+    except ValueError as error:
+        raise given.error(str(error)) from None
     return source
 
 
@@ -204,9 +204,11 @@ def _tensors_of(module):
     return {name: part for name, part in module.state_dict().items() if torch.is_tensor(part)}
 
 
-def _not_wrapped(named):
-    """Return what has names in a module by its names without compiled parts' wrappers."""
-    return {f"{name}.".replace("_orig_mod.", "")[:-1]: value for name, value in named.items()}
+def _without_wrappers(state):
+    """Return a state dict without the parts of names that torch.compile adds."""
+    return {
+        f"{name}.".replace("_orig_mod.", "")[:-1]: value.detach() for name, value in state.items()
+    }
 
 
 def _with_embedding(

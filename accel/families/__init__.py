@@ -86,6 +86,11 @@ class Family(NamedTuple):
     # values, () for any.
     arguments: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     files: Mapping[str, str] = MappingProxyType({})  # name of a published file → model
+    # Of families whose tensors have another family's names: part of the name of their modules'
+    # class, and attributes by which it differs from another family's class of this name.
+    class_name: str = ""
+    attributes: tuple[str, ...] = ()
+    diffusers_key: str = ""  # a tensor that every module of diffusers' class has
     # model → its name in the training program, if different
     names_in_training: Mapping[str, str] = MappingProxyType({})
     # Differences between the families' original programs.

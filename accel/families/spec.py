@@ -66,7 +66,7 @@ class ModelSpec:
 
     @property
     def trained_side(self) -> int:
-        """Return the side of the training latents. Every module says it."""
+        """Return the side of the training latents, which is known of every module."""
         assert self.latent_size is not None
         return self.latent_size
 
@@ -102,10 +102,6 @@ class ModelSpec:
 
 # ---- How a family reads weights ----
 
-# Strength of a claim to a module: entries or attributes count more than the class's name.
-STRUCTURE = 2
-NAMED = 1
-
 
 def call_as_dit(x: Tensor, t: Tensor, y: Tensor) -> tuple[tuple, dict]:
     """Return the arguments of models.DiT."""
@@ -117,42 +113,35 @@ def unchanged(value: Any) -> Any:
     return value
 
 
-class Face:
-    """The signature of an accelerated copy of a module; `accelerated.Accelerated` fills it in. A
-    family whose modules have another signature has a subclass.
+def forwarded(method: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """Call the method with the caller's arguments."""
+    return method(*arguments, **keywords)
+
+
+class CallAdapter(NamedTuple):
+    """A module and how it is called. The defaults are models.DiT's.
+
+    inputs(x, t, y): arguments and keywords of the module. output(out): the reference network's
+    output (N, C', H, W), from the module's. forward, forward_with_cfg: the signature of an
+    accelerated copy; called with the copy's own method, which takes the network's arguments, and
+    with the caller's arguments. renamed(state): a state dict of the module under the names of the
+    family's files. imitates: the class that an accelerated copy claims to be, attributes: its
+    further attributes, both for pipelines.
     """
 
-    def __init__(self, held: Any, *arguments: Any):
-        raise NotImplementedError
-
-    def forward(self, x: Tensor, t: Tensor, y: Tensor, *others: Any, **named: Any) -> Any:
-        """Return the network's output."""
-        raise NotImplementedError
-
-    def forward_with_cfg(
-        self, x: Tensor, t: Tensor, y: Tensor, cfg_scale: float | Tensor, *others: Any
-    ) -> Tensor:
-        """Return the guided output."""
-        raise NotImplementedError
-
-
-class ModuleRules(NamedTuple):
-    """How to read, call and replace a module of a family. The defaults are models.DiT's."""
-
-    family: Family
-    facts: dict[str, Any]  # that no tensor holds, such as num_heads
-    # Side of the latent; None: that of the table pos_embed. A family without such a table gives it.
-    latent_size: int | None = None
-    strength: int = 0  # if several families recognise a module, the strongest claim wins
-    assumed: str = ""  # what neither the class nor the entries say, and how to say it
-    # Renames the entries of its state dict as in the family's files.
-    read: Callable[[StateDict], StateDict] = unchanged
-    arguments: Callable[..., tuple[tuple, dict]] = call_as_dit
-    # Its own output → the reference network's.
+    module: Any
+    inputs: Callable[..., tuple[tuple, dict]] = call_as_dit
     output: Callable[[Any], Tensor] = unchanged
-    # Replaces the reference network's.
-    timestep_embedding: Callable[[Tensor, int], Tensor] | None = None
-    face: type[Face] | None = None  # the signature of the accelerated copy
+    forward: Callable[..., Any] = forwarded
+    forward_with_cfg: Callable[..., Any] = forwarded
+    renamed: Callable[[StateDict], StateDict] = unchanged
+    imitates: type | None = None
+    attributes: Mapping[str, Any] = {}
+
+
+def with_heads(module: Any, state: StateDict) -> tuple[dict[str, Any], CallAdapter]:
+    """Return the number of heads of a module that is called as models.DiT is."""
+    return {"num_heads": module.num_heads}, CallAdapter(module)
 
 
 def no_latent_settings(state: StateDict) -> dict[str, Any]:
@@ -170,7 +159,8 @@ class FamilyWeights(NamedTuple):
 
     models: name → constructor of the reference network. identify(shapes, facts): the network of
     weights with these shapes; raises KeyError for a missing entry, ValueError for weights that are
-    not supported. of_module(module, state): how to read a module, None for another family's.
+    not supported. of_module(module, state): the facts of a module that no tensor holds, such
+    as num_heads, and how it is called.
     arguments: each argument of the family's training program, of its process and of its
     constructor → a tuple of its supported values, or the name of the fact that it is, or None:
     it does not matter. recipe(facts): settings of sampling that these facts imply. convert:
@@ -182,7 +172,7 @@ class FamilyWeights(NamedTuple):
 
     models: Mapping[str, Callable[..., nn.Module]]
     identify: Callable[[Shapes, Mapping[str, Any]], ModelSpec]
-    of_module: Callable[[nn.Module, StateDict], ModuleRules | None]
+    of_module: Callable[[Any, StateDict], tuple[dict[str, Any], CallAdapter]] = with_heads
     arguments: Mapping[str, tuple | str | None] = {}
     recipe: Callable[[Mapping[str, Any]], dict[str, Any]] = no_recipe
     convert: Callable[[StateDict], StateDict] = unchanged

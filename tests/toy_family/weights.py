@@ -1,6 +1,6 @@
 """Which files and modules hold a Toy."""
 
-from accel.families.spec import FamilyWeights, ModelSpec, ModuleRules
+from accel.families.spec import FamilyWeights, ModelSpec
 
 from . import FAMILY
 from .network import Toy
@@ -14,9 +14,4 @@ def identify(shapes, facts):
     return ModelSpec(FAMILY, "Toy/2", Toy, arguments={"width": width}, num_heads=Toy.num_heads)
 
 
-def of_module(module, state):
-    """Return how a module is read if it is a Toy."""
-    return ModuleRules(FAMILY, {}, module.input_size) if FAMILY.keys[0] in state else None
-
-
-WEIGHTS = FamilyWeights({"Toy/2": Toy}, identify, of_module, labels=LABELS)
+WEIGHTS = FamilyWeights({"Toy/2": Toy}, identify, labels=LABELS)

@@ -32,6 +32,8 @@ FAMILY = Family(
     prediction="noise",
     samplers=("ddpm", "ddim", "dpm++", "unipc"),
     keys=KEYS,
+    class_name="DiT",
+    diffusers_key="transformer_blocks.0.norm1.linear.weight",
     code=__name__,
     fast=f"{__name__}.fast",
     fid_defaults=dict(image_size=256, cfg_scale=1.5),

@@ -9,7 +9,7 @@ from torch import nn
 from accel.errors import UsageError
 from accel.families import Family, dit
 from accel.families.dit.network import DiT, DiT_models
-from accel.families.spec import FamilyWeights, ModelSpec, ModuleRules, StateDict
+from accel.families.spec import CallAdapter, FamilyWeights, ModelSpec, StateDict, with_heads
 from accel.tensors.shapes import Shapes
 
 PATCHES = "x_embedder.proj.weight"  # a convolution (D, C, p, p)
@@ -128,24 +128,15 @@ def named_as_dit(
     )
 
 
-def of_module(module: nn.Module, state: StateDict) -> ModuleRules | None:
-    """Return the rules to read a DiT: this repository's, the original or diffusers'. None for
-    another module.
+def of_module(module: Any, state: StateDict) -> tuple[dict[str, Any], CallAdapter]:
+    """Return the facts of a DiT, of this repository, the original or diffusers', and how it is
+    called.
     """
     if hasattr(module, "transformer_blocks"):
-        from accel.families.dit import diffusers_module  # files do not need it
+        from accel.families.dit import diffusers_module  # lazy import: only for diffusers
 
         return diffusers_module.of_module(module)
-    return of_entries(dit.FAMILY, module, state)
-
-
-def of_entries(family: Family, module: Any, state: StateDict, **rules: Any) -> ModuleRules | None:
-    """Return the rules to read a module with the family's entries, or None for another module.
-    rules: other fields of ModuleRules.
-    """
-    if not state.keys() >= {*family.keys}:
-        return None
-    return ModuleRules(family, dict(num_heads=module.num_heads), **rules)
+    return with_heads(module, state)
 
 
 WEIGHTS = FamilyWeights(

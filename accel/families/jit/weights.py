@@ -7,8 +7,8 @@ from accel.families import jit
 from accel.families.dit.weights import PATCHES, blocks_of, models_with, named_as_dit
 from accel.families.jit.network import JiT, JiT_models
 from accel.families.lightning_dit.weights import swiglu_ratio
-from accel.families.spec import STRUCTURE, FamilyWeights, ModelSpec, ModuleRules, StateDict
-from accel.tensors.shapes import Shapes
+from accel.families.spec import CallAdapter, FamilyWeights, ModelSpec, StateDict
+from accel.tensors.shapes import Shapes, shapes_of
 
 FAMILY = jit.FAMILY
 FIRST, SECOND, FRONT = FAMILY.keys[:3]  # the two projections of patches, and label positions
@@ -86,15 +86,13 @@ def recipe(facts: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def of_module(module: Any, state: StateDict) -> ModuleRules | None:
-    """Return the rules to read a module with a JiT's entries, None for another module."""
-    if not state.keys() >= {*FAMILY.keys}:
-        return None
+def of_module(module: Any, state: StateDict) -> tuple[dict[str, Any], CallAdapter]:
+    """Return the facts of a JiT, with the scale of guidance for its size, and how it is called."""
     facts: dict[str, Any] = {"num_heads": module.num_heads, START: module.in_context_start}
-    model = identify({name: tuple(state[name].shape) for name in state}, facts).model
+    model = identify(shapes_of(state), facts).model
     if model in FAMILY.models:
         facts["recipe"] = dict(cfg_scale=FAMILY.models[model].cfg_scale)
-    return ModuleRules(FAMILY, facts, strength=STRUCTURE)
+    return facts, CallAdapter(module)
 
 
 WEIGHTS = FamilyWeights(

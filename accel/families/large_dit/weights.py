@@ -6,7 +6,7 @@ from typing import Any
 from accel.families import large_dit
 from accel.families.dit.weights import DIFFUSION, LAST, TRAINING, models_with, require_heads
 from accel.families.large_dit.network import DiT_Llama, Large_DiT_models
-from accel.families.spec import FamilyWeights, ModelSpec, ModuleRules, StateDict
+from accel.families.spec import CallAdapter, FamilyWeights, ModelSpec, StateDict
 from accel.tensors.shapes import Shapes
 
 PATCHES = "x_embedder.weight"  # (D, C·p·p)
@@ -72,16 +72,14 @@ def identify(shapes: Shapes, facts: Mapping[str, Any]) -> ModelSpec:
     )
 
 
-def of_module(module: Any, state: StateDict) -> ModuleRules | None:
-    """Return the rules to read a module with a Large-DiT's entries, or None for another module."""
-    if not state.keys() >= {*large_dit.FAMILY.keys}:
-        return None
+def of_module(module: Any, state: StateDict) -> tuple[dict[str, Any], CallAdapter]:
+    """Return the facts of a Large-DiT, and how it is called."""
     facts = dict(
         num_heads=len(state[PATCHES]) // module.layers[0].attention.head_dim,
         patch_size=module.patch_size,
         in_channels=module.in_channels,
     )
-    return ModuleRules(large_dit.FAMILY, facts, module.input_size)
+    return facts, CallAdapter(module)
 
 
 WEIGHTS = FamilyWeights(Large_DiT_models, identify, of_module, arguments=ARGUMENTS)

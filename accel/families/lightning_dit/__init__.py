@@ -24,6 +24,7 @@ FAMILY = Family(
     prediction="velocity",
     samplers=("euler", "heun"),
     keys=(*dit.FAMILY.keys, "blocks.0.mlp.w12.weight"),
+    class_name="LightningDiT",
     code=__name__,
     fast=f"{__name__}.fast",
     interval_rule="float32 times",

@@ -1,6 +1,6 @@
 """Identify weights of a LightningDiT, derive its sizes, and convert its entries."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from accel.families.blocks import grid_rotation_table
 from accel.families.dit.weights import NETWORK, PATCHES, named_as_dit
 from accel.families.lightning_dit.network import LightningDiT, LightningDiT_models
 from accel.families.sit.weights import TRANSPORT
-from accel.families.spec import STRUCTURE, Face, FamilyWeights, ModelSpec, ModuleRules, StateDict
+from accel.families.spec import CallAdapter, FamilyWeights, ModelSpec, StateDict, with_heads
 from accel.tensors.shapes import Shapes
 
 COS = "feat_rope.freqs_cos"
@@ -147,23 +147,32 @@ def convert(state: StateDict) -> StateDict:
     return kept
 
 
-def of_module(module: Any, state: StateDict) -> ModuleRules | None:
-    """Return the rules to read a module with a LightningDiT's entries, or None for another
-    module.
-    """
-    if not state.keys() >= {*FAMILY.keys}:
-        if any(FAMILY.name in base.__name__ for base in type(module).__mro__):
-            raise ValueError("is a LightningDiT without SwiGLU, which is not computed here")
-        return None
-    rules = ModuleRules(
-        FAMILY, dict(num_heads=module.num_heads), strength=STRUCTURE, face=IntervalFace
-    )
+def of_module(module: Any, state: StateDict) -> tuple[dict[str, Any], CallAdapter]:
+    """Return the facts of a LightningDiT, and how it is called."""
+    facts, adapter = with_heads(module, state)
+    adapter = adapter._replace(forward_with_cfg=_from_a_time)
     if not isinstance(module, LightningDiT):
-        return rules
+        return facts, adapter
     # The class here computes its rotations; its state dict has none.
     head = len(state[PATCHES]) // module.num_heads
     table = rotations(head, module.x_embedder.grid_size[0])
-    return rules._replace(read=lambda state: {**state, **table})
+    return facts, adapter._replace(renamed=lambda state: {**state, **table})
+
+
+def _from_a_time(
+    method: Callable[..., Tensor],
+    x: Tensor,
+    t: Tensor,
+    y: Tensor,
+    cfg_scale: float | Tensor,
+    cfg_interval: bool | None = None,
+    cfg_interval_start: Any = None,
+) -> Tensor:
+    """Return the guided velocity (2N, C, H, W); with `cfg_interval` the conditional velocity at
+    times before `cfg_interval_start`.
+    """
+    before = cfg_interval is True and t[0] < cfg_interval_start
+    return method(x, t, y, 1.0 if before else cfg_scale)
 
 
 WEIGHTS = FamilyWeights(
@@ -194,24 +203,3 @@ def rotations(head: int, side: int) -> StateDict:
     # (T, d, 2)
     table = grid_rotation_table(head, side, torch.float32, "cpu").repeat_interleave(2, dim=1)
     return dict(zip((COS, SIN), table.unbind(-1)))
-
-
-class IntervalFace(Face):
-    """LightningDiT's signature: guidance may begin at a later time."""
-
-    def forward_with_cfg(
-        self,
-        x: Tensor,
-        t: Tensor,
-        y: Tensor,
-        cfg_scale: float | Tensor,
-        cfg_interval: Any = None,
-        cfg_interval_start: Any = None,
-        *others: Any,
-    ) -> Tensor:
-        """Return the guided velocity (2N, C, H, W); with `cfg_interval` the conditional
-        velocity at times before `cfg_interval_start`. x, t, y: as for
-        models.DiT.forward_with_cfg.
-        """
-        before = cfg_interval is True and t[0] < cfg_interval_start
-        return super().forward_with_cfg(x, t, y, 1.0 if before else cfg_scale)

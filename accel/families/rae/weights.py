@@ -1,6 +1,6 @@
 """Identify weights and modules of RAE's DiT^DH, and derive its sizes."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import ceil, gcd, isqrt
 from typing import Any
 
@@ -10,9 +10,9 @@ from torch import Tensor
 from accel.families import rae
 from accel.families.dit.weights import models_with
 from accel.families.rae.network import DiTDH_models, DiTwDDTHead
-from accel.families.repa.weights import TurnedFaceAlone
+from accel.families.repa.weights import called_reversed
 from accel.families.sit.weights import TRANSPORT
-from accel.families.spec import STRUCTURE, FamilyWeights, ModelSpec, ModuleRules, StateDict
+from accel.families.spec import CallAdapter, FamilyWeights, ModelSpec, StateDict
 from accel.tensors.shapes import Shapes
 
 # Of trunk and head: the embedding (width, C, 1, 1), and a table of rotations (T, d).
@@ -79,46 +79,33 @@ def identify(shapes: Shapes, facts: Mapping[str, Any]) -> ModelSpec:
     )
 
 
-def of_module(module: Any, state: StateDict) -> ModuleRules | None:
-    """Return the rules to read a module with a DiT^DH's entries, None for another module."""
-    if not state.keys() >= {*rae.FAMILY.keys}:
-        return None
-    # Its entries contain all of a LightningDiT's.
-    rules = ModuleRules(rae.FAMILY, {}, strength=STRUCTURE + 1)
+def of_module(module: Any, state: StateDict) -> tuple[dict[str, Any], CallAdapter]:
+    """Return how a DiT^DH is called: in the original class time and velocity are reversed, as in
+    REPA's.
+    """
     if isinstance(module, DiTwDDTHead):
-        return rules
-    return rules._replace(
-        arguments=lambda x, t, y: ((x, 1 - t, y), {}), output=torch.neg, face=OriginalFace
-    )
+        return {}, CallAdapter(module)
+    return {}, called_reversed(module)._replace(forward_with_cfg=_inside_an_interval)
+
+
+def _inside_an_interval(
+    method: Callable[..., Tensor],
+    x: Tensor,
+    t: Tensor,
+    y: Tensor,
+    cfg_scale: float | Tensor,
+    cfg_interval: tuple[float, float] = (0, 1),
+) -> Tensor:
+    """Return the original's guided velocity (2N, C, H, W): the conditional velocity at times
+    outside `cfg_interval`, whose ends are inside.
+    """
+    low, high = cfg_interval
+    time = t[: len(t) // 2]
+    # (N, 1, 1, 1)
+    scale = torch.where((time >= low) & (time <= high), cfg_scale, 1.0)[:, None, None, None]
+    return -method(x, 1 - t, y, scale)
 
 
 WEIGHTS = FamilyWeights(
     models=DiTDH_models, identify=identify, of_module=of_module, arguments=ARGUMENTS
 )
-
-
-class OriginalFace(TurnedFaceAlone):
-    """The original's signature, whose time and velocity are reversed as REPA's. Guidance acts
-    inside an interval of times, its ends included.
-    """
-
-    def forward_with_cfg(
-        self,
-        x: Tensor,
-        t: Tensor,
-        y: Tensor,
-        cfg_scale: float | Tensor,
-        cfg_interval: tuple[float, float] = (0, 1),
-        *others: Any,
-    ) -> Tensor:
-        """Return the guided velocity (2N, C, H, W). Arguments: as for
-        models.DiT.forward_with_cfg, and an interval.
-        """
-        scale = _scale_at(t[: len(t) // 2], cfg_scale, cfg_interval)
-        return super().forward_with_cfg(x, t, y, scale)
-
-
-def _scale_at(t, scale, interval):
-    """Return the scale of guidance at times t (N,), 1 outside the interval, (N, 1, 1, 1)."""
-    low, high = interval
-    return torch.where((t >= low) & (t <= high), scale, 1.0)[:, None, None, None]

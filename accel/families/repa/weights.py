@@ -7,26 +7,24 @@ rounding: negate the last layer; cos(f·s) and sin(f·s) are linear in cos(f·t)
 sin(f·t), so the linear layer after the timestep's sinusoid can absorb the change of time.
 """
 
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from accel.families import repa
 from accel.families.dit.network import TimestepEmbedder
-from accel.families.dit.weights import NETWORK, identify, of_entries
+from accel.families.dit.weights import NETWORK, identify
 from accel.families.repa import PROJECTORS
 from accel.families.sit.network import SiT, SiT_models
-from accel.families.sit.weights import is_sit
-from accel.families.spec import STRUCTURE, Face, FamilyWeights, ModuleRules, StateDict
+from accel.families.spec import CallAdapter, FamilyWeights, StateDict
 from accel.tensors.latent_statistics import PAIRS, mean_and_deviation
 
 PREFIX = "REPA-"  # of our names: REPA's code calls its models as SiT's does
 FIRST = "t_embedder.mlp.0.weight"  # (D, F), after the timestep's sinusoid
-# Attributes that only the classes of REPA's code, and classes derived from them, have.
-ATTRIBUTES = "path_type", "z_dims", "encoder_depth"
 ARGUMENTS: dict[str, tuple | str | None] = {
     **NETWORK,
     "model": "model",
@@ -78,24 +76,37 @@ def convert(state: StateDict) -> StateDict:
     return state
 
 
-def of_module(module: nn.Module, state: StateDict) -> ModuleRules | None:
-    """Return the rules to read a SiT of REPA's code, recognised by its projectors or
-    attributes, or None for another module.
+def of_module(module: Any, state: StateDict) -> tuple[dict[str, Any], CallAdapter]:
+    """Return the facts of a SiT of REPA's code, and how it is called: with projectors, or a list of
+    none, it returns features with the velocity.
     """
-    # A module with projectors, or a list of none, returns features beside the velocity.
-    with_features = hasattr(module, PROJECTORS.rstrip("."))
-    known = with_features or any(hasattr(module, name) for name in ATTRIBUTES)
-    if not is_sit(module) or not known:
-        return None
-    return of_entries(
-        repa.FAMILY,
+    adapter = called_reversed(module)
+    if hasattr(module, "projectors"):
+        adapter = adapter._replace(forward=_with_features)
+    return {"num_heads": module.num_heads}, adapter
+
+
+def called_reversed(module: Any) -> CallAdapter:
+    """Return how a module is called whose time and velocity are those of a SiT reversed."""
+    return CallAdapter(
         module,
-        state,
-        strength=STRUCTURE,
-        arguments=lambda x, t, y: ((x, 1 - t, y), {}),
+        inputs=lambda x, t, y: ((x, 1 - t, y), {}),
         output=lambda out: -(out[0] if isinstance(out, tuple) else out),
-        face=TurnedFace if with_features else TurnedFaceAlone,
+        forward=_reversed,
+        forward_with_cfg=_reversed,
     )
+
+
+def _reversed(
+    method: Callable[..., Tensor], x: Tensor, t: Tensor, y: Tensor, *others: Any, **named: Any
+) -> Tensor:
+    """Return the reversed velocity (N, C, H, W)."""
+    return -method(x, 1 - t, y, *others, **named)
+
+
+def _with_features(*arguments: Any, **named: Any) -> tuple[Tensor, tuple]:
+    """Return (reversed velocity (N, C, H, W), ()): REPA's features are for training."""
+    return _reversed(*arguments, **named), ()
 
 
 def _of_time_turned(weight: Tensor) -> Tensor:
@@ -110,32 +121,6 @@ def _of_time_turned(weight: Tensor) -> Tensor:
     of_cos, of_sin = weight.double().chunk(2, dim=1)  # each (D, F/2)
     turned = torch.cat([of_cos * cos + of_sin * sin, of_cos * sin - of_sin * cos], dim=1)
     return turned.to(torch.promote_types(weight.dtype, torch.float32))
-
-
-class TurnedFaceAlone(Face):
-    """The signature of a SiT whose time and velocity are reversed."""
-
-    def forward(self, x: Tensor, t: Tensor, y: Tensor, *others: Any, **named: Any) -> Any:
-        """Return the velocity (N, C, H, W)."""
-        return -super().forward(x, 1 - t, y, *others, **named)
-
-    def forward_with_cfg(
-        self, x: Tensor, t: Tensor, y: Tensor, cfg_scale: float | Tensor, *others: Any
-    ) -> Tensor:
-        """Return the guided velocity (2N, C, H, W). Arguments: as for
-        models.DiT.forward_with_cfg.
-        """
-        return -super().forward_with_cfg(x, 1 - t, y, cfg_scale, *others)
-
-
-class TurnedFace(TurnedFaceAlone):
-    """REPA's signature: features come with the velocity."""
-
-    def forward(
-        self, x: Tensor, t: Tensor, y: Tensor, *others: Any, **named: Any
-    ) -> tuple[Tensor, tuple]:
-        """Return (velocity (N, C, H, W), ()): REPA's features are for training."""
-        return super().forward(x, t, y, *others, **named), ()
 
 
 WEIGHTS = FamilyWeights(
