@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,6 +65,13 @@ def free_memory(device: torch.device) -> None:
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
+
+
+class Generators(NamedTuple):
+    """The random numbers of a run: `start` draws z, `steps` the noise of the steps."""
+
+    start: torch.Generator
+    steps: torch.Generator
 
 
 @dataclass(frozen=True)
@@ -141,7 +148,7 @@ class Pipeline:
     def latents(
         self,
         labels: Sequence[int],
-        seed: int | Sequence[int],
+        seed: int | Sequence[int] | Generators,
         batches: Sequence[slice] = ALL_LABELS,
         on_step: OnStep | None = None,
         noise: Tensor | None = None,
@@ -149,15 +156,20 @@ class Pipeline:
         """Sample latents (n', C, L, L) of the slices `batches` of `labels`. Deterministic.
 
         seed: an integer, for which each slice draws the noise of all labels and uses its part; or
-        one seed per label, for the noise of a run with only that label. on_step: counts the steps
+        one seed per label, for the noise of a run with only that label; or generators, which
+        continue and are left at the end of this run's noise. on_step: counts the steps
         of all slices. noise (n, C, L, L): replaces z, which is drawn nevertheless, so that the
         noise of the steps does not change.
         """
         shape = (0, self.network.in_channels, self.side, self.side)
         parts = [torch.empty(shape, device=self.device)]  # in case of no batches
+        generators = seed if isinstance(seed, Generators) else ()
+        states = [generator.get_state() for generator in generators]
         for number, part in enumerate(batches):
             done = number * self.process.steps
             on_batch_step = on_step and partial(_offset_step, on_step, done)
+            for generator, state in zip(generators, states):
+                generator.set_state(state)  # each slice draws the noise of all labels
             z, y, draw = self._noise(labels, seed, part)
             if noise is not None:
                 z = noise[part]
@@ -250,19 +262,25 @@ class Pipeline:
         """
         y = torch.tensor(labels, device=self.device)[part]
         if isinstance(seed, int):
+            seed = self.generators(seed)
+        if isinstance(seed, Generators):
             z, draw = self._draw_noise(len(labels), seed, part)
             return z, y, draw
-        single = [self._draw_noise(1, label_seed) for label_seed in seed[part]]
+        single = [self._draw_noise(1, self.generators(of_label)) for of_label in seed[part]]
         z = torch.cat([z for z, _ in single])
         return z, y, lambda: torch.cat([draw() for _, draw in single])
 
-    def _draw_noise(self, n, seed, part=slice(None)):
-        """Return z and a function that draws a step's noise, for the slice `part` of n pictures."""
-        generator = torch.Generator(self.device).manual_seed(seed)  # not the global one
-        z = initial_noise(n, self.network.in_channels, self.side, generator)
+    def generators(self, seed: int) -> Generators:
+        """Return the generators of a seed; the global ones stay as they are."""
+        generator = torch.Generator(self.device).manual_seed(seed)
         if self.process.noise_from_cpu and self.device.type != "cpu":
-            generator = torch.Generator().manual_seed(seed)
-        return z[part], upstream_noise(z, self.guidance.noise_rows, part, generator)
+            return Generators(generator, torch.Generator().manual_seed(seed))
+        return Generators(generator, generator)
+
+    def _draw_noise(self, n, generators, part=slice(None)):
+        """Return z and a function that draws a step's noise, for the slice `part` of n pictures."""
+        z = initial_noise(n, self.network.in_channels, self.side, generators.start)
+        return z[part], upstream_noise(z, self.guidance.noise_rows, part, generators.steps)
 
 
 def _offset_step(on_step: OnStep, done: int, index: int, x: Tensor) -> None:

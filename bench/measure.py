@@ -137,7 +137,7 @@ def jobs(args: Namespace, run: Run, record: dict) -> Iterator[dict]:
     decoder = RANDOM if run.settings.vae == str(args.folder) else Path(run.settings.vae).name
     steps = run.settings.num_sampling_steps
     record |= dict(kind=kind, steps=steps, gpus=args.gpus, decoder=decoder)
-    record |= dict(pictures=run.count, grids=1, **{kind: []})
+    record |= dict(pictures=run.count, grids=run.settings.grids, **{kind: []})
     path = run.space.files.path
     files = dict(weights=weights_of(run), decoder=path / FILES[1] if path.is_dir() else path)
     record["sha256"] = {name: digest_of(file) for name, file in files.items() if file.is_file()}
@@ -203,7 +203,13 @@ def timed(args: Namespace, run: Run, tier: str) -> dict:
         command=typed.replace(f"{ROOT}/", "").replace(str(args.folder), "FOLDER"),
     )
     if not run.is_fid_job:
-        return row | dict(grids=[kept(args, f"-{tier}.png", place)])
+        numbers = [f"_{index}" for index in range(run.settings.grids)]
+        endings = numbers if len(numbers) > 1 else [""]
+        grids = [place.with_name(f"{place.stem}{ending}.png") for ending in endings]
+        named = zip(endings, grids)
+        return row | dict(
+            grids=[kept(args, f"-{tier}{ending}.png", grid) for ending, grid in named]
+        )
     first = run.settings.per_proc_batch_size * args.gpus
     written = [path.stat().st_mtime for path in sorted(place.rglob("*.png"))]
     steady = (run.count - first) / (max(written) - max(written[:first]))

@@ -6,10 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from forks import ROOT, succeeds
+from forks import ROOT, refused, succeeds
 from jobs import Command
 from PIL import Image
+from safetensors.torch import load_file
 from unprivileged import limited
+
+from diffusion import create_diffusion
+from models import DiT_models
 
 DEMO = ("--model", "DiT-Demo/2", "--device", "cpu")
 
@@ -51,6 +55,42 @@ def test_picture_and_latents_are_the_same_in_two_processes(
         and image.size == (4 * 130 + 2, 2 * 130 + 2)
         and np.asarray(image).std() > 1
     )
+
+
+def test_grids_continue_one_stream(weights, tmp_path, run):
+    """As the loop of the contest's program: it seeds once, and samples one grid after another."""
+    labels = torch.tensor([5, 2, 7])
+    model = DiT_models["DiT-Demo/2"]()
+    model.load_state_dict(load_file(weights))
+    diffusion = create_diffusion("3")
+    torch.manual_seed(6)
+    wanted = []
+    for _ in range(3):
+        z = torch.randn(3, 4, 16, 16)
+        model_kwargs = dict(y=torch.cat([labels, torch.full((3,), 8)]), cfg_scale=4.0)
+        with torch.no_grad():
+            samples = diffusion.p_sample_loop(
+                model.eval().forward_with_cfg,
+                (6, 4, 16, 16),
+                torch.cat([z, z]),
+                clip_denoised=False,
+                model_kwargs=model_kwargs,
+                device="cpu",
+            )
+        wanted.append(samples[:3].numpy())
+    common = ["sample.py", *DEMO, "--ckpt", weights, "--num-sampling-steps", 3, "--seed", 6]
+    common += ["--labels", 5, 2, 7, "--output-type", "latent", "--grids", 3, "--output"]
+    for flags in ((), ("--gpus", 2), ("--batch-size", 2)):
+        succeeds(run(*common, tmp_path / "l.npy", *flags))
+        for index, samples in enumerate(wanted):
+            found = np.load(tmp_path / f"l_{index}.npy")
+            np.testing.assert_allclose(found, samples, rtol=0, atol=1e-4 * np.abs(samples).max())
+        assert sorted(path.name for path in tmp_path.iterdir()) == [f"l_{n}.npy" for n in range(3)]
+
+
+def test_grids_and_seeds_conflict(tmp_path, here):
+    line = refused(here("sample.py", *DEMO, "--grids", 2, "--seeds", 0, 1))
+    assert line == "sample.py: --grids: conflicts with --seeds; give one\n"
 
 
 @pytest.mark.parametrize("processes", (1, 2))

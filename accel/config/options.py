@@ -339,6 +339,14 @@ class Settings:
         jobs=(GRID,),
         default=(),
     )
+    grids: int = option(
+        SAMPLED,
+        "grids of one random stream, of which each continues where the one before ended: "
+        "OUTPUT_0.png, OUTPUT_1.png or OUTPUT/grid-0/",
+        default=1,
+        bounds=(1, 1000),
+        jobs=(GRID,),
+    )
     batch_size: int | None = option(
         SPEED,
         "pictures to sample at a time, for a GPU with too little memory for all; the pictures "

@@ -132,6 +132,8 @@ def _check_grid(values: Values) -> None:
         raise UsageError(
             f"conflicts with `seed={values['seed']}`", "give one", parameter="seed_list"
         )
+    if seeds and values.get("grids", 1) > 1:
+        raise UsageError("conflicts with `seed_list`", "give one", parameter="grids")
     if len(set(seeds)) < len(seeds):
         raise UsageError(
             "names a seed twice, and each has a file of its own",

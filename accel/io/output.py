@@ -38,23 +38,24 @@ def picture_names(labels: tuple[int, ...], class_names: tuple[str, ...]) -> list
     ]
 
 
-def of_seed(output: str, output_type: str, seed: int) -> str:
-    """Return the output of one of several seeds: OUTPUT-seed-0.png or OUTPUT/seed-0/."""
+def numbered(output: str, output_type: str, folder: str, ending: str) -> str:
+    """Return the output of one of several grids: OUTPUT/folder/ or OUTPUT, ending, suffix."""
     path = Path(output)
     return (
-        f"{path}/seed-{seed}/"
+        f"{path}/{folder}/"
         if is_folder(output, output_type)
-        else f"{path.with_suffix('')}-seed-{seed}{path.suffix}"
+        else f"{path.with_suffix('')}{ending}{path.suffix}"
     )
 
 
 def outputs_of(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the output file or folder of each seed. values: of the options."""
+    """Return the output file or folder of each grid. values: of the options."""
     output_type = values.get("output_type", "image")
     output = values.get("output", f"sample{SUFFIX[output_type]}")
-    if "seed_list" not in values:
-        return (output,)
-    return tuple(of_seed(output, output_type, seed) for seed in values["seed_list"])
+    names = [(f"seed-{seed}", f"-seed-{seed}") for seed in values.get("seed_list", ())]
+    if values.get("grids", 1) > 1:
+        names = [(f"grid-{index}", f"_{index}") for index in range(values["grids"])]
+    return tuple(numbered(output, output_type, *name) for name in names) or (output,)
 
 
 def require_outputs(values: Mapping[str, Any]) -> None:

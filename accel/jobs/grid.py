@@ -19,7 +19,7 @@ from accel.distributed.placement import OFF
 from accel.errors import STOPPED
 from accel.io import output
 from accel.io.progress import Stopwatch, step_bar
-from accel.pipeline import SINGLE_PROCESS, Pipeline, free_memory
+from accel.pipeline import SINGLE_PROCESS, Generators, Pipeline, free_memory
 from accel.run import Run
 from accel.run.opening import open_on_ranks
 
@@ -96,12 +96,15 @@ def warm_up(run: Run, pipeline: Pipeline, batches: list[slice], watch: Stopwatch
 def sample(
     run: Run, pipeline: Pipeline, batches: Sequence[slice], watch: Stopwatch, show: bool = True
 ) -> list[Tensor]:
-    """Sample latents (n', C, L, L) of the slices `batches` of the labels, for each seed. show:
+    """Sample latents (n', C, L, L) of the slices `batches` of the labels, for each grid. show:
     whether to show a progress bar.
     """
     steps = pipeline.process.steps * len(batches)
     latents_of_seeds = []
-    for seed in run.seeds:
+    seeds: Sequence[int | Generators] = run.seeds
+    if run.settings.grids > 1:  # the same generators, so that a grid continues the one before
+        seeds = [pipeline.generators(run.settings.seed)] * run.settings.grids
+    for seed in seeds:
         bar = step_bar(steps, pipeline.device, disable=not show)
         with watch.phase("sample"), bar as on_step:
             latents_of_seeds.append(pipeline.latents(run.settings.labels, seed, batches, on_step))

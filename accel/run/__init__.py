@@ -120,6 +120,8 @@ class Run:
         """
         unit = "picture" if self.is_fid_job else "label"
         seeds = f" × {len(self.seeds)} seeds" if self.settings.seed_list else ""
+        if self.settings.grids > 1:
+            seeds = f" × {self.settings.grids} grids"
         words = [
             self.settings.model,
             f"{self.settings.image_size} px",

@@ -57,7 +57,7 @@ def test_refused_before_anything_is_measured(arguments, words, here):
 
 def test_a_grid_of_two_ranks(tmp_path, run, log):
     """The picture that was timed is the one that the same settings make."""
-    flags = "--labels", 5, 2, 0, "--num-sampling-steps", 2, "--seed", 3
+    flags = "--labels", 5, 2, 0, "--num-sampling-steps", 2, "--seed", 3, "--grids", 2
     record, printed = log("jobs", *DEMO, *flags, "--gpus", 2, "--repeats", 2)
     [row] = record["contest"]
     assert json.loads(printed.splitlines()[-1]) == row
@@ -70,14 +70,16 @@ def test_a_grid_of_two_ranks(tmp_path, run, log):
     )
     for phases in row["runs"]:
         assert {"load", "sample", "gather", "save", "total"} < set(phases)
-    assert "3 labels · 2 steps" in row["settings"]
+    assert "3 labels × 2 grids · 2 steps" in row["settings"]
     words = "python sample.py --gpus 2 --model DiT-Demo/2 --device cpu --labels 5 2 0 "
     assert row["command"].startswith(words) and str(ROOT) not in row["command"]
     again = tmp_path / "again.png"
     done = run("sample.py", *DEMO, *flags, "--gpus", 2, "--output", again)
-    assert done.returncode == 0
-    [grid] = row["grids"]
-    assert digest(again) == grid["picture"] == digest(tmp_path / "log-fp32.png")
+    assert done.returncode == 0 and record["grids"] == len(row["grids"]) == 2
+    for index, grid in enumerate(row["grids"]):
+        assert grid["file"] == f"log-fp32_{index}.png"
+        assert digest(tmp_path / f"again_{index}.png") == grid["picture"]
+        assert digest(tmp_path / grid["file"]) == grid["picture"]
     weights = ROOT / "pretrained_models/demo/dit.safetensors"
     assert record["sha256"]["weights"] == digest(weights)
 

@@ -56,6 +56,7 @@ BOUNDS = [  # names of a check and of its argument, least and most
     ("checkpoint.patch_size decoder.layers_per_block", 1, 64),
     ("transformer.num_attention_heads", 1, 12),
     ("grid.seed", -(2**63), 2**64 - 1),
+    ("grid.grids", 1, 1000),
     ("grid.cfg_scale recipe.cfg_scale", 0.0, 1e6),
     ("grid.timestep_shift recipe.timestep_shift", 0.01, 100.0),
     ("grid.noise_scale recipe.noise_scale", 0.001, 1000.0),
