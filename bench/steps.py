@@ -97,8 +97,8 @@ def random_weights(values: rules.Values, folder: Path) -> str:
             value.normal_(std=value[0].numel() ** -0.5 if value.ndim > 1 else 0.1)
             value += "norm.weight" in name  # norms scale by about one
     state = network.state_dict()
-    rules_of_module = weights.of_module(network, state)
-    torch.save(rules_of_module.read(state), folder / "random.pt")  # as in a training file
+    _, adapter = weights.of_module(network, state)
+    torch.save(adapter.renamed(state), folder / "random.pt")  # as in a training file
     return str(folder / "random.pt")
 
 

@@ -21,8 +21,8 @@ log=${1:-}
 [[ $log != -h && $log != --help ]] || exec sed -n '2,/^set/s/^# \{0,1\}//p' scripts/measure.sh
 [[ -n $log && $log != -* ]] ||
   fail "name the folder for the measurements: bash scripts/measure.sh log/mine"
-shift
-command="bash scripts/measure.sh ${log%/} $*"
+shift && log=${log%/}
+command="bash scripts/measure.sh $log $*"
 # Steps need no decoder; whole runs have a number of steps. `options` decide the pictures.
 network=() run=() steps=() tiers=() options=() gpus= fork=
 while (($#)); do
@@ -57,7 +57,7 @@ flock -n 9 || fail "$log: another measure.sh is at work there; wait for its end"
 { read -r found machine && read -ra every; } < <(python -c '
 import torch; from accel.runtime import precision as p; n = torch.cuda.device_count()
 print(n, torch.cuda.get_device_name() if n else "CPU"); device = torch.device("cuda" if n else "cpu")
-print(*[tier for tier in p.TIERS if tier != "bf16" and p.supports(tier, device)])') ||
+print(*[tier for tier in p.TIERS if tier != "bf16" and p.supports(tier, device)])' 9>&-) ||
   fail "python has no torch: make .venv/ready"
 gate=(--gate 1)
 if ((!found)); then
