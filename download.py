@@ -7,7 +7,7 @@ from accel import launch
 if __name__ == "__main__":
     launch.begin()
 
-from accel.checkpoints.files import pretrained_models
+from accel.checkpoints.loading import pretrained_models
 from accel.checkpoints.published import download_model, fetch_published, find_model
 
 __all__ = ["download_model", "find_model", "pretrained_models"]

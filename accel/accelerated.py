@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel.checkpoints import Source
+from accel.checkpoints import Checkpoint
 from accel.checkpoints.compare import build, require_same
 from accel.checkpoints.module import from_module, from_state, unwrapped
 from accel.config.options import OPTIONS
-from accel.errors import Given, UsageError
+from accel.errors import InputRef, UsageError
 from accel.families.spec import CallAdapter
 from accel.runtime.isolation import exclusive
 from accel.runtime.network import Batch, BlockNetwork, require_no_gradients
@@ -48,11 +48,11 @@ def accelerate(
     overflow, and for a network that computes another function or guides other channels.
     """
     with exclusive():
-        source, adapter = from_module(model)
-        device = _device(next(iter(source.state.values())).device if device is None else device)
+        checkpoint, adapter = from_module(model)
+        device = _device(next(iter(checkpoint.state.values())).device if device is None else device)
         tier = default_tier(device) if precision is None else precision
         require("precision", tier, device)
-        spec = source.spec
+        spec = checkpoint.spec
         most = max(spec.in_channels, spec.recommended["guidance_channels"])
         if guidance_channels is not None:
             guidance_channels = OPTIONS["guidance_channels"].checked(guidance_channels)
@@ -60,7 +60,7 @@ def accelerate(
             raise UsageError(
                 f"must be from 1 to {most}", parameter="guidance_channels", value=guidance_channels
             )
-        return Accelerated(source, adapter, tier, device, check, guidance_channels)
+        return Accelerated(checkpoint, adapter, tier, device, check, guidance_channels)
 
 
 def _device(device: torch.device | str | int) -> torch.device:
@@ -82,7 +82,7 @@ class Accelerated:
 
     def __init__(
         self,
-        source: Source,
+        checkpoint: Checkpoint,
         adapter: CallAdapter,
         tier: str,
         device: torch.device,
@@ -93,16 +93,16 @@ class Accelerated:
         vars(self).update(adapter.attributes)
         self.precision = tier
         self.device = device
-        self._spec = spec = source.spec
+        self._spec = spec = checkpoint.spec
         self.in_channels = spec.in_channels
         self.out_channels = spec.out_channels
         self.num_classes = spec.num_classes
         self.input_size = spec.trained_side
         self.guidance_channels = guidance_channels or spec.recommended["guidance_channels"]
         with self._running():
-            self.network = network = self._build(source)
+            self.network = network = self._build(checkpoint)
             if check:
-                require_same(network, source, adapter, tier, self.guidance_channels)
+                require_same(network, checkpoint, adapter, tier, self.guidance_channels)
         self._replay()
         self._module: Callable[[], nn.Module | None] = weakref.ref(unwrapped(adapter.module))
         self._loaded: Mapping[str, Tensor] | None = None
@@ -141,10 +141,10 @@ class Accelerated:
             "save the model's state dict, and call accelerate again; copy.deepcopy copies it",
         )
 
-    def _build(self, source: Source) -> BlockNetwork:
+    def _build(self, checkpoint: Checkpoint) -> BlockNetwork:
         """Return a network with a copy of the weights. Raises UsageError for an overflow."""
-        spec = source.spec
-        network = build(source.state, spec, self.precision, self.device)
+        spec = checkpoint.spec
+        network = build(checkpoint.state, spec, self.precision, self.device)
         batch = Batch([(1, 1)], self.input_size, spec.num_classes)
         require_finite(network, self.precision, batch, self.device, spec.some_times)
         return network
@@ -259,7 +259,7 @@ class Accelerated:
         return self
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the state dict that was loaded last, or the present one of the source model.
+        """Return the state dict that was loaded last, or the present one of the original model.
         Raises ValueError if that is gone.
         """
         if self._loaded is not None:
@@ -282,8 +282,8 @@ class Accelerated:
                 "load_state_dict(strict=False): all weights are needed; give the whole state dict"
             )
         with self._running():
-            given = Given("load_state_dict", "")
+            given = InputRef("load_state_dict", "")
             renamed = self._adapter.renamed
-            source = from_state(given, state, self._spec, self.input_size, renamed)
-            self.network.copy_weights(self._build(source))
+            checkpoint = from_state(given, state, self._spec, self.input_size, renamed)
+            self.network.copy_weights(self._build(checkpoint))
         self._loaded = dict(state)

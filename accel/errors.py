@@ -83,7 +83,7 @@ def warn(text: str) -> None:
     log.warning(Notice(text))
 
 
-class Given(NamedTuple):
+class InputRef(NamedTuple):
     """A file or folder that an option names, or a module."""
 
     name: str

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accel.checkpoints import Source
+from accel.checkpoints import Checkpoint
 from accel.config.options import USER
 from accel.decoders import LatentSpace
 from accel.decoders.decoder import Decoder, NoDecoder
 from accel.distributed.placement import Placement
-from accel.errors import Given, UsageError
+from accel.errors import InputRef, UsageError
 from accel.families.spec import ModelSpec, StateDict
 from accel.run import Run
 from accel.runtime import precision
@@ -242,18 +242,20 @@ class Pipeline:
             with precision.arithmetic(self.tier), memory_errors(self.too_large):
                 denoise(self.network, self.process, self.guidance, *noise, steps=[*first.values()])
 
-    def network_from(self, source: Source) -> BlockNetwork:
+    def network_from(self, checkpoint: Checkpoint) -> BlockNetwork:
         """Load a network with the same tier and sizes but other weights, to copy them from, without
         a guide. Raises UsageError if the weights overflow the tier.
         """
         counts = count_by_rows(self.process, self.guidance)
         rows = sorted(((1, rows) for rows in counts), reverse=True)
-        batch = Batch(rows, self.side, source.spec.num_classes)
+        batch = Batch(rows, self.side, checkpoint.spec.num_classes)
         from accel.runtime.overflow import require_finite
 
-        with precision.arithmetic(self.tier), source.reading() as state:
-            network = load_network(state, source.spec, source.given, self.tier, self.device, batch)
-            require_finite(network, self.tier, batch, self.device, source.spec.some_times)
+        with precision.arithmetic(self.tier), checkpoint.reading() as state:
+            network = load_network(
+                state, checkpoint.spec, checkpoint.given, self.tier, self.device, batch
+            )
+            require_finite(network, self.tier, batch, self.device, checkpoint.spec.some_times)
         return network
 
     def _noise(self, labels, seed, part):
@@ -326,7 +328,7 @@ def _batch(run: Run, placement: Placement, sizes: Iterable[int]) -> Batch:
 def load_network(
     state: StateDict,
     spec: ModelSpec,
-    given: Given,
+    given: InputRef,
     tier: str,
     device: torch.device,
     batch: Batch,
@@ -360,20 +362,22 @@ def load_network(
 
 
 def _load_networks(
-    run: Run, guide: Source | None, tier: str, batch: Batch, tuner: "Tuner | None"
+    run: Run, guide: Checkpoint | None, tier: str, batch: Batch, tuner: "Tuner | None"
 ) -> list[BlockNetwork]:
     """Load the network, and the guide if there is one."""
     networks = []
-    for source in filter(None, (run.source, guide)):
-        with source.reading() as state:
+    for checkpoint in filter(None, (run.checkpoint, guide)):
+        with checkpoint.reading() as state:
             networks.append(
-                load_network(state, source.spec, source.given, tier, run.device, batch, tuner)
+                load_network(
+                    state, checkpoint.spec, checkpoint.given, tier, run.device, batch, tuner
+                )
             )
     return networks
 
 
 def _load_checked(
-    run: Run, guide: Source | None, tier: str, batch: Batch, tuner: "Tuner | None"
+    run: Run, guide: Checkpoint | None, tier: str, batch: Batch, tuner: "Tuner | None"
 ) -> tuple[Network, str]:
     """Load, tune and check the network and its guide, and return their tier: bf16 if one of them
     overflows fp16, unless the user requested fp16.

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from PIL import Image
 
-from accel.checkpoints import Source
+from accel.checkpoints import Checkpoint
 from accel.checkpoints.compare import build, require_same
 from accel.checkpoints.module import from_module, from_state, unwrapped
 from accel.config.options import OPTIONS, Options
 from accel.config.rules import Request
 from accel.decoders.autoencoder_kl import VAE_LATENT_ENTRIES
 from accel.decoders.loading import FILES
-from accel.errors import Given, UsageError, path_errors
+from accel.errors import InputRef, UsageError, path_errors
 from accel.families import model_names
 from accel.families.spec import CallAdapter
 from accel.io.output import to_grid
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 FOR_FILES = "ckpt", "weights_entry", "num_heads"
 Labels = int | str | Iterable[int | str]
 Array = torch.Tensor | np.ndarray
-Module = tuple[Source, CallAdapter]
+Module = tuple[Checkpoint, CallAdapter]
 
 
 class Sampler:
@@ -104,7 +104,7 @@ class Sampler:
     ):
         given = {name: value for name, value in locals().items() if name in OPTIONS}
         self._check = check
-        module = guide_module = None  # each a source and how it is called
+        module = guide_module = None  # each a checkpoint and how it is called
         if _is_object(model):
             wrong = next((name for name in FOR_FILES if given[name] is not None), None)
             if wrong:
@@ -144,8 +144,8 @@ class Sampler:
         request = Request.open(options)
         self._names = {} if module is None else {"renamed": module[1].renamed}
         with exclusive():
-            source, guide_source = (each and each[0] for each in (module, guide))
-            self.run = open_run(request, source=source, guide=guide_source)
+            checkpoint, guide_checkpoint = (each and each[0] for each in (module, guide))
+            self.run = open_run(request, checkpoint=checkpoint, guide=guide_checkpoint)
             self._pipeline: Pipeline | None = load(self.run, keep_guide=True)
             if self._pipeline.decoder is not None:
                 with arithmetic(self._pipeline.tier):
@@ -170,38 +170,42 @@ class Sampler:
         """
         with self._running() as pipeline:
             if isinstance(model, Mapping):
-                given = Given("refresh", "")
-                source = from_state(given, model, self.run.spec, pipeline.side, **self._names)
-                network = pipeline.network_from(source)
+                given = InputRef("refresh", "")
+                checkpoint = from_state(given, model, self.run.spec, pipeline.side, **self._names)
+                network = pipeline.network_from(checkpoint)
             else:
-                source, adapter = from_module(model)
-                self._require_alike(source)
-                network = pipeline.network_from(source)
-                self._compare(network, source, adapter, self.run.settings.guidance_channels)
+                checkpoint, adapter = from_module(model)
+                self._require_alike(checkpoint)
+                network = pipeline.network_from(checkpoint)
+                self._compare(network, checkpoint, adapter, self.run.settings.guidance_channels)
             pipeline.network.parts[0].copy_weights(network)
 
     def _compare(
-        self, network: BlockNetwork, source: Source, adapter: CallAdapter, channels: int | None
+        self,
+        network: BlockNetwork,
+        checkpoint: Checkpoint,
+        adapter: CallAdapter,
+        channels: int | None,
     ) -> None:
         """Compare a module with its copy, if the caller did not switch that off."""
         assert self._pipeline is not None
         if not self._check:
             return
         tier = self._pipeline.tier
-        if self._pipeline.side != source.spec.trained_side:
-            network = build(source.state, source.spec, tier, self.run.device)
-        require_same(network, source, adapter, tier, channels)
+        if self._pipeline.side != checkpoint.spec.trained_side:
+            network = build(checkpoint.state, checkpoint.spec, tier, self.run.device)
+        require_same(network, checkpoint, adapter, tier, channels)
 
-    def _require_alike(self, source: Source) -> None:
+    def _require_alike(self, checkpoint: Checkpoint) -> None:
         """Raise UsageError for a module of another family or shape."""
-        require_finite_floats(source.tensors.state, source.given)
-        wanted = _beside_shapes(self.run.source)
-        for name, value in _beside_shapes(source).items():
+        require_finite_floats(checkpoint.tensors.state, checkpoint.given)
+        wanted = _beside_shapes(self.run.checkpoint)
+        for name, value in _beside_shapes(checkpoint).items():
             if value != wanted[name]:
-                raise source.given.error(
+                raise checkpoint.given.error(
                     f"has {name} {value}, unlike the model of this Sampler", "make another of it"
                 )
-        require_fit(source.given, source.state, self.run.spec.empty(self.run.latent_size))
+        require_fit(checkpoint.given, checkpoint.state, self.run.spec.empty(self.run.latent_size))
 
     def sample(
         self,
@@ -310,9 +314,9 @@ class Sampler:
             yield self._pipeline
 
 
-def _beside_shapes(source: Source) -> dict[str, Any]:
+def _beside_shapes(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the facts that shapes of tensors do not say, by name."""
-    spec = source.spec
+    spec = checkpoint.spec
     facts = "num_heads", "num_classes", "null_class", "patch_size", "in_channels"
     return {
         "family": spec.family.name,
@@ -391,9 +395,11 @@ def _written(decoder: torch.nn.Module) -> TemporaryDirectory:
     vae: Any = unwrapped(decoder)
     name = type(vae).__name__
     if name != "AutoencoderKL" or not type(vae).__module__.startswith("diffusers."):
-        raise Given(name, "vae").error("give ema, mse, a folder or an AutoencoderKL of diffusers")
+        raise InputRef(name, "vae").error(
+            "give ema, mse, a folder or an AutoencoderKL of diffusers"
+        )
     if any(value.is_meta for value in vae.parameters()):
-        raise Given(name, "vae").error("holds no values", "load the weights first")
+        raise InputRef(name, "vae").error("holds no values", "load the weights first")
     with path_errors("vae", name, "set TMPDIR to a folder with space, or give a folder"):
         folder = TemporaryDirectory()
         vae.save_pretrained(folder.name)

@@ -15,11 +15,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save
 
 from accel.checkpoints.facts import LATENT_SETTINGS, OWN, to_header
-from accel.checkpoints.files import Files
+from accel.checkpoints.loading import Files
 from accel.cli import OneLineParser, positive, user_errors
-from accel.errors import Given, UsageError, shown
+from accel.errors import InputRef, UsageError, shown
 from accel.families import model_names
-from accel.families.identify import Hints
+from accel.families.identify import UserFacts
 from accel.families.spec import ModelSpec, weights_of
 from accel.io.filesystem import atomic_write, is_utf8
 from accel.tensors.digests import digest
@@ -63,8 +63,8 @@ def convert(
     for problem, applies in problems.items():
         if applies:
             raise UsageError(problem, "choose another name", parameter="output", value=target)
-    weights = Files(Given(ckpt), entry=weights_entry)
-    spec = weights.source(Hints(model=model, num_heads=num_heads)).spec
+    weights = Files(InputRef(ckpt), entry=weights_entry)
+    spec = weights.checkpoint(UserFacts(model=model, num_heads=num_heads)).spec
     for text in spec.assumed.values():
         weights.given.warn(text)
     state = weights_of(spec.family).sampled(weights.state)
@@ -111,8 +111,8 @@ def write(state: dict[str, torch.Tensor], facts: dict[str, Any], target: Path) -
 
 def require_equal(target: Path, state: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
     """Read `target` back. Raise UsageError unless it has the same tensors and facts."""
-    weights = Files(Given(str(target)))
-    if digest(weights.state) != digest(state) or facts_of(weights.source().spec) != facts:
+    weights = Files(InputRef(str(target)))
+    if digest(weights.state) != digest(state) or facts_of(weights.checkpoint().spec) != facts:
         raise UsageError(
             "reading it back gave other values", "report this", parameter="output", value=target
         )

@@ -99,7 +99,7 @@ class Model(NamedTuple):
         """Return the model with other options and the same files. Raises UsageError."""
         run = self.run
         request = run.request.changed(**options)
-        return Model(open_run(request, run.device, run.source, run.guide, run.space))
+        return Model(open_run(request, run.device, run.checkpoint, run.guide, run.space))
 
     def command(self) -> str:
         """Return the command that makes the same picture."""

@@ -11,15 +11,15 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accel import fast
-from accel.checkpoints import Source, spec_of
-from accel.checkpoints.files import Files
+from accel.checkpoints import Checkpoint, spec_of
+from accel.checkpoints.loading import Files
 from accel.config.options import Options
 from accel.config.rules import Request
 from accel.decoders import LatentSpace
-from accel.errors import Given
+from accel.errors import InputRef
 from accel.families import constructor_of, dit, family_of, jit, large_dit, lightning_dit, rae, sit
 from accel.families.dit.network import DiT, DiT_models
-from accel.families.identify import Hints
+from accel.families.identify import UserFacts
 from accel.families.jit.network import JiT
 from accel.families.large_dit.network import DiT_Llama
 from accel.families.lightning_dit.network import LightningDiT
@@ -82,16 +82,16 @@ def run_of(model="DiT-XL/2", tensors=None, **options):
         patch_size=int(model.rpartition("/")[2]),
         num_classes=classes,
     )
-    source = Source(Given(model), spec, tensors)
-    return run_with(source, model=model, **options)
+    checkpoint = Checkpoint(InputRef(model), spec, tensors)
+    return run_with(checkpoint, model=model, **options)
 
 
-def run_with(source, configuration=None, **options):
+def run_with(checkpoint, configuration=None, **options):
     """Return the run of options with these weights, by default on a CPU. configuration: of --config."""
     given = Options(**options)
     request = Request(given, configuration, given)
     device = torch.device(given.get("device", "cpu"))
-    return open_run(request, device, source, space=LatentSpace())
+    return open_run(request, device, checkpoint, space=LatentSpace())
 
 
 def opened(options, *given):
@@ -112,17 +112,17 @@ def latents_of(run, pipeline, on_step=None):
 
 def weights_at(path, mapped=True, entry=None):
     """Return the weights in a file or a folder."""
-    return Files(Given(str(path)), mapped, entry)
+    return Files(InputRef(str(path)), mapped, entry)
 
 
 def identify(path, *given):
     """Return the spec of a file's weights. given: a model's name, and a number of classes."""
-    return weights_at(path).source(Hints(*given)).spec
+    return weights_at(path).checkpoint(UserFacts(*given)).spec
 
 
 def recognise(name, state, facts, *given):
     """Return the spec of weights with a file's entries and facts. given: as for `identify`."""
-    return spec_of(Given(name), state, facts, Hints(*given))
+    return spec_of(InputRef(name), state, facts, UserFacts(*given))
 
 
 def to_diffusers(state):

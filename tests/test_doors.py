@@ -332,7 +332,7 @@ def test_the_file_may_change_once_it_is_loaded(tmp_path, weights):
             file.write(os.urandom(size // 2))
         assert torch.equal(latents_of(run, pipeline), want)
         with pytest.raises(UsageError, match="was changed while it was read"):
-            run.source.digest()
+            run.checkpoint.digest()
         os.truncate(path, 100)  # a mapping would end the process
         assert torch.equal(latents_of(run, pipeline), want)
     assert torch.equal(*wants)

@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 
 import download
 import pretrained_models.download
-from accel.checkpoints import files
-from accel.checkpoints.files import Files
+from accel.checkpoints import loading
+from accel.checkpoints.loading import Files
 from accel.checkpoints.published import published_name
-from accel.errors import Given, UsageError
+from accel.errors import InputRef, UsageError
 from accel.families import DEMO, family_of
 from accel.tensors import fetch
 from models import DiT
@@ -144,11 +144,11 @@ def test_names(module, tmp_path):
 FETCH = """
 import sys
 from pathlib import Path
-from accel.errors import Given
-from accel.checkpoints import files
+from accel.errors import InputRef
+from accel.checkpoints import loading
 from accel.tensors import fetch
-fetch.BASE_URL, files.FOLDER = sys.argv[1], Path(sys.argv[2])
-weights = files.Files(Given(sys.argv[3]))
+fetch.BASE_URL, loading.FOLDER = sys.argv[1], Path(sys.argv[2])
+weights = loading.Files(InputRef(sys.argv[3]))
 weights.state
 print("opened", flush=True)
 sys.stdin.readline()
@@ -201,7 +201,7 @@ def published(tmp_path, monkeypatch):
     ).state_dict()
     torch.save(state, tmp_path / "source.pt")
     folder = tmp_path / "cache" / "dit"  # which a first download makes
-    monkeypatch.setattr(files, "FOLDER", folder)
+    monkeypatch.setattr(loading, "FOLDER", folder)
     return (tmp_path / "source.pt").read_bytes(), folder
 
 
@@ -209,7 +209,7 @@ def test_published_weights_are_fetched_once(published, monkeypatch):
     body, folder = published
     with Published(body) as server:
         monkeypatch.setattr(fetch, "BASE_URL", f"{server.url}/")
-        weights = Files(Given(NAME))
+        weights = Files(InputRef(NAME))
         assert weights.path == folder / NAME and not weights.path.exists()
         want = download.download_model(NAME)
     assert (folder / NAME).read_bytes() == body and [path.name for path in folder.iterdir()] == [

@@ -17,8 +17,8 @@ from torch import nn
 
 from accel import Sampler, accelerate
 from accel.checkpoints import facts as facts_beside
-from accel.checkpoints.files import Files
-from accel.errors import Given, UsageError
+from accel.checkpoints.loading import Files
+from accel.errors import InputRef, UsageError
 from accel.families import DEMO
 from accel.families.blocks import RMSFinalLayer
 from accel.families.jit import FAMILY as JIT
@@ -195,9 +195,9 @@ def test_the_command_believes_the_file(tmp_path, here):
 
 def test_a_file_written_here_keeps_the_facts(tmp_path):
     """A converted file names the facts that no tensor says, and the recipe."""
-    files = Files(Given(str(checkpoint(tmp_path, build()))))
-    spec = files.source().spec
-    kept = facts_beside.checked(Given("y"), json.loads(json.dumps(facts_of(spec))))
+    files = Files(InputRef(str(checkpoint(tmp_path, build()))))
+    spec = files.checkpoint().spec
+    kept = facts_beside.checked(InputRef("y"), json.loads(json.dumps(facts_of(spec))))
     again = recognise("y", files.state, kept)
     assert again.recommended == spec.recommended and again.recommended["guidance_interval"] == (
         0.0,
@@ -209,7 +209,7 @@ def test_a_file_written_here_keeps_the_facts(tmp_path):
 def test_the_digest_covers_where_label_tokens_enter(tmp_path):
     def digest(start):
         file = checkpoint(tmp_path, build(), in_context_start=start)
-        return Files(Given(str(file))).source().digest()
+        return Files(InputRef(str(file))).checkpoint().digest()
 
     assert digest(1) != digest(START)
     with shapes_only():

@@ -17,7 +17,7 @@ from accel.config.options import OPTIONS, Options
 from accel.decoders.autoencoder_kl.half import HalfDecoder
 from accel.decoders.ldm import STATISTICS_FILE
 from accel.decoders.loading import digest, find, load
-from accel.errors import Given, UsageError
+from accel.errors import InputRef, UsageError
 from accel.families import Defaults
 from accel.families.lightning_dit.network import LightningDiT_models
 from accel.io.output import to_grid
@@ -261,7 +261,7 @@ def test_a_yaml_file_of_another_model_is_refused(tmp_path):
         UsageError,
         match="run.yaml describes LightningDiT-XL/1, and the weights are LightningDiT-B/1; move",
     ):
-        spec_of(Given("x.pt"), state, **given)
+        spec_of(InputRef("x.pt"), state, **given)
 
 
 SD = dict(model={}, data=dict(latent_norm=False, latent_multiplier=0.18215))

@@ -5,7 +5,7 @@ import torch
 from networks import recognise
 
 from accel.checkpoints import facts
-from accel.errors import Given
+from accel.errors import InputRef
 from accel.families import constructor_of, families
 from accel.tensors.shapes import shapes_only
 from scripts.convert_checkpoint import facts_of
@@ -95,5 +95,5 @@ def test_a_published_file_is_recognised(name):
     start = STARTS.get(name.partition("/")[0])
     assert [getattr(one, "in_context_start", None) for one in (model, spec.empty())] == [start] * 2
     assert len(state) == ENTRIES.get(name, len(state))
-    written = facts.checked(Given("y"), facts_of(spec))
+    written = facts.checked(InputRef("y"), facts_of(spec))
     assert facts_of(recognise("y", state, written)) == facts_of(spec)

@@ -1,7 +1,7 @@
-"""Sources of weights: a file, a folder, a hub id, a module or a state dict → a `Source`.
+"""Sources of weights: a file, a folder, a hub id, a module or a state dict → a `Checkpoint`.
 
-files.py opens files, folders and hub ids: each layout in LAYOUTS has a module. module.py reads
-modules and state dicts. Once a source is open, nobody asks of what kind it was.
+files.py opens files, folders and hub ids: each layout in FORMATS has a module. module.py reads
+modules and state dicts. Once a checkpoint is open, nobody asks of what kind it was.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Protocol
 
 from accel.checkpoints.arguments import interpreted
 from accel.checkpoints.facts import checked
-from accel.errors import Given
-from accel.families.identify import NO_HINTS, Hints, choose_family, identify
+from accel.errors import InputRef
+from accel.families.identify import NO_USER_FACTS, UserFacts, choose_family, identify
 from accel.families.spec import (
     FamilyWeights,
     ModelSpec,
@@ -32,7 +32,7 @@ class Contents(NamedTuple):
 
 
 class Tensors(Protocol):
-    """The tensors of a source, under the names of their family's files; not to be written to."""
+    """The read-only tensors of a checkpoint, under the names in its family's files."""
 
     @property
     def state(self) -> StateDict: ...
@@ -48,13 +48,13 @@ class Tensors(Protocol):
 
 
 @dataclass(frozen=True)
-class Source:
+class Checkpoint:
     """Where weights come from.
 
-    given: as the user gave them. spec: their network. tensors: of any kind of source.
+    given: as the user gave them. spec: their network. tensors: of any kind of checkpoint.
     """
 
-    given: Given
+    given: InputRef
     spec: ModelSpec
     tensors: Tensors
 
@@ -82,10 +82,10 @@ class Source:
 
 
 def spec_of(
-    given: Given,
+    given: InputRef,
     state: StateDict,
     facts: Mapping[str, Any],
-    hints: Hints = NO_HINTS,
+    user_facts: UserFacts = NO_USER_FACTS,
     arguments_beside: Callable[[], tuple[str, Mapping[str, Any]]] = lambda: ("", {}),
 ) -> ModelSpec:
     """Return the spec of weights with the entries `state`, under the names of their family's
@@ -94,7 +94,7 @@ def spec_of(
     family has such files. Raises UsageError for weights of no family, and for values that are
     not supported.
     """
-    possible = choose_family(given, shapes_of(state), facts, hints)
+    possible = choose_family(given, shapes_of(state), facts, user_facts)
     weights = weights_of(possible[0])
     file = ""
     if "family" not in facts:
@@ -107,7 +107,7 @@ def spec_of(
 
         require_schedule(given, schedule)
     facts = checked(given, facts)
-    spec = identify(given, state, facts, hints, possible)
+    spec = identify(given, state, facts, user_facts, possible)
     named = facts.get("model", spec.model)
     if file and named != spec.model and {named, spec.model} <= spec.family.models.keys():
         raise given.error(f"{file} describes {named}, and the weights are {spec.model}", "move it")
@@ -115,7 +115,7 @@ def spec_of(
 
 
 def _facts_in(
-    given: Given, arguments: Mapping[str, Any], weights: FamilyWeights, file: str
+    given: InputRef, arguments: Mapping[str, Any], weights: FamilyWeights, file: str
 ) -> dict[str, Any]:
     """Return the facts that the arguments of a training run give."""
     facts = interpreted(given, arguments, weights.arguments, file and f"{file}: ")

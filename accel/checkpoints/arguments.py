@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from accel.errors import Given, shown
+from accel.errors import InputRef, shown
 
 NAMESPACES = Namespace, SimpleNamespace
 ENTRIES = "args", "config"  # of the arguments in files of the families' own programs
 TRAINING_STATE = "opt", "optimizer", "scheduler", "lr_scheduler", "scaler"
-OURS = "family", "recipe"  # facts that this program alone writes
+PROVENANCE_KEYS = "family", "recipe"  # facts that this program alone writes
 
 
 def arguments_of(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def arguments_of(content: Mapping[str, Any]) -> dict[str, Any]:
         for name, leaf in leaves:
             differs = arguments.get(name, leaf) != leaf  # from the same argument in another entry
             arguments[f"{entry}.{name}" if differs else name] = leaf
-    return {name: value for name, value in arguments.items() if name not in OURS}
+    return {name: value for name, value in arguments.items() if name not in PROVENANCE_KEYS}
 
 
 def flattened(section: Any) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def _is_array(value: Any) -> bool:
 
 
 def interpreted(
-    given: Given,
+    given: InputRef,
     arguments: Mapping[str, Any],
     table: Mapping[str, tuple | str | None],
     file: str = "",

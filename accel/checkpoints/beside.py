@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from accel.checkpoints.arguments import flattened
-from accel.errors import Given
+from accel.errors import InputRef
 from accel.families.configuration import read_yaml
 from accel.tensors.tensor_files import FILE_SUFFIXES
 
 
-def arguments_beside(path: Path, given: Given) -> tuple[str, dict[str, Any]]:
+def arguments_beside(path: Path, given: InputRef) -> tuple[str, dict[str, Any]]:
     """Return the name and the arguments of the YAML file of a file of weights: of the file with
     its name, else of the only one in its folder that has no other weights' name; ("", {}) without
     one. Raises UsageError for a file that cannot be read.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.checkpoints import Source
+from accel.checkpoints import Checkpoint
 from accel.checkpoints.module import unwrapped
 from accel.families.spec import CallAdapter, ModelSpec, StateDict
 from accel.runtime.network import BlockNetwork, EagerNetwork
@@ -40,7 +40,7 @@ def build(state: StateDict, spec: ModelSpec, tier: str, device: torch.device) ->
 
 def require_same(
     network: BlockNetwork,
-    source: Source,
+    checkpoint: Checkpoint,
     adapter: CallAdapter,
     tier: str,
     guidance_channels: int | None = None,
@@ -52,8 +52,8 @@ def require_same(
     network: the copy, of a tier, for latents of the trained size. Raises UsageError if they differ.
     Prints a notice if all outputs are zero.
     """
-    spec = source.spec
-    error_of = source.given.error
+    spec = checkpoint.spec
+    error_of = checkpoint.given.error
     module = unwrapped(adapter.module)
     narrow = ROUNDING.get(next(module.parameters()).dtype, 0)
     generator = torch.Generator().manual_seed(0)
@@ -63,9 +63,9 @@ def require_same(
     y = torch.randint(spec.num_classes, (2,), generator=generator)
     if spec.null_class:
         y[1] = spec.num_classes
-    want = _evaluate(source, adapter, adapter.module, x, t, y)
+    want = _evaluate(checkpoint, adapter, adapter.module, x, t, y)
     if not want.any():
-        source.given.warn("returns zeros, as if it were not trained: nothing was compared")
+        checkpoint.given.warn("returns zeros, as if it were not trained: nothing was compared")
         return
     device = next(network.parameters()).device
     with arithmetic(tier):
@@ -90,8 +90,8 @@ def require_same(
         return
     x = torch.cat([x[:1], x[:1]])
     t = t[:1].repeat(2)
-    plain = _evaluate(source, adapter, module, x, t, y)
-    guided = _evaluate(source, adapter, method, x, t, y, SCALE)
+    plain = _evaluate(checkpoint, adapter, module, x, t, y)
+    guided = _evaluate(checkpoint, adapter, method, x, t, y, SCALE)
     want = guided_halves(plain, SCALE, guidance_channels)
     every = "N" if guidance_channels == spec.in_channels else spec.in_channels
     if guided.shape != want.shape or not _error(guided, want) <= OF_GUIDANCE[narrow > 0]:
@@ -109,7 +109,7 @@ def _error(got: Tensor, want: Tensor) -> float:
 
 
 def _evaluate(
-    source: Source,
+    checkpoint: Checkpoint,
     adapter: CallAdapter,
     function: Callable[..., Any],
     x: Tensor,
@@ -138,8 +138,8 @@ def _evaluate(
             return adapter.output(function(*inputs, *scale, **named)).detach().float()
         except Exception as error:  # of code that is not ours
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
-            raise source.given.error(
-                f"cannot be evaluated as a {source.spec.family.name} ({reason})",
+            raise checkpoint.given.error(
+                f"cannot be evaluated as a {checkpoint.spec.family.name} ({reason})",
                 "check=False skips this",
             ) from None
         finally:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from accel.checkpoints import Contents, training
 from accel.checkpoints.arguments import arguments_of
-from accel.errors import Given
+from accel.errors import InputRef
 from accel.tensors.pickles import read_pickle
 
 # the first that is there is used
@@ -18,12 +18,12 @@ ARGUMENTS = "model_args.pth"
 PART = re.compile(r"consolidated\w*\.\d+-of-(\d+)\.pth")
 
 
-def holds(folder: Path) -> bool:
+def matches(folder: Path) -> bool:
     """Return whether `folder` is of such a run, parts of tensors included."""
     return any(name == ARGUMENTS or name.startswith("consolidated") for name in os.listdir(folder))
 
 
-def read(folder: Path, given: Given, mapped: bool, entry: str | None = None) -> Contents:
+def read(folder: Path, given: InputRef, mapped: bool, entry: str | None = None) -> Contents:
     """Return the state dict and the arguments of the run, nothing if their file is not there.
     Raises UsageError.
     """

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from accel.checkpoints import Contents
-from accel.errors import Given, UsageError, shown
+from accel.errors import InputRef, UsageError, shown
 from accel.tensors.diffusers_names import (
     COMPUTED,
     DEFAULT_SIDE,
@@ -23,12 +23,12 @@ from accel.tensors.tensor_files import floats_of, read_json, read_tensors, weigh
 CLASSES = COMPUTED["_class_name"]
 
 
-def holds(folder: Path) -> bool:
+def matches(folder: Path) -> bool:
     """Return whether `folder` has config.json, or a pipeline's transformer/."""
     return not {"config.json", "transformer"}.isdisjoint(os.listdir(folder))
 
 
-def read(folder: Path, given: Given, mapped: bool, entry: str | None = None) -> Contents:
+def read(folder: Path, given: InputRef, mapped: bool, entry: str | None = None) -> Contents:
     """Return the state dict of models.DiT and the facts beside it. No position table is stored:
     as the class does, compute it for `sample_size`. Raises UsageError.
     """
@@ -40,7 +40,7 @@ def read(folder: Path, given: Given, mapped: bool, entry: str | None = None) -> 
     config = read_json(folder / "config.json", given.option)
     name = config.get("_class_name", CLASSES[0])
     if name not in CLASSES:
-        raise Given(str(folder / "config.json"), given.option).error(
+        raise InputRef(str(folder / "config.json"), given.option).error(
             f"is of a {shown(name)}, and in this layout only a {CLASSES[0]} is read",
             "give the checkpoint of the model's own repository",
         )
@@ -54,7 +54,7 @@ def read(folder: Path, given: Given, mapped: bool, entry: str | None = None) -> 
     except ValueError as error:
         if isinstance(error, UsageError):
             raise
-        raise Given(str(folder / "config.json"), given.option).error(str(error)) from None
+        raise InputRef(str(folder / "config.json"), given.option).error(str(error)) from None
     if folder.name == "transformer":
         facts |= _of_pipeline(folder.parent, given.option)
     return Contents(state, facts)

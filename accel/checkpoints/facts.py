@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from accel.config.options import OPTIONS
-from accel.errors import Given, UsageError, shown
+from accel.errors import InputRef, UsageError, shown
 
 OWN = "metadata"  # of a .pt file: the key beside its tensors
 PREFIX = "dit."  # of our entries in the header of a safetensors file, whose values are strings
@@ -70,7 +70,7 @@ def option_value(name: str, value: Any) -> Any:
     return OPTIONS[name].checked(value)
 
 
-def checked_options(given: Given, options: Mapping[str, Any], where: str) -> dict[str, Any]:
+def checked_options(given: InputRef, options: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return options that a file says. where: in it, in words. Raises UsageError about the file."""
     values = {}
     for name, value in options.items():
@@ -84,7 +84,7 @@ def checked_options(given: Given, options: Mapping[str, Any], where: str) -> dic
     return values
 
 
-def checked(given: Given, facts: Mapping[str, Any]) -> dict[str, Any]:
+def checked(given: InputRef, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the facts that are plain values, those that are known checked. Raises UsageError about
     the file.
     """

@@ -1,4 +1,4 @@
-"""A module as a source of weights: models.DiT, the original classes of every family, their
+"""A module as a checkpoint of weights: models.DiT, the original classes of every family, their
 wrappers, pipelines. And the state dict of such a module.
 
 The names of the tensors choose the family; its weights.py tells how the module is called.
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel.checkpoints import Source, spec_of
+from accel.checkpoints import Checkpoint, spec_of
 from accel.checkpoints.names import without_prefix
-from accel.errors import Given, UsageError
+from accel.errors import InputRef, UsageError
 from accel.families import Family, families
 from accel.families.identify import families_with
 from accel.families.spec import CallAdapter, ModelSpec, StateDict, unchanged, weights_of
@@ -66,8 +66,8 @@ class StateTensors:
         return False
 
 
-def from_module(model: Any, copy: bool = False, option: str = "") -> tuple[Source, CallAdapter]:
-    """Return the source with the weights of a module, wrapped or not, or of a pipeline's
+def from_module(model: Any, copy: bool = False, option: str = "") -> tuple[Checkpoint, CallAdapter]:
+    """Return the checkpoint with the weights of a module, wrapped or not, or of a pipeline's
     transformer, and how the module is called.
 
     copy: whether to copy the weights. option: that gives the module. Raises UsageError for a module
@@ -83,9 +83,9 @@ def from_module(model: Any, copy: bool = False, option: str = "") -> tuple[Sourc
         model = getattr(model, "transformer", model)  # a pipeline's
     if not isinstance(model, nn.Module):
         problem = "is not a DiT; give a torch.nn.Module, or a pipeline with one"
-        raise Given(type(model).__name__, option).error(problem)
+        raise InputRef(type(model).__name__, option).error(problem)
     module: Any = unwrapped(model)
-    given = Given(type(module).__name__, option)
+    given = InputRef(type(module).__name__, option)
     state = _without_wrappers(_tensors_of(module))
     if any(getattr(value, "is_meta", False) for value in state.values()):
         raise given.error("holds no values", "load the weights first")
@@ -124,10 +124,10 @@ def from_module(model: Any, copy: bool = False, option: str = "") -> tuple[Sourc
         spec = spec.changed(network=network, timestep_embedding=embedding.__module__)
     if copy:
         raw = {name: value.clone() for name, value in raw.items()}
-    return Source(given, spec, StateTensors(raw)), adapter._replace(module=model)
+    return Checkpoint(given, spec, StateTensors(raw)), adapter._replace(module=model)
 
 
-def _family_of(given: Given, module: nn.Module, state: StateDict) -> tuple[Family, str]:
+def _family_of(given: InputRef, module: nn.Module, state: StateDict) -> tuple[Family, str]:
     """Return the family of a module, by the names of its tensors, then by its class; and the notice
     if both leave several.
     """
@@ -171,13 +171,13 @@ def _called(module: nn.Module) -> list[Family]:
 
 
 def from_state(
-    given: Given,
+    given: InputRef,
     state: Mapping[str, Tensor],
     spec: ModelSpec,
     side: int,
     renamed: Callable[[StateDict], StateDict] = unchanged,
-) -> Source:
-    """Return the source with a state dict of the network `spec`. renamed: gives its entries the
+) -> Checkpoint:
+    """Return the checkpoint with a state dict of the network `spec`. renamed: gives its entries the
     names of the family's files. side: of latents. Raises UsageError for another network's, and
     for tensors that are not of finite floats.
     """
@@ -188,15 +188,15 @@ def from_state(
     require_finite_floats(floats, given)
     try:
         raw = renamed(without_prefix(_without_wrappers(floats)))
-        source = Source(given, spec, StateTensors(raw))
-        require_fit(given, source.state, spec.empty(side))
+        checkpoint = Checkpoint(given, spec, StateTensors(raw))
+        require_fit(given, checkpoint.state, spec.empty(side))
     except UsageError:
         raise
     except KeyError as missing:
         raise given.error(f"is not such a state dict: no {missing.args[0]}") from None
     except ValueError as error:
         raise given.error(str(error)) from None
-    return source
+    return checkpoint
 
 
 def _tensors_of(module):

@@ -6,7 +6,7 @@ from os.path import commonprefix
 
 import torch
 
-from accel.errors import Given, shown
+from accel.errors import InputRef, shown
 from accel.families import families
 from accel.families.spec import StateDict
 
@@ -28,7 +28,7 @@ def prefixes_of(names: Iterable[str]) -> list[str]:
     return sorted(prefix for prefix in found if prefix == "" or prefix.endswith("."))
 
 
-def network_in(given: Given, state: StateDict, prefix: str | None = None) -> StateDict:
+def network_in(given: InputRef, state: StateDict, prefix: str | None = None) -> StateDict:
     """Return the tensors of the network in a state dict, by their names without wrappers. prefix:
     that the user names; default: the only one under which a family's tensors lie. Print what is
     left out. Raises UsageError for two networks.
@@ -62,7 +62,7 @@ def without_prefix(state: StateDict) -> StateDict:
     return {name.removeprefix(prefix): value for name, value in state.items()}
 
 
-def _without_inner(given: Given, state: StateDict) -> StateDict:
+def _without_inner(given: InputRef, state: StateDict) -> StateDict:
     """Return a state dict without the parts of names that wrappers inside a network add."""
     plain: StateDict = {}
     for name, value in state.items():

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from accel.checkpoints import files
-from accel.checkpoints.files import Files, pretrained_models
-from accel.errors import Given, UsageError
+from accel.checkpoints import loading
+from accel.checkpoints.loading import Files, pretrained_models
+from accel.errors import InputRef, UsageError
 from accel.families import Family
 from accel.families.identify import choose_family, families_with
 from accel.families.spec import weights_of
@@ -22,7 +22,7 @@ def find_model(name_or_path: str | Path) -> dict[str, torch.Tensor]:
     upstream's function of this name does; weights of no family are returned unchanged.
     name_or_path: as for --ckpt. Raises UsageError.
     """
-    weights = Files(Given(str(name_or_path)))
+    weights = Files(InputRef(str(name_or_path)))
     shapes = shapes_of(weights.state)
     if not families_with(shapes):
         return weights.state
@@ -35,7 +35,7 @@ def download_model(name: str) -> dict[str, torch.Tensor]:
     does. Download them on first use. Raises UsageError for another name.
     """
     if name not in pretrained_models:
-        raise Given(name).error(
+        raise InputRef(name).error(
             f"not published; the names are {', '.join(sorted(pretrained_models))}"
         )
     return find_model(name)
@@ -47,7 +47,7 @@ def fetch_published() -> None:
     """
     for name in sorted(pretrained_models):
         try:
-            log.info(str(Files(Given(str(files.FOLDER / name))).fetch()))
+            log.info(str(Files(InputRef(str(loading.FOLDER / name))).fetch()))
         except UsageError as error:
             sys.exit(f"download.py: {error.by_flags()}")
 

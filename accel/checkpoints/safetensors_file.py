@@ -5,16 +5,16 @@ from pathlib import Path
 from accel.checkpoints import Contents
 from accel.checkpoints.facts import from_header, others_in_header
 from accel.checkpoints.names import network_in
-from accel.errors import Given, UsageError, shown
+from accel.errors import InputRef, UsageError, shown
 from accel.tensors.tensor_files import floats_of, read_safetensors
 
 
-def holds(path: Path) -> bool:
+def matches(path: Path) -> bool:
     """Return whether `path` is a file of this format."""
     return path.suffix == ".safetensors" and not path.is_dir()
 
 
-def read(path: Path, given: Given, mapped: bool, entry: str | None = None) -> Contents:
+def read(path: Path, given: InputRef, mapped: bool, entry: str | None = None) -> Contents:
     """Return the tensors of the network, and the facts in the header. entry: the prefix of the
     network's names, where the file has several. Raises UsageError.
     """
@@ -29,7 +29,7 @@ def read(path: Path, given: Given, mapped: bool, entry: str | None = None) -> Co
     return Contents(network_in(given, state, prefix_in(given, state, entry)), facts)
 
 
-def prefix_in(given: Given, state: dict, entry: str | None) -> str | None:
+def prefix_in(given: InputRef, state: dict, entry: str | None) -> str | None:
     """Return the prefix that a user names as an entry; None if none is named. Raises UsageError for
     one that no names have.
     """

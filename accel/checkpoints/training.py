@@ -15,7 +15,7 @@ from accel.checkpoints.arguments import arguments_of
 from accel.checkpoints.facts import OWN
 from accel.checkpoints.names import INNER, network_in, prefixes_of
 from accel.checkpoints.safetensors_file import prefix_in
-from accel.errors import Given, UsageError, shown
+from accel.errors import InputRef, UsageError, shown
 from accel.families.spec import StateDict
 from accel.tensors.latent_statistics import PAIRS
 from accel.tensors.tensor_files import floats_of, is_counter, read_tensors
@@ -41,12 +41,12 @@ RAW = "model"  # the trained entry, of which others are averages
 FIXED = "pos_embed", "freqs_cos", "freqs_sin"
 
 
-def holds(path: Path) -> bool:
+def matches(path: Path) -> bool:
     """Return whether `path` may be a file of tensors: anything but a folder."""
     return not path.is_dir()
 
 
-def read(path: Path, given: Given, mapped: bool, entry: str | None = None) -> Contents:
+def read(path: Path, given: InputRef, mapped: bool, entry: str | None = None) -> Contents:
     """Return the state dict and the facts next to it. entry: the name of the entry with the
     weights, with a dot before the name of an entry inside it, or before the prefix of the network's
     names, or this prefix; default: by `_rank`. Raises UsageError.
@@ -80,7 +80,7 @@ def _is_vector(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > 1
 
 
-def _preferred(given: Given, states: Mapping[str, StateDict]) -> str:
+def _preferred(given: InputRef, states: Mapping[str, StateDict]) -> str:
     """Return the entry that `_rank` prefers among the entries with a network. Print it if there
     are others and its name is not "ema".
     """
@@ -101,7 +101,7 @@ def _preferred(given: Given, states: Mapping[str, StateDict]) -> str:
     return first
 
 
-def _named(given: Given, states: Mapping[str, StateDict], entry: str) -> tuple[str, str | None]:
+def _named(given: InputRef, states: Mapping[str, StateDict], entry: str) -> tuple[str, str | None]:
     """Return the entry that the user names, and the prefix of the network's names in it if the
     user names one.
     """

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from accel.errors import Given, UsageError, shown
+from accel.errors import InputRef, UsageError, shown
 from accel.families import families
 from accel.io.filesystem import read_small
 
@@ -42,7 +42,7 @@ class Configuration(NamedTuple):
     fetch: Callable[[list[str]], str] = lambda paths: ""  # the command for them, "" if unknown
     sizes: tuple[Size, ...] = ()
     family: str = ""  # its name
-    given: Given = Given("", "config")
+    given: InputRef = InputRef("", "config")
 
     def require_computed(self, given: Collection[str], decodes: bool = True) -> None:
         """Raise UsageError for a value that is not supported, and one for all missing files.
@@ -58,7 +58,7 @@ class Configuration(NamedTuple):
             remedy = self.fetch([*needed.values()]) or f"put it there, or give `{option}`"
             raise self.given.error(f"cannot find {', '.join(needed.values())}", remedy)
 
-    def require_network(self, parameter: str, given: Given, spec: "ModelSpec") -> None:
+    def require_network(self, parameter: str, given: InputRef, spec: "ModelSpec") -> None:
         """Raise UsageError for a network of another family than the file's, or of other sizes.
         parameter: `ckpt` or `guide`, which names the network.
         """
@@ -78,7 +78,7 @@ class Configuration(NamedTuple):
                 )
 
 
-def warn_uninterpreted(given: Given, arguments: Mapping[str, Any]) -> None:
+def warn_uninterpreted(given: InputRef, arguments: Mapping[str, Any]) -> None:
     """Print the arguments of a file that nothing reads, in one line; no-op if there is none."""
     if arguments:
         listed = ", ".join(f"{shown(name)}={plain(value)}" for name, value in arguments.items())
@@ -89,7 +89,7 @@ def read(path: str) -> Configuration:
     """Read a configuration file. Raises UsageError for a file that cannot be read, or that is of no
     family.
     """
-    given = Given(path, "config")
+    given = InputRef(path, "config")
     try:
         content = read_yaml(path)
     except (OSError, ValueError) as error:
@@ -120,7 +120,7 @@ class Entries:
     given: the file, about which errors are. name: of the configuration in errors.
     """
 
-    def __init__(self, content: dict, given: Given, name: str = ""):
+    def __init__(self, content: dict, given: InputRef, name: str = ""):
         self.content = content
         self.given = given
         self.name = name

@@ -10,14 +10,14 @@ from math import isqrt
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from accel.errors import Given, UsageError, shown
+from accel.errors import InputRef, UsageError, shown
 from accel.families import Family, families, family_of
 from accel.families.spec import ModelSpec, StateDict, weights_of
 from accel.tensors.shapes import Shapes, require_fit, shapes_of
 
 
-class Hints(NamedTuple):
-    """A user's hints about weights, and the network that they guide, if any."""
+class UserFacts(NamedTuple):
+    """The user's options about a checkpoint, and the network that it guides, if any."""
 
     model: str | None = None
     num_classes: int | None = None
@@ -25,16 +25,16 @@ class Hints(NamedTuple):
     guided: ModelSpec | None = None
 
 
-NO_HINTS = Hints()
+NO_USER_FACTS = UserFacts()
 # Arguments of training that tell families with the same tensors apart, in this order.
 TELLING = "enc_type", "model", "path_type"
 
 
 def identify(
-    given: Given,
+    given: InputRef,
     state: StateDict,
     facts: Mapping[str, Any],
-    hints: Hints = NO_HINTS,
+    user_facts: UserFacts = NO_USER_FACTS,
     possible: Sequence[Family] = (),
 ) -> ModelSpec:
     """Return the spec of weights with the entries `state`, under the names of their family's files.
@@ -44,8 +44,8 @@ def identify(
     have = shapes_of(state)
     family, *others = possible
     weights = weights_of(family)
-    if hints.num_heads is not None:
-        facts = {"num_heads": hints.num_heads, **facts}
+    if user_facts.num_heads is not None:
+        facts = {"num_heads": user_facts.num_heads, **facts}
     try:
         spec = weights.identify(have, facts)
         rows = have[weights.labels][0]
@@ -57,7 +57,7 @@ def identify(
     except ValueError as error:
         raise given.error(str(error)) from None
     shipped = shipped_as(given.name)
-    classes, null_class = _classes(given, spec, rows, facts, hints, shipped)
+    classes, null_class = _classes(given, spec, rows, facts, user_facts, shipped)
     spec = spec.changed(num_classes=classes, null_class=null_class)
     network: Any = spec.empty()
     require_fit(given, reference, network)
@@ -81,19 +81,19 @@ def identify(
     )
     spec = spec.changed(assumed=_assumed(given, spec, others))
     _require_estimate(given, spec, facts)
-    if hints.num_heads not in (None, spec.num_heads):
+    if user_facts.num_heads not in (None, spec.num_heads):
         raise UsageError(
             f"these weights have {spec.num_heads}",
             "drop it",
             parameter="num_heads",
-            value=hints.num_heads,
+            value=user_facts.num_heads,
         )
-    _require_model(given, spec, hints.model)
-    _print_assumptions(given, spec, facts, hints, rows, shipped)
+    _require_model(given, spec, user_facts.model)
+    _print_assumptions(given, spec, facts, user_facts, rows, shipped)
     return spec
 
 
-def _assumed(given: Given, spec: ModelSpec, others: Sequence[Family]) -> dict[str, str]:
+def _assumed(given: InputRef, spec: ModelSpec, others: Sequence[Family]) -> dict[str, str]:
     """Return notices about a family and a noise scale that neither the file nor the user names.
     others: families that the weights may be of too.
     """
@@ -116,7 +116,7 @@ def _assumed(given: Given, spec: ModelSpec, others: Sequence[Family]) -> dict[st
     return assumed
 
 
-def _require_estimate(given: Given, spec: ModelSpec, facts: Mapping[str, Any]) -> None:
+def _require_estimate(given: InputRef, spec: ModelSpec, facts: Mapping[str, Any]) -> None:
     """Raise UsageError for outputs that are not sampled, or that contradict the facts."""
     last = f"its last layer makes {spec.out_channels} channels"
     if facts.get("learn_sigma") is (not spec.learn_sigma):
@@ -137,7 +137,7 @@ def _require_estimate(given: Given, spec: ModelSpec, facts: Mapping[str, Any]) -
         )
 
 
-def _require_model(given: Given, spec: ModelSpec, model: str | None) -> None:
+def _require_model(given: InputRef, spec: ModelSpec, model: str | None) -> None:
     """Raise UsageError for weights of another named model than the user's."""
     if model in (None, spec.model):
         return
@@ -149,10 +149,10 @@ def _require_model(given: Given, spec: ModelSpec, model: str | None) -> None:
 
 
 def _print_assumptions(
-    given: Given,
+    given: InputRef,
     spec: ModelSpec,
     facts: Mapping[str, Any],
-    hints: Hints,
+    user_facts: UserFacts,
     rows: int,
     shipped: str | None,
 ) -> None:
@@ -160,7 +160,7 @@ def _print_assumptions(
     family = spec.family
     of_file = facts.get("model")
     in_training = family.names_in_training.get(spec.model, spec.model)
-    named = spec.model in (hints.model, shipped) or of_file in (spec.model, in_training)
+    named = spec.model in (user_facts.model, shipped) or of_file in (spec.model, in_training)
     if not named and family_of(of_file):
         given.warn(f"says model {of_file}, and its entries are of {spec.model}")
     if spec.assumes_heads and not named:
@@ -170,8 +170,8 @@ def _print_assumptions(
         )
     usual = family.models.get(spec.model, family.recipe).num_classes
     as_usual = spec.num_classes in (1000, usual) and named
-    if hints.num_classes is None and "num_classes" not in facts and not as_usual:
-        if hints.guided is not None:
+    if user_facts.num_classes is None and "num_classes" not in facts and not as_usual:
+        if user_facts.guided is not None:
             return  # it has the classes of the network that it guides
         classes = spec.num_classes
         words = f"{classes} classes and the null class (all {rows} classes? `num_classes={rows}`)"
@@ -182,7 +182,7 @@ def _print_assumptions(
 
 
 def choose_family(
-    given: Given, have: Shapes, facts: Mapping[str, Any], hints: Hints = NO_HINTS
+    given: InputRef, have: Shapes, facts: Mapping[str, Any], user_facts: UserFacts = NO_USER_FACTS
 ) -> list[Family]:
     """Return the families that weights with the shapes `have` may be of, the one to take first.
 
@@ -191,7 +191,7 @@ def choose_family(
     Raises UsageError for weights of no family, or of another than the user or the file names.
     """
     possible = families_with(have)
-    wanted = family_of(hints.model)
+    wanted = family_of(user_facts.model)
     if not possible:
         likely, *others = sorted(families(), key=lambda family: family != wanted)
         missing = next(key for key in likely.keys if key not in have)
@@ -217,7 +217,7 @@ def choose_family(
     ]
     for step in steps:
         possible = list(filter(step, possible)) or possible
-    guided = hints.guided.family if hints.guided else None
+    guided = user_facts.guided.family if user_facts.guided else None
     return sorted(possible, key=lambda family: family != guided)
 
 
@@ -231,11 +231,11 @@ def families_with(have: Shapes) -> list[Family]:
 # ---- Classes ----
 
 
-def _classes(given, spec, rows, facts, hints, shipped):
+def _classes(given, spec, rows, facts, user_facts, shipped):
     """Return (number of classes, whether a null class follows them), from the rows of the
     label table.
     """
-    wanted = hints.num_classes
+    wanted = user_facts.num_classes
     implied = spec.family.models.get(spec.model, spec.family.recipe)
     certain = implied.num_classes if shipped or implied.class_names else None
     certain = facts.get("num_classes", certain)
@@ -246,7 +246,7 @@ def _classes(given, spec, rows, facts, hints, shipped):
             parameter="num_classes",
             value=wanted,
         )
-    of_guided = hints.guided and hints.guided.num_classes
+    of_guided = user_facts.guided and user_facts.guided.num_classes
     if of_guided and "num_classes" not in facts and rows in (of_guided, of_guided + 1):
         wanted = of_guided
         if rows == of_guided:

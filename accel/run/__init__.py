@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from accel.checkpoints import Source
+from accel.checkpoints import Checkpoint
 from accel.config import rules
 from accel.config.options import USER, Options, Settings
 from accel.decoders import LatentSpace
@@ -26,8 +26,8 @@ class Run:
 
     settings: Settings
     request: rules.Request
-    source: Source
-    guide: Source | None
+    checkpoint: Checkpoint
+    guide: Checkpoint | None
     space: LatentSpace  # its decoder is None where no picture is decoded
     device: torch.device
     process: Process
@@ -36,7 +36,7 @@ class Run:
     @property
     def spec(self) -> ModelSpec:
         """Return the spec of the network."""
-        return self.source.spec
+        return self.checkpoint.spec
 
     @property
     def latent_size(self) -> int:
@@ -112,7 +112,7 @@ class Run:
     def repeat_assumed_family(self) -> None:
         """Print again, after the pictures are saved, that the family is an assumption."""
         if "" in self.spec.assumed:
-            self.source.given.warn(self.spec.assumed[""])
+            self.checkpoint.given.warn(self.spec.assumed[""])
 
     def describe(self, machine: list[str], ranks: int = 1) -> str:
         """Return the line that announces the run. machine: the arithmetic and where it runs, as
@@ -175,7 +175,9 @@ def process_of(settings: Settings, spec: ModelSpec) -> Process:
     )
 
 
-def guidance_for(settings: Settings, spec: ModelSpec, guide: Source | None) -> Guidance | Unguided:
+def guidance_for(
+    settings: Settings, spec: ModelSpec, guide: Checkpoint | None
+) -> Guidance | Unguided:
     """Make the guidance of a network."""
     family = spec.family
     return guidance_of(
@@ -188,7 +190,7 @@ def guidance_for(settings: Settings, spec: ModelSpec, guide: Source | None) -> G
     )
 
 
-def require_null_class(scale: float, spec: ModelSpec, guide: Source | None) -> None:
+def require_null_class(scale: float, spec: ModelSpec, guide: Checkpoint | None) -> None:
     """Raise UsageError for guidance without a null class and without a guide."""
     if spec.null_class or guide is not None or scale == 1:
         return
@@ -206,7 +208,7 @@ def require_null_class(scale: float, spec: ModelSpec, guide: Source | None) -> N
 
 
 def label_numbers(
-    labels: Iterable[int | str], names: tuple[str, ...], spec: ModelSpec, guide: Source | None
+    labels: Iterable[int | str], names: tuple[str, ...], spec: ModelSpec, guide: Checkpoint | None
 ) -> tuple[int, ...]:
     """Return labels as numbers. names: of all classes, () where they are unknown. Raises UsageError
     for labels that the weights or their guide do not have.

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from accel.checkpoints.files import Files
+from accel.checkpoints.loading import Files
 from accel.config import rules
 from accel.decoders.loading import recognise
 from accel.errors import UsageError

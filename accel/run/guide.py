@@ -3,17 +3,17 @@
 from collections.abc import Mapping
 from typing import Any
 
-from accel.checkpoints import Source
+from accel.checkpoints import Checkpoint
 from accel.config.options import USER
 
 
 def require_alike(
-    values: Mapping[str, Any], origins: Mapping[str, str], guide: Source, source: Source
+    values: Mapping[str, Any], origins: Mapping[str, str], guide: Checkpoint, checkpoint: Checkpoint
 ) -> list[str]:
     """Return lines about a guide. Raises UsageError unless it has the family, the classes, the
-    latents and the noise of the network `source` that it guides. values, origins: of options.
+    latents and the noise of the network `checkpoint` that it guides. values, origins: of options.
     """
-    spec = source.spec
+    spec = checkpoint.spec
     other = guide.spec
     size = spec.recommended.get("image_size", spec.image_size)
     if origins.get("image_size") == USER and not spec.family.any_size:
@@ -36,17 +36,17 @@ def require_alike(
     for fact, (value, guided) in compared.items():
         if None not in (value, guided) and value != guided:
             raise guide.given.error(
-                f"has {fact} {value}, and {source.name} {guided}",
+                f"has {fact} {value}, and {checkpoint.name} {guided}",
                 "a guide has the family, classes and latents of the network that it guides",
             )
     # The noise scale of a guide is compared below.
     notices = [guide.given.notice(text) for name, text in other.assumed.items() if not name]
     if spec.family.prediction == "data":
-        notices += _noise_notices(values, origins, guide, source)
+        notices += _noise_notices(values, origins, guide, checkpoint)
     return notices
 
 
-def _noise_notices(values, origins, guide, source):
+def _noise_notices(values, origins, guide, checkpoint):
     """Return lines about the first noise and the divisor of a guide that estimates the clean
     picture. Raises UsageError for another scale of noise, unless the user gives one for both.
     """
@@ -62,7 +62,7 @@ def _noise_notices(values, origins, guide, source):
         )
     elif origins["noise_scale"] != USER and trained != scale:
         raise guide.given.error(
-            f"was trained with noise_scale {trained:g}, and {source.name} with {scale:g}",
+            f"was trained with noise_scale {trained:g}, and {checkpoint.name} with {scale:g}",
             "give another guide, or `noise_scale` for both",
         )
     t_eps = guide.spec.recommended.get("t_eps")

@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 
-from accel.checkpoints import Source
-from accel.checkpoints.files import Files
+from accel.checkpoints import Checkpoint
+from accel.checkpoints.loading import Files
 from accel.config import rules
 from accel.config.options import DEFAULT, DEFAULTS, FAMILY, JOB, MODEL, OPTIONS, USER, Settings
 from accel.decoders import LatentSpace
 from accel.decoders.loading import PUBLISHED, find
 from accel.distributed import Ranks
 from accel.distributed.placement import OFF
-from accel.errors import Given, UsageError, warn
+from accel.errors import InputRef, UsageError, warn
 from accel.families import require_family_of
-from accel.families.identify import Hints
+from accel.families.identify import UserFacts
 from accel.families.spec import ModelSpec
 from accel.io.progress import Stopwatch
 from accel.run import (
@@ -42,35 +42,35 @@ PUBLISHED_DECODER = re.compile(r"^(?:stabilityai/)?sd-vae-ft-(ema|mse)$")
 def open_run(
     request: rules.Request,
     device: torch.device | None = None,
-    source: Source | None = None,
-    guide: Source | None = None,
+    checkpoint: Checkpoint | None = None,
+    guide: Checkpoint | None = None,
     space: LatentSpace | None = None,
 ) -> Run:
     """Open weights, guide and decoder, and choose every value; print the notices.
 
-    source, guide, space: already open, in place of those that the options name. Raises UsageError:
+    checkpoint, guide, space: opened before; the options name the rest. Raises UsageError:
     for a tier that the device lacks before anything is fetched, for options that contradict the
     weights before a decoder is.
     """
     device = device or choose_device(request.values.get("device"))
     arithmetic, notices = choose_arithmetic(request.values, device)
-    source, guide = open_weights(request, source, guide, device)
-    spec = source.spec
+    checkpoint, guide = open_weights(request, checkpoint, guide, device)
+    spec = checkpoint.spec
     configuration = request.configuration
     of_file = (configuration.given.name, configuration.options) if configuration else ("", {})
     values, origins = merge(
         [
             (USER, request.options),
             of_file,
-            (spec.specified_in or source.name, spec.recommended),
-            (source.name, {"num_classes": spec.num_classes, "vae": spec.vae}),
+            (spec.specified_in or checkpoint.name, spec.recommended),
+            (checkpoint.name, {"num_classes": spec.num_classes, "vae": spec.vae}),
             (JOB, rules.job_defaults(request.values, spec.family)),
             (MODEL, model_values(spec)),
             (FAMILY, {"sampler": spec.family.samplers[0]}),
             (DEFAULT, DEFAULTS),
         ]
     )
-    if source.given.option:
+    if checkpoint.given.option:
         notices += override_notices(values, origins)
     origins.setdefault("precision", origins.get("tf32", DEFAULT))
     values |= arithmetic
@@ -81,17 +81,17 @@ def open_run(
     if not is_models and origins.get("latent_stats") == MODEL:
         del values["latent_stats"]  # they belong to the model's decoder
     notices += [
-        source.given.notice(text)
+        checkpoint.given.notice(text)
         for name, text in spec.assumed.items()
         if origins.get(name, MODEL) == MODEL
     ]
     if guide is not None:
         from accel.run.guide import require_alike  # a network by itself needs none
 
-        notices += require_alike(values, origins, guide, source)
+        notices += require_alike(values, origins, guide, checkpoint)
     require_spec(values, spec, guide)
-    space = space or open_space(values, origins, source)
-    notices += choose_size(values, origins, source, space)
+    space = space or open_space(values, origins, checkpoint)
+    notices += choose_size(values, origins, checkpoint, space)
     if "num_fid_samples" not in values:
         choose_labels(values, spec, guide)
     settings = Settings(**values, origins=origins)
@@ -100,7 +100,7 @@ def open_run(
     return Run(
         settings,
         request,
-        source,
+        checkpoint,
         guide,
         space,
         device,
@@ -168,37 +168,40 @@ def choose_arithmetic(
 
 
 def open_weights(
-    request: rules.Request, source: Source | None, guide: Source | None, device: torch.device
-) -> tuple[Source, Source | None]:
+    request: rules.Request,
+    checkpoint: Checkpoint | None,
+    guide: Checkpoint | None,
+    device: torch.device,
+) -> tuple[Checkpoint, Checkpoint | None]:
     """Open the weights and the guide that are not open yet, after fetching both. Raises UsageError
     for files that are missing, and for networks unlike those of the configuration file.
     """
     values = request.values
     # A CPU computes with copies: another process may write to the file meanwhile.
     mapped = device.type != "cpu"
-    files = [] if source else [files_of(values, mapped)]
+    files = [] if checkpoint else [files_of(values, mapped)]
     of_guide = []
     if guide is None and "guide" in values:
-        of_guide = [Files(Given(values["guide"], "guide"), mapped)]
+        of_guide = [Files(InputRef(values["guide"], "guide"), mapped)]
     if not all(each.is_here for each in (*files, *of_guide)):
         from accel.run.fetching import fetch  # most runs have all files
 
         fetch([*files, *of_guide], values)
     facts = "model", "num_classes", "num_heads"
-    hints = Hints(**{name: values[name] for name in facts if name in values})
-    source = source or files[0].source(hints)
+    user_facts = UserFacts(**{name: values[name] for name in facts if name in values})
+    checkpoint = checkpoint or files[0].checkpoint(user_facts)
     for each in of_guide:
-        guide = each.source(Hints(guided=source.spec))
-        if guide.tensors.same_as(source.tensors):
+        guide = each.checkpoint(UserFacts(guided=checkpoint.spec))
+        if guide.tensors.same_as(checkpoint.tensors):
             guide.given.warn(
                 "is the file of the network that it guides; both estimates are equal, so guidance "
                 "changes nothing"
             )
     if request.configuration is not None:
-        request.configuration.require_network("ckpt", source.given, source.spec)
+        request.configuration.require_network("ckpt", checkpoint.given, checkpoint.spec)
         if guide is not None:
             request.configuration.require_network("guide", guide.given, guide.spec)
-    return source, guide
+    return checkpoint, guide
 
 
 def files_of(values: rules.Values, mapped: bool = True) -> Files:
@@ -215,7 +218,7 @@ def files_of(values: rules.Values, mapped: bool = True) -> Files:
         family = require_family_of(model)
         sizes = {**defaults._asdict(), **rules.job_defaults(values, family), **values}
         name = published_name(family, model, sizes["image_size"], sizes["num_classes"])
-    return Files(Given(name), mapped, values.get("weights_entry"))
+    return Files(InputRef(name), mapped, values.get("weights_entry"))
 
 
 # ---- Origins ----
@@ -248,7 +251,7 @@ def override_notices(values: rules.Values, origins: Mapping[str, str]) -> list[s
         if origin not in (USER, JOB, MODEL, FAMILY, DEFAULT) and name != "num_classes":
             taken.setdefault(origin, {})[name] = values[name]
     return [
-        Given(Path(file).name).notice(f"says {as_text(of_file)}; flags override it")
+        InputRef(Path(file).name).notice(f"says {as_text(of_file)}; flags override it")
         for file, of_file in taken.items()
     ]
 
@@ -266,7 +269,7 @@ def as_text(values: rules.Values) -> str:
 # ---- Network, decoder, size, labels ----
 
 
-def require_spec(values: rules.Values, spec: ModelSpec, guide: Source | None) -> None:
+def require_spec(values: rules.Values, spec: ModelSpec, guide: Checkpoint | None) -> None:
     """Raise UsageError for values that contradict the weights."""
     classes = values["num_classes"]
     if classes != spec.num_classes:
@@ -288,11 +291,13 @@ def require_spec(values: rules.Values, spec: ModelSpec, guide: Source | None) ->
         )
 
 
-def open_space(values: rules.Values, origins: Mapping[str, str], source: Source) -> LatentSpace:
+def open_space(
+    values: rules.Values, origins: Mapping[str, str], checkpoint: Checkpoint
+) -> LatentSpace:
     """Return the latent space of a run, with its decoder where pictures are decoded. Raises
     UsageError for a decoder of other latents than the network's.
     """
-    spec = source.spec
+    spec = checkpoint.spec
     if not rules.decodes(values):
         return _as_trained(LatentSpace(spec.in_channels, spec.defaults.factor), values, spec)
     name = values["vae"]
@@ -302,11 +307,11 @@ def open_space(values: rules.Values, origins: Mapping[str, str], source: Source)
         space = find(name, values.get("latent_stats"))
         _require_channels(name, space, spec)
     except UsageError as error:
-        if origins["vae"] not in (MODEL, source.name):
+        if origins["vae"] not in (MODEL, checkpoint.name):
             raise
         fetch = f"; its family's: {spec.family.fetch}" if spec.family.fetch else ""
         text = f"decodes with {name} unless you give `vae`; {error.marked}{fetch}"
-        raise UsageError(source.given.notice(text)) from None
+        raise UsageError(checkpoint.given.notice(text)) from None
     return _as_trained(space, values, spec)
 
 
@@ -342,12 +347,12 @@ def _as_trained(space: LatentSpace, values: rules.Values, spec: ModelSpec) -> La
 
 
 def choose_size(
-    values: dict[str, Any], origins: dict[str, str], source: Source, space: LatentSpace
+    values: dict[str, Any], origins: dict[str, str], checkpoint: Checkpoint, space: LatentSpace
 ) -> list[str]:
     """Set the size of pictures, by default that of the training pictures. Return notices.
     Raises UsageError for a size that patches, the decoder or the family do not take.
     """
-    spec = source.spec
+    spec = checkpoint.spec
     notices = []
     trained = spec.image_size
     if spec.latent_size:
@@ -355,14 +360,14 @@ def choose_size(
         # Some programs call the side of latents so.
         if spec.image_size not in (None, trained, spec.latent_size):
             notices.append(
-                source.given.notice(
+                checkpoint.given.notice(
                     f"says image_size {spec.image_size}, and this decoder makes {trained} px of "
                     f"its latents of side {spec.latent_size}; if it has another: `vae=NAME`"
                 )
             )
     if trained and origins["image_size"] in (JOB, MODEL):
         values["image_size"] = trained
-        origins["image_size"] = source.name
+        origins["image_size"] = checkpoint.name
     size = OPTIONS["image_size"].checked(values["image_size"])
     rules.require_unit(size, space.factor, spec.patch_size)
     if trained not in (None, size):
@@ -378,7 +383,7 @@ def choose_size(
     return notices
 
 
-def choose_labels(values: dict[str, Any], spec: ModelSpec, guide: Source | None) -> None:
+def choose_labels(values: dict[str, Any], spec: ModelSpec, guide: Checkpoint | None) -> None:
     """Set the labels of a grid as numbers, the names of all classes, () where they are unknown, and
     whether ranks share evaluations. Raises UsageError for unknown labels.
     """

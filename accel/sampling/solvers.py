@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from accel.errors import Given, shown
+from accel.errors import InputRef, shown
 from accel.sampling.process import BETAS, Process, State
 
 # Name → module and class of diffusers.schedulers. Importing only the module is much faster than
@@ -32,7 +32,7 @@ TRAINED = {
 }
 
 
-def require_schedule(given: Given, config: Mapping[str, Any]) -> None:
+def require_schedule(given: InputRef, config: Mapping[str, Any]) -> None:
     """Raise UsageError, which names the entry, if a scheduler's configuration differs from DiT's
     training process. trained_betas take precedence over the schedule's name.
     """

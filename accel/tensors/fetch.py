@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from accel.errors import Given, UsageError
+from accel.errors import InputRef, UsageError
 from accel.io.filesystem import atomic_write, remove_partial_files
 from accel.tensors.diffusers_names import SCHEDULE
 from accel.tensors.tensor_files import weight_files
@@ -39,7 +39,7 @@ def download(target: Path, parameter: str) -> None:
         remove_partial_files(target.parent, re.escape(target.name))  # left by killed processes
     except (OSError, HTTPException) as error:  # URLError, time-outs and a full disk are OSErrors
         copy = f"facebook/{target.stem.rpartition('x')[0]}"
-        raise Given(target.name, parameter).error(
+        raise InputRef(target.name, parameter).error(
             f"download failed ({error})",
             f"try the hub's copy, `{parameter}={copy}`, or fetch {url} by other means and put it "
             f"at {target}",
@@ -79,6 +79,6 @@ def from_hub(repository: str, subfolder: str, parameter: str, remedy: str) -> Pa
         return snapshot(".bin")
     except Exception as error:  # networks can raise any exception
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
-        raise Given(repository, parameter).error(
+        raise InputRef(repository, parameter).error(
             f"not here, and fetching it from the hub failed ({reason})", remedy
         ) from None

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from accel.errors import Given, as_usage_error, path_errors, shown
+from accel.errors import InputRef, as_usage_error, path_errors, shown
 from accel.io.filesystem import is_utf8, open_regular
 from accel.tensors.shapes import SHARD_ERROR
 
@@ -28,7 +28,7 @@ def read_pickle(
     """Read a file of torch.save that contains an object of type `wanted`. meaning: that type as
     text. Raises UsageError about `parameter`.
     """
-    given = Given(str(path), parameter)
+    given = InputRef(str(path), parameter)
     try:
         safe = torch.serialization.safe_globals(_plain_data())
         with path_errors(parameter, path), safe, warnings.catch_warnings():

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 
-from accel.errors import Given
+from accel.errors import InputRef
 
 POSITION_TABLE = "pos_embed"  # in a state dict
 # The moving average of a constant table rounds at each step. With a decay of 0.9999, the float32
@@ -46,7 +46,7 @@ def rounding(table: torch.Tensor) -> float:
     return max(AVERAGING_ERROR, torch.finfo(table.dtype).eps)
 
 
-def require_sinusoid(given: Given, table: torch.Tensor, remedy: str) -> None:
+def require_sinusoid(given: InputRef, table: torch.Tensor, remedy: str) -> None:
     """Raise UsageError with `remedy` if a position table (1, T, D) was trained: such a table cannot
     be computed for another grid.
     """

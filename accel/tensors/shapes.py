@@ -7,7 +7,7 @@ from math import isqrt
 import torch
 from torch.overrides import TorchFunctionMode
 
-from accel.errors import Given
+from accel.errors import InputRef
 
 Shapes = dict[str, tuple]
 # Problem and remedy for FSDP2's sharded tensors.
@@ -46,7 +46,7 @@ def shapes_of(state: dict[str, torch.Tensor]) -> Shapes:
     return shapes
 
 
-def require_fit(given: Given, state: dict[str, torch.Tensor], model: torch.nn.Module) -> None:
+def require_fit(given: InputRef, state: dict[str, torch.Tensor], model: torch.nn.Module) -> None:
     """Raise UsageError unless the names and shapes of `state` are exactly the ones of `model`."""
     have = shapes_of(state)
     want = shapes_of(model.state_dict())

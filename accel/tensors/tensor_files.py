@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from accel.errors import Given, UsageError, path_errors, shown
+from accel.errors import InputRef, UsageError, path_errors, shown
 from accel.io.filesystem import is_utf8, open_regular
 from accel.io.filesystem import read_json as read_object
 from accel.tensors.shapes import SHARD_ERROR
@@ -55,7 +55,7 @@ def read_safetensors(
     """
     from safetensors import SafetensorError, safe_open
 
-    given = Given(str(path), parameter)
+    given = InputRef(str(path), parameter)
     if not is_utf8(path):
         raise given.error(
             "has a name that is not UTF-8, which safetensors does not open", "rename it"
@@ -80,7 +80,7 @@ def weight_files(folder: Path, parameter: str) -> list[Path]:
     """Return the weights next to config.json: one file or several shards, .safetensors in
     preference to .bin. Raises UsageError.
     """
-    given = Given(str(folder), parameter)
+    given = InputRef(str(folder), parameter)
     with path_errors(parameter, folder):
         names = os.listdir(folder)
     for plain in (WEIGHTS, PICKLED_WEIGHTS):
@@ -115,12 +115,12 @@ def read_json(path: Path, parameter: str) -> dict:
         except UsageError:
             raise
         except ValueError:
-            raise Given(str(path), parameter).error(
+            raise InputRef(str(path), parameter).error(
                 "is not a JSON object", "copy it again"
             ) from None
 
 
-def floats_of(state: Mapping[str, Any], given: Given) -> Tensors:
+def floats_of(state: Mapping[str, Any], given: InputRef) -> Tensors:
     """Drop counters from a state dict. Raises UsageError for entries that are not unsharded
     floating-point tensors.
     """
@@ -150,7 +150,7 @@ def is_counter(name: str, value: Any) -> bool:
     return value.ndim == 0 and "." not in name or is_integer and value.numel() == 1
 
 
-def require_finite_floats(state: Tensors, given: Given) -> None:
+def require_finite_floats(state: Tensors, given: InputRef) -> None:
     """Raise UsageError if a tensor contains an infinity or NaN. Reads all tensors."""
     for name, tensor in state.items():
         if not tensor.float().isfinite().all():  # float8 has no isfinite

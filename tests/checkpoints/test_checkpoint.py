@@ -15,7 +15,7 @@ from networks import identify, small, to_diffusers, weights_at, write_transforme
 from safetensors.torch import save_file
 from unprivileged import unprivileged
 
-from accel.checkpoints.files import Files
+from accel.checkpoints.loading import Files
 from accel.checkpoints.module import from_module
 from accel.checkpoints.published import find_model
 from accel.errors import UsageError

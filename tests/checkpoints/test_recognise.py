@@ -10,9 +10,9 @@ from forks import refused, succeeds
 from networks import build, identify, opened, recognise, run_with
 
 from accel import Sampler
-from accel.checkpoints import Source
+from accel.checkpoints import Checkpoint
 from accel.config.options import Options
-from accel.errors import Given, UsageError
+from accel.errors import InputRef, UsageError
 from accel.families import DEMO, constructor_of
 from accel.families.dit.network import DiT
 from accel.tensors.shapes import shapes_only
@@ -124,7 +124,7 @@ def test_an_unusual_patch_has_the_heads_of_its_depth_and_width(capsys):
 )
 def test_the_decoder_that_a_file_names_is_believed(said, decoder):
     spec = recognise("own.pt", state_of("DiT-S/2"), dict(vae=said), "DiT-S/2")
-    source = Source(Given("own.pt"), spec, None)
+    source = Checkpoint(InputRef("own.pt"), spec, None)
     for given, chosen in ((None, decoder), ("ema", "ema")):
         assert run_with(source, vae=given).settings.vae == chosen
     assert facts_of(spec)["vae"] == said  # a converted file says it too

@@ -95,7 +95,7 @@ def test_the_user_names_the_entry(entry, want, average, tmp_path, capsys):
     torch.save({"model": RAW, "ema": ema, "opt": OPTIMIZER}, tmp_path / "x.pt")
     if isinstance(want, str):
         with pytest.raises(UsageError, match=f"weights_entry={entry}: .*{want}"):
-            weights_at(tmp_path / "x.pt", entry=entry).source()
+            weights_at(tmp_path / "x.pt", entry=entry).checkpoint()
         return
     weights = weights_at(tmp_path / "x.pt", entry=entry)
     expected = want if average is AVERAGE else {**want, "pos_embed": RAW["pos_embed"]}
@@ -114,7 +114,7 @@ def test_several_entries_of_which_none_is_known(tmp_path):
         identify(tmp_path / "v.pt")
     torch.save(RAW, tmp_path / "w.pt")
     with pytest.raises(UsageError, match="weights_entry=ema: .*w.pt is a state dict itself"):
-        weights_at(tmp_path / "w.pt", entry="ema").source()
+        weights_at(tmp_path / "w.pt", entry="ema").checkpoint()
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_of_two_networks_in_a_state_dict_the_user_names_one(tmp_path):
         for entry in entries:
             assert same(weights_at(tmp_path / name, entry=entry).state, AVERAGE)
         with pytest.raises(UsageError, match="^weights_entry=online: "):
-            weights_at(tmp_path / name, entry="online").source()
+            weights_at(tmp_path / name, entry="online").checkpoint()
 
 
 def test_a_second_network_beside_one_without_a_prefix_is_named(tmp_path):

@@ -11,7 +11,7 @@ from accel.checkpoints import facts
 from accel.config.options import OPTIONS, Options
 from accel.config.rules import Request
 from accel.decoders.autoencoder_kl import DEFAULTS, check_config
-from accel.errors import Given
+from accel.errors import InputRef
 from accel.tensors import diffusers_names
 
 UP = "UpDecoderBlock2D"
@@ -26,8 +26,8 @@ CHECKS = {
     "named": lambda **option: Request.open(Options(model="DiT-Demo/2", **option)),
     "ddim": lambda **option: Request.open(Options(sampler="ddim", **option)),
     "fid": lambda **option: Request.open(Options(**{"num_fid_samples": 8, **option})),
-    "checkpoint": lambda **entry: facts.checked(Given("own.pt"), entry),
-    "recipe": lambda **entry: facts.checked(Given("own.pt"), {"recipe": entry}),
+    "checkpoint": lambda **entry: facts.checked(InputRef("own.pt"), entry),
+    "recipe": lambda **entry: facts.checked(InputRef("own.pt"), {"recipe": entry}),
     "decoder": lambda **entry: check_config(entry),
     "levels": lambda block_out_channels: check_config(
         dict(block_out_channels=block_out_channels, up_block_types=[UP] * len(block_out_channels))

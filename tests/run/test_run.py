@@ -27,7 +27,7 @@ from accel.config.options import (
     Settings,
 )
 from accel.config.rules import Request
-from accel.errors import Given, UsageError
+from accel.errors import InputRef, UsageError
 from accel.families import DEMO
 from accel.families.configuration import Configuration
 from accel.families.dit.network import DiT_models
@@ -99,14 +99,20 @@ def test_what_a_model_implies_unless_a_flag_differs():
         assert run_of(model, num_classes=10).settings.class_names == ()
 
 
+def recommending(checkpoint, **settings):
+    """The checkpoint of a training run that recommends settings."""
+    spec = checkpoint.spec
+    return replace(checkpoint, spec=spec.changed(recommended={**spec.recommended, **settings}))
+
+
 def test_of_several_origins_the_first_has_the_value(capsys):
     """A flag, a configuration file, the weights, their model, its family, an option's default."""
-    source = replace(run_of("REPA-SiT-XL/2").source, given=Given("own.pt"))
-    trained = source.recommending(
-        cfg_scale=2.0, num_sampling_steps=40, guidance_interval=(0.0, 0.5)
+    checkpoint = replace(run_of("REPA-SiT-XL/2").checkpoint, given=InputRef("own.pt"))
+    trained = recommending(
+        checkpoint, cfg_scale=2.0, num_sampling_steps=40, guidance_interval=(0.0, 0.5)
     )
     values = dict(cfg_scale=3.0, num_sampling_steps=50)
-    file = Configuration(values, family="REPA", given=Given("own.yaml", "config"))
+    file = Configuration(values, family="REPA", given=InputRef("own.yaml", "config"))
     settings = run_with(trained, file, cfg_scale=5.0).settings
     assert capsys.readouterr().out.splitlines() == [
         "own.yaml: says num sampling steps 50; flags override it",
@@ -125,7 +131,7 @@ def test_of_several_origins_the_first_has_the_value(capsys):
     for run, scale, origin in (
         (run_with(trained, file), 3.0, "own.yaml"),
         (run_with(trained), 2.0, "own.pt"),
-        (run_with(source), 1.8, MODEL),
+        (run_with(checkpoint), 1.8, MODEL),
     ):
         assert (run.settings.cfg_scale, run.guidance.scale) == (scale, scale)
         assert run.settings.origins["cfg_scale"] == origin
@@ -142,16 +148,16 @@ def test_the_published_file_of_a_job(flags, size):
 
 def test_a_job_comes_after_the_weights_and_before_their_model():
     """Upstream's FID program has 256 px and a scale of 1.5, here DiT's models 512 px and 4.0."""
-    source = replace(run_of().source, given=Given("own.pt"))
-    trained = replace(source, spec=replace(source.spec, latent_size=64))
-    file = Configuration(dict(cfg_scale=3.0), family="DiT", given=Given("own.yaml", "config"))
+    checkpoint = replace(run_of().checkpoint, given=InputRef("own.pt"))
+    trained = replace(checkpoint, spec=replace(checkpoint.spec, latent_size=64))
+    file = Configuration(dict(cfg_scale=3.0), family="DiT", given=InputRef("own.yaml", "config"))
     for flags, weights, configuration, size, scale in (
-        ({}, source, None, (256, JOB), (1.5, JOB)),
+        ({}, checkpoint, None, (256, JOB), (1.5, JOB)),
         ({}, trained, None, (512, "own.pt"), (1.5, JOB)),
-        (dict(image_size=512), source, None, (512, USER), (1.5, JOB)),
+        (dict(image_size=512), checkpoint, None, (512, USER), (1.5, JOB)),
         (dict(cfg_scale=5.0), trained, file, (512, "own.pt"), (5.0, USER)),
-        ({}, trained.recommending(cfg_scale=2.0), None, (512, "own.pt"), (2.0, "own.pt")),
-        ({}, trained.recommending(cfg_scale=2.0), file, (512, "own.pt"), (3.0, "own.yaml")),
+        ({}, recommending(trained, cfg_scale=2.0), None, (512, "own.pt"), (2.0, "own.pt")),
+        ({}, recommending(trained, cfg_scale=2.0), file, (512, "own.pt"), (3.0, "own.yaml")),
     ):
         settings = run_with(weights, configuration, num_fid_samples=9, **flags).settings
         assert (settings.image_size, settings.origins["image_size"]) == size
@@ -193,7 +199,7 @@ def test_a_later_call_changes_only_its_arguments(values, settings, tmp_path):
     assert (changed.process, changed.guidance) == (fresh.process, fresh.guidance)
     assert (changed.process is run.process) == ("num_sampling_steps" not in values)
     assert (changed.guidance is run.guidance) == ("cfg_scale" not in values)
-    assert changed.source is run.source and changed.space is run.space
+    assert changed.checkpoint is run.checkpoint and changed.space is run.space
 
 
 @pytest.mark.parametrize(
@@ -208,11 +214,11 @@ def test_a_later_call_changes_only_its_arguments(values, settings, tmp_path):
 )
 def test_a_later_call_is_checked_as_the_first(values, words):
     run = run_of("DiT-Demo/2", sampler="dpm++", cfg_scale=1.0)
-    source = replace(run.source, spec=run.spec.changed(null_class=False))
-    run = run_with(source, sampler="dpm++", cfg_scale=1.0)
+    checkpoint = replace(run.checkpoint, spec=run.spec.changed(null_class=False))
+    run = run_with(checkpoint, sampler="dpm++", cfg_scale=1.0)
     for refused in (
         lambda: run.changed(**values),
-        lambda: run_with(source, **{"sampler": "dpm++", "cfg_scale": 1.0, **values}),
+        lambda: run_with(checkpoint, **{"sampler": "dpm++", "cfg_scale": 1.0, **values}),
     ):
         with pytest.raises(UsageError, match=words) as error:
             refused()
@@ -220,10 +226,10 @@ def test_a_later_call_is_checked_as_the_first(values, words):
 
 
 def test_a_later_scale_cannot_use_a_guide_that_was_not_loaded():
-    file = Configuration(dict(guide="g.pt", cfg_scale=1.0), given=Given("own.yaml", "config"))
-    source = run_of("DiT-Demo/2").source
+    file = Configuration(dict(guide="g.pt", cfg_scale=1.0), given=InputRef("own.yaml", "config"))
+    checkpoint = run_of("DiT-Demo/2").checkpoint
     request = Request(Options(), file, {"cfg_scale": 1.0})
-    run = replace(run_with(source, cfg_scale=1.0), request=request)
+    run = replace(run_with(checkpoint, cfg_scale=1.0), request=request)
     assert run.changed(cfg_scale=0.5).settings.cfg_scale == 0.5
     with pytest.raises(UsageError, match="guide of the configuration file") as error:
         run.changed(cfg_scale=1.5)

@@ -17,7 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from accel.decoders import DecoderFiles, DecoderKind, LatentSpace
-from accel.errors import Given, UsageError, shown
+from accel.errors import InputRef, UsageError, shown
 from accel.tensors.shapes import require_fit, shapes_only
 from accel.tensors.tensor_files import floats_of, read_tensors, weight_files
 
@@ -272,7 +272,7 @@ class AutoencoderKL(DecoderKind):
                 parameter="vae",
                 value=config_file,
             ) from None
-        given = Given(str(weight_file), "vae")
+        given = InputRef(str(weight_file), "vae")
         state = decoder.renamed(floats_of(state, given))
         require_fit(given, state, decoder)
         return decoder.entries, state

@@ -14,7 +14,7 @@ from torch import Tensor
 from accel.decoders import DecoderFiles, LatentSpace
 from accel.decoders.autoencoder_kl import SD_VAE_FT, AutoencoderKL
 from accel.decoders.statistics import with_statistics
-from accel.errors import Given, UsageError, shown, warn
+from accel.errors import InputRef, UsageError, shown, warn
 from accel.tensors.tensor_files import floats_of
 
 STATISTICS_FILE = "latents_stats.pt"
@@ -91,7 +91,7 @@ def _to_diffusers(
         for name, value in _entries(content).items()
         if re.match(r"decoder\.|post_quant_conv\.", name)
     }
-    state = floats_of(state, Given(str(file), "vae"))
+    state = floats_of(state, InputRef(str(file), "vae"))
     level_names = {name.split(".")[2] for name in state if name.startswith("decoder.up.")}
     levels = sorted(int(level) for level in level_names if level.isdecimal())
     pattern = re.compile(r"decoder\.up\.0\.block\.\d+\.conv1\.weight")

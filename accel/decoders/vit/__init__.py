@@ -21,7 +21,7 @@ from torch import Tensor
 from accel.decoders import DecoderFiles, DecoderKind, LatentSpace
 from accel.decoders.statistics import read_statistics
 from accel.decoders.vit.network import Sizes, ViTDecoder, half_of
-from accel.errors import Given, UsageError, shown
+from accel.errors import InputRef, UsageError, shown
 from accel.families.rae.decoder_facts import HEADS_BY_WIDTH, IMAGENET, LAYER_NORM_EPS
 from accel.tensors.shapes import require_fit, shapes_only
 from accel.tensors.tensor_files import file_stamps, floats_of, read_json, read_tensors
@@ -92,7 +92,7 @@ class ViT(DecoderKind):
         name = f"`vae={weights}`"
         entries = _entries(content if files.path.is_file() else read_tensors(weights, "vae"))
         state = {key: value for key, value in entries.items() if not UNUSED.match(key)}
-        state = floats_of(state, Given(str(weights), "vae"))
+        state = floats_of(state, InputRef(str(weights), "vae"))
         metadata: dict[str, Any] = {}
         for file in metadata_files:
             metadata |= read_json(file, "vae")
@@ -105,7 +105,7 @@ class ViT(DecoderKind):
         state |= _pixel_statistics(weights.parent / PREPROCESSOR_FILE, metadata)
         with shapes_only():
             decoder = self.build(sizes)
-        require_fit(Given(str(weights), "vae"), state, decoder)
+        require_fit(InputRef(str(weights), "vae"), state, decoder)
         return sizes, state
 
     def space(self, files: DecoderFiles, entries: dict[str, Any]) -> LatentSpace:

@@ -7,7 +7,7 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
-from accel.errors import Given, shown
+from accel.errors import InputRef, shown
 from accel.families.configuration import Configuration, Entries, Size, plain, warn_uninterpreted
 from accel.families.rae.decoder_facts import HEADS_BY_WIDTH, IMAGENET, LAYER_NORM_EPS
 from accel.io.filesystem import read_json
@@ -70,7 +70,7 @@ DECODER_DEFAULTS: dict[str, Any] = {
 PUBLISHED = re.compile("(^|/)ViT(B|L|XL)/?$|^facebook/(dinov2|vit-mae)")
 
 
-def read(content: Any, given: Given) -> Configuration | None:
+def read(content: Any, given: InputRef) -> Configuration | None:
     """Return the options of a configuration, None for another program's. Raises UsageError for
     corrupt entries.
     """
@@ -103,7 +103,7 @@ def fetch(paths: list[str]) -> str:
 class RAEEntries(Entries):
     """A configuration, with the options, refusals and missing files found in it."""
 
-    def __init__(self, content: dict, given: Given):
+    def __init__(self, content: dict, given: InputRef):
         super().__init__(content, given)
         self.folder = Path(given.name).parent
         self.options: dict[str, Any] = {}

@@ -179,7 +179,7 @@ def record_of(run: Run, pipeline: Pipeline, world: int) -> dict:
     device = pipeline.device
     record |= {
         "--precision": pipeline.tier,
-        "--ckpt (contents)": run.source.digest(),
+        "--ckpt (contents)": run.checkpoint.digest(),
         "scale and shift of latents": [run.space.scale, run.space.shift],
         "--vae (contents)": digest(run.space),
         "--vae-precision": _decoder_precision(pipeline),

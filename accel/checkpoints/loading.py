@@ -10,9 +10,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from accel.checkpoints import Contents, Source, spec_of
-from accel.errors import Given, path_errors, shown
-from accel.families.identify import NO_HINTS, Hints
+from accel.checkpoints import Checkpoint, Contents, spec_of
+from accel.errors import InputRef, path_errors, shown
+from accel.families.identify import NO_USER_FACTS, UserFacts
 from accel.families.spec import StateDict
 from accel.io.filesystem import weights_folder
 from accel.tensors.tensor_files import FILE_SUFFIXES, HUB_ID, file_stamps, mode_of
@@ -20,9 +20,9 @@ from accel.tensors.tensor_files import FILE_SUFFIXES, HUB_ID, file_stamps, mode_
 FOLDER = weights_folder()
 # published names; the variable's name is upstream's
 pretrained_models = {"DiT-XL-2-512x512.pt", "DiT-XL-2-256x256.pt"}
-# Modules with holds(path) and read(path, given, mapped, entry) → Contents. The first that holds a
+# Modules with matches(path) and read(path, given, mapped, entry) → Contents. The first that holds a
 # path reads it; later ones are not imported.
-LAYOUTS = "safetensors_file", "training", "diffusers_folder", "consolidated"
+FORMATS = "safetensors_file", "training", "diffusers_folder", "consolidated"
 
 PART = ".distcp"  # of a distributed checkpoint
 IN_PARTS = (
@@ -41,7 +41,7 @@ class Files:
     anything is fetched.
     """
 
-    def __init__(self, given: Given, mapped: bool = True, entry: str | None = None):
+    def __init__(self, given: InputRef, mapped: bool = True, entry: str | None = None):
         self.given = given
         self.mapped = mapped
         self.entry = entry
@@ -91,8 +91,8 @@ class Files:
         if self.path.suffix == PART:
             raise self.given.error(*IN_PARTS)
         with path_errors(self.given.option, self.path):
-            layouts = (import_module(f"accel.checkpoints.{name}") for name in LAYOUTS)
-            layout = next((layout for layout in layouts if layout.holds(self.path)), None)
+            layouts = (import_module(f"accel.checkpoints.{name}") for name in FORMATS)
+            layout = next((layout for layout in layouts if layout.matches(self.path)), None)
             if layout is None:
                 raise self.given.error(*_no_layout(self.path, self.given.option))
             return layout.read(self.path, self.given, self.mapped, self.entry)
@@ -107,10 +107,10 @@ class Files:
         """Return the facts of `contents`."""
         return self.contents.facts
 
-    def source(self, hints: Hints = NO_HINTS) -> Source:
-        """Return the source with these weights. hints: what the user says of them."""
-        spec = spec_of(self.given, self.state, self.facts, hints, self._arguments_beside)
-        return Source(self.given, spec, self)
+    def checkpoint(self, user_facts: UserFacts = NO_USER_FACTS) -> Checkpoint:
+        """Return the checkpoint with these weights. user_facts: what the user says of them."""
+        spec = spec_of(self.given, self.state, self.facts, user_facts, self._arguments_beside)
+        return Checkpoint(self.given, spec, self)
 
     def _arguments_beside(self):
         from accel.checkpoints import beside  # few families have such a file
@@ -179,7 +179,7 @@ def _no_layout(folder: Path, option: str) -> tuple[str, str]:
     )
 
 
-def _locate(given: Given) -> Path | None:
+def _locate(given: InputRef) -> Path | None:
     """Return the path that a name stands for, of published weights also where they will
     be; None for a hub id.
     """
