@@ -10,9 +10,8 @@
 # --grids: of one process, as the rules ask. --precision: tiers (default: all but bf16). Without
 # weights the networks are random: a rehearsal. A shorter one: --num-sampling-steps 20.
 #
-# A whole file is not measured again, so a run that was stopped resumes with the same command;
-# remove a file to renew it. --fork and tiers can be added later; other weights, sizes, steps,
-# grids or GPUs need another folder.
+# A whole file is not measured again: a stopped run resumes with the same command. --fork and tiers
+# can be added later; other weights, sizes, steps, grids or GPUs need another folder.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [[ ! -d .venv ]] || export PATH="$PWD/.venv/bin:$PATH"
@@ -100,9 +99,8 @@ measure ladder.json "${tiers[*]}" python bench/measure.py ladder "${network[@]}"
 if ((gpus > 1)); then
   measure layouts.json "${tiers[*]}" torchrun --standalone --nproc_per_node="$gpus" bench/measure.py layouts \
     "${network[@]}" --load 1 --window 1 "${steps[@]}"
-  for n in "${counts[@]}"; do
-    measure "label-$n.json" "${tiers[*]}" "${jobs[@]}" --labels 0 --gpus "$n"
-  done
+  label=("${jobs[@]}" --labels 0)
+  for n in "${counts[@]}"; do measure "label-$n.json" "${tiers[*]}" "${label[@]}" --gpus "$n"; done
 fi
 [[ -z $fork ]] || measure fork.json "" "${jobs[@]}" --fork "$fork"
 echo "Now choose the picture that you hand in: $(echo "$log"/contest-"${counts[-1]}"-*.png)"

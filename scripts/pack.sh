@@ -5,16 +5,13 @@
 #
 # REPORT is a folder that scripts/report.py wrote. FILE... are other files, such as the report in a
 # second language. The archive holds:
-# - the judged pictures, sample.png and baseline.png (of several grids output/sample_0.png …);
-#   verdict.txt; RUN.md, how to repeat the result; environment.txt; log/FINAL_RESULT.txt: tier, T,
-#   command, and code that changed after the measurement.
-# - the files that git tracks, without the authors' example in log/. Of weights only the demo
-#   models', which are small. --with: untracked files too, --without: leave them out. Where there
-#   are some, one of the two must be given.
+# - REPORT's hand-in: the judged pictures, verdict.txt, RUN.md, environment.txt, log/FINAL_RESULT.txt
+#   (tier, T, command, and code that changed after the measurement);
+# - the files that git tracks, without the authors' example in log/; of weights only the demo
+#   models'. Where there are untracked files, --with packs them too, --without leaves them out;
 # - the log of the report with its pictures and traces, REPORT, FILE..., log/*.out, output/*.out.
 #
-# Without the verdict PASS by the report's edition of the rules, and for another job, other weights
-# or missing measurements, it is a rehearsal, TEAM_DiT_rehearsal.tar.gz.
+# It is a rehearsal, TEAM_DiT_rehearsal.tar.gz, unless the report gives points.
 set -euo pipefail
 shopt -s nullglob
 cd "$(dirname "$0")/.."
@@ -62,9 +59,8 @@ for folder in [word for word in sys.argv[:0:-1] if Path(word, "report.json").is_
             file = f"output/{kind}_{index}.png" if len(row["grids"]) > 1 else f"{kind}.png"
             require(Path(folder, "handin", file), grid["picture"])
 rehearsal = "_rehearsal" if report["job"]["rehearsal"] else ""
-commits = {source["file"]: source["commit"] for source in report["sources"]}
-name = f"{report['team']}_DiT{rehearsal}"
-print(name, report["to_write"], log, commits[report["result"]["record"]])
+[commit] = [each["commit"] for each in report["sources"] if each["file"] == report["result"]["record"]]
+print(f"{report['team']}_DiT{rehearsal}", report["to_write"], log, commit)
 END
 ) || exit 2
 read -r name to_write log commit <<<"$facts"
