@@ -203,13 +203,13 @@ def timed(args: Namespace, run: Run, tier: str) -> dict:
         command=typed.replace(f"{ROOT}/", "").replace(str(args.folder), "FOLDER"),
     )
     if not run.is_fid_job:
-        numbers = [f"_{index}" for index in range(run.settings.grids)]
-        endings = numbers if len(numbers) > 1 else [""]
-        grids = [place.with_name(f"{place.stem}{ending}.png") for ending in endings]
-        named = zip(endings, grids)
-        return row | dict(
-            grids=[kept(args, f"-{tier}{ending}.png", grid) for ending, grid in named]
-        )
+        several = run.settings.grids > 1
+        endings = [f"_{index}" for index in range(run.settings.grids)] if several else [""]
+        grids = [
+            kept(args, f"-{tier}{ending}.png", place.with_name(f"{place.stem}{ending}.png"))
+            for ending in endings
+        ]
+        return row | dict(grids=grids)
     first = run.settings.per_proc_batch_size * args.gpus
     written = [path.stat().st_mtime for path in sorted(place.rglob("*.png"))]
     steady = (run.count - first) / (max(written) - max(written[:first]))
@@ -241,9 +241,11 @@ def fork(args: Namespace, run: Run) -> Iterator[dict]:
         run.settings.model,
         "--ckpt",
         weights_of(run),
+        "--image-size",
+        run.settings.image_size,
+        "--num-sampling-steps",
+        run.settings.num_sampling_steps,
     ]
-    command += ["--image-size", run.settings.image_size]
-    command += ["--num-sampling-steps", run.settings.num_sampling_steps]
     program = subprocess.Popen(
         list(map(str, command)), cwd=args.fork, stdout=subprocess.PIPE, text=True
     )
