@@ -42,7 +42,7 @@ def checkout(tmp_path):
     """A folder that looks like the repository to the batch files, so that what they write
     stays out of it.
     """
-    for name in ("sample.py", "sample_ddp.py", "evaluate.py", "bench", "scripts", "slurm"):
+    for name in "sample.py sample_ddp.py evaluate.py accel bench scripts slurm".split():
         (tmp_path / name).symlink_to(ROOT / name)
     binaries = tmp_path / ".venv" / "bin"
     binaries.mkdir(parents=True)
@@ -155,7 +155,7 @@ def test_all_measurements_in_a_job(cluster, checkout, demo, tmp_path_factory):
     assert record["gpus"] == 2 and "2 ranks" in row["settings"]
     [grid] = row["grids"]
     assert hashlib.sha256((folder / grid["file"]).read_bytes()).hexdigest() == grid["picture"]
-    assert "T = " in log_of(checkout, job) and (folder / "label-2.json").exists()
+    assert '"grids": ' in log_of(checkout, job) and (folder / "label-2.json").exists()
     again = cluster.submit(*place, "log/mine", *model, *flags, cwd=elsewhere)
     finish(cluster, checkout, again, 400)
     assert log_of(checkout, again).count(" is there") == 6
