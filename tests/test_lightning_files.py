@@ -56,8 +56,6 @@ def vae_files(folder, levels=5, channels=32):
         "mid_block.resnets.0": "mid.block_1",
         "mid_block.attentions.0": "mid.attn_1",
         "conv_norm_out": "norm_out",
-    }
-    names |= {
         "mid_block.resnets.1": "mid.block_2",
         "group_norm": "norm",
         "to_out.0": "proj_out",
@@ -99,15 +97,8 @@ def test_va_vae_is_an_autoencoder_kl(tmp_path):
         want = vae.decode(latents * stats["std"] + stats["mean"]).sample
         got = load(space, "cpu")(space.to_decoder(latents))
         assert torch.equal(got, want) and want.std() > 0.1
-        assert (
-            error(
-                HalfDecoder(load(space, "cpu"), torch.float32)(space.to_decoder(latents)),
-                want.double(),
-            )
-            < 1e-5
-        )
-        half = HalfDecoder(load(space, "cpu"))(space.to_decoder(latents))
-        assert error(half, want.double()) < 1e-2
+        rewritten = HalfDecoder(load(space, "cpu"), torch.float32)(space.to_decoder(latents))
+        assert error(rewritten, want.double()) < 1e-5
     (tmp_path / STATISTICS_FILE).rename(tmp_path / "other.pt")
     given = find(str(tmp_path / "vavae.pt"), str(tmp_path / "other.pt"))
     assert given[:-1] == space[:-1]
@@ -128,11 +119,6 @@ def test_va_vae_is_an_autoencoder_kl(tmp_path):
     torch.save({"model": state}, tmp_path / "kl16.ckpt")  # as MAR's
     other = find(str(tmp_path / "kl16.ckpt"), str(tmp_path / "other.pt"))
     assert other[:-1] == given[:-1] and digest(other) == digest(given)
-    torch.save(
-        state | {"post_quant_conv.bias": torch.ones(32, dtype=torch.int64)}, tmp_path / "whole.pt"
-    )
-    with pytest.raises(UsageError, match="whole.pt: [^\n]*post_quant_conv.bias[^\n]*int64[^\n]*$"):
-        find(str(tmp_path / "whole.pt"), str(tmp_path / "other.pt"))
 
 
 def test_the_command_believes_the_files(tmp_path, here):

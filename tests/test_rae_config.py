@@ -74,9 +74,9 @@ def written(content, name="run.yaml"):
     return name
 
 
-def changed(**entries):
+def changed(content=CONTENT, **entries):
     """The configuration with other entries, by dotted names with two underscores for dots."""
-    content = copy.deepcopy(CONTENT)
+    content = copy.deepcopy(content)
     for name, value in entries.items():
         *sections, last = name.split("__")
         section = content

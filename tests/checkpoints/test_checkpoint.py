@@ -98,24 +98,6 @@ def test_compressed_pt(tmp_path, state):
         assert same(find_model(tmp_path / "b.pt"), state)
 
 
-@pytest.mark.parametrize(
-    "prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."]
-)
-def test_wrapped_models_load(tmp_path, state, prefix, capsys):
-    wrapped = {prefix + name: tensor for name, tensor in state.items()}
-    averages = dict(n_averaged=torch.tensor(1)) if prefix == "module." else {}
-    torch.save({"ema": wrapped | averages}, tmp_path / "a.pt")
-    weights = weights_at(tmp_path / "a.pt")
-    assert same(weights.state, state) and weights.state is weights.state
-    printed = capsys.readouterr().out
-    assert printed.startswith(f"{tmp_path / 'a.pt'}: ") and f'"{prefix}' in printed
-    save_file(state, tmp_path / "b.safetensors")
-    assert (
-        weights.digest() == weights_at(tmp_path / "b.safetensors").digest()
-        and capsys.readouterr().out == ""
-    )
-
-
 def test_diffusers_layout(tmp_path, folder, state):
     for path in (folder, folder.parent):
         assert same(find_model(path), state)
@@ -289,10 +271,6 @@ def test_what_is_never_opened(tmp_path, folder, state):
         os.mkdir(f"{name}/b", 0)
         with unprivileged():
             assert "Permission denied" in error(f"{name}/b")
-    tmp_path.chmod(0o700 if os.geteuid() == 0 else 0)
-    with unprivileged():
-        assert "Permission denied" in error(folder)
-    tmp_path.chmod(0o700)
     assert "File name too long" in error("x" * 300)
 
 
@@ -386,16 +364,7 @@ def test_a_hub_id_of_pickles(tmp_path, folder, run):
     """Only what is needed is fetched, once. Pipelines: test_doors.py."""
 
     def sample(ckpt):
-        flags = [
-            "--model",
-            "DiT-Demo/2",
-            "--num-sampling-steps",
-            2,
-            "--labels",
-            1,
-            "--device",
-            "cpu",
-        ]
+        flags = ["--model", "DiT-Demo/2", "--num-sampling-steps", 2, "--device", "cpu"]
         place = dict(HF_HUB_CACHE=str(tmp_path / "hub"), HF_ENDPOINT=hub.url)
         return run("sample.py", *flags, "--ckpt", ckpt, "--output", tmp_path / "x.png", **place)
 

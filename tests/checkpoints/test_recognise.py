@@ -79,14 +79,6 @@ def test_any_model_of_a_family_names_the_family_of_an_unusual_size(model, flags,
         assert "own.pt: holds the weights of SiT-2x48/2; --model SiT-B/4 says the family" in printed
 
 
-def test_a_model_that_the_entries_cannot_be_is_a_line(capsys):
-    facts = dict(model="LightningDiT-XL/1", path_type="Linear")
-    assert recognise("own.pt", state_of("SiT-S/2"), facts).model == "SiT-S/2"
-    assert "own.pt: says model LightningDiT-XL/1, and its entries are of SiT-S/2" in (
-        capsys.readouterr().out
-    )
-
-
 def test_a_label_table_of_one_row_has_no_null_class(capsys):
     state = build("DiT-Demo/2", num_classes=0).state_dict()
     found = recognise("own.pt", state, {})
