@@ -1,4 +1,4 @@
-"""Accelerated networks with a model's signature, for sampling loops of the caller's own."""
+"""`accelerate`: a fast copy of a model with the same signature, for the caller's sampling loop."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -31,21 +31,19 @@ def accelerate(
     guidance_channels: int | None = None,
     check: bool = True,
 ) -> "Accelerated":
-    """Return a fast copy of a trained network for sampling, with `forward(x, t, y)` and
-    `forward_with_cfg(x, t, y, cfg_scale)`. Training `model` further does not change the
-    copy.
+    """Return a fast copy of a trained model for sampling.
 
-    model: models.DiT or a network of another family in accel/families, this repository's
-    or the original classes, with the published state-dict keys; wrapped and compiled ones
-    are unwrapped; or diffusers' DiTTransformer2DModel. The copy has the model's signature
-    and its function. device: default: the weights' own. precision: "fp16", "bf16",
-    "exact", "tf32" or "fp32"; default: fp16 on a GPU with tensor cores, else fp32.
-    guidance_channels: the channels that forward_with_cfg guides, from the first on;
-    default: its family's number. check: evaluate both on noise, with a class and the null class,
-    and guided, and compare.
+    The copy has the model's signature: for models.DiT `forward(x, t, y)` and
+    `forward_with_cfg(x, t, y, cfg_scale)`. Training the model further does not change the copy.
 
-    Raises ValueError of one line for a tier that the device lacks or that the weights
-    overflow, and for a network that computes another function or guides other channels.
+    model: models.DiT, any other family in accel/families or its original class, or diffusers'
+    DiTTransformer2DModel. Wrapped and compiled models are unwrapped. precision: "fp16", "bf16",
+    "exact", "tf32" or "fp32"; default: fp16 on a GPU with tensor cores, else fp32. device:
+    default: the model's. guidance_channels: forward_with_cfg guides the first so many channels;
+    default: as the family. check: compare the outputs of model and copy on noise.
+
+    Raises ValueError (one line) if the device lacks the precision, if the weights overflow it, or
+    if the model does not compute its family's function.
     """
     with exclusive():
         checkpoint, adapter = from_module(model)
@@ -73,11 +71,10 @@ def _device(device: torch.device | str | int) -> torch.device:
 class Accelerated:
     """An accelerated network with a model's methods.
 
-    It is not an nn.Module: conversions in place would break its tensors' layout and
-    addresses. Callers in several threads are served one at a time. On a GPU the first
-    call with a shape captures a CUDA graph, and later calls replay it with any guidance
-    scale. The caller's autocast, inference mode, default dtype and TF32 switches change
-    nothing.
+    It is not an nn.Module, since in-place conversions would break the layout and addresses of its
+    tensors. Calls from several threads are serialised. On a GPU, the first call with a shape
+    captures a CUDA graph, and later calls replay it for any guidance scale. The caller's autocast,
+    inference mode, default dtype and TF32 switches have no effect.
     """
 
     def __init__(
@@ -109,11 +106,11 @@ class Accelerated:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """Return the class that pipelines look for."""
+        """Return the class that pipelines expect."""
         return self._adapter.imitates or Accelerated
 
     def _replay(self) -> None:
-        """Choose the functions that evaluate the network: on a GPU a graph for each shape."""
+        """Choose eager functions, or on a GPU one CUDA graph per shape."""
         network = self.network
         self._forward: Callable[..., Tensor] = network.forward
         self._guided: Callable[..., Tensor] = self._forward_guided
@@ -122,7 +119,7 @@ class Accelerated:
             self._guided = network.graphed("guided", self._guided)
 
     def __deepcopy__(self, memo: dict) -> "Accelerated":
-        """Return a copy with weights of its own."""
+        """Return a copy with separate weights."""
         spec = self._spec
         other = object.__new__(type(self))
         vars(other).update(vars(self))
@@ -142,7 +139,7 @@ class Accelerated:
         )
 
     def _build(self, checkpoint: Checkpoint) -> BlockNetwork:
-        """Return a network with a copy of the weights. Raises UsageError for an overflow."""
+        """Build the network with a copy of the weights. Raises UsageError on overflow."""
         spec = checkpoint.spec
         network = build(checkpoint.state, spec, self.precision, self.device)
         batch = Batch([(1, 1)], self.input_size, spec.num_classes)
@@ -155,9 +152,9 @@ class Accelerated:
             yield
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        """Return the output of the module's forward for its own arguments, as models.DiT.forward:
-        (N, C', H, W) in x's dtype from x (N, C, H, W), t (N,), y (N,). Optional arguments must be
-        None or False. It has no gradients: raises ValueError where they are asked for.
+        """Evaluate the network with the module's signature, for models.DiT: x (N, C, H, W), t (N,),
+        y (N,) → (N, C', H, W) in x's dtype. Optional arguments must be None or False. Raises
+        ValueError if an input requires gradients.
         """
         return self._adapter.forward(self._evaluate, *arguments, **keywords)
 
@@ -166,7 +163,7 @@ class Accelerated:
         for name, value in given.items():
             if value is not None and value is not False:
                 raise UsageError(
-                    f"forward: {name} must be None, this copy computes with x, t and y alone; call "
+                    f"forward: {name} must be None, this copy computes with x, t and y only; call "
                     "the model itself"
                 )
         self._require_inputs(x, t, y)
@@ -180,9 +177,9 @@ class Accelerated:
         return guided_halves(out, scale, self.guidance_channels)
 
     def forward_with_cfg(self, *arguments: Any, **keywords: Any) -> Tensor:
-        """Return the output of the module's forward_with_cfg for its own arguments, as
-        models.DiT.forward_with_cfg: x (2N, C, H, W), of which N rows are read, t and y (2N,),
-        cfg_scale. It has no gradients, as `forward`.
+        """Evaluate with guidance and the module's signature, for models.DiT: x (2N, C, H, W), of
+        which only the first N rows are read, t and y (2N,), cfg_scale → (2N, C', H, W). Raises
+        ValueError if an input requires gradients.
         """
         return self._adapter.forward_with_cfg(self._evaluate_guided, *arguments, **keywords)
 
@@ -197,7 +194,7 @@ class Accelerated:
         self._require_inputs(x, t, y, multiple=2)
         require_no_gradients(NO_GRADIENTS, x, t, cfg_scale)
         with self._running():
-            # On the device: one captured graph serves every value.
+            # A device tensor, so that one captured graph serves all values.
             if torch.is_tensor(cfg_scale):
                 cfg_scale = cfg_scale.to(self.device, torch.float32)
             else:
@@ -225,22 +222,22 @@ class Accelerated:
                 raise UsageError(
                     f"{name} is {tuple(value.shape)}, must be ({n},), one for each row of x"
                 )
-        # On a GPU the look-up of the embedding fails; reading the values would wait for the GPU.
+        # On a GPU reading y would synchronise; there the embedding look-up fails.
         rows = self.num_classes + self._spec.null_class
         if self.device.type == "cpu" and not 0 <= int(y.min()) <= int(y.max()) < rows:
             raise UsageError(f"y is {int(y.min())} to {int(y.max())}, must be from 0 to {rows - 1}")
 
-    # ---- as callers use a module ----
+    # ---- Methods of nn.Module ----
 
     def eval(self) -> "Accelerated":
-        """Return itself: it evaluates only."""
+        """No-op: the copy is always in eval mode."""
         return self
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> "Accelerated":
-        """Return itself, if its weights are on `device`. Raises ValueError if not:
-        captured steps cannot move.
+        """No-op if device and dtype are the copy's. Raises ValueError if not, since captured graphs
+        cannot move.
         """
         if isinstance(device, torch.dtype):
             dtype = device
@@ -259,8 +256,8 @@ class Accelerated:
         return self
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the state dict that was loaded last, or the present one of the original model.
-        Raises ValueError if that is gone.
+        """Return the last loaded state dict, or else the current one of the original model. Raises
+        ValueError if the model was deleted.
         """
         if self._loaded is not None:
             return dict(self._loaded)
@@ -273,9 +270,9 @@ class Accelerated:
         return model.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
-        """Load a state dict of the model in place: captured graphs stay valid, and the
-        outputs equal a new copy's to the bit. Raises ValueError, and keeps the old
-        weights, if it does not fit or overflows the precision.
+        """Load a state dict of the model in place. Captured graphs stay valid, and outputs are
+        bit-identical to those of a new copy. If the weights do not fit or overflow the precision,
+        raise ValueError and keep the old weights.
         """
         if not strict:
             raise UsageError(

@@ -23,8 +23,8 @@ REFERENCE = re.compile(r"`([a-z]\w*)(?:=([^`]*))?`")
 
 
 class Worded:
-    """A line that names parameters in backquotes, as in "use `cfg_scale=1`". str() is the line for
-    callers in Python: image_size=17. A command's line (`by_flags`) has --image-size 17.
+    """A line with parameters in backquotes, such as "use `cfg_scale=1`". str() formats it for
+    Python (cfg_scale=1), `by_flags` for a command (--cfg-scale 1).
     """
 
     marked: str  # the line with backquotes
@@ -33,7 +33,7 @@ class Worded:
         return REFERENCE.sub(lambda match: match[0][1:-1], self.marked)
 
     def by_flags(self, flags: Mapping[str, str] = MappingProxyType({})) -> str:
-        """Return the line of a command. flags: by parameter, where the names differ."""
+        """Format the line for a command. flags: parameter → flag, if the names differ."""
 
         def flag(match):
             name, value = match.groups()
@@ -48,8 +48,8 @@ class Worded:
 class UsageError(Worded, ValueError):
     """A user's mistake.
 
-    problem: what is wrong. remedy: what to do. parameter, value: the option or argument that the
-    mistake is about; "" for none. Problem and remedy name other parameters in backquotes.
+    parameter, value: the wrong option or argument, if any. problem, remedy: text; further
+    parameters are in backquotes.
     """
 
     def __init__(
@@ -79,15 +79,15 @@ class Notice(Worded):
 
 
 def warn(text: str) -> None:
-    """Print a notice, which names parameters in backquotes."""
+    """Print a notice. text: with parameters in backquotes."""
     log.warning(Notice(text))
 
 
 class InputRef(NamedTuple):
-    """A file or folder that an option names, or a module."""
+    """A file or folder passed as an option, or a module. Errors and notices start with it."""
 
     name: str
-    option: str = "ckpt"  # "" for a module
+    option: str = "ckpt"  # "" if not passed as an option
 
     def error(self, problem: str, remedy: str = "") -> UsageError:
         """Return the error about it."""
@@ -104,8 +104,8 @@ class InputRef(NamedTuple):
         warn(self.notice(text))
 
     def override_hint(self, option: str, value: str = "") -> str:
-        """Return the remedy for a fact that a file of weights lacks: an option, which is about the
-        sampled network only, or a converted file. value: in place of an assumed one.
+        """Return the remedy for metadata that the weights lack: an option of the sampled network,
+        or conversion with a flag. value: replaces an assumed value.
         """
         if self.option == "ckpt":
             return f"`{option}={value}`" if value else f"give `{option}`"
@@ -114,27 +114,26 @@ class InputRef(NamedTuple):
 
 
 class Stopped(Exception):
-    """A job that was asked to stop has recorded its work. Its text goes to the user;
-    commands exit with STOPPED.
+    """A job stopped on request after it recorded its work. Commands print the text and exit with
+    STOPPED.
     """
 
 
 def as_usage_error(error: BaseException) -> UsageError | None:
-    """Return the UsageError for an error that the user can mend: a UsageError itself, a package
-    that is not installed, memory that ran out, or a write that a disk, a quota or a limit on file
-    sizes refuses. Return None for other errors.
+    """Convert an error that the user can fix to a UsageError: a missing package, out of memory, a
+    full disk or quota. Return a UsageError unchanged, and None for any other error.
     """
     if isinstance(error, UsageError):
         return error
     if isinstance(error, ModuleNotFoundError) and error.name:
         if error.name.partition(".")[0] == __package__:
-            return None  # a file of this package: not the user's to mend
+            return None  # a module of this package: a bug
         return UsageError(
             f"{error.name.partition('.')[0]} is not installed here",
             "activate the environment (source .venv/bin/activate, which make builds), or pip "
             "install -r requirements.txt",
         )
-    # torch's own has this name; importing torch takes seconds.
+    # By name, since importing torch for its OutOfMemoryError takes seconds.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return UsageError(
             "memory ran out",
@@ -147,17 +146,18 @@ def as_usage_error(error: BaseException) -> UsageError | None:
 
 
 def shown(value: object, most: int = 80) -> str:
-    """Return `value` for a message: in quotes if it would not be seen, without its middle beyond
-    `most` characters.
+    """Format a value for a message: quoted if it is empty or not printable, and shortened in the
+    middle to about `most` characters.
     """
     text = value if isinstance(value, str) and value.isprintable() and value else repr(value)
     return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 4 :]}"
 
 
 def require_equal(settings: dict, others: dict, free: Set[str], owner: str, remedy: str) -> None:
-    """Raise UsageError about the first of `settings` that differs from `others`; free:
-    names that may differ. owner: of the others, with a verb, such as "rank 0 has"; remedy: the
-    end of the line, such as "start all ranks with the same flags".
+    """Raise UsageError about the first setting that differs from `others`.
+
+    free: names that may differ. owner: subject and verb for `others`, such as "rank 0 has".
+    remedy: such as "start all ranks with the same flags".
     """
     for name in {**settings, **others}:
         value = settings.get(name, "none")
@@ -168,8 +168,8 @@ def require_equal(settings: dict, others: dict, free: Set[str], owner: str, reme
 
 @contextmanager
 def path_errors(name: str, path: str | Path, remedy: str = "choose another path") -> Iterator[None]:
-    """Turn an OSError of the block into a UsageError about the parameter `name`, whose
-    value is `path`.
+    """Convert an OSError in the block to a UsageError about the parameter `name` with value
+    `path`.
     """
     try:
         yield
@@ -179,8 +179,8 @@ def path_errors(name: str, path: str | Path, remedy: str = "choose another path"
 
 
 def record(text: str) -> None:
-    """Write `text` to torchrun's file for the cause of a rank's end, which its summary
-    shows. Elsewhere a no-op.
+    """Write `text` to torchrun's error file, which torchrun's summary shows. No-op without
+    torchrun.
     """
     place = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if place:

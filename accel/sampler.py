@@ -1,4 +1,4 @@
-"""`from accel import Sampler`: pictures from Python, from a pipeline that is loaded once."""
+"""`from accel import Sampler`: sample pictures from Python with a pipeline that is loaded once."""
 
 import json
 import logging
@@ -44,30 +44,30 @@ Module = tuple[Checkpoint, CallAdapter]
 
 
 class Sampler:
-    """Sample pictures of any labels, seeds, steps and guidance from a network and its
-    decoder, loaded once.
+    """Load a network and its decoder once, then sample any labels, seeds, steps and scales.
 
         with Sampler("DiT-XL/2", image_size=512, precision="fp16") as sampler:
             dog, other = sampler.sample(["golden retriever", 207], seed=0)
 
-    model, or the first argument, is one of these. A name, as --model has it. Weights, as --ckpt
-    has them, such as a file, or the folder or hub id of a DiTPipeline. A network that the caller
-    has, whose weights are copied: models.DiT, another family's, the original classes, wrapped or
-    compiled, or diffusers' DiTTransformer2DModel or DiTPipeline. vae: a decoder, as --vae has
-    it, or an AutoencoderKL; a pipeline brings its own. config: a configuration file of the model's
-    own repository, for options that are open. guide: autoguidance by a second network of the same
-    family, weights as --guide has them or a network that the caller has. check: compare networks
-    that the caller has with their copies on noise, as `accelerate` does. The other options are
-    those of sample.py's flags; None leaves one open. Arguments of `sample` have the
-    constructor's values as defaults. With output_type="latent" no decoder is needed.
+    model: one of
+      - a name, as for --model;
+      - weights, as for --ckpt: a file, or the folder or hub id of a DiTPipeline;
+      - a module: models.DiT, any other family or its original class, wrapped or compiled, or
+        diffusers' DiTTransformer2DModel or DiTPipeline. Its weights are copied.
 
-    Pictures equal those of sample.py with the same flags, to the bit. On a GPU a step is
-    captured at its first use with a number of pictures and of steps, with or without guidance, then
-    replayed.
-    Callers in several threads, of this and of other Samplers, are served one at a time.
-    torch's global generators and backend switches are left as they were, and the caller's
-    autocast, inference mode and default dtype change nothing. Raises ValueError
-    (accel.errors.UsageError): one line that names the parameter and the remedy.
+    vae: a decoder, as for --vae, or an AutoencoderKL; default: the pipeline's or the model's.
+    config: a configuration file of the model's original repository, for options that are None.
+    guide: a second network of the same family for autoguidance, as for --guide, or a module.
+    check: compare modules with their copies on noise, as `accelerate`. All further options are
+    flags of sample.py; None selects the default. `sample` defaults to the constructor's values.
+    output_type="latent" needs no decoder.
+
+    Pictures are bit-identical to sample.py's with the same flags. On a GPU, the first use of a
+    batch size and a number of steps, with or without guidance, captures a step, and later uses
+    replay it. Calls from several threads are serialised over all Samplers. torch's global
+    generators and backend switches are restored; the caller's autocast, inference mode and default
+    dtype have no effect. Raises ValueError (accel.errors.UsageError): one line that names the
+    parameter and the remedy.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Sampler:
     ):
         given = {name: value for name, value in locals().items() if name in OPTIONS}
         self._check = check
-        module = guide_module = None  # each a checkpoint and how it is called
+        module = guide_module = None  # (checkpoint, call adapter)
         if _is_object(model):
             wrong = next((name for name in FOR_FILES if given[name] is not None), None)
             if wrong:
@@ -162,11 +162,12 @@ class Sampler:
             )
 
     def refresh(self, model: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
-        """Load the weights of `model`, of the same shape, in place: pictures equal a new
-        Sampler's to the bit, and captured steps stay valid. A guide stays as it is. model: a
-        network, or the state dict of one like that of this Sampler or of a wrapper around it,
-        such as an average of its weights. Raises ValueError, and keeps the old weights, if they
-        do not fit, overflow or are not finite. A network is compared with its copy.
+        """Load weights of the same shapes in place. Pictures are bit-identical to a new Sampler's,
+        and captured steps stay valid. The guide does not change.
+
+        model: a module, which is compared with its copy, or a state dict of such a module or of a
+        wrapper, such as AveragedModel. If the weights do not fit, overflow or are not finite, raise
+        ValueError and keep the old weights.
         """
         with self._running() as pipeline:
             if isinstance(model, Mapping):
@@ -187,7 +188,7 @@ class Sampler:
         adapter: CallAdapter,
         channels: int | None,
     ) -> None:
-        """Compare a module with its copy, if the caller did not switch that off."""
+        """Compare a module with its copy, unless check=False."""
         assert self._pipeline is not None
         if not self._check:
             return
@@ -197,10 +198,10 @@ class Sampler:
         require_same(network, checkpoint, adapter, tier, channels)
 
     def _require_alike(self, checkpoint: Checkpoint) -> None:
-        """Raise UsageError for a module of another family or shape."""
+        """Raise UsageError if the module's family or shapes differ from the Sampler's."""
         require_finite_floats(checkpoint.tensors.state, checkpoint.given)
-        wanted = _beside_shapes(self.run.checkpoint)
-        for name, value in _beside_shapes(checkpoint).items():
+        wanted = _untensored_facts(self.run.checkpoint)
+        for name, value in _untensored_facts(checkpoint).items():
             if value != wanted[name]:
                 raise checkpoint.given.error(
                     f"has {name} {value}, unlike the model of this Sampler", "make another of it"
@@ -217,7 +218,7 @@ class Sampler:
         noise: Array | None = None,
         progress: bool = False,
     ) -> list[Image.Image]:
-        """Return one picture per label, (image_size, image_size) RGB. Arguments: of `latents`."""
+        """Return one RGB picture per label. Arguments: as for `latents`."""
         self._require_decoder()
         return self.decode(
             self.latents(
@@ -226,8 +227,8 @@ class Sampler:
         )
 
     def decode(self, latents: Array) -> list[Image.Image]:
-        """Return a picture for each of latents (n, channels, side, side), such as `latents`
-        returns or `sample.py --output-type latent` writes: np.load reads these.
+        """Decode latents (n, channels, side, side) to n pictures. The latents come from `latents`,
+        or from np.load of a file by `sample.py --output-type latent`.
         """
         self._require_decoder()
         with self._running() as pipeline:
@@ -257,14 +258,14 @@ class Sampler:
         noise: Array | None = None,
         progress: bool = False,
     ) -> torch.Tensor:
-        """Return latents (n, channels, side, side) float32, side image_size/8 for
-        sd-vae-ft-*, on the sampler's device.
+        """Return latents (n, channels, side, side), float32, on the sampler's device. side:
+        image_size / 8 for sd-vae-ft-*.
 
-        labels: n classes, each a number or a name. seed: of all, or n seeds: each label is
-        then sampled as it is alone with its seed. noise: n latents of normal noise of deviation
-        1 to start from, which noise_scale multiplies, in place of those that the seed gives; the
-        noise of later steps is the seed's.
-        Arguments that are None are the constructor's. progress: show a bar of the steps.
+        labels: n classes, each a number or a name. seed: one seed, or one per label: then each
+        latent is the same as sampled separately. noise: initial standard normal noise, of the shape
+        of the latents, which noise_scale multiplies; default: drawn with the seed. Later steps
+        always draw with the seed. progress: show a progress bar of the steps. None: the
+        constructor's value.
         """
         several = _listed(labels)
         seeds = _listed(seed)
@@ -291,7 +292,7 @@ class Sampler:
                 return pipeline.latents(run.settings.labels, of_labels, batches, on_step, noise)
 
     def close(self) -> None:
-        """Free the memory of network and decoder. The sampler cannot be used afterwards."""
+        """Free the memory of network and decoder. Later calls raise UsageError."""
         with exclusive():
             self._pipeline = None
             free_memory(self.run.device)
@@ -314,8 +315,8 @@ class Sampler:
             yield self._pipeline
 
 
-def _beside_shapes(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the facts that shapes of tensors do not say, by name."""
+def _untensored_facts(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the facts that tensor shapes do not imply, by name."""
     spec = checkpoint.spec
     facts = "num_heads", "num_classes", "null_class", "patch_size", "in_channels"
     return {
@@ -378,19 +379,19 @@ def _names_weights(name):
 
 
 def _is_object(value):
-    """Return whether a network is given itself, not by a name."""
+    """Return whether an argument is an object, not a name or path."""
     return not isinstance(value, (str, Path, type(None)))
 
 
 def _copied(model: Any, option: str = "") -> Module:
-    """Copy the weights of a module. option: that gives it."""
+    """Copy the weights of a module. option: that it was passed as, for errors."""
     with exclusive():
         return from_module(model, copy=True, option=option)
 
 
 def _written(decoder: torch.nn.Module) -> TemporaryDirectory:
-    """Write a decoder that the caller holds into a temporary folder in diffusers' layout.
-    Raises UsageError for a module of another class.
+    """Save a caller's decoder to a temporary folder in diffusers' layout. Raises UsageError for a
+    module of another class.
     """
     vae: Any = unwrapped(decoder)
     name = type(vae).__name__
@@ -404,8 +405,8 @@ def _written(decoder: torch.nn.Module) -> TemporaryDirectory:
         folder = TemporaryDirectory()
         vae.save_pretrained(folder.name)
         file = Path(folder.name, FILES[0])
-        # Pipelines read attributes, which a caller may have set. The file has the entries that
-        # the module was made with.
+        # Pipelines read these attributes, which a caller may have set after construction; the file
+        # has the constructor's values.
         scales = {name: getattr(vae.config, name, None) for name in VAE_LATENT_ENTRIES}
         file.write_text(json.dumps(json.loads(file.read_text()) | scales, default=str))
     return folder

@@ -241,7 +241,7 @@ def test_a_yaml_file_of_another_model_is_refused(tmp_path):
     with shapes_only():
         state = as_file(LightningDiT_models["LightningDiT-B/1"]())
     given = dict(
-        facts={}, arguments_beside=lambda: ("run.yaml", {"model.model_type": "LightningDiT-XL/1"})
+        facts={}, yaml_arguments=lambda: ("run.yaml", {"model.model_type": "LightningDiT-XL/1"})
     )
     with pytest.raises(
         UsageError,

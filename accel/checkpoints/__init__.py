@@ -1,7 +1,7 @@
-"""Sources of weights: a file, a folder, a hub id, a module or a state dict → a `Checkpoint`.
+"""Load a file, a folder, a hub id, a module or a state dict as a `Checkpoint`.
 
-files.py opens files, folders and hub ids: each layout in FORMATS has a module. module.py reads
-modules and state dicts. Once a checkpoint is open, nobody asks of what kind it was.
+loading.py opens files, folders and hub ids; each file format in FORMATS has a module. module.py
+reads modules and state dicts. Once opened, all checkpoints look the same.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +25,7 @@ from accel.tensors.shapes import shapes_of
 
 
 class Contents(NamedTuple):
-    """The contents of a file or folder: float tensors by name, and the facts beside them."""
+    """The contents of a file or folder: float tensors by name, and facts."""
 
     state: StateDict
     facts: Mapping[str, Any]
@@ -38,20 +38,20 @@ class Tensors(Protocol):
     def state(self) -> StateDict: ...
 
     def reading(self) -> AbstractContextManager[StateDict]:
-        """Yield `state` for its last use. Raises UsageError if it was changed meanwhile."""
+        """Yield `state` for its last use. Raises UsageError if the file changed meanwhile."""
 
     def digest(self) -> str:
-        """Return 16 hex digits of all values that were trained."""
+        """Return a hash of the trained values, 16 hex digits."""
 
     def same_as(self, other: "Tensors") -> bool:
-        """Return whether both are the same file."""
+        """Return whether both come from the same file."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where weights come from.
+    """The weights of a network.
 
-    given: as the user gave them. spec: their network. tensors: of any kind of checkpoint.
+    given: the user's name for them. spec: the network. tensors: from a file or a module.
     """
 
     given: InputRef
@@ -65,19 +65,19 @@ class Checkpoint:
 
     @property
     def state(self) -> StateDict:
-        """Return the tensors under the names of the reference network, on their own device."""
+        """Return the tensors under the reference network's names, on their own device."""
         return reference_state(self.spec, self.tensors.state)
 
     @contextmanager
     def reading(self) -> Iterator[StateDict]:
-        """Yield `state` for its last use: afterwards the tensors of a file are dropped. Raises
-        UsageError if a file was changed since it was opened.
+        """Yield `state` for its last use; a file's tensors are freed afterwards. Raises UsageError
+        if the file changed since it was opened.
         """
         with self.tensors.reading() as state:
             yield reference_state(self.spec, state)
 
     def digest(self) -> str:
-        """Return 16 hex digits of all that decides the network's function."""
+        """Return a hash of the network's function: of its tensors, and of facts that change it."""
         return self.spec.digest(self.tensors.digest())
 
 
@@ -86,24 +86,25 @@ def spec_of(
     state: StateDict,
     facts: Mapping[str, Any],
     user_facts: UserFacts = NO_USER_FACTS,
-    arguments_beside: Callable[[], tuple[str, Mapping[str, Any]]] = lambda: ("", {}),
+    yaml_arguments: Callable[[], tuple[str, Mapping[str, Any]]] = lambda: ("", {}),
 ) -> ModelSpec:
-    """Return the spec of weights with the entries `state`, under the names of their family's
-    files. facts: that this program or a pipeline wrote, with the family's name, else the
-    arguments of a training run. arguments_beside: reads more of them from another file, if the
-    family has such files. Raises UsageError for weights of no family, and for values that are
-    not supported.
+    """Identify a network from its weights. Return its spec.
+
+    state: tensors under the names in the family's files. facts: metadata that this program or a
+    pipeline wrote, with the family's name, or else the arguments of a training run.
+    yaml_arguments: reads the training arguments from a YAML file next to the weights, for
+    families that write one. Raises UsageError if no family matches, or for an unsupported value.
     """
     possible = choose_family(given, shapes_of(state), facts, user_facts)
     weights = weights_of(possible[0])
     file = ""
     if "family" not in facts:
-        if weights.has_files_beside and facts.keys().isdisjoint(weights.arguments):
-            file, facts = arguments_beside()
+        if weights.has_yaml_file and facts.keys().isdisjoint(weights.arguments):
+            file, facts = yaml_arguments()
         facts = _facts_in(given, facts, weights, file)
     schedule = facts.get("schedule")
-    if schedule is not None:  # of a pipeline
-        from accel.sampling.solvers import require_schedule  # few weights have one
+    if schedule is not None:
+        from accel.sampling.solvers import require_schedule  # lazy import: only for pipelines
 
         require_schedule(given, schedule)
     facts = checked(given, facts)
@@ -117,7 +118,7 @@ def spec_of(
 def _facts_in(
     given: InputRef, arguments: Mapping[str, Any], weights: FamilyWeights, file: str
 ) -> dict[str, Any]:
-    """Return the facts that the arguments of a training run give."""
+    """Convert the arguments of a training run to facts."""
     facts = interpreted(given, arguments, weights.arguments, file and f"{file}: ")
     published = weights.recommended.get(PurePath(given.name).stem.lower(), {})
     try:

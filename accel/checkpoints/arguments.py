@@ -1,5 +1,5 @@
-"""The arguments of a training run in a file of weights: each is used, refused by its value, or
-printed as not interpreted.
+"""The arguments of a training run in a checkpoint: each is used, rejected for its value, or listed
+as not interpreted.
 """
 
 from argparse import Namespace
@@ -10,14 +10,14 @@ from typing import Any
 from accel.errors import InputRef, shown
 
 NAMESPACES = Namespace, SimpleNamespace
-ENTRIES = "args", "config"  # of the arguments in files of the families' own programs
+ENTRIES = "args", "config"  # where the families' training programs store arguments
 TRAINING_STATE = "opt", "optimizer", "scheduler", "lr_scheduler", "scaler"
-PROVENANCE_KEYS = "family", "recipe"  # facts that this program alone writes
+PROVENANCE_KEYS = "family", "recipe"  # only this program writes these facts
 
 
 def arguments_of(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a training run in a file's entries, by their names, and its other
-    entries without tensors. Names in sections have dots, as in transport.path_type.
+    """Return the training arguments in a checkpoint by name, and its other entries without tensors.
+    A nested argument has a dotted name, such as transport.path_type.
     """
     arguments: dict[str, Any] = {}
     for entry, value in content.items():
@@ -25,13 +25,13 @@ def arguments_of(content: Mapping[str, Any]) -> dict[str, Any]:
         if entry in TRAINING_STATE or any(_is_array(leaf) for _, leaf in leaves):
             continue
         for name, leaf in leaves:
-            differs = arguments.get(name, leaf) != leaf  # from the same argument in another entry
+            differs = arguments.get(name, leaf) != leaf  # two entries disagree
             arguments[f"{entry}.{name}" if differs else name] = leaf
     return {name: value for name, value in arguments.items() if name not in PROVENANCE_KEYS}
 
 
 def flattened(section: Any) -> dict[str, Any]:
-    """Return the values in a section and in sections inside it, by name."""
+    """Flatten nested sections to {dotted name: value}."""
     return dict(_leaves(section, ""))
 
 
@@ -41,12 +41,12 @@ def _leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
         for name, part in section.items():
             yield from _leaves(part, f"{place}.{name}")
     elif value is not None:
-        is_scalar = hasattr(value, "item") and not _is_array(value)  # of torch or numpy
+        is_scalar = hasattr(value, "item") and not _is_array(value)  # torch or numpy
         yield place.lstrip("."), value.item() if is_scalar else value
 
 
 def _is_array(value: Any) -> bool:
-    """Return whether a value is a tensor or an array with dimensions, or a list of tensors."""
+    """Return whether a value is an array with dimensions, or a list with one."""
     if isinstance(value, (list, tuple)):
         return any(map(_is_array, value))
     return getattr(value, "ndim", 0) > 0
@@ -58,9 +58,11 @@ def interpreted(
     table: Mapping[str, tuple | str | None],
     file: str = "",
 ) -> dict[str, Any]:
-    """Return the facts that arguments give, by our names. Print the arguments that the family's
-    table lacks. Raises UsageError for a value that is not supported. file: the name of another
-    file that the arguments are in, with a colon.
+    """Convert training arguments to facts by the family's table. Print the arguments that are not
+    in the table. Raises UsageError for an unsupported value.
+
+    table: as in `FamilyWeights.arguments`. file: "NAME: " if the arguments come from a separate
+    file.
     """
     for name, value in arguments.items():
         supported = table.get(name)

@@ -15,22 +15,23 @@ from accel.runtime.network import BlockNetwork, EagerNetwork
 from accel.runtime.precision import TIERS, arithmetic
 from accel.sampling.guidance import guided_halves
 
-# The largest relative error of a copy, by its tier and by the module's dtype.
+# The largest allowed relative error of a copy, by tier and by the module's dtype.
 TOLERANCE = {"fp32": 3e-5, "exact": 1e-4, "tf32": 1e-2, "fp16": 1e-2, "bf16": 5e-2}
 ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
-# And of the module's guidance of its own output: of float32 and of narrower types.
+# The same for forward_with_cfg: of a float32 module, and of a half-precision one.
 OF_GUIDANCE = 1e-3, 1e-2
 SCALE = 1.7
 
 
 def build(state: StateDict, spec: ModelSpec, tier: str, device: torch.device) -> BlockNetwork:
-    """Return the network of a tier for latents of the trained size: the reference network for
-    fp32 and tf32, an accelerated one otherwise. The weights, under the names of the reference
-    network, are copied.
+    """Build the network of a tier with a copy of the weights, for latents of the trained size.
+
+    state: tensors under the reference network's names. fp32 and tf32 run the reference network, the
+    other tiers an accelerated one.
     """
     model = spec.empty()
     if TIERS[tier].accelerated:
-        from accel import fast  # brings Triton; the other tiers need not wait for it
+        from accel import fast  # lazy import: loads Triton
 
         return fast.build(state, model, spec.family.pack, tier, device)
     copied = {name: value.to(device, torch.float32, copy=True) for name, value in state.items()}
@@ -45,12 +46,13 @@ def require_same(
     tier: str,
     guidance_channels: int | None = None,
 ) -> None:
-    """Check that the caller's module and its copy agree on noise: on two batch rows, of a class
-    and the null class at two times; and that the module's forward_with_cfg, if it has one, guides
-    so many channels, unless that is None.
+    """Check that the caller's module and its copy agree on noise.
 
-    network: the copy, of a tier, for latents of the trained size. Raises UsageError if they differ.
-    Prints a notice if all outputs are zero.
+    Both evaluate two batch rows: a class and the null class, at two times. If the module has
+    forward_with_cfg, it must guide the first `guidance_channels` channels; None skips this check.
+
+    network: the copy in precision `tier`, for latents of the trained size. Raises UsageError if the
+    outputs differ. Prints a notice if all outputs are zero.
     """
     spec = checkpoint.spec
     error_of = checkpoint.given.error
@@ -103,7 +105,7 @@ def require_same(
 
 
 def _error(got: Tensor, want: Tensor) -> float:
-    """Return the relative error of the batch row with the largest."""
+    """Return the largest relative error of a batch row."""
     errors = (got - want).flatten(1).norm(dim=1) / want.flatten(1).norm(dim=1)
     return float(errors.amax())
 
@@ -117,9 +119,8 @@ def _evaluate(
     y: Tensor,
     *scale: float,
 ) -> Tensor:
-    """Evaluate the module or its method in evaluation mode, in its own dtype, without TF32 and
-    without torch.compile. Return the network's output in float32. The module, its mode and the
-    random state are left as they were.
+    """Evaluate the module or its method in eval mode and in its own dtype, without TF32 and
+    torch.compile. Return the network's output in float32. Restore training mode and random state.
     """
     first = next(adapter.module.parameters())
     device = first.device
@@ -136,7 +137,7 @@ def _evaluate(
             for part in training:
                 part.training = False
             return adapter.output(function(*inputs, *scale, **named)).detach().float()
-        except Exception as error:  # of code that is not ours
+        except Exception as error:  # the module's code can raise anything
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
             raise checkpoint.given.error(
                 f"cannot be evaluated as a {checkpoint.spec.family.name} ({reason})",
@@ -148,9 +149,9 @@ def _evaluate(
 
 
 def _not_compiled() -> AbstractContextManager:
-    """Return a context in which modules and functions that torch compiles run as they are written.
+    """Return a context that disables torch.compile.
 
-    Where torch's compiler is not loaded, which takes seconds, nothing is compiled.
+    If torch's compiler is not imported, which takes seconds, nothing was compiled.
     """
     if "torch._dynamo" in sys.modules:
         return torch.compiler.set_stance("force_eager")

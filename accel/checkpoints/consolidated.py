@@ -1,5 +1,5 @@
-"""Folders of LLaMA's training: consolidated_ema.00-of-01.pth (moving average) or
-consolidated.00-of-01.pth (weights), and model_args.pth (arguments of the run).
+"""Folders in the layout of LLaMA's training code: consolidated_ema.00-of-01.pth (moving average) or
+consolidated.00-of-01.pth (weights), and model_args.pth (training arguments).
 """
 
 import argparse
@@ -12,20 +12,20 @@ from accel.checkpoints.arguments import arguments_of
 from accel.errors import InputRef
 from accel.tensors.pickles import read_pickle
 
-# the first that is there is used
+# in order of preference
 WEIGHTS = "consolidated_ema.00-of-01.pth", "consolidated.00-of-01.pth"
 ARGUMENTS = "model_args.pth"
 PART = re.compile(r"consolidated\w*\.\d+-of-(\d+)\.pth")
 
 
 def matches(folder: Path) -> bool:
-    """Return whether `folder` is of such a run, parts of tensors included."""
+    """Return whether `folder` has this layout, sharded tensors included."""
     return any(name == ARGUMENTS or name.startswith("consolidated") for name in os.listdir(folder))
 
 
 def read(folder: Path, given: InputRef, mapped: bool, entry: str | None = None) -> Contents:
-    """Return the state dict and the arguments of the run, nothing if their file is not there.
-    Raises UsageError.
+    """Return the state dict and the training arguments, if model_args.pth exists. Raises UsageError
+    for sharded or missing weights.
     """
     names = sorted(os.listdir(folder))
     parts = [part for part in map(PART.fullmatch, names) if part]

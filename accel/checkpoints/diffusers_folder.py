@@ -1,5 +1,5 @@
-"""DiT in the layout of diffusers: a folder with config.json and weights under
-DiTTransformer2DModel's names, alone or in a pipeline's folder.
+"""DiT in diffusers' layout: a DiTTransformer2DModel or a DiTPipeline, saved by
+save_pretrained.
 """
 
 import os
@@ -29,8 +29,8 @@ def matches(folder: Path) -> bool:
 
 
 def read(folder: Path, given: InputRef, mapped: bool, entry: str | None = None) -> Contents:
-    """Return the state dict of models.DiT and the facts beside it. No position table is stored:
-    as the class does, compute it for `sample_size`. Raises UsageError.
+    """Return the state dict of models.DiT, and facts from the configuration. The files contain no
+    position table, so compute it for `sample_size`. Raises UsageError.
     """
     if entry is not None:
         raise UsageError(
@@ -85,7 +85,7 @@ def _of_pipeline(folder: Path, parameter: str) -> dict[str, Any]:
     ):
         raise UsageError(
             f"id2label must name classes 0 to {len(names) - 1}",
-            "mend it, or remove it",
+            "fix it, or remove it",
             parameter=parameter,
             value=index,
         )

@@ -1,8 +1,7 @@
-"""The facts that lie beside tensors, such as a training run's arguments: checked once as they are
-read.
+"""Validate the metadata of a checkpoint: its facts by name.
 
-Options are checked as a user's are. Other entries that decide sizes have a type and a range.
-Others are kept as they are if they are plain values: a family may know them.
+Facts that are options get the checks of a user's options. FACTS lists the types and ranges of
+further entries. All remaining plain values are kept, for the families to interpret.
 """
 
 import json
@@ -12,8 +11,8 @@ from typing import Any, NamedTuple
 from accel.config.options import OPTIONS
 from accel.errors import InputRef, UsageError, shown
 
-OWN = "metadata"  # of a .pt file: the key beside its tensors
-PREFIX = "dit."  # of our entries in the header of a safetensors file, whose values are strings
+OWN = "metadata"  # the metadata's key in a .pt file
+PREFIX = "dit."  # of our entries in a safetensors header, whose values are strings
 
 
 class _Fact(NamedTuple):
@@ -43,14 +42,14 @@ FACTS = {
     "class_names": _Fact(_is_names, "a list of names"),
     "recipe": _Fact(lambda value: isinstance(value, dict), "values of settings by name"),
 }
-# Options whose values files say beside the tensors.
+# Options that a checkpoint's metadata can set.
 FILE_FACTS = "num_classes", "image_size", "num_heads", "guidance_channels"
-# And in a recipe: those that decide how pictures look, none that names a file or a device.
+# Options that a recipe can set: they change the picture, and name no file or device.
 RECIPE_FACTS = (
     *("cfg_scale", "guidance_interval", "image_size", "noise_scale"),
     *("num_sampling_steps", "sampler", "t_eps", "timestep_shift"),
 )
-LATENT_SETTINGS = {  # settings of a recipe that are no options
+LATENT_SETTINGS = {  # settings in a recipe that are not options
     "latent_norm": _Fact(lambda value: isinstance(value, bool), "true or false"),
     "latent_scale": _Fact(
         lambda value: type(value) in (int, float) and 1e-6 <= value <= 1e6,
@@ -60,8 +59,8 @@ LATENT_SETTINGS = {  # settings of a recipe that are no options
 
 
 def option_value(name: str, value: Any) -> Any:
-    """Return the value of an option that a file says. A sampler is refused later, unless the user
-    names another. Raises TypeError or ValueError.
+    """Validate an option's value from a checkpoint. Raises TypeError or ValueError. A sampler is
+    validated later, since the user may choose another one.
     """
     if name == "sampler":
         return str(value)
@@ -71,7 +70,7 @@ def option_value(name: str, value: Any) -> Any:
 
 
 def checked_options(given: InputRef, options: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return options that a file says. where: in it, in words. Raises UsageError about the file."""
+    """Validate options from a checkpoint. where: how errors begin. Raises UsageError."""
     values = {}
     for name, value in options.items():
         try:
@@ -85,9 +84,7 @@ def checked_options(given: InputRef, options: Mapping[str, Any], where: str) -> 
 
 
 def checked(given: InputRef, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts that are plain values, those that are known checked. Raises UsageError about
-    the file.
-    """
+    """Validate the known facts, and drop values that are not plain. Raises UsageError."""
     kept: dict[str, Any] = {}
     for name, value in facts.items():
         if name in FACTS and value is not None and not FACTS[name].valid(value):
@@ -116,29 +113,25 @@ def checked(given: InputRef, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_header(metadata: dict[str, Any]) -> dict[str, str]:
-    """Return metadata as the header of a safetensors file takes it."""
+    """Encode metadata for the header of a safetensors file."""
     return {PREFIX + name: json.dumps(value) for name, value in metadata.items()}
 
 
 def from_header(header: dict[str, str]) -> dict[str, Any]:
-    """Return the metadata in the header of a safetensors file; other programs' entries
-    are left out.
-    """
+    """Decode our metadata in the header of a safetensors file. Ignore other programs' entries."""
     ours = {name: text for name, text in header.items() if name.startswith(PREFIX)}
     return {name.removeprefix(PREFIX): _value(text) for name, text in ours.items()}
 
 
-def others_in_header(header: dict[str, str]) -> dict[str, Any]:
-    """Return the entries of other programs in the header of a safetensors file, but for the
-    format, which says nothing of the network.
-    """
+def foreign_entries(header: dict[str, str]) -> dict[str, Any]:
+    """Return other programs' entries in the header of a safetensors file, except `format`."""
     ours = PREFIX, "format"
     others = {name: text for name, text in header.items() if not name.startswith(ours)}
     return {name: _value(text) for name, text in others.items()}
 
 
 def _value(text: str) -> Any:
-    """Return the value that an entry of a header stands for."""
+    """Decode a header entry: JSON, or else plain text."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,6 +1,4 @@
-"""Weights in files: a published name, a path or a hub id → tensors and the facts beside them,
-opened once a run, checked.
-"""
+"""Load weights from files: a published name, a path or a hub id → tensors and their metadata."""
 
 import stat
 from collections.abc import Iterator, Mapping
@@ -20,8 +18,8 @@ from accel.tensors.tensor_files import FILE_SUFFIXES, HUB_ID, file_stamps, mode_
 FOLDER = weights_folder()
 # published names; the variable's name is upstream's
 pretrained_models = {"DiT-XL-2-512x512.pt", "DiT-XL-2-256x256.pt"}
-# Modules with matches(path) and read(path, given, mapped, entry) → Contents. The first that holds a
-# path reads it; later ones are not imported.
+# Modules with matches(path) and read(path, given, mapped, entry) → Contents. The first format whose
+# matches(path) is true reads the file; later ones are not imported.
 FORMATS = "safetensors_file", "training", "diffusers_folder", "consolidated"
 
 PART = ".distcp"  # of a distributed checkpoint
@@ -32,32 +30,30 @@ IN_PARTS = (
 
 
 class Files:
-    """The weights that a name stands for, fetched and opened when they are first needed.
+    """Weights on disk or on the hub, fetched and opened on first use.
 
     given: a published name, a .pt or .safetensors file, a folder in diffusers' layout or with
-    consolidated weights, or a hub id (owner/name). mapped: tensors are mapped where the format
-    allows it, else copies. entry: of a training file, the entry with the weights; default: the
-    moving average's, else the first that is known. Raises UsageError if it names nothing, before
-    anything is fetched.
+    consolidated weights, or a hub id (owner/name). mapped: memory-map the tensors if the format
+    allows it, else copy them. entry: the entry of a training checkpoint with the weights; default:
+    the moving average, else the first known entry. Raises UsageError for an unknown name, before
+    fetching.
     """
 
     def __init__(self, given: InputRef, mapped: bool = True, entry: str | None = None):
         self.given = given
         self.mapped = mapped
         self.entry = entry
-        self._path = _locate(given)  # None: on the hub
-        self._stamps: list[tuple] | None = None  # of the files that were opened first
+        self._path = _locate(given)  # None: a hub id, not fetched yet
+        self._stamps: list[tuple] | None = None  # of the files when they were first opened
         self._digest: str | None = None
 
     @property
     def path(self) -> Path:
-        """Return the path of the weights; of published weights the path after fetching.
-        Fetch a hub id for this.
-        """
+        """Return the path of the weights. Fetch a hub id, but no published weights."""
         if self._path is None:
             name = self.given.name
             remedy = f"fetch https://huggingface.co/{name} by other means and give its folder"
-            from accel.checkpoints import diffusers_folder  # local weights need neither
+            from accel.checkpoints import diffusers_folder  # lazy imports: only for hub ids
             from accel.tensors import fetch
 
             self._path = fetch.from_hub(name, "transformer/", self.given.option, remedy)
@@ -67,13 +63,11 @@ class Files:
 
     @property
     def is_here(self) -> bool:
-        """Return whether the weights are on this machine, so that `fetch` downloads nothing."""
+        """Return whether the weights are on this machine."""
         return self._path is not None and self._path.exists()
 
     def fetch(self) -> Path:
-        """Download the weights if they are not here yet. Returns where they are. Raises
-        UsageError.
-        """
+        """Download missing weights, and return their path. Raises UsageError."""
         if self.path.parent == FOLDER and not self.path.exists():
             from accel.tensors import fetch
 
@@ -82,45 +76,45 @@ class Files:
 
     @cached_property
     def contents(self) -> Contents:
-        """Return the float tensors under their family's names, on the CPU, and the facts next to
-        them: a training run's arguments, a pipeline's configuration, or the converter's entries.
-        Raises UsageError if the file is corrupt, has no weights, or would execute code on load.
+        """Return the float tensors on the CPU under the names in the family's files, and metadata:
+        training arguments, a pipeline's configuration, or entries of the converter. Raises
+        UsageError if the file is corrupt, has no weights, or would execute code on load.
         """
-        stamps = self._stamp()  # before opening: the content read is of this version or a newer one
+        stamps = self._stamp()  # before reading, so that a change meanwhile is noticed
         self._stamps = self._stamps or stamps
         if self.path.suffix == PART:
             raise self.given.error(*IN_PARTS)
         with path_errors(self.given.option, self.path):
-            layouts = (import_module(f"accel.checkpoints.{name}") for name in FORMATS)
-            layout = next((layout for layout in layouts if layout.matches(self.path)), None)
-            if layout is None:
-                raise self.given.error(*_no_layout(self.path, self.given.option))
-            return layout.read(self.path, self.given, self.mapped, self.entry)
+            formats = (import_module(f"accel.checkpoints.{name}") for name in FORMATS)
+            format_ = next((each for each in formats if each.matches(self.path)), None)
+            if format_ is None:
+                raise self.given.error(*_no_format(self.path, self.given.option))
+            return format_.read(self.path, self.given, self.mapped, self.entry)
 
     @property
     def state(self) -> StateDict:
-        """Return the tensors of `contents`. Read-only."""
+        """Return the tensors. Read-only."""
         return self.contents.state
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """Return the facts of `contents`."""
+        """Return the metadata."""
         return self.contents.facts
 
     def checkpoint(self, user_facts: UserFacts = NO_USER_FACTS) -> Checkpoint:
-        """Return the checkpoint with these weights. user_facts: what the user says of them."""
-        spec = spec_of(self.given, self.state, self.facts, user_facts, self._arguments_beside)
+        """Identify the network and return its checkpoint. user_facts: the user's options."""
+        spec = spec_of(self.given, self.state, self.facts, user_facts, self._yaml_arguments)
         return Checkpoint(self.given, spec, self)
 
-    def _arguments_beside(self):
-        from accel.checkpoints import beside  # few families have such a file
+    def _yaml_arguments(self):
+        from accel.checkpoints import yaml_file  # lazy import: few families
 
-        return beside.arguments_beside(self.path, self.given)
+        return yaml_file.yaml_arguments(self.path, self.given)
 
     @contextmanager
     def reading(self) -> Iterator[StateDict]:
-        """Yield the tensors. Afterwards drop them, so that the mapped files are closed. Raises
-        UsageError if a file was changed since it was opened.
+        """Yield the tensors. Afterwards free them, which closes mapped files. Raises UsageError if
+        a file changed since it was opened.
         """
         yield self.state
         self.__dict__.pop("contents", None)
@@ -131,16 +125,15 @@ class Files:
             raise self.given.error("was changed while it was read", "start again when it is whole")
 
     def digest(self) -> str:
-        """Return 16 hex digits of all values that were trained. A position table counts
-        unless it is the sine-cosine table, which is a function of the grid.
+        """Return a hash of the trained values, 16 hex digits. A sine-cosine position table is not
+        trained.
 
-        The first call for a file reads all of it; the cache folder keeps the result for
-        later runs.
+        The first call for a file reads all of it. The result is cached on disk.
         """
         if self._digest is None:
             if "contents" not in self.__dict__:
                 self._require_unchanged()
-            from accel.tensors.digests import cached_digest  # a grid needs none
+            from accel.tensors.digests import cached_digest  # lazy imports: only for FID jobs
             from accel.tensors.positions import trained
 
             stamps = self._stamps or self._stamp()
@@ -153,7 +146,7 @@ class Files:
         return of_file and self.path.samefile(other.path)
 
     def _stamp(self):
-        """Return the stamps of every file that the weights may come from."""
+        """Return the stamps of all files that may contain the weights."""
         path = self.fetch()
         with path_errors(self.given.option, path):
             inside = path.rglob("*") if path.is_dir() else [path]
@@ -161,8 +154,8 @@ class Files:
         return file_stamps(files, self.given.option)
 
 
-def _no_layout(folder: Path, option: str) -> tuple[str, str]:
-    """Return problem and remedy of a folder in no layout. Files of weights in it are named."""
+def _no_format(folder: Path, option: str) -> tuple[str, str]:
+    """Return problem and remedy for a folder in no known format. Name the weights in it."""
     names = sorted(file.name for file in folder.iterdir())
     if any(folder.glob(f"*{PART}")) or any(folder.glob(f"*/*{PART}")):
         return IN_PARTS
@@ -180,8 +173,8 @@ def _no_layout(folder: Path, option: str) -> tuple[str, str]:
 
 
 def _locate(given: InputRef) -> Path | None:
-    """Return the path that a name stands for, of published weights also where they will
-    be; None for a hub id.
+    """Resolve a name to a path, which for published weights may not exist yet; None for a hub
+    id.
     """
     name = given.name
     path = Path(name)

@@ -1,7 +1,7 @@
-"""A module as a checkpoint of weights: models.DiT, the original classes of every family, their
-wrappers, pipelines. And the state dict of such a module.
+"""Load weights from a module: models.DiT, the original class of any family, a wrapper or a
+pipeline; or from its state dict.
 
-The names of the tensors choose the family; its weights.py tells how the module is called.
+The tensor names identify the family, whose weights.py returns the `CallAdapter`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -58,20 +58,20 @@ class StateTensors:
         yield self.state
 
     def digest(self) -> str:
-        """Return 16 hex digits of all values that were trained, as of a file's."""
+        """Return a hash of the trained values, equal to that of a file."""
         return digest(trained({name: value.cpu() for name, value in self.state.items()}))
 
     def same_as(self, other: Any) -> bool:
-        """Return False: modules are not compared."""
+        """Return False: modules are never the same file."""
         return False
 
 
 def from_module(model: Any, copy: bool = False, option: str = "") -> tuple[Checkpoint, CallAdapter]:
-    """Return the checkpoint with the weights of a module, wrapped or not, or of a pipeline's
-    transformer, and how the module is called.
+    """Identify a module, wrapped or not, or a pipeline's transformer. Return its checkpoint and its
+    call adapter.
 
-    copy: whether to copy the weights. option: that gives the module. Raises UsageError for a module
-    of no family, or of sizes or arguments that are not supported.
+    copy: copy the weights. option: the option that the module was passed as, for errors. Raises
+    UsageError if no family matches, or for unsupported sizes or arguments.
     """
     class_names: tuple[str, ...] = ()
     schedule = None
@@ -80,7 +80,7 @@ def from_module(model: Any, copy: bool = False, option: str = "") -> tuple[Check
         scheduler = getattr(model, "scheduler", None)
         schedule = getattr(scheduler, "config", None)
         schedule = schedule and {**schedule, "_class_name": type(scheduler).__name__}
-        model = getattr(model, "transformer", model)  # a pipeline's
+        model = getattr(model, "transformer", model)
     if not isinstance(model, nn.Module):
         problem = "is not a DiT; give a torch.nn.Module, or a pipeline with one"
         raise InputRef(type(model).__name__, option).error(problem)
@@ -128,8 +128,8 @@ def from_module(model: Any, copy: bool = False, option: str = "") -> tuple[Check
 
 
 def _family_of(given: InputRef, module: nn.Module, state: StateDict) -> tuple[Family, str]:
-    """Return the family of a module, by the names of its tensors, then by its class; and the notice
-    if both leave several.
+    """Identify a module's family by its tensor names, then by its class. Return the family, and a
+    notice if several remain.
     """
     alike = families_with(shapes_of(state)) or [
         family for family in families() if family.diffusers_key in state
@@ -160,8 +160,8 @@ def _family_of(given: InputRef, module: nn.Module, state: StateDict) -> tuple[Fa
 
 
 def _called(module: nn.Module) -> list[Family]:
-    """Return the families with the longest `class_name` in the name of the module's class, or else
-    of its bases.
+    """Return the families whose `class_name` is in the name of the module's class, or else of a
+    base class. The longest `class_name` wins.
     """
     for base in type(module).__mro__:
         lengths = [len(each.class_name) * (each.class_name in base.__name__) for each in families()]
@@ -177,9 +177,10 @@ def from_state(
     side: int,
     renamed: Callable[[StateDict], StateDict] = unchanged,
 ) -> Checkpoint:
-    """Return the checkpoint with a state dict of the network `spec`. renamed: gives its entries the
-    names of the family's files. side: of latents. Raises UsageError for another network's, and
-    for tensors that are not of finite floats.
+    """Return the checkpoint with a state dict of the network `spec`.
+
+    side: of the latents. renamed: renames the entries to the names in the family's files. Raises
+    UsageError for the state dict of another network, and for tensors that are not finite floats.
     """
     if not isinstance(state, Mapping):
         name = type(state).__name__
@@ -200,12 +201,12 @@ def from_state(
 
 
 def _tensors_of(module):
-    """Return a module's state dict without the other objects that quantised layers put there."""
+    """Return a module's state dict, without the non-tensor entries of quantised layers."""
     return {name: part for name, part in module.state_dict().items() if torch.is_tensor(part)}
 
 
 def _without_wrappers(state):
-    """Return a state dict without the parts of names that torch.compile adds."""
+    """Strip torch.compile's prefixes from the names of a state dict."""
     return {
         f"{name}.".replace("_orig_mod.", "")[:-1]: value.detach() for name, value in state.items()
     }
@@ -214,16 +215,14 @@ def _without_wrappers(state):
 def _with_embedding(
     network: Callable[..., nn.Module], embedding: Callable, **arguments: Any
 ) -> nn.Module:
-    """Return a reference network with another embedding of timesteps."""
+    """Build a reference network with a different timestep embedding."""
     model: Any = network(**arguments)
     model.t_embedder.timestep_embedding = embedding
     return model
 
 
 def _class_names(labels):
-    """Return the name of every class by number, from a DiTPipeline's numbers by name; ()
-    if a number has none.
-    """
+    """Invert a DiTPipeline's {name: class}. Return the names in order; () if a class has none."""
     names = [[] for _ in range(1 + max((labels or {}).values(), default=-1))]
     for name, number in (labels or {}).items():
         names[number].append(name)

@@ -1,4 +1,4 @@
-"""Names of tensors in files: what wrappers add to them, and where a network lies among others."""
+"""Strip the prefixes that wrappers add to tensor names, and find a network in a state dict."""
 
 import re
 from collections.abc import Iterable
@@ -10,13 +10,13 @@ from accel.errors import InputRef, shown
 from accel.families import families
 from accel.families.spec import StateDict
 
-# Of wrappers around parts of a network: anywhere in a name.
+# Of wrappers around parts of a network; can appear anywhere in a name.
 INNER = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)[.]")
 
 
 def prefixes_of(names: Iterable[str]) -> list[str]:
-    """Return what stands before the names of networks in a state dict: all prefixes under which a
-    family's tensors lie; "" for those at its top.
+    """Return all prefixes under which a state dict contains a network of any family; "" is the top
+    level.
     """
     names = set(names)
     found = set()
@@ -29,9 +29,9 @@ def prefixes_of(names: Iterable[str]) -> list[str]:
 
 
 def network_in(given: InputRef, state: StateDict, prefix: str | None = None) -> StateDict:
-    """Return the tensors of the network in a state dict, by their names without wrappers. prefix:
-    that the user names; default: the only one under which a family's tensors lie. Print what is
-    left out. Raises UsageError for two networks.
+    """Return the tensors of the network in a state dict, without wrapper prefixes. Print a notice
+    about dropped entries. prefix: the user's choice; default: the only prefix with a network.
+    Raises UsageError if there are several.
     """
     plain = _without_inner(given, state)
     found = prefixes_of(plain)
@@ -53,8 +53,8 @@ def network_in(given: InputRef, state: StateDict, prefix: str | None = None) -> 
 
 
 def without_prefix(state: StateDict) -> StateDict:
-    """Return a state dict by the names of its network, where that lies under one prefix. Under
-    names of no family, such as diffusers', that is the prefix of all names.
+    """Strip the prefix of the network from a state dict, if there is exactly one. If the names
+    belong to no family, such as diffusers' names, strip the prefix that all of them share.
     """
     shared = commonprefix([*state])
     found = prefixes_of(state) or [shared[: shared.rfind(".") + 1]]
@@ -63,7 +63,7 @@ def without_prefix(state: StateDict) -> StateDict:
 
 
 def _without_inner(given: InputRef, state: StateDict) -> StateDict:
-    """Return a state dict without the parts of names that wrappers inside a network add."""
+    """Strip wrapper names inside a network from a state dict."""
     plain: StateDict = {}
     for name, value in state.items():
         short = INNER.sub("", name)

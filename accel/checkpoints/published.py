@@ -1,4 +1,4 @@
-"""Published weights: their names, and upstream's functions that read and fetch weights by name."""
+"""Published weights: their names, and upstream's functions to download and read them."""
 
 import logging
 import sys
@@ -18,9 +18,8 @@ log = logging.getLogger(__name__)
 
 
 def find_model(name_or_path: str | Path) -> dict[str, torch.Tensor]:
-    """Return a state dict under the names of its family's reference network, as
-    upstream's function of this name does; weights of no family are returned unchanged.
-    name_or_path: as for --ckpt. Raises UsageError.
+    """Load a state dict under the reference network's names, as upstream's `find_model`. If no
+    family matches, return it unchanged. name_or_path: as for --ckpt. Raises UsageError.
     """
     weights = Files(InputRef(str(name_or_path)))
     shapes = shapes_of(weights.state)
@@ -31,8 +30,8 @@ def find_model(name_or_path: str | Path) -> dict[str, torch.Tensor]:
 
 
 def download_model(name: str) -> dict[str, torch.Tensor]:
-    """Return the state dict of published weights, as upstream's function of this name
-    does. Download them on first use. Raises UsageError for another name.
+    """Return the state dict of published weights, as upstream's `download_model`. Download them on
+    first use. Raises UsageError for an unknown name.
     """
     if name not in pretrained_models:
         raise InputRef(name).error(
@@ -42,9 +41,7 @@ def download_model(name: str) -> dict[str, torch.Tensor]:
 
 
 def fetch_published() -> None:
-    """Download all published weights that are missing here and print their paths; `python
-    download.py` calls this.
-    """
+    """Download all missing published weights, and print the paths (`python download.py`)."""
     for name in sorted(pretrained_models):
         try:
             log.info(str(Files(InputRef(str(loading.FOLDER / name))).fetch()))
@@ -53,9 +50,7 @@ def fetch_published() -> None:
 
 
 def published_name(family: Family, model: str, image_size: int, num_classes: int) -> str:
-    """Return the name of a model's published weights for a size in pixels. Raises
-    UsageError if there are none.
-    """
+    """Return the name of a model's published weights. Raises UsageError if there are none."""
     implied = family.models[model]
     if image_size in implied.published and num_classes == implied.num_classes:
         return implied.published[image_size]

@@ -1,37 +1,37 @@
-"""A .safetensors file: a state dict, and the facts in its header."""
+"""Read a .safetensors file: a state dict, and metadata in the header."""
 
 from pathlib import Path
 
 from accel.checkpoints import Contents
-from accel.checkpoints.facts import from_header, others_in_header
+from accel.checkpoints.facts import foreign_entries, from_header
 from accel.checkpoints.names import network_in
 from accel.errors import InputRef, UsageError, shown
 from accel.tensors.tensor_files import floats_of, read_safetensors
 
 
 def matches(path: Path) -> bool:
-    """Return whether `path` is a file of this format."""
+    """Return whether `path` has this format."""
     return path.suffix == ".safetensors" and not path.is_dir()
 
 
 def read(path: Path, given: InputRef, mapped: bool, entry: str | None = None) -> Contents:
-    """Return the tensors of the network, and the facts in the header. entry: the prefix of the
-    network's names, where the file has several. Raises UsageError.
+    """Return the tensors of the network, and the metadata. entry: the prefix of the network's
+    names, if the file contains several networks. Raises UsageError.
     """
     tensors, header = read_safetensors(path, given.option, mapped)
     state = floats_of(tensors, given)
     facts = from_header(header)
-    others = others_in_header(header)
+    others = foreign_entries(header)
     if others and "family" not in facts:  # another program wrote it
-        from accel.checkpoints.arguments import arguments_of  # our own files need none
+        from accel.checkpoints.arguments import arguments_of  # lazy import: not for our own files
 
         facts = {**arguments_of(others), **facts}
     return Contents(network_in(given, state, prefix_in(given, state, entry)), facts)
 
 
 def prefix_in(given: InputRef, state: dict, entry: str | None) -> str | None:
-    """Return the prefix that a user names as an entry; None if none is named. Raises UsageError for
-    one that no names have.
+    """Return the user's entry as a prefix of tensor names, or None. Raises UsageError if no name
+    has this prefix.
     """
     if entry is None:
         return None

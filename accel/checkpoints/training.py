@@ -1,6 +1,4 @@
-"""Read one file of a training script or torch.save: a state dict, or a checkpoint that
-contains one.
-"""
+"""Read a file of torch.save: a state dict, or a training checkpoint that contains one."""
 
 import re
 from collections.abc import Mapping
@@ -20,8 +18,8 @@ from accel.families.spec import StateDict
 from accel.tensors.latent_statistics import PAIRS
 from accel.tensors.tensor_files import floats_of, is_counter, read_tensors
 
-# Entries of a training checkpoint with weights, in order of preference. A name with the word "ema"
-# goes before all without it.
+# Entries with weights in a training checkpoint, in order of preference. Names with the word "ema"
+# come first.
 ENTRIES = (
     "ema",
     "model_ema1",
@@ -35,21 +33,22 @@ ENTRIES = (
     "net",
     "weights",
 )
-WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # of a name such as netEMA or model_ema1
-RAW = "model"  # the trained entry, of which others are averages
-# Tables that are fixed: an average of trained parameters may lack them.
+WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # in a name such as netEMA or model_ema1
+RAW = "model"  # the trained weights, without averaging
+# Tables that are not trained: an average of parameters may lack them.
 FIXED = "pos_embed", "freqs_cos", "freqs_sin"
 
 
 def matches(path: Path) -> bool:
-    """Return whether `path` may be a file of tensors: anything but a folder."""
+    """Return whether `path` is a file, not a folder."""
     return not path.is_dir()
 
 
 def read(path: Path, given: InputRef, mapped: bool, entry: str | None = None) -> Contents:
-    """Return the state dict and the facts next to it. entry: the name of the entry with the
-    weights, with a dot before the name of an entry inside it, or before the prefix of the network's
-    names, or this prefix; default: by `_rank`. Raises UsageError.
+    """Return the state dict and the metadata. Raises UsageError.
+
+    entry: the entry with the weights. It can be nested ("a.b"), followed by a prefix of the
+    network's names ("ema.net"), or only that prefix. Default: the first by `_rank`.
     """
     content = read_tensors(path, given.option, mapped)
     states = _states(content)
@@ -67,7 +66,7 @@ def read(path: Path, given: InputRef, mapped: bool, entry: str | None = None) ->
     state = _with_fixed_tables(name, states)
     weights = network_in(given, floats_of(state, given), prefix)
     if name:
-        # Statistics of the latents lie among a network's tensors or next to them.
+        # Latent statistics can be stored with the network's tensors or next to them.
         weights |= {name: content[name] for name in chain(*PAIRS) if _is_vector(content.get(name))}
     own = content.get(OWN)
     if isinstance(own, dict) and "family" in own:
@@ -76,13 +75,13 @@ def read(path: Path, given: InputRef, mapped: bool, entry: str | None = None) ->
 
 
 def _is_vector(value: Any) -> bool:
-    """Return whether a value is a tensor of numbers by channel."""
+    """Return whether a value is a tensor with one number per channel."""
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > 1
 
 
 def _preferred(given: InputRef, states: Mapping[str, StateDict]) -> str:
-    """Return the entry that `_rank` prefers among the entries with a network. Print it if there
-    are others and its name is not "ema".
+    """Return the first entry with a network by `_rank`. Print a notice if it is not the moving
+    average. Raises UsageError if two entries rank first.
     """
     networks = [name for name in states if prefixes_of(INNER.sub("", key) for key in states[name])]
     first, *others = sorted(networks or states, key=_rank)
@@ -102,8 +101,8 @@ def _preferred(given: InputRef, states: Mapping[str, StateDict]) -> str:
 
 
 def _named(given: InputRef, states: Mapping[str, StateDict], entry: str) -> tuple[str, str | None]:
-    """Return the entry that the user names, and the prefix of the network's names in it if the
-    user names one.
+    """Split the user's entry. Return the name of the entry, and the prefix of tensor names or None.
+    Raises UsageError if there is none.
     """
     names = [name for name in states if f"{name}.".startswith(f"{entry}.")]
     if len(names) == 1:
@@ -120,7 +119,7 @@ def _named(given: InputRef, states: Mapping[str, StateDict], entry: str) -> tupl
 
 
 def _states(content: dict) -> dict[str, StateDict]:
-    """Return the state dicts of a file by the names of their entries, of the file itself by ""."""
+    """Return the state dicts in a file by entry; "" if the file itself is a state dict."""
     if _is_state(content):
         return {"": content}
     states = {}
@@ -133,7 +132,7 @@ def _states(content: dict) -> dict[str, StateDict]:
 
 
 def _is_state(value: Any) -> bool:
-    """Return whether a value is a state dict: tensors by name, counters among them."""
+    """Return whether a value is a state dict: tensors by name, counters included."""
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         return False
     values = list(value.values())
@@ -144,17 +143,15 @@ def _is_state(value: Any) -> bool:
 
 
 def _rank(name: str) -> tuple[bool, int]:
-    """Return (whether an entry's name lacks the word "ema", its place in ENTRIES, their number if
-    it has none). The least is preferred.
-    """
+    """Return the sort key of an entry: names with the word "ema" first, then by ENTRIES."""
     places = [ENTRIES.index(part) for part in name.split(".") if part in ENTRIES]
     is_raw = "ema" not in map(str.lower, WORDS.findall(name))
     return is_raw, min(places, default=len(ENTRIES))
 
 
 def _with_fixed_tables(name: str, states: Mapping[str, StateDict]) -> StateDict:
-    """Return the weights of an entry. An average without the fixed tables has those of the weights
-    that it is of.
+    """Return the weights of an entry. If an average lacks the fixed tables, take them from the
+    averaged weights.
     """
     average = states[name]
     for other in (states[each] for each in sorted(states, key=_rank)):
@@ -165,7 +162,7 @@ def _with_fixed_tables(name: str, states: Mapping[str, StateDict]) -> StateDict:
 
 
 def _covers(whole: StateDict, part: StateDict) -> bool:
-    """Return whether all weights of `part` are in `whole`, of their shapes."""
+    """Return whether `whole` has all weights of `part`, with the same shapes."""
     return all(
         key in whole and whole[key].shape == value.shape
         for key, value in part.items()

@@ -1,8 +1,7 @@
-"""Configuration files of the families' own repositories, as --config takes them, and entries of
-configurations that other programs wrote. Imports no torch.
+"""Read configuration files (--config) of the families' original repositories. Imports no torch.
 
-A family whose record names a module `config_reader` reads its files there, by `read(content,
-given)` → Configuration, or None for a file of another program.
+A family's record names its `config_reader`, a module with `read(content, given)` → Configuration,
+or None if another program wrote the file.
 """
 
 import re
@@ -19,14 +18,14 @@ if TYPE_CHECKING:  # brings torch
     from accel.families.spec import ModelSpec
 
 DECODER_OPTIONS = {"vae", "latent_stats"}
-NUMBER = re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+")  # yaml takes 1e-6 for text
+NUMBER = re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+")  # PyYAML parses 1e-6 as a string
 
 
 class Size(NamedTuple):
     """A size of a network in a configuration file."""
 
-    option: str  # that names the network's file; "config": the size of every network
-    entry: str  # as the file spells it
+    option: str  # `ckpt` or `guide`, the network of this size; "config": all networks
+    entry: str  # its name in the file
     argument: str  # of the reference network's constructor
     value: Any
 
@@ -35,18 +34,18 @@ class Configuration(NamedTuple):
     """The content of a configuration file."""
 
     options: Mapping[str, Any]
-    # Options whose value in the file is not supported → the reason. A flag for the option replaces
-    # the value; nothing replaces "config".
+    # Option with an unsupported value in the file → reason. A flag can override the option, but not
+    # "config".
     refused: Mapping[str, str] = {}
-    missing: Mapping[str, str] = {}  # options → paths of files that are not there
+    missing: Mapping[str, str] = {}  # option → path of a missing file
     fetch: Callable[[list[str]], str] = lambda paths: ""  # the command for them, "" if unknown
     sizes: tuple[Size, ...] = ()
     family: str = ""  # its name
     given: InputRef = InputRef("", "config")
 
     def require_computed(self, given: Collection[str], decodes: bool = True) -> None:
-        """Raise UsageError for a value that is not supported, and one for all missing files.
-        given: options that the user gives. decodes: whether a decoder is needed.
+        """Raise UsageError for an unsupported value or for missing files. given: the user's
+        options, which override the file. decodes: whether a decoder is needed.
         """
         for name, reason in self.refused.items():
             if name not in given or name == "config":
@@ -59,8 +58,8 @@ class Configuration(NamedTuple):
             raise self.given.error(f"cannot find {', '.join(needed.values())}", remedy)
 
     def require_network(self, parameter: str, given: InputRef, spec: "ModelSpec") -> None:
-        """Raise UsageError for a network of another family than the file's, or of other sizes.
-        parameter: `ckpt` or `guide`, which names the network.
+        """Raise UsageError if a network's family or sizes differ from the file's. parameter: the
+        network's option, `ckpt` or `guide`.
         """
         if spec.family.name != self.family:
             raise given.error(
@@ -79,15 +78,15 @@ class Configuration(NamedTuple):
 
 
 def warn_uninterpreted(given: InputRef, arguments: Mapping[str, Any]) -> None:
-    """Print the arguments of a file that nothing reads, in one line; no-op if there is none."""
+    """Print a line that lists the uninterpreted arguments of a file, if any."""
     if arguments:
         listed = ", ".join(f"{shown(name)}={plain(value)}" for name, value in arguments.items())
         given.warn(f"arguments not interpreted: {listed}")
 
 
 def read(path: str) -> Configuration:
-    """Read a configuration file. Raises UsageError for a file that cannot be read, or that is of no
-    family.
+    """Read a configuration file. Raises UsageError if it cannot be read, or if no family reads
+    it.
     """
     given = InputRef(path, "config")
     try:
@@ -117,7 +116,7 @@ def read_yaml(path: str | Path) -> Any:
 class Entries:
     """The entries of a configuration, by dotted names such as sampler.params.num_steps.
 
-    given: the file, about which errors are. name: of the configuration in errors.
+    given: the file, for errors. name: of the configuration, for errors.
     """
 
     def __init__(self, content: dict, given: InputRef, name: str = ""):
@@ -126,7 +125,7 @@ class Entries:
         self.name = name
 
     def section(self, name: str) -> dict[str, Any]:
-        """Return a section, of the name "" the whole; {} if it is missing or empty."""
+        """Return a section; {} if it is missing or empty. The name "" is the whole file."""
         section: Any = self.content
         for part in filter(None, name.split(".")):
             section = section.get(part)
@@ -137,7 +136,7 @@ class Entries:
         return section
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return an entry of a section, `default` if it is missing."""
+        """Return an entry, or `default` if it is missing."""
         section, _, entry = name.rpartition(".")
         return self.section(section).get(entry, default)
 
@@ -149,7 +148,7 @@ class Entries:
         high: float,
         kind: type[int] | type[float] = float,
     ) -> Any:
-        """Return a number, `default` if it is missing. kind: int for a whole number."""
+        """Return a number, or `default` if it is missing. kind: int for a whole number."""
         value = self.get(name, default)
         if isinstance(value, str) and NUMBER.fullmatch(value):
             value = float(value)
@@ -161,8 +160,8 @@ class Entries:
         return kind(value)
 
     def unsupported(self, name: str, default: Any, supported: Any) -> str:
-        """Return the reason why an entry's value is not supported, "" if it is. A pair may stand
-        for one value.
+        """Return why an entry's value is not supported, "" if it is. A pair of equal numbers counts
+        as one number.
         """
         value = self.get(name, default)
         if value in (supported, [supported, supported]):
@@ -170,7 +169,7 @@ class Entries:
         return f"has {name} {plain(value)}, and only {plain(supported)} is supported"
 
     def error(self, reason: str) -> UsageError:
-        """Return the error for an entry that the file's author must change."""
+        """Return the error about an entry that the author of the file must fix."""
         return self.given.error(f"{self.name} {reason}".strip(), "fix it")
 
 

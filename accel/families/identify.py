@@ -1,5 +1,5 @@
-"""Identify weights: their family, sizes and facts, from the shapes of their tensors and from facts
-by our names. A value that neither has is assumed, and printed with the flag that changes it.
+"""Identify a network's family and sizes from tensor shapes and metadata. Missing values are
+assumed, with a notice that names the flag to override them.
 """
 
 from collections import ChainMap
@@ -26,7 +26,7 @@ class UserFacts(NamedTuple):
 
 
 NO_USER_FACTS = UserFacts()
-# Arguments of training that tell families with the same tensors apart, in this order.
+# Training arguments that distinguish families with the same tensors, in this order.
 TELLING = "enc_type", "model", "path_type"
 
 
@@ -37,9 +37,11 @@ def identify(
     user_facts: UserFacts = NO_USER_FACTS,
     possible: Sequence[Family] = (),
 ) -> ModelSpec:
-    """Return the spec of weights with the entries `state`, under the names of their family's files.
-    Print what is assumed. facts: checked, by our names. possible: the families that they may be
-    of; the first is taken. Raises UsageError for weights of another model, and for contradictions.
+    """Identify a network from its weights, and print assumptions.
+
+    state: tensors under the names in the family's files. facts: validated metadata. possible:
+    candidate families, of which the first is taken. Raises UsageError if the weights belong to
+    another model than the user's, or if facts and tensors contradict each other.
     """
     have = shapes_of(state)
     family, *others = possible
@@ -94,14 +96,12 @@ def identify(
 
 
 def _assumed(given: InputRef, spec: ModelSpec, others: Sequence[Family]) -> dict[str, str]:
-    """Return notices about a family and a noise scale that neither the file nor the user names.
-    others: families that the weights may be of too.
-    """
+    """Return notices about an assumed family or noise scale. others: other candidates."""
     assumed = {}
     family = spec.family
     if others:
         size = spec.model.removeprefix(family.name)
-        # The model of the same size, of an unknown size the first.
+        # The model of the same size, or else the first.
         models = [min(each.models, key=lambda name: not name.endswith(size)) for each in others]
         flags = " or ".join(given.override_hint("model", name) for name in models)
         assumed[""] = (
@@ -117,7 +117,7 @@ def _assumed(given: InputRef, spec: ModelSpec, others: Sequence[Family]) -> dict
 
 
 def _require_estimate(given: InputRef, spec: ModelSpec, facts: Mapping[str, Any]) -> None:
-    """Raise UsageError for outputs that are not sampled, or that contradict the facts."""
+    """Raise UsageError for an unsupported output, or one that contradicts the facts."""
     last = f"its last layer makes {spec.out_channels} channels"
     if facts.get("learn_sigma") is (not spec.learn_sigma):
         raise given.error(
@@ -138,7 +138,7 @@ def _require_estimate(given: InputRef, spec: ModelSpec, facts: Mapping[str, Any]
 
 
 def _require_model(given: InputRef, spec: ModelSpec, model: str | None) -> None:
-    """Raise UsageError for weights of another named model than the user's."""
+    """Raise UsageError if the weights belong to another named model than the user's."""
     if model in (None, spec.model):
         return
     if spec.model in spec.family.models:
@@ -156,7 +156,7 @@ def _print_assumptions(
     rows: int,
     shipped: str | None,
 ) -> None:
-    """Print heads and classes that neither the file nor the user names."""
+    """Print notices about assumed heads and classes."""
     family = spec.family
     of_file = facts.get("model")
     in_training = family.names_in_training.get(spec.model, spec.model)
@@ -172,7 +172,7 @@ def _print_assumptions(
     as_usual = spec.num_classes in (1000, usual) and named
     if user_facts.num_classes is None and "num_classes" not in facts and not as_usual:
         if user_facts.guided is not None:
-            return  # it has the classes of the network that it guides
+            return  # the guided network has the same classes
         classes = spec.num_classes
         words = f"{classes} classes and the null class (all {rows} classes? `num_classes={rows}`)"
         given.warn(words if spec.null_class else "one class and no null class")
@@ -184,11 +184,11 @@ def _print_assumptions(
 def choose_family(
     given: InputRef, have: Shapes, facts: Mapping[str, Any], user_facts: UserFacts = NO_USER_FACTS
 ) -> list[Family]:
-    """Return the families that weights with the shapes `have` may be of, the one to take first.
+    """Return the candidate families of weights with the shapes `have`, the most likely first.
 
-    The first of these that leaves one family decides: the tensors, the user's model, the family
-    that this program wrote into the file, the name of a published file, arguments of training.
-    Raises UsageError for weights of no family, or of another than the user or the file names.
+    Narrow them down by, in this order: tensor names, the user's model, our `family` entry in the
+    file, the name of a published file, and training arguments. Raises UsageError if no family
+    matches, or if the user or the file names another family.
     """
     possible = families_with(have)
     wanted = family_of(user_facts.model)
@@ -212,7 +212,7 @@ def choose_family(
             for name in TELLING
             if name in facts
         ),
-        # Of families that call their models alike, the one whose own models have these names.
+        # The family that owns this model name.
         lambda family: f"{model}".partition("-")[0] == family.name,
     ]
     for step in steps:
@@ -222,7 +222,7 @@ def choose_family(
 
 
 def families_with(have: Shapes) -> list[Family]:
-    """Return the families whose keys are all in `have`; of them those with the most."""
+    """Return the families whose keys are all in `have`. The largest set of keys wins."""
     having = [family for family in families() if have.keys() >= {*family.keys}]
     most = max((len(family.keys) for family in having), default=0)
     return [family for family in having if len(family.keys) == most]
@@ -232,9 +232,7 @@ def families_with(have: Shapes) -> list[Family]:
 
 
 def _classes(given, spec, rows, facts, user_facts, shipped):
-    """Return (number of classes, whether a null class follows them), from the rows of the
-    label table.
-    """
+    """Return (number of classes, whether there is a null class) by the rows of the label table."""
     wanted = user_facts.num_classes
     implied = spec.family.models.get(spec.model, spec.family.recipe)
     certain = implied.num_classes if shipped or implied.class_names else None
@@ -271,9 +269,7 @@ def _classes(given, spec, rows, facts, user_facts, shipped):
 
 
 def shipped_as(name: str) -> str | None:
-    """Return the model whose weights, shipped or published, have this name or path; None if
-    there is none.
-    """
+    """Return the model with shipped or published weights of this name or path, or None."""
     for model, defaults in chain.from_iterable(family.models.items() for family in families()):
         ships = defaults.ckpt and Path(defaults.ckpt).resolve() == Path(name).resolve()
         if ships or Path(name).name in defaults.published.values():

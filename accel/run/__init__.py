@@ -1,4 +1,4 @@
-"""Open a request, choose every value, return a `Run`: `opening.open_run`."""
+"""A `Run`: an opened request with a value for every option. opening.py makes it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -22,13 +22,13 @@ from accel.sampling.process import Process
 
 @dataclass(frozen=True)
 class Run:
-    """A request whose files are open and whose values are chosen."""
+    """A request with open files and a value for every option."""
 
     settings: Settings
     request: rules.Request
     checkpoint: Checkpoint
     guide: Checkpoint | None
-    space: LatentSpace  # its decoder is None where no picture is decoded
+    space: LatentSpace  # without a decoder if no picture is decoded
     device: torch.device
     process: Process
     guidance: Guidance | Unguided
@@ -50,7 +50,7 @@ class Run:
 
     @property
     def is_fid_job(self) -> bool:
-        """Return whether the run fills a folder for FID; else it is a grid."""
+        """Return whether the run is an FID job; else it is a grid."""
         return self.settings.num_fid_samples is not None
 
     @property
@@ -65,7 +65,7 @@ class Run:
 
     @property
     def count(self) -> int:
-        """Return the number of pictures; of a grid, for each seed."""
+        """Return the number of pictures, of a grid per seed."""
         return self.settings.num_fid_samples or len(self.settings.labels)
 
     def changed(
@@ -76,9 +76,9 @@ class Run:
         num_sampling_steps: int | None = None,
         cfg_scale: float | None = None,
     ) -> "Run":
-        """Return the run of other labels, steps, scale or seed; None leaves a value as it is. Read
-        no file. Raises UsageError for a value that the option or the sampler does not take, for
-        unknown labels, and for a scale that needs a null class or a guide that was not loaded.
+        """Return a copy with different labels, steps, scale or seed; None keeps a value. Read no
+        file. Raises UsageError for an invalid value, for unknown labels, and for a scale that needs
+        a missing null class or a guide that was not loaded.
         """
         given = Options(
             labels=labels, seed=seed, num_sampling_steps=num_sampling_steps, cfg_scale=cfg_scale
@@ -99,7 +99,7 @@ class Run:
         return replace(self, settings=settings, process=process, guidance=guidance)
 
     def _require_guide(self, scale: float) -> None:
-        """Raise UsageError for a scale that uses a guide which was not loaded."""
+        """Raise UsageError if a scale needs a guide that was not loaded."""
         configuration = self.request.configuration
         if self.guide is None and configuration and "guide" in configuration.options and scale > 1:
             raise UsageError(
@@ -110,13 +110,13 @@ class Run:
             )
 
     def repeat_assumed_family(self) -> None:
-        """Print again, after the pictures are saved, that the family is an assumption."""
+        """Repeat the notice about an assumed family, after the pictures are saved."""
         if "" in self.spec.assumed:
             self.checkpoint.given.warn(self.spec.assumed[""])
 
     def describe(self, machine: list[str], ranks: int = 1) -> str:
-        """Return the line that announces the run. machine: the arithmetic and where it runs, as
-        text. ranks: their number.
+        """Return the line that announces the run. machine: precision and device as text. ranks: the
+        world size.
         """
         unit = "picture" if self.is_fid_job else "label"
         seeds = f" × {len(self.seeds)} seeds" if self.settings.seed_list else ""
@@ -156,7 +156,7 @@ class Run:
 def process_of(settings: Settings, spec: ModelSpec) -> Process:
     """Make the process of a network."""
     family = spec.family
-    # The original's own shift of float32 levels may round the first one above 1: it is unguided.
+    # In float32, the original's shift can round the first level above 1, outside the interval.
     as_original = (
         family.interval_rule == "float32 levels" and settings.origins["timestep_shift"] != USER
     )
@@ -210,8 +210,8 @@ def require_null_class(scale: float, spec: ModelSpec, guide: Checkpoint | None) 
 def label_numbers(
     labels: Iterable[int | str], names: tuple[str, ...], spec: ModelSpec, guide: Checkpoint | None
 ) -> tuple[int, ...]:
-    """Return labels as numbers. names: of all classes, () where they are unknown. Raises UsageError
-    for labels that the weights or their guide do not have.
+    """Convert labels to numbers. names: of all classes, or () if unknown. Raises UsageError for
+    labels that the weights or the guide lack.
     """
     classes = spec.num_classes
     numbers = tuple(find_label(label, names, classes) for label in labels)
@@ -232,6 +232,6 @@ def layout_of(parallel: str) -> Layout | None:
         return None
     if parallel == "off":
         return OFF
-    from accel.distributed import layouts  # few runs name one
+    from accel.distributed import layouts  # lazy import: few runs name a layout
 
     return layouts.parse(parallel)

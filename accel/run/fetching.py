@@ -1,4 +1,4 @@
-"""Fetch the files of a run that are not on this machine."""
+"""Fetch the missing files of a run."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""The guide, the second network of autoguidance: whether it fits the network that it guides."""
+"""Check that the guide, the second network of autoguidance, matches the guided network."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,8 +10,8 @@ from accel.config.options import USER
 def require_alike(
     values: Mapping[str, Any], origins: Mapping[str, str], guide: Checkpoint, checkpoint: Checkpoint
 ) -> list[str]:
-    """Return lines about a guide. Raises UsageError unless it has the family, the classes, the
-    latents and the noise of the network `checkpoint` that it guides. values, origins: of options.
+    """Check that a guide matches the guided network `checkpoint` in family, classes, latents and
+    noise. Return notices. values, origins: of options. Raises UsageError if they differ.
     """
     spec = checkpoint.spec
     other = guide.spec
@@ -25,7 +25,7 @@ def require_alike(
         "channels of its output": (other.out_channels, spec.out_channels),
         "a side of trained latents": (other.latent_size, spec.latent_size),
         "image_size": (other.recommended.get("image_size", other.image_size), size),
-        # Without a configuration latents are those of the family's decoder.
+        # Without a configuration, the latents belong to the family's decoder.
         "latent_scale": tuple(
             each.latent_settings.get("latent_scale", 1) for each in (other, spec)
         ),
@@ -39,7 +39,7 @@ def require_alike(
                 f"has {fact} {value}, and {checkpoint.name} {guided}",
                 "a guide has the family, classes and latents of the network that it guides",
             )
-    # The noise scale of a guide is compared below.
+    # `_noise_notices` compares the noise scale.
     notices = [guide.given.notice(text) for name, text in other.assumed.items() if not name]
     if spec.family.prediction == "data":
         notices += _noise_notices(values, origins, guide, checkpoint)
@@ -47,8 +47,8 @@ def require_alike(
 
 
 def _noise_notices(values, origins, guide, checkpoint):
-    """Return lines about the first noise and the divisor of a guide that estimates the clean
-    picture. Raises UsageError for another scale of noise, unless the user gives one for both.
+    """Compare noise_scale and t_eps of a guide that predicts data. Return notices. Raises
+    UsageError for a different noise_scale, unless the user sets it for both networks.
     """
     notices = []
     trained = guide.spec.recommended.get("noise_scale")

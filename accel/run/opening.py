@@ -46,11 +46,11 @@ def open_run(
     guide: Checkpoint | None = None,
     space: LatentSpace | None = None,
 ) -> Run:
-    """Open weights, guide and decoder, and choose every value; print the notices.
+    """Open weights, guide and decoder, choose every value, and print notices.
 
-    checkpoint, guide, space: opened before; the options name the rest. Raises UsageError:
-    for a tier that the device lacks before anything is fetched, for options that contradict the
-    weights before a decoder is.
+    checkpoint, guide, space: already opened, instead of the files in the options. Raises
+    UsageError: for a tier that the device lacks before any download, for options that contradict
+    the weights before the decoder's download.
     """
     device = device or choose_device(request.values.get("device"))
     arithmetic, notices = choose_arithmetic(request.values, device)
@@ -75,7 +75,7 @@ def open_run(
     origins.setdefault("precision", origins.get("tf32", DEFAULT))
     values |= arithmetic
     values["model"] = spec.model
-    values["guide"] = guide and guide.name  # a configuration names one that it may not use
+    values["guide"] = guide and guide.name  # a configuration can name an unused one
     values["vae"] = PUBLISHED_DECODER.sub(r"\1", values["vae"])
     is_models = Path(values["vae"]).resolve() == Path(spec.defaults.vae).resolve()
     if not is_models and origins.get("latent_stats") == MODEL:
@@ -86,7 +86,7 @@ def open_run(
         if origins.get(name, MODEL) == MODEL
     ]
     if guide is not None:
-        from accel.run.guide import require_alike  # a network by itself needs none
+        from accel.run.guide import require_alike  # lazy import: only for a guide
 
         notices += require_alike(values, origins, guide, checkpoint)
     require_spec(values, spec, guide)
@@ -111,7 +111,7 @@ def open_run(
 
 def open_on_ranks(request: rules.Request, ranks: Ranks) -> tuple[Run, Stopwatch]:
     """Choose each rank's device and open the files on every rank. Return the run and its
-    stopwatch. Raises UsageError on all ranks if one rank lacks a file.
+    stopwatch. If one rank fails, all ranks raise UsageError.
     """
     name = ranks.claim_device(request.values.get("device"))
     device = ranks.run_collectively(lambda: choose_device(name))
@@ -123,8 +123,8 @@ def open_on_ranks(request: rules.Request, ranks: Ranks) -> tuple[Run, Stopwatch]
 
 
 def choose_device(name: str | None) -> torch.device:
-    """Return the device of this name, by default a GPU if there is one. Raises UsageError if
-    this machine lacks it.
+    """Return the named device, by default a GPU if there is one. Raises UsageError if it does not
+    exist.
     """
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -133,7 +133,7 @@ def choose_device(name: str | None) -> torch.device:
             "no such kind of device", "try cuda, cuda:1 or cpu", parameter="device", value=name
         ) from None
     if device.type == "cuda":
-        from accel.kernels import gpu  # a CPU needs none
+        from accel.kernels import gpu  # lazy import: only for GPUs
 
         gpu.require(device)
     elif device.type != "cpu" and not (device.type == "mps" and torch.backends.mps.is_available()):
@@ -149,8 +149,8 @@ def choose_device(name: str | None) -> torch.device:
 def choose_arithmetic(
     values: rules.Values, device: torch.device
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the tier and the decoder's arithmetic, and notices. Raises UsageError for an
-    arithmetic that the device lacks.
+    """Return the precision of network and decoder, and notices. Raises UsageError if the device
+    lacks it.
     """
     tf32 = values.get("tf32")
     tier = values.get("precision") or precision.default_tier(device)
@@ -173,18 +173,18 @@ def open_weights(
     guide: Checkpoint | None,
     device: torch.device,
 ) -> tuple[Checkpoint, Checkpoint | None]:
-    """Open the weights and the guide that are not open yet, after fetching both. Raises UsageError
-    for files that are missing, and for networks unlike those of the configuration file.
+    """Fetch weights and guide, then open them, unless they are already open. Raises UsageError for
+    missing files, and for networks that contradict the configuration file.
     """
     values = request.values
-    # A CPU computes with copies: another process may write to the file meanwhile.
+    # On a CPU, copy: another process can change a mapped file during sampling.
     mapped = device.type != "cpu"
     files = [] if checkpoint else [files_of(values, mapped)]
     of_guide = []
     if guide is None and "guide" in values:
         of_guide = [Files(InputRef(values["guide"], "guide"), mapped)]
     if not all(each.is_here for each in (*files, *of_guide)):
-        from accel.run.fetching import fetch  # most runs have all files
+        from accel.run.fetching import fetch  # lazy import: most runs have all files
 
         fetch([*files, *of_guide], values)
     facts = "model", "num_classes", "num_heads"
@@ -205,13 +205,13 @@ def open_weights(
 
 
 def files_of(values: rules.Values, mapped: bool = True) -> Files:
-    """Return the weights that options name, not fetched yet. Raises UsageError if there are
-    none of that name.
+    """Return the weights that the options name, without fetching them. Raises UsageError for an
+    unknown name.
     """
     defaults = rules.named_defaults(values)
     name = values.get("ckpt", defaults.ckpt)
     if name is None:
-        # Weights that ship or are given have a path.
+        # lazy import: shipped weights and --ckpt have a path
         from accel.checkpoints.published import published_name
 
         model = rules.named_model(values) or rules.DEFAULT_MODEL
@@ -225,15 +225,15 @@ def files_of(values: rules.Values, mapped: bool = True) -> Files:
 
 
 def model_values(spec: ModelSpec) -> dict[str, Any]:
-    """Return the values that a model implies for its weights."""
+    """Return the default values of a model."""
     channels = min(spec.defaults.guidance_channels, spec.in_channels)
     values = {**spec.defaults._asdict(), "guidance_channels": channels}
-    del values["class_names"]  # of the model's own number of classes: `choose_labels`
+    del values["class_names"]  # `choose_labels` checks them against the number of classes
     return values
 
 
 def merge(in_order: list[tuple[str, rules.Values]]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return each option's value in the first origin that has one, and that origin."""
+    """Return each option's value from the first origin that has one, and the origin."""
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for origin, of_origin in in_order:
@@ -245,7 +245,7 @@ def merge(in_order: list[tuple[str, rules.Values]]) -> tuple[dict[str, Any], dic
 
 
 def override_notices(values: rules.Values, origins: Mapping[str, str]) -> list[str]:
-    """Return a line for each file from which values were taken."""
+    """Return a notice for each file that set values."""
     taken: dict[str, dict[str, Any]] = {}
     for name, origin in origins.items():
         if origin not in (USER, JOB, MODEL, FAMILY, DEFAULT) and name != "num_classes":
@@ -281,7 +281,7 @@ def require_spec(values: rules.Values, spec: ModelSpec, guide: Checkpoint | None
         )
     rules.require_family(values, spec.model, spec.family)
     require_null_class(values["cfg_scale"], spec, guide)
-    # A module's own guidance may reach the learned sigma.
+    # A module's forward_with_cfg can guide the learned sigma too.
     most = max(spec.in_channels, spec.recommended.get("guidance_channels", 0))
     if values["guidance_channels"] > most:
         raise UsageError(
@@ -294,15 +294,15 @@ def require_spec(values: rules.Values, spec: ModelSpec, guide: Checkpoint | None
 def open_space(
     values: rules.Values, origins: Mapping[str, str], checkpoint: Checkpoint
 ) -> LatentSpace:
-    """Return the latent space of a run, with its decoder where pictures are decoded. Raises
-    UsageError for a decoder of other latents than the network's.
+    """Return the latent space of a run, with a decoder if pictures are decoded. Raises UsageError
+    for a decoder whose latents do not match the network's.
     """
     spec = checkpoint.spec
     if not rules.decodes(values):
         return _as_trained(LatentSpace(spec.in_channels, spec.defaults.factor), values, spec)
     name = values["vae"]
     try:
-        if name in PUBLISHED:  # refused before it is fetched
+        if name in PUBLISHED:  # checked before the download
             _require_channels(name, LatentSpace(), spec)
         space = find(name, values.get("latent_stats"))
         _require_channels(name, space, spec)
@@ -327,7 +327,7 @@ def _require_channels(name, space, spec):
 
 
 def _as_trained(space: LatentSpace, values: rules.Values, spec: ModelSpec) -> LatentSpace:
-    """Return the latent space with the scale or the statistics that the weights specify."""
+    """Return the latent space with the scale or statistics of the training latents."""
     settings = spec.latent_settings
     if "mean" in settings and "latent_stats" not in values:
         return space._replace(scale=1.0, shift=0.0, mean=settings["mean"], std=settings["std"])
@@ -349,15 +349,15 @@ def _as_trained(space: LatentSpace, values: rules.Values, spec: ModelSpec) -> La
 def choose_size(
     values: dict[str, Any], origins: dict[str, str], checkpoint: Checkpoint, space: LatentSpace
 ) -> list[str]:
-    """Set the size of pictures, by default that of the training pictures. Return notices.
-    Raises UsageError for a size that patches, the decoder or the family do not take.
+    """Set the picture size, by default the training size. Return notices. Raises UsageError for a
+    size that patches, decoder or family do not support.
     """
     spec = checkpoint.spec
     notices = []
     trained = spec.image_size
     if spec.latent_size:
         trained = space.factor * spec.latent_size
-        # Some programs call the side of latents so.
+        # Some programs write the side of the latents as image_size.
         if spec.image_size not in (None, trained, spec.latent_size):
             notices.append(
                 checkpoint.given.notice(
@@ -384,8 +384,8 @@ def choose_size(
 
 
 def choose_labels(values: dict[str, Any], spec: ModelSpec, guide: Checkpoint | None) -> None:
-    """Set the labels of a grid as numbers, the names of all classes, () where they are unknown, and
-    whether ranks share evaluations. Raises UsageError for unknown labels.
+    """Set the label numbers of a grid, the class names (() if unknown), and whether ranks share
+    evaluations. Raises UsageError for unknown labels.
     """
     classes = spec.num_classes
     names = rules.names_of(

@@ -1,5 +1,5 @@
-"""Read diffusers' DiTTransformer2DModel: DiT's network with other names, arguments and
-timestep frequencies.
+"""Read diffusers' DiTTransformer2DModel: a DiT with different names, arguments and timestep
+frequencies.
 """
 
 import math
@@ -15,9 +15,9 @@ from accel.tensors.diffusers_names import check_config, from_diffusers, with_tab
 
 
 def of_module(module: Any) -> tuple[dict[str, Any], CallAdapter]:
-    """Return the facts of the module, and how it is called. Its accelerated copy claims to be of
-    diffusers' own class, since pipelines check it to move and save their parts. Raises ValueError
-    for a configuration that is not a DiT's.
+    """Return the module's facts and its call adapter. The accelerated copy imitates diffusers'
+    class, since pipelines check it when they move and save components. Raises ValueError if the
+    configuration is not a DiT's.
     """
     config = dict(module.config)
     kind = type(module)
@@ -31,8 +31,8 @@ def of_module(module: Any) -> tuple[dict[str, Any], CallAdapter]:
         attributes=dict(
             config=module.config,
             dtype=module.dtype,
-            __module__=kind.__module__,  # pipelines read the library's name from it
-            modules=tuple,  # no submodules, in which pipelines search for hooks
+            __module__=kind.__module__,  # pipelines derive the library name from it
+            modules=tuple,  # pipelines search submodules for hooks
         ),
     )
     facts = check_config(config, from_diffusers(module.state_dict()))
@@ -47,9 +47,10 @@ def _forward(
     cross_attention_kwargs: None = None,
     return_dict: bool = True,
 ) -> Any:
-    """Evaluate an accelerated copy as DiTTransformer2DModel.forward does: hidden_states (N, C, H,
-    W), timestep (N,), class_labels (N,) → an object with `sample` (N, C', H, W), or the tuple
-    (sample,).
+    """Evaluate an accelerated copy with the signature of DiTTransformer2DModel.forward.
+
+    hidden_states (N, C, H, W), timestep (N,), class_labels (N,) → an object with `sample`
+    (N, C', H, W), or the tuple (sample,).
     """
     from diffusers.models.modeling_outputs import Transformer2DModelOutput
 

@@ -1,4 +1,4 @@
-"""Identify weights of a DiT, and derive its sizes."""
+"""Identify a DiT from its weights."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,7 +16,7 @@ PATCHES = "x_embedder.proj.weight"  # a convolution (D, C, p, p)
 LAST = "final_layer.linear.weight"
 Models = Mapping[str, Callable[..., nn.Module]]
 
-# Arguments, as in `FamilyWeights.arguments`: of create_diffusion,
+# Arguments, as in `FamilyWeights.arguments`. Of create_diffusion:
 DIFFUSION: dict[str, tuple | str | None] = {
     "noise_schedule": ("linear",),
     "predict_xstart": (False,),
@@ -25,7 +25,7 @@ DIFFUSION: dict[str, tuple | str | None] = {
     "sigma_small": "sigma_small",
     **dict.fromkeys(("timestep_respacing", "use_kl", "rescale_learned_sigmas")),
 }
-# of the constructor: tensors imply the sizes,
+# Of the constructor. Tensors imply the sizes.
 NETWORK: dict[str, tuple | str | None] = {
     "num_classes": "num_classes",
     "num_heads": "num_heads",
@@ -33,7 +33,7 @@ NETWORK: dict[str, tuple | str | None] = {
     **dict.fromkeys(("input_size", "patch_size", "in_channels", "hidden_size", "depth")),
     **dict.fromkeys(("mlp_ratio", "class_dropout_prob")),
 }
-# and of train.py.
+# Of train.py.
 TRAINING: dict[str, tuple | str | None] = {
     "model": "model",
     "image_size": "image_size",
@@ -46,13 +46,13 @@ OF_FAST_DIT = {"feature_path": None}
 ARGUMENTS = {**DIFFUSION, **NETWORK, **TRAINING, **OF_FAST_DIT}
 
 
-def require_heads(heads: int | None, what: str, width: int) -> int:
-    """Return the number of heads. Raises UsageError if it is unknown, ValueError if it does not
-    divide the width.
+def require_heads(heads: int | None, kind: str, width: int) -> int:
+    """Return the number of heads. Raises UsageError if it is unknown, ValueError if the width is
+    not divisible by it.
     """
     if heads is None:
         raise UsageError(
-            f"is a {what} of width {width}, and no tensor says how many heads it has",
+            f"is a {kind} of width {width}, and no tensor says how many heads it has",
             parameter="num_heads",
         )
     if width % heads:
@@ -63,7 +63,7 @@ def require_heads(heads: int | None, what: str, width: int) -> int:
 
 
 def models_with(models: Models, **sizes: Any) -> dict[str, dict[str, Any]]:
-    """Return the models that have these sizes: name → configuration."""
+    """Return the models with these sizes: name → configuration."""
     configs = {name: build.config for name, build in models.items()}  # type: ignore
     return {name: config for name, config in configs.items() if sizes.items() <= config.items()}
 
@@ -80,8 +80,8 @@ def identify(
     shapes: Shapes,
     facts: Mapping[str, Any],
 ) -> ModelSpec:
-    """Return the network of weights with a DiT's entries: of a family, a class and its models."""
-    # The constructor multiplies by the width and rounds down.
+    """Identify a network with a DiT's entries. network: the class. models: its named sizes."""
+    # The constructor rounds mlp_ratio * width down.
     mlp_ratio = (shapes["blocks.0.mlp.fc1.weight"][0] + 0.5) / shapes[PATCHES][0]
     return named_as_dit(family, network, models, shapes, facts, mlp_ratio=mlp_ratio)
 
@@ -95,21 +95,22 @@ def named_as_dit(
     num_heads: int | None = None,
     **arguments: Any,
 ) -> ModelSpec:
-    """Return the network of weights with a patch embedding and blocks named as a DiT's. The heads
-    are `num_heads`, which tensors say in some families, else the file's, else those of the model
-    with this depth, width and patch. arguments: others of the constructor.
+    """Identify a network whose patch embedding and blocks have a DiT's names.
+
+    num_heads: if the tensors imply it; else the metadata's, else that of the named model with this
+    depth, width and patch. arguments: further arguments of the constructor.
     """
     if len(shapes[PATCHES]) != 4:
         raise ValueError(f"{PATCHES} is {shapes[PATCHES]}, must have four dimensions")
     width, channels, patch, _ = shapes[PATCHES]
     depth = blocks_of(shapes)
     sizes = dict(depth=depth, hidden_size=width, patch_size=patch)
-    # The model of these sizes, else one with another patch: it has as many heads.
+    # A model with another patch has the same number of heads.
     named = models_with(models, **sizes)
     alike = named or models_with(models, depth=depth, hidden_size=width)
     usual = next((config["num_heads"] for config in alike.values()), None)
-    said = num_heads or facts.get("num_heads")
-    heads = require_heads(said or usual, f"{family.name} of {depth} blocks", width)
+    specified = num_heads or facts.get("num_heads")
+    heads = require_heads(specified or usual, f"{family.name} of {depth} blocks", width)
     return ModelSpec(
         family,
         model=next(iter(named), f"{family.name}-{depth}x{width}/{patch}"),
@@ -123,14 +124,14 @@ def named_as_dit(
             input_size=16 * patch,
         ),
         num_heads=heads,
-        assumes_heads=said is None,
-        usual_heads=bool(named) and heads == usual,
+        assumes_heads=specified is None,
+        default_heads=bool(named) and heads == usual,
     )
 
 
 def of_module(module: Any, state: StateDict) -> tuple[dict[str, Any], CallAdapter]:
-    """Return the facts of a DiT, of this repository, the original or diffusers', and how it is
-    called.
+    """Return the facts of a DiT (this repository's, the original or diffusers') and its call
+    adapter.
     """
     if hasattr(module, "transformer_blocks"):
         from accel.families.dit import diffusers_module  # lazy import: only for diffusers

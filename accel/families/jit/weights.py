@@ -1,4 +1,4 @@
-"""Identify weights and modules of a JiT, and derive its sizes and settings of sampling."""
+"""Identify a JiT from its weights or its module, and derive recommended settings."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,8 +12,8 @@ from accel.tensors.shapes import Shapes, shapes_of
 
 FAMILY = jit.FAMILY
 FIRST, SECOND, FRONT = FAMILY.keys[:3]  # the two projections of patches, and label positions
-START = "in_context_start"  # the first block that sees the label's tokens: no tensor says it
-# Options that the arguments of training name; interval_min and interval_max make another.
+START = "in_context_start"  # the first block with label tokens; no tensor implies it
+# Options among the training arguments. interval_min and interval_max give guidance_interval.
 OPTIONS = "image_size", "cfg_scale", "noise_scale", "t_eps", "num_sampling_steps", "sampler"
 ARGUMENTS: dict[str, tuple | str | None] = {
     "model": "model",
@@ -42,9 +42,7 @@ ARGUMENTS: dict[str, tuple | str | None] = {
 
 
 def identify(shapes: Shapes, facts: Mapping[str, Any]) -> ModelSpec:
-    """Return the network of weights with a JiT's entries. The norm of queries says how wide a head
-    is.
-    """
+    """Identify a network with a JiT's entries. The query norm has the head dim."""
     width = shapes[SECOND][0]
     if len(shapes[FIRST]) != 4:
         raise ValueError(
@@ -77,9 +75,9 @@ def identify(shapes: Shapes, facts: Mapping[str, Any]) -> ModelSpec:
 
 
 def recipe(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that the arguments of the training run imply."""
+    """Convert training arguments to recommended options."""
     options = {name: facts[name] for name in OPTIONS if name in facts}
-    if facts.keys() & {"interval_min", "interval_max"}:  # of times: a level is 1 − time
+    if facts.keys() & {"interval_min", "interval_max"}:  # noise level = 1 − time
         low = 1 - facts.get("interval_max", 1)
         high = 1 - facts.get("interval_min", 0)
         options["guidance_interval"] = (low, high)
@@ -87,7 +85,7 @@ def recipe(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_module(module: Any, state: StateDict) -> tuple[dict[str, Any], CallAdapter]:
-    """Return the facts of a JiT, with the scale of guidance for its size, and how it is called."""
+    """Return the facts of a JiT, with the guidance scale for its size, and its call adapter."""
     facts: dict[str, Any] = {"num_heads": module.num_heads, START: module.in_context_start}
     model = identify(shapes_of(state), facts).model
     if model in FAMILY.models:

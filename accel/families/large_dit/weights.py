@@ -1,4 +1,4 @@
-"""Identify weights of a Large-DiT, and derive its sizes."""
+"""Identify a Large-DiT from its weights."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,19 +28,19 @@ ARGUMENTS: dict[str, tuple | str | None] = {
 
 
 def identify(shapes: Shapes, facts: Mapping[str, Any]) -> ModelSpec:
-    """Return the network of weights with a Large-DiT's entries.
+    """Identify a network with a Large-DiT's entries.
 
-    No tensor holds the number of heads, the patch and the channels. The facts give them, else the
-    model with this depth and width gives the heads, and patch and channels are 2 and 4.
+    No tensor implies the number of heads, the patch and the channels. Without metadata, the heads
+    come from the named model with this depth and width, the patch is 2 and the channels are 4.
     """
     depth = sum(name.endswith(".attention.wq.weight") for name in shapes)
     dim = shapes[PATCHES][0]
     sizes = dict(n_layers=depth, dim=dim)
     alike = models_with(Large_DiT_models, **sizes)
     usual = next((config["n_heads"] for config in alike.values()), None)
-    said = facts.get("num_heads")
+    specified = facts.get("num_heads")
     family = large_dit.FAMILY
-    heads = require_heads(said or usual, f"{family.name} of {depth} blocks", dim)
+    heads = require_heads(specified or usual, f"{family.name} of {depth} blocks", dim)
     qk_norm = QK_NORM in shapes
     if "qk_norm" in facts and bool(facts["qk_norm"]) != qk_norm:
         raise ValueError(
@@ -67,13 +67,13 @@ def identify(shapes: Shapes, facts: Mapping[str, Any]) -> ModelSpec:
             qk_norm=qk_norm,
         ),
         num_heads=heads,
-        assumes_heads=said is None,
-        usual_heads=heads == usual,
+        assumes_heads=specified is None,
+        default_heads=heads == usual,
     )
 
 
 def of_module(module: Any, state: StateDict) -> tuple[dict[str, Any], CallAdapter]:
-    """Return the facts of a Large-DiT, and how it is called."""
+    """Return the facts of a Large-DiT, and its call adapter."""
     facts = dict(
         num_heads=len(state[PATCHES]) // module.layers[0].attention.head_dim,
         patch_size=module.patch_size,

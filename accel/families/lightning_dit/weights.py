@@ -1,4 +1,4 @@
-"""Identify weights of a LightningDiT, derive its sizes, and convert its entries."""
+"""Identify a LightningDiT from its weights, and convert them to the reference network's."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,18 +15,17 @@ from accel.families.spec import CallAdapter, FamilyWeights, ModelSpec, StateDict
 from accel.tensors.shapes import Shapes
 
 COS = "feat_rope.freqs_cos"
-SIN = "feat_rope.freqs_sin"  # each (T, d), every number twice
-FREQUENCIES = "t_embedder.W"  # of another embedding of times
+SIN = "feat_rope.freqs_sin"  # each (T, d), every value twice
+FREQUENCIES = "t_embedder.W"  # of an unsupported timestep embedding
 MODULATION = ".adaLN_modulation.1."
 FAMILY = lightning_dit.FAMILY
-MULTIPLIER = 0.18215  # of latents, of a configuration without one
+MULTIPLIER = 0.18215  # latent scale of a configuration without one
 OF_TRANSPORT = {
     **TRANSPORT,
     **dict.fromkeys(("use_cosine_loss", "use_lognorm", "partitial_train", "partial_ratio")),
     "shift_lg": None,
 }
-# Of create_transport and of the constructor, and the entries of a configuration, with dots between
-# sections.
+# Of create_transport, of the constructor, and of a configuration file ("section.entry").
 ARGUMENTS: dict[str, tuple | str | None] = {
     **OF_TRANSPORT,
     **{f"transport.{name}": values for name, values in OF_TRANSPORT.items()},
@@ -64,14 +63,14 @@ ARGUMENTS: dict[str, tuple | str | None] = {
 }
 OF_SAMPLING = {"sampler", "points", "cfg_scale", "interval_start", "timestep_shift"}
 OF_LATENTS = {"latent_norm", "latent_scale", "image_size"}  # of the section `data`
-# Published files come without a configuration. The values of this one differ from the family's.
+# Published without a configuration; these values differ from the family's.
 RECOMMENDED = {
     "lightningdit-xl-imagenet256-64ep": dict(cfg_scale=10.0, guidance_interval=(0.0, 0.9))
 }
 
 
 def swiglu_ratio(shapes: Shapes, width: int) -> float:
-    """Return the constructor's `mlp_ratio`: the hidden width is two thirds of a DiT's, rounded
+    """Return the constructor's `mlp_ratio`. The hidden width is 2/3 · mlp_ratio · width, rounded
     down.
     """
     hidden = shapes["blocks.0.mlp.w3.weight"][1]
@@ -79,9 +78,7 @@ def swiglu_ratio(shapes: Shapes, width: int) -> float:
 
 
 def identify(shapes: Shapes, facts: Mapping[str, Any]) -> ModelSpec:
-    """Return the network of weights with a LightningDiT's entries. The table of rotations says how
-    wide a head is.
-    """
+    """Identify a network with a LightningDiT's entries. The rotation table has the head dim."""
     if FREQUENCIES in shapes:
         raise ValueError(
             f"embeds times by random frequencies ({FREQUENCIES}), and only a sinusoid is computed"
@@ -106,9 +103,10 @@ def identify(shapes: Shapes, facts: Mapping[str, Any]) -> ModelSpec:
 
 
 def recipe(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that a configuration implies. Its times run from 0 at noise to 1 at
-    data; a noise level is 1 − time. Latents of VA-VAE are normalised by their statistics, latents
-    of other decoders multiplied.
+    """Convert a configuration to recommended settings.
+
+    Its times run from 0 (noise) to 1 (data); noise level = 1 − time. VA-VAE's latents are
+    normalised by their statistics, latents of other decoders are scaled.
     """
     settings: dict[str, Any] = {}
     if facts.keys() & OF_SAMPLING:
@@ -116,7 +114,7 @@ def recipe(facts: Mapping[str, Any]) -> dict[str, Any]:
         settings["timestep_shift"] = facts.get("timestep_shift") or 1.0
     if "cfg_scale" in facts:
         settings["cfg_scale"] = facts["cfg_scale"]
-    if "points" in facts:  # of time: one more than steps
+    if "points" in facts:  # points in time, one more than steps
         settings["num_sampling_steps"] = facts["points"] - 1
     if facts.get("sampler", "euler") != "euler":  # refused, unless the user names another
         settings["sampler"] = facts["sampler"]
@@ -130,9 +128,9 @@ def recipe(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def convert(state: StateDict) -> StateDict:
-    """Return the state dict of the reference network. The network computes the table of rotations,
-    so drop it. Fill modulations of four vectors up to six with zero shifts. Raises ValueError for
-    a table of other rotations.
+    """Convert to the reference network's state dict. Drop the rotation table, which the network
+    computes. Extend modulations of four vectors to six with zero shifts. Raises ValueError if the
+    file's rotation table differs from the computed one.
     """
     kept = {name: value for name, value in state.items() if name not in (COS, SIN)}
     if COS in state and not state[COS].is_meta:
@@ -148,12 +146,12 @@ def convert(state: StateDict) -> StateDict:
 
 
 def of_module(module: Any, state: StateDict) -> tuple[dict[str, Any], CallAdapter]:
-    """Return the facts of a LightningDiT, and how it is called."""
+    """Return the facts of a LightningDiT, and its call adapter."""
     facts, adapter = with_heads(module, state)
     adapter = adapter._replace(forward_with_cfg=_from_a_time)
     if not isinstance(module, LightningDiT):
         return facts, adapter
-    # The class here computes its rotations; its state dict has none.
+    # This class computes the rotations, so its state dict has none.
     head = len(state[PATCHES]) // module.num_heads
     table = rotations(head, module.x_embedder.grid_size[0])
     return facts, adapter._replace(renamed=lambda state: {**state, **table})
@@ -182,13 +180,13 @@ WEIGHTS = FamilyWeights(
     arguments=ARGUMENTS,
     recipe=recipe,
     convert=convert,
-    has_files_beside=True,
+    has_yaml_file=True,
     recommended=RECOMMENDED,
 )
 
 
 def _require_rotations(state):
-    """Raise ValueError for a file's table of other rotations than are computed."""
+    """Raise ValueError if a file's rotation table differs from the computed one."""
     tokens, head = state[COS].shape
     for name, want in rotations(head, round(tokens**0.5)).items():
         same_shape = want.shape == state[name].shape
@@ -199,7 +197,7 @@ def _require_rotations(state):
 
 
 def rotations(head: int, side: int) -> StateDict:
-    """Return a file's entries for heads of `head` channels on side² tokens."""
+    """Return a file's rotation tables for head dim `head` and side² tokens."""
     # (T, d, 2)
     table = grid_rotation_table(head, side, torch.float32, "cpu").repeat_interleave(2, dim=1)
     return dict(zip((COS, SIN), table.unbind(-1)))

@@ -1,4 +1,4 @@
-"""Identify weights and modules of RAE's DiT^DH, and derive its sizes."""
+"""Identify RAE's DiT^DH from its weights or its module."""
 
 from collections.abc import Callable, Mapping
 from math import ceil, gcd, isqrt
@@ -15,13 +15,13 @@ from accel.families.sit.weights import TRANSPORT
 from accel.families.spec import CallAdapter, FamilyWeights, ModelSpec, StateDict
 from accel.tensors.shapes import Shapes
 
-# Of trunk and head: the embedding (width, C, 1, 1), and a table of rotations (T, d).
+# Of trunk and head: patch embedding (width, C, 1, 1) and rotation table (T, d).
 PARTS = (
     ("s_embedder.proj.weight", "enc_feat_rope.freqs_cos"),
     ("x_embedder.proj.weight", "dec_feat_rope.freqs_cos"),
 )
 
-# Arguments of create_transport and of the constructor; train.py writes `step` and `epoch` alone.
+# Of create_transport and the constructor. train.py itself only writes `step` and `epoch`.
 ARGUMENTS: dict[str, tuple | str | None] = {
     **TRANSPORT,
     **dict.fromkeys(("time_dist_type", "time_dist_shift")),
@@ -38,9 +38,7 @@ ARGUMENTS: dict[str, tuple | str | None] = {
 
 
 def identify(shapes: Shapes, facts: Mapping[str, Any]) -> ModelSpec:
-    """Return the network of weights with a DiT^DH's entries. The tables of rotations say how wide a
-    head is.
-    """
+    """Identify a network with a DiT^DH's entries. The rotation tables have the head dims."""
     widths: tuple[int, ...] = ()  # of trunk and head
     heads: tuple[int, ...] = ()
     for embedder, table in PARTS:
@@ -71,7 +69,7 @@ def identify(shapes: Shapes, facts: Mapping[str, Any]) -> ModelSpec:
             **config,
             input_size=isqrt(tokens),
             in_channels=channels,
-            # Hidden widths are two thirds of the products with it, both rounded down.
+            # Hidden width = 2/3 · mlp_ratio · width, both products rounded down.
             mlp_ratio=max((ceil(1.5 * n) + 0.01) / width for n, width in zip(hidden, widths)),
             use_qknorm="blocks.0.attn.q_norm.weight" in shapes,
         ),
@@ -80,7 +78,7 @@ def identify(shapes: Shapes, facts: Mapping[str, Any]) -> ModelSpec:
 
 
 def of_module(module: Any, state: StateDict) -> tuple[dict[str, Any], CallAdapter]:
-    """Return how a DiT^DH is called: in the original class time and velocity are reversed, as in
+    """Return the call adapter of a DiT^DH. The original class reverses time and velocity, as
     REPA's.
     """
     if isinstance(module, DiTwDDTHead):
@@ -96,8 +94,8 @@ def _inside_an_interval(
     cfg_scale: float | Tensor,
     cfg_interval: tuple[float, float] = (0, 1),
 ) -> Tensor:
-    """Return the original's guided velocity (2N, C, H, W): the conditional velocity at times
-    outside `cfg_interval`, whose ends are inside.
+    """Return the original's guided velocity (2N, C, H, W). Outside the closed interval
+    `cfg_interval` of times it is the conditional velocity.
     """
     low, high = cfg_interval
     time = t[: len(t) // 2]

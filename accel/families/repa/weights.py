@@ -1,10 +1,10 @@
-"""Identify weights of REPA's SiT, and convert them to a SiT's (Yu et al. 2024,
+"""Identify REPA's SiT from its weights, and convert them to a SiT's (Yu et al. 2024,
 arXiv:2410.06940).
 
-REPA's network is a SiT in the other direction: time s = 1 − t runs from data to noise,
-and the output is noise minus data. Both can be reversed in the weights, exactly but for
-rounding: negate the last layer; cos(f·s) and sin(f·s) are linear in cos(f·t) and
-sin(f·t), so the linear layer after the timestep's sinusoid can absorb the change of time.
+REPA's network is a SiT with reversed time: s = 1 − t runs from data to noise, and the output is
+noise − data. The weights can absorb both, up to rounding. Negating the last layer reverses the
+velocity. cos(f·s) and sin(f·s) are linear in cos(f·t) and sin(f·t), so the linear layer after the
+timestep's sinusoid absorbs the change of time.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from accel.families.sit.network import SiT, SiT_models
 from accel.families.spec import CallAdapter, FamilyWeights, StateDict
 from accel.tensors.latent_statistics import PAIRS, mean_and_deviation
 
-PREFIX = "REPA-"  # of our names: REPA's code calls its models as SiT's does
+PREFIX = "REPA-"  # of our model names: REPA's own names are SiT's
 FIRST = "t_embedder.mlp.0.weight"  # (D, F), after the timestep's sinusoid
 ARGUMENTS: dict[str, tuple | str | None] = {
     **NETWORK,
@@ -47,13 +47,13 @@ MODELS = {PREFIX + name: SiT_models[name] for name in SiT_models if "Demo" not i
 
 
 def sampled(state: StateDict) -> StateDict:
-    """Return the entries that sampling needs: all but the projectors."""
+    """Drop the projectors, which sampling does not need."""
     return {name: value for name, value in state.items() if not name.startswith(PROJECTORS)}
 
 
 def latent_settings_of(state: StateDict) -> dict[str, Any]:
-    """Return mean and deviation of the latents by channel, where the weights hold them, as those
-    of REPA-E do (Leng et al. 2025, arXiv:2504.10483).
+    """Return per-channel mean and std of the latents, which checkpoints of REPA-E contain (Leng et
+    al. 2025, arXiv:2504.10483).
     """
     here = {name: state[name].float() for name in chain(*PAIRS) if name in state}
     found = mean_and_deviation(here)
@@ -63,10 +63,10 @@ def latent_settings_of(state: StateDict) -> dict[str, Any]:
 
 
 def convert(state: StateDict) -> StateDict:
-    """Return the weights of a SiT with the same samples: reverse time and the velocity's sign."""
+    """Convert to a SiT with the same samples: reverse time and velocity."""
     state = sampled(state)
     for pair in PAIRS:
-        if state.keys() >= {*pair}:  # one alone is of no use, and is refused
+        if state.keys() >= {*pair}:  # a single table is an unexpected entry: an error later
             state = {name: value for name, value in state.items() if name not in pair}
     for name in ("final_layer.linear.weight", "final_layer.linear.bias"):
         if name in state:
@@ -77,8 +77,8 @@ def convert(state: StateDict) -> StateDict:
 
 
 def of_module(module: Any, state: StateDict) -> tuple[dict[str, Any], CallAdapter]:
-    """Return the facts of a SiT of REPA's code, and how it is called: with projectors, or a list of
-    none, it returns features with the velocity.
+    """Return the facts of REPA's SiT, and its call adapter. A module with a list of projectors,
+    even an empty one, also returns features.
     """
     adapter = called_reversed(module)
     if hasattr(module, "projectors"):
@@ -87,7 +87,7 @@ def of_module(module: Any, state: StateDict) -> tuple[dict[str, Any], CallAdapte
 
 
 def called_reversed(module: Any) -> CallAdapter:
-    """Return how a module is called whose time and velocity are those of a SiT reversed."""
+    """Return the call adapter of a SiT with reversed time and velocity."""
     return CallAdapter(
         module,
         inputs=lambda x, t, y: ((x, 1 - t, y), {}),
@@ -105,14 +105,12 @@ def _reversed(
 
 
 def _with_features(*arguments: Any, **named: Any) -> tuple[Tensor, tuple]:
-    """Return (reversed velocity (N, C, H, W), ()): REPA's features are for training."""
+    """Return (reversed velocity (N, C, H, W), ()); REPA's features are only for training."""
     return _reversed(*arguments, **named), ()
 
 
 def _of_time_turned(weight: Tensor) -> Tensor:
-    """Return the weight (D, F) whose product with the sinusoid of t is the product of
-    `weight` with that of 1 − t. The conversion is its own inverse.
-    """
+    """Return W' (D, F) with W' · sinusoid(t) = weight · sinusoid(1 − t). It is its own inverse."""
     at_one = TimestepEmbedder.timestep_embedding(
         torch.ones(1, device=weight.device), weight.shape[1]
     )

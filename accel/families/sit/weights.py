@@ -1,4 +1,4 @@
-"""Identify weights of a SiT, whose tensors have a DiT's names."""
+"""Identify a SiT from its weights, which have a DiT's tensor names."""
 
 from functools import partial
 
@@ -7,7 +7,7 @@ from accel.families.dit.weights import NETWORK, TRAINING, identify
 from accel.families.sit.network import SiT, SiT_models
 from accel.families.spec import FamilyWeights
 
-# Arguments of create_transport, and all.
+# Arguments of create_transport.
 TRANSPORT: dict[str, tuple | str | None] = {
     "path_type": ("Linear",),
     "prediction": ("velocity",),

@@ -1,4 +1,4 @@
-"""The YAML file next to a file of weights, as some training programs write it."""
+"""The YAML file that some training programs write next to the weights."""
 
 from pathlib import Path
 from typing import Any
@@ -9,10 +9,11 @@ from accel.families.configuration import read_yaml
 from accel.tensors.tensor_files import FILE_SUFFIXES
 
 
-def arguments_beside(path: Path, given: InputRef) -> tuple[str, dict[str, Any]]:
-    """Return the name and the arguments of the YAML file of a file of weights: of the file with
-    its name, else of the only one in its folder that has no other weights' name; ("", {}) without
-    one. Raises UsageError for a file that cannot be read.
+def yaml_arguments(path: Path, given: InputRef) -> tuple[str, dict[str, Any]]:
+    """Find the YAML file of a weights file. Return its name and its arguments, or ("", {}).
+
+    The YAML file has the name of the weights, or is the only one in the folder that does not belong
+    to other weights. Raises UsageError if it cannot be read.
     """
     if path.is_dir():
         return "", {}
