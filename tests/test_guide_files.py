@@ -88,12 +88,8 @@ def test_a_guide_of_other_noise_is_refused_by_name(jits, tmp_path, capsys):
     assert "first noise" not in capsys.readouterr().out
     guided_run(jits, tmp_path, guide=jits(noise_scale=None))
     assert "says no scale of the first noise, taken for 1.5, as the" in capsys.readouterr().out
-    for changes, words in (
-        (dict(noise_scale=0.0), "says noise_scale 0.0: must be from 0.001 to 1000; save it"),
-        (dict(img_size=64), "has image_size 64, and [^ ]*jit.pth 32; a guide has"),
-    ):
-        with pytest.raises(UsageError, match=f"guide=[^ ]*small.pth: .*{words}"):
-            guided_run(jits, tmp_path, guide=jits(**changes))
+    with pytest.raises(UsageError, match="guide=[^ ]*small.pth: .*noise_scale 0.0: must be from"):
+        guided_run(jits, tmp_path, guide=jits(noise_scale=0.0))
 
 
 def test_notices_of_a_guide_name_what_changes_the_guide(jits, tmp_path, here):

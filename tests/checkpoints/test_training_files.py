@@ -11,6 +11,7 @@ import pytest
 import torch
 from networks import identify, small, weights_at
 from safetensors.torch import save_file
+from test_checkpoint import same
 
 from accel.errors import UsageError
 
@@ -26,10 +27,6 @@ def under(prefix, state):
 
 def without_table(state):
     return {name: value for name, value in state.items() if name != "pos_embed"}
-
-
-def same(got, want):
-    return got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
 
 
 @pytest.mark.parametrize(

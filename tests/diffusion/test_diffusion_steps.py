@@ -269,12 +269,6 @@ class Own(SpacedDiffusion):
         assert terms["pred_xstart"].shape == x_start.shape
         return {**terms, "output": 2 * terms["output"]}
 
-    def _wrap_model(self, model):
-        wrapped = super()._wrap_model(model)
-        assert isinstance(wrapped, respace._WrappedModel) and wrapped.model is not wrapped
-        assert super()._wrap_model(wrapped) is wrapped
-        return wrapped
-
 
 def own_process():
     d = process("5")[0]
