@@ -42,7 +42,7 @@ def checkout(tmp_path):
     """A folder that looks like the repository to the batch files, so that what they write
     stays out of it.
     """
-    for name in "sample.py sample_ddp.py evaluate.py accel bench scripts slurm".split():
+    for name in ["sample.py", "sample_ddp.py", "evaluate.py", "accel", "bench", "scripts", "slurm"]:
         (tmp_path / name).symlink_to(ROOT / name)
     binaries = tmp_path / ".venv" / "bin"
     binaries.mkdir(parents=True)
