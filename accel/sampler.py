@@ -37,7 +37,7 @@ from accel.tensors.tensor_files import FILE_SUFFIXES, HUB_ID, require_finite_flo
 log = logging.getLogger(__name__)
 
 # Options for weights on disk, not for a module.
-FOR_FILES = "ckpt", "weights_entry", "num_heads"
+FILE_OPTIONS = "ckpt", "weights_entry", "num_heads"
 Labels = int | str | Iterable[int | str]
 Array = torch.Tensor | np.ndarray
 Module = tuple[Checkpoint, CallAdapter]
@@ -106,7 +106,7 @@ class Sampler:
         self._check = check
         module = guide_module = None  # (checkpoint, call adapter)
         if _is_object(model):
-            wrong = next((name for name in FOR_FILES if given[name] is not None), None)
+            wrong = next((name for name in FILE_OPTIONS if given[name] is not None), None)
             if wrong:
                 raise UsageError(
                     "is for weights on disk, and the model was given", "drop it", parameter=wrong
@@ -400,7 +400,7 @@ def _written(decoder: torch.nn.Module) -> TemporaryDirectory:
             "give ema, mse, a folder or an AutoencoderKL of diffusers"
         )
     if any(value.is_meta for value in vae.parameters()):
-        raise InputRef(name, "vae").error("holds no values", "load the weights first")
+        raise InputRef(name, "vae").error("contains no values", "load the weights first")
     with path_errors("vae", name, "set TMPDIR to a folder with space, or give a folder"):
         folder = TemporaryDirectory()
         vae.save_pretrained(folder.name)

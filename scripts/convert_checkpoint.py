@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save
 
 from accel.checkpoints.facts import LATENT_SETTINGS, OWN, to_header
-from accel.checkpoints.loading import Files
+from accel.checkpoints.loading import WeightFiles
 from accel.cli import OneLineParser, positive, user_errors
 from accel.errors import InputRef, UsageError, shown
 from accel.families import model_names
@@ -63,7 +63,7 @@ def convert(
     for problem, applies in problems.items():
         if applies:
             raise UsageError(problem, "choose another name", parameter="output", value=target)
-    weights = Files(InputRef(ckpt), entry=weights_entry)
+    weights = WeightFiles(InputRef(ckpt), entry=weights_entry)
     spec = weights.checkpoint(UserFacts(model=model, num_heads=num_heads)).spec
     for text in spec.assumed.values():
         weights.given.warn(text)
@@ -111,7 +111,7 @@ def write(state: dict[str, torch.Tensor], facts: dict[str, Any], target: Path) -
 
 def require_equal(target: Path, state: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
     """Read `target` back. Raise UsageError unless it has the same tensors and facts."""
-    weights = Files(InputRef(str(target)))
+    weights = WeightFiles(InputRef(str(target)))
     if digest(weights.state) != digest(state) or facts_of(weights.checkpoint().spec) != facts:
         raise UsageError(
             "reading it back gave other values", "report this", parameter="output", value=target

@@ -12,7 +12,7 @@ from torch import nn
 
 from accel import fast
 from accel.checkpoints import Checkpoint, spec_of
-from accel.checkpoints.loading import Files
+from accel.checkpoints.loading import WeightFiles
 from accel.config.options import Options
 from accel.config.rules import Request
 from accel.decoders import LatentSpace
@@ -112,7 +112,7 @@ def latents_of(run, pipeline, on_step=None):
 
 def weights_at(path, mapped=True, entry=None):
     """Return the weights in a file or a folder."""
-    return Files(InputRef(str(path)), mapped, entry)
+    return WeightFiles(InputRef(str(path)), mapped, entry)
 
 
 def identify(path, *given):

@@ -311,7 +311,7 @@ OTHERS = {  # words of the error → module
     r"cannot be evaluated .*RuntimeError: of the caller": lambda: small(Raises),
     "norm_eps is 0.1": lambda: transformer(norm_eps=0.1),
     "diffusers' layout .*to_q.bias": lambda: transformer(attention_bias=False),
-    "holds no values": lambda: small().to("meta"),
+    "contains no values": lambda: small().to("meta"),
     "Linear: is not a DiT: no blocks.0.attn.qkv.weight": lambda: nn.Linear(2, 2),
     "str: is not a DiT; give a torch.nn.Module": lambda: "DiT-XL/2",
 }

@@ -264,7 +264,7 @@ def test_a_notice_names_the_parameter(tmp_path, caplog):
         ),
         (
             lambda: demo(vae=AutoencoderKL().to("meta")),
-            "vae=AutoencoderKL: holds no values; load the weights first",
+            "vae=AutoencoderKL: contains no values; load the weights first",
         ),
         (lambda: demo().latents(0, num_sampling_steps=0), "num_sampling_steps=0"),
         (lambda: demo().latents([]), "labels: give at least one"),
@@ -365,7 +365,7 @@ def test_weights_are_renewed_in_place(precision, device):
                 "does not guide 3 channels .* guidance_channels=4",
             ),
             (fill(Otherwise(**build.config)), "Otherwise: computes another function"),
-            (build().to("meta"), "DiT: holds no values"),
+            (build().to("meta"), "DiT: contains no values"),
             (with_nan(build()), "DiT: blocks.0.mlp.fc1.bias has values that are not finite"),
             (nn.Linear(2, 2), "Linear: is not a DiT"),
         ):

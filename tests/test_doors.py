@@ -207,14 +207,14 @@ def test_the_matrix_of_refusals(ten, tmp_path, here):
             ten,
             said(num_classes=1000),
             [],
-            "says num_classes 1000, and its label table",
+            "specifies num_classes 1000, and its label table",
         ),
         "a label": (ten, None, ["--labels", 10], "--labels 10: the model knows classes 0 to 9"),
         "another model": (
             ten,
             None,
             ["--model", "DiT-S/2"],
-            "holds the weights of DiT-S/4, not of DiT-S/2; use --mod",
+            "contains the weights of DiT-S/4, not of DiT-S/2; use --mod",
         ),
         "a DiT's sampler": (
             ten,
@@ -256,7 +256,7 @@ def test_the_matrix_of_refusals(ten, tmp_path, here):
             custom,
             None,
             [],
-            "no tensor says how many heads it has; give --num-heads",
+            "no tensor specifies how many heads it has; give --num-heads",
         ),
     }
     for name, (state, arguments, flags, words) in cases.items():
@@ -526,11 +526,14 @@ def test_a_pipeline_of_another_process_is_refused(
 @pytest.mark.parametrize(
     "change, words",
     [
-        (dict(image_size="x"), "says image_size x: must be a whole number; save it"),
-        (dict(image_size=10**12), "says image_size 1000000000000: must be from 1 to 8192; save it"),
-        (dict(num_classes=True), "says num_classes True: is of another type; save it again"),
-        (dict(class_names=[1, 2]), "says class_names [1, 2], which must be a list of names"),
-        (dict(num_heads=7), "says 7 heads, which do not divide its width 384"),
+        (dict(image_size="x"), "specifies image_size x: must be a whole number; save it"),
+        (
+            dict(image_size=10**12),
+            "specifies image_size 1000000000000: must be from 1 to 8192; save it",
+        ),
+        (dict(num_classes=True), "specifies num_classes True: is of another type; save it again"),
+        (dict(class_names=[1, 2]), "specifies class_names [1, 2], which must be a list of names"),
+        (dict(num_heads=7), "specifies 7 heads, which do not divide its width 384"),
         (
             dict(family="Large-DiT"),
             "is not a Large-DiT but a DiT; save it again",

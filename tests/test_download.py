@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 import download
 import pretrained_models.download
 from accel.checkpoints import loading
-from accel.checkpoints.loading import Files
+from accel.checkpoints.loading import WeightFiles
 from accel.checkpoints.published import published_name
 from accel.errors import InputRef, UsageError
 from accel.families import DEMO, family_of
@@ -148,7 +148,7 @@ from accel.errors import InputRef
 from accel.checkpoints import loading
 from accel.tensors import fetch
 fetch.BASE_URL, loading.FOLDER = sys.argv[1], Path(sys.argv[2])
-weights = loading.Files(InputRef(sys.argv[3]))
+weights = loading.WeightFiles(InputRef(sys.argv[3]))
 weights.state
 print("opened", flush=True)
 sys.stdin.readline()
@@ -209,7 +209,7 @@ def test_published_weights_are_fetched_once(published, monkeypatch):
     body, folder = published
     with Published(body) as server:
         monkeypatch.setattr(fetch, "BASE_URL", f"{server.url}/")
-        weights = Files(InputRef(NAME))
+        weights = WeightFiles(InputRef(NAME))
         assert weights.path == folder / NAME and not weights.path.exists()
         want = download.download_model(NAME)
     assert (folder / NAME).read_bytes() == body and [path.name for path in folder.iterdir()] == [

@@ -87,7 +87,7 @@ def test_a_guide_of_other_noise_is_refused_by_name(jits, tmp_path, capsys):
     guided_run(jits, tmp_path)
     assert "first noise" not in capsys.readouterr().out
     guided_run(jits, tmp_path, guide=jits(noise_scale=None))
-    assert "says no scale of the first noise, taken for 1.5, as the" in capsys.readouterr().out
+    assert "specifies no scale of the first noise, taken for 1.5, as the" in capsys.readouterr().out
     with pytest.raises(UsageError, match="guide=[^ ]*small.pth: .*noise_scale 0.0: must be from"):
         guided_run(jits, tmp_path, guide=jits(noise_scale=0.0))
 
@@ -117,7 +117,9 @@ def test_the_number_of_heads_of_a_guide(tmp_path, here, capsys):
     heads = opened(f.changed(guide=tmp_path / "s.pt")).guide.spec.num_heads
     text = capsys.readouterr().out
     assert heads == 6
-    assert "s.pt: says no number of heads, taken for 6, as models of its depth and width" in text
+    assert (
+        "s.pt: specifies no number of heads, taken for 6, as models of its depth and width" in text
+    )
     assert "give --num-heads N to scripts/convert_checkpoint.py" in text
     words = "--ckpt", tmp_path / "s.pt", "--num-heads", 4, "--output", tmp_path / "four.pt"
     succeeds(here("scripts/convert_checkpoint.py", *words))
@@ -249,7 +251,7 @@ def test_another_familys_network_is_refused_with_a_configuration(raes, jits, tmp
     flags = "--config", raes(), "--device", "cpu", "--output", tmp_path / "x.png"
     text = succeeds(here("sample.py", *flags))
     assert "3 EULER steps, shift 0.707107 · autoguidance 1.4 by g.pt on 24 channels" in text
-    assert "yaml: says ckpt " in text and "g.pt; flags override it" in text
+    assert "yaml: specifies ckpt " in text and "g.pt; flags override it" in text
     assert "image size 64, guidance channels 24, timestep shift 0.707107, sampler euler" in text
     for more, words in (
         (("--model", "DiT-Demo/2"), "--model DiT-Demo/2: is a DiT, and --config"),

@@ -164,7 +164,7 @@ TOY = """if True:
     from accel import Sampler
     from accel.errors import InputRef, UsageError
     from accel.families.toy.network import Toy
-    from accel.checkpoints.loading import Files
+    from accel.checkpoints.loading import WeightFiles
     torch.manual_seed(0)
     vae = AutoencoderKL(
         down_block_types=["DownEncoderBlock2D"] * 3,
@@ -176,7 +176,7 @@ TOY = """if True:
     with Sampler(Toy(), device="cpu", vae=vae) as sampler:
         (picture,) = sampler.sample([1], num_sampling_steps=2)
     assert picture.size == (24, 24), picture.size
-    print(Files(InputRef("DiT-XL-2-256x256.pt")).path)
+    print(WeightFiles(InputRef("DiT-XL-2-256x256.pt")).path)
     try:
         Sampler("DiT-Demo/2", device="cpu")
     except UsageError as error:

@@ -17,7 +17,7 @@ from torch import nn
 
 from accel import Sampler, accelerate
 from accel.checkpoints import facts as facts_beside
-from accel.checkpoints.loading import Files
+from accel.checkpoints.loading import WeightFiles
 from accel.errors import InputRef, UsageError
 from accel.families import DEMO
 from accel.families.blocks import RMSFinalLayer
@@ -195,7 +195,7 @@ def test_the_command_believes_the_file(tmp_path, here):
 
 def test_a_file_written_here_keeps_the_facts(tmp_path):
     """A converted file names the facts that no tensor says, and the recipe."""
-    files = Files(InputRef(str(checkpoint(tmp_path, build()))))
+    files = WeightFiles(InputRef(str(checkpoint(tmp_path, build()))))
     spec = files.checkpoint().spec
     kept = facts_beside.checked(InputRef("y"), json.loads(json.dumps(facts_of(spec))))
     again = recognise("y", files.state, kept)
@@ -209,7 +209,7 @@ def test_a_file_written_here_keeps_the_facts(tmp_path):
 def test_the_digest_covers_where_label_tokens_enter(tmp_path):
     def digest(start):
         file = checkpoint(tmp_path, build(), in_context_start=start)
-        return Files(InputRef(str(file))).checkpoint().digest()
+        return WeightFiles(InputRef(str(file))).checkpoint().digest()
 
     assert digest(1) != digest(START)
     with shapes_only():
@@ -222,7 +222,7 @@ def test_what_is_not_sampled_is_refused_in_a_line(tmp_path, here):
     flags = "--device", "cpu", "--labels", 1, "--output", tmp_path / "x.png"
     ckpt = "--ckpt", checkpoint(tmp_path, build())
     for more, words in (
-        ((*ckpt, "--image-size", 64), "--image-size 64: a JiT samples the size"),
+        ((*ckpt, "--image-size", 64), "--image-size 64: a JiT only samples the size"),
         ((*ckpt, "--noise-scale", 0), "--noise-scale 0"),
         ((*ckpt, "--vae", DEMO / "vae"), "samples pixels, without a decoder"),
         ((*ckpt, "--vae", "no-such-owner/decoder"), "samples pixels"),  # nothing is fetched
@@ -232,17 +232,25 @@ def test_what_is_not_sampled_is_refused_in_a_line(tmp_path, here):
     ):
         assert words in refused(here("sample.py", *flags, *more))
     for name, value, says in (
-        ("noise_scale", 0.0, "says noise_scale 0.0: must be from 0.001 to 1000; save it"),
+        ("noise_scale", 0.0, "specifies noise_scale 0.0: must be from 0.001 to 1000; save it"),
         ("interval_min", "x", "its training arguments cannot be read (unsupported"),
-        ("interval_max", 0.25, "says guidance_interval (0.75, 0.75): must be two numbers from 0"),
-        ("cfg", "x", "says cfg_scale x"),
-        ("img_size", "x", "says image_size x"),
+        (
+            "interval_max",
+            0.25,
+            "specifies guidance_interval (0.75, 0.75): must be two numbers from 0",
+        ),
+        ("cfg", "x", "specifies cfg_scale x"),
+        ("img_size", "x", "specifies image_size x"),
     ):
         ckpt = checkpoint(tmp_path, build(), **{name: value})
         line = refused(here("sample.py", *flags, "--ckpt", ckpt))
         assert f"small.pth: {says}" in line
     for name, value, words in (
-        ("img_size", 64, "--image-size 64: a JiT samples the size that it was trained for alone"),
+        (
+            "img_size",
+            64,
+            "--image-size 64: a JiT only samples the size that it was trained for alone",
+        ),
         ("class_num", 9, "weights were trained without (label table of 9 rows)"),
     ):
         ckpt = checkpoint(tmp_path, build(), **{name: value})
@@ -302,7 +310,7 @@ class Training(nn.Module):
 
 @pytest.mark.parametrize("door", (accelerate, Sampler))
 def test_a_module_that_holds_the_network_is_refused_by_its_name(door):
-    with pytest.raises(UsageError, match=r"^Training: holds the network; give its .net$"):
+    with pytest.raises(UsageError, match=r"^Training: contains the network; give its .net$"):
         door(Training(Original(build())))
 
 

@@ -143,7 +143,7 @@ def test_the_command_believes_the_files(tmp_path, here):
                 "latent",
             )
         )
-        assert f"run.yaml: says guidance interval 0 0.89{others}; flags override it" in text
+        assert f"run.yaml: specifies guidance interval 0 0.89{others}; flags override it" in text
         torch.manual_seed(3)
         z = torch.randn(2, 32, 4, 4)
         guidance = Guidance(2.5, 8, 3, (0.0, 0.89))

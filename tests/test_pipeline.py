@@ -35,7 +35,7 @@ def options_of(weights, **options):
             "precision=exact: cpu has no float16 tensor cores .*; choose fp32",
         ),
         (dict(vae_precision="fp16"), "vae_precision=fp16"),
-        (dict(model="DiT-S/8"), "holds the weights of DiT-Demo/2, not of DiT-S/8"),
+        (dict(model="DiT-S/8"), "contains the weights of DiT-Demo/2, not of DiT-S/8"),
     ],
 )
 def test_what_flags_decide_comes_before_weights_that_are_fetched(

@@ -123,7 +123,9 @@ toy:
   scale: 2.5
   method: {method}
 """
-SAYS = ": says ckpt toy.pt, num sampling steps 5, cfg scale {}, sampler ddim; flags override it"
+SAYS = (
+    ": specifies ckpt toy.pt, num sampling steps 5, cfg scale {}, sampler ddim; flags override it"
+)
 FROM_FILE = """
 import sys
 import numpy as np
@@ -153,7 +155,7 @@ def test_a_configuration_file(tree):
     assert np.abs(np.load(tree / "by_two.npy") - want).max() < 1e-5 * want.std()
     succeeds(tree, "-c", FROM_FILE)
     refused = forks.refused(forks.run(["sample.py", "--config", "euler.yaml"], tree, **ALONE))
-    assert "--config euler.yaml: says method euler; give --sampler ddim" in refused
+    assert "--config euler.yaml: specifies method euler; give --sampler ddim" in refused
     (tree / "gone.yaml").write_text(CONFIG.format(method="ddim").replace("toy.pt", "gone.pt"))
     refused = forks.refused(forks.run(["sample.py", "--config", "gone.yaml"], tree, **ALONE))
     assert "--config gone.yaml: cannot find gone.pt; fetch 1" in refused

@@ -19,7 +19,7 @@ from accel.sampling.guidance import guided_halves
 TOLERANCE = {"fp32": 3e-5, "exact": 1e-4, "tf32": 1e-2, "fp16": 1e-2, "bf16": 5e-2}
 ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 # The same for forward_with_cfg: of a float32 module, and of a half-precision one.
-OF_GUIDANCE = 1e-3, 1e-2
+GUIDANCE_TOLERANCE = 1e-3, 1e-2
 SCALE = 1.7
 
 
@@ -96,7 +96,7 @@ def require_same(
     guided = _evaluate(checkpoint, adapter, method, x, t, y, SCALE)
     want = guided_halves(plain, SCALE, guidance_channels)
     every = "N" if guidance_channels == spec.in_channels else spec.in_channels
-    if guided.shape != want.shape or not _error(guided, want) <= OF_GUIDANCE[narrow > 0]:
+    if guided.shape != want.shape or not _error(guided, want) <= GUIDANCE_TOLERANCE[narrow > 0]:
         raise error_of(
             f"its forward_with_cfg does not guide {guidance_channels} channels by "
             "uncond + scale·(cond − uncond)",

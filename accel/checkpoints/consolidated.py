@@ -32,11 +32,13 @@ def read(folder: Path, given: InputRef, mapped: bool, entry: str | None = None) 
     whole = [name for name in WEIGHTS if name in names]
     if not whole and parts:
         raise given.error(
-            f"{parts[0][0]} holds a part of each tensor, for {int(parts[0][1])} processes",
+            f"{parts[0][0]} contains a part of each tensor, for {int(parts[0][1])} processes",
             f"join them to {WEIGHTS[0]}",
         )
     if not whole:
-        raise given.error(f"holds neither {WEIGHTS[0]} nor {WEIGHTS[1]}", "copy the weights there")
+        raise given.error(
+            f"contains neither {WEIGHTS[0]} nor {WEIGHTS[1]}", "copy the weights there"
+        )
     state, facts = training.read(folder / whole[0], given, mapped, entry)
     if ARGUMENTS in names:
         meaning = "the arguments of a training run"

@@ -68,7 +68,7 @@ def has_vae(folder: Path, parameter: str) -> bool:
 
 def _of_pipeline(folder: Path, parameter: str) -> dict[str, Any]:
     """Return the decoder, the schedule and the names of the classes that a DiTPipeline's
-    folder holds.
+    folder contains.
     """
     facts: dict[str, Any] = {}
     if (folder / "vae" / "config.json").is_file():

@@ -89,26 +89,28 @@ def checked(given: InputRef, facts: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in facts.items():
         if name in FACTS and value is not None and not FACTS[name].valid(value):
             raise given.error(
-                f"says {name} {shown(value)}, which must be {FACTS[name].meaning}",
+                f"specifies {name} {shown(value)}, which must be {FACTS[name].meaning}",
                 "save it again without that entry",
             )
         if isinstance(name, str) and isinstance(value, (str, int, float, bool, dict, list, tuple)):
             kept[name] = value
     known = {name: kept[name] for name in FILE_FACTS if name in kept}
-    kept |= checked_options(given, known, "says")
+    kept |= checked_options(given, known, "specifies")
     recipe = kept.get("recipe", {})
     for name, value in recipe.items():
         if name in LATENT_SETTINGS and not LATENT_SETTINGS[name].valid(value):
             raise given.error(
-                f"says {name} {shown(value)}, which must be {LATENT_SETTINGS[name].meaning}",
+                f"specifies {name} {shown(value)}, which must be {LATENT_SETTINGS[name].meaning}",
                 "save it again without that entry",
             )
     options = {name: value for name, value in recipe.items() if name not in LATENT_SETTINGS}
     unknown = options.keys() - {*RECIPE_FACTS}
     if unknown:
-        raise given.error(f"says {min(unknown)} in its recipe, which is not known", "save it again")
+        raise given.error(
+            f"specifies {min(unknown)} in its recipe, which is not known", "save it again"
+        )
     if recipe:
-        kept["recipe"] = {**recipe, **checked_options(given, options, "says")}
+        kept["recipe"] = {**recipe, **checked_options(given, options, "specifies")}
     return kept
 
 

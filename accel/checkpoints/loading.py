@@ -29,7 +29,7 @@ IN_PARTS = (
 )
 
 
-class Files:
+class WeightFiles:
     """Weights on disk or on the hub, fetched and opened on first use.
 
     given: a published name, a .pt or .safetensors file, a folder in diffusers' layout or with

@@ -88,7 +88,7 @@ def from_module(model: Any, copy: bool = False, option: str = "") -> tuple[Check
     given = InputRef(type(module).__name__, option)
     state = _without_wrappers(_tensors_of(module))
     if any(getattr(value, "is_meta", False) for value in state.values()):
-        raise given.error("holds no values", "load the weights first")
+        raise given.error("contains no values", "load the weights first")
     family, assumed = _family_of(given, module, state)
     weights = weights_of(family)
     try:
@@ -137,7 +137,7 @@ def _family_of(given: InputRef, module: nn.Module, state: StateDict) -> tuple[Fa
     if not alike:
         for name, part in module.named_children():
             if families_with(shapes_of(_tensors_of(part))):
-                raise given.error("holds the network", f"give its .{name}")
+                raise given.error("contains the network", f"give its .{name}")
         keys = " and no ".join(family.keys[1] for family in families()[:2])
         raise given.error(f"is not a DiT: no {keys}")
     called = [family for family in _called(module) if family in alike]

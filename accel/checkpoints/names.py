@@ -41,7 +41,7 @@ def network_in(given: InputRef, state: StateDict, prefix: str | None = None) -> 
         if len(found) > 1:
             places = " and ".join(repr(place) if place else "no prefix" for place in found)
             raise given.error(
-                f"holds networks under {places}", given.override_hint("weights_entry")
+                f"contains networks under {places}", given.override_hint("weights_entry")
             )
         (prefix,) = found
     beside = dict.fromkeys(name.partition(".")[0] for name in plain if not name.startswith(prefix))

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from accel.checkpoints import loading
-from accel.checkpoints.loading import Files, pretrained_models
+from accel.checkpoints.loading import WeightFiles, pretrained_models
 from accel.errors import InputRef, UsageError
 from accel.families import Family
 from accel.families.identify import choose_family, families_with
@@ -21,7 +21,7 @@ def find_model(name_or_path: str | Path) -> dict[str, torch.Tensor]:
     """Load a state dict under the reference network's names, as upstream's `find_model`. If no
     family matches, return it unchanged. name_or_path: as for --ckpt. Raises UsageError.
     """
-    weights = Files(InputRef(str(name_or_path)))
+    weights = WeightFiles(InputRef(str(name_or_path)))
     shapes = shapes_of(weights.state)
     if not families_with(shapes):
         return weights.state
@@ -44,7 +44,7 @@ def fetch_published() -> None:
     """Download all missing published weights, and print the paths (`python download.py`)."""
     for name in sorted(pretrained_models):
         try:
-            log.info(str(Files(InputRef(str(loading.FOLDER / name))).fetch()))
+            log.info(str(WeightFiles(InputRef(str(loading.FOLDER / name))).fetch()))
         except UsageError as error:
             sys.exit(f"download.py: {error.by_flags()}")
 

@@ -110,7 +110,7 @@ def _assumed(given: InputRef, spec: ModelSpec, others: Sequence[Family]) -> dict
         )
     if family.prediction == "data" and "noise_scale" not in spec.recommended:
         assumed["noise_scale"] = (
-            f"says no scale of the first noise, taken for {spec.defaults.noise_scale:g} as at "
+            f"specifies no scale of the first noise, taken for {spec.defaults.noise_scale:g} as at "
             f"{spec.latent_size} px; if it has another: `noise_scale=N`"
         )
     return assumed
@@ -121,7 +121,7 @@ def _require_estimate(given: InputRef, spec: ModelSpec, facts: Mapping[str, Any]
     last = f"its last layer makes {spec.out_channels} channels"
     if facts.get("learn_sigma") is (not spec.learn_sigma):
         raise given.error(
-            f"says learn_sigma {facts['learn_sigma']}, and {last} of {spec.in_channels}",
+            f"specifies learn_sigma {facts['learn_sigma']}, and {last} of {spec.in_channels}",
             "save it again without that entry",
         )
     if spec.family.prediction == "data" and spec.learn_sigma:
@@ -143,9 +143,9 @@ def _require_model(given: InputRef, spec: ModelSpec, model: str | None) -> None:
         return
     if spec.model in spec.family.models:
         raise given.error(
-            f"holds the weights of {spec.model}, not of {model}", f"use `model={spec.model}`"
+            f"contains the weights of {spec.model}, not of {model}", f"use `model={spec.model}`"
         )
-    given.warn(f"holds the weights of {spec.model}; `model={model}` says the family alone")
+    given.warn(f"contains the weights of {spec.model}; `model={model}` only sets the family")
 
 
 def _print_assumptions(
@@ -162,15 +162,15 @@ def _print_assumptions(
     in_training = family.names_in_training.get(spec.model, spec.model)
     named = spec.model in (user_facts.model, shipped) or of_file in (spec.model, in_training)
     if not named and family_of(of_file):
-        given.warn(f"says model {of_file}, and its entries are of {spec.model}")
+        given.warn(f"specifies model {of_file}, and its entries are of {spec.model}")
     if spec.assumes_heads and not named:
         given.warn(
-            f"says no number of heads, taken for {spec.num_heads}, as models of its depth and "
+            f"specifies no number of heads, taken for {spec.num_heads}, as models of its depth and "
             f"width have; if it has others: {given.override_hint('num_heads', 'N')}"
         )
-    usual = family.models.get(spec.model, family.recipe).num_classes
-    as_usual = spec.num_classes in (1000, usual) and named
-    if user_facts.num_classes is None and "num_classes" not in facts and not as_usual:
+    default = family.models.get(spec.model, family.recipe).num_classes
+    is_default = spec.num_classes in (1000, default) and named
+    if user_facts.num_classes is None and "num_classes" not in facts and not is_default:
         if user_facts.guided is not None:
             return  # the guided network has the same classes
         classes = spec.num_classes
@@ -258,7 +258,7 @@ def _classes(given, spec, rows, facts, user_facts, shipped):
     if wanted is None:
         remedy = "give `num_classes`" if given.option == "ckpt" else "save it again"
         raise given.error(
-            f"says num_classes {classes}, and its label table has {rows} rows", remedy
+            f"specifies num_classes {classes}, and its label table has {rows} rows", remedy
         )
     raise UsageError(
         f"the label table in {given.name} has {rows} rows, one for each class and one for no class",

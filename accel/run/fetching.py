@@ -4,13 +4,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from accel.checkpoints.loading import Files
+from accel.checkpoints.loading import WeightFiles
 from accel.config import rules
 from accel.decoders.loading import recognise
 from accel.errors import UsageError
 
 
-def fetch(opened: list[Files], values: rules.Values) -> None:
+def fetch(opened: list[WeightFiles], values: rules.Values) -> None:
     """Fetch files of weights, and the decoder that is known without them. Raises one UsageError
     for all that is missing.
     """

@@ -56,8 +56,8 @@ def _noise_notices(values, origins, guide, checkpoint):
     if origins["noise_scale"] != USER and trained is None:
         notices.append(
             guide.given.notice(
-                f"says no scale of the first noise, taken for {scale:g}, as the network that it "
-                "guides has"
+                f"specifies no scale of the first noise, taken for {scale:g}, as the network that "
+                "it guides has"
             )
         )
     elif origins["noise_scale"] != USER and trained != scale:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from accel.checkpoints import Checkpoint
-from accel.checkpoints.loading import Files
+from accel.checkpoints.loading import WeightFiles
 from accel.config import rules
 from accel.config.options import DEFAULT, DEFAULTS, FAMILY, JOB, MODEL, OPTIONS, USER, Settings
 from accel.decoders import LatentSpace
@@ -182,7 +182,7 @@ def open_weights(
     files = [] if checkpoint else [files_of(values, mapped)]
     of_guide = []
     if guide is None and "guide" in values:
-        of_guide = [Files(InputRef(values["guide"], "guide"), mapped)]
+        of_guide = [WeightFiles(InputRef(values["guide"], "guide"), mapped)]
     if not all(each.is_here for each in (*files, *of_guide)):
         from accel.run.fetching import fetch  # lazy import: most runs have all files
 
@@ -204,7 +204,7 @@ def open_weights(
     return checkpoint, guide
 
 
-def files_of(values: rules.Values, mapped: bool = True) -> Files:
+def files_of(values: rules.Values, mapped: bool = True) -> WeightFiles:
     """Return the weights that the options name, without fetching them. Raises UsageError for an
     unknown name.
     """
@@ -218,7 +218,7 @@ def files_of(values: rules.Values, mapped: bool = True) -> Files:
         family = require_family_of(model)
         sizes = {**defaults._asdict(), **rules.job_defaults(values, family), **values}
         name = published_name(family, model, sizes["image_size"], sizes["num_classes"])
-    return Files(InputRef(name), mapped, values.get("weights_entry"))
+    return WeightFiles(InputRef(name), mapped, values.get("weights_entry"))
 
 
 # ---- Origins ----
@@ -251,7 +251,7 @@ def override_notices(values: rules.Values, origins: Mapping[str, str]) -> list[s
         if origin not in (USER, JOB, MODEL, FAMILY, DEFAULT) and name != "num_classes":
             taken.setdefault(origin, {})[name] = values[name]
     return [
-        InputRef(Path(file).name).notice(f"says {as_text(of_file)}; flags override it")
+        InputRef(Path(file).name).notice(f"specifies {as_text(of_file)}; flags override it")
         for file, of_file in taken.items()
     ]
 
@@ -361,8 +361,8 @@ def choose_size(
         if spec.image_size not in (None, trained, spec.latent_size):
             notices.append(
                 checkpoint.given.notice(
-                    f"says image_size {spec.image_size}, and this decoder makes {trained} px of "
-                    f"its latents of side {spec.latent_size}; if it has another: `vae=NAME`"
+                    f"specifies image_size {spec.image_size}, and this decoder makes {trained} px "
+                    f"of its latents of side {spec.latent_size}; if it has another: `vae=NAME`"
                 )
             )
     if trained and origins["image_size"] in (JOB, MODEL):

@@ -15,7 +15,7 @@ from networks import identify, small, to_diffusers, weights_at, write_transforme
 from safetensors.torch import save_file
 from unprivileged import unprivileged
 
-from accel.checkpoints.loading import Files
+from accel.checkpoints.loading import WeightFiles
 from accel.checkpoints.module import from_module
 from accel.checkpoints.published import find_model
 from accel.errors import UsageError
@@ -338,7 +338,7 @@ def test_digest_is_kept_until_a_file_changes(tmp_path, state, monkeypatch, settl
     os.utime(path, (1e9, 1e9))
     want = weights_at(path).digest()
     with monkeypatch.context() as closed:
-        closed.setattr(Files, "state", property(lambda self: pytest.fail("opened")))
+        closed.setattr(WeightFiles, "state", property(lambda self: pytest.fail("opened")))
         assert weights_at(path).digest() == want
     with path.open("r+b") as file:
         file.seek(-4, os.SEEK_END)

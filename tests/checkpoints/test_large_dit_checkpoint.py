@@ -69,13 +69,13 @@ def test_qk_norm_follows_from_the_keys(tmp_path):
     arguments(tmp_path, qk_norm=True)
     with pytest.raises(
         UsageError,
-        match="ckpt=.*: model_args.pth says qk_norm, and the weights have none; .*remove",
+        match="ckpt=.*: model_args.pth specifies qk_norm, and the weights have none; .*remove",
     ):
         load(tmp_path)
     weights(tmp_path, demo())
     assert load(tmp_path).model.layers[0].attention.q_norm.state_dict()
     arguments(tmp_path, qk_norm=False)
-    with pytest.raises(UsageError, match="says no qk_norm, and the weights have it"):
+    with pytest.raises(UsageError, match="specifies no qk_norm, and the weights have it"):
         load(tmp_path)
 
 
@@ -100,14 +100,14 @@ def test_folders_that_cannot_be_used_are_one_line(tmp_path):
     arguments(tmp_path)
     with pytest.raises(
         UsageError,
-        match="holds neither consolidated_ema.00-of-01.pth nor consolidated.00-of-01.pth",
+        match="contains neither consolidated_ema.00-of-01.pth nor consolidated.00-of-01.pth",
     ):
         load(tmp_path)
     for rank in (0, 1):
         weights(tmp_path, demo(), f"consolidated_ema.{rank:02d}-of-02.pth")
     with pytest.raises(
         UsageError,
-        match=r"consolidated_ema.00-of-02.pth holds a part of each tensor, for 2 processes",
+        match=r"consolidated_ema.00-of-02.pth contains a part of each tensor, for 2 processes",
     ):
         load(tmp_path)
 
@@ -116,6 +116,6 @@ def test_an_unknown_number_of_heads_is_named(tmp_path):
     weights(tmp_path, fill(DiT_Llama(input_size=16, dim=96, n_layers=2, n_heads=2, num_classes=8)))
     with pytest.raises(
         UsageError,
-        match="is a Large-DiT of 2 blocks of width 96, and no tensor says how many heads",
+        match="is a Large-DiT of 2 blocks of width 96, and no tensor specifies how many heads",
     ):
         load(tmp_path)

@@ -18,8 +18,10 @@ from accel.tensors.shapes import shapes_only
 from scripts.convert_checkpoint import facts_of
 
 NO_FAMILY = "own.pt: names no family, taken for a DiT (noise)"
-HEADS = "own.pt: says no number of heads, taken for 6, as models of its depth and width have; if"
-OTHER_MODEL = "own.pt: says model DiT-S/4, and its entries are of DiT-S/2"
+HEADS = (
+    "own.pt: specifies no number of heads, taken for 6, as models of its depth and width have; if"
+)
+OTHER_MODEL = "own.pt: specifies model DiT-S/4, and its entries are of DiT-S/2"
 CLASSES = "own.pt: 1000 classes and the null class (all 1001 classes? --num-classes 1001)"
 
 
@@ -75,7 +77,10 @@ def test_any_model_of_a_family_names_the_family_of_an_unusual_size(model, flags,
     if flags:
         assert found.assumed[""] == f"{NO_FAMILY[8:]}; if it is not: {flags}"
     else:
-        assert "own.pt: holds the weights of SiT-2x48/2; --model SiT-B/4 says the family" in printed
+        assert (
+            "own.pt: contains the weights of SiT-2x48/2; --model SiT-B/4 only sets the family"
+            in printed
+        )
 
 
 def test_a_label_table_of_one_row_has_no_null_class(capsys):
@@ -118,7 +123,7 @@ def test_the_decoder_that_a_file_names_is_believed(said, decoder):
     source = Checkpoint(InputRef("own.pt"), spec, None)
     for given, chosen in ((None, decoder), ("ema", "ema")):
         assert run_with(source, vae=given).settings.vae == chosen
-    assert facts_of(spec)["vae"] == said  # a converted file says it too
+    assert facts_of(spec)["vae"] == said  # a converted file specifies it too
     there = spec.changed(vae="/somebody/decoder")  # but no path of this machine
     assert facts_of(there)["vae"] == "decoder"
 
@@ -143,7 +148,7 @@ def test_a_decoder_of_another_size_is_a_line(size, is_said, tmp_path, capsys):
     how = dict(model="DiT-Demo/2", device="cpu", output_type="latent")
     assert opened(Options(ckpt=tmp_path / "x.pt", **how)).settings.image_size == 128
     line = (
-        f"{tmp_path}/x.pt: says image_size 256, and this decoder makes 128 px of its latents of "
+        f"{tmp_path}/x.pt: specifies image_size 256, and this decoder makes 128 px of its latents of "
         "side 16; if it has another: --vae NAME\n"
     )
     assert capsys.readouterr().out == line * is_said

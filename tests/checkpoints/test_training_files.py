@@ -168,7 +168,8 @@ def test_of_two_networks_in_a_state_dict_the_user_names_one(tmp_path):
         ("y.safetensors", ("ema_model",)),
     ):
         with pytest.raises(
-            UsageError, match=r"holds networks under 'ema_model\.' and 'online_model\.'; give weig"
+            UsageError,
+            match=r"contains networks under 'ema_model\.' and 'online_model\.'; give weig",
         ):
             identify(tmp_path / name)
         for entry in entries:
@@ -180,7 +181,9 @@ def test_of_two_networks_in_a_state_dict_the_user_names_one(tmp_path):
 def test_a_second_network_beside_one_without_a_prefix_is_named(tmp_path):
     content = {**RAW, **under("ema_model.", AVERAGE)}
     torch.save({"state_dict": content}, tmp_path / "x.pt")
-    with pytest.raises(UsageError, match=r"holds networks under no prefix and 'ema_model\.'; give"):
+    with pytest.raises(
+        UsageError, match=r"contains networks under no prefix and 'ema_model\.'; give"
+    ):
         identify(tmp_path / "x.pt")
     assert same(weights_at(tmp_path / "x.pt", entry="ema_model").state, AVERAGE)
 

@@ -115,8 +115,8 @@ def test_of_several_origins_the_first_has_the_value(capsys):
     file = Configuration(values, family="REPA", given=InputRef("own.yaml", "config"))
     settings = run_with(trained, file, cfg_scale=5.0).settings
     assert capsys.readouterr().out.splitlines() == [
-        "own.yaml: says num sampling steps 50; flags override it",
-        "own.pt: says guidance interval 0 0.5; flags override it",
+        "own.yaml: specifies num sampling steps 50; flags override it",
+        "own.pt: specifies guidance interval 0 0.5; flags override it",
     ]
     for name, value, origin in (
         ("cfg_scale", 5.0, USER),

@@ -15,7 +15,7 @@ def read(content, given):
     options = dict(ckpt=weights, num_sampling_steps=entries["steps"], cfg_scale=entries["scale"])
     refused = {}
     if entries["method"] != "ddim":
-        refused["sampler"] = f"says method {entries['method']}; give `sampler=ddim`"
+        refused["sampler"] = f"specifies method {entries['method']}; give `sampler=ddim`"
     else:
         options["sampler"] = "ddim"
     missing = {} if (path.parent / entries["weights"]).exists() else {"ckpt": weights}

@@ -42,8 +42,8 @@ TRAINING: dict[str, tuple | str | None] = {
     **dict.fromkeys(("data_path", "results_dir", "epochs", "global_batch_size", "global_seed")),
     **dict.fromkeys(("num_workers", "log_every", "ckpt_every")),
 }
-OF_FAST_DIT = {"feature_path": None}
-ARGUMENTS = {**DIFFUSION, **NETWORK, **TRAINING, **OF_FAST_DIT}
+FAST_DIT = {"feature_path": None}
+ARGUMENTS = {**DIFFUSION, **NETWORK, **TRAINING, **FAST_DIT}
 
 
 def require_heads(heads: int | None, kind: str, width: int) -> int:
@@ -52,12 +52,13 @@ def require_heads(heads: int | None, kind: str, width: int) -> int:
     """
     if heads is None:
         raise UsageError(
-            f"is a {kind} of width {width}, and no tensor says how many heads it has",
+            f"is a {kind} of width {width}, and no tensor specifies how many heads it has",
             parameter="num_heads",
         )
     if width % heads:
         raise ValueError(
-            f"says {heads} heads, which do not divide its width {width}; correct its configuration"
+            f"specifies {heads} heads, which do not divide its width {width}; correct its "
+            "configuration"
         )
     return heads
 
@@ -108,9 +109,9 @@ def named_as_dit(
     # A model with another patch has the same number of heads.
     named = models_with(models, **sizes)
     alike = named or models_with(models, depth=depth, hidden_size=width)
-    usual = next((config["num_heads"] for config in alike.values()), None)
+    default = next((config["num_heads"] for config in alike.values()), None)
     specified = num_heads or facts.get("num_heads")
-    heads = require_heads(specified or usual, f"{family.name} of {depth} blocks", width)
+    heads = require_heads(specified or default, f"{family.name} of {depth} blocks", width)
     return ModelSpec(
         family,
         model=next(iter(named), f"{family.name}-{depth}x{width}/{patch}"),
@@ -125,7 +126,7 @@ def named_as_dit(
         ),
         num_heads=heads,
         assumes_heads=specified is None,
-        default_heads=bool(named) and heads == usual,
+        default_heads=bool(named) and heads == default,
     )
 
 

@@ -55,8 +55,8 @@ def identify(shapes: Shapes, facts: Mapping[str, Any]) -> ModelSpec:
     start = facts.get(START, *starts[:1])
     if not isinstance(start, int) or not 0 < start < depth:
         raise ValueError(
-            f"is a JiT of {depth} blocks of width {width}, and no tensor says at which block its "
-            f"label tokens enter; save {START} in its args, or load it into its class and use "
+            f"is a JiT of {depth} blocks of width {width}, and no tensor specifies at which block "
+            f"its label tokens enter; save {START} in its args, or load it into its class and use "
             "accel.Sampler(module)"
         )
     spec = named_as_dit(

@@ -37,14 +37,14 @@ def identify(shapes: Shapes, facts: Mapping[str, Any]) -> ModelSpec:
     dim = shapes[PATCHES][0]
     sizes = dict(n_layers=depth, dim=dim)
     alike = models_with(Large_DiT_models, **sizes)
-    usual = next((config["n_heads"] for config in alike.values()), None)
+    default = next((config["n_heads"] for config in alike.values()), None)
     specified = facts.get("num_heads")
     family = large_dit.FAMILY
-    heads = require_heads(specified or usual, f"{family.name} of {depth} blocks", dim)
+    heads = require_heads(specified or default, f"{family.name} of {depth} blocks", dim)
     qk_norm = QK_NORM in shapes
     if "qk_norm" in facts and bool(facts["qk_norm"]) != qk_norm:
         raise ValueError(
-            f"model_args.pth says {'no ' * (not facts['qk_norm'])}qk_norm, and the weights "
+            f"model_args.pth specifies {'no ' * (not facts['qk_norm'])}qk_norm, and the weights "
             f"{'have it' if qk_norm else 'have none'}; they are of two runs: copy the folder "
             "again, or remove it"
         )
@@ -68,7 +68,7 @@ def identify(shapes: Shapes, facts: Mapping[str, Any]) -> ModelSpec:
         ),
         num_heads=heads,
         assumes_heads=specified is None,
-        default_heads=heads == usual,
+        default_heads=heads == default,
     )
 
 

@@ -20,15 +20,15 @@ FREQUENCIES = "t_embedder.W"  # of an unsupported timestep embedding
 MODULATION = ".adaLN_modulation.1."
 FAMILY = lightning_dit.FAMILY
 MULTIPLIER = 0.18215  # latent scale of a configuration without one
-OF_TRANSPORT = {
+TRANSPORT_ARGUMENTS = {
     **TRANSPORT,
     **dict.fromkeys(("use_cosine_loss", "use_lognorm", "partitial_train", "partial_ratio")),
     "shift_lg": None,
 }
 # Of create_transport, of the constructor, and of a configuration file ("section.entry").
 ARGUMENTS: dict[str, tuple | str | None] = {
-    **OF_TRANSPORT,
-    **{f"transport.{name}": values for name, values in OF_TRANSPORT.items()},
+    **TRANSPORT_ARGUMENTS,
+    **{f"transport.{name}": values for name, values in TRANSPORT_ARGUMENTS.items()},
     **NETWORK,
     "num_heads": None,
     "use_swiglu": (True,),
@@ -61,8 +61,8 @@ ARGUMENTS: dict[str, tuple | str | None] = {
     **dict.fromkeys(("sample.atol", "sample.rtol", "sample.likelihood", "sample.fid_num")),
     "sample.per_proc_batch_size": None,
 }
-OF_SAMPLING = {"sampler", "points", "cfg_scale", "interval_start", "timestep_shift"}
-OF_LATENTS = {"latent_norm", "latent_scale", "image_size"}  # of the section `data`
+SAMPLING_FACTS = {"sampler", "points", "cfg_scale", "interval_start", "timestep_shift"}
+LATENT_FACTS = {"latent_norm", "latent_scale", "image_size"}  # of the section `data`
 # Published without a configuration; these values differ from the family's.
 RECOMMENDED = {
     "lightningdit-xl-imagenet256-64ep": dict(cfg_scale=10.0, guidance_interval=(0.0, 0.9))
@@ -109,7 +109,7 @@ def recipe(facts: Mapping[str, Any]) -> dict[str, Any]:
     normalised by their statistics, latents of other decoders are scaled.
     """
     settings: dict[str, Any] = {}
-    if facts.keys() & OF_SAMPLING:
+    if facts.keys() & SAMPLING_FACTS:
         settings["guidance_interval"] = (0.0, 1.0 - facts.get("interval_start", 0))
         settings["timestep_shift"] = facts.get("timestep_shift") or 1.0
     if "cfg_scale" in facts:
@@ -122,7 +122,7 @@ def recipe(facts: Mapping[str, Any]) -> dict[str, Any]:
         latent_scale=facts.get("latent_scale", MULTIPLIER),
         latent_norm=facts.get("latent_norm", False),
     )
-    if facts.keys() & OF_LATENTS and latents != dict(latent_scale=1, latent_norm=True):
+    if facts.keys() & LATENT_FACTS and latents != dict(latent_scale=1, latent_norm=True):
         settings |= latents
     return settings
 

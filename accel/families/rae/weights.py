@@ -54,7 +54,7 @@ def identify(shapes: Shapes, facts: Mapping[str, Any]) -> ModelSpec:
     if widths[0] == widths[1]:
         raise ValueError(
             "is a DiTDH whose trunk is as wide as its head, which is not computed here: no tensor "
-            "says where the head begins"
+            "specifies where the head begins"
         )
     of_blocks = [shape[1] for name, shape in shapes.items() if name.endswith("attn.qkv.weight")]
     depth = tuple(map(of_blocks.count, widths))
