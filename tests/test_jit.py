@@ -249,7 +249,7 @@ def test_what_is_not_sampled_is_refused_in_a_line(tmp_path, here):
         (
             "img_size",
             64,
-            "--image-size 64: a JiT only samples the size that it was trained for alone",
+            "--image-size 64: a JiT only samples the size that it was trained for",
         ),
         ("class_num", 9, "weights were trained without (label table of 9 rows)"),
     ):
