@@ -286,8 +286,8 @@ def test_ranks_do_not_share_two_networks(layout, demo, guides, here):
     done = here("sample_ddp.py", *demo, "--guide", guides["guide"], "--parallel", layout)
     assert done.returncode == USAGE
     assert done.stderr == (
-        f"sample_ddp.py: --parallel {layout}: ranks share evaluations with guidance by the null "
-        "class alone, without a --guide; use off\n"
+        f"sample_ddp.py: --parallel {layout}: ranks only share evaluations with guidance by the "
+        "null class, without a --guide; use off\n"
     )
 
 

@@ -86,12 +86,12 @@ LARGE = flipped(saved(Image.new("1", (20000, 10000))), -20)
 DAMAGED = {
     "empty": (b"", "none of PNG, JPEG, WEBP, BMP, PPM, TIFF"),
     "text": (b"not a picture", "none of PNG"),
-    "cut": (saved(RGB)[:-100], "damaged (Truncated File Read)"),
-    "no end": (saved(RGB)[:-12], "damaged (truncated PNG file)"),
+    "cut": (saved(RGB)[:-100], "corrupt (Truncated File Read)"),
+    "no end": (saved(RGB)[:-12], "corrupt (truncated PNG file)"),
     "cut JPEG": (saved(RGB, "JPEG")[:-30], "truncated"),
-    "cut WebP": (saved(RGB, "WEBP")[:-30], "damaged"),
+    "cut WebP": (saved(RGB, "WEBP")[:-30], "corrupt"),
     "cut BMP": (saved(RGB, "BMP")[:-30], "truncated"),
-    "cut TIFF": (saved(RGB, "TIFF", compression="tiff_lzw")[:-30], "damaged"),
+    "cut TIFF": (saved(RGB, "TIFF", compression="tiff_lzw")[:-30], "corrupt"),
     "a flipped bit": (flipped(saved(RGB), 500), "checksum in b'IDAT'"),
     "a bomb": (LARGE, "decompression bomb"),
 }
