@@ -84,7 +84,7 @@ def _waiting_notice(rank: int, world: int, address: str) -> str:
 
 
 class DistributedRanks(Ranks):
-    """One of several ranks; `connect` creates it. device: set by `claim_device`."""
+    """A rank among several, created by `connect`. `claim_device` sets its `device`."""
 
     device: torch.device
 

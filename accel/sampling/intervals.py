@@ -3,13 +3,12 @@
 A step may lie on an end of the interval, and then rounding decides whether it is guided. So noise
 levels and ends are computed as in the original's script:
 
-    float64 levels           REPA: float64 levels from 1 to 0, ends inside
-    float32 levels           RAE: float32 levels that are shifted by σ, ends inside
-    float32 times            LightningDiT: float32 times from 0 to 1, ends inside
-    float32 times, no ends   JiT: float32 times, ends outside; noise is inside if the interval
-                             reaches it
+    float64 levels           float64 levels from 1 to 0, ends inside
+    float32 levels           float32 levels, shifted after rounding, ends inside
+    float32 times            float32 times from 0 to 1, ends inside
+    float32 times, no ends   the same, ends outside; noise is inside if the interval reaches it
 
-A noise level is 1 − time. `Family.interval_rule` names the row.
+A noise level is 1 − time. `Family.interval_rule` names a family's row.
 """
 
 from math import inf, nextafter

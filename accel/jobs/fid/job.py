@@ -133,7 +133,8 @@ def folder_of(run: Run) -> Path:
     model = run.settings.model.replace("/", "-")
     return Path(run.settings.sample_dir) / (
         f"{model}-{_last_name(run.settings.ckpt)}-size-{run.settings.image_size}"
-        f"-vae-{_last_name(run.settings.vae)}-cfg-{run.settings.cfg_scale}{changed}-seed-{run.settings.seed}"
+        f"-vae-{_last_name(run.settings.vae)}-cfg-{run.settings.cfg_scale}"
+        f"{changed}-seed-{run.settings.seed}"
     )
 
 
