@@ -181,6 +181,8 @@ def request_from(args: argparse.Namespace) -> Request:
     for name in options:
         if options.job not in OPTIONS[name].jobs:
             raise UsageError(WRONG_JOB_ERRORS[options.job], parameter=name)
+    if options.get("quiet"):
+        logging.getLogger("accel").setLevel(logging.WARNING)
     return Request.open(options)
 
 

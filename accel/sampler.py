@@ -288,7 +288,7 @@ class Sampler:
             pipeline = pipeline.replaced(process=run.process, guidance=run.guidance)
             batches = batches_of(run)
             steps = pipeline.process.steps * len(batches)
-            with step_bar(steps, pipeline.device, disable=not progress) as on_step:
+            with step_bar(steps, pipeline.device, progress) as on_step:
                 return pipeline.latents(run.settings.labels, of_labels, batches, on_step, noise)
 
     def close(self) -> None:

@@ -15,7 +15,6 @@ folders, float32 without TF32, and notes about figures that are not comparable.
 if __name__ == "__main__":
     import _start  # noqa: F401
 
-import json
 import warnings
 from argparse import Namespace
 from collections import defaultdict
@@ -31,12 +30,14 @@ import torch
 from numpy.lib.npyio import NpzFile
 from torch_fidelity import metric_fid, metric_isc, metric_prc
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
-from tqdm import tqdm
 
 from accel.cli import OneLineParser, positive, user_errors
+from accel.config.options import DEFAULT, USER
 from accel.errors import UsageError, path_errors, shown
 from accel.io.filesystem import open_regular, sha256_of
+from accel.io.output import print_result
 from accel.io.picture_files import SUFFIXES, read_picture
+from accel.io.progress import Stopwatch, progress
 from accel.run.opening import choose_device
 from accel.runtime.precision import convolutions
 
@@ -100,10 +101,10 @@ class Pictures:
         return self.shape[0]
 
     def batches(self, size: int, work: str = "") -> Iterator[torch.Tensor]:
-        """Yield all pictures in order, (n, 3, H, W) uint8 of at most `size` each, with a bar for
-        `work`. Raises UsageError, which names the file, for corrupt pictures.
+        """Yield all pictures in order, (n, 3, H, W) uint8 of at most `size` each, with the
+        progress of `work`. Raises UsageError, which names the file, for corrupt pictures.
         """
-        bar = tqdm(total=len(self), unit="picture", desc=f"{work}{self.path.name}", leave=False)
+        bar = progress(total=len(self), unit="picture", desc=f"{work}{self.path.name}", leave=False)
         read = self._from_files if self.files else self._from_archive
         with self.errors(), bar:
             for pixels in read(size):
@@ -269,10 +270,12 @@ def notes(samples: Pictures, reference: Pictures, published: bool) -> Iterator[s
         yield "no sFID: the reference has no mu_s, sigma_s"
 
 
-def report(args: Namespace) -> None:
+def report(args: Namespace, settings: dict) -> None:
     """Print the figures, and notes about them. Both sides are read whole before features are
-    computed.
+    computed. settings: value and origin of each argument.
     """
+    if args.bootstrap == 1:
+        raise UsageError("one value has no spread", "give more", parameter="bootstrap", value=1)
     samples = Pictures(args.samples)
     reference = Pictures(args.reference)
     needed = [samples]  # the sides whose pictures are needed
@@ -286,23 +289,28 @@ def report(args: Namespace) -> None:
                 "sample_ddp.py --num-fid-samples makes"
             )
     device = choose_device(args.device)
-    weights, published = find_weights(args.inception_weights)
-    network = load_inception(weights, device)
+    watch = Stopwatch(device)
+    with watch.phase("load"):
+        weights, published = find_weights(args.inception_weights)
+        network = load_inception(weights, device)
     lines = [*notes(samples, reference, published)]
-    # measured: features in float32, and float64 copies for the covariance
-    print(f"memory needed: about {1 + 47e-6 * sum(map(len, needed)):.0f} GB")
-    for side in needed:
-        for _ in side.batches(64, "checking "):
-            pass
-    metrics = compare(samples, reference, network, device, args)
+    # measured: features in float32, and of the larger side float64 copies for the covariance
+    *other, most = sorted(map(len, needed))
+    print(f"memory needed: about {1 + 47e-6 * most + 29e-6 * sum(other):.0f} GB", flush=True)
+    with watch.phase("check"):
+        for side in needed:
+            for _ in side.batches(64, "checking "):
+                pass
+    with watch.phase("compare"):
+        metrics = compare(samples, reference, network, device, args)
     for side in (samples, reference):
         print(f"{side.path}: {'statistics' if side.statistics else f'{len(side)} pictures'}")
     print(*(f"{name:19}{value:.6g}" for name, value in metrics.items()), sep="\n")
     for line in lines:
         print(f"note: {line}")
     if args.json:
-        files = dict(samples=str(samples.path), reference=str(reference.path))
-        print(json.dumps(dict(**files, pictures=len(samples), metrics=metrics, notes=lines)))
+        figures = dict(pictures=len(samples), metrics=metrics, notes=lines)
+        print_result([args.samples, args.reference], watch.phases, settings, **figures)
 
 
 def main() -> None:
@@ -338,7 +346,12 @@ def main() -> None:
     args = parser.parse_args()
     warnings.filterwarnings("ignore", module="PIL")  # the reader's error is the line
     with user_errors(parser):
-        report(args)
+        settings = {
+            name: {"value": value, "origin": DEFAULT if value == parser.get_default(name) else USER}
+            for name, value in vars(args).items()
+            if value is not None
+        }
+        report(args, settings)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,16 @@ LOOPBACK = "127.0.0.1"
 USER = "dit"  # of --host
 MAX_PICTURES = 8
 PREVIEWS = 6  # predictions of the result during a run, with one evaluation each
-EXCLUDED_OPTIONS = "output", "output_type", "seed_list", "grids", "batch_size", "eta"
+EXCLUDED_OPTIONS = (
+    "output",
+    "output_type",
+    "seed_list",
+    "grids",
+    "batch_size",
+    "eta",
+    "quiet",
+    "json",
+)
 FIELD_NAMES = dict(
     labels="Classes",
     seed="Seed",

@@ -100,7 +100,17 @@ def verify(args: Namespace) -> int:
 def main() -> None:
     parser = OneLineParser(description=__doc__.partition("\n\n")[0])
     add_arguments(
-        parser, exclude=("precision", "output", "output_type", "seed", "seed_list", "grids")
+        parser,
+        exclude=(
+            "precision",
+            "output",
+            "output_type",
+            "seed",
+            "seed_list",
+            "grids",
+            "quiet",
+            "json",
+        ),
     )
     parser.add_argument(
         "--precision", dest="tiers", nargs="+", choices=TIERS, help="tiers (default: all here)"

@@ -2,7 +2,9 @@
 terminals.
 """
 
+import json
 import os
+import re
 import subprocess
 import sys
 
@@ -80,6 +82,35 @@ def test_slices_are_the_pictures_of_one_batch():
         assert (
             whole.abs().max() > 0.5 and (latents - whole).abs().max() <= 1e-3 * whole.abs().max()
         ), batch_size
+
+
+def test_a_log_off_a_terminal(run, here, demo, tmp_path):
+    """Whole lines at tqdm's interval, with --quiet nothing but --json's line."""
+    job = *demo, "--num-fid-samples", 6, "--per-proc-batch-size", 2, "--num-sampling-steps", 2
+    job += "--sample-dir", tmp_path
+    done = run("sample_ddp.py", *job, "--json", TQDM_MININTERVAL="0")
+    line = r"[246] of 6 pictures, [\d.,]+/s, \d+ (s|min) left\n"
+    assert re.fullmatch(f"({line}){{3}}", done.stderr) and "\r" not in done.stdout
+    result = json.loads(succeeds(done).splitlines()[-1])
+    folder = next(tmp_path.glob("*.npz")).with_suffix("")
+    assert result["files"] == [str(folder), f"{folder}.npz"]
+    assert {"load", "sample", "decode", "npz", "total"} == {*result["seconds"]}
+    assert result["settings"]["num_fid_samples"] == {"value": 6, "origin": "options"}
+    assert result["settings"]["cfg_scale"] == {"value": 1.5, "origin": "job"}
+    assert "labels" not in result["settings"]
+    done = here("sample_ddp.py", *job, "--quiet")
+    assert succeeds(done) == done.stderr == ""
+
+
+def test_one_rank_prints_the_line_of_json(run, demo, tmp_path):
+    words = "--labels", 1, 5, "--num-sampling-steps", 2, "--seeds", 0, 7, "--output", tmp_path
+    done = run("sample.py", *demo, *words, "--gpus", 2, "--quiet", "--json")
+    result = json.loads(succeeds(done))
+    files = [str(path) for path in sorted(tmp_path.rglob("*.png"))]
+    assert len(files) == 4 and result["files"] == files
+    assert result["settings"]["seed_list"] == {"value": [0, 7], "origin": "options"}
+    assert result["settings"]["labels"]["value"] == [1, 5]
+    assert result["seconds"]["total"] <= result["seconds"]["since_start"]
 
 
 BOTH = (

@@ -309,6 +309,19 @@ class Settings:
         "where to sample, such as cuda, cuda:1 or cpu; default: a GPU if there is one",
         default=None,
     )
+    quiet: bool = option(
+        ADVANCED,
+        "print warnings only, without progress",
+        default=False,
+        action="store_true",
+    )
+    json: bool = option(
+        ADVANCED,
+        "the last line of standard output is one JSON object: files, seconds of each phase, and "
+        "every setting with its origin",
+        default=False,
+        action="store_true",
+    )
     labels: tuple[int, ...] = option(
         SAMPLED,
         'class of each picture, by number or name ("golden retriever"); default: eight '
@@ -417,6 +430,18 @@ class Settings:
         default="samples",
         jobs=(FID,),
     )
+
+    def as_json(self) -> dict[str, dict[str, Any]]:
+        """Return value and origin of each option of the job that has a value, as JSON data. Class
+        names are left out.
+        """
+        job = GRID if self.num_fid_samples is None else FID
+        names = [name for name, option in OPTIONS.items() if job in option.jobs]
+        return {
+            name: {"value": getattr(self, name), "origin": self.origins.get(name, DEFAULT)}
+            for name in names
+            if getattr(self, name) not in (None, ()) and name != "class_names"
+        }
 
 
 def _option_of(each: Field) -> Option:

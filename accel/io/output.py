@@ -2,8 +2,9 @@
 no torch.
 """
 
+import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,6 +135,17 @@ def save_pictures(path: str | Path, pixels: "Tensor") -> None:
         path,
         lambda file: Image.fromarray(to_grid(pixels).numpy()).save(file, "PNG", compress_level=2),
     )
+
+
+def print_result(
+    files: Sequence[str | Path],
+    seconds: Mapping[str, float],
+    settings: Mapping[str, Any],
+    **more: Any,
+) -> None:
+    """Print the last line of --json. seconds: by phase. settings: value and origin, by name."""
+    result = dict(files=files, seconds=seconds, settings=settings, **more)
+    print(json.dumps(result, default=str), flush=True)
 
 
 def _write(path, save):

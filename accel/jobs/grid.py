@@ -5,9 +5,11 @@ each network evaluation (--parallel). All ranks draw the same random stream.
 """
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -63,25 +65,31 @@ def make_grid(request: Request, ranks: Ranks) -> None:
     decoder = pipeline.decoder
     if decoder is not None:
         decoder.load_ahead()
-    latents_of_seeds = sample(run, pipeline, batches, watch, show=ranks.rank == 0)
+    show = ranks.rank == 0 and not run.settings.quiet
+    latents_of_seeds = sample(run, pipeline, batches, watch, show)
+    settings = replace(run.settings, precision=pipeline.tier)
     del pipeline
     free_memory(run.device)
 
     if ranks.rank == 0 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))  # removes partial files
     outputs = output.outputs_of(request.values)
+    files = []
     for path, latents in zip(outputs, latents_of_seeds, strict=True):
         if ranks.world == 1:  # save decodes file by file, in the memory of one picture
-            save(run, path, latents, watch, decoder)
+            files += save(run, path, latents, watch, decoder)
             continue
         pictures = parallel.gather(run, latents, ranks, placement, decoder, watch)
         if ranks.rank == 0:
-            save(run, path, pictures, watch)
+            files += save(run, path, pictures, watch)
     if ranks.rank == 0:
         log.info(
             f"{', '.join(outputs)}: {watch} · {launch.seconds_since_start():.2f} s since start"
         )
         run.repeat_assumed_family()
+        if run.settings.json:
+            seconds = {**watch.phases, "since_start": launch.seconds_since_start()}
+            output.print_result(files, seconds, settings.as_json())
 
 
 def warm_up(run: Run, pipeline: Pipeline, batches: list[slice], watch: Stopwatch) -> None:
@@ -105,7 +113,7 @@ def sample(
     if run.settings.grids > 1:  # the same generators, so that a grid continues the one before
         seeds = [pipeline.generators(run.settings.seed)] * run.settings.grids
     for seed in seeds:
-        bar = step_bar(steps, pipeline.device, disable=not show)
+        bar = step_bar(steps, pipeline.device, show)
         with watch.phase("sample"), bar as on_step:
             latents_of_seeds.append(pipeline.latents(run.settings.labels, seed, batches, on_step))
     return latents_of_seeds
@@ -117,8 +125,9 @@ def save(
     content: Tensor,
     watch: Stopwatch,
     decoder: Decoder | NoDecoder | None = None,
-) -> None:
-    """Write latents or pictures. content: latents, or pixels if `decoder` is None.
+) -> list[str]:
+    """Write latents or pictures and return the files. content: latents, or pixels if `decoder` is
+    None.
 
     path: a file, or a folder with one file per picture. Each file is complete or absent. Raises
     UsageError if writing fails.
@@ -126,12 +135,12 @@ def save(
     if run.settings.output_type == "latent":
         with watch.phase("save"):
             output.save_latents(path, content)
-        return
+        return [path]
     files = [path]
     parts = [content]
     if output.is_folder(path, run.settings.output_type):
         names = output.picture_names(run.settings.labels, run.settings.class_names)
-        files = [f"{path}/{name}" for name in names]
+        files = [os.path.join(path, name) for name in names]
         parts = list(content.split(1))
     for file, part in zip(files, parts, strict=True):
         pixels = part
@@ -140,3 +149,4 @@ def save(
                 pixels = decoder.decode(part)
         with watch.phase("save"):
             output.save_pictures(file, pixels)
+    return files

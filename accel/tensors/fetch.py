@@ -8,10 +8,9 @@ from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
 
-from tqdm import tqdm
-
 from accel.errors import InputRef, UsageError
 from accel.io.filesystem import atomic_write, remove_partial_files
+from accel.io.progress import bar_type
 from accel.tensors.diffusers_names import SCHEDULE
 from accel.tensors.tensor_files import weight_files
 
@@ -30,7 +29,7 @@ def download(target: Path, parameter: str) -> None:
             atomic_write(target, "w+b", durable=True, replace=False) as file,
         ):
             total = response.length  # None if unknown
-            with tqdm.wrapattr(response, "read", total=total, desc=target.name) as stream:
+            with bar_type().wrapattr(response, "read", total=total, desc=target.name) as stream:
                 shutil.copyfileobj(stream, file)
             if total is not None and file.tell() != total:
                 raise OSError(f"the connection ended after {file.tell()} of {total} bytes")

@@ -93,7 +93,7 @@ def test_killed_fid_job_ends_with_the_same_bits(demo, tmp_path):
 def test_two_ranks_on_one_gpu_are_named(demo):
     """One process more than there are GPUs."""
     text = run_job(GPUS + 1, *demo, status=USAGE)
-    assert "several ranks on one GPU" in text and "step/s" not in text
+    assert "several ranks on one GPU" in text and " steps · " not in text
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")

@@ -34,7 +34,8 @@ from accel.families.dit.network import DiT_models
 from accel.io.output import outputs_of
 from accel.run.opening import files_of
 
-OF_COMMANDS = {"seed_list", "grids", "output"}  # Python calls have no files and one seed
+# Python calls have no files, one seed, and print nothing.
+OF_COMMANDS = {"seed_list", "grids", "output", "quiet", "json"}
 
 
 def test_commands_options_and_sampler_have_the_fields_of_settings():

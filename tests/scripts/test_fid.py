@@ -130,12 +130,18 @@ def test_the_pages_own_recipe_makes_a_reference(tree, tmp_path, monkeypatch):
 def test_the_command_gives_torch_fidelitys_figures_to_the_bit(data, tree, inception, theirs, here):
     """Notes about figures that are not comparable follow."""
     flags = "--inception-weights", inception, "--device", "cpu", "--precision-recall", "--json"
+    flags += "--bootstrap", 2
     text = forks.succeeds(here("scripts/fid.py", data / "samples.npz", tree, *flags))
     *_, last = text.splitlines()
     record = json.loads(last)
     metrics = record["metrics"]
     assert metrics["FID"] == theirs["frechet_inception_distance"] > 0.01
     assert metrics["Inception Score"] == theirs["inception_score_mean"] > 1
+    assert metrics["FID ±"] > 0
+    assert record["files"] == [str(data / "samples.npz"), str(tree)]
+    assert {*record["seconds"]} == {"load", "check", "compare", "total"}
+    assert record["settings"]["bootstrap"] == {"value": 2, "origin": "options"}
+    assert record["settings"]["batch_size"] == {"value": 64, "origin": "default"}
     assert record["pictures"] == 20 and len(record["notes"]) == 2
     rows = [line.rsplit(maxsplit=1) for line in text.splitlines() if line[0] in "FIPRs"]
     lines = {name.strip(): value for name, value in rows}
@@ -250,6 +256,7 @@ def test_figures_that_statistics_do_not_give(data, inception, tmp_path, here):
     text = forks.succeeds(here(*command))
     assert "\nFID " in text and "\nsFID" not in text
     assert "fid.npz: is an archive" in forks.refused(here(*command, "--precision-recall"))
+    assert "--bootstrap 1: " in forks.refused(here(*command, "--bootstrap", 1))
 
 
 def archive(**arrays):

@@ -18,13 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from tqdm import tqdm
-
 from accel.distributed import Ranks
 from accel.errors import Stopped, UsageError, path_errors
 from accel.io.filesystem import cache_folder, require_name, require_writable
 from accel.io.output import to_uint8
-from accel.io.progress import Stopwatch
+from accel.io.progress import Stopwatch, progress
 from accel.jobs.fid.folder import (
     MACHINE_SETTINGS,
     Batches,
@@ -71,8 +69,16 @@ def tuner_folders(folder: Path) -> list[Path]:
     return [folder / ".job", cache_folder()]
 
 
-def fill(plan: Plan, ranks: Ranks, settings: dict, pipeline: Pipeline, watch: Stopwatch) -> None:
+def fill(
+    plan: Plan,
+    ranks: Ranks,
+    settings: dict,
+    pipeline: Pipeline,
+    watch: Stopwatch,
+    show: bool = True,
+) -> None:
     """Sample the missing pictures of `plan` and write the .npz. settings: as for `open_folder`.
+    show: whether to show progress.
 
     Raises Stopped when asked to stop; UsageError if settings differ between ranks or from the
     folder's, or if the disk is full.
@@ -91,7 +97,7 @@ def fill(plan: Plan, ranks: Ranks, settings: dict, pipeline: Pipeline, watch: St
     finished = ranks.from_rank_0(lambda: _open_folder(batches, archive, settings))
     with disk_errors(folder):
         if len(finished) < batches.count:
-            _make_pictures(pipeline, watch, plan, ranks, batches, finished)
+            _make_pictures(pipeline, watch, plan, ranks, batches, finished, show)
         if ranks.rank == 0:
             with watch.phase("npz"):
                 archive.complete(lambda: ranks.stopping)
@@ -124,7 +130,7 @@ def _open_folder(batches, archive, settings):
         return finished
 
 
-def _make_pictures(pipeline, watch, plan, ranks, batches, finished):
+def _make_pictures(pipeline, watch, plan, ranks, batches, finished, show):
     """Sample this rank's share of the unfinished batches. Raises Stopped if any rank was asked
     to stop.
     """
@@ -133,12 +139,8 @@ def _make_pictures(pipeline, watch, plan, ranks, batches, finished):
     noise_type = PictureNoise if plan.independent else UpstreamNoise
     noise = noise_type(plan, batches, pipeline.device, pipeline.process)
     with (
-        tqdm(
-            total=batches.total,
-            initial=already,
-            unit="picture",
-            smoothing=0.1,
-            disable=ranks.rank > 0,
+        progress(
+            show and ranks.rank == 0, total=batches.total, initial=already, unit="picture"
         ) as bar,
         ThreadPoolExecutor(1) as background,  # writes one batch while the next is sampled
     ):

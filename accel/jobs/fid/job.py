@@ -16,8 +16,9 @@ from accel.decoders.loading import digest
 from accel.distributed import Ranks
 from accel.errors import UsageError
 from accel.families import DEMO, Defaults
+from accel.io.output import print_result
 from accel.jobs import fid
-from accel.jobs.fid.folder import KERNELS_SETTING, Plan
+from accel.jobs.fid.folder import KERNELS_SETTING, Plan, npz_path
 from accel.kernels.linear import Tuner
 from accel.pipeline import Pipeline
 from accel.run import Run
@@ -32,9 +33,11 @@ NOT_RECORDED = {
     "config",
     "device",
     "guide",
+    "json",
     "latent_stats",
     "num_heads",
     "precision",
+    "quiet",
     "sample_dir",
     "tf32",
     "vae",
@@ -69,8 +72,12 @@ def make_folder(request: Request, ranks: Ranks) -> None:
             )
         log.info(run.describe(pipeline.machine, ranks.world))
         record = ranks.run_collectively(lambda: record_of(run, pipeline, ranks.world))
-        fid.fill(plan, ranks, record, pipeline, watch)
+        fid.fill(plan, ranks, record, pipeline, watch, not run.settings.quiet)
     run.repeat_assumed_family()
+    if run.settings.json and ranks.rank == 0:
+        settings = replace(run.settings, precision=pipeline.tier)
+        files = [str(plan.folder), str(npz_path(plan.folder))]
+        print_result(files, watch.phases, settings.as_json())
 
 
 def require_seeds(values: Values, world: int) -> None:

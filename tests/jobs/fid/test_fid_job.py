@@ -333,12 +333,12 @@ def test_world_independent_noise(demo, one, tmp_path):
     how = [*demo, *FID, "--num-fid-samples", wanted, "--world-independent-noise"]
 
     def shown(text):
-        """What the bar showed: one, over all ranks."""
-        numbers = [int(number) for number in re.findall(rf"(\d+)/{wanted} \[", text)]
+        """What the lines of progress show: all ranks' pictures."""
+        numbers = [int(number) for number in re.findall(rf"(\d+) of {wanted} pictures", text)]
         assert numbers == sorted(numbers) and numbers[-1] == wanted, text
         return numbers
 
-    shown(run(3, *how, "--sample-dir", places[0]))
+    shown(run(3, *how, "--sample-dir", places[0], TQDM_MININTERVAL="0"))
     for place in places[1:]:
         jobs = start_ranks(2, *how, "--sample-dir", place)
         assert wait_for_pictures(place, 7, jobs[0])
@@ -346,9 +346,9 @@ def test_world_independent_noise(demo, one, tmp_path):
         min(place.glob("*/*.png")).unlink()  # by hand
     one(*how, "--sample-dir", places[1])
     made = len(list(places[2].glob("*/*.png")))
-    text = run(
-        2, *how, "--sample-dir", places[2], script="tests/jobs/fid/lagging_worker.py", LAGGING="1"
-    )
+    environment = dict(LAGGING="1", TQDM_MININTERVAL="0")
+    worker = "tests/jobs/fid/lagging_worker.py"
+    text = run(2, *how, "--sample-dir", places[2], script=worker, **environment)
     assert shown(text)[0] >= made - 4, text  # it resumed
     whole, *others = map(pictures, places)
     assert sorted(whole) == [f"{i:06d}.png" for i in range(wanted)]
