@@ -11,10 +11,12 @@ ladder: the time of a step on one GPU by every optimisation of every tier, and i
 --gate also pictures of the family's demo; with --profile the time of GEMMs, attention and
 element-wise work, this machine's ceilings, and a trace for Perfetto next to --output.
 rivals: the tiers, and the reference network as torch runs it, eager or compiled.
-layouts: the time of a step by every layout in which the ranks share a batch.
+layouts: the time of a step by every layout in which the ranks share a batch; the link, nvidia-smi's
+topology, and the exchanges alone of a tensor-parallel step.
 jobs: whole processes. A grid: T from loading the model to the picture on disk, in every tier; the
-pictures are kept next to --output. --fork: T of the organisers' sample.py, and the time that it
-prints, the mean of its grids without loading. --num-fid-samples: pictures/s of an FID job.
+pictures are kept next to --output. --fork: T of the organisers' sample.py, the time that it
+prints, the mean of its grids without loading, and a trace of its steps. --num-fid-samples:
+pictures/s of an FID job.
 
 Flags of sample.py and sample_ddp.py describe the run. Without --ckpt the weights are random and
 not zero, since a new DiT outputs zeros; a demo has its own. Times of steps are of sample.py's loop
@@ -223,32 +225,44 @@ tree = ast.parse(open("sample.py").read())
 imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
 exec(compile(ast.Module(imports, []), "sample.py", "exec"), {})
 print(f"loading at {time.time()}", flush=True)
-runpy.run_path("sample.py", run_name="__main__")
+"""
+RUN_FORK = 'runpy.run_path("sample.py", run_name="__main__")'
+# A step begins with a call of the network. The program ends after the recorded ones.
+PROFILE_FORK = f"""
+import models, torch
+warmup = active = {steps.RECORDED}
+def export(profile):
+    profile.export_chrome_trace(TRACE)
+    raise SystemExit
+profile = torch.profiler.profile(
+    schedule=torch.profiler.schedule(wait=0, warmup=warmup, active=active), on_trace_ready=export)
+forward = models.DiT.forward_with_cfg
+def forward_with_cfg(*args, **kwargs):
+    if profile.step_num == 0 and not profile.profiler:
+        profile.start()
+    else:
+        if profile.step_num == warmup - 1 and torch.cuda.is_available():
+            torch.cuda.synchronize()  # earlier steps' kernels must not be recorded
+        profile.step()
+    return forward(*args, **kwargs)
+models.DiT.forward_with_cfg = forward_with_cfg
 """
 
 
 def fork(args: Namespace, run: Run) -> Iterator[dict]:
-    """Time the organisers' sample.py in its checkout, and keep its grids. Yield the row after each
-    grid. Until the program prints its mean, the mean is of the times between the files.
+    """Profile a few steps of the organisers' sample.py in its checkout, then time it, and keep its
+    grids. Yield the row after each grid. Until the program prints its mean, the mean is of the
+    times between the files.
     """
     (args.fork / "output").mkdir(exist_ok=True)  # the program does not make it
-    command = [
-        sys.executable,
-        "-u",
-        "-c",
-        FORK,
-        "--model",
-        run.settings.model,
-        "--ckpt",
-        weights_of(run),
-        "--image-size",
-        run.settings.image_size,
-        "--num-sampling-steps",
-        run.settings.num_sampling_steps,
-    ]
-    program = subprocess.Popen(
-        list(map(str, command)), cwd=args.fork, stdout=subprocess.PIPE, text=True
-    )
+    values = run.settings
+    flags = ["--model", values.model, "--ckpt", weights_of(run), "--image-size", values.image_size]
+    flags += ["--num-sampling-steps", values.num_sampling_steps]
+    trace = Path(args.file or args.folder / "x.json").absolute().with_suffix(".trace.json.gz")
+    profiled = f"{FORK}{PROFILE_FORK.replace('TRACE', repr(str(trace)))}{RUN_FORK}"
+    execute(["-c", profiled, *flags], args.fork)
+    command = [sys.executable, "-u", "-c", FORK + RUN_FORK, *map(str, flags)]
+    program = subprocess.Popen(command, cwd=args.fork, stdout=subprocess.PIPE, text=True)
     started = math.inf
     for line in program.stdout:  # one before each grid, and the mean
         if line.startswith("loading at "):
@@ -266,6 +280,7 @@ def fork(args: Namespace, run: Run) -> Iterator[dict]:
             printed=float(printed[1]) if printed else mean,
             grids=[kept(args, f"_{index}.png", path) for index, (_, path) in enumerate(grids)],
             of_commit=commit_of(args.fork),
+            trace=trace.name if trace.exists() else None,
         )
     if program.wait():
         raise UsageError(f"{args.fork}/sample.py failed; its error is above")

@@ -3,7 +3,6 @@
 import copy
 import gc
 import os
-import re
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import profiler
+from torch.utils import collect_env
 
 import evaluate
 from accel import fast
@@ -36,39 +36,39 @@ from accel.runtime.network import Batch, BlockNetwork, EagerNetwork, Network
 from accel.runtime.stages import stages_of
 from accel.sampling import denoise, steps_of, upstream_noise
 from accel.sampling.guidance import Guidance
+from bench import traces
 
 if TYPE_CHECKING:
     from torch.utils.benchmark import Timer
 
-# Rungs of a half tier, each with the switches of `build` that it adds to the rung before.
-RUNGS = (
-    (
-        "half GEMMs",
-        dict(
-            precomputes_conditioning=False,
-            adaln="torch",
-            last_adaln="torch",
-            gemm="torch",
-            captures=False,
-        ),
-    ),
+# Rungs of the accelerated tiers, each with the switches of `build` that it adds to the rung before.
+# The first one has the libraries' backends.
+PLAIN = dict(precomputes_conditioning=False, adaln="torch", last_adaln="torch", captures=False)
+SHARED_RUNGS = (
     ("hoisted conditioning", dict(precomputes_conditioning=True)),
     ("fused adaLN kernel", dict(adaln="auto", last_adaln="auto")),
     ("attention", dict(attention="auto")),
+)
+GRAPH = "CUDA graph", dict(captures=True)
+HALF_LADDER = (
+    ("half GEMMs", PLAIN | dict(gemm="torch")),
+    *SHARED_RUNGS,
     ("GELU epilogue", dict(gemm="epilogue")),
     ("autotuned GEMMs", dict(gemm="auto")),
-    ("CUDA graph", dict(captures=True)),
+    GRAPH,
 )
-# A kind of work and the functions that do it. Attention comes first: its kernels are named after
-# GEMMs too.
-KINDS = {
-    "attention": r"attention|flash|fmha|sdpa|softmax|mha_fwd",
-    "GEMM": r"gemm|gemv|nvjet|cutlass|cublas|splitK|split_linear|xmma|wgmma|conv(?!ert)|winograd"
-    r"|::(add)?mm$|::bmm$",
-    "element-wise": "",  # norms, gates, residuals, copies, the sampler
+LADDERS = {
+    "fp16": HALF_LADDER,
+    "bf16": HALF_LADDER,
+    "exact": (
+        ("split GEMMs", PLAIN | dict(gemm="cublas", attention="cublas")),
+        *SHARED_RUNGS,
+        ("split GEMM kernel", dict(gemm="auto")),
+        GRAPH,
+    ),
 }
 SHARED = Layout(tokens=2), Layout(2, 2), Layout(tokens=4), Layout(rows=2), Layout(rows=4)
-RECORDED = 3  # steps of a profile, after as many for warm-up
+RECORDED = traces.STEPS  # steps of a profile, after as many for warm-up
 SCALE = 4.0  # of guidance, at every step
 SWITCHES = ExitStack()  # torch's, of the tier in use
 
@@ -231,11 +231,10 @@ def rungs_of(tiers: list[str], device: torch.device) -> Iterator[tuple[str, str,
     # Plain half precision gets torch's flash attention where there is one.
     attention = "flash" if precision.supports("bf16", device) else "efficient"
     for tier in tiers:
-        if precision.TIERS[tier].dtype == torch.float32:
+        if tier not in LADDERS:
             yield tier, tier, {}
-            continue
         switches = dict(attention=attention)
-        for name, change in RUNGS:
+        for name, change in LADDERS.get(tier, ()):
             switches = switches | change
             yield f"{tier} + {name}", tier, switches
 
@@ -382,8 +381,8 @@ def judge_of(seeds: int, run: Run, count: int = 64) -> Callable[..., dict]:
 
 
 def profile_of(sample: Sample, tier: str, args: Namespace, device: torch.device) -> dict:
-    """Return the time of a step by kind of work and by function: kernels, copies and fills on a
-    GPU, else torch's operators. The trace goes next to the record.
+    """Return the time of a step by kind of work and by function, and the name of their trace, which
+    goes next to the record.
     """
     # CUPTI must outlive the first profile, or a captured step that is replayed in the
     # second one crashes.
@@ -399,34 +398,9 @@ def profile_of(sample: Sample, tier: str, args: Namespace, device: torch.device)
     schedule = profiler.schedule(wait=0, warmup=RECORDED, active=RECORDED, repeat=1)
     with profiler.profile(acc_events=True, schedule=schedule) as profile:
         sample(2 * RECORDED, on_step)
-    functions = functions_of(profile.key_averages(), device)
-    kinds = {}
-    for function in functions:
-        kind = kinds.setdefault(function["kind"], dict(ms=0.0, calls=0.0))
-        kind["ms"] += function["ms"]
-        kind["calls"] += function["calls"]
-    row = dict(tier=tier, steps=RECORDED, kinds=kinds, functions=functions[:10])
-    if args.file:
-        path = Path(args.file).with_suffix(f".{tier}.trace.json.gz")
-        profile.export_chrome_trace(str(path))
-        row["trace"] = path.name
-    return row
-
-
-def functions_of(events: list, device: torch.device) -> list[dict]:
-    """Return the functions by the time they take, most first, each with its kind of work, and ms
-    and calls per step. events: averages of torch.profiler.
-    """
-    functions = []
-    for row in events:
-        on_device = row.device_type.name.lower() == device.type
-        if not on_device or row.is_user_annotation or "ProfilerStep" in row.key:
-            continue
-        kind = next(kind for kind, names in KINDS.items() if re.search(names, row.key, re.I))
-        time_us = row.self_cpu_time_total if device.type == "cpu" else row.self_device_time_total
-        times = dict(ms=time_us / RECORDED / 1e3, calls=row.count / RECORDED)
-        functions.append(dict(name=row.key, kind=kind, **times))
-    return sorted(functions, key=lambda function: -function["ms"])
+    path = Path(args.file or args.folder / "x.json").with_suffix(f".{tier}.trace.json.gz")
+    profile.export_chrome_trace(str(path))
+    return dict(tier=tier, steps=RECORDED, trace=path.name, **traces.summary(traces.read(path)))
 
 
 def ceilings(tiers: dict[str, None], device: torch.device) -> dict:
@@ -474,7 +448,9 @@ def layouts(args: Namespace, run: Run, record: dict) -> Iterator[dict]:
     ranks.connect_collectives()
     model = grid.load(run).network.model
     record |= dict(kind="parallel", gpus=ranks.world, load_seconds=args.load, plans=[])
-    record |= dict(link=link(ranks, run.device), shape=shape_of(model, run))
+    shape = shape_of(model, run)
+    record |= dict(link=link(ranks, run.device), shape=shape, tensor=[])
+    record["topology"] = collect_env.run_and_read_all(collect_env.run, "nvidia-smi topo -m")
     tuner = Tuner(share=ranks.from_rank_0)
     for tier in args.tiers:
         network = build(run, model, tier, tuner)
@@ -482,6 +458,10 @@ def layouts(args: Namespace, run: Run, record: dict) -> Iterator[dict]:
             for row in time_layouts(network, tier, pictures, args, run):
                 record["plans"].append(row)
                 yield row
+            if shape:
+                ms = tensor_exchanges(ranks, run.device, shape, tier, pictures)
+                record["tensor"].append(dict(tier=tier, labels=pictures, ms=ms))
+                yield record["tensor"][-1]
 
 
 def link(ranks: Ranks, device: torch.device) -> dict:
@@ -494,14 +474,30 @@ def link(ranks: Ranks, device: torch.device) -> dict:
     def seconds(count):
         part = torch.zeros(count, device=device)
         whole = part.new_empty(ranks.world * count)
-        gather = "dist.all_gather_into_tensor(whole, part)"
-        timer = timer_of(gather, dist=dist, whole=whole, part=part)
-        timer.timeit(10)
-        return float(np.median(ranks.all_gather_object(timer.timeit(30).mean)))
+        return exchange("dist.all_gather_into_tensor(whole, part)", ranks, whole=whole, part=part)
 
     count = 1 << (24 if device.type == "cuda" else 20)  # float32 numbers
     sent = (ranks.world - 1) * 4 * count
     return dict(gb_s=sent / seconds(count) / 1e9, us=1e6 * seconds(1))
+
+
+def exchange(statement: str, ranks: Ranks, **names: torch.Tensor) -> float:
+    """Return the seconds of an exchange of all ranks."""
+    timer = timer_of(statement, dist=dist, **names)
+    timer.timeit(10)
+    return float(np.median(ranks.all_gather_object(timer.timeit(30).mean)))
+
+
+def tensor_exchanges(
+    ranks: Ranks, device: torch.device, shape: dict, tier: str, pictures: int
+) -> float:
+    """Return the ms of the exchanges alone of a tensor-parallel step (Shoeybi et al. 2019,
+    arXiv:1909.08053): two all-reduces per block of the tokens of all batch rows.
+    """
+    size = Guidance.copies * pictures, shape["tokens"], shape["width"]
+    tokens = torch.zeros(size, dtype=precision.TIERS[tier].dtype, device=device)
+    seconds = exchange("dist.all_reduce(tokens)", ranks, tokens=tokens)
+    return 2e3 * shape["depth"] * seconds
 
 
 def layouts_of(

@@ -154,44 +154,26 @@ def page(text: str, figures: dict[str, bytes], lang: str) -> str:
 # ---- contents that the texts need besides ----
 
 
-def gains(data: dict) -> list[dict]:
-    """Return the steps from the baseline's network to the handed-in tier's, the largest gain
-    first.
-    """
-    tiers = data["before"]["tier"], data["after"]["tier"]
-    chain = [
-        rung
-        for tier in dict.fromkeys(tiers)
-        for rung in data["ladder"]
-        if rung["rung"].partition(" + ")[0] == tier
-    ]
-    steps = [rung | dict(before=before["ms"]) for before, rung in zip(chain, chain[1:])]
-    return sorted(steps, key=lambda step: step["ms"] - step["before"])
-
-
 def draw(data: dict, words: dict) -> dict[str, bytes]:
     """Return file name → figure. A CPU has no roofline, and its ranks show no scaling, since they
     share its cores.
     """
     profiles = [data["before"], data["after"]]
-    if data["before"]["tier"] == data["after"]["tier"]:
-        profiles = profiles[1:]
-    figures = {
-        "pictures.jpg": report_plots.pictures(*data["pixels"]),
-        "kinds.svg": report_plots.kinds(profiles, words),
-    }
+    figures = {"pictures.jpg": report_plots.pictures(*data["pixels"])}
+    if data["traces"]:
+        figures["timeline.svg"] = report_plots.timeline(data["traces"], words)
     if data["designs"]:
         figures["designs.svg"] = report_plots.designs(data["designs"][0], words)
     if len(data["ladder"]) > 1:
         figures["ladder.svg"] = report_plots.ladder(data["ladder"], words)
     if data["machine"]["gpu"]:
         rows = [row for row in data["runs"] + data["one_label"] if row["who"] == "here"]
-        rows = [row for row in rows if row["tier"] == data["result"]["tier"]]
-        series = {
-            name.format(labels): {row["gpus"]: row[key] for row in rows if row["labels"] == labels}
-            for labels in dict.fromkeys(row["labels"] for row in rows)
-            for key, name in words["series"].items()
-        }
+        series = {}
+        for row in rows:
+            for key, name in words["series"].items():
+                if row["tier"] in ("fp32", data["result"]["tier"]):
+                    name = name.format(row["labels"], row["tier"])
+                    series.setdefault(name, {})[row["gpus"]] = row[key]
         figures["roofline.svg"] = report_plots.roofline(profiles, words)
         if data["machine"]["gpus"] > 1:
             figures["scaling.svg"] = report_plots.scaling(series, words)
@@ -237,7 +219,6 @@ def report(args: Namespace, lpips: Callable) -> dict[str, bytes]:
         log=args.log,
         pixels=pair,
         most=int(np.abs(pair[0].astype(int) - pair[1]).max()),
-        gains=gains(data),
         notes=sections,
         notes_file=dict(file=notes.name, digest=digest_of(notes)),
         bench=next(
@@ -249,6 +230,8 @@ def report(args: Namespace, lpips: Callable) -> dict[str, bytes]:
     text, words = render(data, args.lang)
     figures = draw(data, words) | notes_figures
     del data["pixels"]
+    for trace in data["traces"]:
+        del trace["work"], trace["calls"], trace["block"]
     data["to_write"] = text.count(TODO)
     files = {f"figures/{name}": figure for name, figure in figures.items()}
     for lang, name in (("en", "RUN.md"), ("zh", "RUN.zh.md")):

@@ -6,8 +6,10 @@ are never mixed.
 
 import hashlib
 import json
+import re
+from collections import Counter
 from collections.abc import Callable
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +19,19 @@ from accel.errors import UsageError
 from accel.io.filesystem import ROOT, read_json
 from accel.io.picture_files import read_picture
 from accel.runtime import precision
+from bench import traces
 from bench.measure import CONTEST, RANDOM
-from bench.steps import RUNGS
-from scripts.strategies import COPIES, Machine, Shape, bytes_moved, choose, designs, flops
+from bench.steps import LADDERS
+from scripts.strategies import (
+    COPIES,
+    Machine,
+    Shape,
+    bytes_moved,
+    choose,
+    designs,
+    flops,
+    layer_flops,
+)
 
 KINDS = {  # kind of record → entries that must be the same in all records
     "contest": ("gpu", "model", "image_size", "weights", "steps", "decoder", "grids"),
@@ -27,7 +39,7 @@ KINDS = {  # kind of record → entries that must be the same in all records
     "steps": ("gpu", "model", "image_size", "weights"),
     "parallel": ("gpu", "model", "image_size", "weights"),
 }
-# Name and SHA-256 of the contest's files. An empty string is a digest that is not known yet: the
+# Name and SHA-256 of the contest's files. An empty string is a digest that no source here has: the
 # report has the measured one, to compare.
 PUBLISHED = {"weights": ("DiT-XL-2-512x512.pt", ""), "decoder": ("ema", "")}
 PROGRAM = (  # the organisers' commits of Jaredanwolfgang/DiT-SUSTCSC
@@ -98,7 +110,8 @@ def shortcomings(record: dict, result: dict, edition: evaluate.Edition, missing:
         "job": any(record[key] != value for key, value in CONTEST.items()),
         "random": RANDOM in (record["weights"], record["decoder"]),
         "files": any(
-            record[key] != name or not measured.get(key, "").startswith(digest)
+            record[key].removeprefix("sd-vae-ft-") != name
+            or not measured.get(key, "").startswith(digest)
             for key, (name, digest) in PUBLISHED.items()
         ),
         "grids": len(result["grids"]) != edition.grids,
@@ -278,12 +291,96 @@ def analyse(ladder: dict, tier: str) -> dict:
     )
 
 
+def ladder_of(rungs: list[dict], before: str, tier: str) -> list[dict]:
+    """Return the rungs from fp32 by the baseline's tier to the tier that is handed in, each with
+    the ms of the rung before it, and then the last rung of each other tier.
+    """
+    known = {"", *(name for ladder in LADDERS.values() for name, _ in ladder)}
+    of = {}
+    for rung in rungs:
+        name, _, part = rung["rung"].partition(" + ")
+        if "ms" in rung and part in known:
+            of.setdefault(name, []).append(rung | dict(tier=name))
+    chain = [rung for name in dict.fromkeys(("fp32", before, tier)) for rung in of.pop(name, ())]
+    gains = [
+        rung | dict(before=last["ms"], gain=last["ms"] / rung["ms"])
+        for last, rung in pairwise(chain)
+    ]
+    return [*chain[:1], *gains, *(others[-1] for others in of.values())]
+
+
+# GEMMs from one block's attention to the next one's, by their number. Where cuBLAS computes
+# attention there are two more.
+LAYERS = {
+    4: ("proj", "fc1", "fc2", "qkv"),
+    5: ("proj", "fc1", "fc2", "adaLN", "qkv"),
+    6: ("attention", "proj", "fc1", "fc2", "qkv", "attention"),
+}
+CALLS = {"launches": "Launch", "copies": "Memcpy", "waits": "(Stream|Event)Synchronize"}
+
+
+def named_layers(block: list[traces.Event]) -> list[tuple[str, traces.Event]]:
+    """Return a block's events, from its attention on, each with the name of its layer."""
+    gemms = [event for event in block if event.kind == "GEMM" and "splitK" not in event.name]
+    names = dict(zip(map(id, gemms), LAYERS.get(len(gemms), ())))
+    return [(names.get(id(event), event.kind), event) for event in block]
+
+
+def recorded(path: Path, shape: Shape, rows: int) -> dict:
+    """Return a trace's step: ms, busy ms, functions, ms and TFLOP/s of each layer, CUDA's calls by
+    the CPU, and the events of a block in the middle, in ms from its start.
+    """
+    trace = traces.read(path)
+    work = trace.work
+    kinds = [event.kind for event in work]
+    starts = [n for n in range(1, len(work)) if kinds[n - 1] != kinds[n] == "attention"]
+    starts = starts[:: len(starts) // (traces.STEPS * shape.depth) or 1]
+    blocks = [
+        named_layers(work[first:last])
+        for place, (first, last) in enumerate(pairwise(starts), start=1)
+        if place % shape.depth  # not the end of a step and the beginning of the next one
+    ]
+    ms = Counter()
+    for name, event in (each for block in blocks for each in block):
+        ms[name] += event.ms * shape.depth / len(blocks)
+    shown = blocks[len(blocks) // 2] if blocks else named_layers(work)
+    begin = shown[0][1].start
+    work_of = layer_flops(shape, rows)
+    calls = {name: [e for e in trace.host if re.search(of, e.name)] for name, of in CALLS.items()}
+    return dict(
+        ms=(work[-1].start + work[-1].ms - work[0].start) / traces.STEPS,
+        busy=sum(event.ms for event in work) / traces.STEPS,
+        functions=traces.summary(trace)["functions"],
+        layers={
+            name: dict(ms=value, tflops=work_of[name] / value / 1e9 if name in work_of else None)
+            for name, value in sorted(ms.items(), key=lambda item: -item[1])
+        },
+        host={
+            name: dict(
+                calls=len(events) / traces.STEPS,
+                ms=sum(event.ms for event in events) / traces.STEPS,
+            )
+            for name, events in calls.items()
+        },
+        block=[(name, event.start - begin, event.ms) for name, event in shown],
+        work=[(event.kind, event.start - work[0].start, event.ms) for event in work],
+        calls=[
+            (name, event.start - work[0].start, event.ms)
+            for name, events in calls.items()
+            for event in events
+        ],
+    )
+
+
 # ---- many GPUs ----
 
 
-def plans_of(record: dict, tier: str, labels: int) -> list[dict]:
-    """Return the measured layouts of a tier and number of labels, one GPU's first."""
-    return [row for row in record["plans"] if (row["tier"], row["labels"]) == (tier, labels)]
+def plans_of(record: dict, tier: str, labels: int, entry: str = "plans") -> list[dict]:
+    """Return the measured layouts of a tier and number of labels, one GPU's first. entry: "tensor"
+    for the exchanges of tensor parallelism.
+    """
+    rows = record.get(entry, [])
+    return [row for row in rows if (row["tier"], row["labels"]) == (tier, labels)]
 
 
 def plan_of(design: str, labels: int, gpus: int) -> str | None:
@@ -332,7 +429,9 @@ def designs_of(record: dict, tier: str, gpus: int) -> list[dict]:
         machine = Machine(gpus, plans[0]["ms"], **record["link"])
         shape = Shape(**record["shape"])
         table = design_table(shape, labels, machine, value_bytes(tier), plans)
-        tables.append(table | dict(fastest=min(plans, key=lambda row: row["ms"])))
+        tensor = (row["ms"] for row in plans_of(record, tier, labels, "tensor"))
+        table |= dict(fastest=min(plans, key=lambda row: row["ms"]), tensor=next(tensor, None))
+        tables.append(table)
     return tables
 
 
@@ -362,7 +461,6 @@ def collect(log: dict, picture: Path, gate: str, lpips: Callable) -> dict:
     tiers = list(precision.TIERS)
     rows.sort(key=lambda row: tiers.index(row["tier"]))  # of a tier one GPU's first, as before
     gpus = max(row["gpus"] for row in rows)
-    steps_today = {"", *dict(RUNGS)}
     sources = [*log["contest"], *log["fork"], ladder, *log["parallel"]]
     versions = {
         key: ", ".join(sorted({str(record[key]) for record in sources if record.get(key)}))
@@ -372,6 +470,10 @@ def collect(log: dict, picture: Path, gate: str, lpips: Callable) -> dict:
     why = shortcomings(first, result, edition, missing)
     job = {name: first[name] for name in (*CONTEST, "grids", "weights", "decoder")}
     before = baseline["tier"] if baseline["tier"] in profiled else "fp32"
+    folder = first["path"].parent
+    traced = {baseline["who"]: baseline} if baseline.get("trace") else {}
+    traced |= {row["tier"]: row for row in ladder["profiles"] if row["tier"] in (before, tier)}
+    links = log["parallel"][:1]
     return dict(
         machine=dict(gpu=first["gpu"], gpus=gpus, **versions),
         job=job | dict(sha256=first.get("sha256", {}), rehearsal=why),
@@ -390,11 +492,13 @@ def collect(log: dict, picture: Path, gate: str, lpips: Callable) -> dict:
         ceilings=ladder["ceilings"],
         before=analyse(ladder, before),
         after=analyse(ladder, tier),
-        ladder=[
-            rung
-            for rung in ladder["rungs"]
-            if "ms" in rung and rung["rung"].partition(" + ")[2] in steps_today
+        traces=[
+            dict(name=name, file=row["trace"])
+            | recorded(folder / row["trace"], Shape(**ladder["shape"]), ladder["batch_rows"])
+            for name, row in traced.items()
+            if row.get("trace") and (folder / row["trace"]).is_file()
         ],
+        ladder=ladder_of(ladder["rungs"], before, tier),
         load_seconds=ladder["load_seconds"],
         designs=[table for record in log["parallel"] for table in designs_of(record, tier, gpus)],
         plans=[
@@ -403,7 +507,8 @@ def collect(log: dict, picture: Path, gate: str, lpips: Callable) -> dict:
             for labels in SERIES
             for row in plans_of(record, tier, labels)
         ],
-        link=log["parallel"][0]["link"] if log["parallel"] else None,
+        link=links[0]["link"] if links else None,
+        topology=links[0].get("topology") if links else None,
         sources=[
             {name: record.get(name) for name in ("file", "digest", "torch", "commit", "command")}
             for record in sources

@@ -26,7 +26,8 @@ BLUE, ORANGE, GREEN, RED, SKY, GREY = (
 MARKS = {"GEMM": "s", "attention": "o", "element-wise": "^"}
 COLOURS = {"GEMM": BLUE, "attention": ORANGE, "element-wise": GREEN, "gaps": GREY}
 INK = {"GEMM": "white", "attention": "black", "element-wise": "white", "gaps": "black"}
-matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "report"}
+CALL_COLOURS = {"launches": SKY, "copies": ORANGE, "waits": RED}
+matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 11}
 
 
 def canvas(width: float, height: float, grid: str) -> tuple[Figure, Axes]:
@@ -48,13 +49,13 @@ def wide(text: str) -> str:
 
 def svg(figure: Figure, columns: int = 5) -> bytes:
     """Put the legend below the axis; return the figure's file."""
-    figure.legend(loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
+    figure.legend(loc="outside lower center", ncols=columns, frameon=False)
     buffer = io.BytesIO()
     same_bytes = {"Date": None, "Creator": None}
     with warnings.catch_warnings():
         # a font that this machine lacks is the reader's browser's
         warnings.simplefilter("ignore", UserWarning)
-        figure.savefig(buffer, format="svg", metadata=same_bytes)
+        figure.savefig(buffer, format="svg", metadata=same_bytes, dpi=200)
     return buffer.getvalue()
 
 
@@ -81,7 +82,6 @@ def ladder(rungs: list[dict], words: dict) -> bytes:
             xytext=(7, 0),
             textcoords="offset points",
             va="center",
-            fontsize=9,
         )
     axis.set(xscale="log", xlim=(min(ms) / 1.6, max(ms) * 1.7), xlabel=words["ms"])
     axis.xaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), minor_locator=NullLocator())
@@ -90,36 +90,41 @@ def ladder(rungs: list[dict], words: dict) -> bytes:
     for rung in rungs:
         parts = rung["rung"].split(" + ")
         names.append(wide(" + ".join(words["rung_names"].get(part, part) for part in parts)))
-    axis.set_yticks(places, names, fontsize=9)
+    axis.set_yticks(places, names)
     axis.set_ylim(len(rungs) - 0.4, -0.6)
     return svg(figure)
 
 
-def kinds(profiles: list[dict], words: dict) -> bytes:
-    """Draw each profile's step as a bar, divided by kind of work, in percent and ms."""
-    figure, axis = canvas(8, 0.55 * len(profiles) + 1.3, "x")
-    for place, profile in enumerate(profiles):
-        left = 0.0
-        for kind, row in {**profile["kinds"], "gaps": profile["gaps"]}.items():
-            share = 100 * row["share"]
-            label = wide(words[kind]) if place == 0 else None
-            axis.barh(place, share, left=left, color=COLOURS[kind], label=label, height=0.6)
-            if share >= 6:
-                text = f"{share:.0f} %\n{digits(row['ms'])} ms"
-                axis.text(
-                    left + share / 2,
-                    place,
-                    text,
-                    color=INK[kind],
-                    ha="center",
-                    va="center",
-                    fontsize=8,
-                )
-            left += share
-    names = [f"{profile['tier']}, {digits(profile['ms'])} ms" for profile in profiles]
-    axis.set_yticks(range(len(names)), names, fontsize=9)
-    axis.set(xlabel=words["share"], ylim=(len(names) - 0.5, -0.5))
-    return svg(figure)
+def timeline(traces: list[dict], words: dict) -> bytes:
+    """Draw three steps of each trace, with the calls of the CPU above the work of the GPU, and the
+    layers of a block.
+    """
+    figure = Figure(figsize=(8, 1.35 * len(traces) + 0.9), layout="constrained")
+    rows = figure.subplots(len(traces), 2, squeeze=False, width_ratios=(3, 2))
+    shown = {}
+    for (steps, block), trace in zip(rows, traces):
+        lanes = (0, trace["work"], COLOURS), (1, trace["calls"], CALL_COLOURS)
+        for place, events, colours in lanes:
+            for name in dict.fromkeys(event[0] for event in events):
+                shown[name] = colours[name]
+                spans = [(start, ms) for each, start, ms in events if each == name]
+                # thousands of bars: pixels
+                bars = dict(color=colours[name], linewidth=0.5, rasterized=True)
+                steps.broken_barh(spans, (place - 0.35, 0.7), **bars)
+        for name, start, ms in trace["block"]:
+            colour = COLOURS.get(name, BLUE)
+            block.broken_barh([(start, ms)], (-0.35, 0.7), color=colour)
+            if name != "element-wise" and ms > 0.06 * sum(trace["block"][-1][1:]):
+                label = wide(words.get(name, name))
+                block.text(start + ms / 2, 0.5, label, ha="center", fontsize=9)
+        steps.set_yticks((0, 1), (words["unit"], "CPU") if trace["calls"] else (words["unit"], ""))
+        block.set(yticks=(), ylim=(-0.5, 1.1))
+        steps.set_title(wide(words["names"].get(trace["name"], trace["name"])), loc="left")
+    steps.set_xlabel(words["ms_of_steps"])
+    block.set_xlabel(words["ms_of_block"])
+    for name, colour in shown.items():
+        steps.plot([], [], "s", color=colour, label=wide(words[name]))
+    return svg(figure, columns=3)
 
 
 def roofline(profiles: list[dict], words: dict) -> bytes:
@@ -157,7 +162,7 @@ def designs(table: dict, words: dict) -> bytes:
     measured = [row["measured"] or np.nan for row in rows]
     axis.plot(measured, places, "D", color="black", label=wide(words["measured"]))
     axis.axvline(table["ms"], color="black", linestyle="--", linewidth=1, label=words["alone"])
-    axis.set_yticks(places, [wide(words["designs"][row["name"]]) for row in rows], fontsize=9)
+    axis.set_yticks(places, [wide(words["designs"][row["name"]]) for row in rows])
     axis.set(xlabel=words["ms"], ylim=(len(rows) - 0.5, -0.5))
     return svg(figure, columns=4)
 

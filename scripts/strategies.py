@@ -40,6 +40,14 @@ def flops(shape: Shape, rows: int) -> dict[str, float]:
     }
 
 
+def layer_flops(shape: Shape, rows: int) -> dict[str, float]:
+    """Return the floating-point operations of a step by layer of the blocks."""
+    square = 2.0 * rows * shape.tokens * shape.depth * shape.width**2
+    mlp = square * shape.hidden / shape.width
+    attention = flops(shape, rows)["attention"]
+    return dict(qkv=3 * square, attention=attention, proj=square, fc1=mlp, fc2=mlp)
+
+
 def bytes_moved(shape: Shape, rows: int, value: int) -> dict[str, float]:
     """Return the fewest bytes that a step moves by kind of work. value: bytes of a value.
 

@@ -2,6 +2,7 @@
 log/, and pictures that are made here.
 """
 
+import gzip
 import hashlib
 import json
 import shutil
@@ -98,6 +99,34 @@ def contest(folder, name, gpus, labels, seconds):
     write(folder / f"{name}.json", record | dict(command=command))
 
 
+BLOCK = (  # name of a kernel, share of the kind's ms in a block
+    ("attention_kernel", "attention", 1.0),
+    ("proj_gemm", "GEMM", 0.1),
+    ("norm", "other", 0.5),
+    ("fc1_gemm", "GEMM", 0.35),
+    ("fc2_gemm", "GEMM", 0.3),
+    ("norm", "other", 0.5),
+    ("qkv_gemm", "GEMM", 0.25),
+)
+
+
+def trace(path, kinds, waits=0):
+    """Write a trace of three steps: a kernel at a time, and launches of the CPU, of which every
+    step has so many that wait.
+    """
+    events = []
+    now = 0.0  # µs
+    for _ in range(3):
+        for name in waits * ["cudaStreamSynchronize"] + ["cudaLaunchKernel"]:
+            events.append(dict(ph="X", cat="cuda_runtime", name=name, ts=now, dur=20.0, tid=1))
+        for name, kind, share in SHAPE["depth"] * BLOCK:
+            ms = share * kinds[kind] / SHAPE["depth"]
+            events.append(dict(ph="X", cat="kernel", name=name, ts=now, dur=1e3 * ms, tid=7))
+            now += 1e3 * ms
+    with gzip.open(path, "wt") as file:
+        json.dump(dict(traceEvents=events), file)
+
+
 def ladder(folder):
     profiles = []
     for tier, kinds in KINDS.items():
@@ -111,7 +140,7 @@ def ladder(folder):
         ]
         row = dict(tier=tier, steps=3, kinds=rows, functions=functions)
         profiles.append(row | dict(trace=f"ladder.{tier}.trace.json.gz"))
-        (folder / f"ladder.{tier}.trace.json.gz").write_bytes(b"trace")
+        trace(folder / f"ladder.{tier}.trace.json.gz", kinds)
     more = dict(
         kind="steps",
         batch_rows=16,
@@ -147,6 +176,12 @@ def layouts(folder):
         load_seconds=1.0,
         shape=SHAPE,
         link=dict(gb_s=250.0, us=18.0),
+        topology="GPU0\tGPU1\nX\tNV18",
+        tensor=[
+            dict(tier=tier, labels=labels, ms=ms * labels)
+            for tier, ms in dict(fp16=1.1, exact=2.2, fp32=2.3).items()
+            for labels in (1, 8)
+        ],
         plans=plans,
         command="torchrun --standalone --nproc_per_node=4 bench/measure.py layouts --output layouts.json",
     )
@@ -162,7 +197,9 @@ def fork(folder):
         printed=39.1,
         grids=[dict(file="fork.png", picture=picture(folder / "fork.png", 0))],
         of_commit="97dab9f",
+        trace="fork.trace.json.gz",
     )
+    trace(folder / row["trace"], KINDS["tf32"], waits=5)
     command = "python bench/measure.py jobs --fork ../fork --ckpt DiT-XL-2-512x512.pt --output log/mine/fork.json"
     record = ABOUT | dict(kind="fork", gpus=1, decoder="ema", fork=row, command=command)
     write(folder / "fork.json", record)

@@ -20,7 +20,7 @@ from pages import NO_FIGURE, code_blocks, half_digit, numbers, program, unknown_
 
 import evaluate
 from accel.errors import UsageError
-from bench.steps import RUNGS
+from bench.steps import LADDERS
 from scripts import report, report_data
 
 REPORT = "scripts/report.py"
@@ -117,11 +117,26 @@ def test_report_json_names_no_folder_of_this_machine():
     assert found == {"why": ["~/.cache/x: no VGG16", "log/mine", "inf"]}
 
 
-def test_another_tier_is_another_report(log):
-    data = data_of(log, "contest-2-fp16.png")
-    gains = [step["before"] - step["ms"] for step in report.gains(data)]
-    assert data["after"]["tier"] == "fp16" and len(gains) == len(RUNGS)
-    assert gains == sorted(gains, reverse=True) and gains[0] > 80
+def test_the_ladder_is_of_the_tier_that_is_handed_in(log):
+    """From fp32 by the baseline's tier, each rung with its gain over the one before. The last rung
+    of another tier stands alone. A rung without gain is called so.
+    """
+    ladder = json.loads((log / "ladder.json").read_text())["rungs"]
+    ms = {rung["rung"]: rung["ms"] for rung in ladder}
+    slow = dict(rung="exact + split GEMMs", ms=120.0, p10=120.0, p90=120.0, error=5e-7)
+    same = dict(slow, rung="exact + CUDA graph")
+    rungs = [rung for rung in ladder if rung["rung"] != "exact"]
+    change(log / "ladder.json", rungs=[*rungs, slow, same])
+    files = files_of(log, "contest-2-exact.png")
+    rows = json.loads(files["report.json"])["ladder"]
+    names = ["fp32", "tf32", "exact + split GEMMs", "exact + CUDA graph", "fp16 + CUDA graph"]
+    assert [row["rung"] for row in rows] == names
+    assert [row.get("before") for row in rows] == [None, ms["fp32"], ms["tf32"], 120.0, None]
+    text = section(files["report.md"].decode(), 3)
+    assert "| exact + CUDA graph | 120.0 | no gain |" in text and "`fp16`, all rungs" in text
+    assert "No gain here: exact + CUDA graph." in text
+    rows = data_of(log, "contest-2-fp16.png")["ladder"]
+    assert sum(row["tier"] == "fp16" for row in rows) == len(LADDERS["fp16"])
 
 
 # ---- the judged pictures ----
@@ -373,6 +388,9 @@ def derived(data):
     result = data["result"]
     yield from (data["baseline"]["T"] / row["T"] for row in data["runs"])
     yield result["seconds"] - result["phases"]["sample"]
+    for trace in data["traces"]:
+        yield trace["ms"] - trace["busy"]
+        yield trace["busy"] - sum(row["ms"] for row in trace["layers"].values())
     slowest = data["ladder"][0]["ms"]
     yield from (slowest / rung["ms"] for rung in data["ladder"])
     for table in data["designs"]:
@@ -380,6 +398,10 @@ def derived(data):
             if row["measured"]:
                 yield row["measured"] / row["ms"]
                 yield table["ms"] / row["measured"]
+            if row["name"] == table["chosen"]:
+                bad = table["ms"] / table["gpus"] + (table["tensor"] or 0)
+                yield from (table["ms"] / table["gpus"], table["gpus"], bad)
+                yield bad / (row["measured"] or row["ms"])
     size = 2 if after["tier"] == "fp16" else 4
     yield data["shape"]["parameters"] * size / 2**30
 
