@@ -7,7 +7,6 @@ import signal
 from pathlib import Path
 
 from accel import launch
-from accel.launch import signals
 
 if __name__ == "__main__":
     launch.begin()
@@ -53,7 +52,7 @@ def sample(request: Request, parser: OneLineParser) -> None:
     values = request.values
     is_fid_job = request.options.job == FID
     if is_fid_job:
-        signals.end_on(STOP_SIGNALS)  # exit at once: no work to save yet
+        launch.end_on(STOP_SIGNALS)  # exit at once: no work to save yet
     with user_errors(parser):
         require_device(values.get("device"))
         launch.import_torch(values.get("device"))  # slow, so after the cheap checks

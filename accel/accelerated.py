@@ -14,10 +14,9 @@ from accel.checkpoints.module import from_module, from_state, unwrapped
 from accel.config.options import OPTIONS
 from accel.errors import InputRef, UsageError
 from accel.families.spec import CallAdapter
-from accel.runtime.isolation import exclusive
 from accel.runtime.network import Batch, BlockNetwork, require_no_gradients
 from accel.runtime.overflow import require_finite
-from accel.runtime.precision import arithmetic, default_tier, require
+from accel.runtime.precision import arithmetic, default_tier, exclusive, require
 from accel.sampling.guidance import guided_halves
 
 NO_GRADIENTS = "this copy has none; call the model itself for gradients"

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+from accel import launch
 from accel.config.options import DEFAULTS, FID, GRID, OPTIONS, Option, Options, label
 from accel.config.rules import Request
 from accel.errors import USAGE, UsageError, Worded, as_usage_error, record
-from accel.launch import signals
 
 
 class _Printing(logging.Handler):
@@ -121,7 +121,7 @@ class RankParser(OneLineParser):
     """
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        if not signals.IS_FIRST_RANK:
+        if not launch.IS_FIRST_RANK:
             time.sleep(2)
             message = None
         elif message:

@@ -24,7 +24,7 @@ from accel.checkpoints import Checkpoint
 from accel.config.options import USER
 from accel.decoders import LatentSpace
 from accel.decoders.decoder import Decoder, NoDecoder
-from accel.distributed.placement import Placement
+from accel.distributed import Placement
 from accel.errors import InputRef, UsageError
 from accel.families.spec import ModelSpec, StateDict
 from accel.run import Run

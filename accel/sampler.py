@@ -28,9 +28,8 @@ from accel.io.progress import step_bar
 from accel.jobs.grid import batches_of, load
 from accel.pipeline import Pipeline, free_memory
 from accel.run.opening import open_run
-from accel.runtime.isolation import exclusive
 from accel.runtime.network import BlockNetwork, require_no_gradients
-from accel.runtime.precision import arithmetic
+from accel.runtime.precision import arithmetic, exclusive
 from accel.tensors.shapes import require_fit
 from accel.tensors.tensor_files import FILE_SUFFIXES, HUB_ID, require_finite_floats
 

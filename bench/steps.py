@@ -22,8 +22,7 @@ import evaluate
 from accel import fast
 from accel.config import rules
 from accel.config.options import Options
-from accel.distributed import Ranks
-from accel.distributed.placement import OFF, Layout, Placement
+from accel.distributed import OFF, Layout, Placement, Ranks
 from accel.errors import UsageError
 from accel.families import constructor_of, families, family_of
 from accel.io.output import to_uint8

@@ -45,8 +45,7 @@ from accel.jobs.grid import batches_of, load, save, warm_up
 from accel.pipeline import Pipeline, free_memory
 from accel.run import Run
 from accel.run.opening import choose_device, open_run
-from accel.runtime.isolation import exclusive
-from accel.runtime.precision import TIERS, supports
+from accel.runtime.precision import TIERS, exclusive, supports
 
 FOLDER = Path(tempfile.gettempdir(), f"dit-page-{secrets.token_hex(8)}")
 if __name__ == "__main__":  # gradio and matplotlib look for their folders when they are imported

@@ -28,8 +28,7 @@ from accel.jobs.fid.noise import PictureNoise, UpstreamNoise
 from accel.runtime.network import EagerNetwork
 from accel.sampling import denoise
 from accel.sampling.flow import Euler, Heun
-from accel.sampling.guidance import Guidance
-from accel.sampling.intervals import closed_interval
+from accel.sampling.guidance import Guidance, closed_interval
 from accel.tensors.shapes import shapes_only
 from scripts.convert_checkpoint import facts_of
 

@@ -26,7 +26,6 @@ from accel.errors import (
     record,
     shown,
 )
-from accel.launch import signals
 
 
 class RankInfo(NamedTuple):
@@ -46,7 +45,7 @@ def rank_info() -> RankInfo:
         rank = _integer("RANK", 0, world)
         local_rank = _integer("LOCAL_RANK", 0, world) if "LOCAL_RANK" in os.environ else 0
         return RankInfo(rank, world, local_rank)
-    if signals.is_task_of_srun():  # not the batch script itself, which has no step
+    if launch.is_task_of_srun():  # not the batch script itself, which has no step
         world = _integer("SLURM_STEP_NUM_TASKS", 1, 2**31)
         rank = _integer("SLURM_PROCID", 0, world)
         return RankInfo(rank, world, _integer("SLURM_LOCALID", 0, world))
@@ -174,8 +173,8 @@ def _fail(ranks, program, error, worded) -> NoReturn:
     elif is_first:
         text = f"rank {ranks.rank} of {ranks.world} on {socket.gethostname()}:\n"
         text += traceback.format_exc()
-    elif first.status in dict(signals.ENDINGS.values()) and ranks.rank == 0:
-        line = dict(signals.ENDINGS.values())[first.status]
+    elif first.status in dict(launch.ENDINGS.values()) and ranks.rank == 0:
+        line = dict(launch.ENDINGS.values())[first.status]
         text = f"{program}: rank {first.rank}: {line}"
     elif first.status == 1:
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -194,6 +193,6 @@ def _fail(ranks, program, error, worded) -> NoReturn:
 
 def _exit(status) -> NoReturn:
     """Exit without joining threads: one may wait in a collective forever."""
-    signals.finish()
+    launch.finish()
     sys.stdout.flush()
     os._exit(status)

@@ -3,7 +3,7 @@
 from itertools import product
 from math import prod
 
-from accel.distributed.placement import Layout, Placement
+from accel.distributed import Layout, Placement
 from accel.errors import UsageError, shown
 
 # Least tokens × width per rank. Measured on two GPUs: splitting 1024 tokens of width 1152 or 256

@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 
 from accel import launch
-from accel.distributed import FirstFailure, Ranks
+from accel.distributed import FirstFailure, Layout, Placement, Ranks
 from accel.distributed.exchanges import AllGather, Push
-from accel.distributed.placement import Layout, Placement
 from accel.distributed.sharded import Sharded
 from accel.errors import UsageError
 from accel.kernels import cuda

@@ -28,7 +28,7 @@ DEMO = weights_folder() / "demo"
 LabelOrder = Literal["random", "by_number", "class_by_class", "permuted"]
 
 
-# How guidance's interval is compared with an evaluation: accel/sampling/intervals.py.
+# How guidance's interval is compared with an evaluation: accel/sampling/guidance.py.
 IntervalRule = Literal[
     "float64 levels", "float32 levels", "float32 times", "float32 times, no ends"
 ]

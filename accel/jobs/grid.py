@@ -16,8 +16,7 @@ from torch import Tensor
 from accel import launch
 from accel.config.rules import Request
 from accel.decoders.decoder import Decoder, NoDecoder
-from accel.distributed import Ranks
-from accel.distributed.placement import OFF
+from accel.distributed import OFF, Ranks
 from accel.errors import STOPPED
 from accel.io import output
 from accel.io.progress import Stopwatch, step_bar

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from accel.decoders.decoder import Decoder, NoDecoder
-from accel.distributed import Ranks, layouts
-from accel.distributed.placement import OFF, Layout, Placement
+from accel.distributed import OFF, Layout, Placement, Ranks, layouts
 from accel.errors import UsageError
 from accel.io.progress import Stopwatch
 from accel.kernels.linear import Tuner

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from accel import launch
-from accel.launch.signals import ENDINGS
 
 
 def run_ranks(world: int, program: str) -> int:
@@ -19,7 +18,7 @@ def run_ranks(world: int, program: str) -> int:
     arrives, terminate all.
     """
     received = []
-    for number in ENDINGS:
+    for number in launch.ENDINGS:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup or a shell's &
             signal.signal(number, lambda number, _: received.append(number))
     processes = _start(world)
@@ -32,7 +31,7 @@ def run_ranks(world: int, program: str) -> int:
     status = next(filter(None, statuses), 0)
     line = None
     if received:
-        status, line = ENDINGS[received[0]]
+        status, line = launch.ENDINGS[received[0]]
     elif status < 0:
         line = f"rank {statuses.index(status)} of {world}: ended by signal {-status}"
     if line:

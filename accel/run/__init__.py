@@ -10,13 +10,12 @@ from accel.checkpoints import Checkpoint
 from accel.config import rules
 from accel.config.options import USER, Options, Settings
 from accel.decoders import LatentSpace
-from accel.distributed.placement import OFF, Layout
+from accel.distributed import OFF, Layout
 from accel.errors import UsageError
 from accel.families.spec import ModelSpec
 from accel.io.labels import NULL, find_label
 from accel.sampling import make_process
-from accel.sampling.guidance import CHANNELS, Guidance, Unguided, guidance_of
-from accel.sampling.intervals import closed_interval
+from accel.sampling.guidance import CHANNELS, Guidance, Unguided, closed_interval, guidance_of
 from accel.sampling.process import Process
 
 

@@ -18,8 +18,7 @@ from accel.config import rules
 from accel.config.options import DEFAULT, DEFAULTS, FAMILY, JOB, MODEL, OPTIONS, USER, Settings
 from accel.decoders import LatentSpace
 from accel.decoders.loading import PUBLISHED, find
-from accel.distributed import Ranks
-from accel.distributed.placement import OFF
+from accel.distributed import OFF, Ranks
 from accel.errors import InputRef, UsageError, warn
 from accel.families import require_family_of
 from accel.families.identify import UserFacts

@@ -1,1 +1,1 @@
-"""The network protocol, its stages, CUDA graphs, precision tiers and isolation."""
+"""The network protocol, its stages, CUDA graphs and precision tiers."""

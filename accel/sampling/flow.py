@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from accel.families import IntervalRule
-from accel.sampling.intervals import shifted, step_levels
+from accel.sampling.guidance import shifted, step_levels
 from accel.sampling.process import Process, State
 
 LAST_STEP = 0.04  # length of the SDE's last step, SiT's default
@@ -40,7 +40,7 @@ class Euler(Process):
     first noise. heun_by_start: whether Heun's method guides both evaluations of a step by the
     noise level at its start, or each by its own level. last_time: the end of the even times;
     below 1 some noise is left. interval_rule: rounding of `noise_levels`
-    (accel/sampling/intervals.py). starts_at_one: whether the first noise level is exactly 1, which
+    (accel/sampling/guidance.py). starts_at_one: whether the first noise level is exactly 1, which
     every interval up to 1 includes, or as the shift rounds it, which may be above 1.
     """
 

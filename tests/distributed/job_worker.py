@@ -11,8 +11,7 @@ from functools import partial
 import torch
 
 from accel.decoders.loading import find, load
-from accel.distributed import launched, process_group
-from accel.distributed.placement import Layout, Placement
+from accel.distributed import Layout, Placement, launched, process_group
 from accel.errors import Stopped, UsageError
 from accel.io.progress import Stopwatch
 from accel.jobs.parallel import gather

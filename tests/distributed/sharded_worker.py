@@ -10,8 +10,8 @@ import torch
 from conftest import fill
 from networks import evaluate, network_of
 
+from accel.distributed import Layout
 from accel.distributed.launched import launched_ranks
-from accel.distributed.placement import Layout
 from accel.families.dit.network import DiT
 from accel.families.large_dit.network import DiT_Llama
 from accel.runtime.network import EagerNetwork

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 from networks import run_of
 
-from accel.distributed import Ranks, layouts
-from accel.distributed.placement import OFF, Layout
+from accel.distributed import OFF, Layout, Ranks, layouts
 from accel.errors import UsageError
 from accel.jobs.parallel import choose_layout
 

@@ -8,8 +8,7 @@ import torch
 from networks import inputs, small
 
 from accel import accelerate
-from accel.runtime.isolation import exclusive
-from accel.runtime.precision import SWITCHES, TIERS, arithmetic
+from accel.runtime.precision import SWITCHES, TIERS, arithmetic, exclusive
 
 BACKENDS = torch.backends
 OPERATIONS = [

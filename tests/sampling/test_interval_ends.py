@@ -7,8 +7,7 @@ import torch
 
 from accel.families import families
 from accel.sampling import make_process
-from accel.sampling.guidance import guidance_of
-from accel.sampling.intervals import closed_interval
+from accel.sampling.guidance import closed_interval, guidance_of
 
 ENDS = [i / 100 for i in range(0, 101, 5)] + [0.11, 0.125, 0.3, 0.7, 0.875]
 STEPS = 2, 5, 10, 20, 25, 40, 49, 50, 100, 249, 250

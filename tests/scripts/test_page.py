@@ -23,8 +23,8 @@ from test_guide_files import write_jit, write_rae
 
 from accel.config.options import Options
 from accel.jobs.grid import load
-from accel.launch.signals import ENDINGS
-from accel.runtime.isolation import exclusive
+from accel.launch import ENDINGS
+from accel.runtime.precision import exclusive
 from scripts.page import Studio, choices
 
 in_browser = pytest.mark.skipif(

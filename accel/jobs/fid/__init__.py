@@ -27,11 +27,11 @@ from accel.jobs.fid.folder import (
     MACHINE_SETTINGS,
     Batches,
     Plan,
+    folder_lock,
     npz_path,
     open_folder,
     write_pictures,
 )
-from accel.jobs.fid.lock import folder_lock
 from accel.jobs.fid.noise import PictureNoise, UpstreamNoise
 from accel.jobs.fid.npz import Archive
 from accel.pipeline import Pipeline

@@ -1,15 +1,19 @@
-"""The folder of an FID job: its plan, batches, pictures and recorded settings.
+"""The folder of an FID job: its plan, batches, lock, pictures and recorded settings.
 
 A picture gets its name only when its bytes are on disk, so every named picture is complete.
 """
 
+import fcntl
 import io
 import json
 import logging
 import os
 import re
-from collections.abc import Collection
+import socket
+import time
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from math import ceil
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from accel.errors import UsageError, require_equal
+from accel.errors import UsageError, path_errors, require_equal, shown
 from accel.families import LabelOrder
 from accel.io.filesystem import (
     atomic_write,
@@ -40,6 +44,7 @@ MACHINE_SETTINGS = {"device", "torch", "number of threads", KERNELS_SETTING}
 # PNG compression takes 16 ms per picture of 256 px and 60 ms of 512 px. Four threads are twice as
 # fast as an H200 samples.
 WRITER_THREADS = 4
+RELEASE_TIMEOUT_S = 2.0  # a killed process needs time to exit
 
 
 class Plan(NamedTuple):
@@ -167,6 +172,50 @@ def read_picture(path: Path, size: int) -> np.ndarray:
         f"{path}: is not a whole PNG of {size}×{size} pixels; delete it and start again the job "
         "that made it"
     )
+
+
+@contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Create the folder and lock it with flock, which the kernel releases when the process ends.
+    Raises UsageError that names the running job if it is locked.
+
+    On a file system without flock, a notice is printed.
+    """
+    path = folder / ".job" / "lock"
+    with ExitStack() as stack:
+        with path_errors("sample_dir", folder, "free some space, or use another"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Unbuffered, so that a full disk fails here and not in close().
+            file = stack.enter_context(path.open("a+b", buffering=0))
+            _lock(folder, file)
+            file.truncate(0)
+            now = time.strftime("%Y-%m-%d %H:%M:%S")
+            file.write(f"process {os.getpid()} on {socket.gethostname()} since {now}".encode())
+        yield
+
+
+def _lock(folder, file):
+    """Lock an open file. Raises UsageError if another process has the lock."""
+    deadline = time.monotonic() + RELEASE_TIMEOUT_S
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.seek(0)
+                holder = shown(file.read().decode())
+                raise UsageError(
+                    f"{folder} is in use by another job ({holder})",
+                    "wait for it, or use another",
+                    parameter="sample_dir",
+                ) from None
+        except OSError as error:
+            log.warning(
+                f"{folder}: this file system has no locks ({error.strerror}); start one job at a "
+                "time here"
+            )
+            return None
+        time.sleep(0.05)
 
 
 def open_folder(folder: Path, settings: dict, can_grow: bool = False) -> bool:

@@ -14,11 +14,11 @@ import pytest
 from accel.distributed import Ranks
 from accel.errors import UsageError
 from accel.jobs import fid
-from accel.jobs.fid.lock import folder_lock
+from accel.jobs.fid.folder import folder_lock
 
 HOLD = """
 import pathlib, sys, time
-from accel.jobs.fid.lock import folder_lock
+from accel.jobs.fid.folder import folder_lock
 with folder_lock(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
@@ -70,7 +70,7 @@ def test_a_killed_holder_keeps_nothing(folder, holder, monkeypatch):
         with folder_lock(folder):
             pass
     # a busy machine takes its time
-    monkeypatch.setattr("accel.jobs.fid.lock.RELEASE_TIMEOUT_S", 200.0)
+    monkeypatch.setattr("accel.jobs.fid.folder.RELEASE_TIMEOUT_S", 200.0)
     first = holder()
     first.send_signal(signal.SIGSTOP)
     # a process that is being torn down when its successor starts
