@@ -5,15 +5,14 @@
     latents = pipeline.latents([207, 360], seed=0)
     pixels = pipeline.decode(latents)
 
-All jobs, Sampler, scripts and benchmarks sample with it. `Pipeline.load` reads a Run, not Options.
+All jobs, Sampler, scripts and benchmarks sample with it.
 """
 
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,8 +24,7 @@ from accel.config.options import USER
 from accel.decoders import LatentSpace
 from accel.decoders.decoder import Decoder, NoDecoder
 from accel.distributed import Placement
-from accel.errors import InputRef, UsageError
-from accel.families.spec import ModelSpec, StateDict
+from accel.errors import UsageError
 from accel.run import Run
 from accel.runtime import precision
 from accel.runtime.network import Batch, BlockNetwork, EagerNetwork, Network
@@ -34,7 +32,6 @@ from accel.sampling import (
     OnStep,
     count_by_rows,
     denoise,
-    initial_noise,
     steps_of,
     upstream_noise,
 )
@@ -46,9 +43,7 @@ if TYPE_CHECKING:  # lazy: only for accelerated tiers
 
 log = logging.getLogger(__name__)
 
-ALL_LABELS = (slice(None),)
 SINGLE_PROCESS = Placement()
-TOO_LARGE = "the pictures do not fit in free GPU memory; sample fewer at a time"
 
 
 @contextmanager
@@ -78,8 +73,9 @@ class Generators(NamedTuple):
 class Pipeline:
     """All that determines the pictures of given labels and seed.
 
-    decoder: None if only latents are sampled. side: of the latents. placement: this rank's share.
-    too_large: message for a batch that does not fit in memory.
+    decoder: None if only latents are sampled. side: of the latents. too_large: message for a batch
+    that does not fit in memory. placement: this rank's share. batch_size: most pictures to sample
+    at a time; None: all.
     """
 
     network: Network
@@ -89,38 +85,53 @@ class Pipeline:
     tier: str
     device: torch.device
     side: int
+    too_large: str
     placement: Placement = SINGLE_PROCESS
-    too_large: str = TOO_LARGE
+    batch_size: int | None = None
 
     @classmethod
     def load(
         cls,
         run: Run,
-        sizes: Iterable[int] = (1,),
         *,
+        sizes: Iterable[int] | None = None,
         placement: Placement = SINGLE_PROCESS,
         tuner: "Tuner | None" = None,
         keep_guide: bool = False,
-        too_large: str = TOO_LARGE,
     ) -> "Pipeline":
         """Load the network and create the decoder, which loads its weights at its first use.
 
-        sizes: batch sizes for which the network is tuned and checked. placement: this rank's share.
-        tuner: chooses the GEMM algorithms. keep_guide: load the guide even if the guidance scale
-        does not use it. Raises UsageError if weights are missing or overflow the tier.
+        sizes: batch sizes for which the network is tuned and checked; default: a grid's. placement:
+        this rank's share. tuner: chooses the GEMM algorithms. keep_guide: load the guide even if
+        the guidance scale does not use it. Raises UsageError if weights are missing or overflow the
+        tier.
         """
-        guide = run.guide
-        if isinstance(run.guidance, Unguided) and not keep_guide:
-            guide = None  # never evaluated
-        batch = _batch(run, placement, sizes)
-        with precision.arithmetic(run.settings.precision), memory_errors(too_large):
-            network, tier = _load_checked(run, guide, run.settings.precision, batch, tuner)
+        settings = run.settings
+        option = "per_proc_batch_size" if run.is_fid_job else "batch_size"
+        too_large = (
+            f"`{option}={getattr(settings, option) or run.count}`: does not fit in free GPU "
+            f"memory; use a smaller one, or a smaller `image_size` than {settings.image_size}"
+        )
+        is_guided = keep_guide or not isinstance(run.guidance, Unguided)
+        checkpoints = [run.checkpoint]
+        if run.guide is not None and is_guided:
+            checkpoints.append(run.guide)
+        if sizes is None:
+            sizes = placement.sizes(run.count, settings.batch_size)
+        rows = set()
+        for copies in count_by_rows(run.process, run.guidance):
+            rows |= {placement.rows(n, copies) for n in sizes}
+        largest_first = sorted(rows, key=lambda rows: (prod(rows), rows), reverse=True)
+        columns = placement.layout.tokens
+        batch = Batch(largest_first, run.latent_size, run.spec.num_classes, columns)
+        with precision.arithmetic(settings.precision), memory_errors(too_large):
+            network, tier = _load_checked(run, checkpoints, settings.precision, batch, tuner)
         decoder = None
         if run.space.decoder is not None:
-            fallback = precision.float32_decoder(run.settings.precision, run.device)
+            fallback = precision.float32_decoder(settings.precision, run.device)
             # Capturing a CUDA graph takes seconds, which only an FID job regains.
             use_graph = run.is_fid_job
-            wanted = run.settings.vae_precision
+            wanted = settings.vae_precision
             decoder = decoder_of(run.space, run.device, wanted, fallback, use_graph)
         return cls(
             network,
@@ -130,64 +141,71 @@ class Pipeline:
             tier,
             run.device,
             run.latent_size,
-            placement,
             too_large,
+            placement,
+            settings.batch_size,
         )
 
     @property
     def machine(self) -> list[str]:
         """The tier, the hardware and torch's version, as text."""
-        return [self.tier, hardware(self.device), f"torch {torch.__version__}"]
+        threads = torch.get_num_threads()
+        hardware = f"CPU, {threads} thread{'s' * (threads > 1)}"
+        if self.device.type != "cpu":
+            is_gpu = self.device.type == "cuda"
+            hardware = torch.cuda.get_device_name(self.device) if is_gpu else str(self.device)
+        return [self.tier, hardware, f"torch {torch.__version__}"]
 
-    def replaced(self, **parts: Any) -> "Pipeline":
-        """Return a copy with other fields, such as process or guidance, that shares the network and
-        its CUDA graphs.
-        """
-        return replace(self, **parts)
+    def batches(self, n: int) -> list[slice]:
+        """Return the batches that this rank samples, as slices of n pictures."""
+        return self.placement.batches(n, self.batch_size)
 
     def latents(
         self,
         labels: Sequence[int],
         seed: int | Sequence[int] | Generators,
-        batches: Sequence[slice] = ALL_LABELS,
         on_step: OnStep | None = None,
         noise: Tensor | None = None,
     ) -> Tensor:
-        """Sample latents (n', C, L, L) of the slices `batches` of `labels`. Deterministic.
+        """Sample the latents (n', C, L, L) of this rank's `batches` of labels. Deterministic.
 
-        seed: an integer, for which each slice draws the noise of all labels and uses its part; or
+        seed: an integer, for which each batch draws the noise of all labels and uses its part; or
         one seed per label, for the noise of a run with only that label; or generators, which
         continue and are left at the end of this run's noise. on_step: counts the steps
-        of all slices. noise (n, C, L, L): replaces z, which is drawn nevertheless, so that the
+        of all batches. noise (n, C, L, L): replaces z, which is drawn nevertheless, so that the
         noise of the steps does not change.
         """
         shape = (0, self.network.in_channels, self.side, self.side)
         parts = [torch.empty(shape, device=self.device)]  # in case of no batches
         generators = seed if isinstance(seed, Generators) else ()
         states = [generator.get_state() for generator in generators]
-        for number, part in enumerate(batches):
-            done = number * self.process.steps
-            on_batch_step = on_step and partial(_offset_step, on_step, done)
+        for number, part in enumerate(self.batches(len(labels))):
             for generator, state in zip(generators, states):
-                generator.set_state(state)  # each slice draws the noise of all labels
+                generator.set_state(state)  # each batch draws the noise of all labels
             z, y, draw = self._noise(labels, seed, part)
             if noise is not None:
                 z = noise[part]
-            parts.append(self.denoise(z, y, draw, on_batch_step))
+            parts.append(self.denoise(z, y, draw, on_step, number * self.process.steps))
         return torch.cat(parts)
 
     def denoise(
-        self, z: Tensor, labels: Tensor, draw: Callable[[], Tensor], on_step: OnStep | None = None
+        self,
+        z: Tensor,
+        labels: Tensor,
+        draw: Callable[[], Tensor],
+        on_step: OnStep | None = None,
+        done: int = 0,
     ) -> Tensor:
-        """Denoise z (n, C, L, L), see sampling.denoise. Raises UsageError if the batch does not fit
-        in memory or latents become non-finite.
+        """Denoise z (n, C, L, L), see sampling.denoise. done: steps of earlier batches, which
+        `on_step` counts too. Raises UsageError if the batch does not fit in memory or latents
+        become non-finite.
         """
         sums = torch.zeros(self.process.steps, device=self.device)  # read after the loop
 
         def after_step(index, x):
             torch.sum(x.flatten(), 0, out=sums[index])
             if on_step is not None:
-                on_step(index, x)
+                on_step(done + index, x)
 
         with precision.arithmetic(self.tier), memory_errors(self.too_large):
             latents = denoise(
@@ -224,7 +242,7 @@ class Pipeline:
             x, t, guidance.combine(out, guidance.scale)[:, : x.shape[1]]
         )
 
-    def warm_up(self, labels: Sequence[int], batches: Sequence[slice] = ALL_LABELS) -> None:
+    def warm_up(self, labels: Sequence[int]) -> None:
         """Run one step of `latents` for each guidance and batch size. On a GPU this compiles
         kernels, chooses algorithms and captures graphs.
         """
@@ -234,7 +252,7 @@ class Pipeline:
         sizes: set[int] = set()
         # Most labels first: a larger conditioning table invalidates captured graphs.
         by_labels: Callable[[slice], int] = lambda part: -len(set(labels[part]))  # noqa: E731
-        for part in sorted(batches, key=by_labels):
+        for part in sorted(self.batches(len(labels)), key=by_labels):
             if len(labels[part]) in sizes:
                 continue
             sizes.add(len(labels[part]))
@@ -251,10 +269,8 @@ class Pipeline:
         batch = Batch(rows, self.side, checkpoint.spec.num_classes)
         from accel.runtime.overflow import require_finite
 
-        with precision.arithmetic(self.tier), checkpoint.reading() as state:
-            network = load_network(
-                state, checkpoint.spec, checkpoint.given, self.tier, self.device, batch
-            )
+        with precision.arithmetic(self.tier):
+            network = load_network(checkpoint, self.tier, self.device, batch)
             require_finite(network, self.tier, batch, self.device, checkpoint.spec.some_times)
         return network
 
@@ -281,21 +297,10 @@ class Pipeline:
 
     def _draw_noise(self, n, generators, part=slice(None)):
         """Return z and a function that draws a step's noise, for the slice `part` of n pictures."""
-        z = initial_noise(n, self.network.in_channels, self.side, generators.start)
+        generator = generators.start
+        shape = (n, self.network.in_channels, self.side, self.side)
+        z = torch.randn(shape, generator=generator, device=generator.device)
         return z[part], upstream_noise(z, self.guidance.noise_rows, part, generators.steps)
-
-
-def _offset_step(on_step: OnStep, done: int, index: int, x: Tensor) -> None:
-    """Call `on_step` with an index offset by `done` steps."""
-    on_step(done + index, x)
-
-
-def hardware(device: torch.device) -> str:
-    """Return the name of the GPU, or the number of CPU threads, as text."""
-    if device.type != "cpu":
-        return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    threads = torch.get_num_threads()
-    return f"CPU, {threads} thread{'s' * (threads > 1)}"
 
 
 def decoder_of(
@@ -315,79 +320,54 @@ def decoder_of(
     return Decoder(space, device, precision)
 
 
-def _batch(run: Run, placement: Placement, sizes: Iterable[int]) -> Batch:
-    """Return the batch shapes of all ranks, the largest first."""
-    rows = set()
-    for copies in count_by_rows(run.process, run.guidance):
-        rows |= {placement.rows(n, copies) for n in sizes}
-    largest_first = sorted(rows, key=lambda rows: (prod(rows), rows), reverse=True)
-    columns = placement.layout.tokens
-    return Batch(largest_first, run.latent_size, run.spec.num_classes, columns)
-
-
 def load_network(
-    state: StateDict,
-    spec: ModelSpec,
-    given: InputRef,
+    checkpoint: Checkpoint,
     tier: str,
     device: torch.device,
     batch: Batch,
     tuner: "Tuner | None" = None,
 ) -> BlockNetwork:
     """Load a network in a tier, without tuning and checks, directly from the mapped file to the
-    device. state: under the names of the reference network.
+    device.
     """
-    model: Any = spec.empty(batch.side)
-    table = state.get("pos_embed")
-    # a sine-cosine table is recomputed for another size
-    if table is not None and table.shape != model.pos_embed.shape:
-        from accel.tensors.positions import require_sinusoid  # lazy: only for another size
+    model: Any = checkpoint.spec.empty(batch.side)
+    with checkpoint.reading() as state:
+        table = state.get("pos_embed")
+        # a sine-cosine table is recomputed for another size
+        if table is not None and table.shape != model.pos_embed.shape:
+            from accel.tensors.positions import require_sinusoid  # lazy: only for another size
 
-        require_sinusoid(given, table, "sample at the size that it was trained at")
-        state = {**state, "pos_embed": model.position_table()}
-    if precision.TIERS[tier].accelerated:
-        pack = spec.family.pack
-        from accel import fast  # lazy: imports Triton
+            remedy = "sample at the size that it was trained at"
+            require_sinusoid(checkpoint.given, table, remedy)
+            state = {**state, "pos_embed": model.position_table()}
+        if precision.TIERS[tier].accelerated:
+            pack = checkpoint.spec.family.pack
+            from accel import fast  # lazy: imports Triton
 
-        try:
-            return fast.load(state, model, pack, tier, device, prod(batch.rows[0]), tuner)
-        except UsageError:
-            raise
-        except ValueError as error:
-            raise given.error(str(error)) from None
-    # Convert on the device: no float32 copy on the CPU. Contiguous: strides affect rounding.
-    state = {name: value.to(device).float().contiguous() for name, value in state.items()}
-    model.load_state_dict(state, strict=True, assign=True)
+            try:
+                return fast.load(state, model, pack, tier, device, prod(batch.rows[0]), tuner)
+            except UsageError:
+                raise
+            except ValueError as error:
+                raise checkpoint.given.error(str(error)) from None
+        # Convert on the device: no float32 copy on the CPU. Contiguous: strides affect rounding.
+        state = {name: value.to(device).float().contiguous() for name, value in state.items()}
+        model.load_state_dict(state, strict=True, assign=True)
     return EagerNetwork(model.eval().requires_grad_(False))
 
 
-def _load_networks(
-    run: Run, guide: Checkpoint | None, tier: str, batch: Batch, tuner: "Tuner | None"
-) -> list[BlockNetwork]:
-    """Load the network, and the guide if there is one."""
-    networks = []
-    for checkpoint in filter(None, (run.checkpoint, guide)):
-        with checkpoint.reading() as state:
-            networks.append(
-                load_network(
-                    state, checkpoint.spec, checkpoint.given, tier, run.device, batch, tuner
-                )
-            )
-    return networks
-
-
 def _load_checked(
-    run: Run, guide: Checkpoint | None, tier: str, batch: Batch, tuner: "Tuner | None"
+    run: Run, checkpoints: list[Checkpoint], tier: str, batch: Batch, tuner: "Tuner | None"
 ) -> tuple[Network, str]:
     """Load, tune and check the network and its guide, and return their tier: bf16 if one of them
     overflows fp16, unless the user requested fp16.
     """
     device = run.device
-    networks = _load_networks(run, guide, tier, batch, tuner)
+    networks = [load_network(each, tier, device, batch, tuner) for each in checkpoints]
     for each in networks:
         each.tune(batch.row_tokens(each.patch_size))
     network: Network = networks[0]
-    if guide is not None:
+    if len(networks) > 1:
         from accel.sampling.autoguidance import WithGuide
 
         network = WithGuide(*networks)
@@ -410,7 +390,6 @@ def _load_checked(
             parameter="precision",
             value=tier,
         )
-    both = "" if guide is None else "by both networks "
-    log.warning(f"{overflowing} weights overflow float16: sampling {both}in bfloat16")
+    log.warning(f"{overflowing} weights overflow float16: sampling in bfloat16")
     del network, networks, each  # free their memory first
-    return _load_checked(run, guide, "bf16", batch, tuner)
+    return _load_checked(run, checkpoints, "bf16", batch, tuner)

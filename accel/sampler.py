@@ -4,7 +4,8 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,7 +26,6 @@ from accel.families import model_names
 from accel.families.spec import CallAdapter
 from accel.io.output import to_grid
 from accel.io.progress import step_bar
-from accel.jobs.grid import batches_of, load
 from accel.pipeline import Pipeline, free_memory
 from accel.run.opening import open_run
 from accel.runtime.network import BlockNetwork, require_no_gradients
@@ -145,7 +145,7 @@ class Sampler:
         with exclusive():
             checkpoint, guide_checkpoint = (each and each[0] for each in (module, guide))
             self.run = open_run(request, checkpoint=checkpoint, guide=guide_checkpoint)
-            self._pipeline: Pipeline | None = load(self.run, keep_guide=True)
+            self._pipeline: Pipeline | None = Pipeline.load(self.run, keep_guide=True)
             if self._pipeline.decoder is not None:
                 with arithmetic(self._pipeline.tier):
                     self._pipeline.decoder.load()  # files may move later
@@ -284,11 +284,13 @@ class Sampler:
             if noise is not None:
                 shape = (run.count, run.space.channels, pipeline.side, pipeline.side)
                 noise = _floats("noise", noise, shape, pipeline.device)
-            pipeline = pipeline.replaced(process=run.process, guidance=run.guidance)
-            batches = batches_of(run)
-            steps = pipeline.process.steps * len(batches)
-            with step_bar(steps, pipeline.device, progress) as on_step:
-                return pipeline.latents(run.settings.labels, of_labels, batches, on_step, noise)
+            pipeline = replace(pipeline, process=run.process, guidance=run.guidance)
+            bar: AbstractContextManager = nullcontext()
+            if progress:
+                steps = run.process.steps * len(pipeline.batches(run.count))
+                bar = step_bar(steps, pipeline.device)
+            with bar as on_step:
+                return pipeline.latents(run.settings.labels, of_labels, on_step, noise)
 
     def close(self) -> None:
         """Free the memory of network and decoder. Later calls raise UsageError."""

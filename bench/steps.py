@@ -7,6 +7,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -26,8 +27,9 @@ from accel.distributed import OFF, Layout, Placement, Ranks
 from accel.errors import UsageError
 from accel.families import constructor_of, families, family_of
 from accel.io.output import to_uint8
-from accel.jobs import grid, parallel
+from accel.jobs import parallel
 from accel.kernels.linear import Tuner
+from accel.pipeline import Pipeline
 from accel.run import Run
 from accel.run.opening import open_run
 from accel.runtime import precision
@@ -138,7 +140,7 @@ def rival(mode: str, run: Run, tier: str) -> EagerNetwork:
     """
     use(tier)
     dtype = precision.TIERS[tier].dtype
-    network = EagerNetwork(grid.load(run).network.model.to(dtype))
+    network = EagerNetwork(Pipeline.load(run).network.model.to(dtype))
     if mode == "eager":
         mixed = torch.autocast(run.device.type, dtype, enabled=dtype != torch.float32)
         evaluate = mixed(network.forward_tokens)
@@ -247,7 +249,7 @@ def ladder(args: Namespace, run: Run, record: dict) -> Iterator[dict]:
     if not rungs:
         remedy = f"there are {', '.join(name for name, _, _ in every)}"
         raise UsageError("no rung has that in its name", remedy, parameter="only")
-    model = grid.load(run).network.model
+    model = Pipeline.load(run).network.model
     makers = {name: partial(build, run, model, tier, **switches) for name, tier, switches in rungs}
     judge = judge_of(args.gate, run) if args.gate else None
     rows = time_networks(makers, model, args, run, record)
@@ -268,7 +270,7 @@ def rivals(args: Namespace, run: Run, record: dict) -> Iterator[dict]:
     """Fill `record` with the time and error of the tiers, and of the reference network as torch
     runs it in the device's default tier. Yield each row.
     """
-    model = grid.load(run).network.model
+    model = Pipeline.load(run).network.model
     rungs = {tier: name for name, tier, _ in rungs_of(args.tiers, run.device)}  # the last
     makers = {name: partial(build, run, model, tier) for tier, name in rungs.items()}
     default = precision.default_tier(run.device)
@@ -353,11 +355,11 @@ def judge_of(seeds: int, run: Run, count: int = 64) -> Callable[..., dict]:
     steps = run.settings.num_sampling_steps
     options = Options(model=name, precision="fp32", num_sampling_steps=steps)
     demo = open_run(rules.Request.open(options), run.device)
-    reference = grid.load(demo)
+    reference = Pipeline.load(demo)
     labels = [index % demo.spec.num_classes for index in range(count)]
 
     def pictures(network, tier):
-        pipeline = reference.replaced(network=network, tier=tier)
+        pipeline = replace(reference, network=network, tier=tier)
         latents = [pipeline.latents(labels, seed) for seed in range(seeds)]
         pixels = reference.decode(torch.cat(latents))  # in fp32 in every tier
         return to_uint8(pixels, reference.decoder.to_uint8_range).numpy()
@@ -445,7 +447,7 @@ def layouts(args: Namespace, run: Run, record: dict) -> Iterator[dict]:
     """
     ranks = args.ranks
     ranks.connect_collectives()
-    model = grid.load(run).network.model
+    model = Pipeline.load(run).network.model
     record |= dict(kind="parallel", gpus=ranks.world, load_seconds=args.load, plans=[])
     shape = shape_of(model, run)
     record |= dict(link=link(ranks, run.device), shape=shape, tensor=[])

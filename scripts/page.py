@@ -23,6 +23,7 @@ import time
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -41,7 +42,7 @@ from accel.families import families
 from accel.io.output import to_grid
 from accel.io.picture_files import read_picture
 from accel.io.progress import Stopwatch
-from accel.jobs.grid import batches_of, load, save, warm_up
+from accel.jobs.grid import save, warm_up
 from accel.pipeline import Pipeline, free_memory
 from accel.run import Run
 from accel.run.opening import choose_device, open_run
@@ -179,9 +180,8 @@ class Studio:
         run = model.run
         say(f"{of}Loading {run.settings.model} in {run.settings.precision} …", 0)
         pipeline = self.pipeline_of(run)
-        batches = batches_of(run)
         watch = Stopwatch(pipeline.device)
-        warm_up(run, pipeline, batches, watch)
+        warm_up(run, pipeline, watch)
         total = pipeline.process.steps
         start = time.perf_counter()
         due = [total * number // (previews + 1) for number in range(previews, 0, -1)]
@@ -199,7 +199,7 @@ class Studio:
             say(f"{of}Step {done} of {total} · {left:.0f} s left", done / total, *preview)
 
         with watch.phase("sample"):
-            latents = pipeline.latents(run.settings.labels, run.settings.seed, batches, on_step)
+            latents = pipeline.latents(run.settings.labels, run.settings.seed, on_step)
         path = str(FOLDER / name)
         save(run, path, latents, watch, pipeline.decoder)
         return path, watch.seconds["sample"]
@@ -210,8 +210,8 @@ class Studio:
         if key not in self.loaded:
             self.loaded.clear()
             free_memory(run.device)
-            self.loaded[key] = load(run, keep_guide=True)
-        return self.loaded[key].replaced(process=run.process, guidance=run.guidance)
+            self.loaded[key] = Pipeline.load(run, keep_guide=True)
+        return replace(self.loaded[key], process=run.process, guidance=run.guidance)
 
     def serve(self, work: Callable, outputs: list, *values: object) -> Iterator[dict]:
         """Run work(say, *values) in the thread. Yield updates of `outputs`: the status while it

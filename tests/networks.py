@@ -27,7 +27,7 @@ from accel.families.rae.network import DiTwDDTHead
 from accel.families.sit.network import SiT
 from accel.families.spec import ModelSpec
 from accel.fast.ops import HalfOps
-from accel.jobs.grid import batches_of, load
+from accel.pipeline import Pipeline
 from accel.run.opening import open_run
 from accel.sampling import denoise, upstream_noise
 from accel.sampling.guidance import Guidance, Unguided
@@ -102,12 +102,12 @@ def opened(options, *given):
 def ready(**options):
     """Return the run of a grid's options, and its pipeline in this process."""
     run = opened(Options(**options))
-    return run, load(run, keep_guide=True)
+    return run, Pipeline.load(run, keep_guide=True)
 
 
 def latents_of(run, pipeline, on_step=None):
     """Return the latents of a grid, sampled by one process."""
-    return pipeline.latents(run.settings.labels, run.settings.seed, batches_of(run), on_step)
+    return pipeline.latents(run.settings.labels, run.settings.seed, on_step)
 
 
 def weights_at(path, mapped=True, entry=None):

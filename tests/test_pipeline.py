@@ -11,8 +11,6 @@ from accel.config.options import Options
 from accel.errors import UsageError
 from accel.families.dit import FAMILY
 from accel.families.dit.network import DiT_models
-from accel.jobs import grid
-from accel.jobs.fid import job as fid_job
 from accel.pipeline import Pipeline
 from accel.runtime.network import Batch
 from accel.runtime.overflow import overflows
@@ -132,14 +130,13 @@ def test_the_check_for_overflow_leaves_the_random_stream_alone():
         (dict(labels=(1,)), "batch_size=1: .*, or a smaller image_size than 128$"),
         (
             dict(num_fid_samples=100, per_proc_batch_size=48),
-            "per_proc_batch_size=48: does not fit in free GPU memory; use a smaller one$",
+            "per_proc_batch_size=48: does not fit in free GPU memory; use a smaller one",
         ),
     ],
 )
 def test_too_little_memory_names_what_made_the_batch(how, message, weights):
     run = opened(Options(**options_of(weights, **how)), CPU)
-    too_large = fid_job.too_large(run) if run.is_fid_job else grid.too_large(run)
-    pipeline = Pipeline.load(run, {3}, too_large=too_large)
+    pipeline = Pipeline.load(run, sizes={3})
 
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nGPU 0 has ...")

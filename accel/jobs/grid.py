@@ -20,30 +20,11 @@ from accel.distributed import OFF, Ranks
 from accel.errors import STOPPED
 from accel.io import output
 from accel.io.progress import Stopwatch, step_bar
-from accel.pipeline import SINGLE_PROCESS, Generators, Pipeline, free_memory
+from accel.pipeline import Generators, Pipeline, free_memory
 from accel.run import Run
 from accel.run.opening import open_on_ranks
 
 log = logging.getLogger(__name__)
-
-
-def load(run: Run, keep_guide: bool = False) -> Pipeline:
-    """Load the pipeline of a grid on one process. keep_guide: as for Pipeline.load."""
-    sizes = SINGLE_PROCESS.sizes(run.count, run.settings.batch_size)
-    return Pipeline.load(run, sizes, keep_guide=keep_guide, too_large=too_large(run))
-
-
-def batches_of(run: Run) -> list[slice]:
-    """Return the batches of one process, as slices of the labels."""
-    return SINGLE_PROCESS.batches(run.count, run.settings.batch_size)
-
-
-def too_large(run: Run) -> str:
-    """Return the message of the error for a batch that does not fit in memory."""
-    return (
-        f"`batch_size={run.settings.batch_size or run.count}`: does not fit in free GPU memory; "
-        f"use a smaller one, or a smaller `image_size` than {run.settings.image_size}"
-    )
 
 
 def make_grid(request: Request, ranks: Ranks) -> None:
@@ -52,20 +33,19 @@ def make_grid(request: Request, ranks: Ranks) -> None:
     if ranks.world > 1 or run.layout not in (None, OFF):
         from accel.jobs import parallel  # lazy: imports torch.distributed
 
-        pipeline = parallel.load(run, ranks, watch, too_large(run))
+        pipeline = parallel.load(run, ranks, watch)
     else:
         with watch.phase("load"):
-            pipeline = load(run)
+            pipeline = Pipeline.load(run)
         log.info(run.describe(pipeline.machine))
 
+    warm_up(run, pipeline, watch)
     placement = pipeline.placement
-    batches = placement.batches(run.count, run.settings.batch_size)
-    warm_up(run, pipeline, batches, watch)
     decoder = pipeline.decoder
     if decoder is not None:
         decoder.load_ahead()
     show = ranks.rank == 0 and not run.settings.quiet
-    latents_of_seeds = sample(run, pipeline, batches, watch, show)
+    latents_of_seeds = sample(run, pipeline, watch, show)
     settings = replace(run.settings, precision=pipeline.tier)
     del pipeline
     free_memory(run.device)
@@ -91,22 +71,18 @@ def make_grid(request: Request, ranks: Ranks) -> None:
             output.print_result(files, seconds, settings.as_json())
 
 
-def warm_up(run: Run, pipeline: Pipeline, batches: list[slice], watch: Stopwatch) -> None:
+def warm_up(run: Run, pipeline: Pipeline, watch: Stopwatch) -> None:
     """Run each kind of step once if the first run captures a graph: the progress bar would
     extrapolate from it.
     """
     if pipeline.device.type == "cuda" and pipeline.network.captures:
         with watch.phase("warm-up"):
-            pipeline.warm_up(run.settings.labels, batches)
+            pipeline.warm_up(run.settings.labels)
 
 
-def sample(
-    run: Run, pipeline: Pipeline, batches: Sequence[slice], watch: Stopwatch, show: bool = True
-) -> list[Tensor]:
-    """Sample latents (n', C, L, L) of the slices `batches` of the labels, for each grid. show:
-    whether to show a progress bar.
-    """
-    steps = pipeline.process.steps * len(batches)
+def sample(run: Run, pipeline: Pipeline, watch: Stopwatch, show: bool) -> list[Tensor]:
+    """Sample this rank's latents (n', C, L, L) of each grid. show: a progress bar."""
+    steps = pipeline.process.steps * len(pipeline.batches(run.count))
     latents_of_seeds = []
     seeds: Sequence[int | Generators] = run.seeds
     if run.settings.grids > 1:  # the same generators, so that a grid continues the one before
@@ -114,7 +90,7 @@ def sample(
     for seed in seeds:
         bar = step_bar(steps, pipeline.device, show)
         with watch.phase("sample"), bar as on_step:
-            latents_of_seeds.append(pipeline.latents(run.settings.labels, seed, batches, on_step))
+            latents_of_seeds.append(pipeline.latents(run.settings.labels, seed, on_step))
     return latents_of_seeds
 
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -17,26 +18,20 @@ from accel.runtime.stages import Stage, stages_of
 log = logging.getLogger(__name__)
 
 
-def load(run: Run, ranks: Ranks, watch: Stopwatch, too_large: str) -> Pipeline:
+def load(run: Run, ranks: Ranks, watch: Stopwatch) -> Pipeline:
     """Load the network on every rank, and divide the pictures or each network evaluation."""
     layout = ranks.run_collectively(lambda: choose_layout(run, ranks))
     ranks.connect_collectives()
     placement = Placement(layout, ranks.world, ranks.rank)
     with watch.phase("load"):
         pipeline = ranks.run_collectively(
-            lambda: Pipeline.load(
-                run,
-                placement.sizes(run.count, run.settings.batch_size),
-                placement=placement,
-                tuner=Tuner(share=ranks.from_rank_0),
-                too_large=too_large,
-            )
+            lambda: Pipeline.load(run, placement=placement, tuner=Tuner(share=ranks.from_rank_0))
         )
     log.info(run.describe(pipeline.machine, ranks.world))
     if layout == OFF:
         return pipeline
     with watch.phase("connect"):
-        return pipeline.replaced(network=ranks.share(pipeline.network, layout))
+        return replace(pipeline, network=ranks.share(pipeline.network, layout))
 
 
 def token_split_obstacle(tier: str | None, stages: Sequence[Stage]) -> str | None:

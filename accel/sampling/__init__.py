@@ -77,15 +77,6 @@ def count_by_rows(process: Process, guidance: Guidance | Unguided) -> Counter[in
     return Counter(guidance.at(level).network_rows for level in process.noise_levels())
 
 
-def initial_noise(
-    n: int, channels: int, latent_size: int, generator: torch.Generator
-) -> torch.Tensor:
-    """Draw the initial noise of a run, z (n, C, L, L), on the generator's device."""
-    return torch.randn(
-        n, channels, latent_size, latent_size, generator=generator, device=generator.device
-    )
-
-
 def upstream_noise(
     z: torch.Tensor,
     noise_rows: int,

@@ -13,7 +13,7 @@ from jobs import run as run_ranks
 from networks import opened
 
 from accel.config.options import Options
-from accel.jobs.grid import load
+from accel.pipeline import Pipeline
 from accel.runtime.network import EagerNetwork
 from accel.runtime.precision import preserve_switches
 from bench import steps
@@ -34,7 +34,7 @@ def demo():
 
 
 def model_of(run):
-    return load(run).network.model
+    return Pipeline.load(run).network.model
 
 
 # ---- the ladder ----

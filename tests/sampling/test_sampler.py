@@ -12,7 +12,7 @@ from networks import DEVICES, build, error, fast_network, network_of, sample, sm
 from accel.fast.conditioning import ConditioningTable
 from accel.runtime import graphs
 from accel.runtime.network import EagerNetwork
-from accel.sampling import denoise, initial_noise
+from accel.sampling import denoise
 from accel.sampling.ancestral import Ancestral, Ddim
 from accel.sampling.flow import Euler, Heun, Sde
 from accel.sampling.guidance import Guidance, Unguided
@@ -80,7 +80,7 @@ def test_latents_and_random_stream_are_upstreams(scale):
     torch.set_rng_state(before)
     for rows in (slice(None), slice(1, 3)):
         generator = torch.Generator().manual_seed(11)
-        z = initial_noise(3, 4, 8, generator)
+        z = torch.randn(3, 4, 8, 8, generator=generator)
         got = sample(EagerNetwork(model), process, z, LABELS, scale, rows=rows, generator=generator)
         # other GEMMs
         assert torch.equal(got, want) or len(got) < 3 and error(got, want[rows].double()) < 1e-5

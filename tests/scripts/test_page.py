@@ -22,8 +22,8 @@ from jobs import Command
 from test_guide_files import write_jit, write_rae
 
 from accel.config.options import Options
-from accel.jobs.grid import load
 from accel.launch import ENDINGS
+from accel.pipeline import Pipeline
 from accel.runtime.precision import exclusive
 from scripts.page import Studio, choices
 
@@ -77,7 +77,7 @@ def test_before_the_last_step_the_estimate_is_the_result(studio, number, sampler
     )
     seen = {}
     with exclusive():
-        pipeline = load(model.run)
+        pipeline = Pipeline.load(model.run)
         latents = pipeline.latents(
             labels, 0, on_step=lambda index, x: seen.update({index + 1: x.clone()})
         )

@@ -68,7 +68,7 @@ def make_folder(request: Request, ranks: Ranks) -> None:
         with watch.phase("load"):
             tuner = Tuner(fid.tuner_folders(plan.folder), ranks.from_rank_0)
             pipeline = ranks.run_collectively(
-                lambda: Pipeline.load(run, plan.batch_sizes, tuner=tuner, too_large=too_large(run))
+                lambda: Pipeline.load(run, sizes=plan.batch_sizes, tuner=tuner)
             )
         log.info(run.describe(pipeline.machine, ranks.world))
         record = ranks.run_collectively(lambda: record_of(run, pipeline, ranks.world))
@@ -90,14 +90,6 @@ def require_seeds(values: Values, world: int) -> None:
         "use a smaller one",
         parameter="seed",
         value=seed,
-    )
-
-
-def too_large(run: Run) -> str:
-    """Return the message of the error for a batch that does not fit in memory."""
-    return (
-        f"`per_proc_batch_size={run.settings.per_proc_batch_size}`: does not fit in free GPU "
-        "memory; use a smaller one"
     )
 
 
