@@ -42,7 +42,12 @@ def connect(rank: int, world: int, local_rank: int) -> "DistributedRanks":
     """
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    notice = _waiting_notice(rank, world, address)
+    minutes = CONNECT_TIMEOUT.seconds // 60
+    others = f"the other {world - 1}" if world > 2 else f"rank {1 - rank}"
+    notice = (
+        f"rank {rank} of {world}: waits for {others} to connect at {address}, at most {minutes} "
+        "minutes"
+    )
     waiting = Timer(NOTICE_DELAY_S, print, [notice], {"file": sys.stderr})
     waiting.daemon = True
     waiting.start()
@@ -70,16 +75,6 @@ def connect(rank: int, world: int, local_rank: int) -> "DistributedRanks":
     dist.group.WORLD.set_timeout(EXCHANGE_TIMEOUT)  # type: ignore[union-attr]
     # A clone: a store connection is not thread-safe.
     return DistributedRanks(rank, world, local_rank, dist.PrefixStore("job", store.clone()))
-
-
-def _waiting_notice(rank: int, world: int, address: str) -> str:
-    """Word the notice of a rank that waits for the other ranks."""
-    others = f"the other {world - 1}" if world > 2 else f"rank {1 - rank}"
-    minutes = CONNECT_TIMEOUT.seconds // 60
-    return (
-        f"rank {rank} of {world}: waits for {others} to connect at {address}, at most {minutes} "
-        "minutes"
-    )
 
 
 class DistributedRanks(Ranks):
@@ -114,18 +109,10 @@ class DistributedRanks(Ranks):
             raise
         except UsageError as error:
             message = error.marked
-        lines = self._agree(message, only)
-        if lines:
-            raise _SharedError("\n".join(lines))
-        return result
-
-    def _agree(self, message, only):
-        """Gather the ranks' error messages. Return the lines of each distinct message once, with
-        its ranks unless all ranks have it.
-        """
+        # Each distinct message once, with its ranks unless all ranks have it.
         reports = self.all_gather_object((message, socket.gethostname()))
         messages = dict.fromkeys(text for text, _ in reports if text is not None)
-        lines = []
+        lines: list[str] = []
         for message in messages:
             ranks = [rank for rank, (text, _) in enumerate(reports) if text == message]
             if len(ranks) < self.world and ranks != [only]:
@@ -134,7 +121,9 @@ class DistributedRanks(Ranks):
                 plural = "s" if len(ranks) > 1 else ""
                 message = f"rank{plural} {numbers} on {hosts}: {message}"
             lines += message.splitlines()
-        return lines
+        if lines:
+            raise _SharedError("\n".join(lines))
+        return result
 
     def add(self, amount: int) -> int:
         return self._store.add("counter", amount)

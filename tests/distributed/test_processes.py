@@ -77,7 +77,7 @@ def test_steps_of_neighbouring_jobs_have_ports_of_their_own(monkeypatch):
             monkeypatch.delenv("MASTER_PORT", raising=False)
             monkeypatch.setenv("SLURM_JOB_ID", str(job))
             monkeypatch.setenv("SLURM_STEP_ID", str(step))
-            launched._set_address(os.environ)
+            launched.set_address()
             ports.add(int(os.environ["MASTER_PORT"]))
     # below those of outgoing connections
     assert len(ports) == 3 * 16 and min(ports) >= 12000 and max(ports) < 32000
@@ -235,40 +235,6 @@ def test_an_fid_job_that_is_stopped_while_it_starts_can_be_continued(number):
         and error.count("\n") == 1
         and "start again with the same command" in error
     )
-
-
-HERE = "RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1"
-STEP = "SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=0"  # of srun's environment
-
-
-@pytest.mark.parametrize(
-    "variables, words",
-    [
-        ("RANK=x WORLD_SIZE=2", "RANK is 'x', a launcher sets it to 0 … 1"),
-        ("RANK=² WORLD_SIZE=2", "RANK is '²'"),
-        ("RANK=0", "WORLD_SIZE is not set"),
-        (f"RANK=0 WORLD_SIZE={'9' * 5000}", "WORLD_SIZE is '999"),
-        (HERE, "MASTER_PORT is not set"),
-        (
-            "RANK=0 WORLD_SIZE=2 MASTER_PORT=1234 MASTER_ADDR=",
-            "MASTER_ADDR '' is not the name of a host",
-        ),
-        (
-            "RANK=0 WORLD_SIZE=2 MASTER_PORT=1234 MASTER_ADDR=a..b",
-            "MASTER_ADDR a..b is not the name of a host",
-        ),
-        (f"{HERE} MASTER_PORT=65536", "MASTER_PORT is '65536'"),
-        (f"{STEP} SLURM_STEP_ID=0 SLURM_PROCID=x", "SLURM_PROCID is 'x'"),
-        (f"{STEP} SLURM_STEP_ID=b SLURM_JOB_ID=1 SLURM_PROCID=0", "SLURM_STEP_ID is 'b'"),
-    ],
-)
-def test_an_environment_that_no_launcher_makes_is_one_line(variables, words, here, monkeypatch):
-    monkeypatch.setattr(os, "environ", dict(one.split("=") for one in variables.split()))
-    done = here("sample_ddp.py", "--model", "DiT-Demo/2")
-    assert done.returncode == USAGE and done.stderr.count("\n") == 1 and len(done.stderr) < 250, (
-        done.stderr
-    )
-    assert f"the environment's {words}" in done.stderr and not done.stdout
 
 
 @pytest.mark.parametrize("rank", (0, 1))
