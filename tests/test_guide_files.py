@@ -63,31 +63,25 @@ def written_out(f, g, z, scale, t_eps):
     return x
 
 
-def test_a_jit_is_guided_on_its_estimate_of_the_data(jits, tmp_path, here, capsys):
-    """A single t_eps divides both estimates. It is printed if the guide had another one."""
+def test_a_jit_is_guided_on_its_estimate_of_the_data(jits, tmp_path, here):
+    """A single t_eps divides both estimates."""
     guide = jits(t_eps=0.05)
     flags = "--ckpt", tmp_path / "jit.pth", "--guide", guide, "--sampler", "euler", "--labels", 1, 5
     flags += "--device", "cpu", "--output-type", "latent", "--output", tmp_path / "x.npy"
     z = 1.5 * torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     for more, t_eps in (((), 0.2), (("--t-eps", 0.3), 0.3)):
-        text = succeeds(here("sample.py", *flags, *more))
-        line = f"was trained with t_eps 0.05; {t_eps} is used for both networks; for another: "
-        assert line in text
+        succeeds(here("sample.py", *flags, *more))
         want = written_out(build_jit(), build_jit(1, **GUIDE_SIZES), z, 2.5, t_eps)
         assert error(torch.from_numpy(np.load(tmp_path / "x.npy")), want) < 5e-6
-    assert "t_eps 0.05" not in succeeds(here("sample.py", *flags, "--t-eps", 0.05))
 
 
-def test_a_guide_of_other_noise_is_refused_by_name(jits, tmp_path, capsys):
-    line = "guide=[^ ]*small.pth: was trained with noise_scale 1, and [^ ]*jit.pth with 1.5; give"
+def test_a_guide_of_other_noise_is_refused_by_name(jits, tmp_path):
+    line = "guide=[^ ]*small.pth: has noise_scale 1.0, and [^ ]*jit.pth 1.5; a guide has"
     guide = jits(noise_scale=1.0)
     with pytest.raises(UsageError, match=line):
         guided_run(jits, tmp_path, guide=guide)
     assert guided_run(jits, tmp_path, guide=guide, noise_scale=2.0).settings.noise_scale == 2.0
-    guided_run(jits, tmp_path)
-    assert "first noise" not in capsys.readouterr().out
     guided_run(jits, tmp_path, guide=jits(noise_scale=None))
-    assert "specifies no scale of the first noise, taken for 1.5, as the" in capsys.readouterr().out
     with pytest.raises(UsageError, match="guide=[^ ]*small.pth: .*noise_scale 0.0: must be from"):
         guided_run(jits, tmp_path, guide=jits(noise_scale=0.0))
 

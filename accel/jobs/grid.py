@@ -84,7 +84,7 @@ def sample(run: Run, pipeline: Pipeline, watch: Stopwatch, show: bool) -> list[T
     """Sample this rank's latents (n', C, L, L) of each grid. show: a progress bar."""
     steps = pipeline.process.steps * len(pipeline.batches(run.count))
     latents_of_seeds = []
-    seeds: Sequence[int | Generators] = run.seeds
+    seeds: Sequence[int | Generators] = run.settings.seed_list or [run.settings.seed]
     if run.settings.grids > 1:  # the same generators, so that a grid continues the one before
         seeds = [pipeline.generators(run.settings.seed)] * run.settings.grids
     for seed in seeds:

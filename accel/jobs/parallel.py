@@ -46,8 +46,16 @@ def token_split_obstacle(tier: str | None, stages: Sequence[Stage]) -> str | Non
 def choose_layout(run: Run, ranks: Ranks) -> Layout:
     """Return the grid's layout, the same on every rank. Raises UsageError if it cannot run."""
     layout = run.layout
-    if layout == OFF or layout is None and run.count >= ranks.world:
-        return OFF  # data parallel: every rank has a picture
+    is_shareable = run.guide is None and run.spec.null_class
+    if layout == OFF or layout is None and (run.count >= ranks.world or not is_shareable):
+        return OFF  # data parallel
+    if not is_shareable:
+        raise UsageError(
+            "ranks only share evaluations with guidance by the null class, without a `guide`",
+            "use off",
+            parameter="parallel",
+            value=run.settings.parallel,
+        )
     stages = stages_of(run.spec.empty(run.latent_size))
     obstacle = token_split_obstacle(run.settings.precision, stages)
     if layout is None:

@@ -54,13 +54,14 @@ class Run:
 
     @property
     def layout(self) -> Layout | None:
-        """Return the layout that `parallel` names; None for auto."""
-        return layout_of(self.settings.parallel)
+        """Return the layout that `parallel` names; None for auto. Raises UsageError."""
+        if self.settings.parallel == "auto":
+            return None
+        if self.settings.parallel == "off":
+            return OFF
+        from accel.distributed import layouts  # lazy import: few runs name a layout
 
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        """Return the seed of each grid."""
-        return self.settings.seed_list or (self.settings.seed,)
+        return layouts.parse(self.settings.parallel)
 
     @property
     def count(self) -> int:
@@ -117,39 +118,32 @@ class Run:
         """Return the line that announces the run. machine: precision and device as text. ranks: the
         world size.
         """
+        settings = self.settings
         unit = "picture" if self.is_fid_job else "label"
-        seeds = f" × {len(self.seeds)} seeds" if self.settings.seed_list else ""
-        if self.settings.grids > 1:
-            seeds = f" × {self.settings.grids} grids"
-        words = [
-            self.settings.model,
-            f"{self.settings.image_size} px",
-            f"{self.count} {unit}{'s' * (self.count > 1)}{seeds}",
-            self.steps_and_guidance(),
-            *machine,
-        ]
+        count = f"{self.count} {unit}{'s' * (self.count > 1)}"
+        if settings.seed_list:
+            count += f" × {len(settings.seed_list)} seeds"
+        if settings.grids > 1:
+            count += f" × {settings.grids} grids"
+        sampler = "" if settings.sampler == "ddpm" else f"{settings.sampler.upper()} "
+        steps = f"{settings.num_sampling_steps} {sampler}steps"
+        if settings.timestep_shift != 1:
+            steps += f", shift {settings.timestep_shift:g}"
+        scale = settings.cfg_scale
+        guidance = f"cfg {scale:g}"
+        if settings.guide:
+            guidance = f"autoguidance {scale:g} by {Path(settings.guide).name}"
+            if scale <= 1:
+                guidance += " (not used: give a --cfg-scale above 1)"
+        low, high = settings.guidance_interval
+        if (low, high) != (0, 1):
+            guidance += f" at levels {low:g} to {high:g}"
+        if settings.guidance_channels != CHANNELS and scale != 1:
+            guidance += f" on {settings.guidance_channels} channels"
+        words = [settings.model, f"{settings.image_size} px", count, steps, guidance, *machine]
         if ranks > 1:
             words.append(f"{ranks} ranks")
         return " · ".join(words)
-
-    def steps_and_guidance(self) -> str:
-        """Return the steps and the guidance as text."""
-        settings = self.settings
-        name = "" if settings.sampler == "ddpm" else f"{settings.sampler.upper()} "
-        shift = settings.timestep_shift
-        shifted = "" if shift == 1 else f", shift {shift:g}"
-        low, high = settings.guidance_interval
-        interval = "" if (low, high) == (0, 1) else f" at levels {low:g} to {high:g}"
-        scale = settings.cfg_scale
-        channels = settings.guidance_channels
-        on_channels = "" if channels == CHANNELS or scale == 1 else f" on {channels} channels"
-        guidance = f"cfg {scale:g}"
-        if settings.guide:
-            guidance = f"autoguidance {scale:g} by {Path(settings.guide).name}" + (
-                "" if scale > 1 else " (not used: give a --cfg-scale above 1)"
-            )
-        steps = settings.num_sampling_steps
-        return f"{steps} {name}steps{shifted} · {guidance}{interval}{on_channels}"
 
 
 def process_of(settings: Settings, spec: ModelSpec) -> Process:
@@ -223,14 +217,3 @@ def label_numbers(
             value=NULL,
         )
     return numbers
-
-
-def layout_of(parallel: str) -> Layout | None:
-    """Return the layout that the option `parallel` names; None for auto."""
-    if parallel == "auto":
-        return None
-    if parallel == "off":
-        return OFF
-    from accel.distributed import layouts  # lazy import: few runs name a layout
-
-    return layouts.parse(parallel)

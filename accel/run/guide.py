@@ -33,44 +33,12 @@ def require_alike(
             each.latent_settings.get("latent_norm", True) for each in (other, spec)
         ),
     }
+    if spec.family.prediction == "data" and origins["noise_scale"] != USER:
+        compared["noise_scale"] = other.recommended.get("noise_scale"), values["noise_scale"]
     for fact, (value, guided) in compared.items():
         if None not in (value, guided) and value != guided:
             raise guide.given.error(
                 f"has {fact} {value}, and {checkpoint.name} {guided}",
-                "a guide has the family, classes and latents of the network that it guides",
+                "a guide has the family, classes, latents and noise of the network that it guides",
             )
-    # `_noise_notices` compares the noise scale.
-    notices = [guide.given.notice(text) for name, text in other.assumed.items() if not name]
-    if spec.family.prediction == "data":
-        notices += _noise_notices(values, origins, guide, checkpoint)
-    return notices
-
-
-def _noise_notices(values, origins, guide, checkpoint):
-    """Compare noise_scale and t_eps of a guide that predicts data. Return notices. Raises
-    UsageError for a different noise_scale, unless the user sets it for both networks.
-    """
-    notices = []
-    trained = guide.spec.recommended.get("noise_scale")
-    scale = values["noise_scale"]
-    if origins["noise_scale"] != USER and trained is None:
-        notices.append(
-            guide.given.notice(
-                f"specifies no scale of the first noise, taken for {scale:g}, as the network that "
-                "it guides has"
-            )
-        )
-    elif origins["noise_scale"] != USER and trained != scale:
-        raise guide.given.error(
-            f"was trained with noise_scale {trained:g}, and {checkpoint.name} with {scale:g}",
-            "give another guide, or `noise_scale` for both",
-        )
-    t_eps = guide.spec.recommended.get("t_eps")
-    if t_eps not in (None, values["t_eps"]):
-        notices.append(
-            guide.given.notice(
-                f"was trained with t_eps {t_eps:g}; {values['t_eps']:g} is used for both networks; "
-                "for another: `t_eps=N`"
-            )
-        )
-    return notices
+    return [guide.given.notice(text) for name, text in other.assumed.items() if not name]

@@ -17,8 +17,8 @@ from accel.checkpoints.loading import WeightFiles
 from accel.config import rules
 from accel.config.options import DEFAULT, DEFAULTS, FAMILY, JOB, MODEL, OPTIONS, USER, Settings
 from accel.decoders import LatentSpace
-from accel.decoders.loading import PUBLISHED, find
-from accel.distributed import OFF, Ranks
+from accel.decoders.loading import find
+from accel.distributed import Ranks
 from accel.errors import InputRef, UsageError, warn
 from accel.families import require_family_of
 from accel.families.identify import UserFacts
@@ -28,7 +28,6 @@ from accel.run import (
     Run,
     guidance_for,
     label_numbers,
-    layout_of,
     process_of,
     require_null_class,
 )
@@ -57,6 +56,9 @@ def open_run(
     spec = checkpoint.spec
     configuration = request.configuration
     of_file = (configuration.given.name, configuration.options) if configuration else ("", {})
+    channels = min(spec.defaults.guidance_channels, spec.in_channels)
+    # `choose_labels` checks names against the number of classes.
+    of_model = spec.defaults._replace(guidance_channels=channels, class_names=())._asdict()
     values, origins = merge(
         [
             (USER, request.options),
@@ -64,7 +66,7 @@ def open_run(
             (spec.specified_in or checkpoint.name, spec.recommended),
             (checkpoint.name, {"num_classes": spec.num_classes, "vae": spec.vae}),
             (JOB, rules.job_defaults(request.values, spec.family)),
-            (MODEL, model_values(spec)),
+            (MODEL, of_model),
             (FAMILY, {"sampler": spec.family.samplers[0]}),
             (DEFAULT, DEFAULTS),
         ]
@@ -223,14 +225,6 @@ def files_of(values: rules.Values, mapped: bool = True) -> WeightFiles:
 # ---- Origins ----
 
 
-def model_values(spec: ModelSpec) -> dict[str, Any]:
-    """Return the default values of a model."""
-    channels = min(spec.defaults.guidance_channels, spec.in_channels)
-    values = {**spec.defaults._asdict(), "guidance_channels": channels}
-    del values["class_names"]  # `choose_labels` checks them against the number of classes
-    return values
-
-
 def merge(in_order: list[tuple[str, rules.Values]]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return each option's value from the first origin that has one, and the origin."""
     values: dict[str, Any] = {}
@@ -301,10 +295,15 @@ def open_space(
         return _as_trained(LatentSpace(spec.in_channels, spec.defaults.factor), values, spec)
     name = values["vae"]
     try:
-        if name in PUBLISHED:  # checked before the download
-            _require_channels(name, LatentSpace(), spec)
         space = find(name, values.get("latent_stats"))
-        _require_channels(name, space, spec)
+        if space.channels != spec.in_channels:
+            raise UsageError(
+                f"decodes latents of {space.channels} channels, and {spec.model} makes "
+                f"{spec.in_channels}",
+                "give the decoder that it was trained with",
+                parameter="vae",
+                value=name,
+            )
     except UsageError as error:
         if origins["vae"] not in (MODEL, checkpoint.name):
             raise
@@ -312,17 +311,6 @@ def open_space(
         text = f"decodes with {name} unless you give `vae`; {error.marked}{fetch}"
         raise UsageError(checkpoint.given.notice(text)) from None
     return _as_trained(space, values, spec)
-
-
-def _require_channels(name, space, spec):
-    if space.channels != spec.in_channels:
-        raise UsageError(
-            f"decodes latents of {space.channels} channels, and {spec.model} makes "
-            f"{spec.in_channels}",
-            "give the decoder that it was trained with",
-            parameter="vae",
-            value=name,
-        )
 
 
 def _as_trained(space: LatentSpace, values: rules.Values, spec: ModelSpec) -> LatentSpace:
@@ -383,8 +371,8 @@ def choose_size(
 
 
 def choose_labels(values: dict[str, Any], spec: ModelSpec, guide: Checkpoint | None) -> None:
-    """Set the label numbers of a grid, the class names (() if unknown), and whether ranks share
-    evaluations. Raises UsageError for unknown labels.
+    """Set the label numbers of a grid and the class names, () if unknown. Raises UsageError for
+    unknown labels.
     """
     classes = spec.num_classes
     names = rules.names_of(
@@ -393,13 +381,3 @@ def choose_labels(values: dict[str, Any], spec: ModelSpec, guide: Checkpoint | N
     default = LABELS if classes == 1000 else range(min(classes, 8))
     values["labels"] = label_numbers(values.get("labels", default), names, spec, guide)
     values["class_names"] = names
-    if guide is None and spec.null_class:
-        return
-    if layout_of(values["parallel"]) not in (None, OFF):
-        raise UsageError(
-            "ranks only share evaluations with guidance by the null class, without a `guide`",
-            "use off",
-            parameter="parallel",
-            value=values["parallel"],
-        )
-    values["parallel"] = "off"
