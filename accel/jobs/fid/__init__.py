@@ -12,15 +12,13 @@ job.py creates the `Plan`, loads the Pipeline within `locked`, and calls `fill`.
 """
 
 import logging
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from accel.distributed import Ranks
-from accel.errors import Stopped, UsageError, path_errors
-from accel.io.filesystem import cache_folder, require_name, require_writable
+from accel.errors import Stopped, UsageError
 from accel.io.output import to_uint8
 from accel.io.progress import Stopwatch, progress
 from accel.jobs.fid.folder import (
@@ -28,7 +26,6 @@ from accel.jobs.fid.folder import (
     Batches,
     Plan,
     folder_lock,
-    npz_path,
     open_folder,
     write_pictures,
 )
@@ -46,27 +43,7 @@ def locked(folder: Path, ranks: Ranks) -> Iterator[None]:
     """
     with ExitStack() as stack:
         ranks.run_collectively(lambda: stack.enter_context(folder_lock(folder)), only=0)
-        ranks.run_collectively(lambda: _require_access(folder), only=0)
         yield
-
-
-def _require_access(folder):
-    """Raise UsageError if the folder is not readable and writable, before weights are loaded."""
-    remedy = "give yourself the right to write there and list it, or use another"
-    for path in (folder, folder / ".job", folder.parent):
-        with path_errors("sample_dir", path, remedy):
-            require_writable(path)
-            if path != folder.parent:
-                os.listdir(path)
-    with path_errors("sample_dir", npz_path(folder)):
-        require_name(npz_path(folder))
-
-
-def tuner_folders(folder: Path) -> list[Path]:
-    """Return the cache folders of the GEMM autotuner: the job's, because a resumed job must use
-    the same algorithms, then the user's.
-    """
-    return [folder / ".job", cache_folder()]
 
 
 def fill(

@@ -28,6 +28,8 @@ from accel.io.filesystem import (
     read_json,
     read_small,
     remove_partial_files,
+    require_name,
+    require_writable,
     sync_folder,
     temporary_stem,
 )
@@ -177,7 +179,8 @@ def read_picture(path: Path, size: int) -> np.ndarray:
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
     """Create the folder and lock it with flock, which the kernel releases when the process ends.
-    Raises UsageError that names the running job if it is locked.
+    Raises UsageError that names the running job if it is locked, and one if the folder is not
+    readable and writable, before weights are loaded.
 
     On a file system without flock, a notice is printed.
     """
@@ -191,6 +194,14 @@ def folder_lock(folder: Path) -> Iterator[None]:
             file.truncate(0)
             now = time.strftime("%Y-%m-%d %H:%M:%S")
             file.write(f"process {os.getpid()} on {socket.gethostname()} since {now}".encode())
+        remedy = "give yourself the right to write there and list it, or use another"
+        for changed in (folder, path.parent, folder.parent):
+            with path_errors("sample_dir", changed, remedy):
+                require_writable(changed)
+        with path_errors("sample_dir", folder, remedy):
+            os.listdir(folder)
+        with path_errors("sample_dir", npz_path(folder)):
+            require_name(npz_path(folder))
         yield
 
 

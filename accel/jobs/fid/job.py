@@ -16,6 +16,7 @@ from accel.decoders.loading import digest
 from accel.distributed import Ranks
 from accel.errors import UsageError
 from accel.families import DEMO, Defaults
+from accel.io.filesystem import cache_folder
 from accel.io.output import print_result
 from accel.jobs import fid
 from accel.jobs.fid.folder import KERNELS_SETTING, Plan, npz_path
@@ -66,7 +67,9 @@ def make_folder(request: Request, ranks: Ranks) -> None:
     warn_of_legacy_folder(run)
     with fid.locked(plan.folder, ranks):
         with watch.phase("load"):
-            tuner = Tuner(fid.tuner_folders(plan.folder), ranks.from_rank_0)
+            # A resumed job must use the same algorithms: its own come before the user's.
+            folders = [plan.folder / ".job", cache_folder()]
+            tuner = Tuner(folders, ranks.from_rank_0)
             pipeline = ranks.run_collectively(
                 lambda: Pipeline.load(run, sizes=plan.batch_sizes, tuner=tuner)
             )
@@ -177,12 +180,14 @@ def record_of(run: Run, pipeline: Pipeline, world: int) -> dict:
         value = list(value) if isinstance(value, tuple) else value  # as in JSON
         record[option.flag_names(ranks=True)[0]] = value
     device = pipeline.device
+    decoder = pipeline.decoder
+    assert decoder is not None
     record |= {
         "--precision": pipeline.tier,
         "--ckpt (contents)": run.checkpoint.digest(),
         "scale and shift of latents": [run.space.scale, run.space.shift],
         "--vae (contents)": digest(run.space),
-        "--vae-precision": _decoder_precision(pipeline),
+        "--vae-precision": decoder.load().precision,  # depends on a check of its weights
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu(),
         "torch": torch.__version__,
         KERNELS_SETTING: kernels.version(),
@@ -196,12 +201,6 @@ def record_of(run: Run, pipeline: Pipeline, world: int) -> dict:
     if not run.settings.world_independent_noise:
         record["number of ranks"] = world
     return record
-
-
-def _decoder_precision(pipeline: Pipeline) -> str:
-    """Load the decoder and return its precision, which depends on the check of its weights."""
-    assert pipeline.decoder is not None
-    return pipeline.decoder.load().precision
 
 
 def _cpu():

@@ -8,12 +8,11 @@ import logging
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
 
-from accel.errors import Stopped, UsageError
+from accel.errors import Stopped
 from accel.io import picture_files
 from accel.io.filesystem import atomic_write, open_regular, read_json, sha256_of, sync_folder
 from accel.jobs.fid.folder import npz_path, picture_name, read_picture
@@ -100,17 +99,6 @@ def create_npz(folder: Path, count: int) -> Path:
     No record is written, so a job resumed in this folder writes its archive again. Raises
     UsageError for a picture that is missing, corrupt, not square or unlike the first in size.
     """
-    names = (folder / picture_name(number) for number in range(count))
-    available = sum(1 for _ in takewhile(Path.is_file, names))
-    if available == 0:
-        raise UsageError(f"has no picture {picture_name(0)}", parameter="sample_dir", value=folder)
-    if available < count:
-        raise UsageError(
-            f"{folder} has {available} consecutive pictures",
-            f"use `num={available}`",
-            parameter="num",
-            value=count,
-        )
     size = len(picture_files.read_picture(folder / picture_name(0)).pixels)
     path = npz_path(folder)
     with atomic_write(path, mode="w+b") as file:

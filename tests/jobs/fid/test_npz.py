@@ -127,9 +127,8 @@ def test_upstreams_function_makes_the_archive_of_any_folder(tmp_path, monkeypatc
     array = np.load("pictures.npz")["arr_0"]
     assert array.shape == (17, 8, 8, 3) and array.dtype == np.uint8
     assert all(np.array_equal(array[number], originals[number % 8]) for number in range(17))
-    for num in (21, 50_000):
-        with pytest.raises(UsageError, match=f"num={num}: pictures has 20 consecutive pictures"):
-            create_npz_from_sample_folder("pictures", num)
+    with pytest.raises(UsageError, match="000020.png: is not a whole PNG"):
+        create_npz_from_sample_folder("pictures", 21)
     Image.new("RGB", (8, 9)).save(folder / "000003.png")
     with pytest.raises(UsageError, match="000003.png: is not a whole PNG of 8×8 pixels; delete"):
         create_npz_from_sample_folder("pictures", 20)
@@ -137,5 +136,5 @@ def test_upstreams_function_makes_the_archive_of_any_folder(tmp_path, monkeypatc
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pictures", "pictures.npz"]
     (tmp_path / "empty").mkdir()
     for folder in ("nosuch", "empty"):
-        with pytest.raises(UsageError, match=f"sample_dir={folder}: has no picture 000000.png"):
+        with pytest.raises(UsageError, match=f"{folder}/000000.png: No such file"):
             create_npz_from_sample_folder(folder)
