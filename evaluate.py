@@ -353,14 +353,12 @@ def judge_pairs(
     """Judge pairs of files. Return the verdict; each metric's mean, without infinities (the PSNR of
     equal pictures) unless all are infinite, and worst value; a record per pair, with the values and
     verdicts of the candidate and of its tiles, of tiles LPIPS only with `every_tile`; the reasons
-    for NaNs; and the compression of lossy files. Raises UsageError.
+    for NaNs. Raises UsageError.
     """
     read = lru_cache(maxsize=2)(read_picture)  # all candidates may have one baseline
     records = []
-    lossy = {}
     for pair in pairs:
         a, b = [read(path) for path in pair]
-        lossy |= {path: each.lossy for path, each in zip(pair, (a, b)) if each.lossy}
         baseline, candidate = map(str, pair)
         if (a.size, a.mode) != (b.size, b.mode):
             raise UsageError(
@@ -397,7 +395,6 @@ def judge_pairs(
         worst=worst,
         files=records,
         reasons=[*reasons],
-        lossy=lossy,
     )
 
 
@@ -621,7 +618,6 @@ def run(args: argparse.Namespace) -> dict:
     pairs = find_pairs(args.baseline, args.candidate)
     lpips = Lpips(args.vgg_weights) if "lpips" in args.thresholds else None
     judged = judge_pairs(pairs, args.thresholds, lpips, args.every_tile)
-    lossy = judged.pop("lossy")
     reasons = judged.pop("reasons")
     records = judged["files"]
     verdict = judged["verdict"]
@@ -629,13 +625,6 @@ def run(args: argparse.Namespace) -> dict:
     print_records(records, args.every_tile)
     if args.heatmap:
         draw_worst(args.heatmap, records)
-    if lossy:
-        path, compression = next(iter(lossy.items()))
-        more = f" and {len(lossy) - 1} more" if len(lossy) > 1 else ""
-        print(
-            f"note: {compression} is lossy, and the figures include its loss: {path}{more}; "
-            "compare PNGs"
-        )
     for reason in reasons:
         print(f"evaluate.py: {reason}", file=sys.stderr)
     failed = sum(record["verdict"] != "PASS" for record in records)
@@ -660,38 +649,24 @@ def run(args: argparse.Namespace) -> dict:
     )
 
 
-def failure(error: Exception) -> dict:
-    """Print an error and return its report."""
-    is_users = isinstance(error, (UsageError, OSError))
-    if not is_users:
-        traceback.print_exception(error)
-    text = f"{error!s:.500}" if is_users else repr(error)
-    print(f"evaluate.py: {text}", file=sys.stderr)
-    status = USAGE if is_users else EXIT_STATUS["NONE"]
-    return dict(verdict="NONE", exit_status=status, error=text)
-
-
 def main(argv: list[str] | None = None) -> int:
-    """Compare the pictures; draw the heatmap and write the JSON report if asked for. Return
-    the exit status. The report includes the error of a run that failed.
+    """Compare the pictures; draw the heatmap and write the JSON report if asked for. Return the
+    exit status.
     """
     args = arguments(argv)
     warnings.filterwarnings("ignore", module="PIL")  # the reader's error is the line
     try:
         require_outputs(args)
-    except (OSError, ValueError) as error:  # ValueError: UsageError, or a NUL in a name
-        print(f"evaluate.py: {error!s:.500}", file=sys.stderr)
-        return USAGE
-    try:
         report = run(args)
-    except Exception as error:
-        report = failure(error)
-    try:
         if args.json:
             with atomic_write(args.json, "w") as file:
                 file.write(json.dumps(json_ready(report), indent=1) + "\n")
-    except OSError as error:
-        report = failure(error)
+    except (UsageError, OSError) as error:
+        print(f"evaluate.py: {error!s:.500}", file=sys.stderr)
+        return USAGE
+    except Exception:
+        traceback.print_exc()
+        return EXIT_STATUS["NONE"]
     return report["exit_status"]
 
 

@@ -326,17 +326,6 @@ def test_files_may_follow_metrics(words, judged, command, pair):
         assert [*json.loads(Path("o.json").read_text())["thresholds"]] == judged
 
 
-def test_lossy_pictures_are_noticed(command):
-    """One line, of any number of files."""
-    Path("many").mkdir(), save("a.png", BASE), save("a.jpg", BASE, quality=95)
-    save("many/1.webp", BASE), save("many/2.jpg", BASE), save("many/3.webp", BASE, lossless=True)
-    flags = "--metrics", "psnr"
-    assert "note: " not in command("a.png", "a.png", *flags)[1]
-    assert "note: JPEG is lossy" in command("a.png", "a.jpg", *flags)[1]
-    out = command("a.jpg", "many", *flags)[1]
-    assert out.count("note: ") == 1 and "a.jpg and 2 more" in out
-
-
 def test_a_metric_without_value_is_never_a_pass(command, loosened):
     save("a.png", np.zeros_like(BASE)), save("b.png", np.full_like(BASE, 9))
     for names in (("a.png", "a.png"), ("b.png", "b.png"), ("a.png", "b.png")):
@@ -513,12 +502,12 @@ def test_no_old_verdict_is_left(command):
     assert json.loads(Path("o.json").read_text())["verdict"] == "PASS"
     Path("precious").write_bytes(b"precious"), os.remove("o.png"), os.symlink("precious", "o.png")
     assert command("a.png", "none.png", *outputs)[0] == 2
-    report = json.loads(Path("o.json").read_text())
-    assert (
-        report["verdict"] == "NONE" and report["exit_status"] == 2 and "none.png" in report["error"]
-    )
     # nothing goes through a link
-    assert not Path("o.png").exists() and Path("precious").read_bytes() == b"precious"
+    assert (
+        not Path("o.json").exists()
+        and not Path("o.png").exists()
+        and Path("precious").read_bytes() == b"precious"
+    )
 
 
 # ---- tiles, heatmap ----

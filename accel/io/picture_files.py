@@ -29,7 +29,6 @@ class Picture(NamedTuple):
 
     pixels: np.ndarray  # (H, W, 3) uint8
     mode: str  # of the file, as Pillow names it: 1, L, P or RGB
-    lossy: str  # JPEG or WebP if the file is lossy, else empty
 
     @property
     def size(self) -> str:
@@ -58,19 +57,18 @@ def read_picture(path: Path) -> Picture:
     frames = getattr(image, "n_frames", 1)
     orientation = image.getexif().get(ORIENTATION, 1)
     profile = image.info.get("icc_profile")
-    other_colours = bool(profile) and not _is_srgb(profile, grey=image.mode in ("1", "L"))
     reasons = {
         f"has {frames} frames": frames > 1,
         "has 16 bits a channel": has_16_bits,
         f"has transparency (mode {image.mode})": image.has_transparency_data,
         f"has the mode {image.mode}": image.mode not in OPAQUE_MODES,
         f"is rotated or mirrored by its EXIF orientation, {orientation}": orientation not in (0, 1),
-        "has a colour profile other than sRGB": other_colours,
+        "has a colour profile other than sRGB": bool(profile) and not _is_srgb(profile),
     }
     for reason, holds in reasons.items():
         if holds:
             raise UsageError(f"{path}: {reason}; {CONVERT}")
-    return Picture(np.asarray(image.convert("RGB")), image.mode, _lossy_compression(image, content))
+    return Picture(np.asarray(image.convert("RGB")), image.mode)
 
 
 def _has_16_bits(image):
@@ -82,29 +80,10 @@ def _has_16_bits(image):
 
 
 @lru_cache(maxsize=64)
-def _is_srgb(profile: bytes, grey: bool) -> bool:
-    """Whether a colour profile maps colours, or greys, to sRGB within two levels."""
-    levels = np.linspace(0, 255, 9).round().astype(np.uint8)
-    colours = np.stack(np.meshgrid(levels, levels, levels), -1).reshape(1, -1, 3)
-    if grey:
-        colours = np.stack([levels, levels, levels], -1)[None]
-    stored = Image.fromarray(colours)
+def _is_srgb(profile: bytes) -> bool:
+    """Whether a colour profile is sRGB's by its description."""
     try:
         source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
-        is_rgb = source.profile.xcolor_space.strip() == "RGB"
-        swatches = stored if is_rgb else stored.convert("L")
-        target = ImageCms.createProfile("sRGB")
-        shown_colours = ImageCms.profileToProfile(swatches, source, target, outputMode="RGB")
-    except Exception:  # a corrupt profile, or another colour space such as LAB
+        return "srgb" in ImageCms.getProfileDescription(source).lower()
+    except (OSError, ImageCms.PyCMSError):  # corrupt
         return False
-    return bool(abs(colours.astype(np.int16) - np.asarray(shown_colours)).max() <= 2)
-
-
-def _lossy_compression(image, content):
-    """Return the lossy compression of the file: JPEG, WebP or an empty string."""
-    compression = str(image.info.get("compression"))  # of a TIFF
-    if image.format == "JPEG" or "jpeg" in compression:
-        return "JPEG"
-    # lossless WebP has a chunk VP8L instead
-    lossy_webp = image.format == "WEBP" and b"VP8 " in content
-    return "WebP" if lossy_webp or compression == "webp" else ""
