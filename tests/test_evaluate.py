@@ -352,12 +352,8 @@ def test_a_metric_that_fails_is_a_fail_whatever_the_others_say(command, loosened
 def test_a_crash_is_not_a_verdict(command, pair, monkeypatch):
     monkeypatch.setattr(evaluate, "ssim", lambda a, b: 1 / 0)
     status, _, err = command(*pair, "--json", "o.json")
-    assert (
-        status == 3
-        and "in <lambda>" in err
-        and err.count("evaluate.py: ZeroDivisionError") == 1
-        and json.loads(Path("o.json").read_text())["verdict"] == "NONE"
-    )
+    assert status == 3 and "in <lambda>" in err and err.count("ZeroDivisionError") == 1
+    assert not Path("o.json").exists()
 
 
 INTERRUPT = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
