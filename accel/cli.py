@@ -5,10 +5,9 @@ import difflib
 import io
 import logging
 import os
-import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -73,9 +72,6 @@ class OneLineParser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         """Parse like argparse; the error for an unknown flag suggests the nearest flag."""
         parsed, unknown = self.parse_known_args(args, namespace)
-        for action in self._actions:
-            if action.nargs is None and getattr(parsed, action.dest, None) == []:  # --gpus=--
-                self.error(f"{action.option_strings[0]}: is empty; give a value")
         if unknown:
             flag = next((word for word in unknown if word.startswith("--")), "").partition("=")[0]
             near = nearest(flag, self._option_string_actions)
@@ -96,23 +92,11 @@ class OneLineParser(argparse.ArgumentParser):
         return {action.dest: action.option_strings[0] for action in actions}
 
 
-def nearest(flag: str, flags: Iterable[str]) -> list[str]:
-    """Suggest flags for a misspelt one: a very similar flag, else up to three flags that contain
-    all its words in singular or plural, else the most similar flag.
-    """
-    flags = [each for each in flags if each.startswith("--")]
-    words = {word for word in re.split(r"[-_]", flag) if word}
-    with_words = [each for each in flags if words and all(_has_word(each, word) for word in words)]
-    close = difflib.get_close_matches(flag, flags, 1, 0.9)
-    if close or not 1 <= len(with_words) <= 3:
-        return close or difflib.get_close_matches(flag, flags, 1, 0.75)
-    return with_words
-
-
-def _has_word(flag: str, word: str) -> bool:
-    """Whether a flag contains a word, in singular or plural."""
-    stems = {re.escape(word), re.escape(word.rstrip("s"))}
-    return re.search(rf"-({'|'.join(sorted(stems))})(s|es)?(-|$)", flag) is not None
+def nearest(flag: str, flags: Collection[str]) -> list[str]:
+    """Suggest flags for a misspelt one: the most similar, else up to three with all its words."""
+    words = flag.strip("-").split("-")
+    with_words = [each for each in flags if flag and all(word in each for word in words)]
+    return difflib.get_close_matches(flag, flags, 1, 0.75) or with_words[:3]
 
 
 class RankParser(OneLineParser):

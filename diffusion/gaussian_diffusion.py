@@ -616,7 +616,7 @@ class GaussianDiffusion:
     def _loop(self, step, model, shape, noise, device, progress):
         """Yield step(x, t) for t = T-1 ... 0, each from the sample of the step before."""
         if device is None:
-            device = _device_of(model) if noise is None else noise.device
+            device = next(model.parameters()).device if noise is None else noise.device
         self.prepare(device)
         x = torch.randn(*shape, device=device) if noise is None else noise
         for t in self._timesteps(shape[0], device, progress):
@@ -762,15 +762,6 @@ class GaussianDiffusion:
         terms = {name: torch.stack(of_name, dim=1) for name, of_name in rows.items()}  # each (N, T)
         prior_bpd = self._prior_bpd(x_start)
         return {"total_bpd": terms["vb"].sum(dim=1) + prior_bpd, "prior_bpd": prior_bpd, **terms}
-
-
-def _device_of(model):
-    try:
-        return next(model.parameters()).device
-    except (AttributeError, StopIteration):
-        raise ValueError(
-            "device: give it, or noise; the model has no parameters to tell it from"
-        ) from None
 
 
 def _extract_into_tensor(arr, timesteps, broadcast_shape):

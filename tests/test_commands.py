@@ -152,7 +152,6 @@ BOTH = (
     (["--precision", "fp8"], "argument --precision: invalid choice: 'fp8' (choose from 'fp32'"),
     (["--num-classes", 9], "dit.safetensors has 8 classes, and its label table one more row"),
     (["--lables", 3], "unrecognized arguments: --lables 3; did you mean --labels?"),
-    (["--seed=--"], "seed: is empty; give a value"),
     (["--num_classes=8"], "unrecognized arguments: --num_classes=8; did you mean --num-classes?"),
     (["--no-such-word", 3], "unrecognized arguments: --no-such-word 3\n"),
     (["SDE"], "unrecognized arguments: SDE\n"),
