@@ -45,7 +45,7 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from accel.errors import USAGE, UsageError, shown
+from accel.errors import USAGE, UsageError
 from accel.io.filesystem import atomic_write, require_writable
 from accel.io.picture_files import SUFFIXES, read_picture
 
@@ -469,25 +469,25 @@ def add_gate(parser: argparse.ArgumentParser) -> None:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line. Files may follow the names of --metrics."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         usage=argparse.SUPPRESS, description=__doc__.splitlines()[0], allow_abbrev=False
     )
     add = parser.add_argument
+    add("baseline", type=Path, help="a picture, or a folder of pictures")
     add(
-        "files",
-        nargs="*",
-        metavar="BASELINE CANDIDATE",
-        help="two pictures; a picture and a folder, all of whose pictures must pass; or two "
-        "folders, whose files of the same name are compared",
+        "candidate",
+        type=Path,
+        help="a picture, or a folder: all its pictures must pass; of a baseline folder, those of "
+        "the same names are compared",
     )
     add_gate(parser)
     add(
         "--metrics",
         nargs="+",
         default=[*METRICS],
-        metavar="NAME",
-        help=f"judge by these only, of {' '.join(METRICS)} (default: all)",
+        choices=METRICS,
+        help="after the pictures: judge by these only (default: all)",
     )
     add(
         "--every-tile",
@@ -507,22 +507,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         metavar="PATH",
         help="torchvision's VGG16 (default: torch's hub cache)",
     )
-    args = parser.parse_intermixed_args(argv)
-    metrics = []
-    for word in args.metrics:
-        names = word.split(",")  # --metrics=mae,psnr
-        if METRICS.keys() >= set(names):
-            metrics += names
-        else:
-            args.files.append(word)
-    if len(args.files) != 2 or not metrics:
-        parser.error(
-            f"got {shown(' '.join(args.files))}; give a baseline, a candidate and flags; metrics "
-            f"are {', '.join(METRICS)}"
-        )
-    args.baseline, args.candidate = map(Path, args.files)
+    args = parser.parse_args(argv)
     gate = GATES[args.gate]
-    args.thresholds = {metric: gate[metric] for metric in METRICS if metric in metrics}
+    args.thresholds = {metric: gate[metric] for metric in METRICS if metric in args.metrics}
     return args
 
 
