@@ -4,7 +4,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -128,15 +128,11 @@ class Sampler:
             given["guide"] = guide_module[0].name
         if device is not None:
             given["device"] = f"cuda:{device}" if isinstance(device, int) else str(device)
-        decoder = given["vae"]
-        if not isinstance(decoder, torch.nn.Module):
+        with ExitStack() as stack:
+            if isinstance(given["vae"], torch.nn.Module):
+                decodes = output_type != "latent"
+                given["vae"] = stack.enter_context(_written(given["vae"])) if decodes else None
             self._open(given, module, guide_module)
-        elif output_type == "latent":  # needs no decoder
-            del given["vae"]
-            self._open(given, module, guide_module)
-        else:
-            with _written(decoder) as given["vae"]:
-                self._open(given, module, guide_module)
 
     def _open(self, given: dict[str, Any], module: Module | None, guide: Module | None) -> None:
         self.options = options = Options(**given)
@@ -199,9 +195,14 @@ class Sampler:
     def _require_alike(self, checkpoint: Checkpoint) -> None:
         """Raise UsageError if the module's family or shapes differ from the Sampler's."""
         require_finite_floats(checkpoint.tensors.state, checkpoint.given)
-        wanted = _untensored_facts(self.run.checkpoint)
-        for name, value in _untensored_facts(checkpoint).items():
-            if value != wanted[name]:
+        facts = "timestep_embedding", "num_heads", "num_classes", "null_class", "patch_size"
+        compared = {
+            name: (getattr(checkpoint.spec, name), getattr(self.run.spec, name))
+            for name in (*facts, "in_channels")
+        }
+        compared["family"] = checkpoint.spec.family.name, self.run.spec.family.name
+        for name, (value, wanted) in compared.items():  # that shapes do not imply
+            if value != wanted:
                 raise checkpoint.given.error(
                     f"has {name} {value}, unlike the model of this Sampler", "make another of it"
                 )
@@ -314,17 +315,6 @@ class Sampler:
             if self._pipeline is None:
                 raise UsageError("this Sampler is closed; make another")
             yield self._pipeline
-
-
-def _untensored_facts(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the facts that tensor shapes do not imply, by name."""
-    spec = checkpoint.spec
-    facts = "num_heads", "num_classes", "null_class", "patch_size", "in_channels"
-    return {
-        "family": spec.family.name,
-        "timestep_embedding": spec.timestep_embedding,
-        **{name: getattr(spec, name) for name in facts},
-    }
 
 
 def _listed(values: Any) -> tuple | None:

@@ -89,7 +89,8 @@ def launched_ranks(program: str, worded: Callable[[UsageError], str] = str) -> I
     try:
         ranks = _join()
     except UsageError as error:
-        if launch.IS_FIRST_RANK or "SLURM_STEP_ID" not in os.environ:  # all of srun fail alike
+        # All ranks of srun fail alike.
+        if "SLURM_STEP_ID" not in os.environ or os.environ["SLURM_PROCID"] == "0":
             print(f"{program}: {worded(error)}", file=sys.stderr)
             record(f"{program}: {worded(error)}")
         _exit(USAGE)

@@ -39,24 +39,19 @@ def picture_names(labels: tuple[int, ...], class_names: tuple[str, ...]) -> list
     ]
 
 
-def numbered(output: str, output_type: str, folder: str, ending: str) -> str:
-    """Return the output of one of several grids: OUTPUT/folder/ or OUTPUT, ending, suffix."""
-    path = Path(output)
-    return (
-        f"{path}/{folder}/"
-        if is_folder(output, output_type)
-        else f"{path.with_suffix('')}{ending}{path.suffix}"
-    )
-
-
-def outputs_of(values: Mapping[str, Any]) -> tuple[str, ...]:
+def outputs_of(values: Mapping[str, Any]) -> list[str]:
     """Return the output file or folder of each grid. values: of the options."""
     output_type = values.get("output_type", "image")
     output = values.get("output", f"sample{SUFFIX[output_type]}")
     names = [(f"seed-{seed}", f"-seed-{seed}") for seed in values.get("seed_list", ())]
     if values.get("grids", 1) > 1:
         names = [(f"grid-{index}", f"_{index}") for index in range(values["grids"])]
-    return tuple(numbered(output, output_type, *name) for name in names) or (output,)
+    path = Path(output)
+    if is_folder(output, output_type):
+        numbered = [f"{path}/{folder}/" for folder, _ in names]
+    else:
+        numbered = [f"{path.with_suffix('')}{ending}{path.suffix}" for _, ending in names]
+    return numbered or [output]
 
 
 def require_outputs(values: Mapping[str, Any]) -> None:

@@ -58,7 +58,7 @@ def begin() -> None:
     """
     atexit.register(finish)
     die_with_parent()
-    handle_signals()
+    end_on(RANK_ENDINGS if "RANK" in os.environ or is_task_of_srun() else ENDINGS)
     sys.excepthook = report_and_exit
 
 
@@ -171,14 +171,8 @@ def is_task_of_srun() -> bool:
     return "SLURM_STEP_NUM_TASKS" in os.environ and not in_terminal
 
 
-def handle_signals() -> None:
-    """Handle the signals of ENDINGS. Ignored signals (nohup) stay ignored."""
-    is_rank = "RANK" in os.environ or is_task_of_srun()
-    end_on(RANK_ENDINGS if is_rank else ENDINGS)
-
-
 def end_on(numbers: Iterable[int]) -> None:
-    """Exit on these signals of ENDINGS. Ignored signals stay ignored."""
+    """Exit on these signals of ENDINGS. Ignored signals (nohup) stay ignored."""
     for number in numbers:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, on_signal)

@@ -79,7 +79,7 @@ def test_what_a_model_implies_unless_a_flag_differs():
     assert (xl.model, xl.sampler, xl.cfg_scale) == ("DiT-XL/2", "ddpm", 4.0)
     assert (xl.num_sampling_steps, xl.seed) == (250, 0)
     assert xl.labels == (207, 360, 387, 974, 88, 979, 417, 279)
-    assert outputs_of({}) == ("sample.png",)
+    assert outputs_of({}) == ["sample.png"]
     # Its factor may be 4.
     Request.open(Options(model="DiT-S/2", vae="some/folder", image_size=24))
 
@@ -91,7 +91,7 @@ def test_what_a_model_implies_unless_a_flag_differs():
     flags = dict(image_size=256, labels=(3,), vae="mse", output_type="latent")
     other = run_of("DiT-Demo/2", **flags).settings
     assert {name: getattr(other, name) for name in flags} == flags
-    assert outputs_of(flags) == ("sample.npy",)
+    assert outputs_of(flags) == ["sample.npy"]
     for model in "SiT-XL/2", "Large-DiT-3B/2":
         assert run_of(model).settings.image_size == 256
     assert run_of(num_classes=12).settings.labels == tuple(range(8))
