@@ -86,7 +86,8 @@ def test_pictures_are_those_of_the_command(device, here, tmp_path):
                 )
 
 
-def test_labels_by_name_number_or_alone_and_defaults_of_the_constructor(capsys):
+def test_labels_by_name_number_or_alone_and_defaults_of_the_constructor(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)  # lines of a log come every 30 s
     with demo(seed=5, cfg_scale=3.0, batch_size=1) as sampler:
         both = sampler.latents(["planet", 3], progress=True)
         assert "8/8" in capsys.readouterr().err  # the steps of all batches
