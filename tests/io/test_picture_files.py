@@ -46,9 +46,9 @@ def profile_of(space):
 
 
 def other_rgb():
-    """Return sRGB's profile with red and green swapped: as whole as any, and another space."""
-    profile = profile_of("sRGB")
-    return profile.replace(b"rXYZ", b"????").replace(b"gXYZ", b"rXYZ").replace(b"????", b"gXYZ")
+    """Return sRGB's profile with the description of another space."""
+    name = "sRGB".encode("utf-16-be")
+    return profile_of("sRGB").replace(name, "P3 D".encode("utf-16-be"))
 
 
 def flipped(content, place):
