@@ -17,6 +17,7 @@ can be captured in a CUDA graph after `prepare(device)`.
 import enum
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -561,18 +562,14 @@ class GaussianDiffusion:
         the device of noise, else of the model's parameters. progress: show a bar. Other
         arguments: see p_sample.
         """
-
-        def step(x: Tensor, t: Tensor):
-            return self.p_sample(
-                model,
-                x,
-                t,
-                clip_denoised=clip_denoised,
-                denoised_fn=denoised_fn,
-                cond_fn=cond_fn,
-                model_kwargs=model_kwargs,
-            )
-
+        step = partial(
+            self.p_sample,
+            model,
+            clip_denoised=clip_denoised,
+            denoised_fn=denoised_fn,
+            cond_fn=cond_fn,
+            model_kwargs=model_kwargs,
+        )
         yield from self._loop(step, model, shape, noise, device, progress)
 
     def ddim_sample_loop(self, *arguments, **named) -> Tensor:
@@ -598,19 +595,15 @@ class GaussianDiffusion:
         """Make all ddim_sample steps; yield ddim_sample's dict after each. Arguments: see
         p_sample_loop_progressive.
         """
-
-        def step(x: Tensor, t: Tensor):
-            return self.ddim_sample(
-                model,
-                x,
-                t,
-                clip_denoised=clip_denoised,
-                denoised_fn=denoised_fn,
-                cond_fn=cond_fn,
-                model_kwargs=model_kwargs,
-                eta=eta,
-            )
-
+        step = partial(
+            self.ddim_sample,
+            model,
+            clip_denoised=clip_denoised,
+            denoised_fn=denoised_fn,
+            cond_fn=cond_fn,
+            model_kwargs=model_kwargs,
+            eta=eta,
+        )
         yield from self._loop(step, model, shape, noise, device, progress)
 
     def _loop(self, step, model, shape, noise, device, progress):

@@ -330,13 +330,13 @@ def test_labels_of_an_fid_job_are_class_by_class(tmp_path):
     made = {}
     for rank in range(2):
         batches = Batches(plan, rank, 2)
-        noise = UpstreamNoise(plan, batches, torch.device("cpu"), Heun(2))
+        noise = UpstreamNoise(batches, torch.device("cpu"), Heun(2))
         torch_noise = torch.Generator().manual_seed(5 + rank)
         for batch in batches.to_draw(()):
             z, labels, _ = noise.batch(batch)
             assert torch.equal(z, torch.randn(2, 3, 32, 32, generator=torch_noise))
             made |= dict(zip(batches.pictures(batch), labels.tolist()))
-            by_picture = PictureNoise(plan, Batches(plan, 0, 1), torch.device("cpu"), Heun(2))
+            by_picture = PictureNoise(Batches(plan, 0, 1), torch.device("cpu"), Heun(2))
         assert list(Batches(plan, rank, 2).pictures(2 + rank)) == [4 + 2 * rank, 5 + 2 * rank]
     assert [made[number] for number in range(16)] == [i // 4 for i in range(16)]
     _, labels, _ = by_picture.batch(3)

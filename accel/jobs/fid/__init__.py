@@ -114,7 +114,7 @@ def _make_pictures(pipeline, watch, plan, ranks, batches, finished, show):
     todo = batches.to_draw(finished)
     already = sum(len(batches.pictures(batch)) for batch in finished)
     noise_type = PictureNoise if plan.independent else UpstreamNoise
-    noise = noise_type(plan, batches, pipeline.device, pipeline.process)
+    noise = noise_type(batches, pipeline.device, pipeline.process)
     with (
         progress(
             show and ranks.rank == 0, total=batches.total, initial=already, unit="picture"

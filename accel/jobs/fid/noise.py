@@ -6,7 +6,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from accel.jobs.fid.folder import Batches, Plan
+from accel.jobs.fid.folder import Batches
 from accel.sampling import upstream_noise
 from accel.sampling.process import Process
 
@@ -54,8 +54,8 @@ class UpstreamNoise:
     steps, n · `Plan.drawn` rows each.
     """
 
-    def __init__(self, plan: Plan, batches: Batches, device: torch.device, process: Process):
-        self.plan = plan
+    def __init__(self, batches: Batches, device: torch.device, process: Process):
+        plan = batches.plan
         self.batches = batches
         self.device = device
         self.step_generator = torch.default_generator if process.noise_from_cpu else None
@@ -67,9 +67,9 @@ class UpstreamNoise:
         """Draw z and labels of this rank's next batch. Draw the noise of all steps before calling
         this again.
         """
-        plan = self.plan
+        plan = self.batches.plan
         device = self.device
-        n = self.plan.batch_size
+        n = plan.batch_size
         z = torch.randn(n, *plan.latent, device=device)
         drawn = z[:0]
         if plan.labels in ("random", "by_number"):
@@ -81,14 +81,13 @@ class UpstreamNoise:
 class PictureNoise:
     """Noise and labels from one generator per picture, independent of rank and batch size."""
 
-    def __init__(self, plan: Plan, batches: Batches, device: torch.device, process: Process):
-        self.plan = plan
+    def __init__(self, batches: Batches, device: torch.device, process: Process):
         self.batches = batches
         self.device = device
 
     def batch(self, batch: int) -> BatchNoise:
         """Draw z and labels of a batch."""
-        plan = self.plan
+        plan = self.batches.plan
         device = self.device
         pictures = self.batches.pictures(batch)
         # The odd factor makes the low 32 bits of a job's seeds distinct: the CPU generator uses

@@ -23,7 +23,7 @@ DDPM = Ancestral(DRAWS)
 
 def noise_of(kind, rank=0, world=1, process=DDPM, **more):
     chosen = plan(independent=kind is PictureNoise, **more)
-    return kind(chosen, Batches(chosen, rank, world), CPU, process)
+    return kind(Batches(chosen, rank, world), CPU, process)
 
 
 def of_pictures(kind, world, **more):
@@ -181,7 +181,7 @@ def test_noise_of_steps_from_the_cpu():
             torch.randint(0, 8, (2,), device=device),
         ]
         expected += [torch.randn(4, 4, 16, 16)[:2].to(device) for _ in range(DRAWS)]
-    noise = UpstreamNoise(chosen, Batches(chosen, 0, 1), device, STEPS)
+    noise = UpstreamNoise(Batches(chosen, 0, 1), device, STEPS)
     for batch in range(3):
         z, labels, draw = noise.batch(batch)
         if batch < 2:
