@@ -93,10 +93,10 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def nearest(flag: str, flags: Collection[str]) -> list[str]:
-    """Suggest flags for a misspelt one: the most similar, else up to three with all its words."""
+    """Suggest flags for a misspelt one: up to three with all its words, else the most similar."""
     words = flag.strip("-").split("-")
     with_words = [each for each in flags if flag and all(word in each for word in words)]
-    return difflib.get_close_matches(flag, flags, 1, 0.75) or with_words[:3]
+    return with_words[:3] or difflib.get_close_matches(flag, flags, 1, 0.75)
 
 
 class RankParser(OneLineParser):

@@ -17,7 +17,7 @@ from accel.checkpoints.loading import WeightFiles
 from accel.config import rules
 from accel.config.options import DEFAULT, DEFAULTS, FAMILY, JOB, MODEL, OPTIONS, USER, Settings
 from accel.decoders import LatentSpace
-from accel.decoders.loading import find
+from accel.decoders.loading import PUBLISHED, find
 from accel.distributed import Ranks
 from accel.errors import InputRef, UsageError, warn
 from accel.families import require_family_of
@@ -295,15 +295,10 @@ def open_space(
         return _as_trained(LatentSpace(spec.in_channels, spec.defaults.factor), values, spec)
     name = values["vae"]
     try:
+        if name in PUBLISHED:  # checked before the download
+            _require_channels(name, LatentSpace(), spec)
         space = find(name, values.get("latent_stats"))
-        if space.channels != spec.in_channels:
-            raise UsageError(
-                f"decodes latents of {space.channels} channels, and {spec.model} makes "
-                f"{spec.in_channels}",
-                "give the decoder that it was trained with",
-                parameter="vae",
-                value=name,
-            )
+        _require_channels(name, space, spec)
     except UsageError as error:
         if origins["vae"] not in (MODEL, checkpoint.name):
             raise
@@ -311,6 +306,17 @@ def open_space(
         text = f"decodes with {name} unless you give `vae`; {error.marked}{fetch}"
         raise UsageError(checkpoint.given.notice(text)) from None
     return _as_trained(space, values, spec)
+
+
+def _require_channels(name, space, spec):
+    if space.channels != spec.in_channels:
+        raise UsageError(
+            f"decodes latents of {space.channels} channels, and {spec.model} makes "
+            f"{spec.in_channels}",
+            "give the decoder that it was trained with",
+            parameter="vae",
+            value=name,
+        )
 
 
 def _as_trained(space: LatentSpace, values: rules.Values, spec: ModelSpec) -> LatentSpace:
