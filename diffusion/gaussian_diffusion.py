@@ -195,7 +195,7 @@ class GaussianDiffusion:
         self._tables(torch.empty(0, device=device).device)  # "cuda" becomes "cuda:0"
 
     def _tables(self, device):
-        # A trace has tables of its own: its tensors may be fake.
+        # A trace has separate tables: its tensors may be fake.
         in_trace = torch.jit.is_tracing() or type(torch.empty(0, device="cpu")) is not Tensor
         tables = None if in_trace else self._device_tables.get(device)
         if tables is None:

@@ -229,7 +229,7 @@ def test_weights_without_a_null_class(guides, weights):
         _, pipeline = ready(ckpt=guides[f], guide=guides[g], cfg_scale=2, image_size=128, **how)
         assert pipeline.guidance == Autoguidance(2.0) and pipeline.latents([1], 0).std() > 0.1
     for f, g in ((weights, "no-null"), (guides["no-null"], "guide")):
-        with pytest.raises(UsageError, match="labels=null: these weights or their guide were"):
+        with pytest.raises(UsageError, match="labels=null: these weights or their guide have"):
             ready(ckpt=f, guide=guides[g], labels=("null",), **how)
 
 
@@ -284,8 +284,8 @@ def test_ranks_do_not_share_two_networks(layout, demo, guides, here):
     done = here("sample_ddp.py", *demo, "--guide", guides["guide"], "--parallel", layout)
     assert done.returncode == USAGE
     assert done.stderr == (
-        f"sample_ddp.py: --parallel {layout}: ranks only share evaluations with guidance by the "
-        "null class, without a --guide; use off\n"
+        f"sample_ddp.py: --parallel {layout}: ranks share evaluations only with guidance by the "
+        "null class, not by a --guide; use off\n"
     )
 
 

@@ -115,7 +115,7 @@ def test_one_rank_prints_the_line_of_json(run, demo, tmp_path):
 
 BOTH = (
     (["--labels", "plnet"], "--labels plnet: no class has that name; give one of planet (0)"),
-    (["--labels", -1], "--labels -1: the model knows classes 0 to 7"),
+    (["--labels", -1], "--labels -1: the model has classes 0 to 7"),
     (["--image-size", 250], "--image-size 250: must be a multiple of 16"),
     (
         ["--model", "DiT-Dmo/2"],
@@ -129,7 +129,7 @@ BOTH = (
     (["--ckpt", "no/such.pt"], "--ckpt no/such.pt: no such file"),
     (["--ckpt", ""], "--ckpt: is empty; give a value, or leave it out"),
     (["--seeds", 2**64], "must be from -9223372036854775808 to"),
-    (["--seeds", 1, 2, 1], "--seeds: names a seed twice"),
+    (["--seeds", 1, 2, 1], "--seeds: contains a seed twice"),
     (["--seeds=--"], "--seeds: give at least one"),
     (
         ["--guidance-interval", 0.5, 0.5],

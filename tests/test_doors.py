@@ -209,7 +209,7 @@ def test_the_matrix_of_refusals(ten, tmp_path, here):
             [],
             "specifies num_classes 1000, and its label table",
         ),
-        "a label": (ten, None, ["--labels", 10], "--labels 10: the model knows classes 0 to 9"),
+        "a label": (ten, None, ["--labels", 10], "--labels 10: the model has classes 0 to 9"),
         "another model": (
             ten,
             None,

@@ -250,7 +250,7 @@ def test_what_is_not_sampled_is_refused_in_a_line(tmp_path, here):
             64,
             "--image-size 64: a JiT only samples the size that it was trained for",
         ),
-        ("class_num", 9, "weights were trained without (label table of 9 rows)"),
+        ("class_num", 9, "weights lack (label table of 9 rows)"),
     ):
         ckpt = checkpoint(tmp_path, build(), **{name: value})
         assert words in refused(here("sample.py", *flags, "--ckpt", ckpt))

@@ -210,7 +210,7 @@ class Settings:
         "networks that predict noise: ddpm (default), ancestral sampling; ddim, deterministic "
         "unless --eta is given, for few steps such as 25; dpm++, unipc, diffusers' "
         "solvers, for 10 to 25 steps. Flows: sde (default where the network has it); euler, "
-        "heun, deterministic, for fewer steps. Each makes other pictures",
+        "heun, deterministic, for fewer steps. Each gives different pictures",
         choices=sampler_names(),
     )
     eta: float = option(

@@ -16,8 +16,8 @@ if TYPE_CHECKING:  # lazy import: only for --config
     from accel.families.configuration import Configuration
 
 DEFAULT_MODEL = "DiT-XL/2"
-# least and most steps, where a sampler has limits of its own: of 1000 diffusers rounds two
-# to one time
+# Least and most steps of samplers with stricter limits: for 1000 steps, diffusers rounds two
+# times to one.
 STEPS = {"sde": (2, 1000), "dpm++": (1, 999), "unipc": (1, 999)}
 
 Values = Mapping[str, Any]
@@ -136,8 +136,8 @@ def _check_grid(values: Values) -> None:
         raise UsageError("conflicts with `seed_list`", "give one", parameter="grids")
     if len(set(seeds)) < len(seeds):
         raise UsageError(
-            "names a seed twice, and each has a file of its own",
-            "name it once",
+            "contains a seed twice; each seed has one file",
+            "give it once",
             parameter="seed_list",
         )
     output_type = values.get("output_type", DEFAULTS["output_type"])

@@ -1,6 +1,6 @@
 """Attention over tokens that are split across GPUs: keys and values are gathered in each layer.
 
-Each of s ranks holds t = T / s tokens and receives 2·N·(T−t)·D elements per layer, by
+Each of s ranks has t = T / s tokens and receives 2·N·(T−t)·D elements per layer, by
 torch.distributed or by a Triton kernel that writes over NVLink.
 """
 

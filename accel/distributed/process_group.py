@@ -1,7 +1,7 @@
 """Ranks of several processes, on torch.distributed.
 
 Objects and CPU tensors are exchanged over gloo, CUDA tensors over NCCL. The key-value store
-holds the progress, the request to stop and the first failure.
+contains the progress, the request to stop and the first failure.
 """
 
 import hashlib

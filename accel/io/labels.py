@@ -77,7 +77,7 @@ def find_label(label: int | str, names: Sequence[str], num_classes: int) -> int:
         number = int(label)
         if not 0 <= number < num_classes:
             raise UsageError(
-                f"the model knows classes 0 to {num_classes - 1}",
+                f"the model has classes 0 to {num_classes - 1}",
                 parameter="labels",
                 value=shown(str(number)),
             )

@@ -51,7 +51,7 @@ def read_picture(path: Path) -> Picture:
         has_16_bits = _has_16_bits(image)
         image.load()
     except UnidentifiedImageError:
-        raise UsageError(f"{path}: is none of {', '.join(FORMATS)}, or corrupt; {REMAKE}") from None
+        raise UsageError(f"{path}: is not {', '.join(FORMATS)}, or is corrupt; {REMAKE}") from None
     except Exception as error:  # corrupt files can raise any exception
         raise UsageError(f"{path}: is corrupt ({shown(str(error), 200)}); {REMAKE}") from None
     frames = getattr(image, "n_frames", 1)
@@ -65,8 +65,8 @@ def read_picture(path: Path) -> Picture:
         f"is rotated or mirrored by its EXIF orientation, {orientation}": orientation not in (0, 1),
         "has a colour profile other than sRGB": bool(profile) and not _is_srgb(profile),
     }
-    for reason, holds in reasons.items():
-        if holds:
+    for reason, applies in reasons.items():
+        if applies:
             raise UsageError(f"{path}: {reason}; {CONVERT}")
     return Picture(np.asarray(image.convert("RGB")), image.mode)
 

@@ -51,7 +51,7 @@ def choose_layout(run: Run, ranks: Ranks) -> Layout:
         return OFF  # data parallel
     if not is_shareable:
         raise UsageError(
-            "ranks only share evaluations with guidance by the null class, without a `guide`",
+            "ranks share evaluations only with guidance by the null class, not by a `guide`",
             "use off",
             parameter="parallel",
             value=run.settings.parallel,

@@ -192,8 +192,7 @@ def require_null_class(scale: float, spec: ModelSpec, guide: Checkpoint | None) 
     if classes > 1:
         remedy += f", or `num_classes={classes - 1}` if the last row is the null class"
     raise UsageError(
-        "guidance needs a null class, and these weights were trained without (label table of "
-        f"{classes} rows)",
+        f"guidance needs a null class, which these weights lack (label table of {classes} rows)",
         f"{remedy}, or give a `guide`",
         parameter="cfg_scale",
         value=f"{scale:g}",
@@ -211,7 +210,7 @@ def label_numbers(
     has_null_label = spec.null_class and (guide is None or guide.spec.null_class)
     if classes in numbers and not has_null_label:
         raise UsageError(
-            "these weights or their guide were trained without a null label",
+            "these weights or their guide have no null label",
             "give classes",
             parameter="labels",
             value=NULL,

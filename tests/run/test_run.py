@@ -209,7 +209,7 @@ def test_a_later_call_changes_only_its_arguments(values, settings, tmp_path):
         (dict(seed=2**64), "must be from -9223372036854775808 to"),
         (dict(num_sampling_steps=1000), "must be from 1 to 999 for sampler=dpm"),
         (dict(labels=("cat",)), "cat"),
-        (dict(labels=("null",)), "trained without a null label"),
+        (dict(labels=("null",)), "have no null label"),
         (dict(cfg_scale=2.0), "guidance needs a null class"),
     ],
 )

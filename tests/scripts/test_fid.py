@@ -332,7 +332,7 @@ PICTURE = draw(1)[0]
 @pytest.mark.parametrize(
     "name, content, words",
     [
-        ("000011.png", b"nothing", "is none of PNG"),
+        ("000011.png", b"nothing", "is not PNG"),
         ("000011.png", encoded(PICTURE)[:-12], "truncated PNG file"),
         ("000011.png", corrupt(encoded(PICTURE)), "checksum in b'IDAT'"),
         ("000011.png", None, "a pipe"),

@@ -171,7 +171,7 @@ def read_picture(path: Path, size: int) -> np.ndarray:
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
         pass
     raise UsageError(
-        f"{path}: is not a whole PNG of {size}×{size} pixels; delete it and start again the job "
+        f"{path}: is not a complete PNG of {size}×{size} pixels; delete it and start again the job "
         "that made it"
     )
 
@@ -271,7 +271,7 @@ def _check_record(folder: Path, record: Path, settings: dict, can_grow: bool) ->
         ) from None
     if earlier.get(KERNELS_SETTING) != settings.get(KERNELS_SETTING):
         log.warning(
-            f"{folder}: was begun with other kernels; new pictures may differ in their last bits"
+            f"{folder}: was made with other kernels; new pictures may differ in their last bits"
         )
     free = {KERNELS_SETTING} | (LEGACY_SETTINGS - settings.keys())
     grows = earlier.get(COUNT_SETTING, 0) < settings.get(COUNT_SETTING, 0)

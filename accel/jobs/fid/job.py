@@ -152,7 +152,7 @@ def warn_of_legacy_folder(run: Run) -> None:
     folder = folder_of(replace(run, settings=replace(run.settings, **legacy)))
     if folder.is_dir() and not folder_of(run).exists():
         flags = " ".join(f"{OPTIONS[name].flag_names()[0]} {legacy[name]}" for name in legacy)
-        log.warning(f"{folder}: was begun with other defaults; to continue it: {flags}")
+        log.warning(f"{folder}: was made with other defaults; to continue it: {flags}")
 
 
 def _last_name(given):

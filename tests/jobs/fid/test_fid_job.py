@@ -419,7 +419,9 @@ def test_what_a_kill_leaves_is_mended(demo, undisturbed, one, tmp_path):
     home = npz.with_suffix("")
     npz.unlink()
     os.truncate(home / "000017.png", 1000)
-    damaged = f"{home}/000017.png: is not a whole PNG of 128×128 pixels; delete it and start again"
+    damaged = (
+        f"{home}/000017.png: is not a complete PNG of 128×128 pixels; delete it and start again"
+    )
     assert damaged in finish(start(2, *command), status=USAGE) and not npz.exists()
     for number in (0, 17, 42, 43):
         (home / f"{number:06d}.png").unlink()

@@ -84,7 +84,8 @@ def test_a_file_that_is_not_a_whole_picture_is_named_and_nothing_is_left(tmp_pat
         third.unlink(missing_ok=True)
         third.write_bytes(content) if content is not None else os.mkfifo(third)
         with pytest.raises(
-            UsageError, match="000003.png: is not a whole PNG of 16×16 pixels; delete it and start"
+            UsageError,
+            match="000003.png: is not a complete PNG of 16×16 pixels; delete it and start",
         ):
             Archive(folder, 8, 16).write(never)
     third.unlink()
@@ -127,10 +128,10 @@ def test_upstreams_function_makes_the_archive_of_any_folder(tmp_path, monkeypatc
     array = np.load("pictures.npz")["arr_0"]
     assert array.shape == (17, 8, 8, 3) and array.dtype == np.uint8
     assert all(np.array_equal(array[number], originals[number % 8]) for number in range(17))
-    with pytest.raises(UsageError, match="000020.png: is not a whole PNG"):
+    with pytest.raises(UsageError, match="000020.png: is not a complete PNG"):
         create_npz_from_sample_folder("pictures", 21)
     Image.new("RGB", (8, 9)).save(folder / "000003.png")
-    with pytest.raises(UsageError, match="000003.png: is not a whole PNG of 8×8 pixels; delete"):
+    with pytest.raises(UsageError, match="000003.png: is not a complete PNG of 8×8 pixels; delete"):
         create_npz_from_sample_folder("pictures", 20)
     assert np.array_equal(np.load("pictures.npz")["arr_0"], array)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pictures", "pictures.npz"]

@@ -71,11 +71,11 @@ MINE = "DiT-XL-2-w-size-256-vae-ema-cfg-4.0-seed-0"
 @pytest.mark.parametrize(
     "there, flags, line",
     [
-        ([FORMER], {}, f"{FORMER}: was begun with other defaults; to continue it: "
+        ([FORMER], {}, f"{FORMER}: was made with other defaults; to continue it: "
          "--image-size 512 --cfg-scale 4.0"),
-        ([AT_1_5], dict(cfg_scale=1.5), f"{AT_1_5}: was begun with other defaults; to continue "
+        ([AT_1_5], dict(cfg_scale=1.5), f"{AT_1_5}: was made with other defaults; to continue "
          "it: --image-size 512"),
-        ([MINE], dict(ckpt="w.pt"), f"{MINE}: was begun with other defaults; to continue it: "
+        ([MINE], dict(ckpt="w.pt"), f"{MINE}: was made with other defaults; to continue it: "
          "--cfg-scale 4.0"),
         ([FORMER, "DiT-XL-2-pretrained-size-256-vae-ema-cfg-1.5-seed-0"], {}, None),
         ([FORMER], dict(image_size=512, cfg_scale=4.0), None),
