@@ -198,8 +198,8 @@ def folder_lock(folder: Path) -> Iterator[None]:
         for changed in (folder, path.parent, folder.parent):
             with path_errors("sample_dir", changed, remedy):
                 require_writable(changed)
-        with path_errors("sample_dir", folder, remedy):
-            os.listdir(folder)
+                if changed != folder.parent:
+                    os.listdir(changed)
         with path_errors("sample_dir", npz_path(folder)):
             require_name(npz_path(folder))
         yield
