@@ -82,8 +82,7 @@ def named_model(values: Values) -> str | None:
     """Return the model that options name; without one the default model, or None where weights are
     given, from which it follows.
     """
-    default = None if "ckpt" in values else DEFAULT_MODEL
-    return values.get("model", default)
+    return values.get("model", None if "ckpt" in values else DEFAULT_MODEL)
 
 
 def named_defaults(values: Values) -> Defaults:

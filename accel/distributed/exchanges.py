@@ -75,11 +75,7 @@ class Push(AllGather):
         return buffer.gathered[self.turn]
 
     def _allocate(self, shape, dtype, device):
-        """Allocate the buffer for tensors of one shape."""
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "push: the first call with a shape allocates; run the step once before its capture"
-            )
+        """Allocate the buffer for tensors of one shape. Not during a CUDA graph's capture."""
         size = torch.Size(shape).numel() * dtype.itemsize
         count = self.size * self.kernel.PROGRAMS
         with torch.inference_mode(False):
