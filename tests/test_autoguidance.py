@@ -260,7 +260,7 @@ def test_a_guide_whose_family_no_file_says_is_of_the_first_networks(tmp_path, ca
     assert line in capsys.readouterr().out
 
 
-SAME = "; a guide has the family, classes and latents of the network that it guides"
+SAME = "; a guide has the family, classes, latents and noise of the network that it guides"
 REFUSED = {
     "classes": f"has num_classes 5, and demo.safetensors 8{SAME}",
     "latents": f"has channels of latents 3, and demo.safetensors 4{SAME}",
