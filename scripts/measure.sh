@@ -25,12 +25,8 @@ command="bash scripts/measure.sh $log $*"
 # Steps need no decoder; whole runs have a number of steps. `options` decide the pictures.
 network=() run=() steps=() tiers=() options=() gpus= fork=
 while (($#)); do
-  flag=$1 values=()
-  shift
-  while (($#)) && [[ $1 != --* ]]; do
-    values+=("$1")
-    shift
-  done
+  flag=$1 values=() && shift
+  while (($#)) && [[ $1 != --* ]]; do values+=("$1") && shift; done
   ((${#values[@]})) || fail "$flag: give a value"
   given=$(realpath -qe "${values[0]}" || echo "${values[0]%/}")
   case $flag in
@@ -50,6 +46,8 @@ done
   fail "--fork $fork: has no decoder; put its two files into pretrained_models/sd-vae-ft-ema/ there"
 [[ -z $fork ]] || (cd "$fork" && python -c 'import models, diffusion, diffusers, torchvision') ||
   fail "--fork $fork: this Python lacks a package that it imports; the error is above"
+vgg=${TORCH_HOME:-${XDG_CACHE_HOME:-$HOME/.cache}/torch}/hub/checkpoints/vgg16-397923af.pth
+[[ -f $vgg ]] || echo "measure.sh: $vgg is not there; report.py will need it for LPIPS: copy it meanwhile"
 { mkdir -p "$log" && exec 9>>"$log/asked.txt"; } 2>/dev/null ||
   fail "$log: no folder can be made or written there; name another"
 flock -n 9 || fail "$log: another measure.sh is at work there; wait for its end"

@@ -14,7 +14,7 @@ import forks
 import pytest
 from conftest import ROOT
 
-from bench import measure
+from bench import measure, traces
 
 DEMO = "--model", "DiT-Demo/2", "--device", "cpu"
 SMALL = "--model", "DiT-S/8", "--image-size", 64, "--num-sampling-steps", 1, "--device", "cpu"
@@ -97,12 +97,16 @@ for name in ("model", "image-size", "num-sampling-steps", "ckpt"):
 args = parser.parse_args()
 model = DiT_models[args.model](input_size=int(args.image_size) // 8)
 model.load_state_dict(torch.load(args.ckpt))
+model.eval()
 vae = AutoencoderKL.from_pretrained("pretrained_models/sd-vae-ft-ema")
 time.sleep(0.5)
 seconds = []
 for grid in range(2):
     started = time.time()
     with torch.no_grad():
+        for step in range(7):
+            model.forward_with_cfg(torch.randn(4, 4, 8, 8), torch.zeros(4), torch.arange(4), 4.0)
+            torch.add(1, step)
         pictures = vae.decode(torch.randn(2, 4, 8, 8)).sample
     time.sleep(0.2)
     seconds.append(time.time() - started)
@@ -130,6 +134,10 @@ def test_the_organisers_program(tmp_path, tiny_vae, log):
         picture = fork / f"output/sample_{index}.png"
         assert digest(picture) == grid["picture"] == digest(tmp_path / f"log_{index}.png")
     assert index == 1
+    # three steps from one call of the network to the next, in a process that ends then
+    trace = traces.read(tmp_path / row["trace"])
+    names = [event.name for event in trace.work]
+    assert names.count("aten::_scaled_dot_product_flash_attention_for_cpu") == 3 * 12
 
 
 def test_random_weights_and_a_random_decoder_without_files(log):

@@ -16,7 +16,7 @@ from accel.config.options import Options
 from accel.pipeline import Pipeline
 from accel.runtime.network import EagerNetwork
 from accel.runtime.precision import preserve_switches
-from bench import steps
+from bench import steps, traces
 
 CPU = torch.device("cpu")
 DEMO = "--model", "DiT-Demo/2", "--device", "cpu", "--pictures", 1
@@ -40,16 +40,19 @@ def model_of(run):
 # ---- the ladder ----
 
 
-def test_each_rung_adds_one_optimisation(demo):
+@pytest.mark.parametrize("tier, count", [("fp16", 7), ("exact", 6)])
+def test_each_rung_adds_one_optimisation(tier, count, demo):
     """The last rung is the network that users get."""
-    rungs = list(steps.rungs_of(["fp32", "fp16"], CPU))
+    rungs = list(steps.rungs_of(["fp32", tier], CPU))
+    assert len(rungs) == 1 + count
     assert rungs[0] == ("fp32", "fp32", {})
     for (_, _, before), (_, _, after) in zip(rungs[1:], rungs[2:]):
         changed = {name.removeprefix("last_") for name in after if after[name] != before.get(name)}
         assert len(changed) == 1
     model = model_of(demo)
-    slow, fast = (steps.build(demo, model, "fp16", **rungs[i][2]) for i in (1, -1))
-    default = steps.build(demo, model, "fp16")
+    on_cpu = {} if tier == "fp16" else dict(gemm="torch", attention="torch")
+    slow = steps.build(demo, model, tier, **rungs[1][2] | on_cpu)
+    fast, default = (steps.build(demo, model, tier, **each) for each in (rungs[-1][2], {}))
     assert not slow.precomputes_conditioning and not slow.captures
     assert (
         fast.precomputes_conditioning
@@ -196,4 +199,44 @@ def test_few_pictures_on_many_ranks(tmp_path):
     assert {row["plan"] for row in plans if row["labels"] == 2} == {"one GPU", "pictures", "rows=2"}
     assert (record["kind"], record["gpus"], record["shape"]["width"]) == ("parallel", 2, 216)
     assert record["link"]["gb_s"] > 0 and record["link"]["us"] > 0
+    assert [(row["labels"], row["tier"]) for row in record["tensor"]] == [(1, "fp32"), (2, "fp32")]
+    assert all(row["ms"] > 0 for row in record["tensor"]) and record["topology"] is None
     assert record["command"].startswith("torchrun --nproc_per_node=2 bench/measure.py layouts ")
+
+
+# ---- traces ----
+
+
+def test_a_trace_by_hand(tmp_path):
+    """An operator's time is without that of the operators that it calls, in its own thread; a GPU's
+    work counts instead where there is some.
+    """
+
+    def event(cat, name, start, duration, tid=1):
+        return dict(ph="X", cat=cat, name=name, ts=1e3 * start, dur=1e3 * duration, tid=tid)
+
+    operators = [
+        event("cpu_op", "aten::linear", 0, 9),
+        event("cpu_op", "aten::addmm", 1, 6),
+        event("cpu_op", "aten::copy_", 2, 1.5),
+        event("cpu_op", "aten::gelu", 3, 3, tid=2),
+        event("cpu_op", "aten::softmax", 9, 1),
+    ]
+    path = tmp_path / "x.gz"
+
+    def read(events):
+        with gzip.open(path, "wt") as file:
+            json.dump(dict(traceEvents=[*events, dict(ph="M", name="process_name")]), file)
+        return traces.read(path)
+
+    found = {event.name: (event.kind, event.ms) for event in read(operators).work}
+    assert found == {
+        "aten::linear": ("element-wise", 3),
+        "aten::addmm": ("GEMM", 4.5),
+        "aten::copy_": ("element-wise", 1.5),
+        "aten::gelu": ("element-wise", 3),
+        "aten::softmax": ("attention", 1),
+    }
+    trace = read([*operators, event("kernel", "gemm", 4, 6), event("cuda_runtime", "x", 0, 1)])
+    assert [event.name for event in trace.work] == ["gemm"] and trace.host[0].ms == 1
+    assert traces.summary(trace)["kinds"] == {"GEMM": dict(ms=2, calls=1 / 3)}

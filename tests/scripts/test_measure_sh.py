@@ -87,6 +87,17 @@ def test_a_folder_of_another_run_is_refused(folder, flags):
     assert f"this is up to {flags[-1] if flags[-1] == '4' else 2} × CPU" in line
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_vgg16_is_looked_for_at_the_start(there, folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    weights = tmp_path / "hub/checkpoints/vgg16-397923af.pth"
+    weights.parent.mkdir(parents=True)
+    if there:
+        weights.touch()
+    first = succeeds(measure(folder, *FLAGS)).splitlines()[0]
+    assert (f"{weights} is not there; report.py will need it" in first) != there
+
+
 def test_two_runs_in_a_folder(folder):
     with (folder / "asked.txt").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
