@@ -39,9 +39,8 @@ ENDINGS: dict[int, tuple[int, str]] = {
 # Without SIGTERM: the launcher sends it and prints the cause.
 RANK_ENDINGS = signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 
-_rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
-# True without a rank and for an invalid rank: only this process prints.
-IS_FIRST_RANK = not _rank.lstrip("0").isdecimal()
+# Only this process prints.
+IS_FIRST_RANK = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 _last_line: list[str] = []  # set by a signal
 
 
