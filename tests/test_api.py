@@ -275,7 +275,7 @@ def test_a_notice_names_the_parameter(tmp_path, caplog):
         (lambda: demo(seed=1.0), "seed=1.0: must be a whole number"),
         (lambda: demo(ckpt=5), "ckpt=5: must be text or a path"),
         (lambda: demo(labels=5), "labels=5: must be several; give a list"),
-        (lambda: demo(guidance_interval=0.5), "guidance_interval=0.5: must be two numbers"),
+        (lambda: demo(guidance_interval=0.5), "guidance_interval=0.5: must be several"),
         (lambda: demo().latents([1.0]), "labels=1.0: must be a whole number or a name"),
         (lambda: demo().latents([True]), "labels=True: must be a whole number or a name"),
         (lambda: demo().latents([1], seed=[1.0]), "seed=1.0: must be a whole number"),

@@ -133,7 +133,7 @@ BOTH = (
     (["--seeds=--"], "--seeds: give at least one"),
     (
         ["--guidance-interval", 0.5, 0.5],
-        "--guidance-interval 0.5 0.5: must be two numbers from 0 to 1, the lower",
+        "--guidance-interval 0.5 0.5: must be two, the lower first",
     ),
     (["--guidance-channels", 5], "--guidance-channels 5: these latents have 4"),
     (["--batch-size", 0], "--batch-size 0: must be from 1 to"),

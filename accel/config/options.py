@@ -32,10 +32,10 @@ CONVERSIONS: dict[Callable[[Any], Any], tuple[Callable[[Any], Any], str]] = {
 class Option:
     """A row of the option table: an option of commands and of Python's calls.
 
-    type: of one value. default: None or () for an option without one. several: argparse's nargs.
-    convert: checks and converts values of other types. flags, rank_flags: where they are not the
-    option's name; rank_flags: of commands of many ranks. ranks_only: other commands lack it. jobs:
-    kinds of job that have it.
+    type: of one value. default: None or () for an option without one. several: argparse's nargs; 2
+    is an interval. convert: checks and converts values of other types. flags, rank_flags: where
+    they are not the option's name; rank_flags: of commands of many ranks. ranks_only: other
+    commands lack it. jobs: kinds of job that have it.
     """
 
     name: str
@@ -74,6 +74,9 @@ class Option:
         values = tuple(map(self._checked, value))
         if not values:
             raise UsageError("give at least one", parameter=self.name)
+        if self.several == 2 and (len(values) != 2 or values[0] >= values[1]):
+            text = " ".join(map(str, values))
+            raise UsageError("must be two, the lower first", parameter=self.name, value=text)
         return values
 
     def _checked(self, value):
@@ -100,21 +103,6 @@ class Option:
 def label(value: int | str) -> int | str:
     """Return a class's number, or its name."""
     return value if isinstance(value, str) else operator.index(value)
-
-
-def noise_levels(values: Any) -> tuple[float, float]:
-    """Return an interval of noise levels. Raises UsageError."""
-    try:
-        levels = tuple(map(float, values))
-    except (TypeError, ValueError):
-        levels = ()
-    if len(levels) != 2 or not 0 <= levels[0] < levels[1] <= 1:
-        raise UsageError(
-            "must be two numbers from 0 to 1, the lower first",
-            parameter="guidance_interval",
-            value=" ".join(f"{level:g}" for level in levels) or shown(values),
-        )
-    return levels
 
 
 def option(group: str, help: str, *, default: Any = MISSING, **row: Any) -> Any:
@@ -183,8 +171,8 @@ class Settings:
         "noise levels, from 0 at the picture to 1 at noise, at which guidance acts; at other "
         "levels the network is evaluated on half the batch rows; default: that of the model's "
         "recipe, else 0 1",
+        bounds=(0, 1),
         several=2,
-        convert=noise_levels,
         metavar=("LOW", "HIGH"),
     )
     guidance_channels: int = option(
