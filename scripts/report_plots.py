@@ -108,13 +108,13 @@ def timeline(traces: list[dict], words: dict) -> bytes:
             for name in dict.fromkeys(event[0] for event in events):
                 shown[name] = colours[name]
                 spans = [(start, ms) for each, start, ms in events if each == name]
-                # thousands of bars: pixels
-                bars = dict(color=colours[name], linewidth=0.5, rasterized=True)
+                # thousands of bars: pixels; the CPU's are too short without an edge
+                bars = dict(color=colours[name], linewidth=0.5 * place, rasterized=True)
                 steps.broken_barh(spans, (place - 0.35, 0.7), **bars)
         for name, start, ms in trace["block"]:
             colour = COLOURS.get(name, BLUE)
             block.broken_barh([(start, ms)], (-0.35, 0.7), color=colour)
-            if name != "element-wise" and ms > 0.06 * sum(trace["block"][-1][1:]):
+            if name != "element-wise" and ms > 0.09 * sum(trace["block"][-1][1:]):
                 label = wide(words.get(name, name))
                 block.text(start + ms / 2, 0.5, label, ha="center", fontsize=9)
         steps.set_yticks((0, 1), (words["unit"], "CPU") if trace["calls"] else (words["unit"], ""))
@@ -174,7 +174,7 @@ def scaling(series: dict[str, dict[int, float]], words: dict) -> bytes:
     figure, axis = canvas(8, 3.6, "both")
     most = max(max(points) for points in series.values())
     axis.plot([1, most], [1, most], "--", color="black", linewidth=1.1, label=words["ideal"])
-    looks = zip("osD^vP", (BLUE, ORANGE, GREEN, RED, SKY, GREY))
+    looks = zip("osD^vPX*", (BLUE, ORANGE, GREEN, RED, SKY, GREY, "black", "#CC79A7"))
     for (name, points), (mark, colour) in zip(series.items(), looks):
         x = sorted(points)
         y = [points[gpus] for gpus in x]
