@@ -196,6 +196,20 @@ def test_several_grids_are_compared_in_pairs(log):
         assert files[f"handin/output/baseline_{index}.png"] == content
 
 
+def test_one_of_their_eight_grids_is_handed_in_next_to_our_one(log):
+    record = json.loads((log / "fork.json").read_text())
+    more = [dict(file=f"fork_{index}.png") for index in range(1, 8)]
+    for grid in more:
+        grid["picture"] = contest_log.picture(log / grid["file"], 9)
+    record["fork"]["grids"] += more
+    contest_log.write(log / "fork.json", record)
+    files = files_of(log)
+    pictures = {name for name in files if name.startswith("handin/") and name.endswith(".png")}
+    assert pictures == {"handin/baseline.png", "handin/sample.png"}
+    assert files["handin/baseline.png"] == (log / "fork.png").read_bytes()
+    assert "It sampled 8 grids one after the other" in files["report.md"].decode()
+
+
 def test_no_value_is_invented_for_lpips(log, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
