@@ -241,7 +241,7 @@ def report(args: Namespace, lpips: Callable) -> dict[str, bytes]:
         "report.md": text.encode(),
         "report.html": page(text, figures, args.lang).encode(),
         "report.json": (json.dumps(plain(data), indent=1, ensure_ascii=False) + "\n").encode(),
-        "handin/verdict.txt": tidy(template("verdict.txt").render(data)).encode(),
+        "handin/verdict.txt": tidy(template("verdict.txt").render(plain(data))).encode(),
         "handin/environment.txt": environment(data).encode(),
         "handin/log/FINAL_RESULT.txt": tidy(template("final_result.txt").render(data)).encode(),
     }

@@ -502,6 +502,7 @@ def test_the_commands_that_it_gives_are_todays(lang, written):
         assert unknown_flags(file, arguments) == [], command
     again = "python sample.py --gpus 4 --ckpt DiT-XL-2-512x512.pt --precision exact --output again"
     assert len(commands) == 5 and again in text
+    assert commands[-1].endswith("--log log/again --picture log/again/contest-4-exact.png")
     environment = written[lang]["handin/environment.txt"].decode()
     assert "\ntorch==" in environment and "contest-4.json: python bench/measure.py" in environment
 
