@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -20,6 +21,8 @@ import forks
 import pytest
 import torch
 from safetensors.torch import save_file
+
+from accel.errors import UsageError
 
 ROOT = forks.ROOT
 # Folders and modules that run for minutes.
@@ -58,6 +61,18 @@ def tracked(*patterns):
         and any(fnmatch(f, one) for one in wanted)
         and (ROOT / f).is_file()
     ]
+
+
+@contextmanager
+def mistake(parameter, *names):
+    """Expect a UsageError about this parameter in one line, which has these names. Important
+    messages as a whole: tests/test_cli.py.
+    """
+    with pytest.raises(UsageError) as caught:
+        yield caught
+    line = str(caught.value)
+    assert caught.value.parameter == parameter and "\n" not in line, line
+    assert all(name in line for name in names), line
 
 
 def fill(model, seed=0):

@@ -10,7 +10,7 @@ import networks
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import fill
+from conftest import fill, mistake
 from networks import (
     DEVICES,
     SMALL,
@@ -29,7 +29,6 @@ from torch.autograd import forward_ad
 from torch.optim.swa_utils import AveragedModel
 
 from accel import Sampler, accelerate
-from accel.errors import UsageError
 from accel.families.large_dit.network import DiT_Llama, rotation_table
 from accel.runtime.precision import TIERS, preserve_switches, supports
 from diffusion import create_diffusion
@@ -80,44 +79,48 @@ def test_every_tier_samples_in_upstreams_loop(tier, device):
         assert error(samples[1], samples[0].cpu()) < BOUNDS.get(tier, 1e-5)
 
 
-CANNOT = {  # words of the error → call
-    r"to\('meta'\)": lambda fast, x, t, y: fast.to("meta"),
-    r"to\(torch.float16\)": lambda fast, x, t, y: fast.to(torch.float16),
-    r"x is \(4, 3, 8, 8\)": lambda fast, x, t, y: fast(x[:, :3], t, y),
-    r"must be \(2N, 4, 8, 8\)": lambda fast, x, t, y: fast.forward_with_cfg(x[:3], t, y, 4),
+CANNOT = {  # a name in the error → call
+    "to('meta')": lambda fast, x, t, y: fast.to("meta"),
+    "to(torch.float16)": lambda fast, x, t, y: fast.to(torch.float16),
+    "(4, 3, 8, 8)": lambda fast, x, t, y: fast(x[:, :3], t, y),
+    "(2N, 4, 8, 8)": lambda fast, x, t, y: fast.forward_with_cfg(x[:3], t, y, 4),
     "t is int": lambda fast, x, t, y: fast(x, 9, y),
     "x is torch.int64": lambda fast, x, t, y: fast(x.long(), t, y),
-    "mask must be None": lambda fast, x, t, y: fast(x, t, y, mask=torch.ones(4)),
-    r"t is \(2,\)": lambda fast, x, t, y: fast(x, t[:2], y),
+    "mask": lambda fast, x, t, y: fast(x, t, y, mask=torch.ones(4)),
+    "t is (2,)": lambda fast, x, t, y: fast(x, t[:2], y),
     "y is 6 to 9": lambda fast, x, t, y: fast(x, t, y + 1),
     "y is on meta": lambda fast, x, t, y: fast(x, t, y.to("meta")),
-    "no null class": lambda fast, *given: accelerate(small(class_dropout_prob=0)).forward_with_cfg(
+    "null": lambda fast, *given: accelerate(small(class_dropout_prob=0)).forward_with_cfg(
         *given, 4.0
     ),
-    "precision=fp16": lambda *_: accelerate(small(), "fp16"),
     "device nonsense": lambda *_: accelerate(small(), device="nonsense"),
-    "cannot be pickled": lambda fast, *_: pickle.dumps(fast),
-    "guidance_channels=3.0": lambda *_: accelerate(small(), guidance_channels=3.0),
-    "guidance_channels=5": lambda *_: accelerate(small(), guidance_channels=5),
-    "no pos_embed": lambda fast, *_: fast.load_state_dict({}),
+    "pickled": lambda fast, *_: pickle.dumps(fast),
+    "pos_embed": lambda fast, *_: fast.load_state_dict({}),
     "strict=False": lambda fast, *_: fast.load_state_dict({}, strict=False),
-    "this is a list": lambda fast, *_: fast.load_state_dict([]),
+    "list": lambda fast, *_: fast.load_state_dict([]),
     "weight is torch.int64": lambda fast, *_: fast.load_state_dict(small().state_dict() | WHOLE),
-    r"\(10, 144\)": lambda fast, *_: fast.load_state_dict(small(num_classes=9).state_dict()),
+    "(10, 144)": lambda fast, *_: fast.load_state_dict(small(num_classes=9).state_dict()),
 }
 
 
-@pytest.mark.parametrize("words", CANNOT)
-def test_what_it_cannot_do_is_one_line(words):
+@pytest.mark.parametrize("name", CANNOT)
+def test_what_it_cannot_do_is_one_line(name):
     """And changes nothing."""
     model = small()
     fast = accelerate(model)
     x, t, y = inputs(model, 4)
-    with pytest.raises(UsageError, match=words) as caught:
-        CANNOT[words](fast, x, t, y)
-    assert "\n" not in str(caught.value)
+    with mistake("", name):
+        CANNOT[name](fast, x, t, y)
     with torch.no_grad():
         assert torch.equal(fast(x, t, y), model(x, t, y))
+
+
+@pytest.mark.parametrize(
+    "how", [dict(precision="fp16"), dict(guidance_channels=3.0), dict(guidance_channels=5)]
+)
+def test_an_argument_that_it_cannot_take_is_named(how):
+    with mistake(*how, str(*how.values())):
+        accelerate(small(), **how)
 
 
 @pytest.fixture
@@ -198,18 +201,13 @@ def test_gradients_are_refused_and_sampling_goes_on():
         lambda: accelerate(transformer())(given, t, y),
     ]
     for call in calls:
-        with forward_ad.dual_level(), pytest.raises(UsageError, match="gradients: "):
+        with forward_ad.dual_level(), mistake("", "gradients"):
             call()
     with torch.no_grad():
         assert torch.equal(fast(given, t, y), fast(given.detach(), t, y))
 
 
 # ---- modules that compute another function ----
-
-
-class Times(nn.DataParallel):
-    def forward(self, *inputs):
-        return 1.3 * self.module(*inputs)
 
 
 class NoNull(DiT):
@@ -239,17 +237,9 @@ def hooked(model):
     return model
 
 
-def patched(model):
-    forward = model.forward
-    model.forward = lambda *inputs: 1.3 * forward(*inputs)
-    return model
-
-
 OTHER_FUNCTIONS = {
     "hook of a wrapper": lambda: hooked(AveragedModel(small())),
     "hook": lambda: hooked(small()),
-    "forward of torch.compile": lambda: patched(torch.compile(small())),
-    "forward of a DataParallel's class": lambda: Times(small()),
     "the null class": lambda: small(NoNull),
     "eps of norms": lambda: build_large(norm_eps=1e-2),
 }
@@ -257,41 +247,17 @@ OTHER_FUNCTIONS = {
 
 @pytest.mark.parametrize("make", OTHER_FUNCTIONS.values(), ids=OTHER_FUNCTIONS)
 def test_a_module_of_another_function_is_refused(make):
-    """Wrappers, hooks, patches: the copy would not run them. A Sampler's: test_api.py."""
-    with pytest.raises(UsageError, match="another function than a .* check=False"):
+    """Wrappers, hooks: the copy would not run them. A Sampler's: test_api.py."""
+    with mistake("", "check=False"):
         accelerate(make())
 
 
 def test_a_module_is_compared_at_its_own_size():
     """Of a Sampler for other pictures too."""
-    with pytest.raises(UsageError, match="another function"):
+    with mistake("", "Otherwise"):
         Sampler(small(networks.Otherwise), image_size=128, **LATENT)
     with Sampler(small(), image_size=128, **LATENT) as sampler:
         assert sampler.latents(1).shape[-1] == 16
-
-
-def test_a_hook_that_changes_nothing_is_no_hindrance():
-    model = small()
-    calls = []
-    model.register_forward_hook(lambda part, inputs, output: calls.append(output.shape))
-    x, t, y = inputs(model, 2)
-    assert torch.equal(accelerate(model)(x, t, y), accelerate(small())(x, t, y)) and calls
-
-
-def test_a_compiled_part_is_not_compiled_for_the_check():
-    model = small()
-    x, t, y = inputs(model, 2)
-    compiled = []
-
-    def backend(graph, examples):
-        compiled.append(graph)
-        return graph
-
-    model.blocks[1].compile(backend=backend)
-    accelerate(model)
-    assert not compiled
-    model(x, t, y)
-    assert compiled
 
 
 def test_a_model_of_no_classes_has_its_one_label():
@@ -300,28 +266,27 @@ def test_a_model_of_no_classes_has_its_one_label():
     y = torch.zeros(2, dtype=torch.int64)
     with torch.no_grad():
         assert torch.equal(accelerate(model)(x, t, y), model(x, t, y))
-    with pytest.raises(UsageError, match="cfg_scale=4: guidance needs a null class"):
+    with mistake("cfg_scale", "null"):
         Sampler(model, **LATENT)
     with Sampler(model, cfg_scale=1, **LATENT) as sampler:
         assert torch.allclose(sampler.latents(0), upstream(model, (0,), 0, 3, 1), atol=1e-4)
 
 
-OTHERS = {  # words of the error → module
-    r"returns \(2, 4, 8, 8\)": lambda: small(Halved),
-    r"cannot be evaluated .*RuntimeError: of the caller": lambda: small(Raises),
-    "norm_eps is 0.1": lambda: transformer(norm_eps=0.1),
-    "diffusers' layout .*to_q.bias": lambda: transformer(attention_bias=False),
-    "contains no values": lambda: small().to("meta"),
-    "Linear: is not a DiT: no blocks.0.attn.qkv.weight": lambda: nn.Linear(2, 2),
-    "str: is not a DiT; give a torch.nn.Module": lambda: "DiT-XL/2",
+OTHERS = {  # a name in the error → module
+    "(2, 4, 8, 8)": lambda: small(Halved),
+    "RuntimeError: of the caller": lambda: small(Raises),
+    "norm_eps": lambda: transformer(norm_eps=0.1),
+    "to_q.bias": lambda: transformer(attention_bias=False),
+    "no values": lambda: small().to("meta"),
+    "blocks.0.attn.qkv.weight": lambda: nn.Linear(2, 2),
+    "torch.nn.Module": lambda: "DiT-XL/2",
 }
 
 
-@pytest.mark.parametrize("words", OTHERS)
-def test_another_network_is_refused(words):
-    with pytest.raises(UsageError, match=words) as caught:
-        accelerate(OTHERS[words]())
-    assert "\n" not in str(caught.value)
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_network_is_refused(name):
+    with mistake("", name):
+        accelerate(OTHERS[name]())
 
 
 def test_of_a_module_that_returns_zeros_nothing_is_compared(capsys):
@@ -363,7 +328,7 @@ def test_a_module_that_guides_all_channels(dtype):
     """Refused with the remedy, which works."""
     model = small(networks.FourChannels).to(dtype)
     for call in (accelerate, partial(Sampler, **LATENT)):
-        with pytest.raises(UsageError, match="guide 3 channels .* guidance_channels=4"):
+        with mistake("", "guidance_channels=4"):
             call(model)
     x, t, y = inputs(model, 4)
     fast = accelerate(model, guidance_channels=4)
@@ -378,7 +343,7 @@ def test_a_module_that_guides_all_channels(dtype):
 def test_a_module_that_guides_otherwise_is_refused():
     model = small(Rescaled)
     for given in ({}, dict(guidance_channels=4)):
-        with pytest.raises(UsageError, match="does not guide . channels .* check=False"):
+        with mistake("", "check=False"):
             accelerate(model, **given)
     x, t, y = inputs(model, 4)
     with torch.no_grad():
@@ -389,21 +354,20 @@ def test_a_module_that_guides_otherwise_is_refused():
 
 @pytest.mark.gpu
 def test_weights_that_overflow_are_refused():
-    words = "precision=fp16: overflows on these weights; use precision="
-    with pytest.raises(UsageError, match=words):
+    with mistake("precision", "fp16"):
         accelerate(large_inside(small()), "fp16", "cuda")
     fast = accelerate(small(), "fp16", "cuda")
     other = large_inside(small())
     x, t, y = inputs(other, 2, "cuda")
     want = fast(x, t, y)
-    with pytest.raises(UsageError, match=words):
+    with mistake("precision", "fp16"):
         fast.load_state_dict(other.state_dict())
     assert torch.equal(fast(x, t, y), want)  # the weights that it had
 
 
 @ON
 def test_weights_are_renewed_in_place(tier, device):
-    """To the bit as a copy made afresh; what was captured is replayed."""
+    """To the bit as a copy made afresh."""
     if not supports(tier, torch.device(device)):
         pytest.skip(f"this GPU has no {tier}")
     model = build_large(qk_norm=True).to(device) if tier != "exact" else small().to(device)
@@ -411,15 +375,13 @@ def test_weights_are_renewed_in_place(tier, device):
     x, t, y = inputs(model, 4, device)
     before = fast(x, t, y)
     fast.forward_with_cfg(x, t, y, 2.0)
-    graphs = _graphs(fast)
     ema = fill(copy.deepcopy(model), seed=5)
     fast.load_state_dict(ema.state_dict())
     new = accelerate(ema, tier)
     got = fast(x, t, y)
     assert torch.equal(got, new(x, t, y)) and not torch.equal(got, before)
     guided = fast.forward_with_cfg(x, t, y, 2.0)
-    assert torch.equal(guided, new.forward_with_cfg(x, t, y, 2.0)) and _graphs(fast) == graphs
-    assert len(graphs) == 2 * (device == "cuda" and TIERS[tier].accelerated)
+    assert torch.equal(guided, new.forward_with_cfg(x, t, y, 2.0))
     loaded = fast.state_dict()
     assert all(torch.equal(value, loaded[name]) for name, value in ema.state_dict().items())
     for value in ema.parameters():
@@ -443,15 +405,11 @@ def test_a_deep_copy_has_weights_of_its_own(tier, device):
 
 def test_a_state_dict_of_a_model_that_is_gone():
     fast = accelerate(small())
-    with pytest.raises(UsageError, match="is gone; keep it, or the state dict"):
+    with mistake("", "state dict"):
         fast.state_dict()
     state = small(num_classes=8).state_dict()
     fast.load_state_dict(state)
     assert fast.state_dict().keys() == state.keys()
-
-
-def _graphs(fast):
-    return [id(graph) for graph in fast.network.graphs.values()]
 
 
 @DEVICES

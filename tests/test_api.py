@@ -14,7 +14,7 @@ import forks
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, fill
+from conftest import ROOT, fill, mistake
 from diffusers import AutoencoderKL
 from networks import (
     DEVICES,
@@ -34,15 +34,13 @@ from torch.optim.swa_utils import AveragedModel
 from accel import Sampler, accelerate
 from accel.errors import UsageError
 from accel.families import DEMO
-from accel.families.sit.network import SiT
-from accel.runtime.graphs import MAX_GRAPHS
 from accel.runtime.precision import SWITCHES
 from diffusion import create_diffusion
 from models import DiT, DiT_models
 
 
-def demo(device="cpu", **options):
-    return Sampler("DiT-Demo/2", device=device, **{"num_sampling_steps": 4, **options})
+def demo(device="cpu", model="DiT-Demo/2", **options):
+    return Sampler(model, device=device, **{"num_sampling_steps": 4, **options})
 
 
 Z = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(7))
@@ -202,10 +200,7 @@ def test_a_position_table_that_was_trained_serves_its_own_size():
     model.pos_embed.data += 0.1
     with Sampler(model, **how) as sampler:
         assert torch.allclose(sampler.latents([4]), upstream(model, (4,), 0, 3), atol=1e-4)
-    with pytest.raises(
-        UsageError,
-        match="DiT: its position table differs by up to 0.1 .*; sample at the size that it was",
-    ):
+    with mistake("", "DiT", "0.1"):
         Sampler(model, image_size=128, **how)
 
 
@@ -218,7 +213,7 @@ def test_close_frees_the_network():
     gc.collect()
     assert network() is None
     for call in (sampler.sample, sampler.latents):
-        with pytest.raises(ValueError, match="closed; make another"):
+        with pytest.raises(ValueError):
             call(0)
 
 
@@ -253,82 +248,49 @@ def test_a_notice_names_the_parameter(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    "make, words",
+    "make, parameter, name",
     [
-        (lambda: Sampler(""), "ckpt: is empty"),
-        (lambda: Sampler("x" * 300), "model=xxx.*: unknown; choose from"),
-        (lambda: Sampler("weights.pt"), "ckpt=weights.pt: no such file"),
-        (lambda: pickle.dumps(demo()), "cannot be pickled or copied; make another"),
-        (
-            lambda: demo(vae=nn.Linear(2, 2)),
-            "vae=Linear: give ema, mse, a folder or an AutoencoderKL",
-        ),
-        (
-            lambda: demo(vae=AutoencoderKL().to("meta")),
-            "vae=AutoencoderKL: contains no values; load the weights first",
-        ),
-        (lambda: demo().latents(0, num_sampling_steps=0), "num_sampling_steps=0"),
-        (lambda: demo().latents([]), "labels: give at least one"),
-        (lambda: demo(num_sampling_steps=10.0), "num_sampling_steps=10.0: must be a whole number"),
-        (lambda: demo(image_size="64"), "image_size='64': must be a whole number"),
-        (lambda: demo(cfg_scale="abc"), "cfg_scale='abc': must be a number"),
-        (lambda: demo(seed=1.0), "seed=1.0: must be a whole number"),
-        (lambda: demo(ckpt=5), "ckpt=5: must be text or a path"),
-        (lambda: demo(labels=5), "labels=5: must be several; give a list"),
-        (lambda: demo(guidance_interval=0.5), "guidance_interval=0.5: must be several"),
-        (lambda: demo().latents([1.0]), "labels=1.0: must be a whole number or a name"),
-        (lambda: demo().latents([True]), "labels=True: must be a whole number or a name"),
-        (lambda: demo().latents([1], seed=[1.0]), "seed=1.0: must be a whole number"),
-        (lambda: demo().latents([1], noise="z"), "noise: must be an array of numbers"),
-        (
-            lambda: demo().latents([1, 2], seed=[1]),
-            "seed: 1 given, and labels: 2; give one seed for each label, or one number",
-        ),
-        (
-            lambda: demo().latents([1], seed=[2**70]),
-            "seed=1180591620717411303424: must be from -9223372036854775808 to",
-        ),
-        (
-            lambda: demo().latents([1], seed=2**70),
-            "seed=1180591620717411303424: must be from -9223372036854775808 to",
-        ),
-        (
-            lambda: demo().latents(1, noise=Z),
-            r"noise: is of shape \(2, 4, 16, 16\), must be \(1, 4, 16, 16",
-        ),
-        (
-            lambda: demo().latents([1, 2], noise=Z.long()),
-            "noise: has dtype torch.int64; give floats",
-        ),
-        (lambda: demo().latents([1, 2], noise=Z / 0), "noise: has values that are not finite"),
-        (
-            lambda: demo().decode(Z[0]),
-            r"latents: is of shape \(4, 16, 16\), must be \(n, 4, side, side\)",
-        ),
-        (lambda: demo(output_type="latent").decode(Z), "output_type=latent: loads no decoder"),
-        (lambda: demo().refresh("x.pt"), "str: is not a DiT; give a torch.nn.Module"),
-        (
-            lambda: demo().latents(1, noise=Z.clone().requires_grad_()),
-            "gradients: sampling has none for noise; call the model itself in your own loop",
-        ),
-        (lambda: demo().refresh([]), "list: is not a DiT; give a torch.nn.Module"),
-        (lambda: demo().refresh({}), "refresh: is not a DiT: no pos_embed"),
-        (lambda: demo().refresh(small().state_dict()), "refresh: pos_embed is .*, must be .*216"),
-        (lambda: demo(output_type="latent").sample(0), "output_type=latent: loads no decoder"),
-        (
-            lambda: Sampler(DiT(hidden_size=48, depth=1, num_heads=2, in_channels=3)),
-            "vae=ema: .* makes 3; give",
-        ),
-        (
-            lambda: Sampler(DiT(hidden_size=48, depth=1, num_heads=2), ckpt="x.pt"),
-            "ckpt: is for weights on disk",
-        ),
+        (lambda: Sampler(""), "ckpt", "empty"),
+        (lambda: Sampler("x" * 300), "model", "DiT-XL/2"),
+        (lambda: Sampler("weights.pt"), "ckpt", "weights.pt"),
+        (lambda: pickle.dumps(demo()), "", "pickled"),
+        (lambda: demo(vae=nn.Linear(2, 2)), "vae", "Linear"),
+        (lambda: demo(vae=AutoencoderKL().to("meta")), "vae", "AutoencoderKL"),
+        (lambda: demo().latents(0, num_sampling_steps=0), "num_sampling_steps", "0"),
+        (lambda: demo().latents([]), "labels", "at least one"),
+        (lambda: demo(num_sampling_steps=10.0), "num_sampling_steps", "10.0"),
+        (lambda: demo(image_size="64"), "image_size", "'64'"),
+        (lambda: demo(cfg_scale="abc"), "cfg_scale", "'abc'"),
+        (lambda: demo(seed=1.0), "seed", "1.0"),
+        (lambda: demo(ckpt=5), "ckpt", "5"),
+        (lambda: demo(labels=5), "labels", "list"),
+        (lambda: demo(guidance_interval=0.5), "guidance_interval", "0.5"),
+        (lambda: demo().latents([1.0]), "labels", "1.0"),
+        (lambda: demo().latents([True]), "labels", "True"),
+        (lambda: demo().latents([1], seed=[1.0]), "seed", "1.0"),
+        (lambda: demo().latents([1], noise="z"), "noise", "array"),
+        (lambda: demo().latents([1, 2], seed=[1]), "seed", "labels"),
+        (lambda: demo().latents([1], seed=[2**70]), "seed", str(2**70)),
+        (lambda: demo().latents([1], seed=2**70), "seed", str(2**70)),
+        (lambda: demo().latents(1, noise=Z), "noise", "(1, 4, 16, 16"),
+        (lambda: demo().latents([1, 2], noise=Z.long()), "noise", "torch.int64"),
+        (lambda: demo().latents([1, 2], noise=Z / 0), "noise", "finite"),
+        (lambda: demo().decode(Z[0]), "latents", "(n, 4, side, side)"),
+        (lambda: demo(output_type="latent").decode(Z), "output_type", "decoder"),
+        (lambda: demo(output_type="latent").sample(0), "output_type", "decoder"),
+        (lambda: demo().refresh("x.pt"), "", "str"),
+        (lambda: demo().refresh([]), "", "list"),
+        (lambda: demo().refresh({}), "", "pos_embed"),
+        (lambda: demo().refresh(small().state_dict()), "", "216"),
+        (lambda: demo().latents(1, noise=Z.clone().requires_grad_()), "", "gradients"),
+        (lambda: Sampler(DiT(hidden_size=48, depth=1, num_heads=2, in_channels=3)), "", "vae=ema"),
+        (lambda: Sampler(DiT(hidden_size=48, depth=1, num_heads=2), ckpt="x.pt"), "ckpt", "disk"),
     ],
 )
-def test_errors_are_value_errors_of_one_line(make, words):
-    with pytest.raises(ValueError, match=words) as error:
+def test_errors_are_value_errors_of_one_line(make, parameter, name):
+    with mistake(parameter, name) as caught:
         make()
-    assert isinstance(error.value, UsageError) and "\n" not in str(error.value)
+    assert isinstance(caught.value, ValueError)
 
 
 def with_nan(model):
@@ -340,37 +302,26 @@ def with_nan(model):
     "precision, device", [("fp32", "cpu"), pytest.param("fp16", "cuda", marks=pytest.mark.gpu)]
 )
 def test_weights_are_renewed_in_place(precision, device):
-    """To the bit as a new Sampler; what was captured is replayed."""
+    """To the bit as a new Sampler."""
     how = dict(precision=precision, device=device, output_type="latent", num_sampling_steps=3)
     build = DiT_models["DiT-Demo/2"]
     model = fill(build())
     ema = fill(build(), seed=3)
     with Sampler(model, **how) as sampler, Sampler(ema, **how) as new:
         before = sampler.latents([1, 2])
-        graphs = graphs_of(sampler)
         sampler.refresh(AveragedModel(ema))
-        assert (
-            torch.equal(sampler.latents([1, 2]), new.latents([1, 2]))
-            and graphs_of(sampler) == graphs
-        )
+        assert torch.equal(sampler.latents([1, 2]), new.latents([1, 2]))
         assert not torch.equal(sampler.latents([1, 2]), before)
-        for other, words in (
-            (
-                fill(DiT(input_size=16, hidden_size=48, depth=2, num_heads=2, num_classes=8)),
-                "has num_heads 2, unlike",
-            ),
-            (fill(build(num_heads=2)), "has num_heads 2, unlike"),
-            (fill(build(num_classes=9, class_dropout_prob=0)), "has num_classes 9, unlike"),
-            (
-                fill(FourChannels(**build.config)),
-                "does not guide 3 channels .* guidance_channels=4",
-            ),
-            (fill(Otherwise(**build.config)), "Otherwise: computes another function"),
-            (build().to("meta"), "DiT: contains no values"),
-            (with_nan(build()), "DiT: blocks.0.mlp.fc1.bias has values that are not finite"),
-            (nn.Linear(2, 2), "Linear: is not a DiT"),
+        for other, name in (
+            (fill(build(num_heads=2)), "num_heads 2"),
+            (fill(build(num_classes=9, class_dropout_prob=0)), "num_classes 9"),
+            (fill(FourChannels(**build.config)), "guidance_channels=4"),
+            (fill(Otherwise(**build.config)), "Otherwise"),
+            (build().to("meta"), "no values"),
+            (with_nan(build()), "blocks.0.mlp.fc1.bias"),
+            (nn.Linear(2, 2), "Linear"),
         ):
-            with pytest.raises(ValueError, match=words):
+            with mistake("", name):
                 sampler.refresh(other)
         assert torch.equal(sampler.latents([1, 2]), new.latents([1, 2]))
 
@@ -385,25 +336,23 @@ def test_a_refresh_without_check_ignores_the_guidance_of_a_module():
 
 
 @DEVICES
-@pytest.mark.parametrize("sampler", ["ddpm", "unipc"])
-def test_a_seed_for_each_picture(device, sampler):
-    """As alone with its seed: to the bit one at a time, all at once but for rounding."""
+@pytest.mark.parametrize(
+    "how",
+    [dict(sampler="ddpm"), dict(sampler="unipc"), dict(model="SiT-Demo/2", sampler="sde")],
+    ids=lambda how: how["sampler"],
+)
+def test_a_seed_for_each_picture(device, how):
+    """As alone with its seed: to the bit one at a time, all at once but for rounding. The steps of
+    a SiT draw from the CPU's generator.
+    """
     labels, seeds = [1, 2, 1, 3], [5, 6, 5, 0]
-    with demo(device, sampler=sampler, output_type="latent", batch_size=1) as one_at_a_time:
+    with demo(device, **how, output_type="latent", batch_size=1) as one_at_a_time:
         alone = [one_at_a_time.latents(*each) for each in zip(labels, seeds)]
         got = one_at_a_time.latents(labels, seed=torch.tensor(seeds))
     assert torch.equal(got, torch.cat(alone))
-    with demo(device, sampler=sampler, output_type="latent") as sampler:
+    with demo(device, **how, output_type="latent") as sampler:
         together = sampler.latents(labels, seed=seeds)
     assert torch.allclose(together, got, atol=1e-3 if device == "cpu" else 0.3)
-
-
-def test_noise_of_a_flow_is_the_labels_own():
-    """SiT's steps draw noise from the CPU's generator."""
-    how = dict(output_type="latent", device="cpu", num_sampling_steps=4, batch_size=1)
-    with Sampler(small(SiT), **how) as sampler:
-        alone = [sampler.latents(1, seed) for seed in (3, 4)]
-        assert torch.equal(sampler.latents([1, 1], seed=[3, 4]), torch.cat(alone))
 
 
 @DEVICES
@@ -463,7 +412,9 @@ def test_a_state_dict_renews_the_weights():
 
 @DEVICES
 def test_threads_get_their_own_pictures(device):
-    """Two Samplers, of two tiers where there are two, and four threads on one of them."""
+    """Two Samplers, of two tiers where there are two, and four threads on one of them. None leaves
+    another's default dtype.
+    """
     how = dict(output_type="latent", num_sampling_steps=5)
     second = "fp16" if device == "cuda" else "fp32"
     with demo(device, precision="fp32", **how) as a, demo(device, precision=second, **how) as b:
@@ -475,13 +426,15 @@ def test_threads_get_their_own_pictures(device):
             lambda: a.latents([0], seed=5),
         ]
         want = [work() for work in works]
-        with ThreadPoolExecutor(len(works)) as pool:
-            for _ in range(3):
-                found = [pool.submit(work) for work in works]
-                assert all(
-                    torch.equal(one.result(), latents)
-                    for one, latents in zip(found, want, strict=True)
-                )
+        try:
+            torch.set_default_dtype(torch.float64)
+            with ThreadPoolExecutor(len(works)) as pool:
+                for _ in range(3):
+                    found = [pool.submit(work) for work in works]
+                    assert all(map(torch.equal, [one.result() for one in found], want))
+            assert torch.get_default_dtype() == torch.float64
+        finally:
+            torch.set_default_dtype(torch.float32)
 
 
 @DEVICES
@@ -528,32 +481,6 @@ def test_a_pipeline_of_diffusers(device, tiny_vae):
     arguments = dict(clip_denoised=False, model_kwargs=dict(y=y, cfg_scale=4.0))
     want = create_diffusion("3").p_sample_loop(guided, z.shape, z, **arguments)[:2]
     assert (latents - want).norm() / want.norm() < 1e-4
-
-
-def graphs_of(sampler):
-    return [id(graph) for graph in sampler._pipeline.network.graphs.values()]
-
-
-@pytest.mark.gpu
-def test_a_step_is_captured_once_and_replayed():
-    """A new number of pictures or steps is another graph, and so is none in place of guidance; a
-    new seed, label or scale is not, nor is a former value. Few are kept.
-    """
-    with demo("cuda", precision="fp16", output_type="latent") as sampler:
-        first_latents = sampler.latents([1, 2], seed=0)
-        first = graphs_of(sampler)
-        sampler.latents([3, 4], seed=1)
-        assert len(first) == 1 and graphs_of(sampler) == first
-        sampler.latents([1, 2], num_sampling_steps=5)
-        sampler.latents([1, 2], cfg_scale=1.0)
-        three = sorted(graphs_of(sampler))
-        assert torch.equal(sampler.latents([1, 2], seed=0), first_latents)
-        sampler.latents([1, 2], num_sampling_steps=5)
-        sampler.latents([1, 2], cfg_scale=2.0)
-        assert len(three) == 3 and sorted(graphs_of(sampler)) == three
-        for count in range(1, 3 + MAX_GRAPHS):
-            sampler.latents([1] * count)
-        assert len(graphs_of(sampler)) == MAX_GRAPHS
 
 
 @pytest.mark.gpu

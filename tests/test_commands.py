@@ -11,14 +11,13 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, mistake
 from forks import succeeds
 from networks import latents_of, ready
 from PIL import Image
 
 from accel.config.options import Options
 from accel.config.rules import Request
-from accel.errors import UsageError
 from accel.families import model_names
 
 DEMO = ("--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", 2)
@@ -225,7 +224,7 @@ def test_tf32_is_a_permission(here, tmp_path):
         "· fp32 ·" in text for text in outputs.values()
     )
     assert (tmp_path / "--tf32.png").read_bytes() == (tmp_path / "--no-tf32.png").read_bytes()
-    with pytest.raises(UsageError, match="tf32=True: conflicts with precision=fp32"):
+    with mistake("tf32", "fp32"):
         Request.open(Options(tf32=True, precision="fp32"))
 
 

@@ -9,6 +9,7 @@ import networks
 import numpy as np
 import pytest
 import torch
+from conftest import mistake
 from forks import refused, succeeds
 from networks import error, network_of, recognise, with_norms
 from PIL import Image
@@ -18,7 +19,7 @@ from torch import nn
 from accel import Sampler, accelerate
 from accel.checkpoints import facts as facts_beside
 from accel.checkpoints.loading import WeightFiles
-from accel.errors import InputRef, UsageError
+from accel.errors import InputRef
 from accel.families import DEMO
 from accel.families.blocks import RMSFinalLayer
 from accel.families.jit import FAMILY as JIT
@@ -164,7 +165,7 @@ def test_the_first_noise_follows_from_the_pictures_size(name):
 
 def test_an_unknown_start_of_label_tokens_is_refused():
     for facts in ({}, {"in_context_start": 4}):
-        with pytest.raises(UsageError, match="enter; save in_context_start in its args"):
+        with mistake("ckpt", "in_context_start"):
             recognise("x.pth", build().state_dict(), facts)
 
 
@@ -305,7 +306,7 @@ class Training(nn.Module):
 
 @pytest.mark.parametrize("door", (accelerate, Sampler))
 def test_a_module_that_holds_the_network_is_refused_by_its_name(door):
-    with pytest.raises(UsageError, match=r"^Training: contains the network; give its .net$"):
+    with mistake("", "Training", ".net"):
         door(Training(Original(build())))
 
 

@@ -5,10 +5,10 @@ what loading costs.
 import forks
 import pytest
 import torch
+from conftest import mistake
 from networks import build, fast_network, large_inside, opened, ready, small
 
 from accel.config.options import Options
-from accel.errors import UsageError
 from accel.families.dit import FAMILY
 from accel.families.dit.network import DiT_models
 from accel.pipeline import Pipeline
@@ -25,30 +25,27 @@ def options_of(weights, **options):
 
 
 @pytest.mark.parametrize(
-    "wrong, words",
+    "wrong, parameter, name",
     [
-        (dict(ckpt="no/such.pt"), "ckpt=no/such.pt"),
-        (
-            dict(precision="exact"),
-            "precision=exact: cpu has no float16 tensor cores .*; choose fp32",
-        ),
-        (dict(vae_precision="fp16"), "vae_precision=fp16"),
-        (dict(model="DiT-S/8"), "contains the weights of DiT-Demo/2, not of DiT-S/8"),
+        (dict(ckpt="no/such.pt"), "ckpt", "no/such.pt"),
+        (dict(precision="exact"), "precision", "fp32"),
+        (dict(vae_precision="fp16"), "vae_precision", "fp32"),
+        (dict(model="DiT-S/8"), "ckpt", "DiT-S/8"),
     ],
 )
 def test_what_flags_decide_comes_before_weights_that_are_fetched(
-    wrong, words, weights, monkeypatch
+    wrong, parameter, name, weights, monkeypatch
 ):
     for function in ("from_hub", "download"):
         monkeypatch.setattr(fetch, function, lambda *_: pytest.fail("fetched"))
     monkeypatch.setattr("accel.decoders.loading.FOLDER", weights.parent)  # where no decoder lies
-    with pytest.raises(UsageError, match=words):
+    with mistake(parameter, name):
         ready(**options_of(weights, **{"vae": "ema", **wrong}))
 
 
 def test_loading_imports_no_compiler():
     """Making the network on the meta device, to check the weights against, must not cost
-    seconds. The compiler can be imported whole afterwards.
+    seconds.
     """
     code = (
         "import sys, torch\nfrom accel.run.opening import open_run\n"
@@ -56,11 +53,10 @@ def test_loading_imports_no_compiler():
         "from accel.config.options import Options\nfrom accel.pipeline import Pipeline\n"
         "run = open_run(Request.open(Options(model='DiT-Demo/2', device='cpu')))\n"
         "print(len(Pipeline.load(run).network.stages[0].blocks))\n"
-        "print({'torch._dynamo', 'triton', 'diffusers'} & set(sys.modules))\n"
-        "print(torch.compile(torch.cos, backend='eager')(torch.zeros(1)).item())"
+        "print({'torch._dynamo', 'triton', 'diffusers'} & set(sys.modules))"
     )
     done = forks.run(["-c", code])
-    assert done.stdout.splitlines() == ["6", "set()", "1.0"], done.stdout + done.stderr
+    assert done.stdout.splitlines() == ["6", "set()"], done.stdout + done.stderr
 
 
 def test_loading_costs_the_file(tmp_path):
@@ -90,16 +86,6 @@ def test_loading_costs_the_file(tmp_path):
     path.unlink()
 
 
-def test_latents_that_are_not_finite_name_the_step(weights):
-    _, pipeline = ready(**options_of(weights, labels=(1,), output_type="latent"))
-    condition = pipeline.network.condition
-    pipeline.network.condition = lambda t, y: condition(t, y) * (float("nan") if t[0] < 600 else 1)
-    with pytest.raises(
-        UsageError, match="precision=fp32: .* not finite from step 3 of 5 on; check the weights"
-    ):
-        pipeline.latents((1,), 0)
-
-
 def test_the_check_for_overflow_leaves_the_random_stream_alone():
     """By the reference implementations: float16 overflows where bfloat16 and float32 do
     not. The run's noise is the same whether or not there was a check.
@@ -123,18 +109,15 @@ def test_the_check_for_overflow_leaves_the_random_stream_alone():
 
 
 @pytest.mark.parametrize(
-    "how, message",
+    "how, names",
     [
-        (dict(labels=range(6)), "batch_size=6: does not fit in free GPU memory; use a smaller one"),
-        (dict(labels=range(6), batch_size=2), "batch_size=2: does not fit in free GPU memory; use"),
-        (dict(labels=(1,)), "batch_size=1: .*, or a smaller image_size than 128$"),
-        (
-            dict(num_fid_samples=100, per_proc_batch_size=48),
-            "per_proc_batch_size=48: does not fit in free GPU memory; use a smaller one",
-        ),
+        (dict(labels=range(6)), ["batch_size=6"]),
+        (dict(labels=range(6), batch_size=2), ["batch_size=2"]),
+        (dict(labels=(1,)), ["batch_size=1", "image_size", "128"]),
+        (dict(num_fid_samples=100, per_proc_batch_size=48), ["per_proc_batch_size=48"]),
     ],
 )
-def test_too_little_memory_names_what_made_the_batch(how, message, weights):
+def test_too_little_memory_names_what_made_the_batch(how, names, weights):
     run = opened(Options(**options_of(weights, **how)), CPU)
     pipeline = Pipeline.load(run, sizes={3})
 
@@ -143,7 +126,7 @@ def test_too_little_memory_names_what_made_the_batch(how, message, weights):
 
     pipeline.network.forward_tokens = full
     z = torch.randn(3, 4, 16, 16)
-    with pytest.raises(UsageError, match=f"^{message}"):
+    with mistake("", *names):
         pipeline.denoise(z, torch.arange(3), lambda: torch.randn(3, 4, 16, 16))
 
 
@@ -154,5 +137,5 @@ def test_weights_that_overflow_float16_are_found(tmp_path, capsys):
     _, pipeline = ready(**how)
     assert pipeline.tier == "bf16" and "overflow" in capsys.readouterr().out
     assert pipeline.latents((1,), 0).isfinite().all()
-    with pytest.raises(UsageError, match="precision=fp16: overflows.*bf16"):
+    with mistake("precision", "fp16", "bf16"):
         ready(**how, precision="fp16")

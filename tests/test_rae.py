@@ -6,6 +6,7 @@ import networks
 import numpy as np
 import pytest
 import torch
+from conftest import mistake
 from decoders.vits import SMALL as SMALL_VIT
 from decoders.vits import vit_files
 from forks import succeeds
@@ -15,7 +16,6 @@ from reference_networks import rae
 
 from accel import Sampler, accelerate
 from accel.config.options import Options
-from accel.errors import UsageError
 from accel.families.rae import BY_SIDE
 from accel.families.rae.network import DiTwDDTHead
 from accel.run.fetching import fetch
@@ -78,9 +78,7 @@ def test_each_size_has_its_own_decoder(tmp_path, monkeypatch):
     for side, name in ((16, "ViTXL_n08"), (32, "ViTXL_n08_i512")):
         options = Options(ckpt=tmp_path / f"{side}.pt", device="cpu")
         torch.save(build(input_size=side).state_dict(), options["ckpt"])
-        with pytest.raises(
-            UsageError, match=f"decodes with [^ ]*/{name}/model.pt unless .*hf download"
-        ):
+        with mistake("", f"/{name}/model.pt", "hf download"):
             opened(options)
         assert opened(options.changed(output_type="latent")).settings.image_size == 16 * side
     vae = vit_files(tmp_path / "vit", SMALL_VIT._replace(channels=24, side=32), statistics=False)
@@ -94,31 +92,28 @@ def test_each_size_has_its_own_decoder(tmp_path, monkeypatch):
     (tmp_path / "other").mkdir()
     for file in vae.parent.iterdir():
         shutil.copy(file, "other")
-    with pytest.raises(UsageError, match="latent_stats"):
+    with mistake("vae", "latent_stats"):
         opened(options.changed(vae="other/model.pt"))
 
 
 @pytest.mark.parametrize(
-    "change, words",
+    "change, name",
     (
-        (lambda s: drop(s, "feat_rope"), "is not a RAE: no enc_feat_rope.freqs_cos"),
-        (lambda s: drop(s, "mlp.w"), "no blocks.0.mlp.w3.weight"),
-        (lambda s: drop(s, ".norm1"), "no blocks.0.norm1.weight"),
-        (lambda s: drop(s, "pos_embed"), "no pos_embed"),
-        (
-            lambda s: s | {ADALN: s[ADALN][: 4 * 144]},
-            r"adaLN_modulation.1.weight is \(576, 144\), must be \(864, 144\)",
-        ),
+        (lambda s: drop(s, "feat_rope"), "enc_feat_rope.freqs_cos"),
+        (lambda s: drop(s, "mlp.w"), "blocks.0.mlp.w3.weight"),
+        (lambda s: drop(s, ".norm1"), "blocks.0.norm1.weight"),
+        (lambda s: drop(s, "pos_embed"), "pos_embed"),
+        (lambda s: s | {ADALN: s[ADALN][: 4 * 144]}, "adaLN_modulation.1.weight is (576, 144)"),
         (
             lambda s: s | {X: torch.zeros(512, 24, 2, 2)},
-            r"x_embedder.proj.weight is \(512, 24, 2, 2\), must be",
+            "x_embedder.proj.weight is (512, 24, 2, 2)",
         ),
-        (lambda s: s | {X: torch.zeros(144, 24, 1, 1)}, "is for heads of 128"),
-        (lambda s: s | {S: torch.zeros(512, 24, 1, 1)}, "is for heads of 72"),
+        (lambda s: s | {X: torch.zeros(144, 24, 1, 1)}, "heads of 128"),
+        (lambda s: s | {S: torch.zeros(512, 24, 1, 1)}, "heads of 72"),
     ),
 )
-def test_what_is_not_computed_is_named(change, words):
-    with pytest.raises(UsageError, match=f"ckpt=x.pt: [^\n]*{words}[^\n]*$"):
+def test_what_is_not_computed_is_named(change, name):
+    with mistake("ckpt", name):
         recognise("x.pt", change(dict(build().state_dict())), {})
 
 
@@ -151,7 +146,7 @@ def test_modules_are_accelerated_sampled_and_refreshed():
     copy = accelerate(theirs, "fp32")
     assert error(copy(x, 1 - t, y), -velocity(ours, x, t, y)) < 5e-6
     assert torch.equal(copy.forward(x, 1 - t, y, None, mask=None), copy(x, 1 - t, y))
-    with pytest.raises(UsageError, match="^forward: s must be None, [^\n]*$"):
+    with mistake("", "forward: s"):
         copy(x, 1 - t, y, s=x)
     assert error(accelerate(ours, "fp32")(x, t, y), velocity(ours, x, t, y)) < 5e-6
     t = torch.tensor([0.25, 0.75] * 2)

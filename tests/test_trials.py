@@ -141,25 +141,6 @@ def test_a_job_that_ends_at_any_point_is_made_whole(tmp_path):
         assert names == sorted([*want, "npz.json", "pictures.npz"]), last
 
 
-def test_a_file_that_is_replaced_is_the_old_or_the_new(tmp_path):
-    path = tmp_path / "x.npy"
-    old, new = 1000 * b"o", 3000 * b"n"
-
-    def work():
-        with atomic_write(path) as file:
-            file.write(new)
-
-    path.write_bytes(old)
-    lines = run_traced(work)
-    assert set(lines) == {TRACED[0]}
-    for last in range(len(lines)):
-        path.write_bytes(old)
-        end(work, last)
-        assert path.read_bytes() in (old, new), last
-        work()
-        assert path.read_bytes() == new
-
-
 # ---- runs that agree ----
 
 SAME = {

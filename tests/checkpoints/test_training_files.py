@@ -9,11 +9,10 @@ import forks
 import numpy as np
 import pytest
 import torch
+from conftest import mistake
 from networks import identify, small, weights_at
 from safetensors.torch import save_file
 from test_checkpoint import same
-
-from accel.errors import UsageError
 
 RAW = small(num_classes=10).state_dict()
 AVERAGE = {name: value + (value.ndim > 1) for name, value in RAW.items()}
@@ -78,16 +77,16 @@ def test_the_entry_that_is_sampled(content, chosen, others, tmp_path, capsys):
         ("model", RAW),
         ("ema", AVERAGE),
         ("ema.average", AVERAGE),
-        ("opt", "has the entries model, ema.average"),
-        ("em", "has the entries model, ema.average"),
+        ("opt", None),
+        ("em", None),
     ],
 )
 def test_the_user_names_the_entry(entry, want, tmp_path, capsys):
     """An average has the fixed table of the weights if it lacks its own."""
     ema = {"average": without_table(AVERAGE), "num_updates": 5}
     torch.save({"model": RAW, "ema": ema, "opt": OPTIMIZER}, tmp_path / "x.pt")
-    if isinstance(want, str):
-        with pytest.raises(UsageError, match=f"weights_entry={entry}: .*{want}"):
+    if want is None:
+        with mistake("weights_entry", "model", "ema.average"):
             weights_at(tmp_path / "x.pt", entry=entry).checkpoint()
         return
     weights = weights_at(tmp_path / "x.pt", entry=entry)
@@ -101,14 +100,14 @@ def test_the_user_names_the_entry(entry, want, tmp_path, capsys):
 
 def test_several_entries_of_which_none_is_known(tmp_path):
     torch.save({"teacher": RAW, "student": AVERAGE}, tmp_path / "x.pt")
-    with pytest.raises(UsageError, match="has the entries teacher, student; give weights_entry"):
+    with mistake("ckpt", "teacher", "student", "weights_entry"):
         identify(tmp_path / "x.pt")
     assert same(weights_at(tmp_path / "x.pt", entry="student").state, AVERAGE)
     torch.save({"ema_0.99": RAW, "ema_0.9999": AVERAGE, "model": RAW}, tmp_path / "v.pt")
-    with pytest.raises(UsageError, match="has the entries ema_0.99, ema_0.9999, model; give"):
+    with mistake("ckpt", "ema_0.99", "ema_0.9999"):
         identify(tmp_path / "v.pt")
     torch.save(RAW, tmp_path / "w.pt")
-    with pytest.raises(UsageError, match="weights_entry=ema: .*w.pt is a state dict itself"):
+    with mistake("weights_entry", "w.pt"):
         weights_at(tmp_path / "w.pt", entry="ema").checkpoint()
 
 
@@ -140,9 +139,7 @@ def test_a_part_that_is_there_twice(tmp_path):
     assert same(weights_at(tmp_path / "x.pt").state, RAW)
     other = {name: value + 1 for name, value in twice.items()}
     torch.save({**RAW, **other}, tmp_path / "y.pt")
-    with pytest.raises(
-        UsageError, match=r"has blocks\.0\.(.*) and blocks\.0\._orig_mod\.\1, with other values;"
-    ):
+    with mistake("ckpt", "_orig_mod"):
         identify(tmp_path / "y.pt")
 
 
@@ -167,30 +164,25 @@ def test_of_two_networks_in_a_state_dict_the_user_names_one(tmp_path):
         ("x.pt", ("ema_model", "ema_model.", "state_dict.ema_model")),
         ("y.safetensors", ("ema_model",)),
     ):
-        with pytest.raises(
-            UsageError,
-            match=r"contains networks under 'ema_model\.' and 'online_model\.'; give weig",
-        ):
+        with mistake("ckpt", "ema_model", "online_model"):
             identify(tmp_path / name)
         for entry in entries:
             assert same(weights_at(tmp_path / name, entry=entry).state, AVERAGE)
-        with pytest.raises(UsageError, match="^weights_entry=online: "):
+        with mistake("weights_entry", "online"):
             weights_at(tmp_path / name, entry="online").checkpoint()
 
 
 def test_a_second_network_beside_one_without_a_prefix_is_named(tmp_path):
     content = {**RAW, **under("ema_model.", AVERAGE)}
     torch.save({"state_dict": content}, tmp_path / "x.pt")
-    with pytest.raises(
-        UsageError, match=r"contains networks under no prefix and 'ema_model\.'; give"
-    ):
+    with mistake("ckpt", "ema_model"):
         identify(tmp_path / "x.pt")
     assert same(weights_at(tmp_path / "x.pt", entry="ema_model").state, AVERAGE)
 
 
 def test_an_average_without_weights_has_no_fixed_table(tmp_path):
     torch.save({"ema": without_table(AVERAGE), "args": PLAIN}, tmp_path / "y.pt")
-    with pytest.raises(UsageError, match="is not a DiT: no pos_embed"):
+    with mistake("ckpt", "DiT", "pos_embed"):
         identify(tmp_path / "y.pt")
 
 
@@ -217,7 +209,7 @@ def test_plain_data_of_training_is_read(tmp_path):
 def test_what_is_no_plain_data_is_refused(value, tmp_path):
     """Code that would run: test_checkpoint.py."""
     torch.save({"model": RAW, "args": argparse.Namespace(x=value)}, tmp_path / "x.pt")
-    with pytest.raises(UsageError, match="refused, loading it would run code"):
+    with mistake("ckpt", "code"):
         identify(tmp_path / "x.pt")
 
 
@@ -248,14 +240,12 @@ def test_parts_of_tensors_are_refused_with_what_joins_them(tmp_path):
     torch.save(RAW, tmp_path / "x.pt")
     path = f"{forks.ROOT}:{forks.ROOT}/tests"
     done = forks.run(["-c", SHARDED, tmp_path / "x.pt", tmp_path], PYTHONPATH=path)
-    words = "contains DTensors, shards of tensors on several processes; save full tensors by full_tensor"
-    assert words in done.stdout, done.stderr
-    with pytest.raises(UsageError, match=rf"^ckpt={tmp_path}/parts.pt: {words}\(\), or join"):
+    assert "full_tensor" in done.stdout, done.stderr
+    with mistake("ckpt", "DTensors", "full_tensor"):
         identify(tmp_path / "parts.pt")
-    words = "is a distributed checkpoint, whose tensors lie in parts; join them by .*dcp_to_torch_"
     (part, *_) = (tmp_path / "dcp").glob("*.distcp")
     for path in (tmp_path / "dcp", tmp_path, part):  # accelerate puts it into a folder of its own
-        with pytest.raises(UsageError, match=rf"^ckpt={path}: {words}"):
+        with mistake("ckpt", str(path), "dcp_to_torch_"):
             identify(path)
 
 
@@ -266,5 +256,5 @@ def test_names_that_are_not_utf_8(tmp_path):
     for mapped in (True, False):
         assert same(weights_at(tmp_path / "x\udcff.pt", mapped).state, RAW)
     (tmp_path / "x\udcff.safetensors").touch()
-    with pytest.raises(UsageError, match="has a name that is not UTF-8, .*; rename it"):
+    with mistake("ckpt", "UTF-8"):
         identify(tmp_path / "x\udcff.safetensors")

@@ -7,6 +7,7 @@ from pathlib import Path
 import forks
 import pytest
 import torch
+from conftest import mistake
 from hub import Hub
 from safetensors.torch import load_file, save_file
 
@@ -77,9 +78,7 @@ def test_a_decoder_that_was_changed_since_it_was_opened_is_refused(name, ask, fo
     else:
         other = load_file(folder / name) | {"decoder.conv_out.bias": torch.zeros(3)}
         save_file(other, folder / name, metadata={"format": "pt"})
-    with pytest.raises(
-        UsageError, match="vae=[^\n]*: was changed since it was opened; start again"
-    ):
+    with mistake("vae", "changed"):
         ask(found)
     assert loading.digest(loading.find(str(folder))) != before
 
@@ -107,21 +106,6 @@ def test_digest_is_of_the_decoder_and_of_what_its_config_decides(folder):
         json.dumps(config | dict(sample_size=256, force_upcast=False))
     )
     assert loading.digest(loading.find(folder)) == want
-
-
-def test_no_network_names_the_folder_to_fill(monkeypatch, tmp_path):
-    """The hub is really asked, through a proxy that refuses."""
-    monkeypatch.setattr(loading, "FOLDER", tmp_path)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    for name in ("https_proxy", "HTTPS_PROXY", "http_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    message = refused("mse")
-    assert (
-        f"put config.json and {loading.FILES[1]}" in message
-        and str(tmp_path / "sd-vae-ft-mse") in message
-    )
-    (tmp_path / "sd-vae-ft-mse").mkdir(parents=True)
-    assert "must contain" in refused("mse")  # a local folder goes before the hub
 
 
 def test_fetched_from_the_hub(tiny_vae, tmp_path):

@@ -7,8 +7,8 @@ import re
 import numpy as np
 import pytest
 import torch
-from forks import free_port
-from jobs import finish, run, run_each, start
+from forks import ROOT, Fork, free_port
+from jobs import ENVIRONMENT, finish, run, run_each, start
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -130,11 +130,10 @@ def test_what_one_node_lacks_or_has_otherwise_is_named_before_sampling(
             tmp_path / "n1" / "w.safetensors",
         )
     common = [*demo[:3], "w.safetensors", *demo[4:], *flags]
-    port = free_port()
-    launch = "--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={port}", "--node_rank"
-    nodes = [
-        start(1, *common, *more * i, cwd=tmp_path / f"n{i}", launch=[*launch, i]) for i in range(2)
-    ]
+    ranks = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    ranks |= dict(LOCAL_RANK="0", **ENVIRONMENT)
+    command = [ROOT / "sample_ddp.py", *common]
+    nodes = [Fork([*command, *more * i], tmp_path / f"n{i}", RANK=str(i), **ranks) for i in (0, 1)]
     text = finish(*nodes, status=USAGE)
     assert re.search(rf"^sample_ddp.py: rank 1 on \S+: {words}", text, re.M), text
     assert not [*tmp_path.rglob("*.png")]

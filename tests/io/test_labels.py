@@ -3,11 +3,11 @@
 import json
 
 import pytest
+from conftest import mistake
 from forks import refused, succeeds
 from torchvision.models._meta import _IMAGENET_CATEGORIES
 
 from accel import Sampler
-from accel.errors import UsageError
 from accel.io.labels import file_name, find_label, imagenet
 from accel.io.output import picture_names
 
@@ -50,7 +50,7 @@ def test_names_are_found_however_they_are_written(label, number):
     ],
 )
 def test_other_labels_are_refused_with_the_nearest_names(label, words):
-    with pytest.raises(UsageError, match="labels=") as error:
+    with mistake("labels") as error:
         find_label(label, _IMAGENET_CATEGORIES, 1000)
     assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
     assert ("…" in str(error.value)) == (label == "terrier")  # more than are listed
@@ -89,7 +89,7 @@ def test_own_names_in_python_and_json(listed, tmp_path):
             "DiT-Demo/2", device="cpu", num_sampling_steps=1, class_names=given
         ) as sampler:
             assert sampler.latents("tulip").equal(sampler.latents(1))
-            with pytest.raises(UsageError, match="labels=planet: no class has that name"):
+            with mistake("labels", "planet"):
                 sampler.latents("planet")
 
 
@@ -114,11 +114,7 @@ def test_wrong_names_are_one_line_before_anything_is_loaded(content, words, tmp_
 
 
 def test_a_name_that_two_classes_have_or_no_class_is_refused():
-    with pytest.raises(
-        UsageError, match=r"2 classes have that name; give one of cat \(0\), cat \(2\)"
-    ):
+    with mistake("labels", "cat (0)", "cat (2)"):
         find_label("cat", ("cat", "dog", "cat"), 3)
-    with pytest.raises(
-        UsageError, match="labels=cat: no class names are known here; give a number"
-    ):
+    with mistake("labels", "cat"):
         find_label("cat", (), 3)

@@ -2,13 +2,32 @@
 kernels' sources.
 """
 
+from itertools import cycle
+
 import pytest
 import torch
-from kernel_testing import needs_hopper
+from kernel_testing import disassemble, needs_hopper
 
 from accel import kernels
 from accel.kernels import cuda
+from accel.kernels.attention import hopper as attention
+from accel.kernels.linear import hopper as linear
+from accel.kernels.split_attention import hopper as split_attention
+from accel.kernels.split_linear import hopper as split_linear
 
+CONFIGS = attention.LONG, attention.SHORT, attention.SINGLE
+SPLIT_TILES = split_linear.TILE, split_linear.FEW_ROWS, split_linear.HIGH_ONLY
+# (kernel, its text): each configuration, with one epilogue or result of each tile.
+TEXTS = [("attention", attention.source(config, torch.float16)) for config in CONFIGS]
+TEXTS += [("attention", attention.source(attention.LONG, torch.bfloat16))]
+TEXTS += [("split_attention", split_attention.source())]
+TEXTS += [("split_linear", split_linear.source(0, tile)) for tile in SPLIT_TILES]
+TEXTS += [("split_linear", split_linear.source(2))]
+TEXTS += [
+    ("linear", linear.source(tile, epilogue, dtype, 72))
+    for tile, epilogue in zip(linear.TILES, cycle(linear.FUSED_EPILOGUES))
+    for dtype in (torch.float16, torch.bfloat16)[: 1 + (epilogue == "silu")]
+]
 TEXT = 'extern "C" __global__ void fill(int *to, int value, float scale) {{ {body} }}'
 
 
@@ -54,6 +73,21 @@ def test_the_version_sees_every_source(tmp_path, monkeypatch):
     assert len(seen) == 5
     (tmp_path / "op" / "notes.txt").write_text("no source")
     assert kernels.version() in seen
+
+
+@pytest.mark.parametrize(
+    "name, text", TEXTS, ids=[f"{n}-{name}" for n, (name, _) in enumerate(TEXTS)]
+)
+def test_hoppers_kernels_compile_for_tensor_cores_and_spill_little(name, text):
+    code = disassemble(cuda.compile_cubin(text, name))
+    assert "HGMMA" in code and code.count("STL") + code.count("LDL") <= 8
+
+
+def test_a_multiprocessor_has_the_shared_memory():
+    for config in CONFIGS:
+        assert config.blocks * (config.shared_bytes + 1024) <= 228 * 1024
+    for tile in (*SPLIT_TILES, split_attention.CONFIG):
+        assert tile.shared_bytes <= 227 * 1024
 
 
 @pytest.mark.gpu

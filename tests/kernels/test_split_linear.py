@@ -3,13 +3,11 @@ kernel through its interpreter on a CPU, all backends on a GPU, and Hopper's ker
 compiled without one.
 """
 
-import re
-
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_testing import disassemble, draw, error, interpreted, needs_hopper
-from tensor_cores import CORES, multiply, run_cublas_here
+from kernel_testing import draw, error, interpreted, needs_hopper
+from tensor_cores import CORES, run_cublas_here
 
 from accel.kernels import cuda
 from accel.kernels.split_linear import (
@@ -17,7 +15,6 @@ from accel.kernels.split_linear import (
     SplitLinear,
     balance,
     cublas,
-    hopper,
     split,
     split_rows,
 )
@@ -216,21 +213,6 @@ def test_interpreted_kernel():
     interpreted("test_split_linear.interpret()")
 
 
-@pytest.mark.parametrize(
-    "result, tile, gemms",
-    ((0, hopper.TILE, 3), (2, hopper.TILE, 3), (0, hopper.FEW_ROWS, 3), (0, hopper.HIGH_ONLY, 1)),
-)
-def test_machine_code(result, tile, gemms):
-    """Three warpgroup MMAs for every 16 of the inner dimension, one without low parts, awaited
-    once a part, and no register spilled.
-    """
-    code = disassemble(cuda.compile_cubin(hopper.source(result, tile), "split_linear"))
-    shapes = re.findall(r"HGMMA\.(64x\d+x16)\.F32", code)
-    assert shapes == [f"64x{tile.columns}x16"] * (gemms * tile.depth // 16)
-    assert "STL" not in code and "LDL" not in code and code.count("WARPGROUP.DEPBAR") <= 1
-    assert tile.shared_bytes <= 227 * 1024
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ("cublas", "hopper"))
 def test_backends_on_a_gpu(backend):
@@ -263,28 +245,3 @@ def check_few_rows():
     for rows in (1, 2, 64):
         few = HighLow(x.pair[:, :rows].contiguous(), x.scale[:rows])
         assert torch.equal(layer(few), whole[:rows])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("depth", (1152, 4608))
-def test_emulated_tensor_cores(depth):
-    """The emulation has the error of the chip: of one GEMM over [high, low, high], in one
-    piece. It is so large that nothing divides its inner dimension, and compared in a
-    corner.
-    """
-    capability = torch.cuda.get_device_capability()
-    if capability not in CORES:
-        pytest.skip("nobody has described this GPU's tensor cores")
-    x = draw(4096, depth, seed=1)
-    weight = draw(2048, depth, seed=2)
-    a = stacked(split(x).pair)
-    b = cublas.arrange(weight).t()
-    out = torch.empty(4096, 2048, device="cuda")
-    cublas.multiply_add(a.cuda(), b.cuda(), out, False)
-    x = x[:32]
-    weight = weight[:32]
-    scale = split(x).scale[:, None] * split(weight).scale
-    want = x.double() @ weight.double().t()
-    emulated = multiply(a[:32], b[:, :32], CORES[capability])
-    chip, emulated = (error(y * scale, want) for y in (out[:32, :32].cpu(), emulated))
-    assert 0.9 < chip / emulated < 1.1, (chip, emulated)

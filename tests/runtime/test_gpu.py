@@ -4,6 +4,7 @@ GPUs are stand-ins: nothing is launched.
 
 import pytest
 import torch
+from conftest import mistake
 from networks import run_of
 
 from accel.errors import UsageError
@@ -60,7 +61,7 @@ def test_tiers(seen):
     for tier in precision.TIERS:
         how = dict(device="cuda:0", precision=tier)
         if tier in lacking:
-            with pytest.raises(UsageError, match=f"^precision={tier}: [^\n]* choose fp32$"):
+            with mistake("precision", tier, "fp32"):
                 run_of(**how)
         else:
             float32 = "fp32" if tier in ("fp32", "exact") or seen in OLD else "tf32"

@@ -1,14 +1,11 @@
-"""The process's switches: those of a tier inside, the caller's own afterwards; threads."""
-
-import threading
-import time
+"""The process's switches: those of a tier inside, the caller's own afterwards."""
 
 import pytest
 import torch
 from networks import inputs, small
 
 from accel import accelerate
-from accel.runtime.precision import SWITCHES, TIERS, arithmetic, exclusive
+from accel.runtime.precision import SWITCHES, TIERS, arithmetic
 
 BACKENDS = torch.backends
 OPERATIONS = [
@@ -101,29 +98,3 @@ def test_the_callers_switches_change_no_bit(name, fresh):
     want = accelerate(model)(x, t, y)
     WRITTEN[name]()
     assert torch.equal(accelerate(model)(x, t, y), want)
-
-
-def test_a_thread_that_waits_restores_the_callers_dtype():
-    """Not that of the thread for which it waits."""
-    entered = threading.Event()
-
-    def first():
-        with exclusive():
-            entered.set()
-            time.sleep(0.2)
-
-    def second():
-        entered.wait()
-        with exclusive():
-            pass
-
-    threads = [threading.Thread(target=work) for work in (first, second)]
-    try:
-        torch.set_default_dtype(torch.float64)
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert torch.get_default_dtype() == torch.float64
-    finally:
-        torch.set_default_dtype(torch.float32)

@@ -5,6 +5,7 @@ import copy
 import networks
 import pytest
 import torch
+from conftest import mistake
 from forks import succeeds
 from networks import Original, error, guided, opened, sample, sde
 from reference_networks import dit
@@ -12,7 +13,6 @@ from torch import nn
 
 from accel import Sampler, accelerate
 from accel.config.options import Options
-from accel.errors import UsageError
 from accel.families import repa
 from accel.families.repa.weights import convert as turned
 from accel.families.sit.network import SiT
@@ -127,21 +127,6 @@ def test_even_times_that_end_before_one(sigma, interval):
     assert guided_at == [interval[0] <= t <= interval[1] for t in levels]
 
 
-@pytest.mark.parametrize("kind", (Euler, Heun))
-@pytest.mark.parametrize("shift", (3.0, 0.55))
-@pytest.mark.parametrize("rule", ("float64 levels", "float32 levels"))
-def test_the_first_step_of_shifted_times_is_guided(kind, shift, rule):
-    model = small()
-    both = torch.cat([Z, Z]).double()
-    for interval in ((0.0, 1.0), (0.5, 1.0)):
-        want = ode(velocity(model, interval=interval), both, 5, kind is Heun, shift)
-        process = kind(5, shift, interval_rule=rule)
-        guidance = Guidance(4.0, 8, interval=interval)
-        assert (
-            error(denoise(EagerNetwork(model), process, guidance, Z, LABELS, None), want[:3]) < 1e-6
-        )
-
-
 def test_heun_ends_with_the_even_times():
     """The last step is Euler's, to the last time."""
     model = small()
@@ -217,7 +202,7 @@ def test_half_of_the_statistics_of_latents_is_refused(left, tmp_path):
     pair = next(pair for pair in (BATCH_NORM_STATISTICS, AFFINE_STATISTICS) if left in pair)
     content = {"ema": {**theirs, left: pair[left]}, "args": dict(num_heads=2)}
     torch.save(content, tmp_path / "x.pt")
-    with pytest.raises(UsageError, match=f"{left} is not a weight of a SiT and would be ignored"):
+    with mistake("ckpt", left):
         opened(Options(ckpt=tmp_path / "x.pt", device="cpu", output_type="latent"))
 
 

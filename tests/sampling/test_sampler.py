@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from networks import DEVICES, build, error, fast_network, network_of, sample, small, upstream
+from networks import DEVICES, error, network_of, sample, small, upstream
 
 from accel.fast.conditioning import ConditioningTable
 from accel.runtime import graphs
@@ -124,16 +124,6 @@ def test_every_network_gives_the_same_latents(name):
     assert fast[2].table is not None and fast[0].table is None
 
 
-def test_a_captured_step_serves_runs_of_the_same_times():
-    """Of a network that computes its conditioning at every evaluation; other runs of an accelerated
-    one read the same table."""
-    plain = EagerNetwork(small())
-    run = plain.prepare([9, 5], [1, 2])
-    assert plain.prepare([9, 5], [3]) == run != plain.prepare([9, 4], [1, 2])
-    fast = network_of(small(), "fp16")
-    assert fast.prepare([9, 5], [1, 2]) == fast.prepare([7, 4, 1], [3])
-
-
 class OnGpu(torch.Tensor):
     """A tensor on the CPU that the loop takes for one on a GPU."""
 
@@ -216,37 +206,3 @@ def test_captured_is_direct(name, scale):
                 results.append(sample(network, PROCESSES[name], Z.cuda(), y, scale, rows=rows))
             assert results[0].isfinite().all() and torch.equal(*results)
     assert captured.graphs and not direct.graphs
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("scale", (4.0, None))
-@pytest.mark.parametrize("kind", ("plain", "fast"))
-def test_no_copy_and_no_wait_in_the_loop(kind, scale):
-    """In a second run, nothing after the first step waits for the device or moves data to
-    or from it.
-    """
-    device = torch.device("cuda")
-    model = build("DiT-Demo/2").cuda()
-    process = Ancestral(10)
-    network = EagerNetwork(model) if kind == "plain" else fast_network(model, torch.float16, device)
-    z = torch.randn(4, 4, 16, 16, device=device)
-    labels = torch.arange(4, device=device)
-    sample(network, process, z, labels, scale)
-    activities = torch.profiler.ProfilerActivity
-    profile = torch.profiler.profile(activities=[activities.CUDA, activities.CPU])
-
-    def on_step(index, x):
-        if index == 0:  # by now the labels were read and the timesteps uploaded
-            torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("error")
-            profile.start()
-
-    try:
-        x = sample(network, process, z, labels, scale, on_step=on_step)
-        profile.stop()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    copies = [
-        event.name for event in profile.events() if "HtoD" in event.name or "DtoH" in event.name
-    ]
-    assert len(profile.events()) and not copies and x.isfinite().all()

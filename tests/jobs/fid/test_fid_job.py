@@ -24,15 +24,12 @@ from networks import side_of, upstreams_loop, write_transformer
 from safetensors.torch import load_file, save_file
 from unprivileged import NOBODY, limited, unprivileged
 
-from accel.decoders.autoencoder_kl.half import HalfDecoder
-from accel.decoders.float16 import Float16Decoder
 from accel.errors import INTERRUPTED, STOPPED, USAGE
 from accel.families.dit.network import DiT_models
 from accel.families.sit.network import SiT_models
-from accel.runtime.graphs import GraphedFunction
 
-WANTED = 42
-MADE = 44  # two ranks make two at a time
+WANTED = 26
+MADE = 28  # two ranks make two at a time
 FID = ["--num-fid-samples", WANTED, "--per-proc-batch-size", 2, "--num-sampling-steps", 6]
 SHORT = ["--num-fid-samples", 6, "--per-proc-batch-size", 2, "--num-sampling-steps", 4]
 
@@ -47,16 +44,6 @@ def one(here):
         return done.stdout + done.stderr
 
     return one
-
-
-@pytest.fixture
-def one_thread(monkeypatch):
-    """Use one thread in the job and here: the division of GEMMs among threads decides rounding."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @torch.no_grad()
@@ -206,9 +193,9 @@ def copy(short, tmp_path):
 
 
 @pytest.mark.timeout(600)
-def test_ten_kills_change_nothing(demo, undisturbed, tmp_path):
-    """One job, killed ten times: while it starts, or a random moment after some more
-    pictures; a rank of torchrun's, or both ranks. After every third kill two pictures are
+def test_five_kills_change_nothing(demo, undisturbed, tmp_path):
+    """One job, killed five times: while it starts, or a random moment after some more
+    pictures; a rank of torchrun's, or both ranks. After the third kill two pictures are
     deleted by hand.
 
     Started again each time with the same command, it ends with every bit of an
@@ -216,15 +203,15 @@ def test_ten_kills_change_nothing(demo, undisturbed, tmp_path):
     """
     dice = random.Random(time.time_ns())
     seen = []
-    for number in range(10):
+    for number in range(5):
         made = len(list(tmp_path.glob("*/*.png")))
         command = [*demo, *FID, "--sample-dir", tmp_path]
-        jobs = start_ranks(2, *command) if number % 5 else [start(2, *command)]
-        if number % 4 == 3:
+        jobs = start_ranks(2, *command) if number else [start(2, *command)]
+        if number == 3:
             time.sleep(dice.uniform(0, 1))
         elif wait_for_pictures(tmp_path, min(made + dice.randint(1, 3), MADE), jobs[0]):
             time.sleep(dice.uniform(0, 0.2))
-        if number % 5:
+        if number:
             kill(*jobs)
         else:
             [job], victim = jobs, dice.randrange(2)
@@ -235,16 +222,18 @@ def test_ten_kills_change_nothing(demo, undisturbed, tmp_path):
             assert re.search(rf"Root Cause.*rank +: {victim} .*SIGKILL", error, re.DOTALL), error
         there = sorted(tmp_path.glob("*/*.png"))
         seen.append((number, len(jobs), len(there)))
-        for path in dice.sample(there, min(2, len(there))) if number % 3 == 2 else ():
+        for path in dice.sample(there, min(2, len(there))) if number == 2 else ():
             path.unlink()
-    assert sum(0 < made < MADE for _, _, made in seen) >= 6, seen
+    assert sum(0 < made < MADE for _, _, made in seen) >= 3, seen
     run(2, *demo, *FID, "--sample-dir", tmp_path)
     assert files(tmp_path) == undisturbed, seen
 
 
 def test_a_signal_to_one_rank_stops_all_and_the_job_resumes(demo, undisturbed, tmp_path):
-    """SIGUSR1 to one rank; then, in the next runs, SIGTERM to the other and SIGHUP."""
-    for number, victim in ((signal.SIGUSR1, 1), (signal.SIGTERM, 0), (signal.SIGHUP, 1)):
+    """SIGUSR1 to one rank; then, in the next run, SIGHUP to the other. Ctrl-C to one rank ends all
+    at once.
+    """
+    for number, victim in ((signal.SIGUSR1, 1), (signal.SIGHUP, 0)):
         # two more than there are: the job is at work
         least = 2 + len(list(tmp_path.glob("*/*.png")))
         job = start(2, *demo, *FID, "--sample-dir", tmp_path)
@@ -260,14 +249,12 @@ def test_a_signal_to_one_rank_stops_all_and_the_job_resumes(demo, undisturbed, t
             ".part" in name or name.endswith("npz") for name in made
         )
         assert count % 2 == 0  # all that was made is written
-    for victim in (1, 0):  # Ctrl-C to one rank ends all at once
-        least = 2 + len(list(tmp_path.glob("*/*.png")))
-        job = start(2, *demo, *FID, "--sample-dir", tmp_path)
-        assert wait_for_pictures(tmp_path, least, job)
-        os.kill(ranks_of(job)[victim], signal.SIGINT)
-        text = finish(job, status=INTERRUPTED)
-        line = "sample_ddp.py: " + "rank 1: " * victim + "interrupted"
-        assert text.count(line) == 1 and " of 2 on " not in text  # a rank's own traceback
+    job = start(2, *demo, *FID, "--sample-dir", tmp_path)
+    assert wait_for_pictures(tmp_path, count + 2, job)
+    os.kill(ranks_of(job)[1], signal.SIGINT)
+    text = finish(job, status=INTERRUPTED)
+    assert text.count("sample_ddp.py: rank 1: interrupted") == 1
+    assert " of 2 on " not in text  # a rank's own traceback
     run(2, *demo, *FID, "--sample-dir", tmp_path)
     assert files(tmp_path) == undisturbed
 
@@ -377,33 +364,6 @@ def test_a_folder_is_continued_to_more_pictures(noise, demo, one, tmp_path):
     assert "--num-fid-samples 4: the pictures in" in text and "were begun with 7; give" in text
 
 
-@pytest.mark.gpu
-def test_a_job_replays_its_decoder(one, tmp_path, monkeypatch, switches):
-    """On a GPU, as a CUDA graph: the same pictures as by a decoder whose kernels are
-    launched one by one.
-    """
-    # both take the GEMM algorithms that the first chose
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    decoders = []
-
-    def kept(space, device, otherwise, captured):
-        captured = captured and not decoders
-        decoders.append(Float16Decoder(space, device, otherwise, captured))
-        return decoders[-1]
-
-    monkeypatch.setattr("accel.decoders.float16.Float16Decoder", kept)
-    for name in ("replayed", "launched"):
-        one("--model", "DiT-Demo/2", "--precision", "fp16", *SHORT, "--sample-dir", tmp_path / name)
-    replayed, launched = (decoder.load().half for decoder in decoders)
-    assert (
-        isinstance(replayed, GraphedFunction)
-        and len(replayed.graphs) == 1
-        and isinstance(launched, HalfDecoder)
-    )
-    made, others = (pictures(tmp_path / name) for name in ("replayed", "launched"))
-    assert len(made) == 6 and all(np.array_equal(made[name], others[name]) for name in made)
-
-
 # ---- a folder that was tampered with ----
 
 
@@ -423,7 +383,7 @@ def test_what_a_kill_leaves_is_mended(demo, undisturbed, one, tmp_path):
         f"{home}/000017.png: is not a complete PNG of 128×128 pixels; delete it and start again"
     )
     assert damaged in finish(start(2, *command), status=USAGE) and not npz.exists()
-    for number in (0, 17, 42, 43):
+    for number in (0, 17, 26, 27):
         (home / f"{number:06d}.png").unlink()
     for partial in (
         home / ".000017.png.0123456789abcdef.part",
@@ -529,8 +489,8 @@ def test_a_folder_in_a_pictures_place_ends_all_ranks_with_one_line(demo, short, 
     """Rank 1 alone finds it, in the middle of the work."""
     folder = tmp_path / next(short.glob("*.npz")).stem
     (folder / "000001.png").mkdir(parents=True)
-    job = start(2, *demo, *FID, "--num-fid-samples", 4000, "--sample-dir", tmp_path)
-    text = finish(job, status=USAGE)
+    more = "--num-fid-samples", 4000, "--sample-dir", tmp_path
+    text = finish(start(2, *demo, *FID, *more), status=USAGE)
     assert f"not a file at {folder}/000001.png; fix that" in text and "rank 1 of 2" not in text
 
 
@@ -609,11 +569,7 @@ def test_what_is_taken_away_meanwhile_is_one_line(what, demo, undisturbed, tmp_p
     job = start(2, *command)
     assert wait_for_pictures(tmp_path, 3, job)
     [folder] = tmp_path.iterdir()
-    place, away = (
-        (folder, tmp_path / "away")
-        if what == "the folder"
-        else (folder / ".job", tmp_path / "away")
-    )
+    place, away = folder if what == "the folder" else folder / ".job", tmp_path / "away"
     place.rename(away)
     text = finish(job, status=USAGE)
     assert f"sample_ddp.py: --sample-dir: No such file or directory at {folder}" in text

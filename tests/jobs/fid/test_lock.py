@@ -10,6 +10,7 @@ from contextlib import nullcontext
 
 import forks
 import pytest
+from conftest import mistake
 
 from accel.distributed import Ranks
 from accel.errors import UsageError
@@ -84,7 +85,7 @@ def test_a_killed_holder_keeps_nothing(folder, holder, monkeypatch):
 def test_an_archives_name_that_is_too_long_is_refused_first(length, fits, tmp_path):
     """The folder itself fits, and so does its work."""
     folder = tmp_path / (length // 2 * "é")
-    how = pytest.raises(UsageError, match="npz: File name too long; choose another path")
+    how = mistake("sample_dir", ".npz")
     with nullcontext() if fits else how, fid.locked(folder, Ranks()):
         pass
     assert folder.is_dir()

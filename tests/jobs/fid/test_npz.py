@@ -7,9 +7,10 @@ import zipfile
 import forks
 import numpy as np
 import pytest
+from conftest import mistake
 from PIL import Image
 
-from accel.errors import Stopped, UsageError
+from accel.errors import Stopped
 from accel.jobs.fid.folder import picture_name, write_pictures
 from accel.jobs.fid.npz import Archive
 
@@ -83,14 +84,11 @@ def test_a_file_that_is_not_a_whole_picture_is_named_and_nothing_is_left(tmp_pat
     for content in (*damaged, None):
         third.unlink(missing_ok=True)
         third.write_bytes(content) if content is not None else os.mkfifo(third)
-        with pytest.raises(
-            UsageError,
-            match="000003.png: is not a complete PNG of 16×16 pixels; delete it and start",
-        ):
+        with mistake("", "000003.png", "16"):
             Archive(folder, 8, 16).write(never)
     third.unlink()
     third.write_bytes(whole)
-    with pytest.raises(Stopped, match="start again"):
+    with pytest.raises(Stopped):
         Archive(folder, 8, 16).write(lambda: True)
     assert [each.name for each in tmp_path.iterdir()] == ["pictures"]
     Archive(folder, 8, 16).write(never)
@@ -128,14 +126,14 @@ def test_upstreams_function_makes_the_archive_of_any_folder(tmp_path, monkeypatc
     array = np.load("pictures.npz")["arr_0"]
     assert array.shape == (17, 8, 8, 3) and array.dtype == np.uint8
     assert all(np.array_equal(array[number], originals[number % 8]) for number in range(17))
-    with pytest.raises(UsageError, match="000020.png: is not a complete PNG"):
+    with mistake("", "000020.png"):
         create_npz_from_sample_folder("pictures", 21)
     Image.new("RGB", (8, 9)).save(folder / "000003.png")
-    with pytest.raises(UsageError, match="000003.png: is not a complete PNG of 8×8 pixels; delete"):
+    with mistake("", "000003.png"):
         create_npz_from_sample_folder("pictures", 20)
     assert np.array_equal(np.load("pictures.npz")["arr_0"], array)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pictures", "pictures.npz"]
     (tmp_path / "empty").mkdir()
     for folder in ("nosuch", "empty"):
-        with pytest.raises(UsageError, match=f"{folder}/000000.png: No such file"):
+        with mistake("", f"{folder}/000000.png"):
             create_npz_from_sample_folder(folder)

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import mistake
 from networks import opened, run_of
 
 from accel.config.options import Options
 from accel.decoders import LatentSpace
-from accel.errors import UsageError
 from accel.jobs.fid import job as fid_job
 from accel.jobs.fid.job import folder_of, record_of, require_seeds, warn_of_legacy_folder
 
@@ -111,7 +111,7 @@ def test_the_last_ranks_seed_has_to_fit_into_64_bits(seed, world, fits):
         require_seeds(options, world)
         torch.Generator().manual_seed(seed * world + world - 1)
         return
-    with pytest.raises(UsageError, match=f"^seed={seed}: times {world} ranks"):
+    with mistake("seed", f"{world} ranks"):
         require_seeds(options, world)
 
 
