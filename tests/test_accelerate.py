@@ -252,14 +252,6 @@ def test_a_module_of_another_function_is_refused(make):
         accelerate(make())
 
 
-def test_a_module_is_compared_at_its_own_size():
-    """Of a Sampler for other pictures too."""
-    with mistake("", "Otherwise"):
-        Sampler(small(networks.Otherwise), image_size=128, **LATENT)
-    with Sampler(small(), image_size=128, **LATENT) as sampler:
-        assert sampler.latents(1).shape[-1] == 16
-
-
 def test_a_model_of_no_classes_has_its_one_label():
     model = small(num_classes=0)
     x, t, _ = inputs(small(), 2)

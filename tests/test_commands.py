@@ -146,6 +146,7 @@ BOTH = (
     (["--output", "x.jpg"], "must end in .png for --output-type image, or name a folder (FOLDER/)"),
     (["--output", "folder/", "--output-type", "latent"], "--output folder/: must end in .npy"),
     (["--output", "file/deeper/"], "--output file/deeper/000.png: Not a directory"),
+    (["--output", "pipe.png"], "--output pipe.png: is a folder, a device or a pipe; name a file"),
     (["--output", 300 * "a" + ".png"], "aaa.png: File name too long; choose another path"),
     (["--precision", "tf32"], "--precision tf32: cpu has no TF32"),
     (["--precision", "fp8"], "argument --precision: invalid choice: 'fp8' (choose from 'fp32'"),
@@ -193,13 +194,14 @@ def test_mistakes_are_one_line(script, flags, words, here, tmp_path, monkeypatch
     """Before anything is loaded, and nothing is written."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe.png")
     usual = [word for pair in zip(DEMO[::2], DEMO[1::2]) if pair[0] not in flags for word in pair]
     done = here(script, *usual, *flags)
     assert done.returncode == 2 and words in done.stderr and len(done.stderr) < 1100, done.stderr
     assert (
         done.stderr.startswith(f"{script}: ") and done.stderr.count("\n") == 1 and not done.stdout
     )
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "pipe.png"}
 
 
 @pytest.mark.parametrize("name", [f"{125 * 'é'}.png", f"{62 * '🦊'}.npy", 251 * "x" + ".png"])

@@ -226,26 +226,6 @@ def test_the_matrix_of_refusals(ten, tmp_path, here):
         assert "side*side" not in done.stderr and not (tmp_path / "x.npy").exists()
 
 
-def test_what_is_assumed_is_printed(ten, tmp_path, here):
-    """Eleven rows without a word beside them are ten classes and the null class, as
-    everywhere; it is said.
-    """
-    torch.save(ten, tmp_path / "a.pt")
-    done = here("sample.py", "--ckpt", tmp_path / "a.pt", *COMMON, "--output", tmp_path / "x.npy")
-    assert done.returncode == 0 and done.stdout.count("10 classes and the null class") == 1, (
-        done.stdout + done.stderr
-    )
-    assert np.load(tmp_path / "x.npy").shape == (8, 4, 8, 8)
-    assert (
-        done.stdout.count(
-            "names no family, taken for a DiT (noise); if it is not: --model REPA-SiT-S/4 or"
-        )
-        == 2
-    )
-    found = identify(tmp_path / "a.pt")
-    assert (found.num_classes, found.null_class) == (10, True)
-
-
 def test_a_first_run_names_all_that_is_missing(tmp_path, run):
     """Without weights and without network: network and decoder in one line, and what runs
     without either.

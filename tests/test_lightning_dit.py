@@ -5,7 +5,7 @@ shifted times.
 import networks
 import pytest
 import torch
-from conftest import fill, mistake
+from conftest import mistake
 from networks import error, fast_network, inputs, recognise, with_norms
 from reference_networks import lightning_dit
 from torch import nn
@@ -14,7 +14,6 @@ from accel import Sampler, accelerate
 from accel.families.blocks import grid_rotation_table
 from accel.families.lightning_dit.network import LightningDiT
 from accel.families.spec import reference_state
-from models import DiT
 
 SMALL = dict(input_size=4, in_channels=32, hidden_size=144, depth=2, num_heads=2, num_classes=8)
 FORMS = (
@@ -137,11 +136,3 @@ def test_the_class_here_and_the_original_class_are_accelerated():
         assert error(got, theirs.forward_with_cfg(x, t, y, 3.0, True, start).double()) < 1e-5
     with Sampler(theirs, device="cpu", output_type="latent", num_sampling_steps=2) as sampler:
         assert sampler.latents(3).shape == (1, 32, 4, 4) and sampler.run.settings.sampler == "euler"
-
-
-def test_a_lightning_dit_without_swiglu_is_taken_for_a_dit_aloud(capsys):
-    """Its tensors have a DiT's names."""
-    model = fill(type("LightningDiT", (DiT,), {})(**SMALL))
-    with Sampler(model, device="cpu", output_type="latent", num_sampling_steps=2):
-        pass
-    assert "LightningDiT: names no family, taken for a DiT (noise)" in capsys.readouterr().out

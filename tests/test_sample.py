@@ -18,45 +18,6 @@ from models import DiT_models
 DEMO = ("--model", "DiT-Demo/2", "--device", "cpu")
 
 
-def test_picture_and_latents_are_the_same_in_two_processes(
-    weights, tiny_vae, tmp_path, run, here, monkeypatch
-):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    common = [
-        "sample.py",
-        *DEMO,
-        "--ckpt",
-        weights,
-        "--num-sampling-steps",
-        4,
-        "--labels",
-        1,
-        5,
-        7,
-        0,
-        2,
-    ]
-    outputs = []
-    for name, command in (("a", here), ("b", run)):
-        folder = tmp_path / name
-        text = succeeds(command(*common, "--vae", tiny_vae, "--output", folder / "deep" / "p.png"))
-        succeeds(command(*common, "--output-type", "latent", "--output", folder / "l.npy"))
-        assert all(
-            word in text
-            for word in ("load", "sample", "decode", "save", "total", "5 labels", "fp32")
-        )
-        outputs.append(((folder / "deep" / "p.png").read_bytes(), np.load(folder / "l.npy")))
-    (picture, latents), (again, latents_again) = outputs
-    assert picture == again and np.array_equal(latents, latents_again)
-    assert latents.dtype == np.float32 and latents.shape == (5, 4, 16, 16)
-    image = Image.open(tmp_path / "a" / "deep" / "p.png")
-    assert (
-        image.mode == "RGB"
-        and image.size == (4 * 130 + 2, 2 * 130 + 2)
-        and np.asarray(image).std() > 1
-    )
-
-
 def test_grids_continue_one_stream(weights, tmp_path, run):
     """As the loop of the contest's program: it seeds once, and samples one grid after another."""
     labels = torch.tensor([5, 2, 7])

@@ -10,7 +10,6 @@ from safetensors.torch import save_file
 
 from accel.config.options import Options
 from accel.families import constructor_of
-from accel.families.large_dit.network import DiT_Llama
 from accel.pipeline import Pipeline
 
 DEMO = "Large-DiT-Demo/2"
@@ -96,10 +95,4 @@ def test_folders_that_cannot_be_used_are_one_line(tmp_path):
     for rank in (0, 1):
         weights(tmp_path, demo(), f"consolidated_ema.{rank:02d}-of-02.pth")
     with mistake("ckpt", "consolidated_ema.00-of-02.pth"):
-        load(tmp_path)
-
-
-def test_an_unknown_number_of_heads_is_named(tmp_path):
-    weights(tmp_path, fill(DiT_Llama(input_size=16, dim=96, n_layers=2, n_heads=2, num_classes=8)))
-    with mistake("ckpt", "Large-DiT", "96"):
         load(tmp_path)

@@ -14,7 +14,6 @@ from accel.checkpoints import Checkpoint
 from accel.config.options import Options
 from accel.errors import InputRef
 from accel.families import DEMO, constructor_of
-from accel.families.dit.network import DiT
 from accel.tensors.shapes import shapes_only
 from scripts.convert_checkpoint import facts_of
 
@@ -99,14 +98,6 @@ def test_weights_that_ship_are_known_by_any_path(monkeypatch, capsys):
         assert capsys.readouterr().out == ""
     published = recognise("DiT-XL-2-256x256.pt", state_of("DiT-XL/2"), {})
     assert published.model == "DiT-XL/2" and capsys.readouterr().out == ""
-
-
-def test_an_unusual_patch_has_the_heads_of_its_depth_and_width(capsys):
-    with shapes_only():
-        model = DiT(input_size=4, patch_size=1, hidden_size=384, depth=12, num_heads=6)
-    found = recognise("own.pt", model.state_dict(), {})
-    assert (found.model, found.num_heads, found.patch_size) == ("DiT-12x384/1", 6, 1)
-    assert HEADS in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

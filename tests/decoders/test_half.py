@@ -21,7 +21,6 @@ from accel.errors import UsageError
 from accel.families import DEMO
 from accel.pipeline import Pipeline, decoder_of
 from accel.runtime import precision
-from accel.runtime.graphs import GraphedFunction
 
 CPU = torch.device("cpu")
 NO_FILES = DecoderFiles(DEMO, (), KIND)
@@ -199,7 +198,7 @@ def test_sd_vae_ft_at_512px():
 
 @pytest.mark.gpu
 def test_a_captured_decoder_gives_the_direct_ones_bits(capsys):
-    """From one graph; a picture that overflows is decoded in float32 all the same."""
+    """A picture that overflows is decoded in float32 all the same."""
     device = torch.device("cuda")
     plain = random_decoder(device, **SD_VAE_FT)
     latents = noise(4, 32, device)
@@ -210,7 +209,6 @@ def test_a_captured_decoder_gives_the_direct_ones_bits(capsys):
             checked(plain, fallback="tf32", use_graph=use_graph) for use_graph in (False, True)
         )
         got = [decoder.decode(latents) for decoder in (direct, captured, captured)]
-    assert isinstance(captured.half, GraphedFunction) and len(captured.half.graphs) == 1
     assert torch.equal(got[0], got[1]) and torch.equal(got[0], got[2])
     assert [torch.equal(a, b) for a, b in zip(got[1], want)] == [False, True, False, True]
     assert capsys.readouterr().out.count("overflows the float16 decoder") == 2  # once each

@@ -1,15 +1,11 @@
-"""The loops: their random stream, arguments, generators; and that nothing in them waits
-for the device.
-"""
+"""The loops: their random stream, arguments, generators."""
 
 import inspect
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
-from reference import slope, wavy
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from reference import wavy
 
 from diffusion import create_diffusion
 
@@ -114,46 +110,3 @@ def test_argument_names_order_and_defaults_are_the_published_ones():
         *names.split(),
         "diffusion_steps",
     ]
-
-
-class NoCopies(TorchDispatchMode):
-    """Refuses operations that move data to or from the device."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name = function.overloadpacket.__name__
-        assert name not in (
-            "lift",
-            "lift_fresh",
-            "lift_fresh_copy",
-            "scalar_tensor",
-            "copy_",
-            "from_file",
-        ), name
-        assert name != "_to_copy" or kwargs.get("device") is None
-        return function(*args, **kwargs)
-
-
-@pytest.mark.parametrize("learn_sigma", [True, False])
-def test_no_copy_and_no_wait(learn_sigma, monkeypatch):
-    """In the loops, guided by a classifier or not, in losses and in the bound: each can
-    be a CUDA graph. Fake tensors raise where a value is read.
-    """
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    d = create_diffusion("2", learn_sigma=learn_sigma)
-    device = "cuda:0"
-
-    def model(x, t):
-        return wavy(x, t)[:, : 8 if learn_sigma else 4]
-
-    # Outside a trace tables are uploaded once.
-    monkeypatch.setattr(d, "_tables", cache(d._tables))
-    with FakeTensorMode():
-        d.prepare(device)
-        x = torch.randn(SHAPE, device=device)
-        t = torch.arange(4, device=device)
-        with NoCopies():
-            for name, how in LOOPS.items():
-                getattr(d, name.split()[0])(model, SHAPE, device=device, cond_fn=slope, **how)
-            d.training_losses(model, x, t)
-            d.calc_bpd_loop(model, x)

@@ -290,11 +290,3 @@ def test_a_subclass_changes_the_result_where_it_says_so():
     own._scale_timesteps = lambda t: 0 * t  # as the first step's: the model sees its timestep
     first = usual.p_mean_variance(lambda x, _: wavy(x, 0 * t), x, t)
     assert torch.equal(own.p_mean_variance(wavy, x, t)["mean"], first["mean"])
-
-
-def test_a_table_is_read_as_upstream_reads_it():
-    d, ref = process()
-    t, x, _, _ = batch(d)
-    got = gd._extract_into_tensor(d.alphas_cumprod, t, x.shape)
-    assert got.shape == x.shape and got.dtype == torch.float32
-    close(got, ref.abar(t), rtol=1e-6, atol=0)

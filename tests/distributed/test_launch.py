@@ -212,23 +212,6 @@ def test_a_rank_that_ignores_sigterm_is_killed():
     assert rank.returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("given, expected", [(None, max(1, os.cpu_count() // 2)), ("7", 7)])
-def test_ranks_divide_the_cores(given, expected, tmp_path, monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if given:
-        monkeypatch.setenv("OMP_NUM_THREADS", given)
-    code = (
-        f"import os; open({str(tmp_path)!r} + '/' + os.environ['RANK'], "
-        "'w').write(os.environ['OMP_NUM_THREADS'])"
-    )
-    monkeypatch.setattr(sys, "argv", ["-c", code])
-    assert [rank.wait(60) for rank in processes._start(2)] == [0, 0]
-    assert {file.name: int(file.read_text()) for file in tmp_path.iterdir()} == {
-        "0": expected,
-        "1": expected,
-    }
-
-
 def test_a_rank_whose_parent_has_ended_does_not_begin():
     """Before it could ask to be ended with it."""
     code = "from accel import launch; launch.begin(); print('begun')"

@@ -6,31 +6,11 @@ from networks import error, fast_network, small
 
 from accel.fast import network as module
 from accel.fast.conditioning import ConditioningTable
-from diffusion import create_diffusion
 
 
 @pytest.fixture
 def fast():
     return fast_network(small(), torch.float64)
-
-
-@pytest.mark.parametrize("entries", (3, 7, 5000))
-def test_chunks_give_what_every_evaluation_gives(fast, entries):
-    """One step in the table, two, or all ten; and over two runs with other labels through
-    the same table.
-    """
-    bytes_each = fast.conditioning.bias.numel() * 8  # of an entry, a pair of timestep and label
-    table = fast.table = ConditioningTable(fast.conditioning, entries * bytes_each)
-    timesteps = create_diffusion("10").timestep_map[::-1]
-    for labels in ([1, 4, 8], [7, 2, 2]):
-        y = torch.tensor(labels)
-        x = torch.randn(3, 4, 8, 8, dtype=torch.float64)
-        direct = [fast.forward(x, torch.full((3,), timestep), y) for timestep in timesteps]
-        run = fast.prepare(timesteps, labels)
-        assert fast.table is table and table.chunk == entries // len(set(labels))
-        for index in range(10):
-            run.advance(index)
-            assert error(fast.forward(x, torch.full((3,), index), y, run), direct[index]) < 1e-12
 
 
 def test_what_is_not_in_the_table_is_nan_never_a_picture(fast):

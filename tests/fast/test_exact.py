@@ -10,7 +10,6 @@ from conftest import mistake
 from networks import DEVICES, build, error, inputs, network_of, ready
 from test_large_dit import build as build_large
 
-from accel.fast.ops import Float32Linear, GemmWeights
 from accel.runtime.graphs import GraphedFunction
 from accel.runtime.precision import arithmetic, supports
 
@@ -149,25 +148,3 @@ def test_overflow_is_a_line_before_a_run(tmp_path):
             output_type="latent",
             precision="exact",
         )
-
-
-@DEVICES
-@pytest.mark.parametrize(
-    "tokens, columns, depth", ((5, 32, 48), (256, 3200, 768), (256, 768, 2048))
-)
-def test_layers_of_the_stream(tokens, columns, depth, device):
-    """Split or not, they have float32's accuracy, and follow copied weights."""
-    torch.manual_seed(1)
-    weight = torch.randn(columns, depth, device=device) / depth**0.5
-    bias = torch.randn(columns, device=device)
-    x = torch.randn(2, depth, tokens, device=device).mT  # not contiguous, as patches come
-    want = (x.double() @ weight.double().t() + bias.double()).cpu()
-    for split in (None, False, True):
-        layer = Float32Linear(GemmWeights("layer", weight.clone(), bias.clone()), split)
-        layer.prepare(2 * tokens)
-        got = layer(x)
-        assert got.dtype == torch.float32 and error(got, want) < 1e-6
-        other = Float32Linear(GemmWeights("layer", 2 * weight, bias), split)
-        for value, twice in zip(layer.parameters(), other.parameters(), strict=True):
-            value.copy_(twice)
-        assert error(layer(x), 2 * want - bias.double().cpu()) < 1e-6

@@ -1,6 +1,9 @@
 """RAE's head whose GEMMs modulate the residual stream and add to it, as on Hopper."""
 
+import networks
 import pytest
+import test_large_dit
+import test_rae
 import torch
 from networks import error, network_of
 from test_rae import build, inputs, velocity
@@ -36,10 +39,12 @@ def test_large_outer_layers_are_half_gemms(tier, tolerance, fused, monkeypatch):
         call()
 
 
-def test_tokens_on_two_ranks(fused):
+@pytest.mark.parametrize("family", (test_rae, test_large_dit))
+def test_tokens_on_two_ranks(family, fused):
     """A rank has a part of a row's tokens, and gets all keys and values from an exchange."""
-    network = network_of(build(), "fp16")
-    x, t, y = inputs()
+    model = family.build()
+    network = network_of(model, "fp16")
+    x, t, y = inputs() if family is test_rae else networks.inputs(model, 4)
     packed = []
 
     def attend(qkv, num_heads):

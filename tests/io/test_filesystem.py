@@ -8,7 +8,6 @@ import time
 import forks
 import pytest
 
-from accel.errors import UsageError
 from accel.io import filesystem
 from accel.io.filesystem import (
     atomic_write,
@@ -17,7 +16,6 @@ from accel.io.filesystem import (
     read_small,
     remove_partial_files,
 )
-from accel.io.output import check_writable
 
 
 def test_whole_or_absent(tmp_path):
@@ -122,32 +120,6 @@ def test_what_is_no_small_json_file_is_an_error_at_once(tmp_path):
     assert read_small(good, 99) == good.read_bytes()
     with pytest.raises(OSError, match="larger than 5 bytes"):
         read_small(good, 5)
-
-
-def test_long_names(tmp_path):
-    """The temporary name is no longer than the file system takes."""
-    with atomic_write(tmp_path / ("x" * 255)) as out:
-        out.write(b"1")
-    assert os.listdir(tmp_path) == ["x" * 255]
-    with pytest.raises(OSError, match="File name too long"), atomic_write(tmp_path / ("x" * 256)):
-        pass
-    assert os.listdir(tmp_path) == ["x" * 255]
-
-
-def test_what_is_written_where(tmp_path):
-    check_writable(tmp_path / "deep" / "er" / f"{'x' * 251}.png")  # the longest name that there is
-    assert list((tmp_path / "deep" / "er").iterdir()) == []
-    os.mkfifo(tmp_path / "pipe")  # root that writes to /dev/null would put a file in its place
-    os.symlink("/proc/nowhere/x.png", tmp_path / "link")
-    for path, words in (
-        (tmp_path / f"{'x' * 252}.png", "File name too long; choose another path"),
-        ("/proc/nowhere/x.png", "choose another path"),
-        (tmp_path / "link", "No such file or directory; choose another path"),
-        (tmp_path / "pipe", "is a folder, a device or a pipe; name a file"),
-    ):
-        with pytest.raises(UsageError) as error:
-            check_writable(path)
-        assert str(error.value).startswith(f"output={path}: ") and words in str(error.value)
 
 
 def test_the_cache_folder(tmp_path, monkeypatch):

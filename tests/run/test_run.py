@@ -7,9 +7,8 @@ import inspect
 from dataclasses import MISSING, fields, replace
 
 import pytest
-import torch
-from conftest import fill, mistake
-from networks import opened, run_of, run_with
+from conftest import mistake
+from networks import run_of, run_with
 
 import sample
 import sample_ddp
@@ -30,7 +29,6 @@ from accel.config.rules import Request
 from accel.errors import InputRef
 from accel.families import DEMO
 from accel.families.configuration import Configuration
-from accel.families.dit.network import DiT_models
 from accel.io.output import outputs_of
 from accel.run.opening import files_of
 
@@ -163,20 +161,6 @@ def test_a_job_comes_after_the_weights_and_before_their_model():
         settings = run_with(weights, configuration, num_fid_samples=9, **flags).settings
         assert (settings.image_size, settings.origins["image_size"]) == size
         assert (settings.cfg_scale, settings.origins["cfg_scale"]) == scale
-
-
-def test_weights_come_before_their_model_and_options_before_both(tmp_path):
-    state = fill(DiT_models["DiT-S/4"](input_size=8, num_classes=10)).state_dict()
-    facts = dict(family="DiT", guidance_channels=4, num_classes=10, vae="mse")
-    torch.save({"ema": state, "metadata": facts}, tmp_path / "x.pt")
-    options = Options(ckpt=tmp_path / "x.pt", output_type="latent", device="cpu")
-    settings = opened(options).settings
-    assert (settings.model, settings.image_size, settings.num_classes) == ("DiT-S/4", 64, 10)
-    assert (settings.guidance_channels, settings.vae, settings.cfg_scale) == (4, "mse", 4.0)
-    assert settings.labels == tuple(range(8))
-    run = opened(options.changed(guidance_channels=3, image_size=128, labels=["3"]))
-    assert (run.settings.guidance_channels, run.settings.image_size) == (3, 128)
-    assert (run.latent_size, run.settings.labels) == (16, (3,))
 
 
 @pytest.mark.parametrize(

@@ -137,9 +137,7 @@ def test_heun_ends_with_the_even_times():
 
 
 def test_repas_weights_turned_are_a_sits():
-    """REPA's time is 1 − t, its velocity −v; its projectors go. Turned twice, the weights
-    are what they were.
-    """
+    """REPA's time is 1 − t, its velocity −v; its projectors go."""
     model = small(learn_sigma=False)
     theirs = {**model.state_dict(), "projectors.0.0.weight": torch.randn(3, 3)}
     assert repa.FAMILY.is_marked(theirs) and not repa.FAMILY.is_marked(model.state_dict())
@@ -154,10 +152,6 @@ def test_repas_weights_turned_are_a_sits():
         )
         < 2e-6
     )
-    again = turned(ours.state_dict())
-    assert all(torch.allclose(again[name], theirs[name], atol=1e-6) for name in again)
-    half = turned({name: value.half() for name, value in theirs.items()})
-    assert half["t_embedder.mlp.0.weight"].dtype == torch.float32
 
 
 BATCH_NORM_STATISTICS = {

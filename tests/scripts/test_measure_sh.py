@@ -43,7 +43,6 @@ def measure(*arguments):
 @pytest.mark.parametrize(
     "flags",
     [
-        FLAGS,
         ("--gpus", "2", "--precision", "fp32", "--num-sampling-steps", "20/"),
         (*FLAGS, "--repeats", "2", "--load", "1"),
     ],
@@ -76,7 +75,6 @@ def test_a_typo_leaves_the_folder_free(tmp_path):
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--num-sampling-steps", "250", "--gpus", "2"),
         (*FLAGS, "--ckpt", "XL.pt"),
         ("--num-sampling-steps", "20", "--gpus", "4"),
     ],

@@ -2,7 +2,6 @@
 waited for.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -11,7 +10,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -262,27 +260,17 @@ def test_a_command_in_an_interactive_step_is_one_process(cluster, demo, tmp_path
     alone = [sys.executable, str(ROOT / "sample_ddp.py"), *how, str(tmp_path / "alone.png")]
     ranks = [sys.executable, str(ROOT / "sample_ddp.py"), *how, str(tmp_path / "ranks.png")]
     line = f"{shlex.join(alone)}; srun -n2 --overlap {shlex.join(ranks)}"
+    log = tmp_path / "log"
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(
+    os.write(ours, f"{{ {line}; }} > {log} 2>&1; exit\n".encode())
+    done = subprocess.run(
         ["srun", "-n4", "--pty", "bash", "--norc"],
         env={**cluster.env, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
         start_new_session=True,
+        timeout=90,
     )
-    os.write(ours, f"{line}; exit\n".encode())
-    os.set_blocking(ours, False)
-    text = b""
-    ended = False
-    deadline = time.monotonic() + 90
-    while not ended:
-        assert time.monotonic() < deadline, text.decode()
-        ended = process.poll() is not None
-        with contextlib.suppress(BlockingIOError):
-            text += os.read(ours, 65536)
-        time.sleep(0.05)
-    os.close(ours)
-    os.close(theirs)
-    assert process.returncode == 0 and text.count(b" 2 ranks") == 1, text.decode()
+    assert done.returncode == 0 and log.read_text().count(" 2 ranks") == 1, log.read_text()
     one, two = (
         np.asarray(Image.open(tmp_path / name)).astype(int) for name in ("alone.png", "ranks.png")
     )

@@ -94,8 +94,6 @@ def test_another_start_needs_the_same_settings(folder, capsys):
     assert "may differ" in capsys.readouterr().out
     with mistake("", "--seed 3", "sample_dir"):
         open_folder(folder, {"--seed": 3, KERNELS_SETTING: "b"})
-    with mistake("", "--later 4"):
-        open_folder(folder, {"--seed": 2, KERNELS_SETTING: "b", "--later": 4})
     with mistake("", "--seed none"):
         open_folder(folder, {KERNELS_SETTING: "b"})
     open_folder(folder, {"--seed": 2, KERNELS_SETTING: "a"})
