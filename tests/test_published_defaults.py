@@ -68,10 +68,6 @@ def test_a_models_defaults(name):
         assert implied.t_eps == 0.05  # JiT's; other families have none
 
 
-def test_the_table_is_whole():
-    assert TABLE.keys() == MODELS.keys()
-
-
 def test_published_files():
     dit = {256: "DiT-XL-2-256x256.pt", 512: "DiT-XL-2-512x512.pt"}
     for name, family in MODELS.items():

@@ -1,7 +1,6 @@
 """Files that are whole or absent, and where caches are kept."""
 
 import os
-import re
 import stat
 import time
 
@@ -14,7 +13,6 @@ from accel.io.filesystem import (
     cache_folder,
     read_json,
     read_small,
-    remove_partial_files,
 )
 
 
@@ -67,24 +65,6 @@ for _ in range(50):
         writer.text() for writer in writers
     ]
     assert os.listdir(tmp_path) == ["x"]
-
-
-def test_only_what_killed_processes_left_is_removed(tmp_path):
-    """By the very form of the name: no glob, in which a job's own name might hold a pattern."""
-    own = [".000017.png.0123456789abcdef.part", ".[a].npz.0123456789abcdef.part"]
-    others = [
-        ".a.npz.0123456789abcdef.part",
-        ".123.png.mine.part",
-        ".y.png.probe",
-        "000017.png",
-        ".000017.png.part",
-    ]
-    for name in own + others:
-        (tmp_path / name).touch()
-    (tmp_path / ".000018.png.0123456789abcdef.part").mkdir()
-    remove_partial_files(tmp_path, r"\d+\.png")
-    remove_partial_files(tmp_path, re.escape("[a].npz"))
-    assert sorted(os.listdir(tmp_path)) == sorted([*others, ".000018.png.0123456789abcdef.part"])
 
 
 def test_what_is_no_file_is_not_replaced(tmp_path):

@@ -113,8 +113,6 @@ def test_wrong_names_are_one_line_before_anything_is_loaded(content, words, tmp_
     assert done.stdout == "" and not (tmp_path / "x.png").exists()
 
 
-def test_a_name_that_two_classes_have_or_no_class_is_refused():
-    with mistake("labels", "cat (0)", "cat (2)"):
-        find_label("cat", ("cat", "dog", "cat"), 3)
+def test_a_name_is_refused_where_no_class_has_one():
     with mistake("labels", "cat"):
         find_label("cat", (), 3)
