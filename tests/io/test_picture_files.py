@@ -85,8 +85,8 @@ NOT_PLAIN = {
 }
 LARGE = flipped(saved(Image.new("1", (20000, 10000))), -20)
 DAMAGED = {
-    "empty": (b"", "none of PNG, JPEG, WEBP, BMP, PPM, TIFF"),
-    "text": (b"not a picture", "none of PNG"),
+    "empty": (b"", "PNG, JPEG, WEBP, BMP, PPM, TIFF"),
+    "text": (b"not a picture", "PNG, JPEG"),
     "cut": (saved(RGB)[:-100], "corrupt (Truncated File Read)"),
     "no end": (saved(RGB)[:-12], "corrupt (truncated PNG file)"),
     "cut JPEG": (saved(RGB, "JPEG")[:-30], "truncated"),
