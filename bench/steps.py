@@ -61,6 +61,10 @@ HALF_LADDER = (
 LADDERS = {
     "fp16": HALF_LADDER,
     "bf16": HALF_LADDER,
+    "fp32-fused": (
+        ("float32 GEMMs", HALF_LADDER[0][1] | dict(attention="efficient")),
+        *HALF_LADDER[1:],
+    ),
     "exact": (
         ("split GEMMs", PLAIN | dict(gemm="cublas", attention="cublas")),
         *SHARED_RUNGS,
