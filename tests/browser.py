@@ -13,7 +13,7 @@ def find():
 
 
 class Browser:
-    """One page. `problems` collects errors of the console, of scripts and of loading;
+    """One page, or several in turn. `problems` collects errors of the console, of scripts and of loading;
     `requested` the addresses.
     """
 
@@ -46,12 +46,19 @@ class Browser:
         self.events = []
         self.rest = b""
         self.requested = []
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
-            "sessionId"
-        ]
+        self.add_page()
+
+    def add_page(self):
+        """Open another page, `self.page`, on which all calls act from now on."""
+        self.session = None
+        self.page = self.call("Target.createTarget", url="about:blank")["targetId"]
+        attached = self.call("Target.attachToTarget", targetId=self.page, flatten=True)
+        self.session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
+
+    def close_page(self, page):
+        self.call("Target.closeTarget", targetId=page)
 
     def __enter__(self):
         return self
