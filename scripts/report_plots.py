@@ -171,7 +171,7 @@ def scaling(series: dict[str, dict[int, float]], words: dict) -> bytes:
     """Draw speed over one GPU against their number, with the ideal line. series: {name:
     {GPUs: speed}}.
     """
-    figure, axis = canvas(8, 3.6, "both")
+    figure, axis = canvas(8, 4.2, "both")
     most = max(max(points) for points in series.values())
     axis.plot([1, most], [1, most], "--", color="black", linewidth=1.1, label=words["ideal"])
     looks = zip("osD^vPX*", (BLUE, ORANGE, GREEN, RED, SKY, GREY, "black", "#CC79A7"))
@@ -181,7 +181,7 @@ def scaling(series: dict[str, dict[int, float]], words: dict) -> bytes:
         axis.plot(x, y, label=wide(name), marker=mark, color=colour)
     axis.set_xticks(range(1, most + 1))
     axis.set(xlabel=words["gpus"], ylabel=words["speedup"], ylim=(0, most * 1.08))
-    return svg(figure, columns=3)
+    return svg(figure, columns=2)
 
 
 def pictures(want: np.ndarray, got: np.ndarray) -> bytes:
