@@ -2,6 +2,7 @@
 waited for.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -10,6 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -260,17 +262,27 @@ def test_a_command_in_an_interactive_step_is_one_process(cluster, demo, tmp_path
     alone = [sys.executable, str(ROOT / "sample_ddp.py"), *how, str(tmp_path / "alone.png")]
     ranks = [sys.executable, str(ROOT / "sample_ddp.py"), *how, str(tmp_path / "ranks.png")]
     line = f"{shlex.join(alone)}; srun -n2 --overlap {shlex.join(ranks)}"
-    log = tmp_path / "log"
     ours, theirs = pty.openpty()
-    os.write(ours, f"{{ {line}; }} > {log} 2>&1; exit\n".encode())
-    done = subprocess.run(
+    process = subprocess.Popen(
         ["srun", "-n4", "--pty", "bash", "--norc"],
         env={**cluster.env, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
         start_new_session=True,
-        timeout=90,
     )
-    assert done.returncode == 0 and log.read_text().count(" 2 ranks") == 1, log.read_text()
+    os.write(ours, f"{line}; exit\n".encode())
+    os.set_blocking(ours, False)
+    text = b""
+    ended = False
+    deadline = time.monotonic() + 90
+    while not ended:
+        assert time.monotonic() < deadline, text.decode()
+        ended = process.poll() is not None
+        with contextlib.suppress(BlockingIOError):
+            text += os.read(ours, 65536)
+        time.sleep(0.05)
+    os.close(ours)
+    os.close(theirs)
+    assert process.returncode == 0 and text.count(b" 2 ranks") == 1, text.decode()
     one, two = (
         np.asarray(Image.open(tmp_path / name)).astype(int) for name in ("alone.png", "ranks.png")
     )
