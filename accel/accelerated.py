@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from accel.checkpoints import Checkpoint
-from accel.checkpoints.compare import build, require_same
-from accel.checkpoints.module import from_module, from_state, unwrapped
+from accel.checkpoints.compare import require_same
+from accel.checkpoints.module import StateTensors, from_module, from_state, unwrapped
 from accel.config.options import OPTIONS
 from accel.errors import InputRef, UsageError
 from accel.families.spec import CallAdapter
@@ -46,7 +46,12 @@ def accelerate(
     """
     with exclusive():
         checkpoint, adapter = from_module(model)
-        device = _device(next(iter(checkpoint.state.values())).device if device is None else device)
+        if device is None:
+            device = next(iter(checkpoint.tensors.state.values())).device
+        try:
+            device = torch.empty(0, device=device).device  # with an index
+        except (RuntimeError, AssertionError, TypeError) as error:
+            raise UsageError(f"device {device}: {str(error).splitlines()[0]}") from None
         tier = default_tier(device) if precision is None else precision
         require("precision", tier, device)
         spec = checkpoint.spec
@@ -58,13 +63,6 @@ def accelerate(
                 f"must be from 1 to {most}", parameter="guidance_channels", value=guidance_channels
             )
         return Accelerated(checkpoint, adapter, tier, device, check, guidance_channels)
-
-
-def _device(device: torch.device | str | int) -> torch.device:
-    try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, TypeError) as error:
-        raise UsageError(f"device {device}: {str(error).splitlines()[0]}") from None
 
 
 class Accelerated:
@@ -126,7 +124,8 @@ class Accelerated:
         with self._running():
             shapes = spec.empty(self.input_size).state_dict()
             zeros = {name: torch.zeros(value.shape) for name, value in shapes.items()}
-            other.network = build(zeros, spec, self.precision, self.device)
+            checkpoint = Checkpoint(InputRef(spec.model, ""), spec, StateTensors(zeros))
+            other.network = checkpoint.build(self.precision, self.device)
             other.network.copy_weights(self.network)
             other._replay()
         return other
@@ -140,9 +139,9 @@ class Accelerated:
     def _build(self, checkpoint: Checkpoint) -> BlockNetwork:
         """Build the network with a copy of the weights. Raises UsageError on overflow."""
         spec = checkpoint.spec
-        network = build(checkpoint.state, spec, self.precision, self.device)
+        network = checkpoint.build(self.precision, self.device)
         batch = Batch([(1, 1)], self.input_size, spec.num_classes)
-        require_finite(network, self.precision, batch, self.device, spec.some_times)
+        require_finite(network, self.precision, batch, self.device, spec.family.some_times)
         return network
 
     @contextmanager

@@ -27,7 +27,7 @@ from accel.distributed import Placement
 from accel.errors import UsageError
 from accel.run import Run
 from accel.runtime import precision
-from accel.runtime.network import Batch, BlockNetwork, EagerNetwork, Network
+from accel.runtime.network import Batch, BlockNetwork, Network
 from accel.sampling import (
     OnStep,
     count_by_rows,
@@ -269,9 +269,10 @@ class Pipeline:
         batch = Batch(rows, self.side, checkpoint.spec.num_classes)
         from accel.runtime.overflow import require_finite
 
+        times = checkpoint.spec.family.some_times
         with precision.arithmetic(self.tier):
-            network = load_network(checkpoint, self.tier, self.device, batch)
-            require_finite(network, self.tier, batch, self.device, checkpoint.spec.some_times)
+            network = checkpoint.build(self.tier, self.device, batch)
+            require_finite(network, self.tier, batch, self.device, times)
         return network
 
     def _noise(self, labels, seed, part):
@@ -320,42 +321,6 @@ def decoder_of(
     return Decoder(space, device, precision)
 
 
-def load_network(
-    checkpoint: Checkpoint,
-    tier: str,
-    device: torch.device,
-    batch: Batch,
-    tuner: "Tuner | None" = None,
-) -> BlockNetwork:
-    """Load a network in a tier, without tuning and checks, directly from the mapped file to the
-    device.
-    """
-    model: Any = checkpoint.spec.empty(batch.side)
-    with checkpoint.reading() as state:
-        table = state.get("pos_embed")
-        # a sine-cosine table is recomputed for another size
-        if table is not None and table.shape != model.pos_embed.shape:
-            from accel.tensors.positions import require_sinusoid  # lazy: only for another size
-
-            remedy = "sample at the size that it was trained at"
-            require_sinusoid(checkpoint.given, table, remedy)
-            state = {**state, "pos_embed": model.position_table()}
-        if precision.TIERS[tier].accelerated:
-            pack = checkpoint.spec.family.pack
-            from accel import fast  # lazy: imports Triton
-
-            try:
-                return fast.load(state, model, pack, tier, device, prod(batch.rows[0]), tuner)
-            except UsageError:
-                raise
-            except ValueError as error:
-                raise checkpoint.given.error(str(error)) from None
-        # Convert on the device: no float32 copy on the CPU. Contiguous: strides affect rounding.
-        state = {name: value.to(device).float().contiguous() for name, value in state.items()}
-        model.load_state_dict(state, strict=True, assign=True)
-    return EagerNetwork(model.eval().requires_grad_(False))
-
-
 def _load_checked(
     run: Run, checkpoints: list[Checkpoint], tier: str, batch: Batch, tuner: "Tuner | None"
 ) -> tuple[Network, str]:
@@ -363,7 +328,7 @@ def _load_checked(
     overflows fp16, unless the user requested fp16.
     """
     device = run.device
-    networks = [load_network(each, tier, device, batch, tuner) for each in checkpoints]
+    networks = [each.build(tier, device, batch, tuner) for each in checkpoints]
     for each in networks:
         each.tune(batch.row_tokens(each.patch_size))
     network: Network = networks[0]
@@ -378,7 +343,7 @@ def _load_checked(
     overflowing = " and ".join(
         name
         for name, each in zip(("these", "the guide's"), networks)
-        if overflows(each, batch, device, run.spec.some_times)
+        if overflows(each, batch, device, run.spec.family.some_times)
     )
     if not overflowing:
         return network, tier

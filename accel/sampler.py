@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from accel.checkpoints import Checkpoint
-from accel.checkpoints.compare import build, require_same
+from accel.checkpoints.compare import require_same
 from accel.checkpoints.module import from_module, from_state, unwrapped
 from accel.config.options import OPTIONS, Options
 from accel.config.rules import Request
@@ -110,7 +110,8 @@ class Sampler:
                 raise UsageError(
                     "is for weights on disk, and the model was given", "drop it", parameter=wrong
                 )
-            module = _copied(given.pop("model"))
+            with exclusive():
+                module = from_module(given.pop("model"))
             given["ckpt"] = module[0].name
             if not isinstance(model, torch.nn.Module):
                 given["vae"] = getattr(model, "vae", None) if vae is None else vae
@@ -124,7 +125,8 @@ class Sampler:
                 )
             given["ckpt"] = str(given.pop("model"))
         if _is_object(guide):
-            guide_module = _copied(guide, "guide")
+            with exclusive():
+                guide_module = from_module(guide, "guide")
             given["guide"] = guide_module[0].name
         if device is not None:
             given["device"] = f"cuda:{device}" if isinstance(device, int) else str(device)
@@ -189,7 +191,7 @@ class Sampler:
             return
         tier = self._pipeline.tier
         if self._pipeline.side != checkpoint.spec.trained_side:
-            network = build(checkpoint.state, checkpoint.spec, tier, self.run.device)
+            network = checkpoint.build(tier, self.run.device)
         require_same(network, checkpoint, adapter, tier, channels)
 
     def _require_alike(self, checkpoint: Checkpoint) -> None:
@@ -372,12 +374,6 @@ def _names_weights(name):
 def _is_object(value):
     """Return whether an argument is an object, not a name or path."""
     return not isinstance(value, (str, Path, type(None)))
-
-
-def _copied(model: Any, option: str = "") -> Module:
-    """Copy the weights of a module. option: that it was passed as, for errors."""
-    with exclusive():
-        return from_module(model, copy=True, option=option)
 
 
 def _written(decoder: torch.nn.Module) -> TemporaryDirectory:

@@ -91,7 +91,7 @@ def random_weights(values: rules.Values, folder: Path) -> str:
     model = values.get("model", rules.DEFAULT_MODEL)
     defaults = rules.named_defaults(values)
     side = values.get("image_size", defaults.image_size) // defaults.factor
-    weights = family_of(model).part("weights").WEIGHTS
+    weights = family_of(model).weights
     # as the family's trained weights have it
     qk_norm = any(each.config.get("qk_norm") for each in weights.models.values())
     norms = dict(qk_norm=True) if qk_norm else {}

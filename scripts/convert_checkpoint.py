@@ -20,7 +20,7 @@ from accel.cli import OneLineParser, positive, user_errors
 from accel.errors import InputRef, UsageError, shown
 from accel.families import model_names
 from accel.families.identify import UserFacts
-from accel.families.spec import ModelSpec, weights_of
+from accel.families.spec import ModelSpec
 from accel.io.filesystem import atomic_write, is_utf8
 from accel.tensors.digests import digest
 from accel.tensors.tensor_files import mode_of, require_finite_floats
@@ -64,10 +64,11 @@ def convert(
         if applies:
             raise UsageError(problem, "choose another name", parameter="output", value=target)
     weights = WeightFiles(InputRef(ckpt), entry=weights_entry)
-    spec = weights.checkpoint(UserFacts(model=model, num_heads=num_heads)).spec
-    for text in spec.assumed.values():
+    checkpoint = weights.checkpoint(UserFacts(model=model, num_heads=num_heads))
+    spec = checkpoint.spec
+    for text in checkpoint.assumed.values():
         weights.given.warn(text)
-    state = weights_of(spec.family).sampled(weights.state)
+    state = spec.family.weights.sampled(weights.state)
     dropped = weights.state.keys() - state.keys()
     if dropped:
         print(

@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accel import fast
-from accel.checkpoints import Checkpoint, spec_of
+from accel.checkpoints import Checkpoint, checkpoint_of
 from accel.checkpoints.loading import WeightFiles
+from accel.checkpoints.module import StateTensors
 from accel.config.options import Options
 from accel.config.rules import Request
 from accel.decoders import LatentSpace
@@ -110,9 +111,9 @@ def latents_of(run, pipeline, on_step=None):
     return pipeline.latents(run.settings.labels, run.settings.seed, on_step)
 
 
-def weights_at(path, mapped=True, entry=None):
+def weights_at(path, entry=None):
     """Return the weights in a file or a folder."""
-    return WeightFiles(InputRef(str(path)), mapped, entry)
+    return WeightFiles(InputRef(str(path)), entry)
 
 
 def identify(path, *given):
@@ -120,9 +121,14 @@ def identify(path, *given):
     return weights_at(path).checkpoint(UserFacts(*given)).spec
 
 
+def recognised(name, state, facts, *given):
+    """Return the checkpoint with a file's entries and facts. given: as for `identify`."""
+    return checkpoint_of(InputRef(name), StateTensors(state), facts, UserFacts(*given))
+
+
 def recognise(name, state, facts, *given):
     """Return the spec of weights with a file's entries and facts. given: as for `identify`."""
-    return spec_of(InputRef(name), state, facts, UserFacts(*given))
+    return recognised(name, state, facts, *given).spec
 
 
 def to_diffusers(state):

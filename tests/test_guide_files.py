@@ -219,13 +219,8 @@ def raes(tmp_path):
 @pytest.mark.parametrize(
     "changes, names",
     (
-        (dict(misc__latent_size=[12, 4, 4]), ("misc.latent_size 12", "rae.pt", "24")),
-        (dict(misc__latent_size=[24, 8, 8]), ("misc.latent_size 8", "rae.pt", "4")),
-        (dict(stage_2__params__num_heads=4), ("num_heads (4, 4)", "rae.pt", "(2, 4)")),
-        (
-            dict(guidance__guidance_model__params__num_heads=[3, 4]),
-            ("guidance_model.params.num_heads (3, 4)", "g.pt"),
-        ),
+        (dict(misc__latent_size=[12, 4, 4]), ("12 channels and side 4", "rae.pt of 24 and 4")),
+        (dict(misc__latent_size=[24, 8, 8]), ("24 channels and side 8", "rae.pt of 24 and 4")),
     ),
 )
 def test_a_configuration_of_other_networks_than_its_files_is_refused(changes, names, raes):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import mistake
 from forks import refused, succeeds
-from networks import error, network_of, recognise, with_norms
+from networks import error, network_of, recognise, recognised, with_norms
 from PIL import Image
 from reference_networks import jit
 from torch import nn
@@ -154,11 +154,11 @@ def test_the_first_noise_follows_from_the_pictures_size(name):
         with shapes_only():
             model = JiT_models[name](input_size=side)
         state = model.state_dict()
-        spec = recognise("x.pth", state, {"model": name})
-        assert spec.defaults.noise_scale == scale
-        assert f"taken for {scale} as at {side} px" in spec.assumed["noise_scale"]
-        spec = recognise("x.pth", state, {"model": name, "noise_scale": 1.5})
-        assert spec.recommended["noise_scale"] == 1.5 and not spec.assumed
+        found = recognised("x.pth", state, {"model": name})
+        assert found.spec.defaults.noise_scale == scale
+        assert f"taken for {scale} as at {side} px" in found.assumed["noise_scale"]
+        found = recognised("x.pth", state, {"model": name, "noise_scale": 1.5})
+        assert found.spec.recommended["noise_scale"] == 1.5 and not found.assumed
 
 
 def test_an_unknown_start_of_label_tokens_is_refused():
@@ -175,7 +175,7 @@ def test_the_command_believes_the_file(tmp_path, here):
     z = torch.randn(2, 3, 32, 32, generator=generator)
     latent = "--output-type", "latent", "--output", tmp_path / "x.npy"
     text = succeeds(here("sample.py", *flags, *latent))
-    assert 'the weights are those of "model_ema1"' in text and "4 HEUN steps · cfg 2.5" in text
+    assert 'the weights are those of "model_ema1.net"' in text and "4 HEUN steps · cfg 2.5" in text
     assert (
         error(torch.from_numpy(np.load(tmp_path / "x.npy")), written_out(model, 1.5 * z, LABELS, 4))
         < 5e-6

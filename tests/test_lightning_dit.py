@@ -13,7 +13,6 @@ from torch import nn
 from accel import Sampler, accelerate
 from accel.families.blocks import grid_rotation_table
 from accel.families.lightning_dit.network import LightningDiT
-from accel.families.spec import reference_state
 
 SMALL = dict(input_size=4, in_channels=32, hidden_size=144, depth=2, num_heads=2, num_classes=8)
 FORMS = (
@@ -60,7 +59,7 @@ def test_a_file_gives_the_network(change):
     x, t, y = batch(model)
     spec = recognise("x.pt", state, {})
     own = spec.empty()
-    own.load_state_dict(reference_state(spec, state), strict=True, assign=True)
+    own.load_state_dict(spec.family.weights.convert(state), strict=True, assign=True)
     assert own.num_heads == 2 and type(own) is LightningDiT
     assert error(own.eval()(x, t, y).detach(), lightning_dit(state, x, t, y)) < 4e-6
 

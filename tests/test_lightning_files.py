@@ -12,7 +12,8 @@ from networks import error, identify, opened
 from PIL import Image
 from test_lightning_dit import as_file, build
 
-from accel.checkpoints import spec_of
+from accel.checkpoints import checkpoint_of
+from accel.checkpoints.module import StateTensors
 from accel.config.options import OPTIONS, Options
 from accel.decoders.autoencoder_kl.half import HalfDecoder
 from accel.decoders.ldm import STATISTICS_FILE
@@ -240,11 +241,9 @@ def test_what_implies_how_to_sample(tmp_path, capsys):
 def test_a_yaml_file_of_another_model_is_refused(tmp_path):
     with shapes_only():
         state = as_file(LightningDiT_models["LightningDiT-B/1"]())
-    given = dict(
-        facts={}, yaml_arguments=lambda: ("run.yaml", {"model.model_type": "LightningDiT-XL/1"})
-    )
+    (tmp_path / "run.yaml").write_text("model: {model_type: LightningDiT-XL/1}")
     with mistake("ckpt", "run.yaml", "LightningDiT-XL/1", "LightningDiT-B/1"):
-        spec_of(InputRef("x.pt"), state, **given)
+        checkpoint_of(InputRef("x.pt"), StateTensors(state), {}, path=tmp_path / "x.pt")
 
 
 SD = dict(model={}, data=dict(latent_norm=False, latent_multiplier=0.18215))

@@ -270,7 +270,6 @@ def test_flags_override_a_file():
         (dict(guidance__t_min=0.9), "t_min"),
         (dict(guidance__method="cfg", misc__null_label=0), "null_label"),
         (dict(misc__latent_size=[768, 16, 8]), "latent_size"),
-        (dict(misc__num_classes=10), "num_classes"),
         (dict(misc__time_dist_shift_dim=1024), "time_dist_shift_dim"),
         (dict(stage_2__ckpt="${oc.env:HOME}/x.pt"), "${oc.env:HOME}/x.pt"),
         (dict(guidance=[1]), "guidance"),

@@ -4,24 +4,36 @@ loading.py opens files, folders and hub ids; each file format in FORMATS has a m
 reads modules and state dicts. Once opened, all checkpoints look the same.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import PurePath
-from typing import Any, NamedTuple, Protocol
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
 
 from accel.checkpoints.arguments import interpreted
 from accel.checkpoints.facts import checked
-from accel.errors import InputRef
-from accel.families.identify import NO_USER_FACTS, UserFacts, choose_family, identify
-from accel.families.spec import (
-    FamilyWeights,
-    ModelSpec,
-    StateDict,
-    reference_state,
-    weights_of,
+from accel.errors import InputRef, UsageError
+from accel.families.identify import (
+    NO_USER_FACTS,
+    UserFacts,
+    choose_family,
+    classes_of,
+    family_notice,
+    identify,
+    print_assumptions,
+    require_user_facts,
 )
+from accel.families.spec import ModelSpec, StateDict
+from accel.runtime.network import Batch, BlockNetwork, EagerNetwork
+from accel.runtime.precision import TIERS
+from accel.tensors.positions import POSITION_TABLE, require_sinusoid
 from accel.tensors.shapes import shapes_of
+
+if TYPE_CHECKING:  # lazy: only for accelerated tiers
+    from accel.kernels.linear import Tuner
 
 
 class Contents(NamedTuple):
@@ -52,11 +64,13 @@ class Checkpoint:
     """The weights of a network.
 
     given: the user's name for them. spec: the network. tensors: from a file or a module.
+    family_notice: that the family is an assumption, "" if it is certain.
     """
 
     given: InputRef
     spec: ModelSpec
     tensors: Tensors
+    family_notice: str = ""
 
     @property
     def name(self) -> str:
@@ -66,62 +80,107 @@ class Checkpoint:
     @property
     def state(self) -> StateDict:
         """Return the tensors under the reference network's names, on their own device."""
-        return reference_state(self.spec, self.tensors.state)
+        return self.spec.family.weights.convert(self.tensors.state)
 
-    @contextmanager
-    def reading(self) -> Iterator[StateDict]:
-        """Yield `state` for its last use; a file's tensors are freed afterwards. Raises UsageError
-        if the file changed since it was opened.
+    @property
+    def assumed(self) -> dict[str, str]:
+        """Return notices about assumed values: option, or "" for the family → notice."""
+        assumed = {"": self.family_notice} if self.family_notice else {}
+        spec = self.spec
+        if spec.family.prediction == "data" and "noise_scale" not in spec.recommended:
+            assumed["noise_scale"] = (
+                "specifies no scale of the first noise, taken for "
+                f"{spec.defaults.noise_scale:g} as at {spec.latent_size} px; if it has another: "
+                "`noise_scale=N`"
+            )
+        return assumed
+
+    def build(
+        self,
+        tier: str,
+        device: torch.device,
+        batch: Batch | None = None,
+        tuner: "Tuner | None" = None,
+    ) -> BlockNetwork:
+        """Build the network of a tier with a copy of the weights, without tuning and checks. Free a
+        file's tensors.
+
+        fp32 and tf32 run the reference network, the other tiers an accelerated one. batch: the
+        evaluations whose kernels are compiled, and the latents' side; default: nothing is compiled,
+        and the latents have the trained side. Raises UsageError if the file changed since it was
+        opened, if the tier cannot represent the weights, or if another size needs a trained
+        position table.
         """
-        with self.tensors.reading() as state:
-            yield reference_state(self.spec, state)
+        family = self.spec.family
+        model: Any = self.spec.empty(batch and batch.side)
+        with self.tensors.reading() as tensors:
+            state = family.weights.convert(tensors)
+            table = state.get(POSITION_TABLE)
+            if table is not None and table.shape != model.pos_embed.shape:
+                require_sinusoid(self.given, table, "sample at the size that it was trained at")
+                state = {**state, POSITION_TABLE: model.position_table()}
+            if TIERS[tier].accelerated:
+                pack = family.pack
+                from accel import fast  # lazy: imports Triton
+
+                try:
+                    if batch is None:
+                        return fast.build(state, model, pack, tier, device)
+                    return fast.load(state, model, pack, tier, device, prod(batch.rows[0]), tuner)
+                except UsageError:
+                    raise
+                except ValueError as error:
+                    raise self.given.error(str(error)) from None
+            # Converted on the device: no float32 copy on the CPU. Strides would affect rounding.
+            state = {
+                name: value.to(device, copy=True).float().contiguous()
+                for name, value in state.items()
+            }
+        model.load_state_dict(state, strict=True, assign=True)
+        return EagerNetwork(model.eval().requires_grad_(False))
 
     def digest(self) -> str:
         """Return a hash of the network's function: of its tensors, and of facts that change it."""
         return self.spec.digest(self.tensors.digest())
 
 
-def spec_of(
+def checkpoint_of(
     given: InputRef,
-    state: StateDict,
+    tensors: Tensors,
     facts: Mapping[str, Any],
     user_facts: UserFacts = NO_USER_FACTS,
-    yaml_arguments: Callable[[], tuple[str, Mapping[str, Any]]] = lambda: ("", {}),
-) -> ModelSpec:
-    """Identify a network from its weights. Return its spec.
+    path: Path | None = None,
+) -> Checkpoint:
+    """Identify the network in a file or folder. Print notices about assumed values.
 
-    state: tensors under the names in the family's files. facts: metadata that this program or a
-    pipeline wrote, with the family's name, or else the arguments of a training run.
-    yaml_arguments: reads the training arguments from a YAML file next to the weights, for
-    families that write one. Raises UsageError if no family matches, or for an unsupported value.
+    facts: metadata that this program or a pipeline wrote, with the family's name, or else the
+    arguments of a training run. path: of the weights, next to which some families' programs write
+    their arguments. Raises UsageError if no family matches, or for an unsupported value.
     """
-    possible = choose_family(given, shapes_of(state), facts, user_facts)
-    weights = weights_of(possible[0])
+    shapes = shapes_of(tensors.state)
+    family, *others = choose_family(given, shapes, facts, user_facts)
+    weights = family.weights
     file = ""
     if "family" not in facts:
-        if weights.has_yaml_file and facts.keys().isdisjoint(weights.arguments):
-            file, facts = yaml_arguments()
-        facts = _facts_in(given, facts, weights, file)
-    schedule = facts.get("schedule")
-    if schedule is not None:
+        if path and weights.has_yaml_file and facts.keys().isdisjoint(weights.arguments):
+            from accel.checkpoints.yaml_file import yaml_arguments  # lazy import: few families
+
+            file, facts = yaml_arguments(path, given)
+        facts = interpreted(given, facts, weights, file)
+    facts = checked(given, facts)
+    if "schedule" in facts:
         from accel.sampling.solvers import require_schedule  # lazy import: only for pipelines
 
-        require_schedule(given, schedule)
-    facts = checked(given, facts)
-    spec = identify(given, state, facts, user_facts, possible)
+        require_schedule(given, facts["schedule"])
+    if weights.labels not in shapes:
+        raise given.error(f"is not a {family.name}: no {weights.labels}")
+    classes = classes_of(given, shapes[weights.labels][0], facts, user_facts)
+    heads = {} if user_facts.num_heads is None else {"num_heads": user_facts.num_heads}
+    chosen = {**heads, **facts, "num_classes": classes, "specified_in": file}
+    spec = identify(given, tensors.state, chosen, family)
+    require_user_facts(given, spec, user_facts)
     named = facts.get("model", spec.model)
     if file and named != spec.model and {named, spec.model} <= spec.family.models.keys():
         raise given.error(f"{file} describes {named}, and the weights are {spec.model}", "move it")
-    return spec.changed(specified_in=file) if spec.recommended else spec
-
-
-def _facts_in(
-    given: InputRef, arguments: Mapping[str, Any], weights: FamilyWeights, file: str
-) -> dict[str, Any]:
-    """Convert the arguments of a training run to facts."""
-    facts = interpreted(given, arguments, weights.arguments, file and f"{file}: ")
-    published = weights.recommended.get(PurePath(given.name).stem.lower(), {})
-    try:
-        return {**facts, "recipe": weights.recipe(facts) or published}
-    except TypeError as error:
-        raise given.error(f"its training arguments cannot be read ({error})", "fix them") from None
+    print_assumptions(given, spec, facts, user_facts)
+    return Checkpoint(given, spec, tensors, family_notice(given, spec, others))

@@ -4,10 +4,12 @@ as not interpreted.
 
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
+from pathlib import PurePath
 from types import SimpleNamespace
 from typing import Any
 
 from accel.errors import InputRef, shown
+from accel.families.spec import FamilyWeights
 
 NAMESPACES = Namespace, SimpleNamespace
 ENTRIES = "args", "config"  # where the families' training programs store arguments
@@ -53,17 +55,15 @@ def _is_array(value: Any) -> bool:
 
 
 def interpreted(
-    given: InputRef,
-    arguments: Mapping[str, Any],
-    table: Mapping[str, tuple | str | None],
-    file: str = "",
+    given: InputRef, arguments: Mapping[str, Any], weights: FamilyWeights, file: str
 ) -> dict[str, Any]:
     """Convert training arguments to facts by the family's table. Print the arguments that are not
     in the table. Raises UsageError for an unsupported value.
 
-    table: as in `FamilyWeights.arguments`. file: "NAME: " if the arguments come from a separate
-    file.
+    file: the file with the arguments, "" if it is the file with the weights.
     """
+    table = weights.arguments
+    file = file and f"{file}: "
     for name, value in arguments.items():
         supported = table.get(name)
         if isinstance(supported, tuple) and str(value) not in map(str, supported):
@@ -73,8 +73,12 @@ def interpreted(
     others = [f"{name}={shown(value)}" for name, value in arguments.items() if name not in table]
     if others:
         given.warn(f"{file}arguments not interpreted: {shown(', '.join(others), 300)}")
-    return {
+    facts = {
         fact: arguments[name]
         for name, fact in table.items()
         if isinstance(fact, str) and name in arguments
     }
+    try:
+        return {**facts, "recipe": weights.recipe(facts, PurePath(given.name).stem)}
+    except TypeError as error:
+        raise given.error(f"its training arguments cannot be read ({error})", "fix them") from None

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from accel.checkpoints import Checkpoint
 from accel.checkpoints.module import unwrapped
-from accel.families.spec import CallAdapter, ModelSpec, StateDict
-from accel.runtime.network import BlockNetwork, EagerNetwork
-from accel.runtime.precision import TIERS, arithmetic
+from accel.families.spec import CallAdapter
+from accel.runtime.network import BlockNetwork
+from accel.runtime.precision import arithmetic
 from accel.sampling.guidance import guided_halves
 
 # The largest allowed relative error of a copy, by tier and by the module's dtype.
@@ -21,22 +21,6 @@ ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 # The same for forward_with_cfg: of a float32 module, and of a half-precision one.
 GUIDANCE_TOLERANCE = 1e-3, 1e-2
 SCALE = 1.7
-
-
-def build(state: StateDict, spec: ModelSpec, tier: str, device: torch.device) -> BlockNetwork:
-    """Build the network of a tier with a copy of the weights, for latents of the trained size.
-
-    state: tensors under the reference network's names. fp32 and tf32 run the reference network, the
-    other tiers an accelerated one.
-    """
-    model = spec.empty()
-    if TIERS[tier].accelerated:
-        from accel import fast  # lazy import: loads Triton
-
-        return fast.build(state, model, spec.family.pack, tier, device)
-    copied = {name: value.to(device, torch.float32, copy=True) for name, value in state.items()}
-    model.load_state_dict(copied, strict=True, assign=True)
-    return EagerNetwork(model.eval().requires_grad_(False))
 
 
 def require_same(
@@ -127,8 +111,10 @@ def _evaluate(
     training = [part for part in adapter.module.modules() if part.training]
     inputs, named = adapter.inputs(x.to(device, first.dtype), t.to(device), y.to(device))
     half = first.dtype in ROUNDING
+    # Without torch's compiler, whose import takes seconds, nothing was compiled.
+    imported = "torch._dynamo" in sys.modules
     with (
-        _not_compiled(),
+        torch.compiler.set_stance("force_eager") if imported else nullcontext(),
         arithmetic("fp32"),
         torch.random.fork_rng([device] if first.is_cuda else []),
         torch.autocast(device.type, first.dtype if half else None, enabled=half),
@@ -146,13 +132,3 @@ def _evaluate(
         finally:
             for part in training:
                 part.training = True
-
-
-def _not_compiled() -> AbstractContextManager:
-    """Return a context that disables torch.compile.
-
-    If torch's compiler is not imported, which takes seconds, nothing was compiled.
-    """
-    if "torch._dynamo" in sys.modules:
-        return torch.compiler.set_stance("force_eager")
-    return nullcontext()

@@ -23,7 +23,7 @@ def matches(folder: Path) -> bool:
     return any(name == ARGUMENTS or name.startswith("consolidated") for name in os.listdir(folder))
 
 
-def read(folder: Path, given: InputRef, mapped: bool, entry: str | None = None) -> Contents:
+def read(folder: Path, given: InputRef, entry: str | None = None) -> Contents:
     """Return the state dict and the training arguments, if model_args.pth exists. Raises UsageError
     for sharded or missing weights.
     """
@@ -39,7 +39,7 @@ def read(folder: Path, given: InputRef, mapped: bool, entry: str | None = None) 
         raise given.error(
             f"contains neither {WEIGHTS[0]} nor {WEIGHTS[1]}", "copy the weights there"
         )
-    state, facts = training.read(folder / whole[0], given, mapped, entry)
+    state, facts = training.read(folder / whole[0], given, entry)
     if ARGUMENTS in names:
         meaning = "the arguments of a training run"
         arguments = read_pickle(folder / ARGUMENTS, given.option, argparse.Namespace, meaning)

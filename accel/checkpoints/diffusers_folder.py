@@ -28,7 +28,7 @@ def matches(folder: Path) -> bool:
     return not {"config.json", "transformer"}.isdisjoint(os.listdir(folder))
 
 
-def read(folder: Path, given: InputRef, mapped: bool, entry: str | None = None) -> Contents:
+def read(folder: Path, given: InputRef, entry: str | None = None) -> Contents:
     """Return the state dict of models.DiT, and facts from the configuration. The files contain no
     position table, so compute it for `sample_size`. Raises UsageError.
     """
@@ -46,7 +46,7 @@ def read(folder: Path, given: InputRef, mapped: bool, entry: str | None = None) 
         )
     state: dict[str, torch.Tensor] = {}
     for file in weight_files(folder, given.option):
-        state |= read_tensors(file, given.option, mapped)
+        state |= read_tensors(file, given.option)
     try:
         state = from_diffusers(floats_of(state, given))
         facts = check_config(config, state)

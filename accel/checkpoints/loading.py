@@ -1,14 +1,14 @@
 """Load weights from files: a published name, a path or a hub id → tensors and their metadata."""
 
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from accel.checkpoints import Checkpoint, Contents, spec_of
+from accel.checkpoints import Checkpoint, Contents, checkpoint_of
 from accel.errors import InputRef, path_errors, shown
 from accel.families.identify import NO_USER_FACTS, UserFacts
 from accel.families.spec import StateDict
@@ -18,7 +18,7 @@ from accel.tensors.tensor_files import FILE_SUFFIXES, HUB_ID, file_stamps, mode_
 FOLDER = weights_folder()
 # published names; the variable's name is upstream's
 pretrained_models = {"DiT-XL-2-512x512.pt", "DiT-XL-2-256x256.pt"}
-# Modules with matches(path) and read(path, given, mapped, entry) → Contents. The first format whose
+# Modules with matches(path) and read(path, given, entry) → Contents. The first format whose
 # matches(path) is true reads the file; later ones are not imported.
 FORMATS = "safetensors_file", "training", "diffusers_folder", "consolidated"
 
@@ -33,15 +33,13 @@ class WeightFiles:
     """Weights on disk or on the hub, fetched and opened on first use.
 
     given: a published name, a .pt or .safetensors file, a folder in diffusers' layout or with
-    consolidated weights, or a hub id (owner/name). mapped: memory-map the tensors if the format
-    allows it, else copy them. entry: the entry of a training checkpoint with the weights; default:
-    the moving average, else the first known entry. Raises UsageError for an unknown name, before
-    fetching.
+    consolidated weights, or a hub id (owner/name). entry: the section of a training checkpoint with
+    the weights; default: the moving average, else the first known section. Raises UsageError for an
+    unknown name, before fetching.
     """
 
-    def __init__(self, given: InputRef, mapped: bool = True, entry: str | None = None):
+    def __init__(self, given: InputRef, entry: str | None = None):
         self.given = given
-        self.mapped = mapped
         self.entry = entry
         self._path = _locate(given)  # None: a hub id, not fetched yet
         self._stamps: list[tuple] | None = None  # of the files when they were first opened
@@ -89,27 +87,16 @@ class WeightFiles:
             format_ = next((each for each in formats if each.matches(self.path)), None)
             if format_ is None:
                 raise self.given.error(*_no_format(self.path, self.given.option))
-            return format_.read(self.path, self.given, self.mapped, self.entry)
+            return format_.read(self.path, self.given, self.entry)
 
     @property
     def state(self) -> StateDict:
         """Return the tensors. Read-only."""
         return self.contents.state
 
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """Return the metadata."""
-        return self.contents.facts
-
     def checkpoint(self, user_facts: UserFacts = NO_USER_FACTS) -> Checkpoint:
         """Identify the network and return its checkpoint. user_facts: the user's options."""
-        spec = spec_of(self.given, self.state, self.facts, user_facts, self._yaml_arguments)
-        return Checkpoint(self.given, spec, self)
-
-    def _yaml_arguments(self):
-        from accel.checkpoints import yaml_file  # lazy import: few families
-
-        return yaml_file.yaml_arguments(self.path, self.given)
+        return checkpoint_of(self.given, self, self.contents.facts, user_facts, self.path)
 
     @contextmanager
     def reading(self) -> Iterator[StateDict]:

@@ -6,18 +6,20 @@ The tensor names identify the family, whose weights.py returns the `CallAdapter`
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from accel.checkpoints import Checkpoint, spec_of
+from accel.checkpoints import Checkpoint
 from accel.checkpoints.names import without_prefix
 from accel.errors import InputRef, UsageError
 from accel.families import Family, families
-from accel.families.identify import families_with
-from accel.families.spec import CallAdapter, ModelSpec, StateDict, unchanged, weights_of
+from accel.families.identify import families_with, identify
+from accel.families.spec import CallAdapter, ModelSpec, StateDict, unchanged
+from accel.sampling.solvers import require_schedule
 from accel.tensors.digests import digest
 from accel.tensors.positions import trained
 from accel.tensors.shapes import require_fit, shapes_of
@@ -46,11 +48,11 @@ _WRAPPERS = (
 )
 
 
+@dataclass(frozen=True, eq=False)
 class StateTensors:
     """The tensors of a module or a state dict."""
 
-    def __init__(self, state: StateDict):
-        self.state = state
+    state: StateDict
 
     @contextmanager
     def reading(self) -> Iterator[StateDict]:
@@ -66,65 +68,51 @@ class StateTensors:
         return False
 
 
-def from_module(model: Any, copy: bool = False, option: str = "") -> tuple[Checkpoint, CallAdapter]:
-    """Identify a module, wrapped or not, or a pipeline's transformer. Return its checkpoint and its
-    call adapter.
+def from_module(model: Any, option: str = "") -> tuple[Checkpoint, CallAdapter]:
+    """Identify a module, wrapped or not, or a pipeline's transformer. Return its checkpoint, which
+    shares its tensors, and its call adapter.
 
-    copy: copy the weights. option: the option that the module was passed as, for errors. Raises
-    UsageError if no family matches, or for unsupported sizes or arguments.
+    option: the option that the module was passed as, for errors. Raises UsageError if no family
+    matches, or for unsupported sizes or arguments.
     """
-    class_names: tuple[str, ...] = ()
-    schedule = None
-    if not isinstance(model, nn.Module):
-        class_names = _class_names(getattr(model, "labels", None))
-        scheduler = getattr(model, "scheduler", None)
-        schedule = getattr(scheduler, "config", None)
-        schedule = schedule and {**schedule, "_class_name": type(scheduler).__name__}
-        model = getattr(model, "transformer", model)
-    if not isinstance(model, nn.Module):
-        problem = "is not a DiT; give a torch.nn.Module, or a pipeline with one"
-        raise InputRef(type(model).__name__, option).error(problem)
+    pipeline = None if isinstance(model, nn.Module) else model
+    model = getattr(pipeline, "transformer", model)
     module: Any = unwrapped(model)
     given = InputRef(type(module).__name__, option)
-    state = _without_wrappers(_tensors_of(module))
-    if any(getattr(value, "is_meta", False) for value in state.values()):
+    if not isinstance(model, nn.Module):
+        raise given.error("is not a DiT; give a torch.nn.Module, or a pipeline with one")
+    state = _tensors_of(module.state_dict())
+    if any(value.is_meta for value in state.values()):
         raise given.error("contains no values", "load the weights first")
-    family, assumed = _family_of(given, module, state)
-    weights = weights_of(family)
+    family, notice = _family_of(given, module, state)
     try:
-        facts, adapter = weights.of_module(module, state)
+        facts, adapter = family.weights.of_module(module, state)
         raw = adapter.renamed(state)
-        rows = len(raw[weights.labels])
+        rows = len(raw[family.weights.labels])
     except ValueError as error:
         raise given.error(str(error)) from None
     except (KeyError, AttributeError) as error:
         missing = getattr(error, "name", None) or error.args[0]
         raise given.error(f"is not a {family.name}: no {missing}") from None
     classes = getattr(getattr(module, "y_embedder", None), "num_classes", None)
-    facts = {
-        "family": family.name,
-        # The one label of a model without classes is the null class, sampled without guidance.
-        "num_classes": max(classes if classes in (rows, rows - 1) else rows - 1, 1),
-        "class_names": class_names,
-        "schedule": schedule,
-        **facts,
-    }
+    # The one label of a model without classes is the null class, sampled without guidance.
+    number = max(classes if classes in (rows, rows - 1) else rows - 1, 1)
+    of_pipeline = {} if pipeline is None else _pipeline_facts(given, pipeline)
+    facts = {"num_classes": number, **of_pipeline, **facts}
     raw = floats_of(raw, given)
-    spec = spec_of(given, raw, facts)
+    spec = identify(given, raw, facts, family)
     channels = min(spec.defaults.guidance_channels, spec.out_channels)
-    spec = spec.changed(
+    spec = replace(
+        spec,
         model=given.name,
         latent_size=spec.latent_size or module.input_size,
         recommended={**spec.recommended, "guidance_channels": channels},
-        assumed={**spec.assumed, **({"": assumed} if assumed else {})},
     )
     embedding = facts.get("timestep_embedding")
     if embedding:
         network = partial(_with_embedding, spec.network, embedding)
-        spec = spec.changed(network=network, timestep_embedding=embedding.__module__)
-    if copy:
-        raw = {name: value.clone() for name, value in raw.items()}
-    return Checkpoint(given, spec, StateTensors(raw)), adapter._replace(module=model)
+        spec = replace(spec, network=network, timestep_embedding=embedding.__module__)
+    return Checkpoint(given, spec, StateTensors(raw), notice), adapter._replace(module=model)
 
 
 def _family_of(given: InputRef, module: nn.Module, state: StateDict) -> tuple[Family, str]:
@@ -136,11 +124,18 @@ def _family_of(given: InputRef, module: nn.Module, state: StateDict) -> tuple[Fa
     ]
     if not alike:
         for name, part in module.named_children():
-            if families_with(shapes_of(_tensors_of(part))):
+            if families_with(shapes_of(_tensors_of(part.state_dict()))):
                 raise given.error("contains the network", f"give its .{name}")
         keys = " and no ".join(family.keys[1] for family in families()[:2])
         raise given.error(f"is not a DiT: no {keys}")
-    called = [family for family in _called(module) if family in alike]
+    # By the longest class name in the name of the module's class, or else of a base class.
+    called: list[Family] = []
+    for base in type(module).__mro__:
+        names = [family.class_name for family in families() if family.class_name in base.__name__]
+        longest = max(names, key=len, default="")
+        if longest:
+            called = [family for family in alike if family.class_name == longest]
+            break
     sure = [family for family in alike if family.is_marked(state)] or [
         family for family in called if any(hasattr(module, name) for name in family.attributes)
     ]
@@ -157,17 +152,6 @@ def _family_of(given: InputRef, module: nn.Module, state: StateDict) -> tuple[Fa
         f"names no family, taken for a {family.name} ({family.prediction}); if it is not: name its "
         f"class {others}"
     )
-
-
-def _called(module: nn.Module) -> list[Family]:
-    """Return the families whose `class_name` is in the name of the module's class, or else of a
-    base class. The longest `class_name` wins.
-    """
-    for base in type(module).__mro__:
-        lengths = [len(each.class_name) * (each.class_name in base.__name__) for each in families()]
-        if any(lengths):
-            return [each for each, n in zip(families(), lengths) if n == max(lengths)]
-    return []
 
 
 def from_state(
@@ -188,7 +172,7 @@ def from_state(
     floats = floats_of(state, given)
     require_finite_floats(floats, given)
     try:
-        raw = renamed(without_prefix(_without_wrappers(floats)))
+        raw = renamed(without_prefix(_tensors_of(floats)))
         checkpoint = Checkpoint(given, spec, StateTensors(raw))
         require_fit(given, checkpoint.state, spec.empty(side))
     except UsageError:
@@ -200,15 +184,14 @@ def from_state(
     return checkpoint
 
 
-def _tensors_of(module):
-    """Return a module's state dict, without the non-tensor entries of quantised layers."""
-    return {name: part for name, part in module.state_dict().items() if torch.is_tensor(part)}
-
-
-def _without_wrappers(state):
-    """Strip torch.compile's prefixes from the names of a state dict."""
+def _tensors_of(state):
+    """Return a state dict without torch.compile's prefixes, and without the non-tensor entries of
+    quantised layers.
+    """
     return {
-        f"{name}.".replace("_orig_mod.", "")[:-1]: value.detach() for name, value in state.items()
+        f"{name}.".replace("_orig_mod.", "")[:-1]: value.detach()
+        for name, value in state.items()
+        if torch.is_tensor(value)
     }
 
 
@@ -221,9 +204,15 @@ def _with_embedding(
     return model
 
 
-def _class_names(labels):
-    """Invert a DiTPipeline's {name: class}. Return the names in order; () if a class has none."""
-    names = [[] for _ in range(1 + max((labels or {}).values(), default=-1))]
-    for name, number in (labels or {}).items():
+def _pipeline_facts(given: InputRef, pipeline: Any) -> dict[str, Any]:
+    """Return the names of the classes in a pipeline, in order, () if a class has none. Raises
+    UsageError for an unsupported scheduler.
+    """
+    scheduler: Any = getattr(pipeline, "scheduler", None)
+    if hasattr(scheduler, "config"):
+        require_schedule(given, {**scheduler.config, "_class_name": type(scheduler).__name__})
+    labels = getattr(pipeline, "labels", None) or {}  # name → class
+    names: list[list[str]] = [[] for _ in range(1 + max(labels.values(), default=-1))]
+    for name, number in labels.items():
         names[number].append(name)
-    return tuple(map(", ".join, names)) if all(names) else ()
+    return {"class_names": tuple(map(", ".join, names)) if all(names) else ()}

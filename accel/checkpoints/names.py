@@ -1,17 +1,129 @@
-"""Strip the prefixes that wrappers add to tensor names, and find a network in a state dict."""
+"""Find the network in the content of a file, and strip the prefixes of wrappers."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from os.path import commonprefix
+from typing import Any
 
 import torch
 
-from accel.errors import InputRef, shown
+from accel.checkpoints.arguments import TRAINING_STATE
+from accel.errors import InputRef, UsageError, shown
 from accel.families import families
 from accel.families.spec import StateDict
+from accel.tensors.latent_statistics import PAIRS
+from accel.tensors.tensor_files import floats_of
 
+# Sections with weights in a training checkpoint, in order of preference. Names with the word "ema"
+# come first.
+SECTIONS = (
+    *("ema", "model_ema1", "model", "state_dict", "model_state_dict", "module", "net", "weights"),
+)
+WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # in a name such as netEMA or model_ema1
 # Of wrappers around parts of a network; can appear anywhere in a name.
 INNER = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)[.]")
+# Tables that are not trained: an average of parameters may lack them.
+FIXED = "pos_embed", "freqs_cos", "freqs_sin"
+
+
+def network_in(given: InputRef, content: Mapping[str, Any], entry: str | None) -> StateDict:
+    """Return the float tensors of the network in a file, without prefixes of their names. Print a
+    notice about weights that are not used.
+
+    content: tensors by name, in sections or not. entry: the section or the prefix of the network,
+    such as "ema" or "ema.net"; default: the first by `_rank`. Raises UsageError if two rank first
+    or if there is none.
+    """
+    states = dict(_states(given, content))
+    networks = {
+        section + prefix: {
+            name.removeprefix(prefix): value
+            for name, value in state.items()
+            if name.startswith(prefix)
+        }
+        for section, state in states.items()
+        for prefix in prefixes_of(state)
+    } or {section: state for section, state in states.items() if _has_weights(state)}
+    if not networks:
+        entries = ", ".join(map(str, list(content)[:5]))
+        raise given.error(f"has no state dict of tensors (entries: {entries})")
+    chosen = _chosen(given, [*networks], entry)
+    network = networks[chosen]
+    section = max((name for name in states if chosen.startswith(name)), key=len)
+    if entry is None and section == "model." and len(networks) == 1:
+        given.warn('has "model" only, without a moving average of the weights')
+    prefix = chosen.removeprefix(section)
+    if prefix:
+        others = (name for name in states[section] if not name.startswith(prefix))
+        beside = dict.fromkeys(name.partition(".")[0] for name in others)
+        left_out = f"; not sampled: {shown(', '.join(beside))}" if beside else ""
+        given.warn(f'the network is under "{prefix}"{left_out}')
+    for other in networks.values():
+        missing = other.keys() - network.keys()
+        if network.keys() <= other.keys() and all(name.endswith(FIXED) for name in missing):
+            network = {**other, **network}
+    if section:  # latent statistics can be stored next to the network
+        network |= {name: states[""][name] for name in chain(*PAIRS) if name in states[""]}
+    return floats_of(network, given)
+
+
+def _chosen(given: InputRef, networks: list[str], entry: str | None) -> str:
+    """Return one of the prefixes `networks`: the user's, or else the first by `_rank`."""
+    listed = {name: name.rstrip(".") or "no prefix" for name in networks}
+    if entry is not None:
+        entry = f"{entry.rstrip('.')}."
+        within = [name for name in networks if f".{entry}" in f".{name}"]
+        if entry in networks or len(within) == 1:
+            return entry if entry in networks else within[0]
+        raise UsageError(
+            f"{given.name} has weights under {shown(', '.join(listed.values()))}",
+            parameter="weights_entry",
+            value=shown(entry[:-1]),
+        )
+    first, *others = sorted(networks, key=_rank)
+    if others and _rank(others[0]) == _rank(first):
+        raise given.error(
+            f"has weights under {', '.join(listed.values())}", given.override_hint("weights_entry")
+        )
+    if others and "ema" not in first.split("."):
+        unused = shown(", ".join(listed[name] for name in networks if name != first))
+        given.warn(
+            f'the weights are those of "{listed[first]}", not of {unused}; for those: '
+            f"{given.override_hint('weights_entry', 'NAME')}"
+        )
+    return first
+
+
+def _states(
+    given: InputRef, content: Mapping[str, Any], section: str = ""
+) -> Iterator[tuple[str, StateDict]]:
+    """Yield the sections of a file, with their tensors without names of inner wrappers. The file
+    itself is the section "", others end in a dot.
+    """
+    state: StateDict = {}
+    for name, value in content.items():
+        if isinstance(value, dict) and name not in TRAINING_STATE:
+            yield from _states(given, value, f"{section}{name}.")
+        elif isinstance(value, torch.Tensor) and isinstance(name, str):
+            short = INNER.sub("", name)
+            first = state.setdefault(short, value)
+            if first is not value and not torch.equal(first, value):
+                raise given.error(
+                    f"has {shown(short)} and {shown(name)}, with other values", "save one of them"
+                )
+    yield section, state
+
+
+def _has_weights(state: StateDict) -> bool:
+    return any(value.ndim and value.is_floating_point() for value in state.values())
+
+
+def _rank(name: str) -> tuple[bool, int]:
+    """Return the sort key of a prefix: names with the word "ema" first, then by SECTIONS."""
+    places = [SECTIONS.index(part) for part in name.split(".") if part in SECTIONS]
+    is_raw = "ema" not in map(str.lower, WORDS.findall(name))
+    return is_raw, min(places, default=len(SECTIONS))
 
 
 def prefixes_of(names: Iterable[str]) -> list[str]:
@@ -28,30 +140,6 @@ def prefixes_of(names: Iterable[str]) -> list[str]:
     return sorted(prefix for prefix in found if prefix == "" or prefix.endswith("."))
 
 
-def network_in(given: InputRef, state: StateDict, prefix: str | None = None) -> StateDict:
-    """Return the tensors of the network in a state dict, without wrapper prefixes. Print a notice
-    about dropped entries. prefix: the user's choice; default: the only prefix with a network.
-    Raises UsageError if there are several.
-    """
-    plain = _without_inner(given, state)
-    found = prefixes_of(plain)
-    if prefix is None:
-        if found in ([], [""]):
-            return plain
-        if len(found) > 1:
-            places = " and ".join(repr(place) if place else "no prefix" for place in found)
-            raise given.error(
-                f"contains networks under {places}", given.override_hint("weights_entry")
-            )
-        (prefix,) = found
-    beside = dict.fromkeys(name.partition(".")[0] for name in plain if not name.startswith(prefix))
-    left_out = f"; not sampled: {shown(', '.join(beside))}" if beside else ""
-    given.warn(f'the network is under "{prefix}"{left_out}')
-    return {
-        name.removeprefix(prefix): value for name, value in plain.items() if name.startswith(prefix)
-    }
-
-
 def without_prefix(state: StateDict) -> StateDict:
     """Strip the prefix of the network from a state dict, if there is exactly one. If the names
     belong to no family, such as diffusers' names, strip the prefix that all of them share.
@@ -60,19 +148,3 @@ def without_prefix(state: StateDict) -> StateDict:
     found = prefixes_of(state) or [shared[: shared.rfind(".") + 1]]
     prefix = found[0] if len(found) == 1 else ""
     return {name.removeprefix(prefix): value for name, value in state.items()}
-
-
-def _without_inner(given: InputRef, state: StateDict) -> StateDict:
-    """Strip wrapper names inside a network from a state dict."""
-    plain: StateDict = {}
-    for name, value in state.items():
-        short = INNER.sub("", name)
-        first = plain.setdefault(short, value)
-        if first is not value and not torch.equal(first, value):
-            raise given.error(
-                f"has {shown(short)} and {shown(name)}, with other values", "save one of them"
-            )
-    wrapped = [name for name in state if name not in plain]
-    if wrapped:
-        given.warn(f'has "{shown(wrapped[0])}", as a wrapped model is saved; loading without')
-    return plain

@@ -11,7 +11,6 @@ from accel.checkpoints.loading import WeightFiles, pretrained_models
 from accel.errors import InputRef, UsageError
 from accel.families import Family
 from accel.families.identify import choose_family, families_with
-from accel.families.spec import weights_of
 from accel.tensors.shapes import shapes_of
 
 log = logging.getLogger(__name__)
@@ -25,8 +24,8 @@ def find_model(name_or_path: str | Path) -> dict[str, torch.Tensor]:
     shapes = shapes_of(weights.state)
     if not families_with(shapes):
         return weights.state
-    family, *_ = choose_family(weights.given, shapes, weights.facts)
-    return weights_of(family).convert(weights.state)
+    family, *_ = choose_family(weights.given, shapes, weights.contents.facts)
+    return family.weights.convert(weights.state)
 
 
 def download_model(name: str) -> dict[str, torch.Tensor]:

@@ -5,8 +5,8 @@ from pathlib import Path
 from accel.checkpoints import Contents
 from accel.checkpoints.facts import foreign_entries, from_header
 from accel.checkpoints.names import network_in
-from accel.errors import InputRef, UsageError, shown
-from accel.tensors.tensor_files import floats_of, read_safetensors
+from accel.errors import InputRef
+from accel.tensors.tensor_files import read_safetensors
 
 
 def matches(path: Path) -> bool:
@@ -14,33 +14,15 @@ def matches(path: Path) -> bool:
     return path.suffix == ".safetensors" and not path.is_dir()
 
 
-def read(path: Path, given: InputRef, mapped: bool, entry: str | None = None) -> Contents:
-    """Return the tensors of the network, and the metadata. entry: the prefix of the network's
-    names, if the file contains several networks. Raises UsageError.
+def read(path: Path, given: InputRef, entry: str | None = None) -> Contents:
+    """Return the tensors of the network, and the metadata. entry: as for `network_in`. Raises
+    UsageError.
     """
-    tensors, header = read_safetensors(path, given.option, mapped)
-    state = floats_of(tensors, given)
+    tensors, header = read_safetensors(path, given.option)
     facts = from_header(header)
     others = foreign_entries(header)
     if others and "family" not in facts:  # another program wrote it
         from accel.checkpoints.arguments import arguments_of  # lazy import: not for our own files
 
         facts = {**arguments_of(others), **facts}
-    return Contents(network_in(given, state, prefix_in(given, state, entry)), facts)
-
-
-def prefix_in(given: InputRef, state: dict, entry: str | None) -> str | None:
-    """Return the user's entry as a prefix of tensor names, or None. Raises UsageError if no name
-    has this prefix.
-    """
-    if entry is None:
-        return None
-    prefix = f"{entry.rstrip('.')}."
-    if not any(name.startswith(prefix) for name in state):
-        raise UsageError(
-            f"{given.name} is a state dict itself, and no name in it begins so",
-            "drop it",
-            parameter="weights_entry",
-            value=shown(entry),
-        )
-    return prefix
+    return Contents(network_in(given, tensors, entry), facts)

@@ -53,7 +53,18 @@ def recognise(name: str) -> tuple[Path, DecoderKind]:
     if name in kind_names() and kind_of(name).builtin_space:
         return Path(name), kind_of(name)
     path = _locate(name)
-    return path, _kind_of_content(path, _content(path))
+    content = _content(path)
+    # In alphabetical order; kinds after the first that matches are not imported.
+    kind = next((kind for kind in map(kind_of, kind_names()) if kind.matches(content)), None)
+    if kind is None:
+        described = content.get("_class_name") or content.get("model_type") or "something else"
+        raise UsageError(
+            f"contains no decoder of a known kind ({', '.join(kind_names())}), but "
+            f"{shown(described)}",
+            parameter="vae",
+            value=path if path.is_file() else path / FILES[0],
+        )
+    return path, kind
 
 
 def find(name: str, statistics: str | None = None) -> LatentSpace:
@@ -110,14 +121,9 @@ def _locate(name):
     return folder
 
 
-def _first_file(path):
-    """Return the decoder's file, or config.json of its folder."""
-    return path if path.is_file() else path / FILES[0]
-
-
 def _content(path: Path) -> Mapping[str, Any]:
     """Read the file by which the kind is recognised."""
-    file = _first_file(path)
+    file = path if path.is_file() else path / FILES[0]
     if not mode_of(file, "vae"):
         raise UsageError(f"must contain {' and '.join(FILES)}", parameter="vae", value=path)
     return _read_content(file, tuple(file_stamps([file], "vae")))
@@ -126,20 +132,6 @@ def _content(path: Path) -> Mapping[str, Any]:
 @lru_cache(maxsize=1)
 def _read_content(file: Path, stamps: tuple) -> Mapping[str, Any]:
     return read_json(file, "vae") if file.suffix == ".json" else read_tensors(file, "vae")
-
-
-def _kind_of_content(path, content):
-    """Return the first kind, in alphabetical order, that matches; later kinds are not imported."""
-    for name in kind_names():
-        kind = kind_of(name)
-        if kind.matches(content):
-            return kind
-    described = content.get("_class_name") or content.get("model_type") or "something else"
-    raise UsageError(
-        f"contains no decoder of a known kind ({', '.join(kind_names())}), but {shown(described)}",
-        parameter="vae",
-        value=_first_file(path),
-    )
 
 
 def load(space: LatentSpace, device: torch.device | str) -> torch.nn.Module:

@@ -12,11 +12,14 @@ from functools import lru_cache
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
-from types import MappingProxyType, ModuleType
-from typing import Any, Literal, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from accel.errors import UsageError
 from accel.io.filesystem import weights_folder
+
+if TYPE_CHECKING:  # brings torch
+    from accel.families.spec import FamilyWeights
 
 DEMO = weights_folder() / "demo"
 
@@ -140,21 +143,16 @@ class Family(NamedTuple):
         """Return whether the family's training program, among programs of families with the same
         tensors, writes this value of an argument.
         """
-        if name == "model":
-            return self.calls_models_as(value)
+        if name == "model":  # by its prefix: DiT-Tiny/2 is a DiT
+            names = chain(self.models, self.names_in_training.values())
+            return str(value).partition("-")[0] in {each.partition("-")[0] for each in names}
         values = self.arguments.get(name)
         return values is not None and (not values or value in values)
 
-    def calls_models_as(self, name: Any) -> bool:
-        """Return whether a model's name has the prefix of one of the family's models, as DiT-Tiny/2
-        has DiT.
-        """
-        names = chain(self.models, self.names_in_training.values())
-        return str(name).partition("-")[0] in {each.partition("-")[0] for each in names}
-
-    def part(self, name: str) -> ModuleType:
-        """Import the family's module `name`: network or weights."""
-        return import_module(f"{self.code}.{name}")
+    @property
+    def weights(self) -> "FamilyWeights":
+        """Import the functions by which the family reads weights."""
+        return import_module(f"{self.code}.weights").WEIGHTS
 
 
 @lru_cache(maxsize=1)
@@ -190,5 +188,4 @@ def constructor_of(model: str) -> Callable[..., Any]:
     """Return the constructor of a model's reference network: (input_size=, num_classes=)
     → nn.Module.
     """
-    family = require_family_of(model)
-    return family.part("weights").WEIGHTS.models[model]
+    return require_family_of(model).weights.models[model]

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from accel.errors import InputRef, UsageError, shown
+from accel.errors import InputRef, shown
 from accel.families import families
 from accel.io.filesystem import read_small
 
@@ -19,15 +19,6 @@ if TYPE_CHECKING:  # brings torch
 
 DECODER_OPTIONS = {"vae", "latent_stats"}
 NUMBER = re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+")  # PyYAML parses 1e-6 as a string
-
-
-class Size(NamedTuple):
-    """A size of a network in a configuration file."""
-
-    option: str  # `ckpt` or `guide`, the network of this size; "config": all networks
-    entry: str  # its name in the file
-    argument: str  # of the reference network's constructor
-    value: Any
 
 
 class Configuration(NamedTuple):
@@ -39,7 +30,7 @@ class Configuration(NamedTuple):
     refused: Mapping[str, str] = {}
     missing: Mapping[str, str] = {}  # option → path of a missing file
     fetch: Callable[[list[str]], str] = lambda paths: ""  # the command for them, "" if unknown
-    sizes: tuple[Size, ...] = ()
+    latents: tuple[int, int] | None = None  # their channels and side
     family: str = ""  # its name
     given: InputRef = InputRef("", "config")
 
@@ -57,31 +48,20 @@ class Configuration(NamedTuple):
             remedy = self.fetch([*needed.values()]) or f"put it there, or give `{option}`"
             raise self.given.error(f"cannot find {', '.join(needed.values())}", remedy)
 
-    def require_network(self, parameter: str, given: InputRef, spec: "ModelSpec") -> None:
-        """Raise UsageError if a network's family or sizes differ from the file's. parameter: the
-        network's option, `ckpt` or `guide`.
-        """
+    def require_network(self, given: InputRef, spec: "ModelSpec") -> None:
+        """Raise UsageError if a network's family or latents differ from the file's."""
         if spec.family.name != self.family:
             raise given.error(
                 f"is a {spec.family.name}, and `config={self.given.name}` is of a {self.family}",
                 "drop one",
             )
-        own = {"config"}
-        if self.options.get(parameter) == given.name:
-            own.add(parameter)
-        for size in self.sizes:
-            value = spec.arguments.get(size.argument, size.value)
-            if size.option in own and value != size.value:
-                raise self.given.error(
-                    f"has {size.entry} {size.value}, and {given.name} has {value}", "fix it"
-                )
-
-
-def warn_uninterpreted(given: InputRef, arguments: Mapping[str, Any]) -> None:
-    """Print a line that lists the uninterpreted arguments of a file, if any."""
-    if arguments:
-        listed = ", ".join(f"{shown(name)}={plain(value)}" for name, value in arguments.items())
-        given.warn(f"arguments not interpreted: {listed}")
+        latents = spec.in_channels, spec.latent_size
+        if self.latents not in (None, latents):
+            raise self.given.error(
+                "has latents of {} channels and side {}, ".format(*self.latents or ())
+                + f"and {given.name} of {latents[0]} and {latents[1]}",
+                "fix it",
+            )
 
 
 def read(path: str) -> Configuration:
@@ -114,65 +94,34 @@ def read_yaml(path: str | Path) -> Any:
 
 
 class Entries:
-    """The entries of a configuration, by dotted names such as sampler.params.num_steps.
+    """The entries of a configuration file. given: the file, for errors."""
 
-    given: the file, for errors. name: of the configuration, for errors.
-    """
-
-    def __init__(self, content: dict, given: InputRef, name: str = ""):
+    def __init__(self, content: dict[str, Any], given: InputRef):
         self.content = content
         self.given = given
-        self.name = name
-
-    def section(self, name: str) -> dict[str, Any]:
-        """Return a section; {} if it is missing or empty. The name "" is the whole file."""
-        section: Any = self.content
-        for part in filter(None, name.split(".")):
-            section = section.get(part)
-            if section is None:
-                return {}
-            if not isinstance(section, dict):
-                raise self.error(f"has {name} {plain(section)}, which must be a section")
-        return section
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return an entry, or `default` if it is missing."""
-        section, _, entry = name.rpartition(".")
-        return self.section(section).get(entry, default)
+        """Return an entry by its dotted name, such as sampler.params.num_steps, or `default` if it
+        is missing or null.
+        """
+        value: Any = self.content
+        for part in name.split("."):
+            if not isinstance(value, dict):
+                raise self.given.error(f"has {shown(value)} in place of a section of {name}")
+            value = value.get(part)
+            if value is None:
+                return default
+        return value
 
-    def number(
-        self,
-        name: str,
-        default: float,
-        low: float,
-        high: float,
-        kind: type[int] | type[float] = float,
-    ) -> Any:
-        """Return a number, or `default` if it is missing. kind: int for a whole number."""
+    def number(self, name: str, default: float, low: float, high: float = 1e12) -> Any:
+        """Return a number, or `default` if it is missing; a whole number if the default is one."""
         value = self.get(name, default)
         if isinstance(value, str) and NUMBER.fullmatch(value):
             value = float(value)
+        kind = type(default)
         if type(value) not in (int, float) or not low <= value <= high or kind(value) != value:
             word = "whole number" if kind is int else "number"
-            raise self.error(
-                f"has {name} {plain(value)}, which must be a {word} from {low:g} to {high:g}"
+            raise self.given.error(
+                f"has {name} {shown(value)}, which must be a {word} from {low:g} to {high:g}"
             )
         return kind(value)
-
-    def unsupported(self, name: str, default: Any, supported: Any) -> str:
-        """Return why an entry's value is not supported, "" if it is. A pair of equal numbers counts
-        as one number.
-        """
-        value = self.get(name, default)
-        if value in (supported, [supported, supported]):
-            return ""
-        return f"has {name} {plain(value)}, and only {plain(supported)} is supported"
-
-    def error(self, reason: str) -> UsageError:
-        """Return the error about an entry that the author of the file must fix."""
-        return self.given.error(f"{self.name} {reason}".strip(), "fix it")
-
-
-def plain(value: Any) -> str:
-    """Return a value as text."""
-    return shown(str(value))

@@ -6,13 +6,13 @@ from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from math import isqrt
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel.errors import InputRef, UsageError, shown
-from accel.families import Family, families, family_of
-from accel.families.spec import ModelSpec, StateDict, weights_of
+from accel.families import Family, families, family_of, require_family_of
+from accel.families.spec import ModelSpec, StateDict
+from accel.tensors.latent_statistics import PAIRS, mean_and_deviation
 from accel.tensors.shapes import Shapes, require_fit, shapes_of
 
 
@@ -31,26 +31,23 @@ TELLING = "enc_type", "model", "path_type"
 
 
 def identify(
-    given: InputRef,
-    state: StateDict,
-    facts: Mapping[str, Any],
-    user_facts: UserFacts = NO_USER_FACTS,
-    possible: Sequence[Family] = (),
+    given: InputRef, state: StateDict, facts: Mapping[str, Any], family: Family
 ) -> ModelSpec:
-    """Identify a network from its weights, and print assumptions.
+    """Identify a network of this family from its weights.
 
-    state: tensors under the names in the family's files. facts: validated metadata. possible:
-    candidate families, of which the first is taken. Raises UsageError if the weights belong to
-    another model than the user's, or if facts and tensors contradict each other.
+    state: tensors under the names in the family's files. facts: validated metadata. Raises
+    UsageError if tensors are missing or left over, if facts contradict them, or if the network's
+    output is not supported.
     """
-    have = shapes_of(state)
-    family, *others = possible
-    weights = weights_of(family)
-    if user_facts.num_heads is not None:
-        facts = {"num_heads": user_facts.num_heads, **facts}
+    weights = family.weights
+    vectors = {name: state[name].float() for name in chain(*PAIRS) if name in state}
+    statistics = {
+        name: tuple(value.flatten().tolist())
+        for name, value in zip(("mean", "std"), mean_and_deviation(vectors) or ())
+    }
+    facts = {**facts, "latent_statistics": statistics}
     try:
-        spec = weights.identify(have, facts)
-        rows = have[weights.labels][0]
+        spec = weights.identify(shapes_of(state), facts)
         reference = weights.convert(state)
     except KeyError as missing:
         raise given.error(f"is not a {family.name}: no {missing.args[0]}") from None
@@ -58,31 +55,29 @@ def identify(
         raise given.error(error.problem, given.override_hint(error.parameter)) from None
     except ValueError as error:
         raise given.error(str(error)) from None
-    shipped = shipped_as(given.name)
-    classes, null_class = _classes(given, spec, rows, facts, user_facts, shipped)
-    spec = spec.changed(num_classes=classes, null_class=null_class)
-    network: Any = spec.empty()
-    require_fit(given, reference, network)
-    table = reference.get("pos_embed")
-    recipe = {**facts.get("recipe", {}), "guidance_channels": facts.get("guidance_channels")}
-    latents = {name: recipe.pop(name) for name in list(recipe) if name.startswith("latent_")}
-    spec = spec.changed(
-        in_channels=network.in_channels,
-        patch_size=network.patch_size,
-        learn_sigma=network.out_channels == 2 * network.in_channels,
-        latent_size=isqrt(table.shape[1]) * network.patch_size if table is not None else None,
-        image_size=facts.get("image_size"),
-        vae=facts.get("vae"),
-        class_names=tuple(facts.get("class_names", ())),
-        recommended={
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in recipe.items()
-            if value is not None
-        },
-        latent_settings={**latents, **weights.latent_settings_of(state)},
-    )
-    spec = spec.changed(assumed=_assumed(given, spec, others))
-    _require_estimate(given, spec, facts)
+    require_fit(given, reference, spec.empty())
+    last = f"its last layer makes {spec.out_channels} channels"
+    if facts.get("learn_sigma") is (not spec.learn_sigma):
+        raise given.error(
+            f"specifies learn_sigma {facts['learn_sigma']}, and {last} of {spec.in_channels}",
+            "save it again without that entry",
+        )
+    if family.prediction == "data" and spec.learn_sigma:
+        raise given.error(
+            f"{last}, and an estimate of the clean picture has {spec.in_channels}",
+            "nothing else is sampled",
+        )
+    if family.prediction == "noise" and not spec.learn_sigma and facts.get("sigma_small"):
+        raise given.error(
+            f"was trained with sigma_small {shown(facts['sigma_small'])} and without a learned "
+            "variance, and only sigma_small False is sampled"
+        )
+    return spec
+
+
+def require_user_facts(given: InputRef, spec: ModelSpec, user_facts: UserFacts) -> None:
+    """Raise UsageError if the weights belong to another model than the user's."""
+    model = user_facts.model
     if user_facts.num_heads not in (None, spec.num_heads):
         raise UsageError(
             f"these weights have {spec.num_heads}",
@@ -90,55 +85,6 @@ def identify(
             parameter="num_heads",
             value=user_facts.num_heads,
         )
-    _require_model(given, spec, user_facts.model)
-    _print_assumptions(given, spec, facts, user_facts, rows, shipped)
-    return spec
-
-
-def _assumed(given: InputRef, spec: ModelSpec, others: Sequence[Family]) -> dict[str, str]:
-    """Return notices about an assumed family or noise scale. others: other candidates."""
-    assumed = {}
-    family = spec.family
-    if others:
-        size = spec.model.removeprefix(family.name)
-        # The model of the same size, or else the first.
-        models = [min(each.models, key=lambda name: not name.endswith(size)) for each in others]
-        flags = " or ".join(given.override_hint("model", name) for name in models)
-        assumed[""] = (
-            f"names no family, taken for a {family.name} ({family.prediction}); if it is not: "
-            f"{flags}"
-        )
-    if family.prediction == "data" and "noise_scale" not in spec.recommended:
-        assumed["noise_scale"] = (
-            f"specifies no scale of the first noise, taken for {spec.defaults.noise_scale:g} as at "
-            f"{spec.latent_size} px; if it has another: `noise_scale=N`"
-        )
-    return assumed
-
-
-def _require_estimate(given: InputRef, spec: ModelSpec, facts: Mapping[str, Any]) -> None:
-    """Raise UsageError for an unsupported output, or one that contradicts the facts."""
-    last = f"its last layer makes {spec.out_channels} channels"
-    if facts.get("learn_sigma") is (not spec.learn_sigma):
-        raise given.error(
-            f"specifies learn_sigma {facts['learn_sigma']}, and {last} of {spec.in_channels}",
-            "save it again without that entry",
-        )
-    if spec.family.prediction == "data" and spec.learn_sigma:
-        raise given.error(
-            f"{last}, and an estimate of the clean picture has {spec.in_channels}",
-            "nothing else is sampled",
-        )
-    fixed = spec.family.prediction == "noise" and not spec.learn_sigma
-    if fixed and facts.get("sigma_small"):
-        raise given.error(
-            f"was trained with sigma_small {shown(facts['sigma_small'])} and without a learned "
-            "variance, and only sigma_small False is sampled"
-        )
-
-
-def _require_model(given: InputRef, spec: ModelSpec, model: str | None) -> None:
-    """Raise UsageError if the weights belong to another named model than the user's."""
     if model in (None, spec.model):
         return
     if spec.model in spec.family.models:
@@ -148,19 +94,15 @@ def _require_model(given: InputRef, spec: ModelSpec, model: str | None) -> None:
     given.warn(f"contains the weights of {spec.model}; `model={model}` only sets the family")
 
 
-def _print_assumptions(
-    given: InputRef,
-    spec: ModelSpec,
-    facts: Mapping[str, Any],
-    user_facts: UserFacts,
-    rows: int,
-    shipped: str | None,
+def print_assumptions(
+    given: InputRef, spec: ModelSpec, facts: Mapping[str, Any], user_facts: UserFacts
 ) -> None:
-    """Print notices about assumed heads and classes."""
+    """Print notices about assumed heads and classes. facts: the file's."""
     family = spec.family
     of_file = facts.get("model")
     in_training = family.names_in_training.get(spec.model, spec.model)
-    named = spec.model in (user_facts.model, shipped) or of_file in (spec.model, in_training)
+    is_named = spec.model in (user_facts.model, shipped_as(given.name))
+    named = is_named or of_file in (spec.model, in_training)
     if not named and family_of(of_file):
         given.warn(f"specifies model {of_file}, and its entries are of {spec.model}")
     if spec.assumes_heads and not named:
@@ -169,12 +111,15 @@ def _print_assumptions(
             f"width have; if it has others: {given.override_hint('num_heads', 'N')}"
         )
     default = family.models.get(spec.model, family.recipe).num_classes
-    is_default = spec.num_classes in (1000, default) and named
-    if user_facts.num_classes is None and "num_classes" not in facts and not is_default:
-        if user_facts.guided is not None:
-            return  # the guided network has the same classes
+    if (
+        user_facts.num_classes is None
+        and user_facts.guided is None  # the guided network has the same classes
+        and "num_classes" not in facts
+        and not (spec.num_classes in (1000, default) and named)
+    ):
         classes = spec.num_classes
-        words = f"{classes} classes and the null class (all {rows} classes? `num_classes={rows}`)"
+        words = f"{classes} classes and the null class (all {classes + 1} classes? "
+        words += f"`num_classes={classes + 1}`)"
         given.warn(words if spec.null_class else "one class and no null class")
 
 
@@ -228,18 +173,33 @@ def families_with(have: Shapes) -> list[Family]:
     return [family for family in having if len(family.keys) == most]
 
 
+def family_notice(given: InputRef, spec: ModelSpec, others: Sequence[Family]) -> str:
+    """Return the notice that the family is an assumption, "" without `others`, its candidates."""
+    if not others:
+        return ""
+    family = spec.family
+    size = spec.model.removeprefix(family.name)
+    # The model of the same size, or else the first.
+    models = [min(each.models, key=lambda name: not name.endswith(size)) for each in others]
+    flags = " or ".join(given.override_hint("model", name) for name in models)
+    return (
+        f"names no family, taken for a {family.name} ({family.prediction}); if it is not: {flags}"
+    )
+
+
 # ---- Classes ----
 
 
-def _classes(given, spec, rows, facts, user_facts, shipped):
-    """Return (number of classes, whether there is a null class) by the rows of the label table."""
+def classes_of(given: InputRef, rows: int, facts: Mapping[str, Any], user_facts: UserFacts) -> int:
+    """Return the number of classes of a label table with `rows` rows, of which the last may be the
+    null class. Raises UsageError if the user or the file specifies another number.
+    """
     wanted = user_facts.num_classes
-    implied = spec.family.models.get(spec.model, spec.family.recipe)
-    certain = implied.num_classes if shipped or implied.class_names else None
-    certain = facts.get("num_classes", certain)
-    if wanted == rows and certain == rows - 1:
+    shipped = shipped_as(given.name)
+    certain = require_family_of(shipped).models[shipped].num_classes if shipped else None
+    if wanted == rows and facts.get("num_classes", certain) == rows - 1:
         raise UsageError(
-            f"{given.name} has {certain} classes, and its label table one more row for no class",
+            f"{given.name} has {rows - 1} classes, and its label table one more row for no class",
             "drop `num_classes`",
             parameter="num_classes",
             value=wanted,
@@ -254,7 +214,7 @@ def _classes(given, spec, rows, facts, user_facts, shipped):
             )
     classes = facts.get("num_classes", max(rows - 1, 1)) if wanted is None else wanted
     if rows in (classes, classes + 1):
-        return classes, rows == classes + 1
+        return classes
     if wanted is None:
         remedy = "give `num_classes`" if given.option == "ckpt" else "save it again"
         raise given.error(

@@ -2,7 +2,8 @@
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from math import isqrt
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -19,8 +20,7 @@ class ModelSpec:
     """A network as data.
 
     model: a name such as DiT-XL/2, or DiT-2x96/2 for a size without a name. network(input_size=,
-    num_classes=, class_dropout_prob=, **arguments): builds the reference network. A family's
-    `identify` sets the first fields, accel/families/identify.py the rest.
+    num_classes=, class_dropout_prob=, **arguments): builds the reference network.
     """
 
     family: Family
@@ -47,8 +47,6 @@ class ModelSpec:
     specified_in: str = ""  # the file that recommends them, if it is a separate file
     # Scale of the training latents, and whether they are normalised.
     latent_settings: Mapping[str, Any] = field(default_factory=dict)
-    # Option, or "" for the family → notice that its value is an assumption.
-    assumed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def defaults(self) -> Defaults:
@@ -67,15 +65,6 @@ class ModelSpec:
         assert self.latent_size is not None
         return self.latent_size
 
-    @property
-    def some_times(self) -> tuple[float, ...]:
-        """Return values of t for checks."""
-        return self.family.some_times
-
-    def changed(self, **fields: Any) -> "ModelSpec":
-        """Return a copy with these fields replaced."""
-        return replace(self, **fields)
-
     def empty(self, latent_size: int | None = None) -> nn.Module:
         """Build the reference network on the meta device: shapes without values. latent_size:
         default: the trained one.
@@ -93,6 +82,35 @@ class ModelSpec:
             extra.insert(0, f"{self.num_heads} heads")
         text = " ".join([of_tensors, *extra])
         return hashlib.sha256(text.encode()).hexdigest()[:16] if extra else of_tensors
+
+
+def common_fields(
+    shapes: Shapes, facts: Mapping[str, Any], patch_size: int, labels: str = LABELS
+) -> dict[str, Any]:
+    """Return the fields of ModelSpec that a family's `identify` takes from the label table, the
+    position table and the facts, as for any other family. labels: name of the label table.
+    """
+    rows = shapes[labels][0]
+    classes = facts.get("num_classes", max(rows - 1, 1))
+    table = shapes.get("pos_embed", ())
+    recipe = {**facts.get("recipe", {}), "guidance_channels": facts.get("guidance_channels")}
+    latents = {name: recipe.pop(name) for name in list(recipe) if name.startswith("latent_")}
+    return dict(
+        patch_size=patch_size,
+        num_classes=classes,
+        null_class=rows > classes,
+        latent_size=isqrt(table[1]) * patch_size if len(table) == 3 else None,
+        image_size=facts.get("image_size"),
+        vae=facts.get("vae"),
+        class_names=tuple(facts.get("class_names", ())),
+        recommended={
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in recipe.items()
+            if value is not None
+        },
+        specified_in=facts.get("specified_in", ""),
+        latent_settings={**latents, **facts.get("latent_statistics", {})},
+    )
 
 
 # ---- How a family reads weights ----
@@ -139,12 +157,7 @@ def with_heads(module: Any, state: StateDict) -> tuple[dict[str, Any], CallAdapt
     return {"num_heads": module.num_heads}, CallAdapter(module)
 
 
-def no_latent_settings(state: StateDict) -> dict[str, Any]:
-    """Return no latent settings."""
-    return {}
-
-
-def no_recipe(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def no_recipe(facts: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return no recommended settings."""
     return {}
 
@@ -158,31 +171,18 @@ class FamilyWeights(NamedTuple):
     and the call adapter.
     arguments: each argument of the family's training program, its process and its constructor → a
     tuple of supported values, or the name of the fact that it sets, or None if it does not affect
-    sampling. recipe(facts): returns recommended settings. convert: renames and converts a file's
-    entries to the reference network's. sampled: drops a file's entries that sampling does not need.
-    latent_settings_of: reads latent settings from a file's entries. has_yaml_file: whether the
-    training program writes its arguments to a YAML file next to the weights. recommended: settings
-    of published files, by file name without suffix. labels: name of the label table.
+    sampling. recipe(facts, name): returns recommended settings; name: of the file, without suffix.
+    convert: renames and converts a file's entries to the reference network's. sampled: drops a
+    file's entries that sampling does not need. has_yaml_file: whether the training program writes
+    its arguments to a YAML file next to the weights. labels: name of the label table.
     """
 
     models: Mapping[str, Callable[..., nn.Module]]
     identify: Callable[[Shapes, Mapping[str, Any]], ModelSpec]
     of_module: Callable[[Any, StateDict], tuple[dict[str, Any], CallAdapter]] = with_heads
     arguments: Mapping[str, tuple | str | None] = {}
-    recipe: Callable[[Mapping[str, Any]], dict[str, Any]] = no_recipe
+    recipe: Callable[[Mapping[str, Any], str], Mapping[str, Any]] = no_recipe
     convert: Callable[[StateDict], StateDict] = unchanged
     sampled: Callable[[StateDict], StateDict] = unchanged
-    latent_settings_of: Callable[[StateDict], Mapping[str, Any]] = no_latent_settings
     has_yaml_file: bool = False
-    recommended: Mapping[str, Mapping[str, Any]] = {}
     labels: str = LABELS
-
-
-def weights_of(family: Family) -> FamilyWeights:
-    """Import a family's `FamilyWeights`."""
-    return family.part("weights").WEIGHTS
-
-
-def reference_state(spec: ModelSpec, state: StateDict) -> StateDict:
-    """Convert a file's entries to the reference network's."""
-    return weights_of(spec.family).convert(state)

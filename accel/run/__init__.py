@@ -111,8 +111,8 @@ class Run:
 
     def repeat_assumed_family(self) -> None:
         """Repeat the notice about an assumed family, after the pictures are saved."""
-        if "" in self.spec.assumed:
-            self.checkpoint.given.warn(self.spec.assumed[""])
+        if self.checkpoint.family_notice:
+            self.checkpoint.given.warn(self.checkpoint.family_notice)
 
     def describe(self, machine: list[str], ranks: int = 1) -> str:
         """Return the line that announces the run. machine: precision and device as text. ranks: the

@@ -41,4 +41,4 @@ def require_alike(
                 f"has {fact} {value}, and {checkpoint.name} {guided}",
                 "a guide has the family, classes, latents and noise of the network that it guides",
             )
-    return [guide.given.notice(text) for name, text in other.assumed.items() if not name]
+    return [guide.given.notice(guide.family_notice)] if guide.family_notice else []

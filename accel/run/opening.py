@@ -52,7 +52,7 @@ def open_run(
     """
     device = device or choose_device(request.values.get("device"))
     arithmetic, notices = choose_arithmetic(request.values, device)
-    checkpoint, guide = open_weights(request, checkpoint, guide, device)
+    checkpoint, guide = open_weights(request, checkpoint, guide)
     spec = checkpoint.spec
     configuration = request.configuration
     of_file = (configuration.given.name, configuration.options) if configuration else ("", {})
@@ -83,7 +83,7 @@ def open_run(
         del values["latent_stats"]  # they belong to the model's decoder
     notices += [
         checkpoint.given.notice(text)
-        for name, text in spec.assumed.items()
+        for name, text in checkpoint.assumed.items()
         if origins.get(name, MODEL) == MODEL
     ]
     if guide is not None:
@@ -172,18 +172,15 @@ def open_weights(
     request: rules.Request,
     checkpoint: Checkpoint | None,
     guide: Checkpoint | None,
-    device: torch.device,
 ) -> tuple[Checkpoint, Checkpoint | None]:
     """Fetch weights and guide, then open them, unless they are already open. Raises UsageError for
     missing files, and for networks that contradict the configuration file.
     """
     values = request.values
-    # On a CPU, copy: another process can change a mapped file during sampling.
-    mapped = device.type != "cpu"
-    files = [] if checkpoint else [files_of(values, mapped)]
+    files = [] if checkpoint else [files_of(values)]
     of_guide = []
     if guide is None and "guide" in values:
-        of_guide = [WeightFiles(InputRef(values["guide"], "guide"), mapped)]
+        of_guide = [WeightFiles(InputRef(values["guide"], "guide"))]
     if not all(each.is_here for each in (*files, *of_guide)):
         from accel.run.fetching import fetch  # lazy import: most runs have all files
 
@@ -199,13 +196,13 @@ def open_weights(
                 "changes nothing"
             )
     if request.configuration is not None:
-        request.configuration.require_network("ckpt", checkpoint.given, checkpoint.spec)
+        request.configuration.require_network(checkpoint.given, checkpoint.spec)
         if guide is not None:
-            request.configuration.require_network("guide", guide.given, guide.spec)
+            request.configuration.require_network(guide.given, guide.spec)
     return checkpoint, guide
 
 
-def files_of(values: rules.Values, mapped: bool = True) -> WeightFiles:
+def files_of(values: rules.Values) -> WeightFiles:
     """Return the weights that the options name, without fetching them. Raises UsageError for an
     unknown name.
     """
@@ -219,7 +216,7 @@ def files_of(values: rules.Values, mapped: bool = True) -> WeightFiles:
         family = require_family_of(model)
         sizes = {**defaults._asdict(), **rules.job_defaults(values, family), **values}
         name = published_name(family, model, sizes["image_size"], sizes["num_classes"])
-    return WeightFiles(InputRef(name), mapped, values.get("weights_entry"))
+    return WeightFiles(InputRef(name), values.get("weights_entry"))
 
 
 # ---- Origins ----

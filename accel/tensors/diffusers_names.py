@@ -102,7 +102,7 @@ def check_config(config: dict[str, Any], state: dict[str, torch.Tensor]) -> dict
                 f"{shown(name)} {shown(value)} is unknown and not supported; remove it if it has "
                 "no effect"
             )
-    return {"family": "DiT", "num_heads": heads, "num_classes": config.get(CLASSES)}
+    return {"family": "DiT", "num_heads": heads, "num_classes": sizes[CLASSES]}
 
 
 def with_table(state: dict[str, torch.Tensor], side: int) -> dict[str, torch.Tensor]:

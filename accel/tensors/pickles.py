@@ -22,9 +22,7 @@ COPY_AGAIN = "delete it, then copy or download it again"
 DTYPE_CHARS = "?bBhHiIlLqQefdFDUS"
 
 
-def read_pickle(
-    path: Path, parameter: str, wanted: type, meaning: str, mapped: bool = False
-) -> Any:
+def read_pickle(path: Path, parameter: str, wanted: type, meaning: str) -> Any:
     """Read a file of torch.save that contains an object of type `wanted`. meaning: that type as
     text. Raises UsageError about `parameter`.
     """
@@ -35,7 +33,7 @@ def read_pickle(
             open_regular(path).close()  # torch's errors for pipes and permissions are unclear
             warnings.simplefilter("ignore")  # about the file format
             content = torch.load(
-                path, map_location="cpu", weights_only=True, mmap=mapped and _is_mappable(path)
+                path, map_location="cpu", weights_only=True, mmap=_is_mappable(path)
             )
     except pickle.UnpicklingError as reason:
         if "DTensor" in str(reason):

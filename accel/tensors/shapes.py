@@ -38,18 +38,20 @@ def shapes_only() -> Iterator[None]:
 
 
 def shapes_of(state: dict[str, torch.Tensor]) -> Shapes:
-    """Return the shape of each entry; (1, "T", D) for the position table of any square grid."""
-    shapes: Shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    table = shapes.get("pos_embed", ())
-    if len(table) == 3 and table[0] == 1 and table[1] == isqrt(table[1]) ** 2 > 0:
-        shapes["pos_embed"] = (1, "T", table[2])
-    return shapes
+    """Return the shape of each entry."""
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
 def require_fit(given: InputRef, state: dict[str, torch.Tensor], model: torch.nn.Module) -> None:
-    """Raise UsageError unless the names and shapes of `state` are exactly the ones of `model`."""
+    """Raise UsageError unless the names and shapes of `state` are exactly the ones of `model`. The
+    position table may be of any square grid.
+    """
     have = shapes_of(state)
     want = shapes_of(model.state_dict())
+    if "pos_embed" in want:
+        _, tokens, *_ = (*have.get("pos_embed", ()), 0, 0)
+        is_square = isqrt(tokens) ** 2 == tokens > 0
+        want["pos_embed"] = (1, tokens if is_square else "T", want["pos_embed"][2])
     # In the module's order, so that the first difference is near the input.
     wrong = [entry for entry in {**want, **have} if have.get(entry) != want.get(entry)]
     if not wrong:

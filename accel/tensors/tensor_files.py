@@ -36,23 +36,19 @@ def mode_of(path: Path, parameter: str) -> int:
             return 0
 
 
-def read_tensors(path: Path, parameter: str, mapped: bool = True) -> dict:
-    """Read a .safetensors file or a pickle (.pt, .ckpt, .bin) onto the CPU. mapped: memory-map it
-    if the format allows it. Raises UsageError about `parameter`.
+def read_tensors(path: Path, parameter: str) -> dict:
+    """Read a .safetensors file or a pickle (.pt, .ckpt, .bin) onto the CPU. Raises UsageError about
+    `parameter`.
     """
     if path.suffix == ".safetensors":
-        return read_safetensors(path, parameter, mapped)[0]
+        return read_safetensors(path, parameter)[0]
     from accel.tensors.pickles import read_pickle
 
-    return read_pickle(path, parameter, dict, "a state dict", mapped)
+    return read_pickle(path, parameter, dict, "a state dict")
 
 
-def read_safetensors(
-    path: Path, parameter: str, mapped: bool = True
-) -> tuple[Tensors, dict[str, str]]:
-    """Read tensors and header metadata of a .safetensors file. mapped: as for `read_tensors`.
-    Raises UsageError about `parameter`.
-    """
+def read_safetensors(path: Path, parameter: str) -> tuple[Tensors, dict[str, str]]:
+    """Read tensors and metadata of a .safetensors file. Raises UsageError about `parameter`."""
     from safetensors import SafetensorError, safe_open
 
     given = InputRef(str(path), parameter)
@@ -71,8 +67,6 @@ def read_safetensors(
             raise given.error(
                 f"truncated or not safetensors ({first_line})", "copy it again"
             ) from None
-    if not mapped:
-        tensors = {name: value.clone() for name, value in tensors.items()}
     return tensors, header
 
 

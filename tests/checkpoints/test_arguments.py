@@ -11,13 +11,14 @@ import torch
 import yaml
 from conftest import fill, mistake
 from forks import refused, succeeds
-from networks import build, identify, small, transformer
+from networks import build, identify, small, transformer, weights_at
 from safetensors.torch import save_file
 from test_lightning_dit import as_file
 from test_lightning_dit import build as build_lightning
 
 from accel import Sampler
 from accel.errors import UsageError
+from accel.families.identify import UserFacts
 from accel.families.large_dit.network import Large_DiT_models
 from accel.families.sit.network import SiT, SiT_models
 
@@ -121,10 +122,10 @@ def test_defaults_of_training_programs_are_all_known(family, content, states, tm
     }
     content = {"model": {}, "ema": states[family], "opt": optimizer, **content}
     torch.save(content, tmp_path / "x.pt")
-    spec = identify(tmp_path / "x.pt")
-    assert (spec.family.name, spec.num_classes) == (family, 8)
+    found = weights_at(tmp_path / "x.pt").checkpoint()
+    assert (found.spec.family.name, found.spec.num_classes) == (family, 8)
     assert "not interpreted" not in capsys.readouterr().out
-    assert "" not in spec.assumed
+    assert not found.family_notice
 
 
 CREATE_DIFFUSION = (
@@ -271,8 +272,8 @@ def test_the_family_by_precedence(name, marked, facts, model, found, assumed, st
         with mistake("ckpt", "is not a"):
             identify(tmp_path / name, model)
         return
-    spec = identify(tmp_path / name, model)
-    assert (spec.family.name, "" in spec.assumed) == (found, assumed)
+    checkpoint = weights_at(tmp_path / name).checkpoint(UserFacts(model))
+    assert (checkpoint.spec.family.name, bool(checkpoint.family_notice)) == (found, assumed)
 
 
 def test_a_renamed_published_sit_is_printed_twice(tmp_path, here):

@@ -3,12 +3,13 @@ Arguments of training and families: test_arguments.py.
 """
 
 import argparse
+from dataclasses import replace
 
 import pytest
 import torch
 from conftest import mistake
 from forks import refused, succeeds
-from networks import build, identify, opened, recognise, run_with
+from networks import build, identify, opened, recognise, recognised, run_with
 
 from accel.checkpoints import Checkpoint
 from accel.config.options import Options
@@ -48,8 +49,9 @@ def state_of(name, **arguments):
     ],
 )
 def test_every_assumption_is_a_line(metadata, given, lines, capsys):
-    found = recognise("own.pt", state_of("DiT-S/2"), metadata, *given)
-    assert (found.model, found.num_heads, found.num_classes) == ("DiT-S/2", 6, 1000)
+    found = recognised("own.pt", state_of("DiT-S/2"), metadata, *given)
+    spec = found.spec
+    assert (spec.model, spec.num_heads, spec.num_classes) == ("DiT-S/2", 6, 1000)
     printed = [f"own.pt: {text}" for text in found.assumed.values()]
     printed += capsys.readouterr().out.splitlines()
     assert len(printed) == len(lines)
@@ -70,12 +72,12 @@ def test_a_fixed_variance_is_the_larger_one():
 )
 def test_any_model_of_a_family_names_the_family_of_an_unusual_size(model, flags, capsys):
     state = state_of("SiT-Demo/2", hidden_size=48, depth=2, num_heads=2)
-    found = recognise("own.pt", state, dict(num_heads=2), model)
+    found = recognised("own.pt", state, dict(num_heads=2), model)
     name = "SiT" if model else "DiT"
-    assert (found.model, found.family.name) == (f"{name}-2x48/2", name)
+    assert (found.spec.model, found.spec.family.name) == (f"{name}-2x48/2", name)
     printed = capsys.readouterr().out
     if flags:
-        assert found.assumed[""] == f"{NO_FAMILY[8:]}; if it is not: {flags}"
+        assert found.family_notice == f"{NO_FAMILY[8:]}; if it is not: {flags}"
     else:
         assert (
             "own.pt: contains the weights of SiT-2x48/2; --model SiT-B/4 only sets the family"
@@ -116,7 +118,7 @@ def test_the_decoder_that_a_file_names_is_believed(said, decoder):
     for given, chosen in ((None, decoder), ("ema", "ema")):
         assert run_with(source, vae=given).settings.vae == chosen
     assert facts_of(spec)["vae"] == said  # a converted file specifies it too
-    there = spec.changed(vae="/somebody/decoder")  # but no path of this machine
+    there = replace(spec, vae="/somebody/decoder")  # but no path of this machine
     assert facts_of(there)["vae"] == "decoder"
 
 

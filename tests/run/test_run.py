@@ -101,7 +101,7 @@ def test_what_a_model_implies_unless_a_flag_differs():
 def recommending(checkpoint, **settings):
     """The checkpoint of a training run that recommends settings."""
     spec = checkpoint.spec
-    return replace(checkpoint, spec=spec.changed(recommended={**spec.recommended, **settings}))
+    return replace(checkpoint, spec=replace(spec, recommended={**spec.recommended, **settings}))
 
 
 def test_of_several_origins_the_first_has_the_value(capsys):
@@ -196,7 +196,7 @@ def test_a_later_call_changes_only_its_arguments(values, settings, tmp_path):
 )
 def test_a_later_call_is_checked_as_the_first(values):
     run = run_of("DiT-Demo/2", sampler="dpm++", cfg_scale=1.0)
-    checkpoint = replace(run.checkpoint, spec=run.spec.changed(null_class=False))
+    checkpoint = replace(run.checkpoint, spec=replace(run.spec, null_class=False))
     run = run_with(checkpoint, sampler="dpm++", cfg_scale=1.0)
     for refused in (
         lambda: run.changed(**values),

@@ -97,7 +97,13 @@ class ViT(DecoderKind):
         for file in metadata_files:
             metadata |= read_json(file, "vae")
         sizes = _sizes(name, state, metadata)
-        _log_assumptions(weights, metadata, sizes)
+        if not {HEADS_ENTRY, *IMAGENET} <= metadata.keys():
+            log.warning(
+                f"{shown(str(weights), 300)}: assuming {sizes['heads']} heads and ImageNet's mean "
+                f"and std of pixels where no file specifies them; if that is wrong: put "
+                f"{CONFIG_FILE} with {HEADS_ENTRY} and {PREPROCESSOR_FILE} with "
+                f"{' and '.join(IMAGENET)} next to it"
+            )
         latent_shape = (sizes["channels"], sizes["side"], sizes["side"])
         mean, var = read_statistics(statistics, "var", latent_shape)
         state["latent_mean"] = mean.float()
@@ -172,22 +178,6 @@ def _sizes(name: str, state: Mapping[str, Tensor], metadata: Mapping[str, Any]) 
     if type(eps) is not float or not 0 < eps < 1:
         raise UsageError(f"{name}: its {CONFIG_FILE} has layer_norm_eps {shown(eps)}")
     return Sizes(channels, side, patch, width, depth, heads, mlp, eps)._asdict()
-
-
-def _log_assumptions(weights, metadata, sizes):
-    """Print a notice of the values that no file contains, and how to specify them."""
-    remedies = {}  # by assumption
-    if HEADS_ENTRY not in metadata:
-        heads = f"{sizes['heads']} heads, the default of width {sizes['width']}"
-        remedies[heads] = f"{CONFIG_FILE} with {HEADS_ENTRY}"
-    if not IMAGENET.keys() <= metadata.keys():
-        pixel_statistics = "ImageNet's mean and std of pixels"
-        remedies[pixel_statistics] = f"{PREPROCESSOR_FILE} with {' and '.join(IMAGENET)}"
-    if remedies:
-        log.warning(
-            f"{shown(str(weights), 300)}: assuming {', and '.join(remedies)}; if that is wrong: "
-            f"put {' and '.join(remedies.values())} next to it"
-        )
 
 
 def _pixel_statistics(file: Path, metadata: Mapping[str, Any]) -> dict[str, Tensor]:

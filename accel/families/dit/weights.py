@@ -9,7 +9,7 @@ from torch import nn
 from accel.errors import UsageError
 from accel.families import Family, dit
 from accel.families.dit.network import DiT, DiT_models
-from accel.families.spec import CallAdapter, FamilyWeights, ModelSpec, StateDict, with_heads
+from accel.families.spec import CallAdapter, FamilyWeights, ModelSpec, StateDict, common_fields
 from accel.tensors.shapes import Shapes
 
 PATCHES = "x_embedder.proj.weight"  # a convolution (D, C, p, p)
@@ -80,30 +80,21 @@ def identify(
     models: Models,
     shapes: Shapes,
     facts: Mapping[str, Any],
-) -> ModelSpec:
-    """Identify a network with a DiT's entries. network: the class. models: its named sizes."""
-    # The constructor rounds mlp_ratio * width down.
-    mlp_ratio = (shapes["blocks.0.mlp.fc1.weight"][0] + 0.5) / shapes[PATCHES][0]
-    return named_as_dit(family, network, models, shapes, facts, mlp_ratio=mlp_ratio)
-
-
-def named_as_dit(
-    family: Family,
-    network: Callable[..., nn.Module],
-    models: Models,
-    shapes: Shapes,
-    facts: Mapping[str, Any],
     num_heads: int | None = None,
+    mlp_ratio: float | None = None,
     **arguments: Any,
 ) -> ModelSpec:
     """Identify a network whose patch embedding and blocks have a DiT's names.
 
-    num_heads: if the tensors imply it; else the metadata's, else that of the named model with this
-    depth, width and patch. arguments: further arguments of the constructor.
+    network: the class. models: its named sizes. num_heads: if the tensors imply it; else the
+    metadata's, else that of the named model with this depth, width and patch. mlp_ratio: of another
+    MLP than a DiT's. arguments: further arguments of the constructor.
     """
     if len(shapes[PATCHES]) != 4:
         raise ValueError(f"{PATCHES} is {shapes[PATCHES]}, must have four dimensions")
     width, channels, patch, _ = shapes[PATCHES]
+    if mlp_ratio is None:  # the constructor rounds mlp_ratio * width down
+        mlp_ratio = (shapes["blocks.0.mlp.fc1.weight"][0] + 0.5) / width
     depth = blocks_of(shapes)
     sizes = dict(depth=depth, hidden_size=width, patch_size=patch)
     # A model with another patch has the same number of heads.
@@ -112,6 +103,7 @@ def named_as_dit(
     default = next((config["num_heads"] for config in alike.values()), None)
     specified = num_heads or facts.get("num_heads")
     heads = require_heads(specified or default, f"{family.name} of {depth} blocks", width)
+    learn_sigma = shapes[LAST][0] == 2 * channels * patch**2
     return ModelSpec(
         family,
         model=next(iter(named), f"{family.name}-{depth}x{width}/{patch}"),
@@ -119,14 +111,18 @@ def named_as_dit(
         arguments=dict(
             **sizes,
             **arguments,
+            mlp_ratio=mlp_ratio,
             in_channels=channels,
             num_heads=heads,
-            learn_sigma=shapes[LAST][0] == 2 * channels * patch**2,
+            learn_sigma=learn_sigma,
             input_size=16 * patch,
         ),
         num_heads=heads,
         assumes_heads=specified is None,
         default_heads=bool(named) and heads == default,
+        in_channels=channels,
+        learn_sigma=learn_sigma,
+        **common_fields(shapes, facts, patch),
     )
 
 
@@ -138,7 +134,7 @@ def of_module(module: Any, state: StateDict) -> tuple[dict[str, Any], CallAdapte
         from accel.families.dit import diffusers_module  # lazy import: only for diffusers
 
         return diffusers_module.of_module(module)
-    return with_heads(module, state)
+    return {"num_heads": module.num_heads}, CallAdapter(module)
 
 
 WEIGHTS = FamilyWeights(

@@ -1,10 +1,12 @@
 """Identify a JiT from its weights or its module, and derive recommended settings."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from accel.families import jit
-from accel.families.dit.weights import PATCHES, blocks_of, models_with, named_as_dit
+from accel.families.dit.weights import PATCHES, blocks_of, models_with
+from accel.families.dit.weights import identify as dit_identify
 from accel.families.jit.network import JiT, JiT_models
 from accel.families.lightning_dit.weights import swiglu_ratio
 from accel.families.spec import CallAdapter, FamilyWeights, ModelSpec, StateDict
@@ -59,7 +61,7 @@ def identify(shapes: Shapes, facts: Mapping[str, Any]) -> ModelSpec:
             f"its label tokens enter; save {START} in its args, or load it into its class and use "
             "accel.Sampler(module)"
         )
-    spec = named_as_dit(
+    spec = dit_identify(
         FAMILY,
         JiT,
         JiT_models,
@@ -71,10 +73,10 @@ def identify(shapes: Shapes, facts: Mapping[str, Any]) -> ModelSpec:
         in_context_len=shapes[FRONT][1],
         in_context_start=start,
     )
-    return spec.changed(facts={} if start in starts else {START: start})
+    return replace(spec, facts={} if start in starts else {START: start})
 
 
-def recipe(facts: Mapping[str, Any]) -> dict[str, Any]:
+def recipe(facts: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Convert training arguments to recommended options."""
     options = {name: facts[name] for name in OPTIONS if name in facts}
     if facts.keys() & {"interval_min", "interval_max"}:  # noise level = 1 − time

@@ -6,7 +6,7 @@ from typing import Any
 from accel.families import large_dit
 from accel.families.dit.weights import DIFFUSION, LAST, TRAINING, models_with, require_heads
 from accel.families.large_dit.network import DiT_Llama, Large_DiT_models
-from accel.families.spec import CallAdapter, FamilyWeights, ModelSpec, StateDict
+from accel.families.spec import CallAdapter, FamilyWeights, ModelSpec, StateDict, common_fields
 from accel.tensors.shapes import Shapes
 
 PATCHES = "x_embedder.weight"  # (D, C·p·p)
@@ -50,6 +50,7 @@ def identify(shapes: Shapes, facts: Mapping[str, Any]) -> ModelSpec:
         )
     patch = facts.get("patch_size", 2)
     channels = facts.get("in_channels", 4)
+    learn_sigma = shapes[LAST][0] == 2 * channels * patch**2
     hidden = shapes["layers.0.feed_forward.w1.weight"][0]
     return ModelSpec(
         family,
@@ -63,12 +64,15 @@ def identify(shapes: Shapes, facts: Mapping[str, Any]) -> ModelSpec:
             n_kv_heads=shapes["layers.0.attention.wk.weight"][0] * heads // dim,
             multiple_of=1,
             ffn_dim_multiplier=(hidden + 0.5) / int(8 * dim / 3),
-            learn_sigma=shapes[LAST][0] == 2 * channels * patch**2,
+            learn_sigma=learn_sigma,
             qk_norm=qk_norm,
         ),
         num_heads=heads,
         assumes_heads=specified is None,
         default_heads=heads == default,
+        in_channels=channels,
+        learn_sigma=learn_sigma,
+        **common_fields(shapes, facts, patch),
     )
 
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from accel.families import lightning_dit
 from accel.families.blocks import grid_rotation_table
-from accel.families.dit.weights import NETWORK, PATCHES, named_as_dit
+from accel.families.dit.weights import NETWORK, PATCHES
+from accel.families.dit.weights import identify as dit_identify
 from accel.families.lightning_dit.network import LightningDiT, LightningDiT_models
 from accel.families.sit.weights import TRANSPORT
 from accel.families.spec import CallAdapter, FamilyWeights, ModelSpec, StateDict, with_heads
@@ -64,7 +65,7 @@ ARGUMENTS: dict[str, tuple | str | None] = {
 SAMPLING_FACTS = {"sampler", "points", "cfg_scale", "interval_start", "timestep_shift"}
 LATENT_FACTS = {"latent_norm", "latent_scale", "image_size"}  # of the section `data`
 # Published without a configuration; these values differ from the family's.
-RECOMMENDED = {
+RECOMMENDED: dict[str, dict[str, Any]] = {
     "lightningdit-xl-imagenet256-64ep": dict(cfg_scale=10.0, guidance_interval=(0.0, 0.9))
 }
 
@@ -90,7 +91,7 @@ def identify(shapes: Shapes, facts: Mapping[str, Any]) -> ModelSpec:
             f"{COS} is {shapes[COS]}, which is no table of heads of a width of {width}; save it "
             "again"
         )
-    return named_as_dit(
+    return dit_identify(
         FAMILY,
         LightningDiT,
         LightningDiT_models,
@@ -102,8 +103,8 @@ def identify(shapes: Shapes, facts: Mapping[str, Any]) -> ModelSpec:
     )
 
 
-def recipe(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a configuration to recommended settings.
+def recipe(facts: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Convert a configuration to recommended settings; without one, return a published file's.
 
     Its times run from 0 (noise) to 1 (data); noise level = 1 − time. VA-VAE's latents are
     normalised by their statistics, latents of other decoders are scaled.
@@ -124,7 +125,7 @@ def recipe(facts: Mapping[str, Any]) -> dict[str, Any]:
     )
     if facts.keys() & LATENT_FACTS and latents != dict(latent_scale=1, latent_norm=True):
         settings |= latents
-    return settings
+    return settings or RECOMMENDED.get(name.lower(), {})
 
 
 def convert(state: StateDict) -> StateDict:
@@ -181,7 +182,6 @@ WEIGHTS = FamilyWeights(
     recipe=recipe,
     convert=convert,
     has_yaml_file=True,
-    recommended=RECOMMENDED,
 )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.errors import InputRef, shown
-from accel.families.configuration import Configuration, Entries, Size, plain, warn_uninterpreted
+from accel.families.configuration import Configuration, Entries
 from accel.families.rae.decoder_facts import HEADS_BY_WIDTH, IMAGENET, LAYER_NORM_EPS
 from accel.io.filesystem import read_json
 
@@ -76,20 +76,27 @@ def read(content: Any, given: InputRef) -> Configuration | None:
     """
     if not isinstance(content, dict) or not content.keys() & {"stage_1", "stage_2"}:
         return None
-    file = RAEEntries(content, given)
+    file = Reader(content, given)
     for name, (default, supported, option) in SUPPORTED.items():
         file.require(name, default, supported, option)
-    file.read_stages()
-    file.read_sampler()
+    file.take_network("ckpt", "stage_2")
+    file.take_file("vae", "stage_1.params.pretrained_decoder_path")
+    file.require_decoder("decoder_config_path", "vit_mae-base", "config.json", DECODER_DEFAULTS)
+    file.require_decoder(
+        "encoder_config_path", "facebook/dinov2-base", "preprocessor_config.json", IMAGENET
+    )
+    file.take_file("latent_stats", "stage_1.params.normalization_stat_path")
+    latents = file.read_sampler()
     file.read_guidance()
-    unread = {
-        f"{section}.{name}": value
+    unread = [
+        f"{section}.{name}={shown(str(value))}"
         for section, names in ENTRIES.items()
-        for name, value in file.section(section).items()
+        for name, value in file.get(section, {}).items()
         if name not in names
-    }
-    warn_uninterpreted(given, unread)
-    return Configuration(file.options, file.refused, file.missing, fetch, tuple(file.sizes))
+    ]
+    if unread:
+        given.warn(f"arguments not interpreted: {', '.join(unread)}")
+    return Configuration(file.options, file.refused, file.missing, fetch, latents)
 
 
 def fetch(paths: list[str]) -> str:
@@ -100,27 +107,14 @@ def fetch(paths: list[str]) -> str:
     return f"hf download nyu-visionx/RAE-collections {names} --local-dir models"
 
 
-class RAEEntries(Entries):
-    """A configuration, with the options, refusals and missing files found in it."""
+class Reader(Entries):
+    """Read a configuration: the options, refusals and missing files in it."""
 
-    def __init__(self, content: dict, given: InputRef):
+    def __init__(self, content: dict[str, Any], given: InputRef):
         super().__init__(content, given)
-        self.folder = Path(given.name).parent
         self.options: dict[str, Any] = {}
         self.refused: dict[str, str] = {}
         self.missing: dict[str, str] = {}
-        self.sizes: list[Size] = []
-
-    def read_stages(self) -> None:
-        """Read the files of network and decoder."""
-        self.take_file("ckpt", "stage_2.ckpt")
-        self.require_network("stage_2", "ckpt")
-        self.take_file("vae", "stage_1.params.pretrained_decoder_path")
-        self.require_decoder("decoder_config_path", "vit_mae-base", "config.json", DECODER_DEFAULTS)
-        self.require_decoder(
-            "encoder_config_path", "facebook/dinov2-base", "preprocessor_config.json", IMAGENET
-        )
-        self.take_file("latent_stats", "stage_1.params.normalization_stat_path")
 
     def require_decoder(self, entry: str, default: str, name: str, facts: dict[str, Any]) -> None:
         """Refuse a decoder whose file `name` differs from the one that a configuration entry names.
@@ -128,109 +122,105 @@ class RAEEntries(Entries):
         The entry names a folder that contains the file, or the file itself. facts: the published
         values, which replace missing ones.
         """
-        folder = str(self.get(f"stage_1.params.{entry}") or default)
+        folder = self.get(f"stage_1.params.{entry}", default)
         decoder = Path(self.options.get("vae", ""))
         own = (decoder if decoder.is_dir() else decoder.parent) / name
-        places = [Path(folder), self.folder / folder]
-        named = next(filter(Path.is_file, [*(place / name for place in places), *places]), None)
+        beside = Path(self.given.name).parent / folder
+        places = Path(folder, name), beside / name, Path(folder), beside
+        named = next(filter(Path.is_file, places), None)
         try:
             taken = read_json(own) if own.is_file() else {}
             wanted = read_json(named) if named else taken  # the user may have copied it
         except (OSError, ValueError):
             return self.refuse("vae", f"names {shown(folder)}, whose {name} cannot be read; fix it")
-        heads = HEADS_BY_WIDTH.get((wanted | taken).get("decoder_hidden_size", 0))
-        facts = facts | {"decoder_num_attention_heads": heads}
-        differing = [
-            f"{fact} {plain(wanted.get(fact, value))}"
-            for fact, value in facts.items()
-            if wanted.get(fact, value) != taken.get(fact, value)
-        ]
-        if differing or not (PUBLISHED.search(folder) or named or taken):
-            reason = f"has {differing[0]}" if differing else "is not here"
-            self.refuse(
-                "vae",
-                f"names {shown(folder)}, whose {name} {reason}; copy it into the decoder's folder",
-            )
+        width = (wanted | taken).get("decoder_hidden_size", 0)
+        facts = {**facts, "decoder_num_attention_heads": HEADS_BY_WIDTH.get(width)}
+        for fact, value in facts.items():
+            if wanted.get(fact, value) != taken.get(fact, value):
+                self.refuse(
+                    "vae",
+                    f"names {shown(folder)}, whose {name} has {fact} "
+                    f"{shown(wanted.get(fact, value))}; copy it into the decoder's folder",
+                )
+        if not (PUBLISHED.search(folder) or named or taken):
+            self.refuse("vae", f"names {shown(folder)}; copy its {name} into the decoder's folder")
 
-    def read_sampler(self) -> None:
-        """Read latents, times and steps."""
+    def read_sampler(self) -> tuple[int, int]:
+        """Read latents, times and steps. Return the latents' channels and side."""
         size = self.get("misc.latent_size", [768, 16, 16])
         whole = isinstance(size, list) and all(type(part) is int for part in size)
         if not whole or len(size) != 3 or size[1] != size[2] or min(size) < 1 or max(size) > 8192:
-            raise self.error(f"has misc.latent_size {plain(size)}, which must be C, L, L")
+            raise self.given.error(f"has misc.latent_size {shown(size)}, which must be C, L, L")
         channels, side, _ = size
-        self.sizes += [
-            Size("config", "channels of misc.latent_size", "in_channels", channels),
-            Size("config", "a side of misc.latent_size", "input_size", side),
-        ]
-        classes = self.number("misc.num_classes", 1000, 1, 10**6, int)
-        if classes != self.number("stage_2.params.num_classes", 1000, 1, 10**6, int):
-            self.refuse("num_classes", "misc and stage_2 differ in num_classes; give `num_classes`")
-        numbers = self.number("misc.time_dist_shift_dim", channels * side**2, 1e-9, 1e12)
-        sigma = sqrt(numbers / self.number("misc.time_dist_shift_base", 4096, 1e-9, 1e12))
+        sigma = sqrt(
+            self.number("misc.time_dist_shift_dim", float(channels * side**2), 1)
+            / self.number("misc.time_dist_shift_base", 4096.0, 1)
+        )
         if not 1 <= sigma <= 100:
             self.refuse(
                 "timestep_shift",
                 f"shifts times by √(time_dist_shift_dim/time_dist_shift_base) = {sigma:g}, which "
                 "must be from 1 to 100; give `timestep_shift`, its inverse",
             )
-        patch = self.number("stage_1.params.decoder_patch_size", 16, 1, 10**6, int)
         self.options |= dict(
-            image_size=patch * side,
+            image_size=self.number("stage_1.params.decoder_patch_size", 16, 1) * side,
             guidance_channels=channels,
-            num_classes=classes,
+            num_classes=self.number("misc.num_classes", 1000, 1),
             timestep_shift=1 / sigma,
             sampler="euler",
             # The file counts time points: one more than steps.
-            num_sampling_steps=self.number("sampler.params.num_steps", 50, 2, 1001, int) - 1,
+            num_sampling_steps=self.number("sampler.params.num_steps", 50, 2, 1001) - 1,
         )
+        return channels, side
 
     def read_guidance(self) -> None:
         """Read scale, interval and the second network of guidance."""
         scale = self.number("guidance.scale", 1.0, -1e6, 1e6)
         # The original also reads the names with a dash.
-        low = self.number("guidance.t_min", self.get("guidance.t-min", 0.0), 0, 1)
-        high = self.number("guidance.t_max", self.get("guidance.t-max", 1.0), 0, 1)
+        low, high = (
+            self.number(f"guidance.t_{end}", self.number(f"guidance.t-{end}", default, 0, 1), 0, 1)
+            for end, default in (("min", 0.0), ("max", 1.0))
+        )
         if low >= high:
-            raise self.error(f"has guidance t_min {low:g} and t_max {high:g}")
+            raise self.given.error(f"has guidance t_min {low:g} and t_max {high:g}")
         # A scale below 1 is no guidance, as 1 is.
         self.options |= dict(cfg_scale=max(scale, 1.0), guidance_interval=(low, high))
         method = self.get("guidance.method", "cfg")
         classes = self.options["num_classes"]
-        null = self.number("misc.null_label", classes, 0, 10**6, int)
+        null = self.number("misc.null_label", classes, 0)
         if method == "autoguidance":
-            self.take_file("guide", "guidance.guidance_model.ckpt")
-            self.require_network("guidance.guidance_model", "guide")
+            self.take_network("guide", "guidance.guidance_model")
         elif method != "cfg":
-            self.refuse("config", f"has guidance.method {plain(method)}, not cfg or autoguidance")
+            self.refuse("config", f"has guidance.method {shown(method)}, not cfg or autoguidance")
         elif null != classes and scale > 1:
             self.refuse("config", f"has misc.null_label {null}, and only {classes} is supported")
 
-    def require_network(self, section: str, option: str) -> None:
-        """Refuse an unsupported network. Record the sizes that its tensors must have."""
+    def take_network(self, option: str, section: str) -> None:
+        """Set an option to a network's file. Refuse an unsupported network."""
+        self.take_file(option, f"{section}.ckpt")
         for name, (default, supported) in SUPPORTED_NETWORK.items():
             self.require(f"{section}.{name}", default, supported, option)
-        heads = self.get(f"{section}.params.num_heads")  # tensors contain all other sizes
-        if heads is not None:
-            pair = tuple(heads) if isinstance(heads, list) else (heads, heads)
-            self.sizes.append(Size(option, f"{section}.params.num_heads", "num_heads", pair))
 
     def require(self, name: str, default: Any, supported: Any, option: str) -> None:
-        """Refuse an unsupported value of an entry."""
-        reason = self.unsupported(name, default, supported)
-        if reason:
-            self.refuse(option, reason + ("" if option == "config" else f"; give `{option}`"))
+        """Refuse an unsupported value of an entry. A pair of equal numbers counts as one number."""
+        value = self.get(name, default)
+        if value not in (supported, [supported, supported]):
+            remedy = "" if option == "config" else f"; give `{option}`"
+            self.refuse(
+                option,
+                f"has {name} {shown(value)}, and only {shown(supported)} is supported{remedy}",
+            )
 
     def take_file(self, option: str, name: str) -> None:
         """Set an option to a file's path, relative to the current folder or the configuration's."""
-        given = self.get(name)
-        if not isinstance(given, str):
-            self.refuse(option, f"has no {name}; give `{option}`")
-            return
-        found = [place for place in (Path(given), self.folder / given) if place.exists()]
-        self.options[option] = str(found[0] if found else given)
-        if not found:
-            self.missing[option] = given
+        path = self.get(name)
+        if not isinstance(path, str):
+            return self.refuse(option, f"has no {name}; give `{option}`")
+        beside = Path(self.given.name).parent / path
+        found = beside if beside.exists() and not Path(path).exists() else Path(path)
+        self.options[option] = str(found)
+        if not found.exists():
+            self.missing[option] = path
 
     def refuse(self, option: str, reason: str) -> None:
         """Record why an option's value is not supported; the first reason counts."""

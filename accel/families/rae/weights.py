@@ -12,7 +12,7 @@ from accel.families.dit.weights import models_with
 from accel.families.rae.network import DiTDH_models, DiTwDDTHead
 from accel.families.repa.weights import called_reversed
 from accel.families.sit.weights import TRANSPORT
-from accel.families.spec import CallAdapter, FamilyWeights, ModelSpec, StateDict
+from accel.families.spec import CallAdapter, FamilyWeights, ModelSpec, StateDict, common_fields
 from accel.tensors.shapes import Shapes
 
 # Of trunk and head: patch embedding (width, C, 1, 1) and rotation table (T, d).
@@ -74,6 +74,9 @@ def identify(shapes: Shapes, facts: Mapping[str, Any]) -> ModelSpec:
             use_qknorm="blocks.0.attn.q_norm.weight" in shapes,
         ),
         num_heads=gcd(*heads),
+        in_channels=channels,
+        learn_sigma=False,
+        **common_fields(shapes, facts, patch_size=1),
     )
 
 

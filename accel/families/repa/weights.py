@@ -9,7 +9,6 @@ timestep's sinusoid absorbs the change of time.
 
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from accel.families.dit.weights import NETWORK, identify
 from accel.families.repa import PROJECTORS
 from accel.families.sit.network import SiT, SiT_models
 from accel.families.spec import CallAdapter, FamilyWeights, StateDict
-from accel.tensors.latent_statistics import PAIRS, mean_and_deviation
+from accel.tensors.latent_statistics import PAIRS
 
 PREFIX = "REPA-"  # of our model names: REPA's own names are SiT's
 FIRST = "t_embedder.mlp.0.weight"  # (D, F), after the timestep's sinusoid
@@ -51,19 +50,10 @@ def sampled(state: StateDict) -> StateDict:
     return {name: value for name, value in state.items() if not name.startswith(PROJECTORS)}
 
 
-def latent_settings_of(state: StateDict) -> dict[str, Any]:
-    """Return per-channel mean and std of the latents, which checkpoints of REPA-E contain (Leng et
-    al. 2025, arXiv:2504.10483).
-    """
-    here = {name: state[name].float() for name in chain(*PAIRS) if name in state}
-    found = mean_and_deviation(here)
-    if found is None:
-        return {}
-    return {name: tuple(value.flatten().tolist()) for name, value in zip(("mean", "std"), found)}
-
-
 def convert(state: StateDict) -> StateDict:
-    """Convert to a SiT with the same samples: reverse time and velocity."""
+    """Convert to a SiT with the same samples: reverse time and velocity. Drop the statistics of
+    latents that checkpoints of REPA-E contain (Leng et al. 2025, arXiv:2504.10483).
+    """
     state = sampled(state)
     for pair in PAIRS:
         if state.keys() >= {*pair}:  # a single table is an unexpected entry: an error later
@@ -128,5 +118,4 @@ WEIGHTS = FamilyWeights(
     arguments=ARGUMENTS,
     convert=convert,
     sampled=sampled,
-    latent_settings_of=latent_settings_of,
 )
