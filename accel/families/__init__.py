@@ -13,13 +13,10 @@ from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from accel.errors import UsageError
 from accel.io.filesystem import weights_folder
-
-if TYPE_CHECKING:  # brings torch
-    from accel.families.spec import FamilyWeights
 
 DEMO = weights_folder() / "demo"
 
@@ -150,8 +147,8 @@ class Family(NamedTuple):
         return values is not None and (not values or value in values)
 
     @property
-    def weights(self) -> "FamilyWeights":
-        """Import the functions by which the family reads weights."""
+    def weights(self) -> Any:
+        """Import the `FamilyWeights` (spec.py), the functions by which the family reads weights."""
         return import_module(f"{self.code}.weights").WEIGHTS
 
 
