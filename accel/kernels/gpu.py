@@ -1,23 +1,54 @@
 """The compute capability and name of a GPU, and whether the installed torch supports it."""
 
+import os
+import re
 import warnings
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import torch
 
 from accel.errors import UsageError
 
+DRIVER_FILE = Path("/proc/driver/nvidia/version")  # exists while the NVIDIA driver is loaded
+OLDEST_DRIVER = {"12": 525, "13": 580}  # of each major version of CUDA, from NVIDIA's table
+
 _SUFFIX = ""  # appended to GPU names inside `emulate_capability`
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a GPU, or (0, 0) for other devices.
+    """Return the compute capability of an NVIDIA GPU, or (0, 0) for other devices.
 
     All backend choices depend on it.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or is_amd(device):
         return 0, 0
     return _own_capability(device)
+
+
+def is_amd(device: torch.device) -> bool:
+    """Return whether a device is an AMD GPU. torch for ROCm calls it cuda, and gives it a
+    capability, such as 9.0, that is not NVIDIA's.
+    """
+    return device.type == "cuda" and torch.version.hip is not None
+
+
+def unused_gpu() -> str:
+    """Return the reason why the installed torch cannot use the NVIDIA GPU whose driver is loaded,
+    "" if there is no driver or no reason is known.
+    """
+    if not DRIVER_FILE.exists() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return ""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA, and here is an NVIDIA driver"
+    needed = OLDEST_DRIVER.get(torch.version.cuda.partition(".")[0], 0)
+    found = re.search(r" ((\d+)\.[\d.]+) ", DRIVER_FILE.read_text())
+    if found is None or int(found[2]) >= needed:
+        return ""
+    return (
+        f"torch {torch.__version__} is built for CUDA {torch.version.cuda}, which needs NVIDIA "
+        f"driver {needed} or later, and here is {found[1]}"
+    )
 
 
 def _own_capability(device):
@@ -44,7 +75,7 @@ def require(device: torch.device) -> None:
     """Raise UsageError if the GPU does not exist, or if the installed torch does not support it."""
     if not torch.cuda.is_available():
         raise UsageError(
-            f"torch {torch.__version__} finds no CUDA GPU",
+            unused_gpu() or f"torch {torch.__version__} finds no CUDA GPU",
             "use `device=cpu`",
             parameter="device",
             value=device,

@@ -24,6 +24,7 @@ from accel.families import require_family_of
 from accel.families.identify import UserFacts
 from accel.families.spec import ModelSpec
 from accel.io.progress import Stopwatch
+from accel.kernels import gpu
 from accel.run import (
     Run,
     guidance_for,
@@ -134,9 +135,10 @@ def choose_device(name: str | None) -> torch.device:
             "no such kind of device", "try cuda, cuda:1 or cpu", parameter="device", value=name
         ) from None
     if device.type == "cuda":
-        from accel.kernels import gpu  # lazy import: only for GPUs
-
         gpu.require(device)
+    elif name is None:
+        if reason := gpu.unused_gpu():
+            warn(f"{reason}: sampling on the CPU; docs/install.md has the torch for each GPU")
     elif device.type != "cpu" and not (device.type == "mps" and torch.backends.mps.is_available()):
         raise UsageError(
             f"torch {torch.__version__} cannot sample there",

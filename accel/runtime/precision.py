@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from accel.errors import UsageError
+from accel.kernels import gpu
 
 
 class Tier(NamedTuple):
@@ -51,9 +52,7 @@ def supports(tier: str, device: torch.device) -> bool:
     required = TIERS[tier].capability
     if device.type != "cuda":
         return required == (0, 0)
-    from accel.kernels.gpu import capability  # lazy import: only for GPUs
-
-    return capability(device) >= required
+    return gpu.capability(device) >= required
 
 
 def default_tier(device: torch.device) -> str:
@@ -67,6 +66,8 @@ def require(name: str, tier: str, device: torch.device) -> None:
         raise UsageError(f"choose from {', '.join(TIERS)}", parameter=name, value=tier)
     if not supports(tier, device):
         problem = f"{device} has no {TIERS[tier].hardware}"
+        if gpu.is_amd(device):
+            problem = f"{device} is an AMD GPU, and this tier is for NVIDIA GPUs"
         raise UsageError(problem, "choose fp32", parameter=name, value=tier)
 
 

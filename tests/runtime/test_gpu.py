@@ -123,3 +123,46 @@ def test_a_torch_without_code_for_the_gpu_is_refused(capability, targets, remedy
         opening.choose_device(None)
     words = f"device=cuda: torch {torch.__version__} has no code for Tesla; install {remedy}"
     assert str(refusal.value) == words
+
+
+DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu Feb 22 01:44:30 UTC 2024\n"
+OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n"
+
+
+@pytest.mark.parametrize(
+    "driver, cuda, words",
+    [
+        (DRIVER, None, "is built without CUDA, and here is an NVIDIA driver"),
+        (OPEN_DRIVER, "13.0", "CUDA 13.0, which needs NVIDIA driver 580 or later, and here is 570"),
+        (DRIVER, "12.8", ""),
+        ("", None, ""),
+    ],
+)
+def test_a_gpu_that_the_installed_torch_cannot_use(
+    driver, cuda, words, tmp_path, monkeypatch, capsys
+):
+    """A notice, and by --device cuda an error. None where there is no driver, or the GPU is hidden."""
+    if torch.cuda.is_available():
+        pytest.skip("torch uses the GPU here")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(gpu, "DRIVER_FILE", tmp_path / "version")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if driver:
+        gpu.DRIVER_FILE.write_text(driver)
+    assert opening.choose_device(None).type == "cpu"
+    printed = capsys.readouterr().out
+    assert words in printed and bool(words) == bool(printed) == printed.count("\n"), printed
+    with pytest.raises(UsageError, match=words or "finds no CUDA GPU"):
+        opening.choose_device("cuda")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert opening.choose_device(None).type == "cpu" and not capsys.readouterr().out
+
+
+def test_amd_gpus_have_float32_only(monkeypatch):
+    """torch for ROCm calls them cuda, and gives some Hopper's capability."""
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert [tier for tier in precision.TIERS if precision.supports(tier, GPU)] == ["fp32"]
+    assert run_of(device="cuda:0").settings.precision == "fp32"
+    with pytest.raises(UsageError, match="^precision=exact: cuda:0 is an AMD GPU.*choose fp32$"):
+        run_of(device="cuda:0", precision="exact")
