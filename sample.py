@@ -25,7 +25,7 @@ EXAMPLES = """examples:
 
 def make_parser() -> RankParser:
     description = "Sample class-conditional pictures from a diffusion transformer."
-    parser = RankParser(prog="sample.py", description=description, epilog=EXAMPLES)
+    parser = RankParser(description=description, epilog=EXAMPLES)
     groups = add_arguments(parser, GRID)
     groups[SPEED].add_argument("--gpus", **launch.GPUS_FLAG)
     return parser
@@ -37,7 +37,7 @@ def main() -> None:
     with user_errors(parser):
         request = request_from(args)
         if launch.IS_GPUS_RANK:
-            from sample_ddp import sample  # lazy: only for --gpus
+            from accel.commands.sample_ddp import sample  # lazy: only for --gpus
 
             return sample(request, parser)
         world = launch.world_size(args.gpus, args.device)

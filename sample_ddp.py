@@ -31,7 +31,6 @@ EXAMPLES = """examples:
 
 def make_parser() -> RankParser:
     parser = RankParser(
-        prog="sample_ddp.py",
         description="Sample class-conditional pictures from a diffusion transformer by many GPUs.",
         epilog=EXAMPLES,
     )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import accel
 from accel import launch
 from accel.config.options import DEFAULTS, FID, GRID, OPTIONS, Option, Options, label
 from accel.config.rules import Request
@@ -55,6 +56,14 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
+class _Version(argparse.Action):
+    """Print the version of this software and exit."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        print(f"{parser.prog} {accel.__version__}")  # reads a file
+        parser.exit()
+
+
 class OneLineParser(argparse.ArgumentParser):
     """An argument parser whose errors are one line with exit status 2. It also configures output:
     log messages are printed, and characters that the terminal cannot encode become "?".
@@ -66,6 +75,13 @@ class OneLineParser(argparse.ArgumentParser):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")
         print_notices(self.flags)
+        self.add_argument(
+            "--version",
+            action=_Version,
+            nargs=0,
+            default=argparse.SUPPRESS,
+            help="print the version",
+        )
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None

@@ -9,7 +9,7 @@
 #   (tier, T, command, and code that changed after the measurement);
 # - the files that git tracks, without the authors' example in log/; of weights only the demo
 #   models'. Where there are untracked files, --with packs them too, --without leaves them out;
-# - the log of the report with its pictures and traces, REPORT, FILE..., log/*.out, output/*.out.
+# - the log of the report with its pictures and traces, REPORT, FILE..., *.out, log/*.out, output/*.out.
 #
 # It is a rehearsal, TEAM_DiT_rehearsal.tar.gz, unless the report gives points.
 set -euo pipefail
@@ -73,7 +73,7 @@ for file in "${files[@]}"; do
   [[ -e $file ]] || fail "$file: no such file or folder"
   [[ $(realpath "$file") == "$PWD"/* ]] || fail "$file: lies outside the repository"
 done
-files+=(log/*.out output/*.out)
+files+=(*.out log/*.out output/*.out)
 
 # Git's view of the code.
 weights=('*.pt' '*.pth' '*.ckpt' '*.safetensors')

@@ -1,15 +1,15 @@
-# The first steps of every batch file: find the repository's python. A job starts in the folder
-# where it was submitted, or in that of sbatch --chdir=FOLDER; this is the repository.
-# Another site: put its module or conda environment, with requirements.txt installed, in place of
+# The first steps of every batch file, which sets DIT, the repository's folder: find its python. A job runs in the folder
+# where it was submitted, from which the repository may be read-only.
+# Another site: load its module or conda environment, with requirements.txt installed, before sbatch, or here in place of
 # the PATH line.
 fail() {
     echo "slurm: $1" >&2
     exit 2
 }
 
-export PATH="$PWD/.venv/bin:$PATH"
+export PATH="$DIT/.venv/bin:$PATH"
 python -c 'import importlib.util as find, sys; sys.exit(not find.find_spec("torch"))' 2>/dev/null ||
-    fail "no python with torch: $PWD has no .venv (make .venv/ready), and no other is on the PATH (slurm/setup.sh)"
+    fail "no python with torch: $DIT has no .venv (its owner: make .venv/ready), and there is none on the PATH (load a module)"
 CPUS=${SLURM_CPUS_PER_TASK:-1}
 export OMP_NUM_THREADS=$CPUS
 

@@ -6,7 +6,9 @@ import select
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
+import forks
 import numpy as np
 import pytest
 import torch
@@ -15,13 +17,14 @@ from forks import succeeds, until
 from hub import Handler, Server
 from PIL import Image
 from safetensors.torch import load_file
+from unprivileged import unprivileged
 
 import download
 import pretrained_models.download
 from accel.checkpoints import loading
 from accel.checkpoints.loading import WeightFiles
 from accel.checkpoints.published import published_name
-from accel.errors import InputRef
+from accel.errors import InputRef, UsageError
 from accel.families import DEMO, family_of
 from accel.tensors import fetch
 from models import DiT
@@ -239,6 +242,20 @@ def test_a_download_is_whole_or_absent(published, monkeypatch):
     with mistake("ckpt", "Connection refused"):
         download.find_model(NAME)  # the server is gone
     assert list(folder.iterdir()) == []
+
+
+def test_weights_lie_in_the_folder_that_the_user_names(tmp_path, monkeypatch):
+    """DIT_WEIGHTS; the demo stays in the checkout. Where an error tells to put a file, one may."""
+    code = (
+        "from accel.checkpoints.loading import WeightFiles as W; from accel.errors import InputRef"
+    )
+    code += f"; from accel.families import DEMO; print(W(InputRef({NAME!r})).path, DEMO)"
+    printed = succeeds(forks.run(["-c", code], DIT_WEIGHTS=str(tmp_path), PYTHONPATH=str(ROOT)))
+    assert printed.split() == [str(tmp_path / NAME), str(DEMO)]
+    monkeypatch.setattr(loading, "FOLDER", Path("/usr/share/dit"))
+    words = f"put it at FOLDER/{NAME} and set DIT_WEIGHTS=FOLDER"
+    with unprivileged(), pytest.raises(UsageError, match=words):
+        download.find_model(NAME)
 
 
 def test_of_downloads_at_the_same_time_the_first_stays(published):

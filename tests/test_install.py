@@ -30,7 +30,7 @@ def checkout(tmp_path_factory):
     """A copy: pip writes into the folder that it builds."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in tracked(
-        "*.py", "*.toml", "*.txt", "README.md", "LICENSE", "accel", "pretrained_models"
+        "*.py", "*.toml", "*.txt", "docs/package.md", "LICENSE", "accel", "pretrained_models"
     ):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
@@ -110,6 +110,26 @@ def test_an_installation_takes_one_name_and_works_beside_any_checkout(
     folder = beside_others(tmp_path / "checkout", *files)
     done = subprocess.run([python, "-c", code], cwd=folder, env={}, capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stdout + done.stderr
+
+
+@needs_setuptools
+def test_the_commands_of_a_wheel(checkout, tmp_path):
+    """They are sample.py and sample_ddp.py, which --gpus starts. The folder has other modules."""
+    python, packages = environment(tmp_path / "venv")
+    wheel = wheel_of(checkout)
+    subprocess.run([*PIP, "--python", python, "install", *OFFLINE, wheel], check=True)
+    folder = beside_others(tmp_path / "checkout", *DIT)
+    variables = {"DIT_WEIGHTS": str(ROOT / "pretrained_models"), "OMP_NUM_THREADS": "1"}
+    how = dict(cwd=folder, env=variables, capture_output=True, text=True)
+    done = subprocess.run([python.parent / "dit-sample-ddp", "--version"], **how)
+    assert done.stdout == f"dit-sample-ddp {accel.__version__}\n", done.stderr
+    picture = "--model", "DiT-Demo/2", "--labels", "planet", "--num-sampling-steps", "2"
+    command = [python.parent / "dit-sample", *picture, "--device", "cpu", "--gpus", "2"]
+    done = subprocess.run(command, **how)
+    assert done.returncode == 0 and "2 ranks" in done.stdout, done.stdout + done.stderr
+    assert (folder / "sample.png").exists()
+    done = subprocess.run([python.parent / "dit-sample", "--labls", "3"], **how)
+    assert done.stderr.startswith("dit-sample: unrecognized arguments: --labls 3; did you")
 
 
 def declared(checkout):
@@ -218,5 +238,5 @@ def test_the_core_dependencies_suffice_to_sample(checkout, tmp_path):
     assert weights == str(cache / "dit" / "DiT-XL-2-256x256.pt")
     demo = cache / "dit" / "demo"
     assert refused.startswith(f"ckpt={demo / 'dit.safetensors'}: ships with the repository")
-    assert f"copy its pretrained_models/demo to {demo}" in refused
+    assert "set DIT_WEIGHTS to its pretrained_models" in refused
     assert sorted(packages.iterdir()) == before

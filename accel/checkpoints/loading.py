@@ -10,12 +10,11 @@ from typing import Any
 
 from accel.checkpoints import Checkpoint, Contents, checkpoint_of
 from accel.errors import InputRef, path_errors, shown
+from accel.families import DEMO, FOLDER
 from accel.families.identify import NO_USER_FACTS, UserFacts
 from accel.families.spec import StateDict
-from accel.io.filesystem import weights_folder
 from accel.tensors.tensor_files import FILE_SUFFIXES, HUB_ID, file_stamps, mode_of
 
-FOLDER = weights_folder()
 # published names; the variable's name is upstream's
 pretrained_models = {"DiT-XL-2-512x512.pt", "DiT-XL-2-256x256.pt"}
 # Modules with matches(path) and read(path, given, entry) → Contents. The first format whose
@@ -179,10 +178,10 @@ def _locate(given: InputRef) -> Path | None:
         return published
     if HUB_ID.fullmatch(name) and path.suffix not in FILE_SUFFIXES and not path.parent.exists():
         return None
-    if path.parent == FOLDER / "demo":
+    if path.parent == DEMO:
         raise given.error(
             "ships with the repository, not with the package",
-            f"copy its pretrained_models/demo to {path.parent}, or give other weights",
+            "set DIT_WEIGHTS to its pretrained_models, or give other weights",
         )
     names = ", ".join(sorted(pretrained_models))
     raise given.error("no such file", f"published names are {names}, a hub id is owner/name")

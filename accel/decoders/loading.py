@@ -18,7 +18,8 @@ import torch
 from accel import decoders as latents
 from accel.decoders import DecoderFiles, DecoderKind, LatentSpace
 from accel.errors import UsageError, shown
-from accel.io.filesystem import weights_folder
+from accel.families import FOLDER
+from accel.io.filesystem import place_for
 from accel.tensors.shapes import shapes_only
 from accel.tensors.tensor_files import (
     FILE_SUFFIXES,
@@ -30,7 +31,6 @@ from accel.tensors.tensor_files import (
     read_tensors,
 )
 
-FOLDER = weights_folder()
 PUBLISHED = ("ema", "mse")
 FILES = ("config.json", WEIGHTS)
 HUB_FILE = re.compile(r"([\w.-]+/[\w.-]+)[:/](.+)")  # owner/name/path, or owner/name:path
@@ -92,7 +92,7 @@ def _locate(name):
         on_hub = HUB_FILE.fullmatch(name)
         if name in PUBLISHED:
             repository = f"stabilityai/sd-vae-ft-{name}"
-            remedy = f"put {both} of {repository} into {folder}"
+            remedy = f"put {both} of {repository} into {place_for(folder.name, FOLDER)}"
         elif HUB_ID.fullmatch(name) and not mode and not is_tensors and not folder.parent.exists():
             repository = name
             remedy = (

@@ -16,9 +16,12 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from accel.errors import UsageError
-from accel.io.filesystem import weights_folder
+from accel.io.filesystem import ROOT, checkout_version, place_for, weights_folder
 
-DEMO = weights_folder() / "demo"
+FOLDER = weights_folder()
+LOCAL_DIR = f"--local-dir {place_for('', FOLDER)}"  # of `hf download`
+# ships with a checkout
+DEMO = (ROOT / "pretrained_models" if checkout_version() else FOLDER) / "demo"
 
 # The labels of an FID job with n pictures of K classes:
 #     random          drawn after each batch's z

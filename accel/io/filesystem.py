@@ -160,10 +160,23 @@ def checkout_version() -> str | None:
 
 
 def weights_folder() -> Path:
-    """Return the folder of published weights and the demo model: pretrained_models/ of a checkout,
-    else the cache folder.
+    """Return the folder of weights: DIT_WEIGHTS, else pretrained_models/ of a checkout, else the
+    cache folder.
     """
+    named = os.environ.get("DIT_WEIGHTS")
+    if named:
+        return Path(named).absolute()
     return ROOT / "pretrained_models" if checkout_version() else cache_folder()
+
+
+def place_for(name: str, folder: Path) -> str:
+    """Return where the user can put weights, for an error: `folder`/name, or, if that is not
+    writable, a folder that DIT_WEIGHTS names.
+    """
+    existing = next(each for each in (folder, *folder.parents) if os.path.exists(each))
+    if os.access(existing, os.W_OK, effective_ids=True):
+        return str(folder / name)
+    return f"{Path('FOLDER', name)} and set DIT_WEIGHTS=FOLDER"
 
 
 def cache_folder() -> Path:

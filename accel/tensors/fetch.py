@@ -9,7 +9,7 @@ from http.client import HTTPException
 from pathlib import Path
 
 from accel.errors import InputRef, UsageError
-from accel.io.filesystem import atomic_write, remove_partial_files
+from accel.io.filesystem import atomic_write, place_for, remove_partial_files
 from accel.io.progress import bar_type
 from accel.tensors.diffusers_names import SCHEDULE
 from accel.tensors.tensor_files import weight_files
@@ -41,7 +41,7 @@ def download(target: Path, parameter: str) -> None:
         raise InputRef(target.name, parameter).error(
             f"download failed ({error})",
             f"try the hub's copy, `{parameter}={copy}`, or fetch {url} by other means and put it "
-            f"at {target}",
+            f"at {place_for(target.name, target.parent)}",
         ) from None
 
 

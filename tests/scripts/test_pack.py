@@ -22,7 +22,7 @@ CODE = "bench/measure.py", "models.py"
 DEMO = "log/cpu.json", "pretrained_models/download.py", "pretrained_models/demo/dit.safetensors"
 TRACKED = *CODE, *DEMO, "pretrained_models/large.pt", "log/example/report.md"
 PROGRAMS = ".gitignore", "scripts/pack.sh"
-OUTPUTS = "log/mine/model.pt", "log/baseline-1.out", "output/four-2.out"
+OUTPUTS = "log/mine/model.pt", "baseline-1.out", "output/four-2.out"
 COMMIT = "-c", "user.name=x", "-c", "user.email=x@y", "commit", "-qm", "x"
 HANDIN = (
     "RUN.md",
@@ -116,7 +116,7 @@ def test_what_is_packed(checkout):
         for path in (checkout / "output/report-en").rglob("*")
         if path.is_file() and "handin" not in path.parts
     }
-    slurm = {"log/baseline-1.out", "output/four-2.out"}
+    slurm = {"baseline-1.out", "output/four-2.out"}
     assert set(packed) == {*CODE, *DEMO, *PROGRAMS, *HANDIN} | measured | written | slurm
     log = checkout / "log/mine"
     assert packed["sample.png"] == (log / "contest-4-fp32.png").read_bytes()

@@ -2,8 +2,8 @@
 logs in one temporary folder.
 
 Its nodes, all on this host, offer partition `ssc-gpu`, four fake GPUs each (character
-devices that behave like /dev/null) and as many CPUs as the batch files ask for. Nothing
-else of the machine is touched.
+devices that behave like /dev/null) and as many CPUs as the batch files ask for. Jobs see
+the repository read-only, where root may mount. Nothing else of the machine is touched.
 """
 
 import os
@@ -15,8 +15,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from forks import free_port, until
+from forks import ROOT, free_port, until
 
+# A mount namespace of its own, in which ROOT is read-only.
+READ_ONLY = ["unshare", "--mount", "sh", "-ec"]
+READ_ONLY += [f'mount --bind "{ROOT}" "{ROOT}"; mount -o remount,bind,ro "{ROOT}"; exec "$0" "$@"']
 PROGRAMS = ("slurmctld", "slurmd", "munged", "mungekey", "sbatch", "scontrol", "scancel")
 
 
@@ -49,6 +52,7 @@ class Cluster:
             "PATH": _search_path(),
         }
         self.processes = []
+        self.read_only = subprocess.run([*READ_ONLY, "true"], capture_output=True).returncode == 0
 
     def __enter__(self):
         try:
@@ -144,7 +148,7 @@ PartitionName=ssc-gpu Nodes={",".join(self.nodes)} Default=YES MaxTime=INFINITE 
         self._wait(lambda: (root / "munge.socket").exists(), "munged did not open its socket")
         self._spawn("slurmctld", "-D", "-c", "-i")
         for node in self.nodes:
-            self._spawn("slurmd", "-D", "-c", "-N", node)
+            self._spawn(*READ_ONLY * self.read_only, "slurmd", "-D", "-c", "-N", node)
         self._wait(
             lambda: (
                 self.run("sinfo", "-h", "-o", "%D %T", check=False) == f"{len(self.nodes)} idle"

@@ -5,7 +5,7 @@ Guidance follows the published files' recipe: at noise levels up to 0.875, on th
 three of 32 channels.
 """
 
-from accel.families import Defaults, Family, dit
+from accel.families import LOCAL_DIR, Defaults, Family, dit
 
 RECIPE = Defaults(
     image_size=256,
@@ -28,5 +28,5 @@ FAMILY = Family(
     code=__name__,
     fast=f"{__name__}.fast",
     interval_rule="float32 times",
-    fetch="hf download hustvl/lightningdit-xl-imagenet256-800ep --local-dir pretrained_models",
+    fetch=f"hf download hustvl/lightningdit-xl-imagenet256-800ep {LOCAL_DIR}",
 )

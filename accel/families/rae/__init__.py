@@ -7,10 +7,8 @@ Guidance acts on all channels. The shift of the times follows from the size of t
 
 from math import sqrt
 
-from accel.families import Defaults, Family, dit
-from accel.io.filesystem import weights_folder
+from accel.families import FOLDER, LOCAL_DIR, Defaults, Family, dit
 
-FOLDER = weights_folder()
 DECODERS = FOLDER / "decoders/dinov2/wReg_base"
 STATISTICS = FOLDER / "stats/dinov2/wReg_base"
 DECODER_256 = str(DECODERS / "ViTXL_n08/model.pt")
@@ -52,9 +50,8 @@ FAMILY = Family(
     keys=(*dit.FAMILY.keys, "s_embedder.proj.weight", "t_embedder.W"),
     code=__name__,
     fast=f"{__name__}.fast",
-    fetch="hf download nyu-visionx/RAE-collections --local-dir pretrained_models "
-    "--include 'DiTs/Dinov2/*' --include 'decoders/dinov2/wReg_base/ViTXL*' "
-    "--include 'stats/dinov2/*'",
+    fetch="hf download nyu-visionx/RAE-collections --include 'DiTs/Dinov2/*' "
+    f"--include 'decoders/dinov2/wReg_base/ViTXL*' --include 'stats/dinov2/*' {LOCAL_DIR}",
     names_in_training={f"DiTDH-{size}/1": f"DiTDH-{size}" for size in SIZES},
     any_size=False,
     last_time=0.999,

@@ -1,6 +1,6 @@
 """SiT: Ma et al., 2024, arXiv:2401.08740. DiT's network, trained as a flow."""
 
-from accel.families import Defaults, Family, dit
+from accel.families import LOCAL_DIR, Defaults, Family, dit
 from accel.families.dit import SIZES, demo
 
 FAMILY = Family(
@@ -19,5 +19,5 @@ FAMILY = Family(
     arguments={"path_type": ("Linear", "GVP", "VP")},
     files={"SiT-XL-2-256x256.pt": "SiT-XL/2"},
     fid_defaults=dict(image_size=256, cfg_scale=1.0),
-    fetch="hf download nyu-visionx/SiT-collections --local-dir pretrained_models",
+    fetch=f"hf download nyu-visionx/SiT-collections {LOCAL_DIR}",
 )
