@@ -171,7 +171,7 @@ def test_commands_for_any_machine_run(page, tmp_path):
 
 @pytest.mark.timeout(300)
 def test_the_python_example_runs(tmp_path, monkeypatch):
-    (example,) = code_blocks(README.read_text(), "python")
+    *_, example = code_blocks(README.read_text(), "python")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT))
     exec(
