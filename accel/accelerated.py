@@ -37,9 +37,9 @@ def accelerate(
 
     model: models.DiT, any other family in accel/families or its original class, or diffusers'
     DiTTransformer2DModel. Wrapped and compiled models are unwrapped. precision: "fp16", "bf16",
-    "exact", "tf32" or "fp32"; default: fp16 on a GPU with tensor cores, else fp32. device:
-    default: the model's. guidance_channels: forward_with_cfg guides the first so many channels;
-    default: as the family. check: compare the outputs of model and copy on noise.
+    "exact", "tf32", "fp32-fused" or "fp32"; default: fp16 on a GPU with tensor cores, else fp32.
+    device: default: the model's. guidance_channels: forward_with_cfg guides the first so many
+    channels; default: as the family. check: compare the outputs of model and copy on noise.
 
     Raises ValueError (one line) if the device lacks the precision, if the weights overflow it, or
     if the model does not compute its family's function.

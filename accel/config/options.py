@@ -224,9 +224,10 @@ class Settings:
         SPEED,
         "fp16: float16 GEMMs with all else in float32, the fast one; bf16: for weights that "
         "overflow float16; tf32: float32 with TF32 GEMMs, as DiT ships; fp32: true float32; "
-        "exact: fp32's pictures from float16 tensor cores; default: fp16 on a GPU with tensor "
-        "cores (bf16 if the weights overflow it), else fp32",
-        choices=("fp32", "exact", "tf32", "fp16", "bf16"),
+        "fp32-fused: the same with fused kernels; exact: fp32's pictures from float16 tensor "
+        "cores; default: fp16 on a GPU with tensor cores (bf16 if the weights overflow it), else "
+        "fp32",
+        choices=("fp32", "fp32-fused", "exact", "tf32", "fp16", "bf16"),
     )
     tf32: bool | None = option(
         SPEED,

@@ -62,7 +62,7 @@ class Conditioning:
             rows.copy_(weight)
         self.layer: Float32Linear | None = None
 
-    def freeze(self) -> None:
+    def split_large_layers(self) -> None:
         """Convert the projections to a split GEMM if they are large enough.
 
         With few batch rows a float32 GEMM takes twice as long as reading the weights. `fold` must

@@ -94,8 +94,9 @@ class FastNetwork(BlockNetwork):
         # With a head stage, the embeddings and the last layer are half precision too, except the
         # first embedding, because its error would pass through all stages.
         half = packing.head_stage is not None
+        split = None if ops.splits_outer_layers else False
         self.embeddings = [
-            Float32Linear(GemmWeights("the patch embedding", part), half=half and index > 0)
+            Float32Linear(GemmWeights("the patch embedding", part), split, half and index > 0)
             for index, part in enumerate(packing.patches.split(widths))
         ]
         self.positions = [part.contiguous() for part in packing.position.split(widths, dim=1)]
@@ -103,9 +104,10 @@ class FastNetwork(BlockNetwork):
         self.stages = packing.stages
         self.head_stage = packing.head_stage
         last = GemmWeights("final_layer", packing.last_weight, packing.last_bias)
-        self.last = Float32Linear(last, half=half)
+        self.last = Float32Linear(last, split, half)
         self.conditioning = packing.conditioning
-        self.conditioning.freeze()
+        if ops.splits_outer_layers:
+            self.conditioning.split_large_layers()
         self.ops = ops
         self.dtype = ops.dtype
         self.device = ops.device

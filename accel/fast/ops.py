@@ -1,6 +1,7 @@
 """Ops of a tier, with which accel/fast/network.py computes.
 
-    HalfOps     operands in half precision, sums in float32; float32 and float64 are for tests
+    HalfOps     operands in half precision, sums in float32; or all in float32, for fp32-fused, or
+                in float64, for tests
     SplitOps    float32 accuracy on float16 tensor cores: GEMMs and attention use high/low splits
 
 Both have the attributes
@@ -14,6 +15,7 @@ Both have the attributes
     block            weights of four GEMMs → Block
     linear           weights of a GEMM → layer
     operand          tensor → input of a layer
+    splits_outer_layers  whether float32 layers outside blocks may be split GEMMs
     overflowed       returns the name of a layer with values out of range, or None
 """
 
@@ -152,7 +154,7 @@ class Block(NamedTuple):
 
 
 class HalfOps:
-    """Ops in half precision with float32 sums.
+    """Ops in half precision with float32 sums, or in a wider dtype.
 
     tuner: chooses the algorithms of GEMMs. gemm: the backend of GEMMs.
     """
@@ -172,6 +174,7 @@ class HalfOps:
         self.adaln = partial(adaln, dtype=dtype)
         self.last_adaln = partial(adaln, dtype=self.stream)
         self.attention = attention
+        self.splits_outer_layers = dtype in cuda.HALF_TYPES
 
     @property
     def updates_stream(self) -> bool:
@@ -229,6 +232,7 @@ class SplitOps:
     dtype = torch.float32
     stream = torch.float32
     tuner = None
+    splits_outer_layers = True
 
     def __init__(self, device: torch.device, gemm: str = "auto"):
         self.device = device

@@ -26,7 +26,7 @@ HAS_TRITON = find_spec("triton") is not None  # not on Windows and macOS
 BACKENDS = ("auto", "triton", "torch")  # for ops with a Triton kernel; "torch" is the reference
 HALF_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}  # dtype → PTX name
 TMA_FORMATS = {torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16", torch.float32: "FLOAT32"}
-NVRTC_OPTIONS = b"--gpu-architecture=sm_90a", b"--std=c++17"
+HOPPER = "sm_90a"  # the target of kernels for Hopper alone
 
 
 def uses_triton(op: str, backend: str, x: Tensor) -> bool:
@@ -148,16 +148,23 @@ def source(
     return "".join([*defines, f'#define HALF "{half}"\n', functions, *texts])
 
 
-def compile_cubin(text: str, name: str) -> bytes:
-    """Compile CUDA source to machine code for sm_90a with NVRTC. No GPU is needed.
+def target_of(device: torch.device) -> str:
+    """Return the target of machine code for a GPU."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return HOPPER if (major, minor) == (9, 0) else f"sm_{major}{minor}"
+
+
+def compile_cubin(text: str, name: str, target: str = HOPPER) -> bytes:
+    """Compile CUDA source to machine code with NVRTC. No GPU is needed.
 
     Raises RuntimeError with the compiler's log.
     """
     from cuda.bindings import nvrtc
 
+    options = f"--gpu-architecture={target}".encode(), b"--std=c++17"
     program = call(nvrtc.nvrtcCreateProgram, text.encode(), name.encode(), 0, None, None)
     try:
-        (status,) = nvrtc.nvrtcCompileProgram(program, len(NVRTC_OPTIONS), NVRTC_OPTIONS)
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         if status:
             log = bytes(call(nvrtc.nvrtcGetProgramLogSize, program))
             call(nvrtc.nvrtcGetProgramLog, program, log)
@@ -169,14 +176,14 @@ def compile_cubin(text: str, name: str) -> bytes:
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def cached_cubin(text: str, name: str) -> bytes:
+def cached_cubin(text: str, name: str, target: str = HOPPER) -> bytes:
     """Return the result of `compile_cubin`, cached on disk.
 
     The file's name contains a hash of source and compiler. The file starts with the SHA-256 of the
     code; if they do not match, the source is compiled again.
     """
-    parts = (text.encode(), str(torch.version.cuda).encode(), *NVRTC_OPTIONS)
-    key = hashlib.sha256(b"\n".join(parts)).hexdigest()[:16]
+    parts = text, str(torch.version.cuda), target
+    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     file = cache_folder() / f"{name}-{key}.cubin"
     try:
         kept = read_small(file)
@@ -184,7 +191,7 @@ def cached_cubin(text: str, name: str) -> bytes:
         kept = b""
     if kept[:32] == hashlib.sha256(kept[32:]).digest():
         return kept[32:]
-    cubin = compile_cubin(text, name)
+    cubin = compile_cubin(text, name, target)
     write_cache(file, hashlib.sha256(cubin).digest() + cubin)
     return cubin
 
@@ -207,7 +214,7 @@ class Kernel:
 
         with torch.cuda.device(device):
             torch.cuda.current_stream()  # creates the device's context
-            module = call(driver.cuModuleLoadData, cached_cubin(text, name))
+            module = call(driver.cuModuleLoadData, cached_cubin(text, name, target_of(device)))
             self.function = call(driver.cuModuleGetFunction, module, name.encode())
             # All kernels use the same carve-out. If it differed, a kernel could not be set up
             # while its predecessor runs.

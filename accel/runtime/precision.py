@@ -37,9 +37,11 @@ SWITCHES: dict[Any, tuple] = {
     CPU.conv: (torch.backends,),
 }
 
+IEEE_TIERS = ("fp32", "fp32-fused", "exact")  # no TF32, in the decoder either
 _VOLTA = (7, 0), "float16 tensor cores (Volta or later)"
 TIERS = {
     "fp32": Tier(),
+    "fp32-fused": Tier(torch.float32, (7, 0), "fused kernels (Volta or later)", accelerated=True),
     "exact": Tier(torch.float32, *_VOLTA, accelerated=True),
     "tf32": Tier(capability=(8, 0), hardware="TF32 (Ampere or later)"),
     "fp16": Tier(torch.float16, *_VOLTA, accelerated=True),
@@ -84,14 +86,14 @@ def arithmetic(tier: str) -> Iterator[None]:
             GEMMS.fp32_precision = "tf32"
         # Only decoders have convolutions. In half tiers, TF32 does not reduce their accuracy, and
         # unlike float16 it cannot overflow.
-        if tier not in ("fp32", "exact"):
+        if tier not in IEEE_TIERS:
             CONVOLUTIONS.fp32_precision = "tf32"
         yield
 
 
 def float32_decoder(tier: str, device: torch.device) -> str:
     """Return "tf32" if `tier` allows TF32 convolutions in the decoder, else "fp32"."""
-    return "tf32" if tier not in ("fp32", "exact") and supports("tf32", device) else "fp32"
+    return "tf32" if tier not in IEEE_TIERS and supports("tf32", device) else "fp32"
 
 
 def decoder_precision(wanted: str, tier: str, device: torch.device) -> str:

@@ -72,7 +72,7 @@ INTERVALS = (
 )
 VALUES = [  # names, valid values, refused values
     ("grid.sampler", ["ddpm", "ddim", "dpm++", "unipc", "sde", "euler", "heun"], ["plms"]),
-    ("grid.precision", ["fp32", "exact", "tf32", "fp16", "bf16"], ["fp64"]),
+    ("grid.precision", ["fp32", "fp32-fused", "exact", "tf32", "fp16", "bf16"], ["fp64"]),
     ("grid.vae_precision", ["auto", "fp32", "tf32", "fp16"], ["bf16"]),
     ("grid.output_type", ["image", "latent"], ["pixels"]),
     ("named.eta", [0.0], [0.5]),  # without sampler="ddim"

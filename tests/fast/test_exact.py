@@ -148,3 +148,27 @@ def test_overflow_is_a_line_before_a_run(tmp_path):
             output_type="latent",
             precision="exact",
         )
+
+
+@pytest.mark.gpu
+def test_fp32_fused():
+    """At most fp32's error, give or take its rounding; the same bits by a graph's replay; no
+    attention on tensor cores on Hopper.
+    """
+    model = build("DiT-XL/2", input_size=32).cuda()
+    x, t, y = inputs(model, 16, "cuda")
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    with arithmetic("fp32-fused"), torch.no_grad():
+        own = model(x, t, y)
+        fused = network_of(model, "fp32-fused")
+        captured = GraphedFunction(fused.forward)
+        got = [fused.forward(x, t, y), captured(x, t, y)]
+        with profiler as profile:
+            fused.forward(x, t, y)
+            torch.cuda.synchronize()
+        want = model.double()(x.double(), t, y).cpu()
+    assert torch.equal(got[0], got[1])
+    assert error(got[0], want) <= 1.5 * max(error(own, want), 1e-6)
+    names = {event.key for event in profile.key_averages()}
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert "attention" in names and not [name for name in names if "fmha" in name], names

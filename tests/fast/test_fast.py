@@ -104,7 +104,7 @@ ONE_OF_EACH = ["DiT {}", "SiT {}", "Large-DiT {}", "LightningDiT {}", "JiT", "RA
 
 @DEVICES
 @pytest.mark.parametrize(
-    "tier, tolerance", (("fp32", 5e-6), ("exact", 5e-6), ("fp16", 2e-3), ("bf16", 2e-2))
+    "tier, tolerance", (("fp32-fused", 5e-6), ("exact", 5e-6), ("fp16", 2e-3), ("bf16", 2e-2))
 )
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_tiers(name, tier, tolerance, device):
@@ -139,7 +139,9 @@ def test_every_weight_is_copied():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision, tolerance", (("fp16", 1.5e-3), ("bf16", 1e-2)))
+@pytest.mark.parametrize(
+    "precision, tolerance", (("fp16", 1.5e-3), ("bf16", 1e-2), ("fp32-fused", 5e-6))
+)
 @pytest.mark.parametrize(
     "name, arguments, n",
     (
@@ -174,7 +176,7 @@ WIDE = (
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", WIDE)
 @pytest.mark.parametrize(
-    "precision, tolerance", (("fp32", 1e-5), ("exact", 5e-6), ("fp16", 2e-3), ("bf16", 2e-2))
+    "precision, tolerance", (("fp32-fused", 1e-5), ("exact", 5e-6), ("fp16", 2e-3), ("bf16", 2e-2))
 )
 def test_tiers_of_large_dit(form, precision, tolerance):
     model = build_large(**form, qk_norm=True)

@@ -91,6 +91,23 @@ def test_torch_declares_the_kernels_as_they_are_called(backend, dim):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dim", (64, 72, 24))
+def test_float32_without_tensor_cores(dim):
+    """Tails of queries and keys, sharp weights; the same bits every time."""
+    for n, queries, keys, heads in ((1, 1, 1, 1), (2, 130, 65, 3), (3, 1000, 1024, 2)):
+        for sharpness in (1, 30):
+            qkv = packed(n, queries, heads, dim, torch.float32, "cuda")
+            qkv[..., : heads * dim] *= sharpness
+            kv = packed(n, keys, heads, dim, torch.float32, "cuda", 1)[..., heads * dim :]
+            for given in (None, kv.contiguous()):
+                got = attention_to(qkv, given, heads, "simt")
+                want = formula(qkv, heads, given)
+                own = error(formula(qkv, heads, given, torch.float32), want)
+                assert error(got, want) <= 3 * max(own, 2e-7)
+                assert torch.equal(got, attention_to(qkv, given, heads, "simt"))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("queries, keys", ((5, 17), (512, 1024), (256, 4096), (300, 77)))
 def test_other_keys_and_values_on_a_gpu(queries, keys):
     capability = torch.cuda.get_device_capability()

@@ -11,6 +11,7 @@ from kernel_testing import disassemble, needs_hopper
 from accel import kernels
 from accel.kernels import cuda
 from accel.kernels.attention import hopper as attention
+from accel.kernels.attention import simt
 from accel.kernels.linear import hopper as linear
 from accel.kernels.split_attention import hopper as split_attention
 from accel.kernels.split_linear import hopper as split_linear
@@ -81,6 +82,13 @@ def test_the_version_sees_every_source(tmp_path, monkeypatch):
 def test_hoppers_kernels_compile_for_tensor_cores_and_spill_little(name, text):
     code = disassemble(cuda.compile_cubin(text, name))
     assert "HGMMA" in code and code.count("STL") + code.count("LDL") <= 8
+
+
+@pytest.mark.parametrize("target", ("sm_75", "sm_90a"))
+def test_float32_attention_compiles_without_tensor_cores_and_spills(target):
+    code = disassemble(cuda.compile_cubin(simt.source(72), "attention", target))
+    assert code.count("FFMA") > 1000
+    assert not any(word in code for word in ("MMA.", "LDL", "STL"))
 
 
 def test_a_multiprocessor_has_the_shared_memory():

@@ -43,7 +43,10 @@ def test_backends(seen):
     assert attention.choose_backend(GPU, torch.float16, 136) == (
         "efficient" if seen in OLD else "flash"
     )
-    assert attention.choose_backend(GPU, torch.float32, 72) == "efficient"
+    assert attention.choose_backend(GPU, torch.float32, 72, 132) == "efficient"
+    assert attention.choose_backend(GPU, torch.float32, 96, 512) == "efficient"
+    float32 = "simt" if seen in HOPPER else "efficient"
+    assert attention.choose_backend(GPU, torch.float32, 72, 256) == float32
     assert attention.choose_backend(GPU, torch.float64, 72) == "torch"
     assert split_attention.choose_backend(GPU, 72) == split_linear.choose_backend(GPU) == split
     assert split_attention.choose_backend(GPU, 64) == "cublas"
@@ -64,7 +67,7 @@ def test_tiers(seen):
             with mistake("precision", tier, "fp32"):
                 run_of(**how)
         else:
-            float32 = "fp32" if tier in ("fp32", "exact") or seen in OLD else "tf32"
+            float32 = "fp32" if tier in precision.IEEE_TIERS or seen in OLD else "tf32"
             half = precision.TIERS[tier].dtype != torch.float32
             settings = run_of(**how).settings
             chosen = settings.precision, settings.vae_precision
@@ -74,8 +77,7 @@ def test_tiers(seen):
 
 def test_no_tf32_but_where_it_is_asked_for(switches):
     tiers = dict(
-        fp32=(False, False),
-        exact=(False, False),
+        **dict.fromkeys(precision.IEEE_TIERS, (False, False)),
         tf32=(True, True),
         fp16=(False, True),
         bf16=(False, True),

@@ -5,7 +5,7 @@ import torch
 from networks import inputs, small
 
 from accel import accelerate
-from accel.runtime.precision import SWITCHES, TIERS, arithmetic
+from accel.runtime.precision import IEEE_TIERS, SWITCHES, TIERS, arithmetic
 
 BACKENDS = torch.backends
 OPERATIONS = [
@@ -86,7 +86,7 @@ def test_the_callers_switches_are_as_if_nothing_had_run(first, fresh):
                 for tier in TIERS:
                     with arithmetic(tier):
                         allowed = {switch.fp32_precision for switch in SWITCHES}
-                        assert (allowed == {"ieee"}) == (tier in ("fp32", "exact"))
+                        assert (allowed == {"ieee"}) == (tier in IEEE_TIERS)
             traces.append((shown(), shown_later()))
         assert traces[0] == traces[1], second
 

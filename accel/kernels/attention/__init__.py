@@ -6,17 +6,20 @@ Nothing is transposed, padded or copied in memory. All backends except "torch" k
 of softmax in float32 and never store the (T, T) weights. The kernels are not differentiable.
 
     hopper                      hopper.cu: half precision, head dim 72, capability 9.0
+    simt                        simt.cu: float32, head dims up to 72 that are multiples of 8
     cudnn, flash, efficient     torch's kernels; torch raises an error for unsupported inputs
     torch                       the reference, any dtype and device
     auto                        depends on device, dtype and head dim:
 
     | device              | half, head dim 72 | half, other head dims | float32   |
     |---------------------|-------------------|-----------------------|-----------|
-    | Hopper              | hopper            | cudnn, else flash     | efficient |
+    | Hopper              | hopper            | cudnn, else flash     | simt      |
     | Ampere, Ada         | flash             | flash                 | efficient |
     | older GPUs          | efficient         | efficient             | efficient |
     | Blackwell           | flash             | flash                 | efficient |
     | CPU                 | flash             | flash                 | flash     |
+
+simt is chosen for its head dims if every multiprocessor has a block; else efficient.
 """
 
 import math
@@ -26,9 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accel.kernels import check_backend, cuda
-from accel.kernels.attention import hopper
+from accel.kernels.attention import hopper, simt
 
-BACKENDS = ("auto", "hopper", "cudnn", "flash", "efficient", "torch")
+BACKENDS = ("auto", "hopper", "simt", "cudnn", "flash", "efficient", "torch")
 
 
 def attention(qkv: Tensor, num_heads: int, backend: str = "auto") -> Tensor:
@@ -48,7 +51,8 @@ def attention_to(qkv: Tensor, kv: Tensor | None, num_heads: int, backend: str = 
     check_backend("attention", backend, BACKENDS)
     dim = qkv.shape[-1] // (3 * num_heads)
     if backend == "auto":
-        backend = choose_backend(qkv.device, qkv.dtype, dim)
+        blocks = simt.blocks(len(qkv), qkv.shape[1], num_heads)
+        backend = choose_backend(qkv.device, qkv.dtype, dim, blocks)
     if backend == "hopper":
         fits = dim == hopper.HEAD_DIM and qkv.dtype in cuda.HALF_TYPES
         if not fits or cuda.capability(qkv.device)[0] != 9:
@@ -57,6 +61,8 @@ def attention_to(qkv: Tensor, kv: Tensor | None, num_heads: int, backend: str = 
                 "use 'auto'"
             )
         return hopper.attention(qkv, kv, num_heads)
+    if backend == "simt":
+        return simt.attention(qkv, kv, num_heads)
     q, k, v = _heads(qkv, kv, num_heads)
     if backend == "torch":
         out = reference(q, k, v)
@@ -69,13 +75,15 @@ def attention_to(qkv: Tensor, kv: Tensor | None, num_heads: int, backend: str = 
     return out.transpose(1, 2).flatten(2)
 
 
-def choose_backend(device: torch.device, dtype: torch.dtype, dim: int) -> str:
-    """Return the backend that "auto" selects."""
+def choose_backend(device: torch.device, dtype: torch.dtype, dim: int, blocks: int = 0) -> str:
+    """Return the backend that "auto" selects. blocks: the number of blocks of simt."""
     capability = cuda.capability(device)
     if device.type != "cuda":
         return "flash"
     if dtype == torch.float64:
         return "torch"
+    if dtype == torch.float32 and capability == (9, 0):
+        return "simt" if simt.supports(dim) and blocks > simt.MULTIPROCESSORS else "efficient"
     if dtype not in cuda.HALF_TYPES or capability < (8, 0):
         return "efficient"
     if capability == (9, 0) and dim == hopper.HEAD_DIM:  # libraries pad it to 96

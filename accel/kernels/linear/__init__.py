@@ -14,9 +14,11 @@ Backends:
     hopper      hopper.cu, for capability 9.0: all epilogues except "" and gelu; rotate needs a
                 number of tokens per row that divides 256, and else runs as in "tuned"
     tuned       the fastest of cuBLASLt's algorithms (tuner.py, cublaslt.py); GELU in its epilogue
+                for half precision: in float32 the epilogue is slower than torch's GELU, and has
+                four times its error
     epilogue    torch's GEMM on a GPU, with GELU in its epilogue
     torch       the reference: torch's GEMM, then f in separate kernels (reference.py)
-    auto        hopper or tuned for half precision on a GPU, else torch
+    auto        hopper or tuned on a GPU, else torch
 """
 
 from collections.abc import Iterator
@@ -61,11 +63,13 @@ class Linear:
         self.bias = weight.new_zeros(len(weight)) if bias is None else bias
         self.width = len(weight) // (2 if epilogue in TWO_MATRICES else 1)
         self.backend = self._choose() if backend == "auto" else backend
+        fuses_gelu = weight.dtype in cuda.HALF_TYPES or self.backend == "epilogue"
+        self.gelu_in_gemm = epilogue == "gelu" and self.backend != "torch" and fuses_gelu
         # On a CPU torch's fused GELU is the exact form, not the tanh form.
         assert self.backend == "torch" or weight.is_cuda
 
     def _choose(self):
-        if not self.weight.is_cuda or self.weight.dtype not in cuda.HALF_TYPES:
+        if not self.weight.is_cuda or self.weight.dtype == torch.float64:
             return "torch"
         from accel.kernels.linear import hopper  # lazy import: only for GPUs
 
@@ -81,7 +85,7 @@ class Linear:
 
     def shape(self, m: int) -> tuple[int, int, int, bool]:
         """Return (M, N, K, gelu) of the GEMM on M tokens, as the tuner takes them."""
-        return (m, *self.weight.shape, self.epilogue == "gelu")
+        return (m, *self.weight.shape, self.gelu_in_gemm)
 
     def prepare(self, m: int) -> None:
         """Compile and load the kernels for M tokens. cuBLASLt's kernels are precompiled."""
@@ -112,8 +116,7 @@ class Linear:
         if self.backend == "hopper" and not (self.rotates and ROTATION_PERIOD % args.tokens):
             return self._by_hopper(x, args)
         y = self._multiply(x)
-        in_epilogue = self.epilogue == "gelu" and self.backend != "torch"
-        return y if in_epilogue or not self.epilogue else EPILOGUES[self.epilogue](y, args)
+        return y if self.gelu_in_gemm or not self.epilogue else EPILOGUES[self.epilogue](y, args)
 
     def _tile(self, m):
         from accel.kernels.linear import hopper
