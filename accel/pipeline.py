@@ -296,6 +296,12 @@ class Pipeline:
             return Generators(generator, torch.Generator().manual_seed(seed))
         return Generators(generator, generator)
 
+    def skip(self, labels: Sequence[int], generators: Generators) -> None:
+        """Advance generators to the end of one run's noise."""
+        _, _, draw = self._noise(labels, generators, slice(None))
+        for _ in range(self.process.noise_draws):
+            draw()
+
     def _draw_noise(self, n, generators, part=slice(None)):
         """Return z and a function that draws a step's noise, for the slice `part` of n pictures."""
         generator = generators.start

@@ -318,7 +318,7 @@ def own_arguments() -> ArgumentParser:
 def main() -> None:
     own = own_arguments()
     parser = cli.OneLineParser(description=__doc__.splitlines()[0], parents=[own])
-    left_out = "precision", "output", "output_type", "seed_list", "quiet", "json"
+    left_out = "precision", "output", "output_type", "seed_list", "quiet", "json", "like"
     cli.add_arguments(parser, GRID, FID, exclude=left_out)
     args = parser.parse_args()
     args.flags = own.parse_known_args()[1]  # of sample.py

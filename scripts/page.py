@@ -80,6 +80,7 @@ EXCLUDED_OPTIONS = (
     "output_type",
     "seed_list",
     "grids",
+    "like",
     "batch_size",
     "eta",
     "quiet",

@@ -109,6 +109,7 @@ def main() -> None:
             "seed_list",
             "grids",
             "quiet",
+            "like",
             "json",
         ),
     )

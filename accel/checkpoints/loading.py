@@ -123,7 +123,11 @@ class WeightFiles:
             from accel.tensors.positions import trained
 
             stamps = self._stamps or self._stamp()
-            self._digest = cached_digest(stamps, lambda: trained(self.state), self.entry or "")
+            # mapped: the tensors are not copied and kept
+            files = (
+                self if "contents" in self.__dict__ else WeightFiles(self.given, entry=self.entry)
+            )
+            self._digest = cached_digest(stamps, lambda: trained(files.state), self.entry or "")
         return self._digest
 
     def same_as(self, other: Any) -> bool:

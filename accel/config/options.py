@@ -341,6 +341,14 @@ class Settings:
         jobs=(GRID,),
         default=(),
     )
+    like: str | None = option(
+        SAMPLED,
+        "repeat a picture that this program wrote, by the settings in its file; flags override "
+        "them. Its weights come by --ckpt unless they are published, and must have the same digest",
+        metavar="PICTURE",
+        default=None,
+        jobs=(GRID,),
+    )
     grids: int = option(
         SAMPLED,
         "grids of one random stream, of which each continues where the one before ended: "

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel.config.options import DEFAULTS, Options
+from accel.config.repeated import Repeated, read_picture
 from accel.errors import UsageError, shown
 from accel.families import Defaults, Family, family_of, model_names, require_family_of
 from accel.io.labels import find_label, imagenet
@@ -27,26 +28,33 @@ class Request(NamedTuple):
     """A user's options and configuration file, read once and checked as far as that is possible
     without weights.
 
-    values: the options, completed by those of the file. A guide of the file is left out where the
-    scale of guidance does not use it.
+    values: the options, completed by those of the file, or by the settings in the picture that
+    `like` names. A guide of the file is left out where the scale of guidance does not use it.
+    repeated: the settings in that picture.
     """
 
     options: Options
     configuration: "Configuration | None"
     values: Values
+    repeated: Repeated = Repeated()
 
     @classmethod
     def open(cls, options: Options, configuration: "Configuration | None" = None) -> "Request":
         """Read the configuration file that options name, if it is not given. Raises UsageError for
         a file that cannot be read, and for options that contradict it or each other.
         """
+        repeated = Repeated()
+        if "like" in options:
+            options, repeated = read_picture(options)
         if configuration is None and "config" in options:
             from accel.families.configuration import read  # lazy import: only for --config
 
             configuration = read(options["config"])
-        values = options if configuration is None else _completed(options, configuration)
+        values: Values = {**repeated.values, **options}
+        if configuration is not None:
+            values = _completed(options, configuration)
         _check(values)
-        return cls(options, configuration, values)
+        return cls(options, configuration, values, repeated)
 
     def changed(self, **values: Any) -> "Request":
         """Return the request of other options, with the same configuration file; None leaves an

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # torch is slow to import
     from torch import Tensor
 
 SUFFIX = {"image": ".png", "latent": ".npy"}  # by output type
+TEXT_KEY = "dit-sampling"  # of the settings in a PNG, JSON
 NAME_LIMIT = 48  # characters of a class name, up to four bytes each; a file name has 255 bytes
 
 
@@ -119,17 +120,20 @@ def save_latents(path: str | Path, latents: "Tensor") -> None:
     _write(path, lambda file: np.save(file, latents.float().cpu().numpy()))
 
 
-def save_pictures(path: str | Path, pixels: "Tensor") -> None:
-    """Write pixels (n, 3, H, W) in (-1, 1) as one PNG, four images per row, atomically. Raises
-    UsageError if writing fails.
+def save_pictures(
+    path: str | Path, pixels: "Tensor", record: Mapping[str, Any] | None = None
+) -> None:
+    """Write pixels (n, 3, H, W) in (-1, 1) as one PNG, four images per row, atomically. record:
+    its settings, JSON data. Raises UsageError if writing fails.
     """
-    from PIL import Image
+    from PIL import Image, PngImagePlugin
 
+    text = PngImagePlugin.PngInfo()
+    if record is not None:
+        text.add_text(TEXT_KEY, json.dumps(record))
+    image = Image.fromarray(to_grid(pixels).numpy())
     # For photographs, level 2 takes a quarter of the default's time and 8 % more bytes.
-    _write(
-        path,
-        lambda file: Image.fromarray(to_grid(pixels).numpy()).save(file, "PNG", compress_level=2),
-    )
+    _write(path, lambda file: image.save(file, "PNG", compress_level=2, pnginfo=text))
 
 
 def print_result(

@@ -2,5 +2,6 @@
 
 grid.py       pictures of chosen classes, as one image or one folder per seed
 parallel.py   a grid on several ranks
+record.py     the settings in a picture's file
 fid/          a folder of many pictures for FID
 """

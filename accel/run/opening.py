@@ -63,6 +63,7 @@ def open_run(
     values, origins = merge(
         [
             (USER, request.options),
+            *request.repeated.by_origin,
             of_file,
             (spec.specified_in or checkpoint.name, spec.recommended),
             (checkpoint.name, {"num_classes": spec.num_classes, "vae": spec.vae}),

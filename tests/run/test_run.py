@@ -33,7 +33,7 @@ from accel.io.output import outputs_of
 from accel.run.opening import files_of
 
 # Python calls have no files, one seed, and print nothing.
-OF_COMMANDS = {"seed_list", "grids", "output", "quiet", "json"}
+OF_COMMANDS = {"seed_list", "grids", "output", "quiet", "json", "like"}
 
 
 def test_commands_options_and_sampler_have_the_fields_of_settings():

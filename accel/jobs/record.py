@@ -1,0 +1,93 @@
+"""The settings in a picture's file, and the check of a run that repeats them (--like)."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import accel
+from accel.config.options import USER
+from accel.config.repeated import FILE_OPTIONS, REPEATED, Repeated
+from accel.decoders.loading import digest
+from accel.errors import UsageError, shown
+from accel.pipeline import Pipeline
+from accel.run import Run
+
+
+def digests_of(run: Run) -> dict[str, str]:
+    """Return the digests of weights, guide and decoder, by option. They are cached; a file that
+    has changed since it was opened has none.
+    """
+    digests = {}
+    with suppress(UsageError):
+        digests["ckpt"] = run.checkpoint.digest()
+        if run.guide is not None:
+            digests["guide"] = run.guide.digest()
+        if run.space.decoder is not None:
+            digests["vae"] = digest(run.space)
+    return digests
+
+
+def record_of(
+    run: Run, tier: str, machine: list[str], digests: Mapping[str, str], number: int
+) -> dict[str, Any]:
+    """Return the settings that the file of a grid contains, as JSON data. Files appear by name
+    only. tier: of the network. machine: by `machine_of`. digests: by `digests_of`. number: of the
+    grid in the run.
+    """
+    given = run.request.values
+    listed = run.settings.seed_list
+    seed = listed[number] if listed else run.settings.seed
+    settings = replace(run.settings, precision=tier, seed=seed).as_json()
+    names = REPEATED & settings.keys()
+    for name in ("model", "num_classes"):  # follow from the weights
+        if settings[name]["origin"] != USER and (name == "num_classes" or "ckpt" in given):
+            names.discard(name)
+    files = {}
+    for name in FILE_OPTIONS:
+        value = getattr(run.settings, name)
+        files[name] = {
+            "name": value and Path(value).name,
+            "given": name in given,
+            "digest": digests.get(name),
+        }
+    return {
+        "machine": machine,
+        "settings": {
+            name: {**settings[name], "origin": Path(settings[name]["origin"]).name}
+            for name in sorted(names)
+        },
+        "files": files,
+        "grid": 0 if listed else run.request.repeated.grid + number,
+    }
+
+
+def machine_of(pipeline: Pipeline, ranks: int) -> list[str]:
+    """Return all that can change a picture's rounding, as text. ranks: their number."""
+    world = f"{ranks} rank{'s' * (ranks > 1)}"
+    return [f"version {accel.__version__}", *pipeline.machine[1:], world]
+
+
+def warn_of_machine(repeated: Repeated, machine: list[str]) -> None:
+    """Print a notice if the repeated picture was made by another version, torch, GPU or number of
+    ranks.
+    """
+    if repeated.machine not in ((), tuple(machine)):
+        made = ", ".join(shown(each) for each in repeated.machine)
+        repeated.given.warn(f"was made by {made}; pixels can differ in rounding here")
+
+
+def require_same(run: Run) -> None:
+    """Raise UsageError unless weights and guide are those of the repeated picture. Another decoder
+    gives a notice.
+    """
+    repeated = run.request.repeated
+    for name, own in digests_of(run).items():
+        recorded = repeated.digests.get(name)
+        if own == recorded or recorded is None and name != "ckpt":
+            continue
+        text = f"was made with another `{name}` (digest {shown(str(recorded))}, not {own})"
+        if name != "vae":
+            raise repeated.given.error(text, "give the same")
+        repeated.given.warn(text)
