@@ -83,9 +83,9 @@ def require_same(run: Run) -> None:
     gives a notice.
     """
     repeated = run.request.repeated
-    for name, own in digests_of(run).items():
+    for name, own in {"ckpt": None, **digests_of(run)}.items():
         recorded = repeated.digests.get(name)
-        if own == recorded or recorded is None and name != "ckpt":
+        if own == recorded is not None or recorded is None and name != "ckpt":
             continue
         text = f"was made with another `{name}` (digest {shown(str(recorded))}, not {own})"
         if name != "vae":
