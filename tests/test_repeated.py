@@ -56,7 +56,7 @@ def test_grids_and_single_pictures_of_seeds_and_grids(here, demo, again, tmp_pat
             made["files"]["ckpt"]["name"] == "demo.safetensors"
             and "/" not in json.dumps(made)[1:40]
         )
-        assert made["machine"][1:] == [f"torch {torch.__version__}", "CPU, 1 thread", "1 rank"]
+        assert made["machine"][1:] == ["CPU, 1 thread", f"torch {torch.__version__}", "1 rank"]
     assert record_in(single)["label"] == 5 and record_in(single)["settings"]["seed"]["value"] == 7
     again(single, "--output", f"{tmp_path}/y/")
     assert same(single, *(tmp_path / "y").iterdir())
