@@ -44,7 +44,7 @@ def test_commands_options_and_sampler_have_the_fields_of_settings():
         flags = {action.dest: action for action in parser._actions}
         names = {name for name, option in OPTIONS.items() if ranks or option.jobs != (FID,)}
         names -= {name for name in names if OPTIONS[name].ranks_only and not ranks}
-        assert {*flags} - {"help", "gpus"} == names
+        assert {*flags} - {"help", "version", "gpus"} == names
         for name in names:
             flag = flags[name]
             assert flag.default is None and flag.help.startswith(OPTIONS[name].help)
