@@ -1,7 +1,5 @@
 """Patch embedding and last layer as split GEMMs, used on Hopper if they are large."""
 
-from functools import partial
-
 import pytest
 import test_jit
 import test_rae
@@ -30,9 +28,12 @@ def test_a_network_with_split_outer_layers(of_family, definition, tier, most, de
     """Split outer layers compute the definition, embed tokens by parts, as ranks do, and follow a
     refresh.
     """
-    split = partial(Float32Linear, split=True)
-    monkeypatch.setattr("accel.fast.network.Float32Linear", split)
-    monkeypatch.setattr("accel.fast.conditioning.Float32Linear", split)
+
+    def split_layer(gemm, split=None, half=False):
+        return Float32Linear(gemm, True, half)
+
+    monkeypatch.setattr("accel.fast.network.Float32Linear", split_layer)
+    monkeypatch.setattr("accel.fast.conditioning.Float32Linear", split_layer)
     monkeypatch.setattr("accel.fast.conditioning.splits", lambda weight: True)
     model = of_family.build()
     network = network_of(model, tier, device)
