@@ -15,9 +15,12 @@ def __getattr__(name: str):
     if name in DOORS:
         return getattr(import_module(DOORS[name]), name)
     if name == "__version__":
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
         from accel.io.filesystem import checkout_version
 
-        return checkout_version() or version("dit-sampling")
+        try:
+            return checkout_version() or version("dit-sampling")
+        except PackageNotFoundError:  # copied into another project
+            return "unknown"
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -28,6 +28,13 @@ IN_PARTS = (
 )
 
 
+class _ReadAgain(InputRef):
+    """A file whose notices are printed already."""
+
+    def warn(self, text: str) -> None:
+        pass
+
+
 class WeightFiles:
     """Weights on disk or on the hub, fetched and opened on first use.
 
@@ -123,10 +130,9 @@ class WeightFiles:
             from accel.tensors.positions import trained
 
             stamps = self._stamps or self._stamp()
-            # mapped: the tensors are not copied and kept
-            files = (
-                self if "contents" in self.__dict__ else WeightFiles(self.given, entry=self.entry)
-            )
+            # mapped again: the tensors are not copied and kept
+            again = WeightFiles(_ReadAgain(*self.given), entry=self.entry)
+            files = self if "contents" in self.__dict__ else again
             self._digest = cached_digest(stamps, lambda: trained(files.state), self.entry or "")
         return self._digest
 
