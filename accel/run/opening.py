@@ -1,8 +1,8 @@
 """Open a request: configuration file, weights, guide and decoder → a `Run`, in one pass.
 
-Every value comes from the first of these origins that has it: the user's options, a configuration
-file, the weights, the family's own program for the job, their model, their family, the option's
-default.
+Every value comes from the first of these origins that has it: the user's options, the picture of
+--like, a configuration file, the weights, the family's own program for the job, their model, their
+family, the option's default.
 """
 
 import re
