@@ -297,3 +297,14 @@ def test_the_scheduler_of_a_flow_is_refused():
     flow = DiTPipeline(transformer(), None, FlowMatchEulerDiscreteScheduler())
     with mistake("", "FlowMatchEuler"):
         Sampler(flow, device="cpu", output_type="latent")
+
+
+def test_a_scheduler_with_dits_betas_in_full_is_read():
+    """trained_betas take precedence over the schedule's name."""
+    from diffusers import DDIMScheduler, DiTPipeline
+
+    betas = torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64).tolist()
+    scheduler = DDIMScheduler(trained_betas=betas, beta_schedule="scaled_linear")
+    pipe = DiTPipeline(transformer(), None, scheduler)
+    with Sampler(pipe, device="cpu", output_type="latent", num_sampling_steps=2) as sampler:
+        assert sampler.latents([1], seed=0).std() > 0.1
