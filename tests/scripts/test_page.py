@@ -400,6 +400,7 @@ def test_a_mistake_is_a_line_and_leaves_the_last_picture(visitor):
         state = visitor.state()
         assert (state.picture, state.command) == (last.picture, last.command)
         assert not state.busy
+    visitor.fill("Seed", 0)
     visitor.choose("Pictures of each", 8)
     visitor.press("Sample")
     visitor.wait_for("16 pictures are too many for this page; choose up to 8")
