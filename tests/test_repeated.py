@@ -1,6 +1,8 @@
 """--like: a picture's settings make its pixels again."""
 
 import json
+import os
+import shutil
 
 import numpy as np
 import pytest
@@ -13,7 +15,11 @@ from test_guide_files import write_jit, write_rae
 from test_lightning_dit import build as build_lightning
 from test_lightning_files import SD, as_file
 
+from accel.config.options import Options
+from accel.config.rules import Request
 from accel.io.output import TEXT_KEY
+from accel.jobs.record import digests_of
+from accel.run.opening import open_run
 from models import DiT_models
 
 CPU = "--device", "cpu"
@@ -176,3 +182,18 @@ def test_refused_pictures(here, demo, tmp_path, monkeypatch):
     assert "x.png: conflicts with" not in line(made, *files)
     assert "--config: conflicts with --like x.png" in line(made, "--config", "no.yaml")
     assert "No such file" in refused(here("sample.py", "--like", "no.png"))
+    before = (tmp_path / "sample.png").read_bytes()
+    text = refused(here("sample.py", "--like", "sample.png", *files))
+    assert "--like sample.png: would be replaced by its repetition; give another --output" in text
+    assert (tmp_path / "sample.png").read_bytes() == before
+
+
+def test_a_decoder_that_changes_after_it_was_opened(demo, tmp_path, capsys):
+    """The picture's settings lack its digest, and a notice says so."""
+    folder = shutil.copytree(demo[5], tmp_path / "vae")
+    given = Options(model="DiT-Demo/2", ckpt=demo[3], vae=folder, device="cpu")
+    run = open_run(Request.open(given))
+    os.utime(next(folder.glob("*.safetensors")), (0, 0))
+    assert {*digests_of(run)} == {"ckpt"}
+    notice = capsys.readouterr().out
+    assert "lack the digest of a file" in notice and f"{folder}: was changed" in notice

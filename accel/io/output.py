@@ -56,10 +56,19 @@ def outputs_of(values: Mapping[str, Any]) -> list[str]:
 
 
 def require_outputs(values: Mapping[str, Any]) -> None:
-    """Create the folders of all outputs and check that they are writable. Raises UsageError."""
+    """Create the folders of all outputs and check that they are writable. Raises UsageError, also
+    for an output that is the picture of --like.
+    """
     output_type = values.get("output_type", "image")
     for path in outputs_of(values):
         check_writable(Path(path, "000.png") if is_folder(path, output_type) else path)
+        if "like" in values and os.path.exists(path) and os.path.samefile(path, values["like"]):
+            raise UsageError(
+                "would be replaced by its repetition",
+                "give another `output`",
+                parameter="like",
+                value=values["like"],
+            )
 
 
 def check_writable(path: str | Path, name: str = "output") -> None:

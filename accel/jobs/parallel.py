@@ -13,6 +13,7 @@ from accel.io.progress import Stopwatch
 from accel.kernels.linear import Tuner
 from accel.pipeline import Pipeline
 from accel.run import Run
+from accel.runtime.precision import TIERS
 from accel.runtime.stages import Stage, stages_of
 
 log = logging.getLogger(__name__)
@@ -34,10 +35,10 @@ def load(run: Run, ranks: Ranks, watch: Stopwatch) -> Pipeline:
         return replace(pipeline, network=ranks.share(pipeline.network, layout))
 
 
-def token_split_obstacle(tier: str | None, stages: Sequence[Stage]) -> str | None:
+def token_split_obstacle(tier: str, stages: Sequence[Stage]) -> str | None:
     """Return the reason why ranks cannot split the tokens of a network, or None."""
-    if tier == "exact":
-        return "in the tier exact"
+    if not TIERS[tier].splits_tokens:
+        return f"in the tier {tier}"
     if any(stage.prepended for stage in stages):
         return "where label tokens stand before them"
     return None

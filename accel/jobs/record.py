@@ -1,7 +1,6 @@
 """The settings in a picture's file, and the check of a run that repeats them (--like)."""
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,22 +9,26 @@ import accel
 from accel.config.options import USER
 from accel.config.repeated import FILE_OPTIONS, REPEATED, Repeated
 from accel.decoders.loading import digest
-from accel.errors import UsageError, shown
+from accel.errors import UsageError, shown, warn
 from accel.pipeline import Pipeline
 from accel.run import Run
 
 
 def digests_of(run: Run) -> dict[str, str]:
-    """Return the digests of weights, guide and decoder, by option. They are cached; a file that
-    has changed since it was opened has none.
+    """Return the digests of weights, guide and decoder, by option. They are cached. A file that
+    was changed since it was opened has none, with a notice.
     """
+    compute: dict[str, Callable[[], str]] = {"ckpt": run.checkpoint.digest}
+    if run.guide is not None:
+        compute["guide"] = run.guide.digest
+    if run.space.decoder is not None:
+        compute["vae"] = lambda: digest(run.space)
     digests = {}
-    with suppress(UsageError):
-        digests["ckpt"] = run.checkpoint.digest()
-        if run.guide is not None:
-            digests["guide"] = run.guide.digest()
-        if run.space.decoder is not None:
-            digests["vae"] = digest(run.space)
+    for name, digest_of in compute.items():
+        try:
+            digests[name] = digest_of()
+        except UsageError as error:
+            warn(f"the picture's settings lack the digest of a file; {error.marked}")
     return digests
 
 
@@ -79,8 +82,8 @@ def warn_of_machine(repeated: Repeated, machine: list[str]) -> None:
 
 
 def require_same(run: Run) -> None:
-    """Raise UsageError unless weights and guide are those of the repeated picture. Another decoder
-    gives a notice.
+    """Compare the digests of the files with those in the repeated picture. Raises UsageError for
+    other weights or another guide, and prints a notice for another decoder.
     """
     repeated = run.request.repeated
     for name, own in {"ckpt": None, **digests_of(run)}.items():

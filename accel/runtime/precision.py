@@ -22,6 +22,7 @@ class Tier(NamedTuple):
     capability: tuple[int, int] = (0, 0)  # minimum compute capability; (0, 0): any device
     hardware: str = ""
     accelerated: bool = False  # uses accel/fast instead of the reference network
+    splits_tokens: bool = True  # whether ranks can divide the tokens of a row
 
 
 # torch's switches for float32 arithmetic, with the wider switches that each follows if its value is
@@ -42,7 +43,7 @@ _VOLTA = (7, 0), "float16 tensor cores (Volta or later)"
 TIERS = {
     "fp32": Tier(),
     "fp32-fused": Tier(torch.float32, (7, 0), "fused kernels (Volta or later)", accelerated=True),
-    "exact": Tier(torch.float32, *_VOLTA, accelerated=True),
+    "exact": Tier(torch.float32, *_VOLTA, accelerated=True, splits_tokens=False),
     "tf32": Tier(capability=(8, 0), hardware="TF32 (Ampere or later)"),
     "fp16": Tier(torch.float16, *_VOLTA, accelerated=True),
     "bf16": Tier(torch.bfloat16, (8, 0), "bfloat16 (Ampere or later)", accelerated=True),

@@ -3,11 +3,13 @@
 from dataclasses import replace
 
 import pytest
+from conftest import mistake
 from networks import run_of
 
 from accel.distributed import OFF, Layout, Ranks, layouts
 from accel.errors import UsageError
 from accel.jobs.parallel import choose_layout
+from accel.runtime.precision import TIERS
 
 WIDTH = 1152  # of XL/2
 
@@ -56,6 +58,12 @@ def test_refusals(text, message):
     with pytest.raises(UsageError) as error:
         wanted(parallel, precision=precision[0] if precision else "fp16")
     assert message in error.value.by_flags()
+
+
+def test_tokens_are_not_divided_in_a_tier_that_does_not_support_it(monkeypatch):
+    monkeypatch.setitem(TIERS, "bf16", TIERS["bf16"]._replace(splits_tokens=False))
+    with mistake("parallel", "in the tier bf16", "rows=2"):
+        wanted("rows=2,tokens=2", precision="bf16")
 
 
 def test_what_is_wanted():
