@@ -152,7 +152,6 @@ def import_torch(device: str | None) -> None:
 
         threading.Thread(target=driver.make_context, args=(number,), daemon=True).start()
     gc.disable()
-    import numpy  # noqa: F401, I001 (torch's import of numpy would swallow a SystemExit)
     import torch  # noqa: F401
 
     gc.freeze()
@@ -178,9 +177,16 @@ def end_on(numbers: Iterable[int]) -> None:
 
 
 def on_signal(number: int, frame: FrameType | None) -> None:
-    """Raise SystemExit, which removes partial files; `finish` prints the message."""
+    """Raise SystemExit, which removes partial files; `finish` prints the message. During an import
+    exit at once: Python and extension modules ignore exceptions there.
+    """
     status, line = ENDINGS[number]
     _last_line[:] = [line]
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            finish()
+            os._exit(status)
+        frame = frame.f_back
     sys.exit(status)
 
 

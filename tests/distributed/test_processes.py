@@ -5,13 +5,11 @@ in real processes over gloo.
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import forks
 import pytest
-from forks import ROOT
 from jobs import ENVIRONMENT
 
 from accel.distributed import Ranks, launched
@@ -191,32 +189,6 @@ def test_a_signal_inside_the_handler_of_another_does_not_lock():
         signal.signal(signal.SIGUSR1, before)
 
 
-@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGUSR1))
-def test_an_fid_job_that_is_stopped_while_it_starts_can_be_continued(number):
-    """Queues take nodes away whenever they like: the batch file requeues on this status alone."""
-    job = subprocess.Popen(
-        [
-            sys.executable,
-            str(ROOT / "sample_ddp.py"),
-            "--model",
-            "DiT-Demo/2",
-            "--num-fid-samples",
-            "8",
-        ],
-        cwd=ROOT,
-        text=True,
-        stderr=subprocess.PIPE,
-    )
-    forks.until(lambda: caught(job.pid) >> (number - 1) & 1, pause=0.001)
-    job.send_signal(number)
-    _, error = job.communicate(timeout=240)
-    assert (
-        job.returncode == STOPPED
-        and error.count("\n") == 1
-        and "start again with the same command" in error
-    )
-
-
 @pytest.mark.parametrize("rank", (0, 1))
 def test_srun_without_scontrol(rank, here, tmp_path, monkeypatch):
     """As in a container without Slurm's commands: rank 0 names what to export."""
@@ -231,9 +203,3 @@ def test_srun_without_scontrol(rank, here, tmp_path, monkeypatch):
     done = here("sample_ddp.py", "--model", "DiT-Demo/2")
     assert done.returncode == USAGE and done.stderr.count("\n") == 1 - rank
     assert rank or ("sample_ddp.py: srun: " in done.stderr and "export MASTER_ADDR" in done.stderr)
-
-
-def caught(process):
-    """The signals that a process handles, as the kernel's mask."""
-    with open(f"/proc/{process}/status") as status:
-        return int(next(line for line in status if line.startswith("SigCgt")).split()[1], 16)
