@@ -15,8 +15,8 @@ from forks import succeeds
 from safetensors.torch import save_file
 
 from accel.io.filesystem import atomic_write, remove_partial_files
+from accel.jobs.fid import npz
 from accel.jobs.fid.folder import write_pictures
-from accel.jobs.fid.npz import Archive
 from models import DiT_models
 
 
@@ -65,7 +65,7 @@ def latents(files, here, tmp_path):
 
 
 # The modules whose lines are end points: atomic files, the folder and the archive of an FID job.
-TRACED = [sys.modules[one.__module__].__file__ for one in (atomic_write, write_pictures, Archive)]
+TRACED = [sys.modules[one.__module__].__file__ for one in (atomic_write, write_pictures, npz.write)]
 
 
 def run_traced(work, last=None):
@@ -119,7 +119,7 @@ def test_a_job_that_ends_at_any_point_is_made_whole(tmp_path):
         for number in range(2):
             if not (folder / f"{number:06d}.png").exists():
                 write_pictures(folder, range(number, number + 1), pixels[number : number + 1])
-        Archive(folder, 2, 8).complete(lambda: False)
+        npz.complete(folder, 2, 8, lambda: False)
 
     def pictures(root):
         return {path.name: path.read_bytes() for path in root.rglob("*.png")}
@@ -130,13 +130,13 @@ def test_a_job_that_ends_at_any_point_is_made_whole(tmp_path):
     for last in range(len(lines)):
         ended = tmp_path / str(last)
         end(lambda: work(ended), last)
-        npz = ended / "pictures.npz"
-        assert not npz.exists() or np.array_equal(np.load(npz)["arr_0"], pixels), last
+        archive = ended / "pictures.npz"
+        assert not archive.exists() or np.array_equal(np.load(archive)["arr_0"], pixels), last
         assert pictures(ended).items() <= want.items(), last
         work(ended)
         assert pictures(ended) == want
-        assert np.array_equal(np.load(npz)["arr_0"], pixels)
-        assert Archive(ended / "pictures", 2, 8).problem() is None
+        assert np.array_equal(np.load(archive)["arr_0"], pixels)
+        assert npz.problem(ended / "pictures") is None
         names = sorted(path.name for path in ended.rglob("*") if path.is_file())
         assert names == sorted([*want, "npz.json", "pictures.npz"]), last
 

@@ -1,8 +1,12 @@
-"""Run an FID job: make its plan and the record of all settings that affect the pictures."""
+"""Run an FID job: make its plan and the record of all settings that affect the pictures, and sample
+the missing batches.
+"""
 
 import logging
 import platform
-from contextlib import suppress
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +18,23 @@ from accel.config.options import DEFAULTS, FID, JOB, OPTIONS, USER
 from accel.config.rules import Request, Values
 from accel.decoders.loading import digest
 from accel.distributed import Ranks
-from accel.errors import UsageError
+from accel.errors import Stopped, UsageError
 from accel.families import DEMO, Defaults
 from accel.io.filesystem import cache_folder
-from accel.io.output import print_result
-from accel.jobs import fid
-from accel.jobs.fid.folder import KERNELS_SETTING, Plan, npz_path
+from accel.io.output import print_result, to_uint8
+from accel.io.progress import Stopwatch, progress
+from accel.jobs.fid import npz
+from accel.jobs.fid.folder import (
+    KERNELS_SETTING,
+    MACHINE_SETTINGS,
+    Batches,
+    Plan,
+    folder_lock,
+    npz_path,
+    open_folder,
+    write_pictures,
+)
+from accel.jobs.fid.noise import PictureNoise, UpstreamNoise
 from accel.kernels.linear import Tuner
 from accel.pipeline import Pipeline
 from accel.run import Run
@@ -60,12 +75,14 @@ UNNAMED_SAMPLERS = ("ddpm", "ddim", "sde")  # not part of the folder's name
 
 
 def make_folder(request: Request, ranks: Ranks) -> None:
-    """Open the request, lock the folder, load and sample. Raises as `fid.fill`."""
+    """Open the request, lock the folder, load and sample. Raises as `fill`."""
     ranks.run_collectively(lambda: require_seeds(request.values, ranks.world), only=0)
     run, watch = open_on_ranks(request, ranks)
     plan = plan_of(run)
     warn_of_legacy_folder(run)
-    with fid.locked(plan.folder, ranks):
+    with ExitStack() as stack:
+        # Before the network is loaded, because its autotuner writes to the folder.
+        ranks.run_collectively(lambda: stack.enter_context(folder_lock(plan.folder)), only=0)
         with watch.phase("load"):
             # A resumed job must use the same algorithms: its own come before the user's.
             folders = [plan.folder / ".job", cache_folder()]
@@ -75,12 +92,113 @@ def make_folder(request: Request, ranks: Ranks) -> None:
             )
         log.info(run.describe(pipeline.machine, ranks.world))
         record = ranks.run_collectively(lambda: record_of(run, pipeline, ranks.world))
-        fid.fill(plan, ranks, record, pipeline, watch, not run.settings.quiet)
+        fill(plan, ranks, record, pipeline, watch, not run.settings.quiet)
     run.repeat_assumed_family()
     if run.settings.json and ranks.rank == 0:
         settings = replace(run.settings, precision=pipeline.tier)
         files = [str(plan.folder), str(npz_path(plan.folder))]
         print_result(files, watch.phases, settings.as_json())
+
+
+def fill(
+    plan: Plan,
+    ranks: Ranks,
+    settings: dict,
+    pipeline: Pipeline,
+    watch: Stopwatch,
+    show: bool,
+) -> None:
+    """Sample the missing pictures of `plan` and write the .npz. settings: as for `open_folder`.
+    show: whether to show progress.
+
+    Raises Stopped when asked to stop; UsageError if settings differ between ranks or from the
+    folder's, or if the disk is full.
+    """
+    ranks.require_equal(settings, MACHINE_SETTINGS)
+    if plan.labels == "class_by_class" and plan.count % plan.num_classes:
+        log.warning(
+            f"{plan.count} pictures are not a multiple of {plan.num_classes} classes: some "
+            "classes have one more"
+        )
+    batches = Batches(plan, ranks.rank, ranks.world)
+    # Only rank 0 lists the folder: the views of a network file system may differ between nodes,
+    # and a batch could be left out.
+    finished = ranks.from_rank_0(lambda: _open_folder(batches, settings))
+    with disk_errors(plan.folder):
+        if len(finished) < batches.count:
+            _make_pictures(pipeline, watch, ranks, batches, finished, show)
+        if ranks.rank == 0:
+            with watch.phase("npz"):
+                npz.complete(plan.folder, plan.count, plan.image_size, lambda: ranks.stopping)
+    archive = npz_path(plan.folder)
+    in_archive = "all" if plan.count == batches.total else f"the first {plan.count}"
+    log.info(f"{plan.folder}: {batches.total} pictures · {archive}: {in_archive} · {watch}")
+
+
+@contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Convert OSError to UsageError with the remedy: free space and resume."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise UsageError(
+            f"{error.strerror} at {error.filename or folder}",
+            "fix that or free some space, and start again with the same command to resume",
+            parameter="sample_dir",
+        ) from None
+
+
+def _open_folder(batches, settings):
+    """Open the folder, on rank 0. Return the finished batches."""
+    plan = batches.plan
+    with disk_errors(plan.folder):
+        grown = open_folder(plan.folder, settings, plan.can_grow)
+        finished = batches.finished()
+        if grown or len(finished) < batches.count:
+            npz.forget(plan.folder)  # its pictures may change, for other kernels round differently
+        return finished
+
+
+def _make_pictures(pipeline, watch, ranks, batches, finished, show):
+    """Sample this rank's share of the unfinished batches. Raises Stopped if any rank was asked
+    to stop.
+    """
+    plan = batches.plan
+    todo = batches.to_draw(finished)
+    already = sum(len(batches.pictures(batch)) for batch in finished)
+    noise_type = PictureNoise if plan.independent else UpstreamNoise
+    noise = noise_type(batches, pipeline.device, pipeline.process)
+    with (
+        progress(
+            show and ranks.rank == 0, total=batches.total, initial=already, unit="picture"
+        ) as bar,
+        ThreadPoolExecutor(1) as background,  # writes one batch while the next is sampled
+    ):
+        written = background.submit(lambda: None)
+        while todo and not ranks.stopping:
+            batch = todo.pop(0)
+            z, labels, draw = noise.batch(batch)
+            if batch in finished:
+                # Draw, since a CPU generator has no offset to advance.
+                with watch.phase("noise"):
+                    for _ in range(pipeline.process.noise_draws):
+                        draw()
+                continue
+            with watch.phase("sample"):
+                latents = pipeline.denoise(z, labels, draw)
+            with watch.phase("decode"):
+                pixels = to_uint8(pipeline.decode(latents), pipeline.decoder.to_uint8_range).numpy()
+            written.result()  # keep at most one batch in memory
+            numbers = batches.pictures(batch)
+            written = background.submit(write_pictures, plan.folder, numbers, pixels)
+            bar.update(already + ranks.add(len(pixels)) - bar.n)
+        written.result()
+        left = ranks.all_gather_object(len(todo))  # waits for all ranks
+        bar.update(already + ranks.add(0) - bar.n)
+    if any(left):
+        raise Stopped(f"stopped; start again with the same command to resume {plan.folder}")
 
 
 def require_seeds(values: Values, world: int) -> None:

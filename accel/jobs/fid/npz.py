@@ -19,54 +19,51 @@ from accel.jobs.fid.folder import npz_path, picture_name, read_picture
 
 log = logging.getLogger(__name__)
 
+RECORD = Path(".job", "npz.json")  # in the folder
 READER_THREADS = 4  # decode PNGs
 READ_AHEAD = 8  # pictures in memory
 
 
-class Archive:
-    """The archive of pictures 0 … count − 1 of `folder`, each (size, size, 3)."""
+def problem(folder: Path) -> str | None:
+    """Verify the archive of a folder against its record. Return a problem, or None."""
+    try:
+        record = read_json(folder / RECORD)
+        with open_regular(npz_path(folder)) as file:
+            intact = record == {"sha256": sha256_of(file)}
+    except (OSError, ValueError):
+        return "has no record of its contents, perhaps because pictures were added"
+    return None if intact else "was changed since it was written"
 
-    def __init__(self, folder: Path, count: int, size: int):
-        self.path = npz_path(folder)
-        self.folder = folder
-        self.count = count
-        self.size = size
-        self.record = folder / ".job" / "npz.json"
 
-    def problem(self) -> str | None:
-        """Verify the existing archive against its record. Return a problem, or None."""
-        try:
-            record = read_json(self.record)
-            with open_regular(self.path) as file:
-                intact = record == {"sha256": sha256_of(file)}
-        except (OSError, ValueError):
-            return "has no record of its contents, perhaps because pictures were added"
-        return None if intact else "was changed since it was written"
+def forget(folder: Path) -> None:
+    """Remove the record of a folder's archive, so that it is written again."""
+    record = folder / RECORD
+    record.unlink(missing_ok=True)
+    sync_folder(record.parent)
 
-    def forget(self) -> None:
-        """Remove the record, so that the archive is written again."""
-        self.record.unlink(missing_ok=True)
-        sync_folder(self.record.parent)
 
-    def complete(self, stopping: Callable[[], bool]) -> None:
-        """Write the archive unless it exists and is intact. Raises as `write`."""
-        if self.path.exists():
-            problem = self.problem()
-            if problem is None:
-                return
-            log.warning(f"{self.path}: {problem}; writing it again")
-        self.write(stopping)
+def complete(folder: Path, count: int, size: int, stopping: Callable[[], bool]) -> None:
+    """Write the archive unless it exists and is intact. Arguments and errors: as of `write`."""
+    path = npz_path(folder)
+    if path.exists():
+        reason = problem(folder)
+        if reason is None:
+            return
+        log.warning(f"{path}: {reason}; writing it again")
+    write(folder, count, size, stopping)
 
-    def write(self, stopping: Callable[[], bool]) -> None:
-        """Write the archive, a few pictures at a time. Raises UsageError for an incomplete picture,
-        Stopped if `stopping()` becomes true.
-        """
-        with atomic_write(self.path, mode="w+b", durable=True) as file:
-            _write_pictures(file, self.folder, self.count, self.size, stopping)
-            record = {"sha256": sha256_of(file)}
-            with atomic_write(self.record, "w", durable=True, through_link=False) as out:
-                json.dump(record, out)
-        sync_folder(self.path.parent)
+
+def write(folder: Path, count: int, size: int, stopping: Callable[[], bool]) -> None:
+    """Write the archive of pictures 0 … count − 1 of `folder`, each (size, size, 3), a few at a
+    time. Raises UsageError for an incomplete picture, Stopped if `stopping()` becomes true.
+    """
+    path = npz_path(folder)
+    with atomic_write(path, mode="w+b", durable=True) as file:
+        _write_pictures(file, folder, count, size, stopping)
+        record = {"sha256": sha256_of(file)}
+        with atomic_write(folder / RECORD, "w", durable=True, through_link=False) as out:
+            json.dump(record, out)
+    sync_folder(path.parent)
 
 
 def _write_pictures(file, folder, count, size, stopping):

@@ -12,9 +12,7 @@ import forks
 import pytest
 from conftest import mistake
 
-from accel.distributed import Ranks
 from accel.errors import UsageError
-from accel.jobs import fid
 from accel.jobs.fid.folder import folder_lock
 
 HOLD = """
@@ -86,7 +84,7 @@ def test_an_archives_name_that_is_too_long_is_refused_first(length, fits, tmp_pa
     """The folder itself fits, and so does its work."""
     folder = tmp_path / (length // 2 * "é")
     how = mistake("sample_dir", ".npz")
-    with nullcontext() if fits else how, fid.locked(folder, Ranks()):
+    with nullcontext() if fits else how, folder_lock(folder):
         pass
     assert folder.is_dir()
 
