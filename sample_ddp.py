@@ -20,8 +20,17 @@ from accel.io.output import require_outputs
 # Queues send SIGTERM or SIGUSR1 before preemption; a closed terminal sends SIGHUP.
 STOP_SIGNALS = signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
 # Options that may differ between nodes: paths and the device.
-NODE_OPTIONS = {"config", "ckpt", "guide", "vae", "latent_stats"}
-NODE_OPTIONS |= {"like", "output", "sample_dir", "device"}
+NODE_OPTIONS = {
+    "config",
+    "ckpt",
+    "guide",
+    "vae",
+    "latent_stats",
+    "like",
+    "output",
+    "sample_dir",
+    "device",
+}
 
 EXAMPLES = """examples:
   torchrun --nproc_per_node=4 sample_ddp.py                          the grid of sample.py

@@ -7,7 +7,7 @@ have, for your own sampling loop.
 
 from importlib import import_module
 
-# imported when asked for: they bring torch, Triton
+# Imported on first use, since they import torch and Triton.
 DOORS = {"Sampler": "accel.sampler", "accelerate": "accel.accelerated"}
 
 

@@ -56,14 +56,6 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
-class _Version(argparse.Action):
-    """Print the version of this software and exit."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        print(f"{parser.prog} {accel.__version__}")  # reads a file
-        parser.exit()
-
-
 class OneLineParser(argparse.ArgumentParser):
     """An argument parser whose errors are one line with exit status 2. It also configures output:
     log messages are printed, and characters that the terminal cannot encode become "?".
@@ -77,9 +69,8 @@ class OneLineParser(argparse.ArgumentParser):
         print_notices(self.flags)
         self.add_argument(
             "--version",
-            action=_Version,
-            nargs=0,
-            default=argparse.SUPPRESS,
+            action="version",
+            version=f"%(prog)s {accel.__version__}",
             help="print the version",
         )
 

@@ -50,7 +50,7 @@ from torch.utils import collect_env
 
 import accel
 from accel import cli
-from accel.config.options import FID, GRID, Options
+from accel.config.options import FID, FILES_AND_LOGS, GRID, Options
 from accel.config.rules import named_defaults
 from accel.decoders.autoencoder_kl import SD_VAE_FT, KLDecoder
 from accel.decoders.loading import FILES, PUBLISHED
@@ -318,8 +318,7 @@ def own_arguments() -> ArgumentParser:
 def main() -> None:
     own = own_arguments()
     parser = cli.OneLineParser(description=__doc__.splitlines()[0], parents=[own])
-    left_out = "precision", "output", "output_type", "seed_list", "quiet", "json", "like"
-    cli.add_arguments(parser, GRID, FID, exclude=left_out)
+    cli.add_arguments(parser, GRID, FID, exclude=(*FILES_AND_LOGS, "precision"))
     args = parser.parse_args()
     args.flags = own.parse_known_args()[1]  # of sample.py
     with (

@@ -39,7 +39,7 @@ from PIL import Image
 import evaluate
 from accel.cli import OneLineParser, add_arguments, user_errors
 from accel.config import rules
-from accel.config.options import MODEL, OPTIONS, Options
+from accel.config.options import FILES_AND_LOGS, MODEL, OPTIONS, Options
 from accel.errors import UsageError, as_usage_error, path_errors
 from accel.families import families
 from accel.io.output import to_grid
@@ -75,17 +75,7 @@ THRESHOLDS = evaluate.GATES["close"]
 SIDES = "left", "right"  # of a comparison
 STEPS = 50  # by default
 WHITE = 32  # levels of the difference that the map shows as white
-EXCLUDED_OPTIONS = (
-    "output",
-    "output_type",
-    "seed_list",
-    "grids",
-    "like",
-    "batch_size",
-    "eta",
-    "quiet",
-    "json",
-)
+EXCLUDED_OPTIONS = *FILES_AND_LOGS, "grids", "batch_size", "eta"
 NOISY_SAMPLERS = "ddpm", "sde"  # they draw noise in every step: fewer steps change the picture
 DATA = Path(__file__).with_suffix("")
 TEXTS = [json.loads((DATA / f"{name}.json").read_text("utf-8")) for name in ("en", "zh")]
@@ -292,7 +282,9 @@ def default_comparison(run: Run) -> tuple[tuple, tuple]:
     """
     samplers, tiers = choices(run)
     settings = run.settings
-    steps, sampler, tier = settings.num_sampling_steps, settings.sampler, settings.precision
+    steps = settings.num_sampling_steps
+    sampler = settings.sampler
+    tier = settings.precision
     others = [each for each in tiers if each != tier]
     if others:
         return (steps, sampler, others[0]), (steps, sampler, tier)
@@ -477,7 +469,8 @@ def serve_page(studio: Studio, host: str | None, port: int | None) -> None:
         font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]
     )
     guards = [Middleware(BaseHTTPMiddleware, dispatch=guard)]
-    user, password = "dit", secrets.token_urlsafe(16)
+    user = "dit"
+    password = secrets.token_urlsafe(16)
     if not host:  # a foreign DNS name that points to this machine is refused
         guards.append(Middleware(TrustedHostMiddleware, allowed_hosts=[LOOPBACK, "localhost"]))
     with path_errors("port", port, "choose another"):

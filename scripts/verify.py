@@ -23,7 +23,7 @@ from pathlib import Path
 import evaluate
 from accel import Sampler
 from accel.cli import OneLineParser, add_arguments, positive, user_errors
-from accel.config.options import OPTIONS
+from accel.config.options import FILES_AND_LOGS, OPTIONS
 from accel.errors import UsageError
 from accel.io.output import check_writable
 from accel.run.opening import choose_device
@@ -101,17 +101,7 @@ def main() -> None:
     parser = OneLineParser(description=__doc__.partition("\n\n")[0])
     add_arguments(
         parser,
-        exclude=(
-            "precision",
-            "output",
-            "output_type",
-            "seed",
-            "seed_list",
-            "grids",
-            "quiet",
-            "like",
-            "json",
-        ),
+        exclude=(*FILES_AND_LOGS, "precision", "seed", "grids"),
     )
     parser.add_argument(
         "--precision", dest="tiers", nargs="+", choices=TIERS, help="tiers (default: all here)"

@@ -27,7 +27,7 @@ from accel.families.lightning_dit.network import LightningDiT
 from accel.families.rae.network import DiTwDDTHead
 from accel.families.sit.network import SiT
 from accel.families.spec import ModelSpec
-from accel.fast.ops import HalfOps
+from accel.fast.ops import DirectOps
 from accel.pipeline import Pipeline
 from accel.run.opening import open_run
 from accel.sampling import denoise, upstream_noise
@@ -248,7 +248,7 @@ def network_of(model, tier, device=None, **how):
 def fast_network(model, dtype, device="cpu"):
     """Return the accelerated network with GEMMs in `dtype`, which may be float64."""
     return fast.assemble(
-        model.state_dict(), model, pack_of(model), HalfOps(dtype, torch.device(device))
+        model.state_dict(), model, pack_of(model), DirectOps(dtype, torch.device(device))
     )
 
 

@@ -16,8 +16,14 @@ from accel.runtime.precision import arithmetic
 from accel.sampling.guidance import guided_halves
 
 # The largest allowed relative error of a copy, by tier and by the module's dtype.
-TOLERANCE = {"fp32": 3e-5, "fp32-fused": 3e-5, "exact": 1e-4, "tf32": 1e-2}
-TOLERANCE |= {"fp16": 1e-2, "bf16": 5e-2}
+TOLERANCE = {
+    "fp32": 3e-5,
+    "fp32-fused": 3e-5,
+    "exact": 1e-4,
+    "tf32": 1e-2,
+    "fp16": 1e-2,
+    "bf16": 5e-2,
+}
 ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 # The same for forward_with_cfg: of a float32 module, and of a half-precision one.
 GUIDANCE_TOLERANCE = 1e-3, 1e-2

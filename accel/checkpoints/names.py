@@ -98,8 +98,8 @@ def _chosen(given: InputRef, networks: list[str], entry: str | None) -> str:
 def _states(
     given: InputRef, content: Mapping[str, Any], section: str = ""
 ) -> Iterator[tuple[str, StateDict]]:
-    """Yield the sections of a file, with their tensors without names of inner wrappers. The file
-    itself is the section "", others end in a dot.
+    """Yield each section's name and tensors. The top level has the name "", a nested dict "ema.".
+    Prefixes of wrappers such as `_orig_mod.` are removed from the tensors' names.
     """
     state: StateDict = {}
     for name, value in content.items():

@@ -122,6 +122,8 @@ SAMPLED = "what to sample"  # groups of --help
 SPEED = "speed"
 FILES = "files"
 ADVANCED = "advanced"
+# Options of sample.py that programs which write files of their own lack.
+FILES_AND_LOGS = "output", "output_type", "seed_list", "like", "quiet", "json"
 MOST_PIXELS = 8192  # of a side: a mistyped size should not ask for terabytes
 SEEDS = -(2**63), 2**64 - 1  # that torch's generators take
 

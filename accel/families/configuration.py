@@ -56,10 +56,11 @@ class Configuration(NamedTuple):
                 "drop one",
             )
         latents = spec.in_channels, spec.latent_size
-        if self.latents not in (None, latents):
+        if self.latents and self.latents != latents:
+            channels, side = self.latents
             raise self.given.error(
-                "has latents of {} channels and side {}, ".format(*self.latents or ())
-                + f"and {given.name} of {latents[0]} and {latents[1]}",
+                f"has latents of {channels} channels and side {side}, and {given.name} of "
+                f"{spec.in_channels} and {spec.latent_size}",
                 "fix it",
             )
 

@@ -118,9 +118,12 @@ def print_assumptions(
         and not (spec.num_classes in (1000, default) and named)
     ):
         classes = spec.num_classes
-        words = f"{classes} classes and the null class (all {classes + 1} classes? "
-        words += f"`num_classes={classes + 1}`)"
-        given.warn(words if spec.null_class else "one class and no null class")
+        given.warn(
+            f"{classes} classes and the null class (without a null class it is "
+            f"`num_classes={classes + 1}`)"
+            if spec.null_class
+            else "one class and no null class"
+        )
 
 
 # ---- The family ----
@@ -174,7 +177,7 @@ def families_with(have: Shapes) -> list[Family]:
 
 
 def family_notice(given: InputRef, spec: ModelSpec, others: Sequence[Family]) -> str:
-    """Return the notice that the family is an assumption, "" without `others`, its candidates."""
+    """Return the notice that the family is an assumption, "" if no other family is possible."""
     if not others:
         return ""
     family = spec.family

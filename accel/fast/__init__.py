@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from accel.fast.network import FastNetwork, Packing
-from accel.fast.ops import HalfOps, SplitOps
+from accel.fast.ops import DirectOps, SplitOps
 from accel.fast.reader import Reader
 from accel.kernels.linear import Tuner
 from accel.runtime.precision import TIERS
@@ -16,11 +16,11 @@ from accel.runtime.stages import stages_of
 
 StateDict = dict[str, torch.Tensor]
 # A function of each family: (reader, reference network, ops) → packed weights.
-Pack = Callable[[Reader, Any, HalfOps | SplitOps], Packing]
+Pack = Callable[[Reader, Any, DirectOps | SplitOps], Packing]
 
 
 def assemble(
-    state: StateDict, model: torch.nn.Module, pack: Pack, ops: HalfOps | SplitOps
+    state: StateDict, model: torch.nn.Module, pack: Pack, ops: DirectOps | SplitOps
 ) -> FastNetwork:
     """Build the accelerated network for the weights `state`, which computes with `ops`.
 
@@ -49,7 +49,7 @@ def build(
     """
     if tier == "exact":
         return assemble(state, model, pack, SplitOps(device, gemm))
-    return assemble(state, model, pack, HalfOps(TIERS[tier].dtype, device, tuner, gemm))
+    return assemble(state, model, pack, DirectOps(TIERS[tier].dtype, device, tuner, gemm))
 
 
 def load(

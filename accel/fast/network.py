@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accel.fast.conditioning import BLOCK_VECTORS, Conditioning, ConditioningTable
-from accel.fast.ops import Block, Float32Linear, GemmWeights, HalfOps, SplitOps
+from accel.fast.ops import Block, DirectOps, Float32Linear, GemmWeights, SplitOps
 from accel.kernels.adaln import Branches, Modulation
 from accel.kernels.linear import Linear
 from accel.runtime.network import BlockNetwork, RunState
@@ -86,7 +86,7 @@ class FastNetwork(BlockNetwork):
     captures = True
     precomputes_conditioning = True
 
-    def __init__(self, packing: Packing, ops: HalfOps | SplitOps):
+    def __init__(self, packing: Packing, ops: DirectOps | SplitOps):
         super().__init__()
         self.patch_size = packing.patch_size
         self.in_channels = packing.in_channels

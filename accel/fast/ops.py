@@ -1,7 +1,7 @@
 """Ops of a tier, with which accel/fast/network.py computes.
 
-    HalfOps     operands in half precision, sums in float32; or all in float32, for fp32-fused, or
-                in float64, for tests
+    DirectOps   operands in one dtype: half precision with float32 sums; float32, for fp32-fused;
+                float64, for tests
     SplitOps    float32 accuracy on float16 tensor cores: GEMMs and attention use high/low splits
 
 Both have the attributes
@@ -153,8 +153,8 @@ class Block(NamedTuple):
         return self.qkv, self.proj, self.fc1, self.fc2
 
 
-class HalfOps:
-    """Ops in half precision with float32 sums, or in a wider dtype.
+class DirectOps:
+    """Ops on operands of one dtype. GEMMs of half precision sum in float32.
 
     tuner: chooses the algorithms of GEMMs. gemm: the backend of GEMMs.
     """
@@ -246,7 +246,7 @@ class SplitOps:
     def block(
         self, gemms: BlockGemms, gated: bool = False, rotation: Rotation | None = None
     ) -> Block:
-        """Return a block of four GEMMs; see HalfOps.block.
+        """Return a block of four GEMMs; see DirectOps.block.
 
         Powers of two are moved between neighbouring GEMMs: from q to k, from v to proj, and from
         GELU's output to fc2. This does not change the function, but brings the values to be split

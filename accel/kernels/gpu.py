@@ -40,14 +40,16 @@ def unused_gpu() -> str:
     if not DRIVER_FILE.exists() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return ""
     if torch.version.cuda is None:
-        return f"torch {torch.__version__} is built without CUDA, and here is an NVIDIA driver"
+        return (
+            f"torch {torch.__version__} is built without CUDA, but this machine has an NVIDIA GPU"
+        )
     needed = OLDEST_DRIVER.get(torch.version.cuda.partition(".")[0], 0)
     found = re.search(r" ((\d+)\.[\d.]+) ", DRIVER_FILE.read_text())
     if found is None or int(found[2]) >= needed:
         return ""
     return (
         f"torch {torch.__version__} is built for CUDA {torch.version.cuda}, which needs NVIDIA "
-        f"driver {needed} or later, and here is {found[1]}"
+        f"driver {needed} or later; the driver is {found[1]}"
     )
 
 

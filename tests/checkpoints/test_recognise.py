@@ -23,7 +23,7 @@ HEADS = (
     "own.pt: specifies no number of heads, taken for 6, as models of its depth and width have; if"
 )
 OTHER_MODEL = "own.pt: specifies model DiT-S/4, and its entries are of DiT-S/2"
-CLASSES = "own.pt: 1000 classes and the null class (all 1001 classes? --num-classes 1001)"
+CLASSES = "own.pt: 1000 classes and the null class (without a null class it is --num-classes 1001)"
 
 
 def state_of(name, **arguments):

@@ -11,13 +11,13 @@ from test_rae import build, inputs, velocity
 from accel import fast
 from accel.families.rae.fast import FusedHead
 from accel.fast import ops
-from accel.fast.ops import HalfOps
+from accel.fast.ops import DirectOps
 
 
 @pytest.fixture
 def fused(monkeypatch):
     """Use the fused head on every device; on a CPU its reference computes it."""
-    monkeypatch.setattr(HalfOps, "updates_stream", True)
+    monkeypatch.setattr(DirectOps, "updates_stream", True)
 
 
 @pytest.mark.parametrize("qk_norm", (False, True))

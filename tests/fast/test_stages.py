@@ -5,14 +5,14 @@ import torch
 from networks import SMALL, pack_of, small
 
 from accel import fast
-from accel.fast.ops import HalfOps
+from accel.fast.ops import DirectOps
 
 WIDTH = SMALL["hidden_size"]
 
 
 def test_a_packing_reads_every_tensor():
     model = small()
-    ops = HalfOps(torch.float32, torch.device("cpu"))
+    ops = DirectOps(torch.float32, torch.device("cpu"))
     extra = {f"blocks.{i}.norm1.weight": torch.ones(WIDTH) for i in range(5)}
     with pytest.raises(ValueError, match=r"not use blocks\.0\.norm1\.weight, .* and 2 more; use"):
         fast.assemble({**model.state_dict(), **extra}, model, pack_of(model), ops)

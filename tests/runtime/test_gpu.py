@@ -134,8 +134,12 @@ OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.1
 @pytest.mark.parametrize(
     "driver, cuda, words",
     [
-        (DRIVER, None, "is built without CUDA, and here is an NVIDIA driver"),
-        (OPEN_DRIVER, "13.0", "CUDA 13.0, which needs NVIDIA driver 580 or later, and here is 570"),
+        (DRIVER, None, "is built without CUDA, but this machine has an NVIDIA GPU"),
+        (
+            OPEN_DRIVER,
+            "13.0",
+            "CUDA 13.0, which needs NVIDIA driver 580 or later; the driver is 570",
+        ),
         (DRIVER, "12.8", ""),
         ("", None, ""),
     ],

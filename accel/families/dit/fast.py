@@ -5,12 +5,12 @@ from collections.abc import Callable
 from accel.families.dit.network import PatchTransformer
 from accel.fast.conditioning import Conditioning
 from accel.fast.network import Packing
-from accel.fast.ops import Block, BlockGemms, HalfOps, SplitOps
+from accel.fast.ops import Block, BlockGemms, DirectOps, SplitOps
 from accel.fast.reader import Reader
 from accel.runtime.stages import Stage
 
 
-def block(read: Reader, name: str, ops: HalfOps | SplitOps) -> Block:
+def block(read: Reader, name: str, ops: DirectOps | SplitOps) -> Block:
     """Pack the block `name`."""
     return ops.block(
         BlockGemms(
@@ -25,8 +25,8 @@ def block(read: Reader, name: str, ops: HalfOps | SplitOps) -> Block:
 def pack(
     read: Reader,
     model: PatchTransformer,
-    ops: HalfOps | SplitOps,
-    block: Callable[[Reader, str, HalfOps | SplitOps], Block] = block,
+    ops: DirectOps | SplitOps,
+    block: Callable[[Reader, str, DirectOps | SplitOps], Block] = block,
 ) -> Packing:
     """Pack a DiT's state dict.
 

@@ -15,7 +15,7 @@ from accel.families.large_dit.fast import fold_norms
 from accel.families.lightning_dit.fast import LAST_NORM, block, norms_of
 from accel.fast.conditioning import BLOCK_VECTORS, Conditioning
 from accel.fast.network import Packing
-from accel.fast.ops import HalfOps, SplitOps
+from accel.fast.ops import DirectOps, SplitOps
 from accel.fast.reader import Reader
 from accel.kernels.adaln import Modulation
 from accel.runtime.stages import Stage
@@ -46,7 +46,7 @@ class LabelledConditioning(Conditioning):
         return torch.cat([label[:, None] + self.front, x], dim=1)
 
 
-def pack(read: Reader, model: JiT, ops: HalfOps | SplitOps) -> Packing:
+def pack(read: Reader, model: JiT, ops: DirectOps | SplitOps) -> Packing:
     """Pack a JiT's state dict.
 
     model: for heads, grid, the first block with label tokens and the timestep embedding.

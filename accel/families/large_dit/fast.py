@@ -11,12 +11,12 @@ from torch import Tensor
 from accel.families.large_dit.network import DiT_Llama, rotation_table
 from accel.fast.conditioning import Conditioning
 from accel.fast.network import Packing
-from accel.fast.ops import Block, BlockGemms, GemmWeights, HalfOps, Rotation, SplitOps
+from accel.fast.ops import Block, BlockGemms, DirectOps, GemmWeights, Rotation, SplitOps
 from accel.fast.reader import Reader
 from accel.runtime.stages import Stage
 
 
-def pack(read: Reader, model: DiT_Llama, ops: HalfOps | SplitOps) -> Packing:
+def pack(read: Reader, model: DiT_Llama, ops: DirectOps | SplitOps) -> Packing:
     """Pack a Large-DiT's state dict.
 
     model: for heads, channels, patch and input size. The conditioning's weights are at least a
@@ -47,7 +47,7 @@ def pack(read: Reader, model: DiT_Llama, ops: HalfOps | SplitOps) -> Packing:
 
 
 def _conditioning(
-    read: Reader, names: list[str], model: DiT_Llama, ops: HalfOps | SplitOps
+    read: Reader, names: list[str], model: DiT_Llama, ops: DirectOps | SplitOps
 ) -> Conditioning:
     """Return the conditioning, with the norms' weights folded into the scales."""
     projections = [f"{name}.adaLN_modulation.1" for name in (*names, "final_layer")]
@@ -65,7 +65,9 @@ def fold_norms(read: Reader, norms: list[str], conditioning: Conditioning) -> No
         conditioning.fold(3 * index + 1, read(f"{norm}.weight"))
 
 
-def _block(read: Reader, name: str, heads: int, rotation: Tensor, ops: HalfOps | SplitOps) -> Block:
+def _block(
+    read: Reader, name: str, heads: int, rotation: Tensor, ops: DirectOps | SplitOps
+) -> Block:
     """Pack the block `name`. rotation: the table (T, d/2, 2)."""
     attention = f"{name}.attention"
     mlp = f"{name}.feed_forward"

@@ -13,7 +13,7 @@ from accel.families.large_dit.fast import fold_norms
 from accel.families.lightning_dit.network import LightningDiT
 from accel.families.sit import fast as sit
 from accel.fast.network import Packing
-from accel.fast.ops import Block, BlockGemms, HalfOps, Rotation, SplitOps
+from accel.fast.ops import Block, BlockGemms, DirectOps, Rotation, SplitOps
 from accel.fast.reader import Reader
 
 # The hidden width is padded with zeros to a multiple that GEMM kernels need. They add nothing:
@@ -22,7 +22,7 @@ ALIGNMENT = 64
 LAST_NORM = "final_layer.norm_final"
 
 
-def pack(read: Reader, model: LightningDiT, ops: HalfOps | SplitOps) -> Packing:
+def pack(read: Reader, model: LightningDiT, ops: DirectOps | SplitOps) -> Packing:
     """Pack a LightningDiT's state dict.
 
     model: for heads, channels, grid and the timestep embedding.
@@ -42,7 +42,12 @@ def norms_of(blocks: list[str]) -> list[str]:
 
 
 def block(
-    read: Reader, name: str, ops: HalfOps | SplitOps, heads: int, rotation: Tensor, **options: bool
+    read: Reader,
+    name: str,
+    ops: DirectOps | SplitOps,
+    heads: int,
+    rotation: Tensor,
+    **options: bool,
 ) -> Block:
     """Pack the block `name`. rotation: the table (T, d/2, 2). options: of `ops.block`."""
     fc1 = read.layer(f"{name}.mlp.w12", ops.dtype)  # (2·F, D)

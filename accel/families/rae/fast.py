@@ -29,7 +29,7 @@ from accel.families.lightning_dit.fast import LAST_NORM, norms_of
 from accel.families.rae.network import DiTwDDTHead, fourier
 from accel.fast.conditioning import Conditioning
 from accel.fast.network import FastNetwork, Packing
-from accel.fast.ops import GemmWeights, HalfOps, SplitOps
+from accel.fast.ops import DirectOps, GemmWeights, SplitOps
 from accel.fast.reader import Reader
 from accel.kernels.adaln import Branches, Modulation
 from accel.kernels.rows import row_squares, silu_sum
@@ -71,7 +71,7 @@ class TokenConditioning(TrunkConditioning):
     head: names of the head's blocks.
     """
 
-    def __init__(self, read: Reader, trunk: list[str], head: list[str], ops: HalfOps | SplitOps):
+    def __init__(self, read: Reader, trunk: list[str], head: list[str], ops: DirectOps | SplitOps):
         super().__init__(read, trunk)
         self.operand: Callable[[Tensor], Any] = ops.operand
         projector = read.layer(PROJECTOR, ops.dtype)
@@ -100,7 +100,7 @@ class FusedHead(TrunkConditioning):
 
     stage: Stage
 
-    def __init__(self, read: Reader, trunk: list[str], head: list[str], ops: HalfOps):
+    def __init__(self, read: Reader, trunk: list[str], head: list[str], ops: DirectOps):
         super().__init__(read, trunk)
         self.dtype = ops.dtype
         projector = read.layer(PROJECTOR, ops.dtype)
@@ -173,7 +173,7 @@ def _head_vectors(read: Reader, blocks: list[str], width: int) -> tuple[Tensor, 
     return weight, bias
 
 
-def pack(read: Reader, model: DiTwDDTHead, ops: HalfOps | SplitOps) -> Packing:
+def pack(read: Reader, model: DiTwDDTHead, ops: DirectOps | SplitOps) -> Packing:
     """Pack a DiTwDDTHead's state dict.
 
     model: for heads and numbers of blocks.
@@ -186,7 +186,7 @@ def pack(read: Reader, model: DiTwDDTHead, ops: HalfOps | SplitOps) -> Packing:
     missing = len(model.blocks) - model.num_encoder_blocks - len(head)
     modulated = head + head[:1] * missing
     conditioning: FusedHead | TokenConditioning
-    if isinstance(ops, HalfOps) and ops.updates_stream:
+    if isinstance(ops, DirectOps) and ops.updates_stream:
         conditioning = FusedHead(read, trunk, modulated, ops)
     else:
         conditioning = TokenConditioning(read, trunk, modulated, ops)

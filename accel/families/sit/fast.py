@@ -7,15 +7,15 @@ from torch import Tensor
 from accel.families.dit import fast as dit
 from accel.families.dit.network import PatchTransformer
 from accel.fast.network import Packing
-from accel.fast.ops import Block, HalfOps, SplitOps
+from accel.fast.ops import Block, DirectOps, SplitOps
 from accel.fast.reader import Reader
 
 
 def pack(
     read: Reader,
     model: PatchTransformer,
-    ops: HalfOps | SplitOps,
-    block: Callable[[Reader, str, HalfOps | SplitOps], Block] = dit.block,
+    ops: DirectOps | SplitOps,
+    block: Callable[[Reader, str, DirectOps | SplitOps], Block] = dit.block,
 ) -> Packing:
     """Pack a SiT's state dict, without the last layer's rows of unused channels."""
 
