@@ -39,7 +39,6 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
-from contextlib import ExitStack
 from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -324,7 +323,6 @@ def main() -> None:
     with (
         launched_ranks("measure.py", parser.worded) as ranks,
         TemporaryDirectory() as folder,
-        ExitStack() as contexts,
     ):
         if (args.measurement == "layouts") != (ranks.world > 1):
             raise UsageError("use torchrun for layouts, and one process for all else")
@@ -333,7 +331,7 @@ def main() -> None:
         request = cli.request_from(args)
         device = choose_device(ranks.claim_device(args.device))
         if args.seen_as:
-            contexts.enter_context(gpu.emulate_capability(divmod(round(10 * args.seen_as), 10)))
+            gpu.emulated = divmod(round(10 * args.seen_as), 10)
         every = [tier for tier in precision.TIERS if precision.supports(tier, device)]
         args.tiers = args.tiers or [tier for tier in every if tier != "bf16"]
         for tier in args.tiers:

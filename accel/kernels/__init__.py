@@ -26,12 +26,6 @@ def version() -> str:
     return digest.hexdigest()[:8]
 
 
-def check_backend(op: str, backend: str, backends: tuple[str, ...]) -> None:
-    """Raise ValueError if `op` has no such backend."""
-    if backend not in backends:
-        raise ValueError(f"{op}: backend {backend!r}: one of {', '.join(backends)}")
-
-
 def read_cache(file: Path) -> dict:
     """Return the JSON object in a cache file, or an empty one if the file is absent or corrupt."""
     try:

@@ -11,7 +11,6 @@ import gc
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,24 +18,21 @@ import torch
 from torch import Tensor
 
 from accel.io.filesystem import cache_folder, read_small
-from accel.kernels import check_backend, write_cache
+from accel.kernels import write_cache
 from accel.kernels.gpu import capability  # noqa: F401 (backend choices call cuda.capability)
 
-HAS_TRITON = find_spec("triton") is not None  # not on Windows and macOS
-BACKENDS = ("auto", "triton", "torch")  # for ops with a Triton kernel; "torch" is the reference
 HALF_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}  # dtype → PTX name
 TMA_FORMATS = {torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16", torch.float32: "FLOAT32"}
 HOPPER = "sm_90a"  # the target of kernels for Hopper alone
 
 
-def uses_triton(op: str, backend: str, x: Tensor) -> bool:
-    """Return whether `op` runs its Triton kernel on x.
+def uses_triton(backend: str, x: Tensor) -> bool:
+    """Return whether an op runs its Triton kernel on x.
 
-    backend: one of BACKENDS; "auto" selects Triton on a GPU, except for float64.
+    backend: "triton", "torch" for the reference, or "auto": Triton on a GPU, except for float64.
     """
-    check_backend(op, backend, BACKENDS)
     if backend == "auto":
-        return HAS_TRITON and x.is_cuda and x.dtype != torch.float64
+        return x.is_cuda and x.dtype != torch.float64
     return backend == "triton"
 
 

@@ -3,7 +3,6 @@
 import os
 import re
 import warnings
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -13,7 +12,8 @@ from accel.errors import UsageError
 DRIVER_FILE = Path("/proc/driver/nvidia/version")  # exists while the NVIDIA driver is loaded
 OLDEST_DRIVER = {"12": 525, "13": 580}  # of each major version of CUDA, from NVIDIA's table
 
-_SUFFIX = ""  # appended to GPU names inside `emulate_capability`
+# The compute capability that every GPU is taken to have, for tests and benchmarks.
+emulated: tuple[int, int] | None = None
 
 
 def capability(device: torch.device) -> tuple[int, int]:
@@ -23,7 +23,7 @@ def capability(device: torch.device) -> tuple[int, int]:
     """
     if device.type != "cuda" or is_amd(device):
         return 0, 0
-    return _own_capability(device)
+    return emulated or torch.cuda.get_device_capability(device)
 
 
 def is_amd(device: torch.device) -> bool:
@@ -53,24 +53,10 @@ def unused_gpu() -> str:
     )
 
 
-def _own_capability(device):
-    return torch.cuda.get_device_capability(device)
-
-
 def name(device: torch.device) -> str:
     """Return the GPU model, under which measurements are cached."""
-    return torch.cuda.get_device_name(device) + _SUFFIX
-
-
-def emulate_capability(other: tuple[int, int]) -> AbstractContextManager:
-    """Return a context manager in which every GPU has compute capability `other`.
-
-    For tests and benchmarks only.
-    """
-    from unittest.mock import patch
-
-    suffix = f" as {other[0]}.{other[1]}"
-    return patch.multiple("accel.kernels.gpu", _SUFFIX=suffix, _own_capability=lambda device: other)
+    suffix = "" if emulated is None else f" as {emulated[0]}.{emulated[1]}"
+    return torch.cuda.get_device_name(device) + suffix
 
 
 def require(device: torch.device) -> None:

@@ -46,7 +46,7 @@ def qk_norm_rotary(
     kernel takes qkv in half precision or float32 and all other tensors in float32, contiguous; the
     reference takes any dtype.
     """
-    if cuda.uses_triton("qk_norm_rotary", backend, qkv):
+    if cuda.uses_triton(backend, qkv):
         _triton(qkv, rotation, first, norms, rms_eps)
     else:
         _torch(qkv, rotation, first, norms, rms_eps)
@@ -67,7 +67,7 @@ def qk_norm_rotary_split(
     Return q, k and v (N, t, 3·D), split into high and low without scales. overflow: an int32 tensor
     of one element, set to 1 if a value is too large for float16.
     """
-    if cuda.uses_triton("qk_norm_rotary_split", backend, qkv):
+    if cuda.uses_triton(backend, qkv):
         pair = torch.empty(2, *qkv.shape, dtype=torch.float16, device=qkv.device)
         _triton(qkv, rotation, first, norms, rms_eps, pair, overflow)
         return HighLow(pair, None)

@@ -35,7 +35,7 @@ def silu_sum(
     tensors are contiguous.
     """
     dtype = dtype or x.dtype
-    if not cuda.uses_triton("silu_sum", backend, x):
+    if not cuda.uses_triton(backend, x):
         vectors = modulation.table[modulation.entry].to(x.dtype)  # (N, V, D)
         total = x + vectors[:, shift, None]
         for branch, gate in branches:
@@ -68,7 +68,7 @@ def row_squares(x: Tensor, backend: str = "auto") -> Tensor:
 
     The Triton kernel takes float32.
     """
-    if not cuda.uses_triton("row_squares", backend, x):
+    if not cuda.uses_triton(backend, x):
         return x.square().sum(-1).view(1, -1)
     width = x.shape[-1]
     out = torch.empty(1, x.numel() // width, dtype=x.dtype, device=x.device)

@@ -30,7 +30,7 @@ def swiglu(x: Tensor, backend: str = "auto") -> Tensor:
 
     The result has x's dtype; the arithmetic is in float32 or wider.
     """
-    if not cuda.uses_triton("swiglu", backend, x):
+    if not cuda.uses_triton(backend, x):
         return _torch(x)
     width = x.shape[-1] // 2
     out = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
@@ -51,7 +51,7 @@ def swiglu_split(x: Tensor, backend: str = "auto", stack: bool = False) -> HighL
 
     Each token has its own power-of-two scale. stack: use the layout of cuBLAS's split GEMM.
     """
-    if not cuda.uses_triton("swiglu_split", backend, x):
+    if not cuda.uses_triton(backend, x):
         return split(_torch(x))
     shape = x.shape[:-1]
     width = x.shape[-1] // 2

@@ -19,8 +19,9 @@ compile_for(capability)
 import {tests} as tests
 import accel.kernels.{kernels} as kernels
 
-with gpu.emulate_capability(capability):
-    {call}
+gpu.emulated = capability
+{call}
+gpu.emulated = None
 jitted = [one for one in vars(kernels).values() if hasattr(one, "device_caches")]
 ran = [kernel for one in jitted for cache in one.device_caches.values() for kernel in cache[0].values()]
 assert ran and all(".target sm_%d%d" % capability in kernel.asm["cubin"].decode() for kernel in ran)

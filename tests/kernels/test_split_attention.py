@@ -7,7 +7,6 @@ import torch
 from kernel_testing import draw, error, formula, interpreted, needs_hopper
 from tensor_cores import CORES, run_cublas_here
 
-from accel.kernels import cuda
 from accel.kernels.split_attention import cublas, reference, split_attention
 from accel.kernels.split_linear import split
 
@@ -39,11 +38,6 @@ def check_cublas(patch, shapes):
     patch.setattr(cublas, "MAX_SCORE_BYTES", 3 * 4 * 70 * 70)  # three heads at once, of four
     for shape in shapes:
         check(*shape, "cublas")
-
-
-def test_cublas_without_triton(monkeypatch):
-    monkeypatch.setattr(cuda, "HAS_TRITON", False)
-    check_cublas(monkeypatch, SHAPES)
 
 
 @pytest.mark.parametrize("capability", CORES)

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from kernel_testing import draw, error, interpreted, needs_hopper
 from tensor_cores import CORES, run_cublas_here
 
-from accel.kernels import cuda
 from accel.kernels.split_linear import (
     HighLow,
     SplitLinear,
@@ -162,11 +161,6 @@ def check_cublas(patch):
     for shape in SHAPES:
         check_linear(*shape, "cublas")
     check_overflow("cublas")
-
-
-def test_cublas_without_triton(monkeypatch):
-    monkeypatch.setattr(cuda, "HAS_TRITON", False)
-    check_cublas(monkeypatch)
 
 
 def relative_error(capability, depth):

@@ -24,9 +24,9 @@ WHEEL_12_6 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
 
 
 @pytest.fixture(params=CAPABILITIES, ids=str)
-def seen(request):
-    with gpu.emulate_capability(request.param):
-        yield request.param
+def seen(request, monkeypatch):
+    monkeypatch.setattr(gpu, "emulated", request.param)
+    return request.param
 
 
 def test_backends(seen):

@@ -42,7 +42,7 @@ def adaln(
     scale follows shift. All tensors are contiguous. rms_eps: use RMSNorm with this ε instead of
     LayerNorm.
     """
-    if not cuda.uses_triton("adaln", backend, x):
+    if not cuda.uses_triton(backend, x):
         out = reference.adaln(x, modulation, shift, branches, rms_eps)
         return out.to(dtype or x.dtype)
     from accel.kernels.adaln import triton
@@ -65,7 +65,7 @@ def adaln_split(
 
     Each token has its own power-of-two scale. stack: use the layout of cuBLAS's split GEMM.
     """
-    if not cuda.uses_triton("adaln_split", backend, x):
+    if not cuda.uses_triton(backend, x):
         return split(reference.adaln(x, modulation, shift, branches, rms_eps))
     from accel.kernels.adaln import triton
 

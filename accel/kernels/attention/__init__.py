@@ -28,10 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel.kernels import check_backend, cuda
+from accel.kernels import cuda
 from accel.kernels.attention import hopper, simt
-
-BACKENDS = ("auto", "hopper", "simt", "cudnn", "flash", "efficient", "torch")
 
 
 def attention(qkv: Tensor, num_heads: int, backend: str = "auto") -> Tensor:
@@ -48,7 +46,6 @@ def attention_to(qkv: Tensor, kv: Tensor | None, num_heads: int, backend: str = 
     kv (N, T, 2·D): keys and values, concatenated; None: those in qkv. Raises ValueError if the
     backend does not support the inputs.
     """
-    check_backend("attention", backend, BACKENDS)
     dim = qkv.shape[-1] // (3 * num_heads)
     if backend == "auto":
         blocks = simt.blocks(len(qkv), qkv.shape[1], num_heads)

@@ -53,7 +53,7 @@ def group_norm(
 
 def _run(backend, x):
     """Return the module that implements the backend."""
-    if not cuda.uses_triton("group_norm", backend, x):
+    if not cuda.uses_triton(backend, x):
         return reference
     from accel.kernels.group_norm import triton
 

@@ -28,11 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel.kernels import check_backend, cuda
+from accel.kernels import cuda
+from accel.kernels.linear import hopper
 from accel.kernels.linear.reference import EPILOGUES, TWO_MATRICES, EpilogueArgs
 from accel.kernels.linear.tuner import Tuner
 
-BACKENDS = ("auto", "hopper", "tuned", "epilogue", "torch")
 ROTATION_PERIOD = 256  # tokens; hopper.cu keeps the angles of so many positions per block
 
 
@@ -53,7 +53,6 @@ class Linear:
         tuner: Tuner | None = None,
         backend: str = "auto",
     ):
-        check_backend("linear", backend, BACKENDS)
         assert epilogue in ("", *EPILOGUES) and (rotation is None) == (epilogue != "rotate")
         self.weight = weight
         self.epilogue = epilogue
@@ -71,8 +70,6 @@ class Linear:
     def _choose(self):
         if not self.weight.is_cuda or self.weight.dtype == torch.float64:
             return "torch"
-        from accel.kernels.linear import hopper  # lazy import: only for GPUs
-
         fused = self.epilogue in hopper.FUSED_EPILOGUES
         if fused and hopper.supports(self.weight, self.epilogue, self.rotation):
             return "hopper"
@@ -90,8 +87,6 @@ class Linear:
     def prepare(self, m: int) -> None:
         """Compile and load the kernels for M tokens. cuBLASLt's kernels are precompiled."""
         if self.backend == "hopper":
-            from accel.kernels.linear import hopper
-
             hopper.load(self._tile(m), self)
         elif self.epilogue == "swiglu":
             EPILOGUES[self.epilogue](self.weight.new_zeros(1, len(self.weight)), EpilogueArgs())
@@ -119,16 +114,12 @@ class Linear:
         return y if self.gelu_in_gemm or not self.epilogue else EPILOGUES[self.epilogue](y, args)
 
     def _tile(self, m):
-        from accel.kernels.linear import hopper
-
         multiprocessors = cuda.multiprocessors(self.weight.device)
         depth = self.weight.shape[1]
         return hopper.choose_tile(m, self.width, depth, self.epilogue, multiprocessors)
 
     def _by_hopper(self, x, args):
         """Compute the layer with hopper.cu."""
-        from accel.kernels.linear import hopper
-
         m = x.numel() // x.shape[-1]
         shape = (*x.shape[:-1], self.width)
         tile = self._tile(m)

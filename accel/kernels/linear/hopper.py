@@ -35,13 +35,10 @@ class Tile(NamedTuple):
         """Return the number of rows in a tile."""
         return 64 * self.height * (1 if self.pingpong else self.warpgroups)
 
-    def result_columns(self, epilogue: str) -> int:
-        """Return the number of result columns in a tile."""
-        return self.columns // 2 if epilogue in TWO_MATRICES else self.columns
-
     def column_tiles(self, outputs: int, epilogue: str) -> int:
         """Return the number of tiles that cover `outputs` result columns."""
-        return -(-outputs // self.result_columns(epilogue))
+        columns = self.columns // 2 if epilogue in TWO_MATRICES else self.columns
+        return -(-outputs // columns)
 
     def clusters(self, m: int, outputs: int, epilogue: str) -> int:
         """Return the number of cluster tiles in a result (M, outputs)."""

@@ -9,6 +9,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ class Choice(NamedTuple):
         self.gemm.run(self.algorithm, x, weight, bias, out)
 
 
+@dataclass
 class Tuner:
     """Chooses algorithms for the GEMMs of a network and caches the measurements.
 
@@ -51,15 +53,12 @@ class Tuner:
     on every rank.
     """
 
-    def __init__(
-        self,
-        folders: Sequence[str | Path] | None = None,
-        share: Callable[[Callable[[], Any]], Any] = lambda make: make(),
-    ):
-        self.folders = [cache_folder()] if folders is None else [Path(folder) for folder in folders]
-        self.share = share
-        self.chosen: dict[tuple, Choice] = {}  # keyed by the arguments of `choose`
-        self.seconds: list[float] = []  # duration of each measurement by this process
+    folders: Sequence[Path] = field(default_factory=lambda: [cache_folder()])
+    share: Callable[[Callable[[], Any]], Any] = lambda make: make()
+    # keyed by the arguments of `choose`
+    chosen: dict[tuple, Choice] = field(default_factory=dict, init=False)
+    # duration of each measurement by this process
+    seconds: list[float] = field(default_factory=list, init=False)
 
     def choose(
         self, m: int, n: int, k: int, gelu: bool, dtype: torch.dtype, device: torch.device

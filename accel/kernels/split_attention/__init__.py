@@ -14,11 +14,9 @@ power of two, so that the low parts of small weights are not lost; the sums have
 
 import torch
 
-from accel.kernels import check_backend, cuda
+from accel.kernels import cuda
 from accel.kernels.split_attention import cublas, hopper, reference
 from accel.kernels.split_linear import HighLow
-
-BACKENDS = ("auto", "hopper", "cublas", "torch")
 
 
 def choose_backend(device: torch.device, dim: int) -> str:
@@ -35,7 +33,6 @@ def split_attention(qkv: HighLow, num_heads: int, backend: str = "auto") -> High
 
     q, k and v are concatenated, each head-major (Vaswani et al. 2017, arXiv:1706.03762, eq. 1).
     """
-    check_backend("split_attention", backend, BACKENDS)
     dim = qkv.pair.shape[-1] // (3 * num_heads)
     if backend == "auto":
         backend = choose_backend(qkv.pair.device, dim)

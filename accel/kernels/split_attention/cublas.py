@@ -1,6 +1,6 @@
 """Split attention with cuBLAS: two batched GEMMs for each group of heads.
 
-The other steps are Triton kernels (triton.py), or their references if Triton is not installed.
+The other steps are Triton kernels (triton.py).
 
     centre        v's mean over the tokens
     operands      q as [high, low, high], k as [low, high, high], and v − mean as [high, low] twice,
@@ -14,13 +14,9 @@ Tensor cores truncate towards zero, so errors add up if all summands have one si
 positive; the mean is therefore subtracted from v. Since weights sum to one, merge adds it back.
 """
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
-from accel.kernels import cuda
-from accel.kernels.split_attention import reference
 from accel.kernels.split_linear.cublas import multiply_add, split_multiply
 from accel.kernels.split_linear.high_low import new_stack
 
@@ -29,9 +25,8 @@ MAX_SCORE_BYTES = 64 << 20  # per group of heads, unless one head needs more (4�
 
 def attention(pair: Tensor, num_heads: int) -> Tensor:
     """Compute attention: pair (2, N, T, 3·D) float16, contiguous → (2, N, T, D), a `new_stack`."""
-    kernels: ModuleType = reference
-    if cuda.HAS_TRITON:
-        from accel.kernels.split_attention import triton as kernels
+    from accel.kernels.split_attention import triton
+
     n, tokens, width = pair.shape[1:]
     heads = n * num_heads  # over all samples
     dim = width // (3 * num_heads)
@@ -39,12 +34,12 @@ def attention(pair: Tensor, num_heads: int) -> Tensor:
     group = min(heads, max(1, MAX_SCORE_BYTES // (4 * tokens * tokens)))  # heads at a time
     scores = torch.empty(group, tokens, tokens, device=pair.device)
     mixed = torch.empty(group, tokens, 2 * dim, device=pair.device)
-    centre = kernels.centre(pair, num_heads)
+    centre = triton.centre(pair, num_heads)
     for first in range(0, heads, group):
         count = min(group, heads - first)
-        q, k, v = kernels.operands(pair, centre, first, count)
+        q, k, v = triton.operands(pair, centre, first, count)
         multiply_add(q, k.mT, scores[:count], add=False)
-        weights = kernels.softmax(scores[:count], dim)
+        weights = triton.softmax(scores[:count], dim)
         split_multiply(weights, v, mixed[:count], small=tokens)
-        kernels.merge(mixed[:count], centre, out, first)
+        triton.merge(mixed[:count], centre, out, first)
     return out

@@ -21,13 +21,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from accel.kernels import check_backend, cuda
+from accel.kernels import cuda
 from accel.kernels.split_linear import cublas, hopper, reference
 from accel.kernels.split_linear.high_low import HighLow, balance, new_pair, split
 
 __all__ = ["HighLow", "SplitLinear", "balance", "choose_backend", "split", "split_rows"]
-
-BACKENDS = ("auto", "hopper", "cublas", "torch")
 
 
 def choose_backend(device: torch.device) -> str:
@@ -42,7 +40,7 @@ def split_rows(x: Tensor, stack: bool = False, backend: str = "auto") -> HighLow
 
     stack: use the layout of cuBLAS's split GEMM.
     """
-    if not cuda.uses_triton("split_rows", backend, x):
+    if not cuda.uses_triton(backend, x):
         return split(x)
     from accel.kernels.split_linear import triton
 
@@ -79,7 +77,6 @@ class SplitLinear:
         name: str = "",
         backend: str = "auto",
     ):
-        check_backend("split_linear", backend, BACKENDS)
         assert gelu_scale is None or overflow is not None
         self.backend = choose_backend(weight.device) if backend == "auto" else backend
         assert low or self.backend != "cublas"

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.kernels import cuda, gpu
-from accel.kernels.split_linear import reference
+from accel.kernels import gpu
 from accel.kernels.split_linear.high_low import HighLow, split, stacked
 
 # Inner dimension of high·high that one GEMM may sum in its accumulators, by compute capability.
@@ -54,11 +53,7 @@ def linear(layer: Any, x: HighLow) -> Tensor | HighLow:
     y = torch.empty(len(a), layer.columns, device=a.device)
     split_multiply(a, layer.pair.t(), y, 2 * layer.depth)
     row_scale = None if x.scale is None else x.scale.flatten()
-    if not cuda.HAS_TRITON:
-        scale = layer.scale if row_scale is None else layer.scale * row_scale[:, None]
-        y = torch.addcmul(layer.bias, y, scale)
-        return reference.finish(layer, y.unflatten(0, shape))
-    from accel.kernels.split_linear.triton import finish
+    from accel.kernels.split_linear import triton
 
-    out = finish(layer, y, row_scale)
+    out = triton.finish(layer, y, row_scale)
     return HighLow(out.unflatten(1, shape), None) if layer.high_low else out.unflatten(0, shape)
