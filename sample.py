@@ -12,7 +12,6 @@ if __name__ == "__main__":
 
 from accel.cli import RankParser, add_arguments, request_from, user_errors
 from accel.config.options import GRID, SPEED
-from accel.config.rules import Request
 from accel.distributed import Ranks
 from accel.io.output import require_outputs
 
@@ -46,15 +45,10 @@ def main() -> None:
             from accel.launch.processes import run_ranks
 
             sys.exit(run_ranks(world, parser.prog))
-        sample_in_process(request)
+        launch.import_torch(args.device)  # slow, so after the cheap checks
+        from accel.jobs.grid import make_grid
 
-
-def sample_in_process(request: Request) -> None:
-    """Sample in this process."""
-    launch.import_torch(request.options.get("device"))  # slow, so after the cheap checks
-    from accel.jobs.grid import make_grid
-
-    make_grid(request, Ranks())
+        make_grid(request, Ranks())
 
 
 if __name__ == "__main__":

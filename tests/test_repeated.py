@@ -184,7 +184,7 @@ def test_refused_pictures(here, demo, tmp_path, monkeypatch):
     assert "No such file" in refused(here("sample.py", "--like", "no.png"))
     before = (tmp_path / "sample.png").read_bytes()
     text = refused(here("sample.py", "--like", "sample.png", *files))
-    assert "--like sample.png: would be replaced by its repetition; give another --output" in text
+    assert "--like sample.png: would be replaced by its repetition; give an --output" in text
     assert (tmp_path / "sample.png").read_bytes() == before
 
 

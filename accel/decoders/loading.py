@@ -4,7 +4,6 @@ changes.
 
 import hashlib
 import json
-import re
 import stat
 from collections.abc import Mapping
 from functools import lru_cache
@@ -33,7 +32,6 @@ from accel.tensors.tensor_files import (
 
 PUBLISHED = ("ema", "mse")
 FILES = ("config.json", WEIGHTS)
-HUB_FILE = re.compile(r"([\w.-]+/[\w.-]+)[:/](.+)")  # owner/name/path, or owner/name:path
 
 
 def kind_names() -> list[str]:
@@ -89,7 +87,6 @@ def _locate(name):
     is_tensors = folder.suffix in FILE_SUFFIXES
     if not stat.S_ISDIR(mode) and not (stat.S_ISREG(mode) and is_tensors):
         both = " and ".join(FILES)
-        on_hub = HUB_FILE.fullmatch(name)
         if name in PUBLISHED:
             repository = f"stabilityai/sd-vae-ft-{name}"
             remedy = f"put {both} of {repository} into {place_for(folder.name, FOLDER)}"
@@ -98,14 +95,6 @@ def _locate(name):
             remedy = (
                 f"fetch https://huggingface.co/{name} by other means and give its folder, or its "
                 ".pt file"
-            )
-        elif on_hub and is_tensors and not mode and not Path(folder.parts[0]).exists():
-            raise UsageError(
-                "is not here",
-                f"if it is a file of the hub: `hf download {on_hub[1]} {on_hub[2]} --local-dir "
-                f"models`, then give models/{on_hub[2]}",
-                parameter="vae",
-                value=name,
             )
         else:
             raise UsageError(

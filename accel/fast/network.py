@@ -163,7 +163,10 @@ class FastNetwork(BlockNetwork):
             a = block.proj(self.attend(stage, block, h, attend, first))  # type: ignore[arg-type]
             attended = (a, vectors + ATTENTION_GATE)
             h = self.adaln(x, modulation, vectors + MLP_SHIFT, (attended,))
-            m = self._mlp(block, h)
+            hidden = block.fc1(h)
+            if block.activate:
+                hidden = block.activate(hidden)
+            m = block.fc2(hidden)
             branches = (attended, (m, vectors + MLP_GATE))
         return branches
 
@@ -175,13 +178,6 @@ class FastNetwork(BlockNetwork):
         if block.rotate:
             packed = block.rotate(packed, first=first)
         return attend(packed, stage.num_heads)
-
-    def _mlp(self, block, h):
-        """Return a block's MLP branch (N, t, D)."""
-        hidden = block.fc1(h)
-        if block.activate:
-            hidden = block.activate(hidden)
-        return block.fc2(hidden)
 
     def prepare(self, times: list[float], labels: list[int], at_once: int = 1) -> RunState:
         if not self.precomputes_conditioning:
@@ -205,7 +201,10 @@ class FastNetwork(BlockNetwork):
         yield from self.conditioning.parameters()
         for stage in self.stages:
             for block in stage.blocks:
-                yield from parameters_of(block)
+                for layer in block.gemms:
+                    yield from layer.parameters()
+                if block.rotation is not None:
+                    yield from filter(torch.is_tensor, block.rotation)
 
     def tune(self, row_tokens: Iterable[int]) -> None:
         gemms = []
@@ -227,13 +226,3 @@ class FastNetwork(BlockNetwork):
                 f"GEMMs measured for this GPU: {len(seconds)} in {sum(seconds):.1f} s; "
                 "later runs find what was chosen"
             )
-
-
-def parameters_of(block: Block) -> Iterator[Tensor]:
-    """Return the tensors of a block."""
-    for layer in block.gemms:
-        yield from layer.parameters()
-    if block.rotation is not None:
-        yield block.rotation.rotation
-        if block.rotation.norms is not None:
-            yield block.rotation.norms

@@ -254,21 +254,21 @@ class SplitOps:
         naming the layer, if weights are not finite.
         """
         qkv_bias = gemms.qkv.bias_or_zeros()
-        factors = _balanced(gemms.qkv.weight, qkv_bias, rotation)
+        factors, norms = _balanced(gemms.qkv.weight, qkv_bias, rotation)
         overflow = self._watch(gemms.qkv.name)
         rotate = None
         if rotation is not None:  # its kernel splits the projection and sets the flag
-            rotation = rotation._replace(norms=factors.norms)
+            rotation = rotation._replace(norms=norms)
             rotate = partial(qk_norm_rotary_split, overflow=overflow, **rotation._asdict())
             overflow = None
         qkv = self.linear(
             gemms.qkv._replace(
-                weight=gemms.qkv.weight * factors.outputs[:, None],
-                bias=qkv_bias * factors.outputs,
+                weight=gemms.qkv.weight * factors[:, None],
+                bias=qkv_bias * factors,
             ),
             overflow=overflow,
         )
-        v_factors = factors.outputs.chunk(3)[2]
+        v_factors = factors.chunk(3)[2]
         proj = self.linear(
             gemms.proj._replace(weight=gemms.proj.weight / v_factors),
             scaled=False,
@@ -317,17 +317,11 @@ class SplitOps:
         return next((layer for layer, flag in zip(self.watched, flags) if flag), None)
 
 
-class _Factors(NamedTuple):
-    """Powers of two that bring q, k and v to similar magnitudes."""
-
-    outputs: Tensor  # (3·D,): factors for the outputs of qkv
-    norms: Tensor | None  # Rotation.norms, multiplied by the factors of q and k
-
-
 def _balanced(weight, bias, rotation):
-    """Return the factors for a projection with weight (3·D, K) and bias (3·D,).
+    """Return powers of two that bring q, k and v of a projection to similar magnitudes: factors
+    (3·D,) for its outputs, and `Rotation.norms` multiplied by the factors of q and k.
 
-    Two outputs that form a rotated pair have the same factor.
+    weight (3·D, K), bias (3·D,). Two outputs that form a rotated pair have the same factor.
     """
     *weights, v_weight = weight.chunk(3)  # of q and k
     *biases, v_bias = bias.chunk(3)
@@ -341,7 +335,7 @@ def _balanced(weight, bias, rotation):
     if norms is not None:
         norms = norms * factors[:, None]
         factors = torch.ones_like(factors)
-    return _Factors(torch.cat([*factors, balance(v_weight, v_bias)]), norms)
+    return torch.cat([*factors, balance(v_weight, v_bias)]), norms
 
 
 def _balance_pairs(weight, bias):

@@ -50,24 +50,15 @@ def atomic_write(
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
-        if replace and path.exists():
+        if path.exists() and not replace:
+            partial.unlink(missing_ok=True)  # another download may remove partial files
+            return
+        if path.exists():
             partial.chmod(path.stat().st_mode & 0o7777)
-        if replace or not _link_unless_taken(partial, path):
-            os.replace(partial, path)
+        os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-
-
-def _link_unless_taken(partial: Path, path: Path) -> bool:
-    """Hard-link a temporary file to `path` unless `path` exists. Return whether `path` exists then;
-    it does not on a file system without hard links.
-    """
-    with suppress(OSError):
-        os.link(partial, path)
-    if path.exists():
-        partial.unlink(missing_ok=True)
-    return path.exists()
 
 
 def temporary_stem(name: str) -> str:

@@ -57,17 +57,18 @@ def outputs_of(values: Mapping[str, Any]) -> list[str]:
 
 def require_outputs(values: Mapping[str, Any]) -> None:
     """Create the folders of all outputs and check that they are writable. Raises UsageError, also
-    for an output that is the picture of --like.
+    if the default output is the picture of --like.
     """
     output_type = values.get("output_type", "image")
+    repeated = None if "output" in values else values.get("like")
     for path in outputs_of(values):
         check_writable(Path(path, "000.png") if is_folder(path, output_type) else path)
-        if "like" in values and os.path.exists(path) and os.path.samefile(path, values["like"]):
+        if repeated and os.path.exists(path) and os.path.samefile(path, repeated):
             raise UsageError(
                 "would be replaced by its repetition",
-                "give another `output`",
+                "give an `output`",
                 parameter="like",
-                value=values["like"],
+                value=repeated,
             )
 
 

@@ -47,21 +47,21 @@ def record_of(
     for name in ("model", "num_classes"):  # follow from the weights
         if settings[name]["origin"] != USER and (name == "num_classes" or "ckpt" in given):
             names.discard(name)
-    files = {}
-    for name in FILE_OPTIONS:
-        value = getattr(run.settings, name)
-        files[name] = {
-            "name": value and Path(value).name,
-            "given": name in given,
-            "digest": digests.get(name),
-        }
+    paths = {name: getattr(run.settings, name) for name in FILE_OPTIONS}
     return {
         "machine": machine,
         "settings": {
             name: {**settings[name], "origin": Path(settings[name]["origin"]).name}
             for name in sorted(names)
         },
-        "files": files,
+        "files": {
+            name: {
+                "name": path and Path(path).name,
+                "given": name in given,
+                "digest": digests.get(name),
+            }
+            for name, path in paths.items()
+        },
         "grid": 0 if listed else run.request.repeated.grid + number,
     }
 

@@ -6,7 +6,6 @@ the steps.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -54,12 +53,6 @@ def require_schedule(given: InputRef, config: Mapping[str, Any]) -> None:
             )
 
 
-@lru_cache
-def _scheduler_class(name):
-    module, class_name = SOLVERS[name]
-    return getattr(import_module(f"diffusers.schedulers.{module}"), class_name)
-
-
 @dataclass(frozen=True)
 class Solver(Process):
     """Sample by a deterministic solver of diffusers, with DiT's betas. name: in SOLVERS."""
@@ -75,7 +68,9 @@ class Solver(Process):
 
     def _scheduler(self):
         """Return a new scheduler of diffusers."""
-        scheduler = _scheduler_class(self.name)(trained_betas=BETAS)
+        module, class_name = SOLVERS[self.name]
+        schedulers = import_module(f"diffusers.schedulers.{module}")
+        scheduler = getattr(schedulers, class_name)(trained_betas=BETAS)
         scheduler.set_timesteps(self.steps)
         return scheduler
 

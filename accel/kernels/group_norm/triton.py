@@ -128,25 +128,6 @@ def compile_ahead(device: torch.device) -> None:
     def compile_normalise(x):
         return _normalise.warmup(x, wide, wide, half, 1024, 128, 1, **TILE, grid=grid)
 
-    def compile_join():
-        return _join.warmup(
-            wide,
-            wide,
-            wide,
-            wide,
-            1024,
-            128,
-            1,
-            1024,
-            4,
-            1.0,
-            IN_GROUP=16,
-            ROWS=128,
-            EPS=EPS,
-            num_warps=4,
-            grid=grid,
-        )
-
     with torch.cuda.device(device):
         kernels = [
             compile_normalise(half),
@@ -155,7 +136,23 @@ def compile_ahead(device: torch.device) -> None:
             compile_add(wide, branch=half, out=wide),
             compile_add(half, branch=half, out=wide),
             compile_add(wide, branch=half, out=half, statistics=False),
-            compile_join(),
+            _join.warmup(
+                wide,
+                wide,
+                wide,
+                wide,
+                1024,
+                128,
+                1,
+                1024,
+                4,
+                1.0,
+                IN_GROUP=16,
+                ROWS=128,
+                EPS=EPS,
+                num_warps=4,
+                grid=grid,
+            ),
         ]
         for kernel in kernels:  # the host's launcher, built by a C compiler
             triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
