@@ -1,5 +1,5 @@
-"""Run commands in forks of a process that has imported torch, which takes a fresh
-interpreter three seconds.
+"""Run commands in forks of a process that has imported torch and the other packages of a command,
+which takes a fresh interpreter three seconds.
 
 Every pytest process has one such parent, by the standard library's fork server. It
 imports nothing of this repository.
@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["torch"])
+SERVER.set_forkserver_preload(["torch.distributed.run", "triton", "safetensors.torch", "PIL.Image"])
 
 
 class Fork:

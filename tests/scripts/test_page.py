@@ -4,6 +4,7 @@ is offered, and the estimate on the way, without them.
 
 import base64
 import http.client
+import importlib
 import io
 import json
 import re
@@ -21,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from browser import Browser, find
+from conftest import ROOT
 from jobs import Command
 from PIL import Image
 from test_guide_files import write_rae
@@ -30,7 +32,6 @@ from accel.launch import ENDINGS
 from accel.pipeline import Pipeline
 from accel.runtime.precision import exclusive
 from evaluate import psnr
-from scripts.page import DATA, Studio, changed, choices
 
 in_browser = pytest.mark.skipif(
     not (find() and find_spec("gradio")),
@@ -41,9 +42,18 @@ in_browser = pytest.mark.skipif(
 # ---- without a browser ----
 
 
+DATA = ROOT / "scripts" / "page"
+
+
 @pytest.fixture(scope="module")
-def studio():
-    return Studio(Options(device="cpu"))
+def program():
+    """scripts/page.py. gradio takes five seconds to import, and every worker imports all modules."""
+    return importlib.import_module("scripts.page")
+
+
+@pytest.fixture(scope="module")
+def studio(program):
+    return program.Studio(Options(device="cpu"))
 
 
 @pytest.mark.parametrize(
@@ -59,8 +69,8 @@ def test_what_is_no_port_or_address_is_a_line(flag, words, here):
     assert words in forks.refused(here("scripts/page.py", flag))
 
 
-def test_a_family_offers_what_it_has_and_no_more(studio):
-    offered = {run.settings.model: choices(run) for run in studio.runs}
+def test_a_family_offers_what_it_has_and_no_more(program, studio):
+    offered = {run.settings.model: program.choices(run) for run in studio.runs}
     assert offered["DiT-Demo/2"] == (["ddpm", "ddim", "dpm++", "unipc"], ["fp32"])
     assert offered["Large-DiT-Demo/2"] == offered["DiT-Demo/2"]
     assert offered["SiT-Demo/2"] == (["sde", "euler", "heun"], ["fp32"])
@@ -70,10 +80,10 @@ def test_a_family_offers_what_it_has_and_no_more(studio):
     "number, sampler, steps",
     [(0, "ddpm", 9), (0, "ddim", 9), (1, "ddpm", 5), (2, "euler", 7), (2, "heun", 5)],
 )
-def test_before_the_last_step_the_estimate_is_the_result(studio, number, sampler, steps):
+def test_before_the_last_step_the_estimate_is_the_result(program, studio, number, sampler, steps):
     """The last step of these samplers goes to x* itself."""
     labels = (1, 5)
-    run = changed(
+    run = program.changed(
         studio.runs[number],
         labels=labels,
         sampler=sampler,
@@ -162,10 +172,11 @@ class Visitor(Browser):
         self.ask("document.activeElement.blur()")
 
     def choose(self, label, value):
-        """Choose from a list by typing."""
-        self.ask(f"(e => (e.focus(), e.select()))({self.field(label)})")
-        self.call("Input.insertText", text=str(value))
-        self.key("Enter", 13)
+        """Choose the option that begins so from a list."""
+        self.ask(f"{self.field(label)}.focus()")
+        option = f"{self.seen('[role=option]')}.find(e => e.innerText.match(/^{value}/m))"
+        self.until(lambda: self.ask(f"!!{option}"))
+        self.ask(f"{option}.dispatchEvent(new MouseEvent('mousedown', {{bubbles: true}}))")
 
     def wait_for(self, words):
         """What the status contains of `words`, a regular expression."""
@@ -307,7 +318,7 @@ def test_sample_draws_the_example_again_and_is_disabled_meanwhile(visitor, tmp_p
 
 @in_browser
 def test_the_command_makes_the_same_picture_to_the_bit(visitor, here, tmp_path):
-    """Of classes that are searched and drawn twice, with a seed by the dice."""
+    """Three classes are drawn twice, with a seed by the dice."""
     visitor.choose("Classes", "mushr")
     visitor.choose("Pictures of each", 2)
     visitor.press("Another seed", "button")
