@@ -110,7 +110,7 @@ class Decoder:
         """Decode in fp32 or tf32. Raises UsageError if a pixel is not finite."""
         with convolutions(arithmetic):
             pixels = self.one_by_one(self.network, latents)
-        if not_finite(pixels):
+        if not pixels.isfinite().all():
             raise UsageError(
                 "decodes finite latents to pixels that are not finite",
                 "check its weights, or choose another",
@@ -124,12 +124,3 @@ class Decoder:
         batch. Tiling an image is impossible, because GroupNorm needs global statistics.
         """
         return torch.cat([network(self.space.to_decoder(latent)) for latent in latents.split(1)])
-
-
-def not_finite(pixels: Tensor) -> list[int]:
-    """Return the indices of images with a non-finite value; synchronises once."""
-    return [
-        index
-        for index, finite in enumerate(pixels.isfinite().flatten(1).all(1).tolist())
-        if not finite
-    ]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from accel.decoders import LatentSpace
-from accel.decoders.decoder import Decoder, not_finite
+from accel.decoders.decoder import Decoder
 from accel.runtime.graphs import GraphedFunction
 
 log = logging.getLogger(__name__)
@@ -109,15 +109,15 @@ class Float16Decoder(Decoder):
         if self.half is None:
             return self.in_float32(latents, self.precision)
         pixels = self._float16_pixels(latents)
-        failed = not_finite(pixels)
-        if failed:
+        is_finite = pixels.isfinite().flatten(1).all(1)  # of each picture
+        if not is_finite.all():
             if not self._warned:
                 log.warning(
                     "a picture overflows the float16 decoder; such pictures are decoded in "
                     f"{NAMES[self.fallback]}"
                 )
                 self._warned = True
-            pixels[failed] = self.in_float32(latents[failed], self.fallback)
+            pixels[~is_finite] = self.in_float32(latents[~is_finite], self.fallback)
         return pixels
 
     def _float16_pixels(self, latents):

@@ -121,10 +121,8 @@ class Ranks:
     rank = 0
     world = 1
     local_rank = 0
-
-    def __init__(self) -> None:
-        self._counter = 0
-        self._stop = False
+    _counter = 0
+    _stop = False
 
     # ---- the exchange of values ----
 

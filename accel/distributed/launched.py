@@ -26,20 +26,6 @@ from accel.errors import (
 )
 
 
-def _rank():
-    """Return rank, world size and rank within the node, which torchrun or srun sets; by default
-    those of a single process.
-    """
-    if "RANK" in os.environ:
-        names = "RANK", "WORLD_SIZE", "LOCAL_RANK"
-    elif launch.is_task_of_srun():  # the batch script itself has no step
-        names = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"
-    else:
-        return 0, 1, 0
-    rank, world, local_rank = names
-    return int(os.environ[rank]), int(os.environ[world]), int(os.environ.get(local_rank, 0))
-
-
 def set_address() -> None:
     """Set MASTER_ADDR and MASTER_PORT under srun: the first host of the step, and a port derived
     from the job and step ids. Raises UsageError without Slurm's commands.
@@ -62,9 +48,17 @@ def set_address() -> None:
 
 
 def _join():
-    """Connect to the other ranks of this job. Raises UsageError if a rank is missing."""
-    rank, world, local_rank = _rank()
-    if world == 1:
+    """Connect to the other ranks that torchrun or srun started, if any. Raises UsageError if a rank
+    is missing.
+    """
+    if "RANK" in os.environ:
+        names = "RANK", "WORLD_SIZE", "LOCAL_RANK"
+    elif launch.is_task_of_srun():  # the batch script itself has no step
+        names = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"
+    else:
+        return Ranks()
+    rank, world, local_rank = (int(os.environ.get(name, 0)) for name in names)
+    if world < 2:
         return Ranks()
     from accel.distributed.process_group import connect  # lazy: imports torch.distributed
 

@@ -83,7 +83,6 @@ class DistributedRanks(Ranks):
     device: torch.device
 
     def __init__(self, rank: int, world: int, local_rank: int, store: dist.Store):
-        super().__init__()
         self.rank = rank
         self.world = world
         self.local_rank = local_rank

@@ -10,16 +10,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 
-def keep_tokens(x: Tensor, embedded: Tensor, condition: Any) -> Tensor:
-    """Return the tokens of the previous stage, or the embedded tokens for the first stage."""
-    return x
-
-
-def keep_condition(x: Tensor, condition: Any) -> Any:
-    """Return the network's conditioning, which has one vector per batch row."""
-    return condition
-
-
 class Stage(NamedTuple):
     """Consecutive blocks of one width and one number of tokens.
 
@@ -28,16 +18,16 @@ class Stage(NamedTuple):
     enter(x, embedded, condition): returns the input tokens (N, t, D) of the first block. x: tokens
     of the previous stage, or the embedded tokens for the first stage. embedded, condition: results
     of the network's `embed` and `condition`. Blocks may overwrite x; if a later stage reads
-    `embedded`, the first stage must copy it.
+    `embedded`, the first stage must copy it. Default: x.
     modulate(x, condition): returns the modulation of the blocks and, for the last stage, of the
-    head. x: as for `enter`.
+    head. x: as for `enter`. Default: the network's conditioning, one vector per batch row.
     """
 
     blocks: Sequence[Any]  # modules of a reference network, or blocks of accel/fast
     width: int
     num_heads: int
-    enter: Callable[[Tensor, Tensor, Any], Tensor] = keep_tokens
-    modulate: Callable[[Tensor, Any], Any] = keep_condition
+    enter: Callable[[Tensor, Tensor, Any], Tensor] = lambda x, embedded, condition: x
+    modulate: Callable[[Tensor, Any], Any] = lambda x, condition: condition
     prepended: int = 0  # number of additional tokens before the patches'; the head drops them
 
 

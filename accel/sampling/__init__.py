@@ -120,9 +120,9 @@ def denoise(
     on_step(i, x): called after step i was queued, with its result x (n, C, L, L).
     """
     y = guidance.labels(labels)
-    indices = torch.arange(process.evaluations, device=z.device)
-    at_once = max(process.evaluation_counts)
-    run = network.prepare(list(process.times()), y.tolist(), at_once)
+    times = list(process.times())
+    indices = torch.arange(len(times), device=z.device)
+    run = network.prepare(times, y.tolist(), at_once=max(process.evaluation_counts))
     evaluate: Callable[..., torch.Tensor] = partial(network.forward, run=run)
     captures = network.captures and z.is_cuda
     scale: float | torch.Tensor = guidance.scale

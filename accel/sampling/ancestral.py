@@ -83,14 +83,6 @@ class Ancestral(Process):
         scaled = self._coefficient("start_x", index, x) * x
         return (scaled - self._coefficient("start_eps", index, x) * eps).contiguous()
 
-    def _log_variance(self, out, x, index):
-        """Return the log of the step's variance: Nichol & Dhariwal 2021, eq. 15, if learned."""
-        if not self.learn_sigma:
-            return self._coefficient("fixed_log_variance", index, x)
-        fraction = (out[:, x.shape[1] :] + 1) / 2
-        max_log = self._coefficient("max_log_variance", index, x)
-        return fraction * max_log + (1 - fraction) * self._coefficient("min_log_variance", index, x)
-
     def step(self, state, index, noise, networks) -> State:
         """Return x_{t-1} = mean(x_t, x_0) + [t ≠ 0]·σ·noise."""
         (x,) = state
@@ -99,8 +91,14 @@ class Ancestral(Process):
         start = self._predict_start(x, out[:, : x.shape[1]], index)
         mean = self._coefficient("mean_start", index, x) * start
         mean = mean + self._coefficient("mean_x", index, x) * x
+        log_variance = self._coefficient("fixed_log_variance", index, x)
+        if self.learn_sigma:  # Nichol & Dhariwal 2021, eq. 15
+            fraction = (out[:, x.shape[1] :] + 1) / 2
+            max_log = self._coefficient("max_log_variance", index, x)
+            min_log = self._coefficient("min_log_variance", index, x)
+            log_variance = fraction * max_log + (1 - fraction) * min_log
         not_last = (index != self.steps - 1).float()[:, None, None, None]
-        sigma = torch.exp(0.5 * self._log_variance(out, x, index))
+        sigma = torch.exp(0.5 * log_variance)
         return (mean.contiguous() + not_last * sigma * noise,)
 
 

@@ -37,11 +37,6 @@ class Process(ABC):
         """Return how many steps draw noise: the first ones. Later steps get the last draw again."""
         return self.steps
 
-    @property
-    def evaluations(self) -> int:
-        """Return the number of network evaluations of all steps."""
-        return sum(self.evaluation_counts)
-
     @abstractmethod
     def times(self) -> Sequence[float]:
         """Return the network's argument t of every evaluation, in order."""

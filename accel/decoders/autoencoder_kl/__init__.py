@@ -131,15 +131,9 @@ class Attention(nn.Module):
         return h.transpose(1, 2).reshape(x.shape) + x
 
 
-def upsampler(width: int) -> nn.Module:
-    """Build nearest upsampling by 2 with a 3×3 convolution."""
-    conv = nn.Conv2d(width, width, 3, padding=1)
-    return nn.Sequential(OrderedDict(nearest=nn.Upsample(scale_factor=2.0), conv=conv))
-
-
 class Block(nn.Module):
-    """Residual layers, the first `attentions` of them followed by attention, then an optional
-    upsampling.
+    """Residual layers, the first `attentions` of them followed by attention, then optionally
+    nearest upsampling by 2 with a 3×3 convolution.
     """
 
     def __init__(
@@ -150,13 +144,13 @@ class Block(nn.Module):
             [Residual(width if i else width_in, width, groups) for i in range(layers)]
         )
         self.attentions = nn.ModuleList([Attention(width, groups) for _ in range(attentions)])
-        self.upsamplers = nn.ModuleList([upsampler(width)] if upsample else [])
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        """Residual layers and attentions in order."""
-        layers = chain.from_iterable(zip_longest(self.resnets, self.attentions))
-        return [layer for layer in layers if layer is not None]
+        pairs = zip_longest(self.resnets, self.attentions)
+        self.layers = [layer for layer in chain(*pairs) if layer is not None]  # in order
+        self.upsamplers = nn.ModuleList()
+        if upsample:
+            conv = nn.Conv2d(width, width, 3, padding=1)
+            nearest = nn.Upsample(scale_factor=2.0)
+            self.upsamplers.append(nn.Sequential(OrderedDict(nearest=nearest, conv=conv)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in (*self.layers, *self.upsamplers):

@@ -66,11 +66,6 @@ class Plan(NamedTuple):
     independent: bool = False
 
     @property
-    def can_grow(self) -> bool:
-        """Whether a plan with a larger count begins with the same pictures."""
-        return self.labels in ("random", "by_number")
-
-    @property
     def batch_sizes(self) -> set[int]:
         """The distinct batch sizes; batches of upstream's order are never partial."""
         if not self.independent:

@@ -78,7 +78,18 @@ def make_folder(request: Request, ranks: Ranks) -> None:
     """Open the request, lock the folder, load and sample. Raises as `fill`."""
     ranks.run_collectively(lambda: require_seeds(request.values, ranks.world), only=0)
     run, watch = open_on_ranks(request, ranks)
-    plan = plan_of(run)
+    plan = Plan(
+        folder=folder_of(run),
+        count=run.count,
+        batch_size=run.settings.per_proc_batch_size,
+        seed=run.settings.seed,
+        num_classes=run.settings.num_classes,
+        image_size=run.settings.image_size,
+        latent=(run.space.channels, run.latent_size, run.latent_size),
+        drawn=run.guidance.noise_rows,
+        labels=run.spec.family.label_orders[run.settings.balanced_labels],
+        independent=run.settings.world_independent_noise,
+    )
     warn_of_legacy_folder(run)
     with ExitStack() as stack:
         # Before the network is loaded, because its autotuner writes to the folder.
@@ -154,7 +165,9 @@ def _open_folder(batches, settings):
     """Open the folder, on rank 0. Return the finished batches."""
     plan = batches.plan
     with disk_errors(plan.folder):
-        grown = open_folder(plan.folder, settings, plan.can_grow)
+        # With these orders a larger number of pictures begins with the same ones.
+        can_grow = plan.labels in ("random", "by_number")
+        grown = open_folder(plan.folder, settings, can_grow)
         finished = batches.finished()
         if grown or len(finished) < batches.count:
             npz.forget(plan.folder)  # its pictures may change, for other kernels round differently
@@ -211,23 +224,6 @@ def require_seeds(values: Values, world: int) -> None:
         "use a smaller one",
         parameter="seed",
         value=seed,
-    )
-
-
-def plan_of(run: Run) -> Plan:
-    """Return the plan of a job."""
-    side = run.latent_size
-    return Plan(
-        folder=folder_of(run),
-        count=run.count,
-        batch_size=run.settings.per_proc_batch_size,
-        seed=run.settings.seed,
-        num_classes=run.settings.num_classes,
-        image_size=run.settings.image_size,
-        latent=(run.space.channels, side, side),
-        drawn=run.guidance.noise_rows,
-        labels=run.spec.family.label_orders[run.settings.balanced_labels],
-        independent=run.settings.world_independent_noise,
     )
 
 
