@@ -17,12 +17,10 @@ if __name__ == "__main__":
 
 import warnings
 from argparse import Namespace
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from glob import glob
-from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -64,9 +62,10 @@ class Pictures:
         self.shape: tuple[int, ...] = (0,)  # (N, H, W, 3)
         with self.errors():
             if path.is_dir():
-                names = glob("**", root_dir=path, recursive=True)  # none that are hidden
                 self.files = sorted(
-                    path / name for name in names if Path(name).suffix.lower() in SUFFIXES
+                    path / name
+                    for name in glob("**", root_dir=path, recursive=True)  # none that are hidden
+                    if Path(name).suffix.lower() in SUFFIXES
                 )
                 if self.files:
                     self.shape = (len(self.files), *read_picture(self.files[0]).pixels.shape)
@@ -105,23 +104,19 @@ class Pictures:
         progress of `work`. Raises UsageError, which names the file, for corrupt pictures.
         """
         bar = progress(total=len(self), unit="picture", desc=f"{work}{self.path.name}", leave=False)
-        read = self._from_files if self.files else self._from_archive
-        with self.errors(), bar:
-            for pixels in read(size):
+        with self.errors(), bar, ThreadPoolExecutor(8) as pool:
+            # zipfile compares the checksum at the member's end.
+            member = None if self.files else self._open_pixels()[0]
+            for first in range(0, len(self), size):
+                if member is None:
+                    files = self.files[first : first + size]
+                    pixels = np.stack(list(pool.map(self._read_file, files)))
+                else:
+                    shape = min(size, len(self) - first), *self.shape[1:]
+                    content = member.read(int(np.prod(shape)))
+                    pixels = np.frombuffer(content, np.uint8).reshape(shape)
                 yield torch.tensor(pixels).permute(0, 3, 1, 2)
                 bar.update(len(pixels))
-
-    def _from_archive(self, size):
-        # zipfile compares the checksum at the member's end.
-        member, *_ = self._open_pixels()
-        for first in range(0, len(self), size):
-            shape = min(size, len(self) - first), *self.shape[1:]
-            yield np.frombuffer(member.read(prod(shape)), np.uint8).reshape(shape)
-
-    def _from_files(self, size):
-        with ThreadPoolExecutor(8) as pool:
-            for first in range(0, len(self), size):
-                yield np.stack(list(pool.map(self._read_file, self.files[first : first + size])))
 
     def _read_file(self, file):
         pixels = read_picture(file).pixels
@@ -171,7 +166,7 @@ def load_inception(
     path: Path, device: torch.device
 ) -> Callable[[torch.Tensor], dict[str, torch.Tensor]]:
     """Return torch-fidelity's Inception as a function: pictures (n, 3, H, W) uint8 → features
-    (n, 2048), logits without bias (n, 1008), sFID's features (n, 2023), by name.
+    (n, 2048), logits without bias (n, 1008), sFID's features (n, 2023), by name, on the CPU.
     """
     try:
         # torch-fidelity's own loading executes code
@@ -192,7 +187,7 @@ def load_inception(
         pool, logits = network(pictures)
         # Row, column, channel: TensorFlow's order, and so that of ADM's mu_s and sigma_s.
         places = spatial.pop()[:, :CHANNELS].permute(0, 2, 3, 1).flatten(1)  # (n, 2023)
-        return {POOL: pool, LOGITS: logits, SPATIAL: places}
+        return {POOL: pool.cpu(), LOGITS: logits.cpu(), SPATIAL: places.cpu()}
 
     return features
 
@@ -201,18 +196,17 @@ def features_of(
     pictures: Pictures, network: Callable, device: torch.device, batch_size: int
 ) -> dict[str, torch.Tensor]:
     """Return features (N, D) of all pictures, by name, in one pass."""
-    batches = defaultdict(list)
     with torch.no_grad(), convolutions("fp32"):
-        for batch in pictures.batches(batch_size):
-            for name, values in network(batch.to(device)).items():
-                batches[name].append(values.cpu())
-    return {name: torch.cat(batches.pop(name)) for name in [*batches]}
+        batches = [network(batch.to(device)) for batch in pictures.batches(batch_size)]
+    return {name: torch.cat([batch.pop(name) for batch in batches]) for name in [*batches[0]]}
 
 
 def fid_of(features: torch.Tensor, reference: dict[str, np.ndarray]) -> float:
     """Return the Fréchet distance of features (N, D) to statistics."""
-    own = metric_fid.fid_features_to_statistics(features)
-    own = {name: value.astype(reference[name].dtype) for name, value in own.items()}
+    own = {
+        name: value.astype(reference[name].dtype)
+        for name, value in metric_fid.fid_features_to_statistics(features).items()
+    }
     distance = metric_fid.fid_statistics_to_metric(own, reference, verbose=False)
     return distance[metric_fid.KEY_METRIC_FID]
 
@@ -278,15 +272,13 @@ def report(args: Namespace, settings: dict) -> None:
         raise UsageError("one value has no spread", "give more", parameter="bootstrap", value=1)
     samples = Pictures(args.samples)
     reference = Pictures(args.reference)
-    needed = [samples]  # the sides whose pictures are needed
-    if args.precision_recall or not reference.statistics:
-        needed.append(reference)
+    needs_both = args.precision_recall or not reference.statistics
+    needed = [samples, reference] if needs_both else [samples]  # sides whose pictures are read
     for side in needed:
         if len(side) < 10:  # the Inception Score has ten parts
-            kind = "a folder" if side.path.is_dir() else "an archive (arr_0)"
             raise UsageError(
-                f"{side.path}: is {kind} with {len(side)} pictures; give one of at least 10, as "
-                "sample_ddp.py --num-fid-samples makes"
+                f"{side.path}: has {len(side)} pictures; give a folder or an archive (arr_0) of at "
+                "least 10, as sample_ddp.py --num-fid-samples makes"
             )
     device = choose_device(args.device)
     watch = Stopwatch(device)
@@ -309,40 +301,49 @@ def report(args: Namespace, settings: dict) -> None:
     for line in lines:
         print(f"note: {line}")
     if args.json:
-        figures = dict(pictures=len(samples), metrics=metrics, notes=lines)
-        print_result([args.samples, args.reference], watch.phases, settings, **figures)
+        print_result(
+            [args.samples, args.reference],
+            watch.phases,
+            settings,
+            pictures=len(samples),
+            metrics=metrics,
+            notes=lines,
+        )
 
 
 def main() -> None:
     parser = OneLineParser(description=__doc__)
-    add = parser.add_argument
-    add("samples", type=Path, help=".npz (arr_0), or a folder of pictures")
-    add(
+    parser.add_argument("samples", type=Path, help=".npz (arr_0), or a folder of pictures")
+    parser.add_argument(
         "reference",
         type=Path,
         help="the same, or ADM's statistics: an .npz with mu, sigma, mu_s, sigma_s",
     )
-    add(
+    parser.add_argument(
         "--inception-weights",
         type=Path,
         metavar="FILE",
         help=f"weights of torch-fidelity's Inception; default: {URL.rpartition('/')[2]} in torch's "
         "hub cache, fetched once",
     )
-    add(
+    parser.add_argument(
         "--precision-recall",
         action="store_true",
         help="precision and recall, too: minutes for 50,000 pictures",
     )
-    add(
+    parser.add_argument(
         "--bootstrap",
         type=positive,
         metavar="N",
         help="FID's 95 %% interval, from N resamplings of the samples' features, some seconds each",
     )
-    add("--json", action="store_true", help="the last line of the output is one JSON object")
-    add("--batch-size", type=positive, default=64, help="pictures at a time (default: 64)")
-    add("--device", choices=("cuda", "cpu"), help="default: a GPU if there is one")
+    parser.add_argument(
+        "--json", action="store_true", help="the last line of the output is one JSON object"
+    )
+    parser.add_argument(
+        "--batch-size", type=positive, default=64, help="pictures at a time (default: 64)"
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: a GPU if there is one")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", module="PIL")  # the reader's error is the line
     with user_errors(parser):

@@ -252,7 +252,7 @@ def test_figures_that_statistics_do_not_give(data, inception, tmp_path, here):
     np.savez(tmp_path / "fid.npz", mu=MU, sigma=SIGMA)
     files = data / "samples.npz", tmp_path / "fid.npz"
     command = "scripts/fid.py", *files, "--inception-weights", inception, "--device", "cpu"
-    assert "fid.npz: is an archive" in forks.refused(here(*command, "--precision-recall"))
+    assert "fid.npz: has 0 pictures" in forks.refused(here(*command, "--precision-recall"))
     assert "--bootstrap 1: " in forks.refused(here(*command, "--bootstrap", 1))
 
 
