@@ -7,15 +7,12 @@ arXiv:2512.07004). Nothing is rounded. The T4's row is an assumption: Volta's bl
 Ampere's extra bit.
 """
 
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 
 from accel.kernels.split_attention import cublas as split_attention
-from accel.kernels.split_attention import reference
 from accel.kernels.split_linear import cublas as split_linear
-from accel.kernels.split_linear import reference as split_reference
 
 
 class Core(NamedTuple):
@@ -53,16 +50,9 @@ def multiply(a, b, core):
     return total.float()
 
 
-def finish(layer, y, row_scale):
-    """Compute accel.kernels.split_linear.triton.finish in plain torch."""
-    scale = layer.scale if row_scale is None else layer.scale * row_scale[:, None]
-    y = split_reference.finish(layer, torch.addcmul(layer.bias, y, scale))
-    return y.pair if layer.high_low else y
-
-
 def run_cublas_here(monkeypatch, capability=None):
-    """Make the cuBLAS backends run on a CPU, in float32; or as on a GPU of `capability`,
-    by emulated tensor cores.
+    """Make the cuBLAS backends run on a CPU under Triton's interpreter: in float32, or as on a GPU
+    of `capability`, by emulated tensor cores.
     """
 
     def multiply_add(a, b, out, add):
@@ -71,8 +61,5 @@ def run_cublas_here(monkeypatch, capability=None):
 
     if capability is not None:
         monkeypatch.setattr(split_linear.gpu, "capability", lambda device: capability)
-        epilogue = SimpleNamespace(finish=finish)
-        monkeypatch.setattr("accel.kernels.split_linear.triton", epilogue, raising=False)
-        monkeypatch.setattr("accel.kernels.split_attention.triton", reference, raising=False)
     monkeypatch.setattr(split_linear, "multiply_add", multiply_add)
     monkeypatch.setattr(split_attention, "multiply_add", multiply_add)

@@ -1,6 +1,6 @@
 """Triton kernels before, between and after the two cuBLAS GEMMs of split attention.
 
-They use no tensor cores, so they compile for any GPU. Their references are in reference.py.
+They use no tensor cores, so they compile for any GPU.
 """
 
 import math
@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from accel.kernels.split_attention.reference import LIFT, V_SCALE
 from accel.kernels.split_linear.triton import store_high_low, store_stack
 
+LIFT = 2.0**15  # factor of the weights before the split, so that small ones keep their low parts
+V_SCALE = 0.5  # factor of v − mean, which may be twice as large as v
 ROWS = 32  # tokens per program
 CENTRE_ROWS = 128  # tokens per iteration of `centre`, whose few programs must hide memory latency
 
