@@ -33,30 +33,20 @@ class Launcher(Command):
 LONG = "--num-sampling-steps", 1000, "--labels", 1, 2
 
 
-def long_job(launch, *args):
-    return (
-        Launcher(*args, *LONG)
-        if launch == "torchrun"
-        else Command(ROOT / "sample.py", "--gpus", 2, *args, *LONG)
-    )
-
-
 @pytest.mark.parametrize(
     "launch, who, number",
     [
-        ("torchrun", "", "KILL"),
         ("torchrun", "0", "KILL"),
         ("torchrun --parallel tokens=2", "1", "KILL"),  # every layer of the other rank waits for it
         ("torchrun", "", "TERM"),
-        ("--gpus", "", "KILL"),
     ],
 )
 def test_nothing_is_left_of_a_job(launch, who, number, demo, tmp_path):
-    """Launcher or rank killed, Ctrl-C, SIGTERM, in the middle of sampling. test_launch.py
-    has the others of --gpus.
+    """A rank is killed or the launcher terminated in the middle of sampling; --gpus:
+    tests/distributed/test_launch.py.
     """
-    launch, *flags = launch.split()
-    job = long_job(launch, *demo, *flags, "--output", tmp_path / "x.png")
+    _, *flags = launch.split()
+    job = Launcher(*demo, *LONG, *flags, "--output", tmp_path / "x.png")
     job.wait_for("parallel:" if flags else " · 2 ranks")
     os.kill(job.alive()[who][0] if who else job.process.pid, signal.Signals[f"SIG{number}"])
     status, error = job.end()
@@ -78,7 +68,8 @@ def test_a_command_outlives_the_shell_that_started_it(program, rank, demo, tmp_p
 
 @pytest.mark.parametrize("launch", ["torchrun", "--gpus"])
 def test_nothing_is_left_of_a_launcher_that_is_killed_while_ranks_start(launch, demo, tmp_path):
-    job = long_job(launch, *demo, "--output", tmp_path / "x.png")
+    flags = *demo, *LONG, "--output", tmp_path / "x.png"
+    job = Launcher(*flags) if launch == "torchrun" else Command("sample.py", *flags, "--gpus", 2)
     forks.until(lambda: {"0", "1"} <= job.alive().keys(), where=job.alive)
     job.process.kill()
     job.end()
@@ -123,7 +114,6 @@ def test_a_signal_in_an_import_is_a_line(command, module, number, tmp_path):
 @pytest.mark.parametrize(
     "script, number, status, word",
     [
-        ("sample.py", "INT", INTERRUPTED, "interrupted"),
         ("sample.py", "TERM", STOPPED, "stopped; start again with the same command"),
         ("sample_ddp.py", "INT", INTERRUPTED, "interrupted"),
     ],

@@ -126,12 +126,6 @@ def killed(ranks):
     ranks.all_gather_object(None)
 
 
-def killed_in_wait(ranks):
-    if ranks.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    ranks.all_gather_object(None)
-
-
 def stopped(ranks):
     """Rank 1 is asked to stop; all look between batches."""
     ranks.stop_on_signals(signal.SIGUSR1)

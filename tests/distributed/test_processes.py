@@ -118,11 +118,6 @@ def test_the_failing_ranks_traceback_comes_first():
     assert "ZeroDivisionError: of rank 1" in error[error.index("Root Cause") :]
 
 
-def test_a_dead_rank_ends_the_job():
-    statuses, error = under_torchrun(WORKER, "killed_in_wait")
-    assert statuses[1] == -signal.SIGKILL, error
-
-
 def test_a_job_whose_rank_died_is_started_again_by_torchrun():
     done = forks.run(
         [*forks.torchrun(2, "--standalone", "--max-restarts=1"), WORKER, "killed"], **ENVIRONMENT

@@ -242,7 +242,7 @@ def test_fid_job_survives_what_a_queue_does_to_it(cluster, install, work, demo):
     with all its files; their bits: tests/jobs/fid/test_fid_job.py. A job that may not be
     requeued fails by its ranks' status.
     """
-    size = "--ntasks-per-node=2", "--cpus-per-task=1"
+    size = "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1"
     file = install / "slurm" / "fid50k.sbatch"
     once = cluster.submit("--no-requeue", *size, file, *demo, *FID, cwd=work)
     wait_for_pictures(work, once, 2)

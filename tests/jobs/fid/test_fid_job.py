@@ -230,32 +230,34 @@ def test_five_kills_change_nothing(demo, undisturbed, tmp_path):
 
 
 def test_a_signal_to_one_rank_stops_all_and_the_job_resumes(demo, undisturbed, tmp_path):
-    """SIGUSR1 to one rank; then, in the next run, SIGHUP to the other. Ctrl-C to one rank ends all
-    at once.
+    """Rank 1 under torchrun receives SIGUSR1; then, without torchrun, rank 0 receives SIGHUP. Ctrl-C
+    to one rank ends all at once.
     """
-    for number, victim in ((signal.SIGUSR1, 1), (signal.SIGHUP, 0)):
-        # two more than there are: the job is at work
-        least = 2 + len(list(tmp_path.glob("*/*.png")))
-        job = start(2, *demo, *FID, "--sample-dir", tmp_path)
-        assert wait_for_pictures(tmp_path, least, job)
-        os.kill(ranks_of(job)[victim], number)
-        text = finish(job, status=STOPPED)
+    command = [*demo, *FID, "--sample-dir", tmp_path]
+    least = 0
+    for number, victim, launched in ((signal.SIGUSR1, 1, True), (signal.SIGHUP, 0, False)):
+        least += 2  # more than there are: the job is at work
+        ranks = [start(2, *command)] if launched else start_ranks(2, *command)
+        assert wait_for_pictures(tmp_path, least, ranks[0])
+        os.kill(ranks_of(ranks[0])[victim] if launched else ranks[victim].pid, number)
+        text = finish(*ranks, status=STOPPED)
         by_rank = text.partition("ChildFailedError")[0]  # once more when torchrun has ended
         assert by_rank.count("start again with the same command") == 1
-        assert text.count(f"exitcode  : {STOPPED}") == 2
+        assert text.count(f"exitcode  : {STOPPED}") == 2 * launched
         made = files(tmp_path)
         count = sum(name.endswith(".png") for name in made)
         assert least <= count < MADE and not any(
             ".part" in name or name.endswith("npz") for name in made
         )
         assert count % 2 == 0  # all that was made is written
-    job = start(2, *demo, *FID, "--sample-dir", tmp_path)
-    assert wait_for_pictures(tmp_path, count + 2, job)
-    os.kill(ranks_of(job)[1], signal.SIGINT)
-    text = finish(job, status=INTERRUPTED)
+        least = count
+    ranks = start_ranks(2, *command)
+    assert wait_for_pictures(tmp_path, count + 2, ranks[0])
+    os.kill(ranks[1].pid, signal.SIGINT)
+    text = finish(*ranks, status=INTERRUPTED)
     assert text.count("sample_ddp.py: rank 1: interrupted") == 1
     assert " of 2 on " not in text  # a rank's own traceback
-    run(2, *demo, *FID, "--sample-dir", tmp_path)
+    run(2, *command)
     assert files(tmp_path) == undisturbed
 
 
@@ -569,7 +571,8 @@ def test_what_is_taken_away_meanwhile_is_one_line(what, demo, undisturbed, tmp_p
     job = start(2, *command)
     assert wait_for_pictures(tmp_path, 3, job)
     [folder] = tmp_path.iterdir()
-    place, away = folder if what == "the folder" else folder / ".job", tmp_path / "away"
+    place = folder if what == "the folder" else folder / ".job"
+    away = tmp_path / "away"
     place.rename(away)
     text = finish(job, status=USAGE)
     assert f"sample_ddp.py: --sample-dir: No such file or directory at {folder}" in text
