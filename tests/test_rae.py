@@ -18,7 +18,7 @@ from accel import Sampler, accelerate
 from accel.config.options import Options
 from accel.families.rae import BY_SIDE
 from accel.families.rae.network import DiTwDDTHead
-from accel.run.fetching import fetch
+from accel.run.opening import fetch
 
 # heads of 72 and 128 as in XL; the head's hidden width is 1365, which is odd as the published one
 TRUNK = 3

@@ -5,16 +5,14 @@ reads modules and state dicts. Once opened, all checkpoints look the same.
 """
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from accel.checkpoints.arguments import interpreted
-from accel.checkpoints.facts import checked
+from accel.checkpoints.facts import checked, interpreted
 from accel.errors import InputRef, UsageError
 from accel.families.identify import (
     NO_USER_FACTS,
@@ -32,7 +30,9 @@ from accel.runtime.precision import TIERS
 from accel.tensors.positions import POSITION_TABLE, require_sinusoid
 from accel.tensors.shapes import shapes_of
 
-if TYPE_CHECKING:  # lazy: only for accelerated tiers
+if TYPE_CHECKING:  # the first two import this module; lazy: only for accelerated tiers
+    from accel.checkpoints.loading import WeightFiles
+    from accel.checkpoints.module import StateTensors
     from accel.kernels.linear import Tuner
 
 
@@ -43,33 +43,18 @@ class Contents(NamedTuple):
     facts: Mapping[str, Any]
 
 
-class Tensors(Protocol):
-    """The read-only tensors of a checkpoint, under the names in its family's files."""
-
-    @property
-    def state(self) -> StateDict: ...
-
-    def reading(self) -> AbstractContextManager[StateDict]:
-        """Yield `state` for its last use. Raises UsageError if the file changed meanwhile."""
-
-    def digest(self) -> str:
-        """Return a hash of the trained values, 16 hex digits."""
-
-    def same_as(self, other: "Tensors") -> bool:
-        """Return whether both come from the same file."""
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """The weights of a network.
 
-    given: the user's name for them. spec: the network. tensors: from a file or a module.
+    given: the user's name for them. spec: the network. tensors: of a file or a module, read-only,
+    under the names in the family's files.
     family_notice: that the family is an assumption, "" if it is certain.
     """
 
     given: InputRef
     spec: ModelSpec
-    tensors: Tensors
+    tensors: "WeightFiles | StateTensors"
     family_notice: str = ""
 
     @property
@@ -146,7 +131,7 @@ class Checkpoint:
 
 def checkpoint_of(
     given: InputRef,
-    tensors: Tensors,
+    tensors: "WeightFiles | StateTensors",
     facts: Mapping[str, Any],
     user_facts: UserFacts = NO_USER_FACTS,
     path: Path | None = None,

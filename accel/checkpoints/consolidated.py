@@ -7,8 +7,8 @@ import os
 import re
 from pathlib import Path
 
-from accel.checkpoints import Contents, training
-from accel.checkpoints.arguments import arguments_of
+from accel.checkpoints import Contents, single_file
+from accel.checkpoints.facts import arguments_of
 from accel.errors import InputRef
 from accel.tensors.pickles import read_pickle
 
@@ -39,7 +39,7 @@ def read(folder: Path, given: InputRef, entry: str | None = None) -> Contents:
         raise given.error(
             f"contains neither {WEIGHTS[0]} nor {WEIGHTS[1]}", "copy the weights there"
         )
-    state, facts = training.read(folder / whole[0], given, entry)
+    state, facts = single_file.read(folder / whole[0], given, entry)
     if ARGUMENTS in names:
         meaning = "the arguments of a training run"
         arguments = read_pickle(folder / ARGUMENTS, given.option, argparse.Namespace, meaning)

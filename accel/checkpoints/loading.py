@@ -6,20 +6,21 @@ from contextlib import contextmanager
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from accel.checkpoints import Checkpoint, Contents, checkpoint_of
 from accel.errors import InputRef, path_errors, shown
 from accel.families import DEMO, FOLDER
 from accel.families.identify import NO_USER_FACTS, UserFacts
 from accel.families.spec import StateDict
+from accel.tensors.digests import cached_digest
+from accel.tensors.positions import trained
 from accel.tensors.tensor_files import FILE_SUFFIXES, HUB_ID, file_stamps, mode_of
 
 # published names; the variable's name is upstream's
 pretrained_models = {"DiT-XL-2-512x512.pt", "DiT-XL-2-256x256.pt"}
 # Modules with matches(path) and read(path, given, entry) → Contents. The first format whose
 # matches(path) is true reads the file; later ones are not imported.
-FORMATS = "safetensors_file", "training", "diffusers_folder", "consolidated"
+FORMATS = "single_file", "diffusers_folder", "consolidated"
 
 PART = ".distcp"  # of a distributed checkpoint
 IN_PARTS = (
@@ -49,7 +50,6 @@ class WeightFiles:
         self.entry = entry
         self._path = _locate(given)  # None: a hub id, not fetched yet
         self._stamps: list[tuple] | None = None  # of the files when they were first opened
-        self._digest: str | None = None
 
     @property
     def path(self) -> Path:
@@ -121,25 +121,14 @@ class WeightFiles:
         """Return a hash of the trained values, 16 hex digits. A sine-cosine position table is not
         trained.
 
-        The first call for a file reads all of it. The result is cached on disk.
+        The first call for a file reads all of it; the result is cached on disk.
         """
-        if self._digest is None:
-            if "contents" not in self.__dict__:
-                self._require_unchanged()
-            from accel.tensors.digests import cached_digest  # lazy imports: only for FID jobs
-            from accel.tensors.positions import trained
-
-            stamps = self._stamps or self._stamp()
-            # mapped again: the tensors are not copied and kept
-            again = WeightFiles(_ReadAgain(*self.given), entry=self.entry)
-            files = self if "contents" in self.__dict__ else again
-            self._digest = cached_digest(stamps, lambda: trained(files.state), self.entry or "")
-        return self._digest
-
-    def same_as(self, other: Any) -> bool:
-        """Return whether both are the same entry of the same file."""
-        of_file = getattr(other, "entry", self) == self.entry
-        return of_file and self.path.samefile(other.path)
+        files = self
+        if "contents" not in self.__dict__:  # map the file again: the tensors are not kept
+            self._require_unchanged()
+            files = WeightFiles(_ReadAgain(*self.given), self.entry)
+        stamps = self._stamps or self._stamp()
+        return cached_digest(stamps, lambda: trained(files.state), self.entry or "")
 
     def _stamp(self):
         """Return the stamps of all files that may contain the weights."""

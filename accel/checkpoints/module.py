@@ -63,10 +63,6 @@ class StateTensors:
         """Return a hash of the trained values, equal to that of a file."""
         return digest(trained({name: value.cpu() for name, value in self.state.items()}))
 
-    def same_as(self, other: Any) -> bool:
-        """Return False: modules are never the same file."""
-        return False
-
 
 def from_module(model: Any, option: str = "") -> tuple[Checkpoint, CallAdapter]:
     """Identify a module, wrapped or not, or a pipeline's transformer. Return its checkpoint, which

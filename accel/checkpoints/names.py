@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accel.checkpoints.arguments import TRAINING_STATE
+from accel.checkpoints.facts import TRAINING_STATE
 from accel.errors import InputRef, UsageError, shown
 from accel.families import families
 from accel.families.spec import StateDict

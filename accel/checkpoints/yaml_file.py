@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from accel.checkpoints.arguments import flattened
+from accel.checkpoints.facts import flattened
 from accel.errors import InputRef
 from accel.families.configuration import read_yaml
 from accel.tensors.tensor_files import FILE_SUFFIXES

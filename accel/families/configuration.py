@@ -4,13 +4,12 @@ A family's record names its `config_reader`, a module with `read(content, given)
 or None if another program wrote the file.
 """
 
-import re
 from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from accel.errors import InputRef, shown
+from accel.errors import InputRef
 from accel.families import families
 from accel.io.filesystem import read_small
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:  # brings torch
     from accel.families.spec import ModelSpec
 
 DECODER_OPTIONS = {"vae", "latent_stats"}
-NUMBER = re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+")  # PyYAML parses 1e-6 as a string
 
 
 class Configuration(NamedTuple):
@@ -92,37 +90,3 @@ def read_yaml(path: str | Path) -> Any:
         return yaml.safe_load(read_small(path).decode())
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError((str(error).splitlines() or [type(error).__name__])[0][:120]) from None
-
-
-class Entries:
-    """The entries of a configuration file. given: the file, for errors."""
-
-    def __init__(self, content: dict[str, Any], given: InputRef):
-        self.content = content
-        self.given = given
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return an entry by its dotted name, such as sampler.params.num_steps, or `default` if it
-        is missing or null.
-        """
-        value: Any = self.content
-        for part in name.split("."):
-            if not isinstance(value, dict):
-                raise self.given.error(f"has {shown(value)} in place of a section of {name}")
-            value = value.get(part)
-            if value is None:
-                return default
-        return value
-
-    def number(self, name: str, default: float, low: float, high: float = 1e12) -> Any:
-        """Return a number, or `default` if it is missing; a whole number if the default is one."""
-        value = self.get(name, default)
-        if isinstance(value, str) and NUMBER.fullmatch(value):
-            value = float(value)
-        kind = type(default)
-        if type(value) not in (int, float) or not low <= value <= high or kind(value) != value:
-            word = "whole number" if kind is int else "number"
-            raise self.given.error(
-                f"has {name} {shown(value)}, which must be a {word} from {low:g} to {high:g}"
-            )
-        return kind(value)

@@ -6,7 +6,8 @@ family, the option's default.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from accel.checkpoints.loading import WeightFiles
 from accel.config import rules
 from accel.config.options import DEFAULT, DEFAULTS, FAMILY, JOB, MODEL, OPTIONS, USER, Settings
 from accel.decoders import LatentSpace
-from accel.decoders.loading import PUBLISHED, find
+from accel.decoders.loading import PUBLISHED, find, recognise
 from accel.distributed import Ranks
 from accel.errors import InputRef, UsageError, warn
 from accel.families import require_family_of
@@ -89,8 +90,6 @@ def open_run(
         if origins.get(name, MODEL) == MODEL
     ]
     if guide is not None:
-        from accel.run.guide import require_alike  # lazy import: only for a guide
-
         notices += require_alike(values, origins, guide, checkpoint)
     require_spec(values, spec, guide)
     space = space or open_space(values, origins, checkpoint)
@@ -185,15 +184,13 @@ def open_weights(
     if guide is None and "guide" in values:
         of_guide = [WeightFiles(InputRef(values["guide"], "guide"))]
     if not all(each.is_here for each in (*files, *of_guide)):
-        from accel.run.fetching import fetch  # lazy import: most runs have all files
-
         fetch([*files, *of_guide], values)
     facts = "model", "num_classes", "num_heads"
     user_facts = UserFacts(**{name: values[name] for name in facts if name in values})
     checkpoint = checkpoint or files[0].checkpoint(user_facts)
     for each in of_guide:
         guide = each.checkpoint(UserFacts(guided=checkpoint.spec))
-        if guide.tensors.same_as(checkpoint.tensors):
+        if guide.name == checkpoint.name and "weights_entry" not in values:
             guide.given.warn(
                 "is the file of the network that it guides; both estimates are equal, so guidance "
                 "changes nothing"
@@ -220,6 +217,28 @@ def files_of(values: rules.Values) -> WeightFiles:
         sizes = {**defaults._asdict(), **rules.job_defaults(values, family), **values}
         name = published_name(family, model, sizes["image_size"], sizes["num_classes"])
     return WeightFiles(InputRef(name), values.get("weights_entry"))
+
+
+def fetch(opened: list[WeightFiles], values: rules.Values) -> None:
+    """Fetch files of weights, and the decoder that is known without them. Raises one UsageError
+    for all that is missing.
+    """
+    work: list[Callable[[], Any]] = [each.fetch for each in opened]
+    default = None if "ckpt" in values else rules.named_defaults(values).vae
+    decoder = values.get("vae", default)
+    if rules.decodes(values) and decoder is not None:
+        # Statistics of its latents may follow from the weights.
+        work.insert(0, partial(recognise, str(decoder)))
+    missing = []
+    for fetch_one in work:
+        try:
+            fetch_one()
+        except UsageError as error:
+            missing.append(error.marked)
+    if len(missing) > 1:
+        missing.append("or use `model=DiT-Demo/2`, which ships with both")
+    if missing:
+        raise UsageError("; ".join(missing))
 
 
 # ---- Origins ----
@@ -260,6 +279,43 @@ def as_text(values: rules.Values) -> str:
 
 
 # ---- Network, decoder, size, labels ----
+
+
+def require_alike(
+    values: rules.Values, origins: Mapping[str, str], guide: Checkpoint, checkpoint: Checkpoint
+) -> list[str]:
+    """Check that a guide matches the guided network `checkpoint` in family, classes, latents and
+    noise. Return notices. values, origins: of options. Raises UsageError if they differ.
+    """
+    spec = checkpoint.spec
+    other = guide.spec
+    size = spec.recommended.get("image_size", spec.image_size)
+    if origins.get("image_size") == USER and not spec.family.any_size:
+        size = values["image_size"]
+    compared = {
+        "the family": (other.family.name, spec.family.name),
+        "num_classes": (other.num_classes, spec.num_classes),
+        "channels of latents": (other.in_channels, spec.in_channels),
+        "channels of its output": (other.out_channels, spec.out_channels),
+        "a side of trained latents": (other.latent_size, spec.latent_size),
+        "image_size": (other.recommended.get("image_size", other.image_size), size),
+        # Without a configuration, the latents belong to the family's decoder.
+        "latent_scale": tuple(
+            each.latent_settings.get("latent_scale", 1) for each in (other, spec)
+        ),
+        "latent_norm": tuple(
+            each.latent_settings.get("latent_norm", True) for each in (other, spec)
+        ),
+    }
+    if spec.family.prediction == "data" and origins["noise_scale"] != USER:
+        compared["noise_scale"] = other.recommended.get("noise_scale"), values["noise_scale"]
+    for fact, (value, guided) in compared.items():
+        if None not in (value, guided) and value != guided:
+            raise guide.given.error(
+                f"has {fact} {value}, and {checkpoint.name} {guided}",
+                "a guide has the family, classes, latents and noise of the network that it guides",
+            )
+    return [guide.given.notice(guide.family_notice)] if guide.family_notice else []
 
 
 def require_spec(values: rules.Values, spec: ModelSpec, guide: Checkpoint | None) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.errors import InputRef, shown
-from accel.families.configuration import Configuration, Entries
+from accel.families.configuration import Configuration
 from accel.families.rae.decoder_facts import HEADS_BY_WIDTH, IMAGENET, LAYER_NORM_EPS
 from accel.io.filesystem import read_json
 
@@ -66,6 +66,7 @@ DECODER_DEFAULTS: dict[str, Any] = {
     "num_channels": 3,
     "qkv_bias": True,
 }
+NUMBER = re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+")  # PyYAML parses 1e-6 as a string
 # Names of published decoders and encoders, which have these facts.
 PUBLISHED = re.compile("(^|/)ViT(B|L|XL)/?$|^facebook/(dinov2|vit-mae)")
 
@@ -107,14 +108,41 @@ def fetch(paths: list[str]) -> str:
     return f"hf download nyu-visionx/RAE-collections {names} --local-dir models"
 
 
-class Reader(Entries):
-    """Read a configuration: the options, refusals and missing files in it."""
+class Reader:
+    """Read a configuration: the options, refusals and missing files in it. given: for errors."""
 
     def __init__(self, content: dict[str, Any], given: InputRef):
-        super().__init__(content, given)
+        self.content = content
+        self.given = given
         self.options: dict[str, Any] = {}
         self.refused: dict[str, str] = {}
         self.missing: dict[str, str] = {}
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return an entry by its dotted name, such as sampler.params.num_steps, or `default` if it
+        is missing or null.
+        """
+        value: Any = self.content
+        for part in name.split("."):
+            if not isinstance(value, dict):
+                raise self.given.error(f"has {shown(value)} in place of a section of {name}")
+            value = value.get(part)
+            if value is None:
+                return default
+        return value
+
+    def number(self, name: str, default: float, low: float, high: float = 1e12) -> Any:
+        """Return a number, or `default` if it is missing; a whole number if the default is one."""
+        value = self.get(name, default)
+        if isinstance(value, str) and NUMBER.fullmatch(value):
+            value = float(value)
+        kind = type(default)
+        if type(value) not in (int, float) or not low <= value <= high or kind(value) != value:
+            word = "whole number" if kind is int else "number"
+            raise self.given.error(
+                f"has {name} {shown(value)}, which must be a {word} from {low:g} to {high:g}"
+            )
+        return kind(value)
 
     def require_decoder(self, entry: str, default: str, name: str, facts: dict[str, Any]) -> None:
         """Refuse a decoder whose file `name` differs from the one that a configuration entry names.
