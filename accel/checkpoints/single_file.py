@@ -3,7 +3,6 @@ contains one, and metadata.
 """
 
 from pathlib import Path
-from typing import Any
 
 from accel.checkpoints import Contents
 from accel.checkpoints.facts import OWN, arguments_of, foreign_entries, from_header
@@ -21,15 +20,14 @@ def read(path: Path, given: InputRef, entry: str | None = None) -> Contents:
     """Return the tensors of the network, and the metadata. entry: as for `network_in`. Raises
     UsageError.
     """
-    content: dict[str, Any]
     if path.suffix == ".safetensors":
-        content, header = read_safetensors(path, given.option)
+        tensors, header = read_safetensors(path, given.option)
         facts = from_header(header)
         if "family" not in facts:  # another program wrote it
             facts = {**arguments_of(foreign_entries(header)), **facts}
-    else:
-        content = read_tensors(path, given.option)
-        facts = content.get(OWN)
-        if not isinstance(facts, dict) or "family" not in facts:
-            facts = arguments_of(content)
+        return Contents(network_in(given, tensors, entry), facts)
+    content = read_tensors(path, given.option)
+    facts = content.get(OWN, {})
+    if not isinstance(facts, dict) or "family" not in facts:
+        facts = arguments_of(content)
     return Contents(network_in(given, content, entry), facts)
