@@ -23,8 +23,10 @@ EXAMPLES = """examples:
 
 
 def make_parser() -> RankParser:
-    description = "Sample class-conditional pictures from a diffusion transformer."
-    parser = RankParser(description=description, epilog=EXAMPLES)
+    parser = RankParser(
+        description="Sample class-conditional pictures from a diffusion transformer.",
+        epilog=EXAMPLES,
+    )
     groups = add_arguments(parser, GRID)
     groups[SPEED].add_argument("--gpus", **launch.GPUS_FLAG)
     return parser

@@ -332,7 +332,10 @@ class GaussianDiffusion:
             return self._predict_xstart_from_eps(x_t=x, t=t, eps=prediction)
         if self.model_mean_type is ModelMeanType.START_X:
             return prediction
-        return self._predict_xstart_from_xprev(x_t=x, t=t, xprev=prediction)
+        # Solve Ho eq. 7 for x_0, given the posterior mean.
+        return (prediction - self._at("posterior_mean_coef2", t, x) * x) / self._at(
+            "posterior_mean_coef1", t, x
+        )
 
     def _predict_xstart_from_eps(self, x_t, t, eps):
         """Solve Ho eq. 4: x_0 = (x_t - sqrt(1 - abar_t) eps) / sqrt(abar_t), contiguous as
@@ -345,12 +348,6 @@ class GaussianDiffusion:
         """Solve Ho eq. 4: eps = (x_t - sqrt(abar_t) x_0) / sqrt(1 - abar_t)."""
         return (self._at("sqrt_recip_alphas_cumprod", t, x_t) * x_t - pred_xstart) / self._at(
             "sqrt_recipm1_alphas_cumprod", t, x_t
-        )
-
-    def _predict_xstart_from_xprev(self, x_t, t, xprev):
-        """Solve Ho eq. 7 for x_0, given the posterior mean xprev."""
-        return (xprev - self._at("posterior_mean_coef2", t, x_t) * x_t) / self._at(
-            "posterior_mean_coef1", t, x_t
         )
 
     def _variance(self, values, x, t):

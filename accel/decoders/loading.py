@@ -76,7 +76,8 @@ def find(name: str, statistics: str | None = None) -> LatentSpace:
     path, kind = recognise(str(name))
     if kind.builtin_space:
         return kind.builtin_space
-    files = DecoderFiles(path, _stamps(kind, path, statistics), kind, statistics)
+    stamps = tuple(file_stamps(kind.files(path, statistics), "vae"))
+    files = DecoderFiles(path, stamps, kind, statistics)
     return kind.space(files, _read(files)[0])
 
 
@@ -161,17 +162,14 @@ def digest(space: LatentSpace) -> str:
 
 def require_unchanged(decoder: DecoderFiles) -> None:
     """Raise UsageError if a file was changed since the decoder was opened."""
-    if _stamps(decoder.kind, decoder.path, decoder.statistics) != decoder.stamps:
+    files = decoder.kind.files(decoder.path, decoder.statistics)
+    if tuple(file_stamps(files, "vae")) != decoder.stamps:
         raise UsageError(
             "was changed since it was opened",
             "start again when the file is complete",
             parameter="vae",
             value=decoder.path,
         )
-
-
-def _stamps(kind: DecoderKind, path: Path, statistics: str | None) -> tuple[tuple, ...]:
-    return tuple(file_stamps(kind.files(path, statistics), "vae"))
 
 
 @lru_cache(maxsize=1)

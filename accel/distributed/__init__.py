@@ -80,11 +80,11 @@ class Placement(NamedTuple):
 
     def sizes(self, n: int, batch_size: int | None = None) -> set[int]:
         """Return the distinct sizes of the batches of all ranks."""
-        sizes: set[int] = set()
-        for rank in range(self.busy):
-            batches = self._replace(rank=rank).batches(n, batch_size)
-            sizes.update(batch.stop - batch.start for batch in batches)
-        return sizes
+        return {
+            batch.stop - batch.start
+            for rank in range(self.busy)
+            for batch in self._replace(rank=rank).batches(n, batch_size)
+        }
 
     def rows(self, pictures: int, copies: int) -> tuple[int, int]:
         """Return the shape (latents, rows per latent) of this rank's batch when `pictures` are

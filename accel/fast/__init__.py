@@ -135,8 +135,8 @@ def warmup_calls(network: FastNetwork, rows: int) -> list[Callable[[], object]]:
     else:
         calls += network.head_stage.warmup_calls(rows * tokens)
     picture_tokens = rows * len(network.position)
-    outer = (*network.embeddings, network.last)
-    calls += [partial(layer.prepare, picture_tokens) for layer in outer]
+    for layer in (*network.embeddings, network.last):
+        calls.append(partial(layer.prepare, picture_tokens))
     return calls
 
 

@@ -110,11 +110,9 @@ class FastNetwork(BlockNetwork):
             self.conditioning.split_large_layers()
         self.ops = ops
         self.dtype = ops.dtype
-        self.device = ops.device
         self.adaln = partial(ops.adaln, rms_eps=packing.rms_eps)
         self.last_adaln = partial(ops.last_adaln, rms_eps=packing.last_rms_eps)
         self.attention = ops.attention
-        self.tuner = ops.tuner
         self.table: ConditioningTable | None = None  # of the current sampling run
 
     def embed(self, x: Tensor, tokens: slice = slice(None), copies: int = 1) -> Any:
@@ -215,12 +213,12 @@ class FastNetwork(BlockNetwork):
                 tokens = m + rows * stage.prepended
                 layers += [(layer, tokens) for layer in stage.blocks[0].gemms]
             tuned = [layer.shape(tokens) for layer, tokens in layers if layer.backend == "tuned"]
-            gemms += [(*shape, self.dtype, self.device) for shape in tuned]
-        if self.tuner is None or not gemms:
+            gemms += [(*shape, self.dtype, self.ops.device) for shape in tuned]
+        if self.ops.tuner is None or not gemms:
             return
-        before = len(self.tuner.seconds)
-        self.tuner.share_choices(gemms)
-        seconds = self.tuner.seconds[before:]
+        before = len(self.ops.tuner.seconds)
+        self.ops.tuner.share_choices(gemms)
+        seconds = self.ops.tuner.seconds[before:]
         if seconds:
             log.warning(
                 f"GEMMs measured for this GPU: {len(seconds)} in {sum(seconds):.1f} s; "

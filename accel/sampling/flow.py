@@ -59,8 +59,8 @@ class Euler(Process):
 
     def _boundaries(self) -> list[float]:
         """Return the N + 1 times at which steps start or end."""
-        even = [self.last_time * i / self.steps for i in range(self.steps + 1)]
-        return [shifted(t, self.shift) for t in even]
+        steps = self.steps
+        return [shifted(self.last_time * i / steps, self.shift) for i in range(steps + 1)]
 
     def times(self) -> list[float]:
         return self._boundaries()[:-1]
@@ -77,8 +77,7 @@ class Euler(Process):
 
     def coefficients(self) -> list:
         """Return two lists: the step length and the divisor max(1 − t, ε) of every evaluation."""
-        epsilon = self.t_eps or 1.0
-        return [self.lengths(), [max(1 - t, epsilon) for t in self.times()]]
+        return [self.lengths(), [max(1 - t, self.t_eps or 1.0) for t in self.times()]]
 
     def begin(self, x) -> State:
         return (self.noise_scale * x,)

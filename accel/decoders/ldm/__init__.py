@@ -38,8 +38,8 @@ class LDM(AutoencoderKL):
 
     def matches(self, content: Mapping[str, Any]) -> bool:
         """Whether the file has tensors with LDM's decoder names."""
-        pattern = re.compile(r"decoder\.(conv_in|mid|up|conv_out)\.")
-        return any(map(pattern.match, _entries(content)))
+        names = _entries(content)
+        return any(re.match(r"decoder\.(conv_in|mid|up|conv_out)\.", name) for name in names)
 
     def files(self, path: Path, statistics: str | None) -> list[Path]:
         """Return the file. Statistics belong to the latent space."""

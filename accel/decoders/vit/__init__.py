@@ -36,6 +36,7 @@ HEADS_ENTRY = "decoder_num_attention_heads"
 STATISTICS_EPS = 1e-5
 # The encoder of an autoencoder, and a parameter that only the ViT's training uses.
 UNUSED = re.compile(r"encoder\.|mask_token$")
+PREFIX = re.compile(r"^(module\.|_orig_mod\.)*(decoder\.)?")
 
 
 def _entries(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,8 +44,7 @@ def _entries(content: Mapping[str, Any]) -> dict[str, Any]:
     the names of a decoder's file.
     """
     state = content["ema"] if isinstance(content.get("ema"), dict) else content
-    prefix = re.compile(r"^(module\.|_orig_mod\.)*(decoder\.)?")
-    return {prefix.sub("", str(name)): value for name, value in state.items()}
+    return {PREFIX.sub("", str(name)): value for name, value in state.items()}
 
 
 class ViT(DecoderKind):
@@ -62,8 +62,7 @@ class ViT(DecoderKind):
 
     def files(self, path: Path, statistics: str | None) -> list[Path]:
         """Return the weights, the statistics, and the JSON files next to the weights."""
-        possible = [path, *(path / name for name in WEIGHTS_FILES)]
-        weights = next(filter(Path.is_file, possible), None)
+        weights = next(filter(Path.is_file, [path, *(path / name for name in WEIGHTS_FILES)]), None)
         if weights is None:
             raise UsageError(
                 f"must contain {CONFIG_FILE} and {' or '.join(WEIGHTS_FILES)}",

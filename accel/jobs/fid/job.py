@@ -287,10 +287,10 @@ def record_of(run: Run, pipeline: Pipeline, world: int) -> dict:
             FID not in option.jobs
             or option.name in NOT_RECORDED
             or SETTINGS_ADDED_LATER.get(option.name) == value
+            # The option has no effect in some families.
+            or (option.name == "balanced_labels" and len({*run.spec.family.label_orders}) == 1)
         ):
             continue
-        if option.name == "balanced_labels" and len({*run.spec.family.label_orders}) == 1:
-            continue  # the option has no effect in this family
         value = list(value) if isinstance(value, tuple) else value  # as in JSON
         record[option.flag_names(ranks=True)[0]] = value
     device = pipeline.device

@@ -89,8 +89,9 @@ def source(config: Config, dtype: torch.dtype, file: Path = FILE) -> str:
 
 @lru_cache(None)
 def _kernel(config, dtype, device):
-    text = source(config, dtype)
-    return cuda.Kernel(text, "attention", config.threads, config.shared_bytes, device)
+    return cuda.Kernel(
+        source(config, dtype), "attention", config.threads, config.shared_bytes, device
+    )
 
 
 def head_maps(packed: Tensor) -> list:

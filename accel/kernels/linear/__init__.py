@@ -121,15 +121,13 @@ class Linear:
     def _by_hopper(self, x, args):
         """Compute the layer with hopper.cu."""
         m = x.numel() // x.shape[-1]
-        shape = (*x.shape[:-1], self.width)
         tile = self._tile(m)
         out = None
         if self.epilogue == "residual":
             parts = tile.column_tiles(self.width, self.epilogue)
-            squares = torch.empty(parts, m, device=x.device)
-            args = args._replace(squares=squares)
+            args = args._replace(squares=torch.empty(parts, m, device=x.device))
         else:
-            out = torch.empty(shape, dtype=x.dtype, device=x.device)
+            out = x.new_empty(*x.shape[:-1], self.width)
         hopper.launch(tile, self.epilogue, x, self.weight, self.bias, out, args)
         return args.squares if out is None else out
 

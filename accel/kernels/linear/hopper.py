@@ -136,8 +136,13 @@ def _kernel(
     head: int = 0,
 ) -> cuda.Kernel:
     """Return a variant of the kernel, loaded on a device."""
-    text = source(tile, epilogue, dtype, head)
-    return cuda.Kernel(text, "linear", tile.threads, tile.shared_bytes(epilogue, head), device)
+    return cuda.Kernel(
+        source(tile, epilogue, dtype, head),
+        "linear",
+        tile.threads,
+        tile.shared_bytes(epilogue, head),
+        device,
+    )
 
 
 def load(tile: Tile, layer: Any) -> None:

@@ -61,8 +61,9 @@ def source(result: int, tile: Tile = TILE) -> str:
 
 @lru_cache(None)
 def _kernel(result, tile, device):
-    text = source(result, tile)
-    return cuda.Kernel(text, "split_linear", tile.threads, tile.shared_bytes, device)
+    return cuda.Kernel(
+        source(result, tile), "split_linear", tile.threads, tile.shared_bytes, device
+    )
 
 
 def arrange(weight: Tensor) -> Tensor:
