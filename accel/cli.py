@@ -9,11 +9,12 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import accel
 from accel import launch
-from accel.config.options import DEFAULTS, FID, GRID, OPTIONS, Option, Options, label
+from accel.config.options import DEFAULTS, FID, GRID, OPTIONS, Options, label
 from accel.config.rules import Request
 from accel.errors import USAGE, UsageError, Worded, as_usage_error, record
 
@@ -146,23 +147,22 @@ def add_arguments(
             continue
         if option.group not in groups:
             groups[option.group] = parser.add_argument_group(option.group)
-        groups[option.group].add_argument(*names, dest=option.name, **_argument(option))
+        text = option.help
+        if option.name in DEFAULTS and option.type is not bool:
+            text += f" (default: {option.default})"
+        add: Callable = partial(
+            groups[option.group].add_argument, *names, dest=option.name, default=None, help=text
+        )
+        if option.action is not None:
+            add(action=option.action)
+        else:
+            add(
+                type=None if option.type is label else option.type,
+                choices=option.choices or None,
+                nargs=option.several,
+                metavar=option.metavar,
+            )
     return groups
-
-
-def _argument(option: Option) -> dict[str, Any]:
-    """Return the keyword arguments of add_argument for an option."""
-    argument: dict[str, Any] = {"help": option.help, "default": None}
-    if option.name in DEFAULTS and option.type is not bool:
-        argument["help"] += f" (default: {option.default})"
-    if option.action is not None:
-        return argument | {"action": option.action}
-    if option.type is not label:
-        argument["type"] = option.type
-    for name, value in (("choices", option.choices), ("nargs", option.several)):
-        if value:
-            argument[name] = value
-    return argument | {"metavar": option.metavar}
 
 
 def request_from(args: argparse.Namespace) -> Request:

@@ -27,8 +27,8 @@ from accel.families.identify import (
 from accel.families.spec import ModelSpec, StateDict
 from accel.runtime.network import Batch, BlockNetwork, EagerNetwork
 from accel.runtime.precision import TIERS
-from accel.tensors.positions import POSITION_TABLE, require_sinusoid
 from accel.tensors.shapes import shapes_of
+from accel.tensors.tables import POSITION_TABLE, require_sinusoid
 
 if TYPE_CHECKING:  # the first two import this module; lazy: only for accelerated tiers
     from accel.checkpoints.loading import WeightFiles

@@ -13,7 +13,7 @@ from accel.families import DEMO, FOLDER
 from accel.families.identify import NO_USER_FACTS, UserFacts
 from accel.families.spec import StateDict
 from accel.tensors.digests import cached_digest
-from accel.tensors.positions import trained
+from accel.tensors.tables import trained
 from accel.tensors.tensor_files import FILE_SUFFIXES, HUB_ID, file_stamps, mode_of
 
 # published names; the variable's name is upstream's

@@ -21,8 +21,8 @@ from accel.families.identify import families_with, identify
 from accel.families.spec import CallAdapter, ModelSpec, StateDict, unchanged
 from accel.sampling.solvers import require_schedule
 from accel.tensors.digests import digest
-from accel.tensors.positions import trained
 from accel.tensors.shapes import require_fit, shapes_of
+from accel.tensors.tables import trained
 from accel.tensors.tensor_files import floats_of, require_finite_floats
 
 COMPILER = "torch._dynamo.eval_frame"  # the module of torch.compile's wrapper
@@ -132,9 +132,7 @@ def _family_of(given: InputRef, module: nn.Module, state: StateDict) -> tuple[Fa
         if longest:
             called = [family for family in alike if family.class_name == longest]
             break
-    sure = [family for family in alike if family.is_marked(state)] or [
-        family for family in called if any(hasattr(module, name) for name in family.attributes)
-    ]
+    sure = [family for family in called if any(hasattr(module, name) for name in family.attributes)]
     possible = sure[:1] or called or alike
     family = min(possible, key=lambda family: family.name != family.class_name)
     others = " or ".join(

@@ -12,7 +12,7 @@ from accel.checkpoints.facts import TRAINING_STATE
 from accel.errors import InputRef, UsageError, shown
 from accel.families import families
 from accel.families.spec import StateDict
-from accel.tensors.latent_statistics import PAIRS
+from accel.tensors.tables import PAIRS
 from accel.tensors.tensor_files import floats_of
 
 # Sections with weights in a training checkpoint, in order of preference. Names with the word "ema"

@@ -44,13 +44,14 @@ class Request(NamedTuple):
         a file that cannot be read, and for options that contradict it or each other.
         """
         repeated = Repeated()
+        values: Values = options
         if "like" in options:
             options, repeated = read_picture(options)
+            values = {**repeated.values, **options}
         if configuration is None and "config" in options:
             from accel.families.configuration import read  # lazy import: only for --config
 
             configuration = read(options["config"])
-        values: Values = {**repeated.values, **options}
         if configuration is not None:
             values = _completed(options, configuration)
         _check(values)

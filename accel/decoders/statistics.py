@@ -8,7 +8,7 @@ from torch import Tensor
 
 from accel.decoders import LatentSpace
 from accel.errors import UsageError
-from accel.tensors.latent_statistics import mean_and_deviation
+from accel.tensors.tables import mean_and_deviation
 from accel.tensors.tensor_files import read_tensors
 
 MAX_MAGNITUDE = 1e6  # far above plausible values

@@ -7,7 +7,7 @@
 <family>/config_file.py    reads --config files of its repository; named in the record
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from importlib import import_module
 from itertools import chain
@@ -134,10 +134,6 @@ class Family(NamedTuple):
                 f"use fp32 or tf32: the family {self.name} has no fast.py", parameter="precision"
             )
         return import_module(self.fast).pack
-
-    def is_marked(self, names: Collection[str]) -> bool:
-        """Return whether tensors with these `names` prove the family."""
-        return any(name.startswith(mark) for mark in self.marks for name in names)
 
     def writes(self, name: str, value: Any) -> bool:
         """Return whether the family's training program, among programs of families with the same

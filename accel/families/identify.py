@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from accel.errors import InputRef, UsageError, shown
 from accel.families import Family, families, family_of, require_family_of
 from accel.families.spec import ModelSpec, StateDict
-from accel.tensors.latent_statistics import PAIRS, mean_and_deviation
 from accel.tensors.shapes import Shapes, require_fit, shapes_of
+from accel.tensors.tables import PAIRS, mean_and_deviation
 
 
 class UserFacts(NamedTuple):
@@ -145,7 +145,6 @@ def choose_family(
         missing = next(key for key in likely.keys if key not in have)
         names = " or ".join(f"a {family.name}" for family in others)
         raise given.error(f"is not a {likely.name}: no {missing}", f"nor is it {names}")
-    possible = [family for family in possible if family.is_marked(have)] or possible
     named = wanted.name if wanted else facts.get("family")
     if named and named not in [family.name for family in possible]:
         remedy = "drop `model`" if wanted else "save it again"
@@ -170,10 +169,14 @@ def choose_family(
 
 
 def families_with(have: Shapes) -> list[Family]:
-    """Return the families whose keys are all in `have`. The largest set of keys wins."""
+    """Return the families whose keys are all in `have`. The largest set of keys wins, among equal
+    ones the family whose marks are in `have`.
+    """
     having = [family for family in families() if have.keys() >= {*family.keys}]
     most = max((len(family.keys) for family in having), default=0)
-    return [family for family in having if len(family.keys) == most]
+    likely = [family for family in having if len(family.keys) == most]
+    marked = [family for family in likely if any(name.startswith(family.marks) for name in have)]
+    return marked or likely
 
 
 def family_notice(given: InputRef, spec: ModelSpec, others: Sequence[Family]) -> str:

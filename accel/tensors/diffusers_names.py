@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from accel.errors import as_usage_error, shown
-from accel.tensors.positions import sine_cosine
+from accel.tensors.tables import sine_cosine
 
 DEFAULT_SIDE = 32  # default of DiTTransformer2DModel's sample_size
 SCHEDULE = "scheduler/scheduler_config.json"  # in a pipeline's folder

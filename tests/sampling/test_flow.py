@@ -14,12 +14,14 @@ from torch import nn
 from accel import Sampler, accelerate
 from accel.config.options import Options
 from accel.families import repa
+from accel.families.identify import families_with
 from accel.families.repa.weights import convert as turned
 from accel.families.sit.network import SiT
 from accel.runtime.network import EagerNetwork
 from accel.sampling import denoise, make_process, upstream_noise
 from accel.sampling.flow import Euler, Heun, Sde
 from accel.sampling.guidance import Guidance
+from accel.tensors.shapes import shapes_of
 
 Z = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(0))
 LABELS = torch.tensor([1, 5, 2])
@@ -140,7 +142,7 @@ def test_repas_weights_turned_are_a_sits():
     """REPA's time is 1 − t, its velocity −v; its projectors go."""
     model = small(learn_sigma=False)
     theirs = {**model.state_dict(), "projectors.0.0.weight": torch.randn(3, 3)}
-    assert repa.FAMILY.is_marked(theirs) and not repa.FAMILY.is_marked(model.state_dict())
+    assert families_with(shapes_of(theirs)) == [repa.FAMILY]
     ours = copy.deepcopy(model)
     ours.load_state_dict(turned(theirs), strict=True)
     t = torch.tensor([0.0, 0.3, 1.0])

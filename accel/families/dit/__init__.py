@@ -6,28 +6,21 @@ from accel.families import DEMO, Defaults, Family
 
 PUBLISHED = {256: "DiT-XL-2-256x256.pt", 512: "DiT-XL-2-512x512.pt"}
 SIZES = tuple(map("/".join, product(("XL", "L", "B", "S"), "248")))
-# the demo's classes
 KEYS = ("x_embedder.proj.weight", "blocks.0.attn.qkv.weight")
-DRAWN = ("planet", "mountains", "flower", "ball", "block", "sea", "balloon", "mushroom")
-
-
-def demo(file: str) -> Defaults:
-    """Return the defaults of a demo model. file: the name of its weights."""
-    return Defaults(
-        image_size=128,
-        num_classes=8,
-        vae=str(DEMO / "vae"),
-        ckpt=str(DEMO / file),
-        class_names=DRAWN,
-    )
-
+DEMO_MODEL = Defaults(
+    image_size=128,
+    num_classes=8,
+    vae=str(DEMO / "vae"),
+    ckpt=str(DEMO / "dit.safetensors"),
+    class_names=("planet", "mountains", "flower", "ball", "block", "sea", "balloon", "mushroom"),
+)
 
 FAMILY = Family(
     name="DiT",
     models={
         **{f"DiT-{size}": Defaults() for size in SIZES},
         "DiT-XL/2": Defaults(published=PUBLISHED),
-        "DiT-Demo/2": demo("dit.safetensors"),
+        "DiT-Demo/2": DEMO_MODEL,
     },
     prediction="noise",
     samplers=("ddpm", "ddim", "dpm++", "unipc"),

@@ -7,21 +7,9 @@ Guidance follows the published recipe: all channels, at times above 0.1.
 from accel.families import Defaults, Family
 
 BASE_SIDE = 256  # px, of pictures whose first noise has scale 1
-# The scale of guidance, by size and patch.
+RECIPE = Defaults(factor=1, vae="pixels", guidance_interval=(0.0, 0.9), num_sampling_steps=50)
+# The scale of guidance, by size and patch. Patches of 16 are for 256 px, of 32 for 512.
 SCALES = {"B/16": 3.0, "B/32": 3.0, "L/16": 2.4, "L/32": 2.5, "H/16": 2.2, "H/32": 2.3}
-
-
-def recipe(size: str) -> Defaults:
-    """Return the recipe of a size, such as "B/16": patches of 16 are for 256 px, of 32 for 512."""
-    patch = int(size.partition("/")[2])
-    return Defaults(
-        image_size=16 * patch,
-        factor=1,
-        vae="pixels",
-        cfg_scale=SCALES[size],
-        guidance_interval=(0.0, 0.9),
-        num_sampling_steps=50,
-    )
 
 
 def scale_noise(defaults: Defaults, channels: int, side: int | None) -> Defaults:
@@ -33,7 +21,10 @@ def scale_noise(defaults: Defaults, channels: int, side: int | None) -> Defaults
 
 FAMILY = Family(
     name="JiT",
-    models={f"JiT-{size}": recipe(size) for size in SCALES},
+    models={
+        f"JiT-{size}": RECIPE._replace(image_size=16 * int(size[2:]), cfg_scale=scale)
+        for size, scale in SCALES.items()
+    },
     prediction="data",
     samplers=("heun", "euler"),
     keys=(

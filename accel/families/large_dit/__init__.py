@@ -1,6 +1,6 @@
 """Large-DiT: Alpha-VLLM, 2024. A DiT with LLaMA's blocks."""
 
-from accel.families import Defaults, Family, dit
+from accel.families import DEMO, Defaults, Family, dit
 
 SIZES = "600M", "3B", "7B"
 
@@ -8,7 +8,7 @@ FAMILY = Family(
     name="Large-DiT",
     models={
         **{f"Large-DiT-{size}/2": Defaults(image_size=256) for size in SIZES},
-        "Large-DiT-Demo/2": dit.demo("large-dit.safetensors"),
+        "Large-DiT-Demo/2": dit.DEMO_MODEL._replace(ckpt=str(DEMO / "large-dit.safetensors")),
     },
     prediction="noise",
     samplers=dit.FAMILY.samplers,

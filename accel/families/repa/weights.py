@@ -20,7 +20,7 @@ from accel.families.dit.weights import NETWORK, identify
 from accel.families.repa import PROJECTORS
 from accel.families.sit.network import SiT, SiT_models
 from accel.families.spec import CallAdapter, FamilyWeights, StateDict
-from accel.tensors.latent_statistics import PAIRS
+from accel.tensors.tables import PAIRS
 
 PREFIX = "REPA-"  # of our model names: REPA's own names are SiT's
 FIRST = "t_embedder.mlp.0.weight"  # (D, F), after the timestep's sinusoid

@@ -1,13 +1,13 @@
 """SiT: Ma et al., 2024, arXiv:2401.08740. DiT's network, trained as a flow."""
 
-from accel.families import LOCAL_DIR, Defaults, Family, dit
-from accel.families.dit import SIZES, demo
+from accel.families import DEMO, LOCAL_DIR, Defaults, Family, dit
+from accel.families.dit import SIZES
 
 FAMILY = Family(
     name="SiT",
     models={
         **{f"SiT-{size}": Defaults(image_size=256) for size in SIZES},
-        "SiT-Demo/2": demo("sit.safetensors"),
+        "SiT-Demo/2": dit.DEMO_MODEL._replace(ckpt=str(DEMO / "sit.safetensors")),
     },
     prediction="velocity",
     samplers=("sde", "euler", "heun"),

@@ -1,6 +1,10 @@
-"""The sine-cosine position table, which networks compute and many checkpoints contain too."""
+"""Tables that checkpoints contain next to the trained weights: sine-cosine positions, which
+networks compute, and per-channel statistics of latents, under the training programs' names.
+"""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +15,9 @@ POSITION_TABLE = "pos_embed"  # in a state dict
 # The moving average of a constant table rounds at each step. With a decay of 0.9999, the float32
 # errors of 10,000 steps add up to at most 6e-4 for values near one.
 AVERAGING_ERROR = 6e-4
+MEAN_AND_VARIANCE = "bn.running_mean", "bn.running_var"
+BIAS_AND_SCALE = "latents_bias", "latents_scale"  # mean and inverse std
+PAIRS = MEAN_AND_VARIANCE, BIAS_AND_SCALE
 
 
 def sine_cosine(side: int, width: int) -> np.ndarray:
@@ -66,3 +73,14 @@ def trained(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     if table is None or distance(table) > rounding(table):
         return state
     return {name: tensor for name, tensor in state.items() if name != POSITION_TABLE}
+
+
+def mean_and_deviation(content: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return mean and std of the first pair that a checkpoint contains, or None. Shapes and dtypes
+    are unchanged.
+    """
+    for pair in PAIRS:
+        if all(isinstance(content.get(name), torch.Tensor) for name in pair):
+            mean, spread = (content[name] for name in pair)
+            return mean, 1 / spread if pair == BIAS_AND_SCALE else spread.sqrt()
+    return None
