@@ -13,8 +13,8 @@ def find():
 
 
 class Browser:
-    """One page, or several in turn. `problems` collects errors of the console, of scripts and of loading;
-    `requested` the addresses.
+    """A browser with one page, or several in turn. `problems` collects errors of the console, of
+    scripts and of loading, `requested` the addresses.
     """
 
     def __init__(self):

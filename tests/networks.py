@@ -88,7 +88,7 @@ def run_of(model="DiT-XL/2", tensors=None, **options):
 
 
 def run_with(checkpoint, configuration=None, **options):
-    """Return the run of options with these weights, by default on a CPU. configuration: of --config."""
+    """Return the run of options with these weights, on a CPU by default, of --config's values."""
     given = Options(**options)
     request = Request(given, configuration, given)
     device = torch.device(given.get("device", "cpu"))

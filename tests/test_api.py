@@ -342,8 +342,8 @@ def test_a_refresh_without_check_ignores_the_guidance_of_a_module():
     ids=lambda how: how["sampler"],
 )
 def test_a_seed_for_each_picture(device, how):
-    """As alone with its seed: to the bit one at a time, all at once but for rounding. The steps of
-    a SiT draw from the CPU's generator.
+    """Each picture is that of its seed sampled by itself: to the bit one at a time, and but for
+    rounding all at once. The steps of a SiT draw from the CPU's generator.
     """
     labels, seeds = [1, 2, 1, 3], [5, 6, 5, 0]
     with demo(device, **how, output_type="latent", batch_size=1) as one_at_a_time:
@@ -357,7 +357,7 @@ def test_a_seed_for_each_picture(device, how):
 
 @DEVICES
 def test_noise_of_the_callers_own(device):
-    """In place of z alone: with the z of a seed the latents are that seed's."""
+    """The noise replaces z alone: with the z of a seed the latents are that seed's."""
     z = torch.randn(2, 4, 16, 16, generator=torch.Generator(device).manual_seed(7), device=device)
     with demo(device, output_type="latent") as sampler:
         want = sampler.latents([1, 2], seed=7)

@@ -120,7 +120,7 @@ def test_a_flows_interval_has_its_ends():
 
 @pytest.mark.parametrize("tier, tolerance", [("fp16", 3e-3), ("exact", 3e-6)])
 def test_accelerated_networks(tier, tolerance):
-    """By the kernels' reference implementations, and a table of conditioning each."""
+    """Each network has its table of conditioning; the kernels are their references."""
     f, g = networks_of()
     pair = WithGuide(network_of(f, tier), network_of(g, tier))
     torch.manual_seed(3)

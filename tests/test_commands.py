@@ -215,7 +215,7 @@ def test_a_name_as_long_as_a_name_may_be(name, here, tmp_path):
 
 
 def test_tf32_is_a_permission(here, tmp_path):
-    """As upstream's: hardware without TF32 samples in float32, and says so in one line."""
+    """Hardware without TF32 samples in float32, as upstream does, and prints one line."""
     outputs = {}
     for flag in ("--tf32", "--no-tf32"):
         command = *DEMO, "--labels", 1, flag, "--output", tmp_path / f"{flag}.png"

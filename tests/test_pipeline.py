@@ -92,8 +92,8 @@ def test_loading_costs_the_file(tmp_path):
 
 
 def test_the_check_for_overflow_leaves_the_random_stream_alone():
-    """By the reference implementations: float16 overflows where bfloat16 and float32 do
-    not. The run's noise is the same whether or not there was a check.
+    """In the reference implementations float16 overflows where bfloat16 and float32 do not. The
+    run's noise is the same with and without a check.
     """
     models = small(), large_inside(small())
     before = torch.get_rng_state()

@@ -130,8 +130,8 @@ def test_other_entries_are_listed_in_a_line(caplog):
 
 
 def test_options_that_a_file_leaves_out():
-    """As in its sample_ddp.py: shift by the size of the latents; underscores go first; a scale of
-    at most one is no guidance, so the second network is not needed.
+    """The rules are those of its sample_ddp.py: the shift depends on the size of the latents, and a
+    scale of at most one is no guidance, so the second network is not needed.
     """
     content = changed(
         guidance__t_min=0.3,

@@ -152,8 +152,8 @@ def quick_commands(page):
     "page", [page for page in PAGES if page != CHINESE and quick_commands(page)], ids=name
 )
 def test_commands_for_any_machine_run(page, tmp_path):
-    """In an empty folder with links to the repository's files, with few steps where a
-    command leaves them open.
+    """They run in an empty folder with links to the repository's files, and with two steps if a
+    command gives no number.
     """
     for item in ROOT.iterdir():
         if item.name not in ("output", "samples", ".git"):

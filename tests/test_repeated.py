@@ -126,7 +126,7 @@ def test_every_family(family, here, again, tmp_path):
 
 
 def test_a_picture_of_two_ranks(demo, tmp_path, again, here):
-    """By two ranks the same pixels, by one a notice about the other number."""
+    """Two ranks make the same pixels; one rank prints a notice about the other number."""
     first = tmp_path / "first.png"
     make = *demo, "--labels", 1, 5, 3, "--num-sampling-steps", 2, "--output", first
     repeat = *demo[2:], "--like", first, "--output", tmp_path / "again.png"

@@ -19,7 +19,7 @@ DEMO = ("--model", "DiT-Demo/2", "--device", "cpu")
 
 
 def test_grids_continue_one_stream(weights, tmp_path, run):
-    """As the loop of the contest's program: it seeds once, and samples one grid after another."""
+    """The contest's program seeds once, and samples one grid after another."""
     labels = torch.tensor([5, 2, 7])
     model = DiT_models["DiT-Demo/2"]()
     model.load_state_dict(load_file(weights))
@@ -56,7 +56,7 @@ def test_grids_and_seeds_conflict(tmp_path, here):
 
 @pytest.mark.parametrize("processes", (1, 2))
 def test_a_picture_is_written_without_a_reader_of_its_lines(processes, demo, tmp_path):
-    """As by `sample.py … | head -1`, in which head has ended before the last line."""
+    """`sample.py … | head -1`: head has ended before the last line."""
     words = "--labels", 1, "--num-sampling-steps", 2, "--output", tmp_path / "x.png"
     job = Command(ROOT / "sample.py", *demo, *words, "--gpus", processes)
     job.process.stdout.close()

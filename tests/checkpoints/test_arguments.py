@@ -166,7 +166,7 @@ def test_a_value_that_is_not_supported_is_refused_by_name(family, arguments, sta
 
 
 def test_the_line_of_a_refusal(states, tmp_path, here):
-    """By the converter too, which then writes nothing."""
+    """The converter refuses it too, and writes nothing."""
     torch.save({"ema": states["DiT"], "args": dict(predict_xstart=True)}, tmp_path / "x.pt")
     flags = "--ckpt", tmp_path / "x.pt", "--output", tmp_path / "y.safetensors"
     line = "x.pt: trained with predict_xstart True, and only False is supported\n"
@@ -300,7 +300,7 @@ def test_the_scheduler_of_a_flow_is_refused():
 
 
 def test_a_scheduler_with_dits_betas_in_full_is_read():
-    """trained_betas take precedence over the schedule's name."""
+    """The entry trained_betas takes precedence over the schedule's name."""
     from diffusers import DDIMScheduler, DiTPipeline
 
     betas = torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64).tolist()

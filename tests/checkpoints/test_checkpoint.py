@@ -272,7 +272,7 @@ def test_which_model_the_weights_fit(tmp_path):
 
 @pytest.fixture
 def settled(monkeypatch):
-    """As if every file had been written long ago."""
+    """Every file looks as if it had been written long ago."""
     monkeypatch.setattr(digests, "TIMESTAMP_RESOLUTION_NS", -1)
 
 

@@ -123,7 +123,7 @@ def test_the_decoder_that_a_file_names_is_believed(said, decoder):
 
 
 def test_a_decoder_that_is_not_here_is_refused_by_name(tmp_path, tiny_vae, here):
-    """In place of a published one that was not meant."""
+    """It is not taken for a published file of that name."""
     state = build("DiT-Demo/2").state_dict()
     torch.save({"ema": state, "args": argparse.Namespace(vae="sdxl")}, tmp_path / "x.pt")
     command = ["sample.py", "--model", "DiT-Demo/2", "--ckpt", tmp_path / "x.pt"]
@@ -149,7 +149,7 @@ def test_a_decoder_of_another_size_is_a_line(size, is_said, tmp_path, capsys):
 
 
 def test_the_number_of_heads_is_a_flag(tmp_path):
-    """In place of the assumed number; never against what the file says."""
+    """The flag replaces an assumed number, and never contradicts the file."""
     plain = build("DiT-Demo/2").state_dict()
     torch.save(plain, tmp_path / "x.pt")
     torch.save({"ema": plain, "args": dict(num_heads=6)}, tmp_path / "y.pt")

@@ -129,7 +129,7 @@ def test_wrappers_inside_names(wrapped, tmp_path):
 
 
 def test_a_part_that_is_there_twice(tmp_path):
-    """With a wrapper's name and without: the same values are one part."""
+    """The same values under a wrapper's name and without it are one part."""
     twice = {
         name.replace("blocks.0.", "blocks.0._orig_mod."): value
         for name, value in RAW.items()
@@ -156,7 +156,7 @@ def test_a_network_among_others_is_found_under_its_prefix(prefix, tmp_path, caps
 
 
 def test_of_two_networks_in_a_state_dict_the_user_names_one(tmp_path, capsys):
-    """With the section in front or without; else it is the average."""
+    """The section may stand in front. The default is the average."""
     content = under("online_model.", RAW) | under("ema_model.", AVERAGE)
     torch.save({"state_dict": content}, tmp_path / "x.pt")
     save_file(content, tmp_path / "y.safetensors")
@@ -252,7 +252,7 @@ def test_parts_of_tensors_are_refused_with_what_joins_them(tmp_path):
 
 
 def test_names_that_are_not_utf_8(tmp_path):
-    """torch maps no file of such a name, but reads it; safetensors opens none."""
+    """Such a file is read by torch, which does not map it; safetensors opens none."""
     torch.save(RAW, tmp_path / "x.pt")
     (tmp_path / "x.pt").rename(tmp_path / "x\udcff.pt")
     assert same(weights_at(tmp_path / "x\udcff.pt").state, RAW)

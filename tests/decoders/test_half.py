@@ -71,7 +71,7 @@ def psnr(a, b):
 @pytest.mark.parametrize("config", ({}, DEEPER, dict(use_post_quant_conv=False)), ids=str)
 @torch.inference_mode()
 def test_the_same_mathematics(config):
-    """In float32 to float32's accuracy; in float16 to the rounding of its GEMMs, which
+    """The result in float32 has float32's accuracy; in float16 to the rounding of its GEMMs, which
     the check of weights allows.
     """
     plain = random_decoder(**config)

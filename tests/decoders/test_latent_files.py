@@ -109,7 +109,7 @@ def test_digest_is_of_the_decoder_and_of_what_its_config_decides(folder):
 
 
 def test_fetched_from_the_hub(tiny_vae, tmp_path):
-    """In a fresh process, because the hub's client reads its environment once."""
+    """A fresh process decodes, because the hub's client reads its environment once."""
     code = (
         "from accel.decoders import loading; loading.FOLDER = loading.Path('no'); "
         "print(loading.digest(loading.find('ema')))"

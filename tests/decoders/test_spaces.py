@@ -81,7 +81,7 @@ def test_decoders_of_another_class_are_refused_by_name(tiny_vae):
 
 
 def test_channels_and_factor_are_the_decoders(tiny_vae, tmp_path, here):
-    """By Python, by ranks and in an FID job: tests/test_toy_family.py,
+    """Python, ranks and an FID job: tests/test_toy_family.py,
     tests/test_lightning_files.py.
     """
     random_vae(tiny_vae, levels(8, 8, 12, 16, 16, latent_channels=16)).save_pretrained(

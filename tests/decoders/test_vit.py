@@ -45,7 +45,7 @@ def file(tmp_path):
 
 
 def test_pixels_are_those_of_float64(file):
-    """In float32, and in float16 as its check wants; alone as in a batch, to the bit."""
+    """Its float16 passes the check. A picture by itself is that of a batch, to the bit."""
     space = find(str(file))
     assert (space.channels, space.factor, space.side) == (16, 4, 4)
     z = latents()
@@ -240,7 +240,7 @@ def network(model, tmp_path):
 
 
 def test_a_grid_rounds(file, network, tmp_path, here):
-    """By the command, by `Sampler.decode`; latents of another side are refused."""
+    """The command and `Sampler.decode` do so; latents of another side are refused."""
     words = ["sample.py", *network, *FLAGS, "--vae", file, "--labels", 7, "--output"]
     assert "ImageNet's mean and std" in succeeds(here(*words, tmp_path / "x.png"))
     succeeds(here(*words, tmp_path / "x.npy", "--output-type", "latent"))

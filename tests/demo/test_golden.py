@@ -29,14 +29,14 @@ def near(made, golden):
 
 
 def make(kind, here, tmp_path, *flags, model="DiT-Demo/2", stem="golden"):
-    """All pictures through the command; latents, held against the golden ones."""
+    """Sample the latents of all pictures by the command, and compare them with the golden ones."""
     output = ["--output-type", "latent", "--output", tmp_path / "z.npy"]
     succeeds(here("sample.py", "--model", model, "--device", kind, *flags, *output))
     near(np.load(tmp_path / "z.npy"), np.load(DEMO / f"{stem}-{kind}.npy"))
 
 
 def test_golden_on_the_cpu():
-    """One of the eight pictures through all steps: the others would take longer and show no more."""
+    """One of the eight pictures is sampled through all steps."""
     run, pipeline = ready(model="DiT-Demo/2", device="cpu")
     golden = np.load(DEMO / "golden-cpu.npy")
     third = replace(pipeline, placement=Placement(world=8, rank=2))
@@ -55,7 +55,7 @@ def test_other_families_on_the_cpu(family, sampler, steps, here, tmp_path):
 
 @pytest.mark.gpu
 def test_golden_on_a_gpu(here, tmp_path):
-    """CUDA's stream is another than the CPU's, and the same on every GPU for so small a draw."""
+    """CUDA's random stream differs from the CPU's. So small a draw is the same on every GPU."""
     make("cuda", here, tmp_path, "--precision", "fp32")
 
 

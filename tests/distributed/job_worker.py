@@ -137,7 +137,7 @@ def stopped(ranks):
 
 
 def stopped_on_0(ranks):
-    """As in the archive, which rank 0 writes by itself."""
+    """Rank 0 is stopped in work of its own, as in the archive."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if ranks.rank == 0:
         raise Stopped("stopped; start again")

@@ -237,7 +237,9 @@ import torch
 from cuda.bindings import driver
 driver.cuInit(0)
 until = time.monotonic() + 5
-while not (active := driver.cuDevicePrimaryCtxGetState(driver.cuDeviceGet(0)[1])[2]) and time.monotonic() < until:
+active = 0
+while not active and time.monotonic() < until:
+    active = driver.cuDevicePrimaryCtxGetState(driver.cuDeviceGet(0)[1])[2]
     time.sleep(0.01)
 print(active, torch.cuda.is_initialized())
 """

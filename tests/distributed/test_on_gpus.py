@@ -27,7 +27,7 @@ def demo(demo):
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_grid_equals_one_process(precision, demo, tmp_path, run):
-    """As many labels as ranks and one more. In half precision fewer rows may take another
+    """There is one label more than ranks. In half precision fewer rows may take another
     GEMM, which rounds differently.
     """
     labels = [i % 8 for i in range(GPUS + 1)]
@@ -52,7 +52,7 @@ def test_grid_equals_one_process(precision, demo, tmp_path, run):
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("parallel", ["rows=2", "tokens=2", "auto"])
 def test_one_picture_on_two_gpus(parallel, demo, tmp_path, run):
-    """In half precision, captured in graphs: one process's picture, and the same bits again."""
+    """Captured graphs in half precision make one process's picture, and the same bits again."""
     common = [*demo, "--precision", "fp16", *LATENT, "--num-sampling-steps", 50, "--labels", 3]
     for name in ("two", "again"):
         text = run_job(2, *common, "--parallel", parallel, "--output", tmp_path / f"{name}.npy")

@@ -70,7 +70,8 @@ def test_steps_of_neighbouring_jobs_have_ports_of_their_own(monkeypatch):
         ("on_all", "--vae x: no such folder"),
         (
             "on_two",
-            r"rank 1 on \S+: --ckpt 1: no such file\njob_worker.py: rank 2 on \S+: --ckpt 2: no such file",
+            r"rank 1 on \S+: --ckpt 1: no such file\n"
+            r"job_worker.py: rank 2 on \S+: --ckpt 2: no such file",
         ),
         ("alone", "--sample-dir: No space left on device"),
     ],
@@ -159,7 +160,7 @@ def test_ranks_that_do_not_all_start():
 
 
 def test_a_signal_inside_the_handler_of_another_does_not_lock():
-    """As when a launcher and a queue both ask: the second comes while the first is being
+    """A launcher and a queue both ask: the second comes while the first is being
     noted, wherever that is.
     """
     ranks = Ranks()
@@ -186,7 +187,7 @@ def test_a_signal_inside_the_handler_of_another_does_not_lock():
 
 @pytest.mark.parametrize("rank", (0, 1))
 def test_srun_without_scontrol(rank, here, tmp_path, monkeypatch):
-    """As in a container without Slurm's commands: rank 0 names what to export."""
+    """Rank 0 names what to export in a container without Slurm's commands."""
     own = (
         f"SLURM_STEP_NUM_TASKS=2 SLURM_PROCID={rank} SLURM_LOCALID={rank} SLURM_JOB_ID=7 "
         "SLURM_STEP_ID=0"

@@ -81,7 +81,7 @@ def check_split(backend, device="cpu", tokens=20):
 @pytest.mark.parametrize("by_token", (False, True))
 @pytest.mark.parametrize("branches, rms_eps", ((0, None), (1, None), (2, None), (2, RMS_EPS)))
 def test_the_reference_is_the_formula(branches, rms_eps, by_token):
-    """With vector 3 as shift and 4 as scale."""
+    """Vector 3 is the shift and 4 the scale."""
     x, modulation, pairs = case(216, 3, 10, branches, torch.float64, "cpu", by_token)
     entry = modulation.entry if by_token else modulation.entry[:, None].expand(3, 10)
     row = modulation.table[entry].double().transpose(1, 2)  # (N, V, T, D)

@@ -138,7 +138,7 @@ def test_every_tile_gives_the_same_bits(tile, epilogue, monkeypatch):
 
 @pytest.mark.gpu
 def test_the_epilogue_is_the_tanh_form():
-    """In float32 the two forms of GELU differ by 1.5e-4, far more than the rounding."""
+    """The two forms of GELU differ in float32 by 1.5e-4, far more than the rounding."""
     x, weight, bias = case(256, 512, 128, torch.float32, "cuda")
     with true_float32():
         got = Linear(weight, bias, "gelu", backend="epilogue")(x).double()

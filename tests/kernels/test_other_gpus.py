@@ -23,7 +23,8 @@ gpu.emulated = capability
 {call}
 gpu.emulated = None
 jitted = [one for one in vars(kernels).values() if hasattr(one, "device_caches")]
-ran = [kernel for one in jitted for cache in one.device_caches.values() for kernel in cache[0].values()]
+caches = [cache[0] for one in jitted for cache in one.device_caches.values()]
+ran = [kernel for cache in caches for kernel in cache.values()]
 assert ran and all(".target sm_%d%d" % capability in kernel.asm["cubin"].decode() for kernel in ran)
 print(len(ran), "ran")
 """

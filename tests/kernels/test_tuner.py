@@ -48,7 +48,7 @@ def measured(monkeypatch, tmp_path):
 
 
 def test_a_choice_is_made_once(measured, tmp_path):
-    """A process remembers it, and the next one reads it from the file. Corrupt files are ignored."""
+    """A process remembers its choice, and the next reads it. Corrupt files are ignored."""
     first = Tuner()
     assert (
         first.choose(*GEMM) is first.choose(*GEMM[:5], torch.device("cuda", 0))

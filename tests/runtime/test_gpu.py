@@ -147,7 +147,9 @@ OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.1
 def test_a_gpu_that_the_installed_torch_cannot_use(
     driver, cuda, words, tmp_path, monkeypatch, capsys
 ):
-    """A notice, and by --device cuda an error. None where there is no driver, or the GPU is hidden."""
+    """A notice is printed, and --device cuda is refused. There is no notice without a driver, or if
+    the GPU is hidden.
+    """
     if torch.cuda.is_available():
         pytest.skip("torch uses the GPU here")
     monkeypatch.setattr(torch.version, "cuda", cuda)
@@ -165,7 +167,7 @@ def test_a_gpu_that_the_installed_torch_cannot_use(
 
 
 def test_amd_gpus_have_float32_only(monkeypatch):
-    """torch for ROCm calls them cuda, and gives some Hopper's capability."""
+    """On ROCm torch calls AMD GPUs cuda, and reports Hopper's capability for some."""
     monkeypatch.setattr(torch.version, "hip", "6.4.43482")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert [tier for tier in precision.TIERS if precision.supports(tier, GPU)] == ["fp32"]

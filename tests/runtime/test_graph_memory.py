@@ -37,7 +37,7 @@ print("replayed")
 
 
 def test_an_earlier_graphs_memory_is_not_used(run, tmp_path):
-    """In a process of its own: what may fail here is the GPU's context."""
+    """A separate process runs it, because a failure corrupts the GPU's context."""
     (tmp_path / "program.py").write_text(PROGRAM)
     done = run(tmp_path / "program.py", cwd=ROOT)
     assert done.stdout == "replayed\n", done.stderr

@@ -225,7 +225,7 @@ def exact_distance(found, mu, sigma):
 
 
 def test_adms_statistics_against_a_direct_computation(data, inception, tmp_path):
-    """With statistics in the file its pictures are not looked at, but for precision and recall."""
+    """A file's pictures are ignored if it has statistics, but for precision and recall."""
     random = np.random.default_rng(0)
     of_reference = []
     for size in (2048, 2023):

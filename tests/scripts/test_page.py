@@ -47,7 +47,7 @@ DATA = ROOT / "scripts" / "page"
 
 @pytest.fixture(scope="module")
 def program():
-    """scripts/page.py. gradio takes five seconds to import, and every worker imports all modules."""
+    """scripts/page.py. It imports gradio, for five seconds, and each worker imports these tests."""
     return importlib.import_module("scripts.page")
 
 
@@ -105,7 +105,7 @@ def test_before_the_last_step_the_estimate_is_the_result(program, studio, number
 
 
 def test_each_text_has_a_translation():
-    """With the same values in it."""
+    """Both texts name the same values."""
     english, chinese = (json.loads((DATA / f"{name}.json").read_text()) for name in ("en", "zh"))
     values = {name: re.findall(r"{.*?}", text) for name, text in english.items()}
     assert values == {name: re.findall(r"{.*?}", text) for name, text in chinese.items()}
@@ -128,7 +128,8 @@ STATE = """(() => {
   const text = css => (seen(css)[0] || {innerText: ''}).innerText
   return {
     status: text('.status'), label: text('.pixels label'), busy: seen('button.primary')[0].disabled,
-    idle: seen('button.primary + button')[0].disabled, picture: (seen('.pixels img')[0] || {src: ''}).src,
+    idle: seen('button.primary + button')[0].disabled,
+    picture: (seen('.pixels img')[0] || {src: ''}).src,
     command: (seen('textarea')[0] || {value: ''}).value
   }
 })()"""
@@ -145,7 +146,7 @@ class Visitor(Browser):
         return f"[...document.querySelectorAll('{selector}')].filter(e => e.offsetParent)"
 
     def until(self, found):
-        """What found() returns, once it is something."""
+        """Wait until found() is true, and return it."""
         return forks.until(found, 120, lambda: self.state().status, pause=0.05)
 
     def state(self):
@@ -179,7 +180,7 @@ class Visitor(Browser):
         self.ask(f"{option}.dispatchEvent(new MouseEvent('mousedown', {{bubbles: true}}))")
 
     def wait_for(self, words):
-        """What the status contains of `words`, a regular expression."""
+        """Wait until the status matches `words`, and return the match."""
         return self.until(lambda: re.search(words, self.state().status))[0]
 
     def text(self):

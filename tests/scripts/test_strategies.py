@@ -37,7 +37,7 @@ def test_the_work_of_a_step_by_hand():
 
 
 def test_the_work_of_a_step_is_what_torch_counts():
-    """torch counts the conditioning too, which is 0.8 % here."""
+    """The conditioning is 0.8 % here, which torch counts too."""
     model = DiT(input_size=32, depth=2, hidden_size=64, num_heads=4, num_classes=8).eval()
     shape = Shape(2, 64, 4, 256, 256, 2, 4, 8, 0)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():

@@ -151,12 +151,12 @@ def test_pictures_on_one_gpu_four_gpus_and_two_nodes_are_one_picture(cluster, in
 
 @pytest.mark.timeout(900)
 def test_all_measurements_in_a_job(cluster, install, work, demo):
-    """Submitted from another folder. Three files are there; the contest's job by two ranks, the
-    ladder and the layouts are measured. The pictures lie beside the records that name them.
+    """It is submitted from another folder. Four files are there; the contest's job by two ranks and
+    the layouts are measured. The pictures lie next to the records that name them.
     """
     folder = install / "log/mine"
     folder.mkdir(parents=True)
-    for name in ("contest-1", "label-1", "label-2"):
+    for name in ("contest-1", "ladder", "label-1", "label-2"):
         (folder / f"{name}.json").write_text('{"tier": "fp32"}')
     place = "--gres=gpu:2", install / "slurm" / "measure.sbatch"
     flags = "--load", "0", "--window", "0.1", "--num-sampling-steps", "2"
@@ -168,8 +168,8 @@ def test_all_measurements_in_a_job(cluster, install, work, demo):
     assert record["gpus"] == 2 and "2 ranks" in row["settings"]
     [grid] = row["grids"]
     assert hashlib.sha256((folder / grid["file"]).read_bytes()).hexdigest() == grid["picture"]
-    assert '"grids": ' in log_of(work, job) and log_of(work, job).count(" is there") == 3
-    assert all((folder / f"{name}.json").exists() for name in ("ladder", "layouts"))
+    assert '"grids": ' in log_of(work, job) and log_of(work, job).count(" is there") == 4
+    assert (folder / "layouts.json").exists()
 
 
 def failed(cluster, work, job):
@@ -267,7 +267,7 @@ def test_fid_job_survives_what_a_queue_does_to_it(cluster, install, work, demo):
 
 
 def test_a_command_in_an_interactive_step_is_one_process(cluster, demo, tmp_path):
-    """srun --pty runs one of its tasks. A step that is started there has as many as it asks for."""
+    """A step of srun --pty runs one of its tasks; a step that is started there runs all."""
     how = [*demo, *STEPS, "--labels", "1", "2", "--output"]
     alone = [sys.executable, str(ROOT / "sample_ddp.py"), *how, str(tmp_path / "alone.png")]
     ranks = [sys.executable, str(ROOT / "sample_ddp.py"), *how, str(tmp_path / "ranks.png")]

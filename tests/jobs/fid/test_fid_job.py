@@ -230,8 +230,8 @@ def test_five_kills_change_nothing(demo, undisturbed, tmp_path):
 
 
 def test_a_signal_to_one_rank_stops_all_and_the_job_resumes(demo, undisturbed, tmp_path):
-    """Rank 1 under torchrun receives SIGUSR1; then, without torchrun, rank 0 receives SIGHUP. Ctrl-C
-    to one rank ends all at once.
+    """Rank 1 under torchrun receives SIGUSR1; then, without torchrun, rank 0 receives SIGHUP.
+    Ctrl-C to one rank ends all at once.
     """
     command = [*demo, *FID, "--sample-dir", tmp_path]
     least = 0
@@ -366,12 +366,12 @@ def test_a_folder_is_continued_to_more_pictures(noise, demo, one, tmp_path):
     assert "--num-fid-samples 4: the pictures in" in text and "were begun with 7; give" in text
 
 
-# ---- a folder that was tampered with ----
+# ---- a changed folder ----
 
 
-def test_what_a_kill_leaves_is_mended(demo, undisturbed, one, tmp_path):
-    """Pictures that are gone, some of them in the middle, and partial files; a damaged
-    picture, once it is deleted.
+def test_what_a_kill_leaves_is_repaired(demo, undisturbed, one, tmp_path):
+    """Pictures are missing, some of them in the middle, partial files are left, and one picture is
+    corrupt until it is deleted.
     """
     command = [*demo, *FID, "--sample-dir", tmp_path]
     for name, content in undisturbed.items():
@@ -400,8 +400,8 @@ def test_what_a_kill_leaves_is_mended(demo, undisturbed, one, tmp_path):
 
 
 def test_a_recorded_setting_is_what_it_came_to(demo, copy, one):
-    """`auto` and its name are one job; so are two paths to the same weights, and not to
-    others: all bytes count.
+    """Two paths to the same weights are one job, as are `auto` and the tier that it chooses. One
+    changed byte is another job.
     """
     samples, _, _ = copy
     before = files(samples)
@@ -498,9 +498,7 @@ def test_a_folder_in_a_pictures_place_ends_all_ranks_with_one_line(demo, short, 
 
 @pytest.fixture
 def half(short, weights, tiny_vae):
-    """(what any user's command says, the pictures' folder) of the short job with a batch
-    left to make, nobody's own.
-    """
+    """(flags, folder of pictures) of the short job with one batch left; nobody owns the files."""
     with tempfile.TemporaryDirectory() as place:
         samples = Path(place, "samples")
         vae = Path(place, tiny_vae.name)

@@ -63,9 +63,7 @@ def test_batches_cover_every_picture_once(wanted, n, world, independent):
 
 
 def test_bytes_are_on_disk_before_the_names_that_rely_on_them(folder, monkeypatch):
-    """In the order of a power cut: settings and the folders' names; then a batch's
-    pictures, then their folder.
-    """
+    """Settings and the folders' names come first, then a batch's pictures, then their folder."""
     order = []
     fsync = os.fsync
 
