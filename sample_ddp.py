@@ -3,6 +3,7 @@
 An FID job that was stopped or killed resumes with the same command.
 """
 
+import re
 import signal
 from pathlib import Path
 
@@ -14,7 +15,7 @@ if __name__ == "__main__":
 from accel.cli import OneLineParser, RankParser, add_arguments, request_from, user_errors
 from accel.config.options import FID, GRID
 from accel.config.rules import Request
-from accel.distributed import require_device
+from accel.errors import UsageError
 from accel.io.output import require_outputs
 
 # Queues send SIGTERM or SIGUSR1 before preemption; a closed terminal sends SIGHUP.
@@ -63,8 +64,12 @@ def sample(request: Request, parser: OneLineParser) -> None:
     if is_fid_job:
         launch.end_on(STOP_SIGNALS)  # exit at once: no work to save yet
     with user_errors(parser):
-        require_device(values.get("device"))
-        launch.import_torch(values.get("device"))  # slow, so after the cheap checks
+        device = values.get("device")
+        if device and not re.fullmatch(r"(cpu|cuda)(:\d+)?", device):
+            raise UsageError(
+                "ranks sample on cuda or cpu", "choose one", parameter="device", value=device
+            )
+        launch.import_torch(device)  # slow, so after the cheap checks
         from accel.distributed.launched import launched_ranks
 
     with launched_ranks(parser.prog, parser.worded) as ranks:

@@ -102,13 +102,11 @@ class Decoder:
         self.precision = precision
         self.half = None
 
-    def pixels(self, latents: Tensor) -> Tensor:
-        """Decode in the decoder's precision."""
-        return self.in_float32(latents, self.precision)
-
-    def in_float32(self, latents: Tensor, arithmetic: str) -> Tensor:
-        """Decode in fp32 or tf32. Raises UsageError if a pixel is not finite."""
-        with convolutions(arithmetic):
+    def pixels(self, latents: Tensor, arithmetic: str | None = None) -> Tensor:
+        """Decode in fp32 or tf32, by default the decoder's. Raises UsageError if a pixel is not
+        finite.
+        """
+        with convolutions(arithmetic or self.precision):
             pixels = self.one_by_one(self.network, latents)
         if not pixels.isfinite().all():
             raise UsageError(

@@ -105,9 +105,9 @@ class Float16Decoder(Decoder):
             )
         return None
 
-    def pixels(self, latents: Tensor) -> Tensor:
+    def pixels(self, latents: Tensor, arithmetic: str | None = None) -> Tensor:
         if self.half is None:
-            return self.in_float32(latents, self.precision)
+            return super().pixels(latents, arithmetic)
         pixels = self._float16_pixels(latents)
         is_finite = pixels.isfinite().flatten(1).all(1)  # of each picture
         if not is_finite.all():
@@ -117,7 +117,7 @@ class Float16Decoder(Decoder):
                     f"{NAMES[self.fallback]}"
                 )
                 self._warned = True
-            pixels[~is_finite] = self.in_float32(latents[~is_finite], self.fallback)
+            pixels[~is_finite] = super().pixels(latents[~is_finite], self.fallback)
         return pixels
 
     def _float16_pixels(self, latents):

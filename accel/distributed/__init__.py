@@ -8,9 +8,10 @@ sharded.py         one network evaluation on several GPUs; exchanges.py: its att
 
 import signal
 from collections.abc import Callable, Set
+from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from accel.errors import UsageError, require_equal
+from accel.errors import require_equal
 
 if TYPE_CHECKING:  # torch is slow to import
     from torch import Tensor
@@ -30,7 +31,7 @@ class Layout(NamedTuple):
         return self.rows * self.tokens
 
     def __str__(self):
-        if self.ranks == 1:
+        if self == OFF:
             return "one rank per picture"
         given = {name: value for name, value in self._asdict().items() if value > 1}
         return ",".join(f"{name}={value}" for name, value in given.items())
@@ -47,20 +48,15 @@ class Placement(NamedTuple):
     rank: int = 0
 
     @property
-    def shared(self) -> bool:
-        """Whether several ranks share a network evaluation."""
-        return self.layout.ranks > 1
-
-    @property
     def busy(self) -> int:
         """Number of ranks that are not idle."""
-        return self.layout.ranks if self.shared else self.world
+        return self.world if self.layout == OFF else self.layout.ranks
 
     def pictures(self, n: int) -> slice:
         """Return the slice of n pictures that this rank decodes: about equal sizes, in rank
         order; empty if idle.
         """
-        return slice(_ceil(n * self.rank, self.busy), _ceil(n * (self.rank + 1), self.busy))
+        return slice(ceil(n * self.rank / self.busy), ceil(n * (self.rank + 1) / self.busy))
 
     def counts(self, n: int) -> list[int]:
         """Return the length of `pictures(n)` of each rank."""
@@ -72,7 +68,7 @@ class Placement(NamedTuple):
         pictures, or of all pictures if ranks share evaluations. batch_size: the most per slice.
         """
         pictures = self.pictures(n)
-        if self.shared and self.rank < self.busy:
+        if self.layout != OFF and self.rank < self.busy:
             pictures = slice(n)
         first, end, _ = pictures.indices(n)
         size = batch_size or max(1, end - first)
@@ -90,22 +86,9 @@ class Placement(NamedTuple):
         """Return the shape (latents, rows per latent) of this rank's batch when `pictures` are
         evaluated with `copies` batch rows each.
         """
-        if self.shared:
-            return _ceil(copies * pictures, self.layout.rows), 1
-        return pictures, copies
-
-
-def _ceil(number, divisor):
-    return -(-number // divisor)
-
-
-def require_device(wanted: str | None) -> None:
-    """Raise UsageError unless ranks can sample on the device; None chooses one later."""
-    device_type, _, number = (wanted or "cuda").partition(":")
-    if device_type not in ("cuda", "cpu") or number and not number.isdecimal():
-        raise UsageError(
-            "ranks sample on cuda or cpu", "choose one", parameter="device", value=wanted
-        )
+        if self.layout == OFF:
+            return pictures, copies
+        return ceil(copies * pictures / self.layout.rows), 1
 
 
 class FirstFailure(NamedTuple):

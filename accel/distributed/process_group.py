@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from accel import launch
-from accel.distributed import FirstFailure, Layout, Placement, Ranks
+from accel.distributed import OFF, FirstFailure, Layout, Placement, Ranks
 from accel.distributed.exchanges import AllGather, Push
 from accel.distributed.sharded import Sharded
 from accel.errors import UsageError
@@ -197,7 +197,7 @@ class DistributedRanks(Ranks):
     # ---- network evaluations that ranks share ----
 
     def share(self, network: BlockNetwork, layout: Layout) -> Network:
-        if layout.ranks == 1:
+        if layout == OFF:
             return network
         self._wait_for_collectives()
         mesh = self._group(range(layout.ranks))
@@ -226,7 +226,7 @@ class DistributedRanks(Ranks):
         return self._groups[ranks]
 
     def local_shard(self, latents: torch.Tensor, n: int, placement: Placement) -> torch.Tensor:
-        if not placement.shared:
+        if placement.layout == OFF:
             return latents
         digest = hashlib.sha256(latents.cpu().numpy().tobytes()).hexdigest()[:8]
         digests = self.all_gather_object(digest)[: placement.busy]

@@ -213,19 +213,6 @@ class KLDecoder(nn.Module):
     def forward(self, z: torch.Tensor) -> torch.Tensor:
         return self.decoder(z if self.post_quant_conv is None else self.post_quant_conv(z))
 
-    def renamed(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Select the decoder's tensors from AutoencoderKL's state dict, with current names and
-        shapes.
-        """
-        want = self.state_dict()
-        needed = {}
-        for name, tensor in state.items():
-            name = ".".join([_OLD_NAMES.get(part, part) for part in name.split(".")])
-            if name in want:
-                shape = want[name].shape
-                needed[name] = tensor.reshape(shape) if tensor.numel() == shape.numel() else tensor
-        return needed
-
 
 class AutoencoderKL(DecoderKind):
     """AutoencoderKL in diffusers' folder layout."""
@@ -255,7 +242,9 @@ class AutoencoderKL(DecoderKind):
         weight_file: Path,
         state: dict[str, torch.Tensor],
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Check config and weights, and return them as `read` does. Raises UsageError."""
+        """Check config and weights, and return the entries that affect the decoder and its tensors,
+        with current names and shapes. Raises UsageError.
+        """
         try:
             with shapes_only():
                 decoder = KLDecoder(config)
@@ -267,9 +256,15 @@ class AutoencoderKL(DecoderKind):
                 value=config_file,
             ) from None
         given = InputRef(str(weight_file), "vae")
-        state = decoder.renamed(floats_of(state, given))
-        require_fit(given, state, decoder)
-        return decoder.entries, state
+        want = decoder.state_dict()
+        needed = {}
+        for name, tensor in floats_of(state, given).items():
+            name = ".".join([_OLD_NAMES.get(part, part) for part in name.split(".")])
+            if name in want:
+                shape = want[name].shape
+                needed[name] = tensor.reshape(shape) if tensor.numel() == shape.numel() else tensor
+        require_fit(given, needed, decoder)
+        return decoder.entries, needed
 
     def space(self, files: DecoderFiles, entries: dict[str, Any]) -> LatentSpace:
         """Return the latent space, with the statistics of --latent-stats if given."""
