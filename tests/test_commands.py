@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 
+import jobs
 import numpy as np
 import pytest
 import torch
@@ -102,10 +103,9 @@ def test_a_log_off_a_terminal(run, here, demo, tmp_path):
     assert succeeds(done) == done.stderr == ""
 
 
-def test_one_rank_prints_the_line_of_json(run, demo, tmp_path):
+def test_one_rank_prints_the_line_of_json(demo, tmp_path):
     words = "--labels", 1, 5, "--num-sampling-steps", 2, "--seeds", 0, 7, "--output", tmp_path
-    done = run("sample.py", *demo, *words, "--gpus", 2, "--quiet", "--json")
-    result = json.loads(succeeds(done))
+    result = json.loads(jobs.run(2, *demo, *words, "--quiet", "--json"))
     files = [str(path) for path in sorted(tmp_path.rglob("*.png"))]
     assert len(files) == 4 and result["files"] == files
     assert result["settings"]["seed_list"] == {"value": [0, 7], "origin": "options"}

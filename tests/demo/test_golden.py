@@ -28,35 +28,41 @@ def near(made, golden):
     assert np.linalg.norm(made - golden) / np.linalg.norm(golden) < 1e-3
 
 
-def make(kind, here, tmp_path, *flags, model="DiT-Demo/2", stem="golden"):
-    """Sample the latents of all pictures by the command, and compare them with the golden ones."""
-    output = ["--output-type", "latent", "--output", tmp_path / "z.npy"]
-    succeeds(here("sample.py", "--model", model, "--device", kind, *flags, *output))
-    near(np.load(tmp_path / "z.npy"), np.load(DEMO / f"{stem}-{kind}.npy"))
-
-
-def test_golden_on_the_cpu():
+@pytest.mark.parametrize(
+    "model, file, options",
+    [
+        ("DiT-Demo/2", "golden-cpu.npy", {}),
+        (
+            "Large-DiT-Demo/2",
+            "large-dit-golden-cpu.npy",
+            dict(sampler="ddim", num_sampling_steps=25),
+        ),
+        ("SiT-Demo/2", "sit-golden-cpu.npy", dict(sampler="heun", num_sampling_steps=12)),
+    ],
+)
+def test_golden_on_the_cpu(model, file, options):
     """One of the eight pictures is sampled through all steps."""
-    run, pipeline = ready(model="DiT-Demo/2", device="cpu")
-    golden = np.load(DEMO / "golden-cpu.npy")
+    run, pipeline = ready(model=model, device="cpu", **options)
     third = replace(pipeline, placement=Placement(world=8, rank=2))
-    near(third.latents(run.settings.labels, 0).numpy(), golden[2:3])
-    grid = to_grid(pipeline.decode(torch.from_numpy(golden))).numpy().astype(int)
+    near(third.latents(run.settings.labels, 0).numpy(), np.load(DEMO / file)[2:3])
+
+
+def test_the_golden_picture():
+    _, pipeline = ready(model="DiT-Demo/2", device="cpu")
+    golden = torch.from_numpy(np.load(DEMO / "golden-cpu.npy"))
+    grid = to_grid(pipeline.decode(golden)).numpy().astype(int)
     picture = np.asarray(Image.open(DEMO / "golden-cpu.png")).astype(int)
     assert grid.shape == picture.shape == (262, 522, 3)
     assert np.abs(grid - picture).mean() <= 0.01 and picture.std() > 20
 
 
-@pytest.mark.parametrize("family, sampler, steps", [("Large-DiT", "ddim", 25), ("SiT", "heun", 12)])
-def test_other_families_on_the_cpu(family, sampler, steps, here, tmp_path):
-    how = dict(model=f"{family}-Demo/2", stem=f"{family.lower()}-golden")
-    make("cpu", here, tmp_path, "--sampler", sampler, "--num-sampling-steps", steps, **how)
-
-
 @pytest.mark.gpu
 def test_golden_on_a_gpu(here, tmp_path):
     """CUDA's random stream differs from the CPU's. So small a draw is the same on every GPU."""
-    make("cuda", here, tmp_path, "--precision", "fp32")
+    flags = "--model", "DiT-Demo/2", "--device", "cuda", "--precision", "fp32"
+    output = "--output-type", "latent", "--output", tmp_path / "z.npy"
+    succeeds(here("sample.py", *flags, *output))
+    near(np.load(tmp_path / "z.npy"), np.load(DEMO / "golden-cuda.npy"))
 
 
 def test_the_card_quotes_the_committed_figures():
