@@ -22,7 +22,7 @@ from torch import Tensor
 from accel.checkpoints import Checkpoint
 from accel.config.options import USER
 from accel.decoders import LatentSpace
-from accel.decoders.decoder import Decoder, NoDecoder
+from accel.decoders.decoder import Decoder
 from accel.distributed import Placement
 from accel.errors import UsageError
 from accel.run import Run
@@ -81,7 +81,7 @@ class Pipeline:
     network: Network
     process: Process
     guidance: Guidance | Unguided
-    decoder: Decoder | NoDecoder | None
+    decoder: Decoder | None
     tier: str
     device: torch.device
     side: int
@@ -316,10 +316,10 @@ def decoder_of(
     precision: str = "fp32",
     fallback: str = "fp32",
     use_graph: bool = False,
-) -> Decoder | NoDecoder:
+) -> Decoder:
     """Create a decoder in fp32, tf32 or fp16. fallback, use_graph: as for Float16Decoder."""
     if space.files.kind.builtin_space is not None:
-        return NoDecoder(space)
+        precision = "fp32"  # nothing is computed
     if precision == "fp16":
         from accel.decoders.float16 import Float16Decoder  # lazy: only for fp16
 

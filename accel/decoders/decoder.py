@@ -15,28 +15,11 @@ from accel.runtime.network import require_no_gradients
 from accel.runtime.precision import convolutions
 
 
-class NoDecoder:
-    """The identity, for a space whose latents are pixels."""
-
-    precision = "fp32"
-
-    def __init__(self, space: LatentSpace):
-        self.to_uint8_range = space.files.kind.to_uint8_range
-
-    def load_ahead(self) -> None:
-        """No-op."""
-
-    def load(self) -> "NoDecoder":
-        """Return this decoder."""
-        return self
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """Return the pixels (n, 3, H, W) unchanged."""
-        return latents
-
-
 class Decoder:
-    """The decoder of a latent space in fp32 or tf32. half: set by Float16Decoder."""
+    """The decoder of a latent space in fp32 or tf32; the identity if the latents are pixels.
+
+    half: set by Float16Decoder.
+    """
 
     half: Callable[[Tensor], Tensor] | None = None
 

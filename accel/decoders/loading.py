@@ -125,9 +125,11 @@ def _read_content(file: Path, stamps: tuple) -> Mapping[str, Any]:
 
 
 def load(space: LatentSpace, device: torch.device | str) -> torch.nn.Module:
-    """Load the float32 decoder of a space from `find` onto `device`. Raises UsageError as `find`
-    does, and if a file was changed since.
+    """Load the float32 decoder of a space from `find` onto `device`; for a kind without files, return
+    the identity. Raises UsageError as `find` does, and if a file was changed since.
     """
+    if space.files.kind.builtin_space is not None:
+        return torch.nn.Identity()
     entries, state = _read(space.files)
     with shapes_only():
         decoder = space.files.kind.build(entries)

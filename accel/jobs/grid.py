@@ -17,7 +17,7 @@ from torch import Tensor
 
 from accel import launch
 from accel.config.rules import Request
-from accel.decoders.decoder import Decoder, NoDecoder
+from accel.decoders.decoder import Decoder
 from accel.distributed import OFF, Ranks
 from accel.errors import STOPPED
 from accel.io import output
@@ -120,7 +120,7 @@ def save(
     path: str,
     content: Tensor,
     watch: Stopwatch,
-    decoder: Decoder | NoDecoder | None = None,
+    decoder: Decoder | None = None,
     made_by: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Write latents or pictures and return the files. content: latents, or pixels if `decoder` is

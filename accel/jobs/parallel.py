@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from accel.decoders.decoder import Decoder, NoDecoder
+from accel.decoders.decoder import Decoder
 from accel.distributed import OFF, Layout, Placement, Ranks, layouts
 from accel.errors import UsageError
 from accel.io.progress import Stopwatch
@@ -90,7 +90,7 @@ def gather(
     latents: Tensor,
     ranks: Ranks,
     placement: Placement,
-    decoder: Decoder | NoDecoder | None,
+    decoder: Decoder | None,
     watch: Stopwatch,
 ) -> Tensor:
     """Decode this rank's share of the latents of one seed and gather the pictures of all ranks;
@@ -105,12 +105,12 @@ def gather(
         return ranks.gather_pictures(pictures, run.count, placement)
 
 
-def _agree_on_precision(decoder: Decoder | NoDecoder, ranks: Ranks, busy: bool) -> None:
+def _agree_on_precision(decoder: Decoder, ranks: Ranks, busy: bool) -> None:
     """Decode in float32 on all ranks if float16 failed on one. busy: whether this rank decodes;
     an idle rank loads no decoder.
     """
     chosen = ranks.all_gather_object(decoder.load().precision if busy else None)
     precision = next((each for each in ("fp32", "tf32") if each in chosen), "fp16")
-    if isinstance(decoder, Decoder) and precision != decoder.precision:
+    if precision != decoder.precision:
         log.warning(f"the decoder fails in float16 on a rank: all ranks decode in {precision}")
         decoder.use_float32(precision)
