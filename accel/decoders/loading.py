@@ -116,17 +116,12 @@ def _content(path: Path) -> Mapping[str, Any]:
     file = path if path.is_file() else path / FILES[0]
     if not mode_of(file, "vae"):
         raise UsageError(f"must contain {' and '.join(FILES)}", parameter="vae", value=path)
-    return _read_content(file, tuple(file_stamps([file], "vae")))
-
-
-@lru_cache(maxsize=1)
-def _read_content(file: Path, stamps: tuple) -> Mapping[str, Any]:
     return read_json(file, "vae") if file.suffix == ".json" else read_tensors(file, "vae")
 
 
 def load(space: LatentSpace, device: torch.device | str) -> torch.nn.Module:
-    """Load the float32 decoder of a space from `find` onto `device`; for a kind without files, return
-    the identity. Raises UsageError as `find` does, and if a file was changed since.
+    """Load the float32 decoder of a space onto `device`: the identity for a kind without files.
+    Raises UsageError as `find` does, and if a file was changed since.
     """
     if space.files.kind.builtin_space is not None:
         return torch.nn.Identity()
@@ -179,6 +174,4 @@ def _read(decoder: DecoderFiles) -> tuple[dict, dict[str, torch.Tensor]]:
     """Return the configuration and the memory-mapped weights. The result is cached, so callers
     that use the weights must call `require_unchanged`.
     """
-    content = _content(decoder.path)
-    _read_content.cache_clear()  # free an encoder in the same file
-    return decoder.kind.read(decoder, content)
+    return decoder.kind.read(decoder, _content(decoder.path))

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # torch is slow to import
 
 SUFFIX = {"image": ".png", "latent": ".npy"}  # by output type
 TEXT_KEY = "dit-sampling"  # of the settings in a PNG, JSON
+NO_SPACE = "free some space, or choose another path"
 NAME_LIMIT = 48  # characters of a class name, up to four bytes each; a file name has 255 bytes
 
 
@@ -127,7 +128,8 @@ def save_latents(path: str | Path, latents: "Tensor") -> None:
     """Write latents as a float32 .npy atomically. Raises UsageError if writing fails."""
     import numpy as np
 
-    _write(path, lambda file: np.save(file, latents.float().cpu().numpy()))
+    with path_errors("output", path, NO_SPACE), atomic_write(path) as file:
+        np.save(file, latents.float().cpu().numpy())
 
 
 def save_pictures(
@@ -143,7 +145,8 @@ def save_pictures(
         text.add_text(TEXT_KEY, json.dumps(record))
     image = Image.fromarray(to_grid(pixels).numpy())
     # For photographs, level 2 takes a quarter of the default's time and 8 % more bytes.
-    _write(path, lambda file: image.save(file, "PNG", compress_level=2, pnginfo=text))
+    with path_errors("output", path, NO_SPACE), atomic_write(path) as file:
+        image.save(file, "PNG", compress_level=2, pnginfo=text)
 
 
 def print_result(
@@ -155,11 +158,3 @@ def print_result(
     """Print the last line of --json. seconds: by phase. settings: value and origin, by name."""
     result = dict(files=files, seconds=seconds, settings=settings, **more)
     print(json.dumps(result, default=str), flush=True)
-
-
-def _write(path, save):
-    with (
-        path_errors("output", path, "free some space, or choose another path"),
-        atomic_write(path) as file,
-    ):
-        save(file)

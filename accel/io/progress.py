@@ -104,17 +104,13 @@ def bar_type() -> type[tqdm]:
 
 
 @contextmanager
-def step_bar(total: int, device: torch.device, show: bool = True) -> Iterator[Callable[..., None]]:
+def step_bar(total: int, device: torch.device, show: bool = True) -> Iterator[Callable[..., Any]]:
     """Show the progress of `total` steps. Yields on_step(index[, x]), to be called when a step has
     been queued. The bar follows the device's progress without synchronising.
     """
     with progress(show, total=total, unit="step") as bar:
         if device.type != "cuda":
-
-            def done_at_once(index, x=None):
-                bar.update(index + 1 - bar.n)
-
-            yield done_at_once
+            yield lambda index, x=None: bar.update(index + 1 - bar.n)
             return
         pending: list[tuple[torch.cuda.Event, int]] = []
 

@@ -44,8 +44,7 @@ def make_grid(request: Request, ranks: Ranks) -> None:
             pipeline = Pipeline.load(run)
         log.info(run.describe(pipeline.machine))
 
-    machine = record.machine_of(pipeline, ranks.world)
-    record.warn_of_machine(request.repeated, machine)
+    machine = record.machine_of(run, pipeline, ranks.world)
     digests: dict[str, str] = {}
     # Next to sampling: reading all weights takes seconds, and hashlib releases the lock.
     hashing = Thread(target=lambda: digests.update(record.digests_of(run)), daemon=True)

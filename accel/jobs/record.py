@@ -7,7 +7,7 @@ from typing import Any
 
 import accel
 from accel.config.options import USER
-from accel.config.repeated import FILE_OPTIONS, REPEATED, Repeated
+from accel.config.repeated import FILE_OPTIONS, REPEATED
 from accel.decoders.loading import digest
 from accel.errors import UsageError, shown, warn
 from accel.pipeline import Pipeline
@@ -66,19 +66,17 @@ def record_of(
     }
 
 
-def machine_of(pipeline: Pipeline, ranks: int) -> list[str]:
-    """Return all that can change a picture's rounding, as text. ranks: their number."""
-    world = f"{ranks} rank{'s' * (ranks > 1)}"
-    return [f"version {accel.__version__}", *pipeline.machine[1:], world]
-
-
-def warn_of_machine(repeated: Repeated, machine: list[str]) -> None:
-    """Print a notice if the repeated picture was made by another version, torch, GPU or number of
-    ranks.
+def machine_of(run: Run, pipeline: Pipeline, ranks: int) -> list[str]:
+    """Return all that can change a picture's rounding, as text. Print a notice if the repeated
+    picture was made by another version, torch, GPU or number of ranks.
     """
+    world = f"{ranks} rank{'s' * (ranks > 1)}"
+    machine = [f"version {accel.__version__}", *pipeline.machine[1:], world]
+    repeated = run.request.repeated
     if repeated.machine not in ((), tuple(machine)):
         made = ", ".join(shown(each) for each in repeated.machine)
         repeated.given.warn(f"was made by {made}; pixels can differ in rounding here")
+    return machine
 
 
 def require_same(run: Run) -> None:
