@@ -264,11 +264,18 @@ def test_a_model_of_no_classes_has_its_one_label():
         assert torch.allclose(sampler.latents(0), upstream(model, (0,), 0, 3, 1), atol=1e-4)
 
 
+def without_labels():
+    model = small()
+    model.y_embedder = nn.Identity()
+    return model
+
+
 OTHERS = {  # a name in the error → module
     "(2, 4, 8, 8)": lambda: small(Halved),
     "RuntimeError: of the caller": lambda: small(Raises),
     "norm_eps": lambda: transformer(norm_eps=0.1),
     "to_q.bias": lambda: transformer(attention_bias=False),
+    "no y_embedder.embedding_table.weight": without_labels,
     "no values": lambda: small().to("meta"),
     "blocks.0.attn.qkv.weight": lambda: nn.Linear(2, 2),
     "torch.nn.Module": lambda: "DiT-XL/2",

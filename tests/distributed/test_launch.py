@@ -138,7 +138,7 @@ def test_a_mistake_is_said_once(demo, tmp_path):
     text = Terminal(*flags).end(USAGE)
     assert (
         text.count("sample.py: ") == 1
-        and "not finite from step 1 of 2" in text
+        and "not finite from step 1 of 2 on; check the weights" in text
         and "Traceback" not in text
     )
     assert not (tmp_path / "x.png").exists()

@@ -6,7 +6,7 @@ import pytest
 from conftest import mistake
 from networks import run_of
 
-from accel.distributed import OFF, Layout, Ranks, layouts
+from accel.distributed import OFF, Layout, Placement, Ranks, layouts
 from accel.errors import UsageError
 from accel.jobs.parallel import choose_layout
 from accel.runtime.precision import TIERS
@@ -71,6 +71,11 @@ def test_what_is_wanted():
     assert wanted("rows=2", precision="exact") == Layout(2)
     assert wanted("off") == wanted("rows=1") == wanted("tokens=1") == OFF
     assert wanted("auto", labels=("1",) * 4) == OFF
+
+
+def test_ranks_that_are_left_over_denoise_nothing():
+    shares = [Placement(Layout(2), world=3, rank=rank).batches(1) for rank in range(3)]
+    assert shares == [[slice(0, 1)], [slice(0, 1)], []]
 
 
 def test_auto_divides_tokens_over_nvlink_alone():
