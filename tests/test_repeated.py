@@ -18,7 +18,7 @@ from test_lightning_files import SD, as_file
 from accel.config.options import Options
 from accel.config.rules import Request
 from accel.io.output import TEXT_KEY
-from accel.jobs.record import digests_of
+from accel.jobs.grid import digests_of
 from accel.run.opening import open_run
 from models import DiT_models
 

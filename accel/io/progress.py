@@ -94,13 +94,8 @@ def progress(show: bool = True, **options) -> tqdm:
     """
     if not show:  # disable=False would override TQDM_DISABLE
         options["disable"] = True
-    return bar_type()(**options)
-
-
-def bar_type() -> type[tqdm]:
-    """Return the type of `progress`."""
     redraws = sys.stderr.isatty() or "ipykernel" in sys.modules
-    return tqdm if redraws else ProgressLines
+    return (tqdm if redraws else ProgressLines)(**options)
 
 
 @contextmanager

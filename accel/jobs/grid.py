@@ -8,21 +8,25 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
 from torch import Tensor
 
+import accel
 from accel import launch
+from accel.config.options import USER
+from accel.config.repeated import FILE_OPTIONS, REPEATED
 from accel.config.rules import Request
 from accel.decoders.decoder import Decoder
+from accel.decoders.loading import digest
 from accel.distributed import OFF, Ranks
-from accel.errors import STOPPED
+from accel.errors import STOPPED, UsageError, shown, warn
 from accel.io import output
 from accel.io.progress import Stopwatch, step_bar
-from accel.jobs import record
 from accel.pipeline import Generators, Pipeline, free_memory
 from accel.run import Run
 from accel.run.opening import open_on_ranks
@@ -34,7 +38,7 @@ def make_grid(request: Request, ranks: Ranks) -> None:
     """Open the request, load, warm up, sample, decode, gather and save. Only rank 0 writes."""
     run, watch = open_on_ranks(request, ranks)
     if request.repeated.given.name:
-        ranks.run_collectively(lambda: record.require_same(run), only=0)
+        ranks.run_collectively(lambda: require_same(run), only=0)
     if ranks.world > 1 or run.layout not in (None, OFF):
         from accel.jobs import parallel  # lazy: imports torch.distributed
 
@@ -44,10 +48,10 @@ def make_grid(request: Request, ranks: Ranks) -> None:
             pipeline = Pipeline.load(run)
         log.info(run.describe(pipeline.machine))
 
-    machine = record.machine_of(run, pipeline, ranks.world)
+    machine = machine_of(run, pipeline, ranks.world)
     digests: dict[str, str] = {}
     # Next to sampling: reading all weights takes seconds, and hashlib releases the lock.
-    hashing = Thread(target=lambda: digests.update(record.digests_of(run)), daemon=True)
+    hashing = Thread(target=lambda: digests.update(digests_of(run)), daemon=True)
     if ranks.rank == 0 and run.space.decoder is not None:
         hashing.start()
     warm_up(run, pipeline, watch)
@@ -73,7 +77,7 @@ def make_grid(request: Request, ranks: Ranks) -> None:
             content = parallel.gather(run, content, ranks, placement, decoder, watch)
         if ranks.rank == 0:
             # save decodes file by file, in the memory of one picture
-            made_by = record.record_of(run, tier, machine, digests, number)
+            made_by = record_of(run, tier, machine, digests, number)
             files += save(run, path, content, watch, None if ranks.world > 1 else decoder, made_by)
     if ranks.rank == 0:
         log.info(
@@ -152,3 +156,86 @@ def save(
             place = {} if number is None else {"label": run.settings.labels[number]}
             output.save_pictures(file, pixels, made_by and {**made_by, "picture": number, **place})
     return files
+
+
+# ---- The settings in a picture's file, and the check of a run that repeats them (--like) ----
+
+
+def digests_of(run: Run) -> dict[str, str]:
+    """Return the digests of weights, guide and decoder, by option. They are cached. A file that
+    was changed since it was opened has none, with a notice.
+    """
+    compute: dict[str, Callable[[], str]] = {"ckpt": run.checkpoint.digest}
+    if run.guide is not None:
+        compute["guide"] = run.guide.digest
+    if run.space.decoder is not None:
+        compute["vae"] = lambda: digest(run.space)
+    digests = {}
+    for name, digest_of in compute.items():
+        try:
+            digests[name] = digest_of()
+        except UsageError as error:
+            warn(f"the picture's settings lack the digest of a file; {error.marked}")
+    return digests
+
+
+def record_of(
+    run: Run, tier: str, machine: list[str], digests: Mapping[str, str], number: int
+) -> dict[str, Any]:
+    """Return the settings that the file of a grid contains, as JSON data. Files appear by name
+    only. tier: of the network. machine: by `machine_of`. digests: by `digests_of`. number: of the
+    grid in the run.
+    """
+    given = run.request.values
+    listed = run.settings.seed_list
+    seed = listed[number] if listed else run.settings.seed
+    settings = replace(run.settings, precision=tier, seed=seed).as_json()
+    names = REPEATED & settings.keys()
+    for name in ("model", "num_classes"):  # follow from the weights
+        if settings[name]["origin"] != USER and (name == "num_classes" or "ckpt" in given):
+            names.discard(name)
+    paths = {name: getattr(run.settings, name) for name in FILE_OPTIONS}
+    return {
+        "machine": machine,
+        "settings": {
+            name: {**settings[name], "origin": Path(settings[name]["origin"]).name}
+            for name in sorted(names)
+        },
+        "files": {
+            name: {
+                "name": path and Path(path).name,
+                "given": name in given,
+                "digest": digests.get(name),
+            }
+            for name, path in paths.items()
+        },
+        "grid": 0 if listed else run.request.repeated.grid + number,
+    }
+
+
+def machine_of(run: Run, pipeline: Pipeline, ranks: int) -> list[str]:
+    """Return all that can change a picture's rounding, as text. Print a notice if the repeated
+    picture was made by another version, torch, GPU or number of ranks.
+    """
+    world = f"{ranks} rank{'s' * (ranks > 1)}"
+    machine = [f"version {accel.__version__}", *pipeline.machine[1:], world]
+    repeated = run.request.repeated
+    if repeated.machine not in ((), tuple(machine)):
+        made = ", ".join(shown(each) for each in repeated.machine)
+        repeated.given.warn(f"was made by {made}; pixels can differ in rounding here")
+    return machine
+
+
+def require_same(run: Run) -> None:
+    """Compare the digests of the files with those in the repeated picture. Raises UsageError for
+    other weights or another guide, and prints a notice for another decoder.
+    """
+    repeated = run.request.repeated
+    for name, own in {"ckpt": None, **digests_of(run)}.items():
+        recorded = repeated.digests.get(name)
+        if own == recorded is not None or recorded is None and name != "ckpt":
+            continue
+        text = f"was made with another `{name}` (digest {shown(str(recorded))}, not {own})"
+        if name != "vae":
+            raise repeated.given.error(text, "give the same")
+        repeated.given.warn(text)

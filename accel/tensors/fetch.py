@@ -8,9 +8,11 @@ from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
 
+from tqdm.utils import CallbackIOWrapper
+
 from accel.errors import InputRef, UsageError
 from accel.io.filesystem import atomic_write, place_for, remove_partial_files
-from accel.io.progress import bar_type
+from accel.io.progress import progress
 from accel.tensors.diffusers_names import SCHEDULE
 from accel.tensors.tensor_files import weight_files
 
@@ -29,8 +31,10 @@ def download(target: Path, parameter: str) -> None:
             atomic_write(target, "w+b", durable=True, replace=False) as file,
         ):
             total = response.length  # None if unknown
-            with bar_type().wrapattr(response, "read", total=total, desc=target.name) as stream:
-                shutil.copyfileobj(stream, file)
+            with progress(
+                total=total, desc=target.name, unit="B", unit_scale=True, unit_divisor=1024
+            ) as bar:
+                shutil.copyfileobj(CallbackIOWrapper(bar.update, response, "read"), file)
             if total is not None and file.tell() != total:
                 raise OSError(f"the connection ended after {file.tell()} of {total} bytes")
             if not zipfile.is_zipfile(file):
