@@ -27,7 +27,8 @@ class Worded:
     Python (cfg_scale=1), `by_flags` for a command (--cfg-scale 1).
     """
 
-    marked: str  # the line with backquotes
+    def __init__(self, marked: str):
+        self.marked = marked  # the line with backquotes
 
     def __str__(self):
         return REFERENCE.sub(lambda match: match[0][1:-1], self.marked)
@@ -55,32 +56,19 @@ class UsageError(Worded, ValueError):
     def __init__(
         self, problem: str, remedy: str = "", *, parameter: str = "", value: object = None
     ):
-        super().__init__(problem, remedy)
+        ValueError.__init__(self, problem, remedy)
         self.problem = problem
         self.remedy = remedy
         self.parameter = parameter
         self.value = value
-
-    @property
-    def marked(self) -> str:  # type: ignore[override]
-        """Return the line with parameters in backquotes."""
-        words = self.problem
-        if self.parameter:
-            given = "" if self.value is None else f"={self.value}"
-            words = f"`{self.parameter}{given}`: {words}"
-        return f"{words}; {self.remedy}" if self.remedy else words
-
-
-class Notice(Worded):
-    """A message of the package's logger."""
-
-    def __init__(self, marked: str):
-        self.marked = marked
+        given = "" if value is None else f"={value}"
+        subject = f"`{parameter}{given}`: " if parameter else ""
+        self.marked = f"{subject}{problem}; {remedy}" if remedy else f"{subject}{problem}"
 
 
 def warn(text: str) -> None:
     """Print a notice. text: with parameters in backquotes."""
-    log.warning(Notice(text))
+    log.warning(Worded(text))
 
 
 class InputRef(NamedTuple):

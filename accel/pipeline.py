@@ -28,6 +28,7 @@ from accel.errors import UsageError
 from accel.run import Run
 from accel.runtime import precision
 from accel.runtime.network import Batch, BlockNetwork, Network
+from accel.runtime.overflow import overflows, remedy, require_finite
 from accel.sampling import (
     OnStep,
     count_by_rows,
@@ -112,27 +113,32 @@ class Pipeline:
             f"`{option}={getattr(settings, option) or run.count}`: does not fit in free GPU "
             f"memory; use a smaller one, or a smaller `image_size` than {settings.image_size}"
         )
-        is_guided = keep_guide or not isinstance(run.guidance, Unguided)
         checkpoints = [run.checkpoint]
-        if run.guide is not None and is_guided:
+        if run.guide is not None and (keep_guide or not isinstance(run.guidance, Unguided)):
             checkpoints.append(run.guide)
         if sizes is None:
             sizes = placement.sizes(run.count, settings.batch_size)
-        rows = set()
-        for copies in count_by_rows(run.process, run.guidance):
-            rows |= {placement.rows(n, copies) for n in sizes}
-        largest_first = sorted(rows, key=lambda rows: (prod(rows), rows), reverse=True)
-        columns = placement.layout.tokens
-        batch = Batch(largest_first, run.latent_size, run.spec.num_classes, columns)
+        copies = count_by_rows(run.process, run.guidance)
+        rows = {placement.rows(n, each) for n in sizes for each in copies}
+        batch = Batch(
+            sorted(rows, key=lambda rows: (prod(rows), rows), reverse=True),
+            run.latent_size,
+            run.spec.num_classes,
+            placement.layout.tokens,
+        )
         with precision.arithmetic(settings.precision), memory_errors(too_large):
             network, tier = _load_checked(run, checkpoints, settings.precision, batch, tuner)
         decoder = None
         if run.space.decoder is not None:
             fallback = precision.float32_decoder(settings.precision, run.device)
-            # Capturing a CUDA graph takes seconds, which only an FID job regains.
-            use_graph = run.is_fid_job
-            wanted = settings.vae_precision
-            decoder = decoder_of(run.space, run.device, wanted, fallback, use_graph)
+            decoder = decoder_of(
+                run.space,
+                run.device,
+                settings.vae_precision,
+                fallback,
+                # Capturing a CUDA graph takes seconds, which only an FID job regains.
+                use_graph=run.is_fid_job,
+            )
         return cls(
             network,
             run.process,
@@ -213,8 +219,6 @@ class Pipeline:
             )
         failed = torch.nonzero(~sums.isfinite())
         if len(failed):
-            from accel.runtime.overflow import remedy  # lazy: only for errors
-
             raise UsageError(
                 f"the latents are not finite from step {int(failed[0]) + 1} of {len(sums)} on",
                 remedy(self.network, self.tier, self.device),
@@ -267,8 +271,6 @@ class Pipeline:
         counts = count_by_rows(self.process, self.guidance)
         rows = sorted(((1, rows) for rows in counts), reverse=True)
         batch = Batch(rows, self.side, checkpoint.spec.num_classes)
-        from accel.runtime.overflow import require_finite
-
         times = checkpoint.spec.family.some_times
         with precision.arithmetic(self.tier):
             network = checkpoint.build(self.tier, self.device, batch)
@@ -344,8 +346,6 @@ def _load_checked(
         network = WithGuide(*networks)
     if not precision.TIERS[tier].accelerated or tier == "bf16":
         return network, tier
-    from accel.runtime.overflow import overflows, remedy  # lazy: only for accelerated tiers
-
     overflowing = " and ".join(
         name
         for name, each in zip(("these", "the guide's"), networks)

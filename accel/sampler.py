@@ -21,7 +21,7 @@ from accel.config.options import OPTIONS, Options
 from accel.config.rules import Request
 from accel.decoders.autoencoder_kl import VAE_LATENT_ENTRIES
 from accel.decoders.loading import FILES
-from accel.errors import InputRef, UsageError, path_errors
+from accel.errors import InputRef, UsageError, path_errors, require_equal
 from accel.families import model_names
 from accel.families.spec import CallAdapter
 from accel.io.output import to_grid
@@ -197,17 +197,16 @@ class Sampler:
     def _require_alike(self, checkpoint: Checkpoint) -> None:
         """Raise UsageError if the module's family or shapes differ from the Sampler's."""
         require_finite_floats(checkpoint.tensors.state, checkpoint.given)
-        facts = "timestep_embedding", "num_heads", "num_classes", "null_class", "patch_size"
-        compared = {
-            name: (getattr(checkpoint.spec, name), getattr(self.run.spec, name))
-            for name in (*facts, "in_channels")
-        }
-        compared["family"] = checkpoint.spec.family.name, self.run.spec.family.name
-        for name, (value, wanted) in compared.items():  # that shapes do not imply
-            if value != wanted:
-                raise checkpoint.given.error(
-                    f"has {name} {value}, unlike the model of this Sampler", "make another of it"
-                )
+        theirs, ours = (
+            {
+                "family": spec.family.name,
+                "num_classes": spec.num_classes,
+                "timestep_embedding": spec.timestep_embedding,
+                **spec.arguments,
+            }
+            for spec in (checkpoint.spec, self.run.spec)
+        )
+        require_equal(theirs, ours, set(), "this Sampler's model has", "make another of it")
         require_fit(checkpoint.given, checkpoint.state, self.run.spec.empty(self.run.latent_size))
 
     def sample(

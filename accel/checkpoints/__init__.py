@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from accel.checkpoints.facts import checked, interpreted
+from accel.checkpoints.facts import checked, interpreted, yaml_arguments
 from accel.errors import InputRef, UsageError
 from accel.families.identify import (
     NO_USER_FACTS,
@@ -148,8 +148,6 @@ def checkpoint_of(
     file = ""
     if "family" not in facts:
         if path and weights.has_yaml_file and facts.keys().isdisjoint(weights.arguments):
-            from accel.checkpoints.yaml_file import yaml_arguments  # lazy import: few families
-
             file, facts = yaml_arguments(path, given)
         facts = interpreted(given, facts, weights, file)
     facts = checked(given, facts)

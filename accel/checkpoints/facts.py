@@ -8,13 +8,15 @@ further entries. All remaining plain values are kept, for the families to interp
 import json
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from types import SimpleNamespace
 from typing import Any
 
 from accel.config.options import OPTIONS
 from accel.errors import InputRef, UsageError, shown
+from accel.families.configuration import read_yaml
 from accel.families.spec import FamilyWeights
+from accel.tensors.tensor_files import FILE_SUFFIXES
 
 OWN = "metadata"  # the metadata's key in a .pt file
 PREFIX = "dit."  # of our entries in a safetensors header, whose values are strings
@@ -90,16 +92,11 @@ def _checked(given: InputRef, name: str, value: Any, options: Sequence[str]) -> 
     """
     is_valid, meaning = FACTS.get(name, (bool, ""))
     problem = f", which must be {meaning}" if meaning and not is_valid(value) else ""
-    if name == "sampler" and name in options:
-        return str(value)
     if name in options:
         try:
-            if isinstance(value, bool):
-                raise TypeError
-            return OPTIONS[name].checked(value)
-        except (TypeError, ValueError) as error:
-            reason = error.problem if isinstance(error, UsageError) else "is of another type"
-            problem = f": {reason}"
+            return str(value) if name == "sampler" else OPTIONS[name].checked(value)
+        except UsageError as error:
+            problem = f": {error.problem}"
     if problem:
         raise given.error(
             f"specifies {name} {shown(value)}{problem}", "save it again without that entry"
@@ -151,12 +148,8 @@ def arguments_of(content: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name not in PROVENANCE_KEYS}
 
 
-def flattened(section: Any) -> dict[str, Any]:
-    """Flatten nested sections to {dotted name: value}."""
-    return dict(_leaves(section, ""))
-
-
 def _leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+    """Yield the values in nested sections, with dotted names that start with `place`."""
     section = vars(value) if isinstance(value, NAMESPACES) else value
     if isinstance(section, Mapping):
         for name, part in section.items():
@@ -171,6 +164,35 @@ def _is_array(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(map(_is_array, value))
     return getattr(value, "ndim", 0) > 0
+
+
+def yaml_arguments(path: Path, given: InputRef) -> tuple[str, dict[str, Any]]:
+    """Find the YAML file of a weights file. Return its name and its arguments, or ("", {}).
+
+    The YAML file has the name of the weights, or is the only one in the folder that does not belong
+    to other weights. Raises UsageError if it cannot be read.
+    """
+    if path.is_dir():
+        return "", {}
+    file = path.with_suffix(".yaml")
+    if not file.is_file():
+        others = [
+            other
+            for other in sorted(path.parent.glob("*.yaml"))
+            if not any(other.with_suffix(suffix).is_file() for suffix in FILE_SUFFIXES)
+        ]
+        if len(others) > 1:
+            given.warn(
+                f"its folder has {len(others)} YAML files and none is called {file.name}: they are "
+                "not read"
+            )
+        if len(others) != 1:
+            return "", {}
+        (file,) = others
+    try:
+        return file.name, dict(_leaves(read_yaml(file), ""))
+    except (OSError, ValueError) as error:
+        raise given.error(f"{file.name} cannot be read ({error})", "fix or move it") from None
 
 
 def interpreted(
@@ -197,6 +219,8 @@ def interpreted(
         for name, fact in table.items()
         if isinstance(fact, str) and name in arguments
     }
+    if weights.recipe is None:
+        return facts
     try:
         return {**facts, "recipe": weights.recipe(facts, PurePath(given.name).stem)}
     except TypeError as error:

@@ -9,15 +9,14 @@ from pathlib import Path
 
 from accel.checkpoints import Checkpoint, Contents, checkpoint_of
 from accel.errors import InputRef, path_errors, shown
-from accel.families import DEMO, FOLDER
+from accel.families import DEMO, FOLDER, published_names
 from accel.families.identify import NO_USER_FACTS, UserFacts
 from accel.families.spec import StateDict
 from accel.tensors.digests import cached_digest
 from accel.tensors.tables import trained
 from accel.tensors.tensor_files import FILE_SUFFIXES, HUB_ID, file_stamps, mode_of
 
-# published names; the variable's name is upstream's
-pretrained_models = {"DiT-XL-2-512x512.pt", "DiT-XL-2-256x256.pt"}
+pretrained_models = published_names()  # the variable's name is upstream's
 # Modules with matches(path) and read(path, given, entry) → Contents. The first format whose
 # matches(path) is true reads the file; later ones are not imported.
 FORMATS = "single_file", "diffusers_folder", "consolidated"

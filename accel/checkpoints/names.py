@@ -44,7 +44,11 @@ def network_in(given: InputRef, content: Mapping[str, Any], entry: str | None) -
         }
         for section, state in states.items()
         for prefix in prefixes_of(state)
-    } or {section: state for section, state in states.items() if _has_weights(state)}
+    } or {
+        section: state
+        for section, state in states.items()
+        if any(value.ndim and value.is_floating_point() for value in state.values())
+    }
     if not networks:
         entries = ", ".join(map(str, list(content)[:5]))
         raise given.error(f"has no state dict of tensors (entries: {entries})")
@@ -113,10 +117,6 @@ def _states(
                     f"has {shown(short)} and {shown(name)}, with other values", "save one of them"
                 )
     yield section, state
-
-
-def _has_weights(state: StateDict) -> bool:
-    return any(value.ndim and value.is_floating_point() for value in state.values())
 
 
 def _rank(name: str) -> tuple[bool, int]:

@@ -23,7 +23,7 @@ from accel.config.options import (
     Options,
 )
 from accel.errors import InputRef, UsageError, path_errors, shown
-from accel.families import families
+from accel.families import published_names
 from accel.io.filesystem import read_small
 from accel.io.output import TEXT_KEY
 
@@ -79,9 +79,10 @@ def read_picture(options: Options) -> tuple[Options, Repeated]:
         reason = shown(str(error) or type(error).__name__)
         problem = f"contains no settings of this version of sample.py ({reason})"
         raise given.error(problem, "give a PNG that it wrote") from None
+    published = {"ckpt": published_names(), "vae": {"ema", "mse", "pixels"}}
     for name in FILE_OPTIONS:
         if name in named and name not in options:
-            if named[name] not in _published(name):
+            if named[name] not in published.get(name, ()):
                 raise given.error(f"was made with `{name}={shown(named[name])}`", "give that file")
             options = options.changed(**{name: named[name]})
     return options, repeated
@@ -125,12 +126,3 @@ def _checked(given: InputRef, record: Mapping[str, Any], options: Options) -> Re
         0 if {"seed_list", "grids"} & {*options} else grid,
         None if "labels" in options else picture,
     )
-
-
-def _published(option: str) -> set[str]:
-    """Return the names of published files that an option accepts."""
-    if option == "vae":
-        return {"ema", "mse", "pixels"}
-    models = chain.from_iterable(family.models.values() for family in families())
-    names = {*chain.from_iterable(defaults.published.values() for defaults in models)}
-    return names if option == "ckpt" else set()

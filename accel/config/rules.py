@@ -4,17 +4,16 @@ are open and after. Imports no torch.
 
 import difflib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from accel.config.options import DEFAULTS, Options
 from accel.config.repeated import Repeated, read_picture
 from accel.errors import UsageError, shown
 from accel.families import Defaults, Family, family_of, model_names, require_family_of
+from accel.families.configuration import Configuration
+from accel.families.configuration import read as read_configuration
 from accel.io.labels import find_label, imagenet
 from accel.io.output import SUFFIX, is_folder
-
-if TYPE_CHECKING:  # lazy import: only for --config
-    from accel.families.configuration import Configuration
 
 DEFAULT_MODEL = "DiT-XL/2"
 # Least and most steps of samplers with stricter limits: for 1000 steps, diffusers rounds two
@@ -34,12 +33,12 @@ class Request(NamedTuple):
     """
 
     options: Options
-    configuration: "Configuration | None"
+    configuration: Configuration | None
     values: Values
     repeated: Repeated = Repeated()
 
     @classmethod
-    def open(cls, options: Options, configuration: "Configuration | None" = None) -> "Request":
+    def open(cls, options: Options, configuration: Configuration | None = None) -> "Request":
         """Read the configuration file that options name, if it is not given. Raises UsageError for
         a file that cannot be read, and for options that contradict it or each other.
         """
@@ -49,9 +48,7 @@ class Request(NamedTuple):
             options, repeated = read_picture(options)
             values = {**repeated.values, **options}
         if configuration is None and "config" in options:
-            from accel.families.configuration import read  # lazy import: only for --config
-
-            configuration = read(options["config"])
+            configuration = read_configuration(options["config"])
         if configuration is not None:
             values = _completed(options, configuration)
         _check(values)
@@ -64,7 +61,7 @@ class Request(NamedTuple):
         return Request.open(self.options.changed(**values), self.configuration)
 
 
-def _completed(options: Options, configuration: "Configuration") -> Values:
+def _completed(options: Options, configuration: Configuration) -> Values:
     """Complete options by a configuration file's. Raises UsageError for a model of another family,
     for values of the file that are not supported, and for missing files.
     """
@@ -184,7 +181,7 @@ def require_family(values: Values, model: str, family: Family) -> None:
     """Raise UsageError for a sampler, options of one, or a decoder that a model's family does
     not have.
     """
-    defaults = family.models.get(model, family.recipe)
+    defaults = family.defaults_of(model)
     sampler = values.get("sampler", "")
     for name, default in (("vae", defaults.vae), ("latent_stats", None)):
         if defaults.factor == 1 and values.get(name, default) != default:

@@ -57,11 +57,6 @@ class Defaults(NamedTuple):
     published: Mapping[int, str] = MappingProxyType({})  # image size → name of a published file
 
 
-def same_defaults(defaults: Defaults, channels: int, side: int | None) -> Defaults:
-    """Return the defaults unchanged, for families in which they do not depend on the latents."""
-    return defaults
-
-
 def all_channels(defaults: Defaults, channels: int, side: int | None) -> Defaults:
     """Return the defaults of a family that guides all channels."""
     return defaults._replace(guidance_channels=channels)
@@ -105,13 +100,15 @@ class Family(NamedTuple):
     any_size: bool = True  # whether it can sample other sizes than the trained one
     # Defaults of its FID program that differ from the models' defaults.
     fid_defaults: Mapping[str, Any] = MappingProxyType({})
-    # (a model's defaults, channels, side or None) → the defaults for such latents.
-    defaults_for: Callable[[Defaults, int, int | None], Defaults] = same_defaults
+    # (a model's defaults, channels, side or None) → the defaults for such latents, if they depend
+    # on them.
+    defaults_for: Callable[[Defaults, int, int | None], Defaults] | None = None
 
-    @property
-    def recipe(self) -> Defaults:
-        """Return the defaults of unnamed models: those of the first model, without its weights."""
-        return next(iter(self.models.values()))._replace(ckpt=None)
+    def defaults_of(self, model: str) -> Defaults:
+        """Return the defaults of a model. An unnamed one has those of the first model, without its
+        weights.
+        """
+        return self.models.get(model) or next(iter(self.models.values()))._replace(ckpt=None)
 
     @property
     def shipped(self) -> tuple[str, ...]:
@@ -173,6 +170,12 @@ def require_family_of(model: str) -> Family:
     family = family_of(model)
     assert family is not None
     return family
+
+
+def published_names() -> set[str]:
+    """Return the names of published weights that are downloaded by name."""
+    models = chain.from_iterable(family.models.values() for family in families())
+    return {*chain.from_iterable(defaults.published.values() for defaults in models)}
 
 
 def sampler_names() -> tuple[str, ...]:

@@ -110,7 +110,7 @@ def print_assumptions(
             f"specifies no number of heads, taken for {spec.num_heads}, as models of its depth and "
             f"width have; if it has others: {given.override_hint('num_heads', 'N')}"
         )
-    default = family.models.get(spec.model, family.recipe).num_classes
+    default = family.defaults_of(spec.model).num_classes
     if (
         user_facts.num_classes is None
         and user_facts.guided is None  # the guided network has the same classes

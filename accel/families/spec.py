@@ -51,7 +51,9 @@ class ModelSpec:
     @property
     def defaults(self) -> Defaults:
         """Return the defaults of the model, or of its family, for these latents."""
-        defaults = self.family.models.get(self.model, self.family.recipe)
+        defaults = self.family.defaults_of(self.model)
+        if self.family.defaults_for is None:
+            return defaults
         return self.family.defaults_for(defaults, self.in_channels, self.latent_size)
 
     @property
@@ -157,11 +159,6 @@ def with_heads(module: Any, state: StateDict) -> tuple[dict[str, Any], CallAdapt
     return {"num_heads": module.num_heads}, CallAdapter(module)
 
 
-def no_recipe(facts: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return no recommended settings."""
-    return {}
-
-
 class FamilyWeights(NamedTuple):
     """The functions by which a family reads weights.
 
@@ -181,7 +178,7 @@ class FamilyWeights(NamedTuple):
     identify: Callable[[Shapes, Mapping[str, Any]], ModelSpec]
     of_module: Callable[[Any, StateDict], tuple[dict[str, Any], CallAdapter]] = with_heads
     arguments: Mapping[str, tuple | str | None] = {}
-    recipe: Callable[[Mapping[str, Any], str], Mapping[str, Any]] = no_recipe
+    recipe: Callable[[Mapping[str, Any], str], Mapping[str, Any]] | None = None
     convert: Callable[[StateDict], StateDict] = unchanged
     sampled: Callable[[StateDict], StateDict] = unchanged
     has_yaml_file: bool = False

@@ -93,21 +93,19 @@ class Run:
             rules.require_steps(settings.sampler, settings.num_sampling_steps)
             process = process_of(settings, self.spec)
         if settings.cfg_scale != self.settings.cfg_scale:
-            self._require_guide(settings.cfg_scale)
+            configuration = self.request.configuration
+            has_guide = configuration is not None and "guide" in configuration.options
+            if has_guide and self.guide is None and settings.cfg_scale > 1:
+                raise UsageError(
+                    "uses the guide of the configuration file, which was not loaded at a scale "
+                    "of 1",
+                    "load it with this scale",
+                    parameter="cfg_scale",
+                    value=settings.cfg_scale,
+                )
             require_null_class(settings.cfg_scale, self.spec, self.guide)
             guidance = guidance_for(settings, self.spec, self.guide)
         return replace(self, settings=settings, process=process, guidance=guidance)
-
-    def _require_guide(self, scale: float) -> None:
-        """Raise UsageError if a scale needs a guide that was not loaded."""
-        configuration = self.request.configuration
-        if self.guide is None and configuration and "guide" in configuration.options and scale > 1:
-            raise UsageError(
-                "uses the guide of the configuration file, which was not loaded at a scale of 1",
-                "load it with this scale",
-                parameter="cfg_scale",
-                value=scale,
-            )
 
     def repeat_assumed_family(self) -> None:
         """Repeat the notice about an assumed family, after the pictures are saved."""

@@ -15,6 +15,7 @@ import torch
 
 from accel.checkpoints import Checkpoint
 from accel.checkpoints.loading import WeightFiles
+from accel.checkpoints.published import published_name
 from accel.config import rules
 from accel.config.options import DEFAULT, DEFAULTS, FAMILY, JOB, MODEL, OPTIONS, USER, Settings
 from accel.decoders import LatentSpace
@@ -209,9 +210,6 @@ def files_of(values: rules.Values) -> WeightFiles:
     defaults = rules.named_defaults(values)
     name = values.get("ckpt", defaults.ckpt)
     if name is None:
-        # lazy import: shipped weights and --ckpt have a path
-        from accel.checkpoints.published import published_name
-
         model = rules.named_model(values) or rules.DEFAULT_MODEL
         family = require_family_of(model)
         sizes = {**defaults._asdict(), **rules.job_defaults(values, family), **values}

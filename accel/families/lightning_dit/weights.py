@@ -17,7 +17,6 @@ from accel.tensors.shapes import Shapes
 
 COS = "feat_rope.freqs_cos"
 SIN = "feat_rope.freqs_sin"  # each (T, d), every value twice
-FREQUENCIES = "t_embedder.W"  # of an unsupported timestep embedding
 MODULATION = ".adaLN_modulation.1."
 FAMILY = lightning_dit.FAMILY
 MULTIPLIER = 0.18215  # latent scale of a configuration without one
@@ -80,10 +79,6 @@ def swiglu_ratio(shapes: Shapes, width: int) -> float:
 
 def identify(shapes: Shapes, facts: Mapping[str, Any]) -> ModelSpec:
     """Identify a network with a LightningDiT's entries. The rotation table has the head dim."""
-    if FREQUENCIES in shapes:
-        raise ValueError(
-            f"embeds times by random frequencies ({FREQUENCIES}), and only a sinusoid is computed"
-        )
     width = shapes[PATCHES][0]
     head = shapes[COS][-1]
     if head % 4 or width % head:
