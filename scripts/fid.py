@@ -272,8 +272,9 @@ def report(args: Namespace, settings: dict) -> None:
         raise UsageError("one value has no spread", "give more", parameter="bootstrap", value=1)
     samples = Pictures(args.samples)
     reference = Pictures(args.reference)
-    needs_both = args.precision_recall or not reference.statistics
-    needed = [samples, reference] if needs_both else [samples]  # sides whose pictures are read
+    needed = (  # the sides whose pictures are read
+        [samples, reference] if args.precision_recall or not reference.statistics else [samples]
+    )
     for side in needed:
         if len(side) < 10:  # the Inception Score has ten parts
             raise UsageError(

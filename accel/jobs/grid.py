@@ -59,8 +59,7 @@ def make_grid(request: Request, ranks: Ranks) -> None:
     decoder = pipeline.decoder
     if decoder is not None:
         decoder.load_ahead()
-    show = ranks.rank == 0 and not run.settings.quiet
-    latents_of_seeds = sample(run, pipeline, watch, show)
+    latents_of_seeds = sample(run, pipeline, watch, ranks.rank == 0 and not run.settings.quiet)
     tier = pipeline.tier
     del pipeline
     free_memory(run.device)
@@ -112,8 +111,7 @@ def sample(run: Run, pipeline: Pipeline, watch: Stopwatch, show: bool) -> list[T
         # the same generators, so that a grid continues the one before
         seeds = [generators] * run.settings.grids
     for seed in seeds:
-        bar = step_bar(steps, pipeline.device, show)
-        with watch.phase("sample"), bar as on_step:
+        with watch.phase("sample"), step_bar(steps, pipeline.device, show) as on_step:
             latents_of_seeds.append(pipeline.latents(run.settings.labels, seed, on_step))
     return latents_of_seeds
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from accel.io.filesystem import cache_folder
 from accel.kernels import cuda, gpu, read_cache, write_cache
@@ -37,10 +36,6 @@ class Choice(NamedTuple):
 
     gemm: cublaslt.Gemm
     algorithm: cublaslt.Algorithm
-
-    def run(self, x: Tensor, weight: Tensor, bias: Tensor, out: Tensor) -> None:
-        """Launch the algorithm on the current stream."""
-        self.gemm.run(self.algorithm, x, weight, bias, out)
 
 
 @dataclass
