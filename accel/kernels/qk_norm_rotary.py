@@ -24,7 +24,7 @@ try:
     import triton.language as tl
 
     from accel.kernels.split_linear.triton import store_high_low
-except ImportError:  # on Windows and macOS: the reference is then the only backend
+except ImportError:  # torch for CPUs has no Triton: the reference is then the only backend
     triton = None
 
 EPS = 1e-5

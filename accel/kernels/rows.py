@@ -14,7 +14,7 @@ from accel.kernels.adaln.reference import Branches, Modulation
 try:
     import triton
     import triton.language as tl
-except ImportError:  # on Windows and macOS: the reference is then the only backend
+except ImportError:  # torch for CPUs has no Triton: the reference is then the only backend
     triton = None
 
 BLOCK = 1024

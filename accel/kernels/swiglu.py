@@ -19,7 +19,7 @@ try:
     from triton.language.extra.cuda import gdc_launch_dependents
 
     from accel.kernels.split_linear.triton import row_config, store_row
-except ImportError:  # on Windows and macOS: the reference is then the only backend
+except ImportError:  # torch for CPUs has no Triton: the reference is then the only backend
     triton = None
 
 BLOCK = 1024

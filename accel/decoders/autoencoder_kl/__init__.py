@@ -63,11 +63,9 @@ def check_config(config: Mapping[str, Any]) -> dict[str, Any]:
     def is_number(value, least=-MAX_MAGNITUDE):
         return type(value) in (int, float) and least <= value <= MAX_MAGNITUDE  # false for NaN
 
-    def is_scale(value):
-        return is_number(value, 1 / MAX_MAGNITUDE)
-
-    def is_list(values, length, check):
-        return isinstance(values, list) and len(values) == length and all(map(check, values))
+    def is_list(values, length, check, *bounds):
+        is_complete = isinstance(values, list) and len(values) == length
+        return is_complete and all(check(value, *bounds) for value in values)
 
     entries = {name: config.get(name, value) for name, value in DEFAULTS.items()}
     widths, shift, mean, std = (
@@ -84,10 +82,10 @@ def check_config(config: Mapping[str, Any]) -> dict[str, Any]:
         "layers_per_block": is_size(entries["layers_per_block"], most=64),
         "block_out_channels": 0 < levels <= 8 and all(map(is_size, widths)),
         "up_block_types": is_list(entries["up_block_types"], levels, list(UP_BLOCKS).__contains__),
-        "scaling_factor": is_scale(entries["scaling_factor"]),
+        "scaling_factor": is_number(entries["scaling_factor"], 1 / MAX_MAGNITUDE),
         "shift_factor": shift is None or is_number(shift) and (no_statistics or shift == 0),
         "latents_mean": no_statistics or is_list(mean, channels, is_number),
-        "latents_std": no_statistics or is_list(std, channels, is_scale),
+        "latents_std": no_statistics or is_list(std, channels, is_number, 1 / MAX_MAGNITUDE),
     }
     for name, is_valid in valid.items():
         if not is_valid:
