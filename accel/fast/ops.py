@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel.kernels import cuda
+from accel.kernels import cuda, gpu
 from accel.kernels.adaln import adaln, adaln_split
 from accel.kernels.attention import attention
 from accel.kernels.linear import Linear, Tuner
@@ -179,7 +179,7 @@ class DirectOps:
     @property
     def updates_stream(self) -> bool:
         """Return whether epilogues can modulate the residual stream and add to it."""
-        on_hopper = self.device.type == "cuda" and cuda.capability(self.device) == (9, 0)
+        on_hopper = self.device.type == "cuda" and gpu.capability(self.device) == (9, 0)
         return on_hopper and self.dtype in cuda.HALF_TYPES and self.gemm == "auto"
 
     def block(

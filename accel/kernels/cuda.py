@@ -19,7 +19,6 @@ from torch import Tensor
 
 from accel.io.filesystem import cache_folder, read_small
 from accel.kernels import write_cache
-from accel.kernels.gpu import capability  # noqa: F401 (backend choices call cuda.capability)
 
 HALF_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}  # dtype → PTX name
 TMA_FORMATS = {torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16", torch.float32: "FLOAT32"}

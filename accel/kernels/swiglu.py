@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel.kernels import cuda
+from accel.kernels import cuda, gpu
 from accel.kernels.split_linear.high_low import HighLow, new_pair, split
 
 try:
@@ -41,7 +41,7 @@ def swiglu(x: Tensor, backend: str = "auto") -> Tensor:
             out,
             WIDTH=width,
             BLOCK=BLOCK,
-            START_NEXT=cuda.capability(x.device) >= (9, 0),  # programmatic dependent launch
+            START_NEXT=gpu.capability(x.device) >= (9, 0),  # programmatic dependent launch
         )
     return out
 

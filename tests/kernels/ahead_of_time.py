@@ -13,7 +13,7 @@ import triton
 from torch import float16, float32, int32, int64, zeros
 from triton.backends.compiler import GPUTarget
 
-from accel.kernels import cuda, push
+from accel.kernels import gpu, push
 from accel.kernels.adaln import Modulation, adaln, adaln_split
 from accel.kernels.group_norm import add, group_norm
 from accel.kernels.qk_norm_rotary import qk_norm_rotary, qk_norm_rotary_split
@@ -135,7 +135,7 @@ if __name__ == "__main__":
         get_current_stream=lambda device: 0,
     )
     triton.runtime.driver.set_active(no_gpu)
-    cuda.capability = lambda device: divmod(capability, 10)
+    gpu.capability = lambda device: divmod(capability, 10)
     split_linear_gemms.multiply_add = split_attention_gemms.multiply_add = (
         lambda *operands, **options: None
     )

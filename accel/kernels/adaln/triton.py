@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from accel.kernels import cuda
+from accel.kernels import gpu
 from accel.kernels.adaln.reference import EPS, Branches, Modulation
 from accel.kernels.split_linear.triton import row_scale, store_high_low, store_stack
 
@@ -55,7 +55,7 @@ def launch(
             EPS=EPS if rms_eps is None else rms_eps,
             CENTRE=rms_eps is None,
             BY_TOKEN=by_token,
-            START_NEXT=cuda.capability(x.device) >= (9, 0),  # programmatic dependent launch
+            START_NEXT=gpu.capability(x.device) >= (9, 0),  # programmatic dependent launch
             **config,
         )
 

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel.kernels import cuda
+from accel.kernels import cuda, gpu
 from accel.kernels.attention import hopper, simt
 
 
@@ -52,7 +52,7 @@ def attention_to(qkv: Tensor, kv: Tensor | None, num_heads: int, backend: str = 
         backend = choose_backend(qkv.device, qkv.dtype, dim, blocks)
     if backend == "hopper":
         fits = dim == hopper.HEAD_DIM and qkv.dtype in cuda.HALF_TYPES
-        if not fits or cuda.capability(qkv.device)[0] != 9:
+        if not fits or gpu.capability(qkv.device)[0] != 9:
             raise ValueError(
                 "attention: backend 'hopper' needs half precision, head dim 72 and a Hopper GPU; "
                 "use 'auto'"
@@ -74,7 +74,7 @@ def attention_to(qkv: Tensor, kv: Tensor | None, num_heads: int, backend: str = 
 
 def choose_backend(device: torch.device, dtype: torch.dtype, dim: int, blocks: int = 0) -> str:
     """Return the backend that "auto" selects. blocks: the number of blocks of simt."""
-    capability = cuda.capability(device)
+    capability = gpu.capability(device)
     if device.type != "cuda":
         return "flash"
     if dtype == torch.float64:

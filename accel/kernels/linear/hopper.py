@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accel.kernels import cuda
+from accel.kernels import cuda, gpu
 from accel.kernels.linear.reference import TWO_MATRICES, EpilogueArgs
 
 FILE = Path(__file__).with_suffix(".cu")
@@ -87,7 +87,7 @@ def supports(weight: Tensor, epilogue: str, rotation: Tensor | None = None) -> b
     if rotation is not None:
         head = 2 * rotation.shape[1]
         fits = fits and head % 8 == 0 and head <= MAX_HEAD_DIM
-    return fits and cuda.capability(weight.device) == (9, 0)
+    return fits and gpu.capability(weight.device) == (9, 0)
 
 
 def choose_tile(m: int, outputs: int, depth: int, epilogue: str, multiprocessors: int) -> Tile:

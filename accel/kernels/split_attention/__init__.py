@@ -14,7 +14,7 @@ power of two, so that the low parts of small weights are not lost; the sums have
 
 import torch
 
-from accel.kernels import cuda
+from accel.kernels import gpu
 from accel.kernels.split_attention import cublas, hopper, reference
 from accel.kernels.split_linear import HighLow
 
@@ -23,7 +23,7 @@ def choose_backend(device: torch.device, dim: int) -> str:
     """Return the backend that "auto" selects."""
     if device.type != "cuda":
         return "torch"
-    if cuda.capability(device) == (9, 0) and dim == hopper.HEAD_DIM:
+    if gpu.capability(device) == (9, 0) and dim == hopper.HEAD_DIM:
         return "hopper"
     return "cublas"
 

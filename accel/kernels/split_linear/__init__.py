@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from accel.kernels import cuda
+from accel.kernels import cuda, gpu
 from accel.kernels.split_linear import cublas, hopper, reference
 from accel.kernels.split_linear.high_low import HighLow, balance, new_pair, split
 
@@ -32,7 +32,7 @@ def choose_backend(device: torch.device) -> str:
     """Return the backend that "auto" selects."""
     if device.type != "cuda":
         return "torch"
-    return "hopper" if cuda.capability(device) == (9, 0) else "cublas"
+    return "hopper" if gpu.capability(device) == (9, 0) else "cublas"
 
 
 def split_rows(x: Tensor, stack: bool = False, backend: str = "auto") -> HighLow:
