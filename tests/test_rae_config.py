@@ -5,6 +5,7 @@ import json
 
 import pytest
 import yaml
+from conftest import mistake
 
 from accel.config.options import Options
 from accel.config.rules import Request
@@ -127,6 +128,11 @@ def test_other_entries_are_listed_in_a_line(caplog):
     assert record.getMessage() == (
         "run.yaml: arguments not interpreted: transport.params.sigma=1, misc.foo=bar"
     )
+
+
+def test_a_model_of_another_family_is_refused():
+    with mistake("model", "config=run.yaml is of a RAE"):
+        taken(written(TEXT), model="DiT-XL/2")
 
 
 def test_options_that_a_file_leaves_out():

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import forks
 import numpy as np
 import pytest
 import torch
@@ -244,6 +245,8 @@ def test_a_grid_rounds(file, network, tmp_path, here):
     words = ["sample.py", *network, *FLAGS, "--vae", file, "--labels", 7, "--output"]
     assert "ImageNet's mean and std" in succeeds(here(*words, tmp_path / "x.png"))
     succeeds(here(*words, tmp_path / "x.npy", "--output-type", "latent"))
+    done = here(*words, tmp_path / "y.png", "--image-size", 32)
+    assert "decodes only latents of 4×4" in forks.refused(done) and "px ·" not in done.stdout
     how = dict(num_classes=10, vae=file, device="cpu", num_sampling_steps=2)
     with Sampler(tmp_path / "own.pt", **how) as sampler:
         [picture] = sampler.decode(np.load(tmp_path / "x.npy"))
