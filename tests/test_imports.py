@@ -24,6 +24,23 @@ def test_models_py_works_on_its_own(tmp_path):
     forks.succeeds(forks.run(["-c", code], tmp_path, PYTHONPATH=""))
 
 
+SHAPES = """
+import sys
+from accel.families import constructor_of, families
+from accel.tensors.shapes import shapes_only
+
+for family in families():
+    with shapes_only():
+        constructor_of([*family.models][-1])()
+    assert "torch._dynamo" not in sys.modules, family.name
+"""
+
+
+def test_the_shapes_of_a_network_need_no_compiler():
+    """Random numbers on the meta device make torch import it, which takes three seconds."""
+    forks.succeeds(forks.run(["-c", SHAPES], PYTHONPATH=str(ROOT)))
+
+
 def loaded(code):
     code += "\nimport sys; print(*{name.split('.')[0] for name in sys.modules})"
     done = subprocess.run(

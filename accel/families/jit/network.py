@@ -87,7 +87,8 @@ class JiT(RotaryTransformer):
         self.in_context_start = in_context_start
         self.side = input_size // patch_size  # of the grid of tokens
         self.pos_embed = position_embedding(self.side, hidden_size)
-        self.in_context_posemb = nn.Parameter(torch.randn(1, in_context_len, hidden_size) * 0.02)
+        label_positions = torch.empty(1, in_context_len, hidden_size)
+        self.in_context_posemb = nn.Parameter(label_positions.normal_(std=0.02))
         self.blocks = nn.ModuleList(
             RotaryBlock(hidden_size, num_heads, mlp_ratio, qk_norm=True) for _ in range(depth)
         )

@@ -58,7 +58,7 @@ class FourierEmbedder(TimestepEmbedder):
 
     def __init__(self, hidden_size: int, count: int = 256):
         super().__init__(hidden_size, 2 * count)
-        self.W = nn.Parameter(torch.randn(count), requires_grad=False)
+        self.W = nn.Parameter(torch.empty(count).normal_(), requires_grad=False)
 
     def forward(self, t: Tensor) -> Tensor:
         return self.mlp(fourier(t, self.W).to(self.W.dtype))
