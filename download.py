@@ -7,8 +7,12 @@ from accel import launch
 if __name__ == "__main__":
     launch.begin()
 
-from accel.checkpoints.loading import pretrained_models
-from accel.checkpoints.published import download_model, fetch_published, find_model
+from accel.checkpoints.loading import (
+    download_model,
+    fetch_published,
+    find_model,
+    pretrained_models,
+)
 
 __all__ = ["download_model", "find_model", "pretrained_models"]
 

@@ -23,7 +23,7 @@ from accel.decoders.autoencoder_kl import VAE_LATENT_ENTRIES
 from accel.decoders.loading import FILES
 from accel.errors import InputRef, UsageError, path_errors, require_equal
 from accel.families import model_names
-from accel.families.spec import CallAdapter
+from accel.families.spec import CallAdapter, unchanged
 from accel.io.output import to_grid
 from accel.io.progress import step_bar
 from accel.pipeline import Pipeline, free_memory
@@ -139,7 +139,7 @@ class Sampler:
     def _open(self, given: dict[str, Any], module: Module | None, guide: Module | None) -> None:
         self.options = options = Options(**given)
         request = Request.open(options)
-        self._names = {} if module is None else {"renamed": module[1].renamed}
+        self._renamed = unchanged if module is None else module[1].renamed
         with exclusive():
             checkpoint, guide_checkpoint = (each and each[0] for each in (module, guide))
             self.run = open_run(request, checkpoint=checkpoint, guide=guide_checkpoint)
@@ -169,7 +169,7 @@ class Sampler:
         with self._running() as pipeline:
             if isinstance(model, Mapping):
                 given = InputRef("refresh", "")
-                checkpoint = from_state(given, model, self.run.spec, pipeline.side, **self._names)
+                checkpoint = from_state(given, model, self.run.spec, pipeline.side, self._renamed)
                 network = pipeline.network_from(checkpoint)
             else:
                 checkpoint, adapter = from_module(model)

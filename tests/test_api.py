@@ -107,7 +107,7 @@ def test_a_module_that_the_caller_holds(device):
     """The demo's weights in models.DiT, wrapped, compiled, and in half: the same as by
     name. They are copied.
     """
-    from accel.checkpoints.published import find_model
+    from accel.checkpoints.loading import find_model
 
     model = DiT_models["DiT-Demo/2"]()
     model.load_state_dict(find_model(DEMO / "dit.safetensors"))

@@ -22,8 +22,7 @@ from unprivileged import unprivileged
 import download
 import pretrained_models.download
 from accel.checkpoints import loading
-from accel.checkpoints.loading import WeightFiles
-from accel.checkpoints.published import published_name
+from accel.checkpoints.loading import WeightFiles, published_name
 from accel.errors import InputRef, UsageError
 from accel.families import DEMO, family_of
 from accel.tensors import fetch

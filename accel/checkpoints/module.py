@@ -7,7 +7,6 @@ The tensor names identify the family, whose weights.py returns the `CallAdapter`
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -103,11 +102,8 @@ def from_module(model: Any, option: str = "") -> tuple[Checkpoint, CallAdapter]:
         model=given.name,
         latent_size=spec.latent_size or module.input_size,
         recommended={**spec.recommended, "guidance_channels": channels},
+        timestep_embedding=facts.get("timestep_embedding"),
     )
-    embedding = facts.get("timestep_embedding")
-    if embedding:
-        network = partial(_with_embedding, spec.network, embedding)
-        spec = replace(spec, network=network, timestep_embedding=embedding.__module__)
     return Checkpoint(given, spec, StateTensors(raw), notice), adapter._replace(module=model)
 
 
@@ -160,9 +156,6 @@ def from_state(
     side: of the latents. renamed: renames the entries to the names in the family's files. Raises
     UsageError for the state dict of another network, and for tensors that are not finite floats.
     """
-    if not isinstance(state, Mapping):
-        name = type(state).__name__
-        raise given.error(f"a state dict maps names to tensors, and this is a {name}")
     floats = floats_of(state, given)
     require_finite_floats(floats, given)
     try:
@@ -187,15 +180,6 @@ def _tensors_of(state):
         for name, value in state.items()
         if torch.is_tensor(value)
     }
-
-
-def _with_embedding(
-    network: Callable[..., nn.Module], embedding: Callable, **arguments: Any
-) -> nn.Module:
-    """Build a reference network with a different timestep embedding."""
-    model: Any = network(**arguments)
-    model.t_embedder.timestep_embedding = embedding
-    return model
 
 
 def _pipeline_facts(given: InputRef, pipeline: Any) -> dict[str, Any]:

@@ -28,7 +28,8 @@ class ModelSpec:
     network: Callable[..., nn.Module]
     arguments: Mapping[str, Any]
     num_heads: int
-    timestep_embedding: str = ""  # of a module, if it is not the reference network's
+    # The module's own function (t, dim) → (N, dim), if it is not the reference network's.
+    timestep_embedding: Callable[[Tensor, int], Tensor] | None = None
     assumes_heads: bool = False  # no file specifies num_heads: assumed from the model of this size
     default_heads: bool = True  # whether the named model of this size has this number of heads
     # Arguments that change the function, and that neither tensors nor the model's name imply.
@@ -75,7 +76,10 @@ class ModelSpec:
         sizes = dict(num_classes=self.num_classes, class_dropout_prob=0.1 * self.null_class)
         sizes |= dict(input_size=side) if side else {}
         with shapes_only():
-            return self.network(**{**self.arguments, **sizes})
+            model: Any = self.network(**{**self.arguments, **sizes})
+        if self.timestep_embedding is not None:
+            model.t_embedder.timestep_embedding = self.timestep_embedding
+        return model
 
     def digest(self, of_tensors: str) -> str:
         """Return a hash of the network's function, 16 hex digits. of_tensors: its tensors' hash."""

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from accel.checkpoints import Checkpoint
-from accel.checkpoints.loading import WeightFiles
-from accel.checkpoints.published import published_name
+from accel.checkpoints.loading import WeightFiles, published_name
 from accel.config import rules
 from accel.config.options import DEFAULT, DEFAULTS, FAMILY, JOB, MODEL, OPTIONS, USER, Settings
 from accel.decoders import LatentSpace

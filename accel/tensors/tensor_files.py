@@ -122,10 +122,10 @@ def floats_of(state: Mapping[str, Any], given: InputRef) -> Tensors:
     for name, value in state.items():
         if is_counter(name, value):
             continue
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+        if not value.is_floating_point():
             raise given.error(
-                f"{shown(name)} is {kind}", "weights are tensors of floats, save them as such"
+                f"{shown(name)} is {value.dtype}",
+                "weights are tensors of floats, save them as such",
             )
         if hasattr(value, "full_tensor"):
             raise given.error(*SHARD_ERROR)

@@ -15,8 +15,8 @@ from networks import identify, small, to_diffusers, weights_at, write_transforme
 from safetensors.torch import save_file
 from unprivileged import unprivileged
 
+from accel.checkpoints.loading import find_model
 from accel.checkpoints.module import from_module
-from accel.checkpoints.published import find_model
 from accel.errors import UsageError
 from accel.families import DEMO
 from accel.tensors import digests, tensor_files
