@@ -137,7 +137,7 @@ class Sampler:
             self._open(given, module, guide_module)
 
     def _open(self, given: dict[str, Any], module: Module | None, guide: Module | None) -> None:
-        self.options = options = Options(**given)
+        options = Options(**given)
         request = Request.open(options)
         self._renamed = unchanged if module is None else module[1].renamed
         with exclusive():

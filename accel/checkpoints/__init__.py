@@ -20,6 +20,7 @@ from accel.families.identify import (
     choose_family,
     classes_of,
     family_notice,
+    flags_of,
     identify,
     print_assumptions,
     require_user_facts,
@@ -166,4 +167,5 @@ def checkpoint_of(
     if file and named != spec.model and {named, spec.model} <= spec.family.models.keys():
         raise given.error(f"{file} describes {named}, and the weights are {spec.model}", "move it")
     print_assumptions(given, spec, facts, user_facts)
-    return Checkpoint(given, spec, tensors, family_notice(given, spec, others))
+    notice = family_notice(family, flags_of(given, spec, others)) if others else ""
+    return Checkpoint(given, spec, tensors, notice)

@@ -16,7 +16,7 @@ from accel.checkpoints import Checkpoint
 from accel.checkpoints.names import without_prefix
 from accel.errors import InputRef, UsageError
 from accel.families import Family, families
-from accel.families.identify import families_with, identify
+from accel.families.identify import families_with, family_notice, identify
 from accel.families.spec import CallAdapter, ModelSpec, StateDict, unchanged
 from accel.sampling.solvers import require_schedule
 from accel.tensors.digests import digest
@@ -25,26 +25,20 @@ from accel.tensors.tables import trained
 from accel.tensors.tensor_files import floats_of, require_finite_floats
 
 COMPILER = "torch._dynamo.eval_frame"  # the module of torch.compile's wrapper
+WRAPPERS = (
+    nn.DataParallel,
+    nn.parallel.DistributedDataParallel,
+    torch.optim.swa_utils.AveragedModel,
+)
 
 
 def unwrapped(model: Any) -> nn.Module:
     """Return the model inside DataParallel, DistributedDataParallel, AveragedModel and
     torch.compile's wrapper.
     """
-    while True:
-        if isinstance(model, _WRAPPERS):
-            model = model.module
-        elif type(model).__module__ == COMPILER:
-            model = model._orig_mod
-        else:
-            return model
-
-
-_WRAPPERS = (
-    nn.DataParallel,
-    nn.parallel.DistributedDataParallel,
-    torch.optim.swa_utils.AveragedModel,
-)
+    while (compiled := type(model).__module__ == COMPILER) or isinstance(model, WRAPPERS):
+        model = model._orig_mod if compiled else model.module
+    return model
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,14 +114,12 @@ def _family_of(given: InputRef, module: nn.Module, state: StateDict) -> tuple[Fa
                 raise given.error("contains the network", f"give its .{name}")
         keys = " and no ".join(family.keys[1] for family in families()[:2])
         raise given.error(f"is not a DiT: no {keys}")
-    # By the longest class name in the name of the module's class, or else of a base class.
-    called: list[Family] = []
-    for base in type(module).__mro__:
-        names = [family.class_name for family in families() if family.class_name in base.__name__]
-        longest = max(names, key=len, default="")
-        if longest:
-            called = [family for family in alike if family.class_name == longest]
-            break
+    # The longest class name in the name of the module's class, or else of a base class.
+    class_names = [family.class_name for family in families() if family.class_name]
+    longest_first = sorted(class_names, key=len, reverse=True)
+    bases = [base.__name__ for base in type(module).__mro__]
+    called_as = next((name for base in bases for name in longest_first if name in base), None)
+    called = [family for family in alike if family.class_name == called_as]
     sure = [family for family in called if any(hasattr(module, name) for name in family.attributes)]
     possible = sure[:1] or called or alike
     family = min(possible, key=lambda family: family.name != family.class_name)
@@ -138,10 +130,7 @@ def _family_of(given: InputRef, module: nn.Module, state: StateDict) -> tuple[Fa
     )
     if not others:
         return family, ""
-    return family, (
-        f"names no family, taken for a {family.name} ({family.prediction}); if it is not: name its "
-        f"class {others}"
-    )
+    return family, family_notice(family, f"name its class {others}")
 
 
 def from_state(
@@ -156,6 +145,9 @@ def from_state(
     side: of the latents. renamed: renames the entries to the names in the family's files. Raises
     UsageError for the state dict of another network, and for tensors that are not finite floats.
     """
+    if not isinstance(state, Mapping):
+        name = type(state).__name__
+        raise given.error(f"a state dict maps names to tensors, and this is a {name}")
     floats = floats_of(state, given)
     require_finite_floats(floats, given)
     try:

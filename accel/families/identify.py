@@ -179,18 +179,18 @@ def families_with(have: Shapes) -> list[Family]:
     return marked or likely
 
 
-def family_notice(given: InputRef, spec: ModelSpec, others: Sequence[Family]) -> str:
-    """Return the notice that the family is an assumption, "" if no other family is possible."""
-    if not others:
-        return ""
-    family = spec.family
-    size = spec.model.removeprefix(family.name)
-    # The model of the same size, or else the first.
-    models = [min(each.models, key=lambda name: not name.endswith(size)) for each in others]
-    flags = " or ".join(given.override_hint("model", name) for name in models)
+def family_notice(family: Family, remedy: str) -> str:
+    """Return the notice that the family is an assumption. remedy: names the other families."""
     return (
-        f"names no family, taken for a {family.name} ({family.prediction}); if it is not: {flags}"
+        f"names no family, taken for a {family.name} ({family.prediction}); if it is not: {remedy}"
     )
+
+
+def flags_of(given: InputRef, spec: ModelSpec, families: Sequence[Family]) -> str:
+    """Return the flags that choose one of `families`: the model of the same size, or the first."""
+    size = spec.model.removeprefix(spec.family.name)
+    models = [min(each.models, key=lambda name: not name.endswith(size)) for each in families]
+    return " or ".join(given.override_hint("model", name) for name in models)
 
 
 # ---- Classes ----

@@ -115,12 +115,16 @@ def read_json(path: Path, parameter: str) -> dict:
 
 
 def floats_of(state: Mapping[str, Any], given: InputRef) -> Tensors:
-    """Drop counters from a state dict. Raises UsageError for entries that are not unsharded
-    floating-point tensors.
+    """Drop bookkeeping from a state dict, such as the number of steps or the decay of a moving
+    average. Raises UsageError for tensors that are sharded or not of floats.
     """
     floats = {}
     for name, value in state.items():
-        if is_counter(name, value):
+        if not isinstance(value, torch.Tensor):
+            continue
+        is_integer = not value.is_floating_point() and not value.is_complex()
+        # A network's scalars are in submodules, so their names have a dot.
+        if value.ndim == 0 and "." not in name or is_integer and value.numel() == 1:
             continue
         if not value.is_floating_point():
             raise given.error(
@@ -131,17 +135,6 @@ def floats_of(state: Mapping[str, Any], given: InputRef) -> Tensors:
             raise given.error(*SHARD_ERROR)
         floats[name] = value
     return floats
-
-
-def is_counter(name: str, value: Any) -> bool:
-    """Whether an entry of a state dict is bookkeeping, such as the number of steps or the decay of
-    a moving average.
-    """
-    if not isinstance(value, torch.Tensor):
-        return True
-    is_integer = not value.is_floating_point() and not value.is_complex()
-    # A network's scalars are in submodules, so their names have a dot.
-    return value.ndim == 0 and "." not in name or is_integer and value.numel() == 1
 
 
 def require_finite_floats(state: Tensors, given: InputRef) -> None:
