@@ -469,7 +469,10 @@ def test_a_pipeline_of_another_process_is_refused(
             dict(image_size=10**12),
             "specifies image_size 1000000000000: must be from 1 to 8192; save it",
         ),
-        (dict(num_classes=True), "specifies num_classes True: must be a whole number; save it again"),
+        (
+            dict(num_classes=True),
+            "specifies num_classes True: must be a whole number; save it again",
+        ),
         (dict(class_names=[1, 2]), "specifies class_names [1, 2], which must be a list of names"),
         (dict(num_heads=7), "specifies 7 heads, which do not divide its width 384"),
         (
