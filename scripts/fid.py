@@ -103,14 +103,20 @@ class Pictures:
         """Yield all pictures in order, (n, 3, H, W) uint8 of at most `size` each, with the
         progress of `work`. Raises UsageError, which names the file, for corrupt pictures.
         """
-        bar = progress(total=len(self), unit="picture", desc=f"{work}{self.path.name}", leave=False)
-        with self.errors(), bar, ThreadPoolExecutor(8) as pool:
+        with (
+            self.errors(),
+            progress(
+                total=len(self), unit="picture", desc=f"{work}{self.path.name}", leave=False
+            ) as bar,
+            ThreadPoolExecutor(8) as pool,
+        ):
             # zipfile compares the checksum at the member's end.
             member = None if self.files else self._open_pixels()[0]
             for first in range(0, len(self), size):
                 if member is None:
-                    files = self.files[first : first + size]
-                    pixels = np.stack(list(pool.map(self._read_file, files)))
+                    pixels = np.stack(
+                        [*pool.map(self._read_file, self.files[first : first + size])]
+                    )
                 else:
                     shape = min(size, len(self) - first), *self.shape[1:]
                     content = member.read(int(np.prod(shape)))
@@ -185,9 +191,12 @@ def load_inception(
 
     def features(pictures):
         pool, logits = network(pictures)
-        # Row, column, channel: TensorFlow's order, and so that of ADM's mu_s and sigma_s.
-        places = spatial.pop()[:, :CHANNELS].permute(0, 2, 3, 1).flatten(1)  # (n, 2023)
-        return {POOL: pool.cpu(), LOGITS: logits.cpu(), SPATIAL: places.cpu()}
+        return {
+            POOL: pool.cpu(),
+            LOGITS: logits.cpu(),
+            # Row, column, channel: TensorFlow's order, and so that of ADM's mu_s and sigma_s.
+            SPATIAL: spatial.pop()[:, :CHANNELS].permute(0, 2, 3, 1).flatten(1).cpu(),
+        }
 
     return features
 
@@ -296,9 +305,11 @@ def report(args: Namespace, settings: dict) -> None:
                 pass
     with watch.phase("compare"):
         metrics = compare(samples, reference, network, device, args)
-    for side in (samples, reference):
-        print(f"{side.path}: {'statistics' if side.statistics else f'{len(side)} pictures'}")
-    print(*(f"{name:19}{value:.6g}" for name, value in metrics.items()), sep="\n")
+    sides = [
+        f"{side.path}: {'statistics' if side.statistics else f'{len(side)} pictures'}"
+        for side in (samples, reference)
+    ]
+    print(*sides, *(f"{name:19}{value:.6g}" for name, value in metrics.items()), sep="\n")
     for line in lines:
         print(f"note: {line}")
     if args.json:
