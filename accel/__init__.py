@@ -8,12 +8,12 @@ have, for your own sampling loop.
 from importlib import import_module
 
 # Imported on first use, since they import torch and Triton.
-DOORS = {"Sampler": "accel.sampler", "accelerate": "accel.accelerated"}
+LAZY_EXPORTS = {"Sampler": "accel.sampler", "accelerate": "accel.accelerated"}
 
 
 def __getattr__(name: str):
-    if name in DOORS:
-        return getattr(import_module(DOORS[name]), name)
+    if name in LAZY_EXPORTS:
+        return getattr(import_module(LAZY_EXPORTS[name]), name)
     if name == "__version__":
         from importlib.metadata import PackageNotFoundError, version
 

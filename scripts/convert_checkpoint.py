@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save
 
-from accel.checkpoints.facts import LATENT_SETTINGS, OWN, to_header
+from accel.checkpoints.facts import LATENT_SETTINGS, METADATA_KEY, to_header
 from accel.checkpoints.loading import WeightFiles
 from accel.cli import OneLineParser, positive, user_errors
 from accel.errors import InputRef, UsageError, shown
@@ -105,7 +105,7 @@ def write(state: dict[str, torch.Tensor], facts: dict[str, Any], target: Path) -
     target.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(target) as file:
         if target.suffix == ".pt":
-            torch.save({"ema": state, OWN: facts}, file)
+            torch.save({"ema": state, METADATA_KEY: facts}, file)
         else:
             file.write(save(state, metadata={"format": "pt", **to_header(facts)}))
 

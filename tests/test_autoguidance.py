@@ -15,7 +15,7 @@ from networks import large_inside, network_of, ready, small
 from safetensors.torch import load_file
 
 from accel import Sampler
-from accel.checkpoints.facts import OWN
+from accel.checkpoints.facts import METADATA_KEY
 from accel.families.dit.network import DiT, DiT_models
 from accel.families.sit.network import SiT
 from accel.runtime.network import EagerNetwork
@@ -180,7 +180,7 @@ def guides(tmp_path_factory):
         torch.save({"ema": model.state_dict(), "args": heads}, paths[name])
     paths["SiT"] = folder / "SiT.pt"
     facts = dict(family="SiT", num_heads=3, num_classes=8)
-    torch.save({"ema": fill(SiT(**DEMO_SIZE)).state_dict(), OWN: facts}, paths["SiT"])
+    torch.save({"ema": fill(SiT(**DEMO_SIZE)).state_dict(), METADATA_KEY: facts}, paths["SiT"])
     return paths
 
 

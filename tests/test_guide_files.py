@@ -20,7 +20,7 @@ from test_rae import build as build_rae
 from test_rae_config import changed
 
 from accel import Sampler
-from accel.checkpoints.facts import OWN
+from accel.checkpoints.facts import METADATA_KEY
 from accel.config.options import Options
 from accel.families.dit.network import DiT
 
@@ -124,7 +124,7 @@ def test_a_guide_of_another_trained_size_is_refused(tmp_path):
     for name, size in (("f", 64), ("small", 32), ("g", 64)):
         model = build_large_dit()
         facts = dict(family="Large-DiT", num_heads=model.n_heads, image_size=size)
-        torch.save({"ema": model.state_dict(), OWN: facts}, tmp_path / f"{name}.pt")
+        torch.save({"ema": model.state_dict(), METADATA_KEY: facts}, tmp_path / f"{name}.pt")
     f = Options(ckpt=tmp_path / "f.pt", image_size=128, **LATENTS)
     run = opened(f.changed(guide=tmp_path / "g.pt"))
     assert (run.settings.image_size, run.spec.image_size) == (128, 64)

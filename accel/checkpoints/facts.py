@@ -18,8 +18,8 @@ from accel.families.configuration import read_yaml
 from accel.families.spec import FamilyWeights
 from accel.tensors.tensor_files import FILE_SUFFIXES
 
-OWN = "metadata"  # the metadata's key in a .pt file
-PREFIX = "dit."  # of our entries in a safetensors header, whose values are strings
+METADATA_KEY = "metadata"  # in a .pt file
+HEADER_PREFIX = "dit."  # of our entries in a safetensors header, whose values are strings
 
 
 def _whole(low: int, high: int) -> tuple[Callable[[Any], bool], str]:
@@ -61,7 +61,7 @@ RECIPE_FACTS = (
     *("num_sampling_steps", "sampler", "t_eps", "timestep_shift"),
 )
 NAMESPACES = Namespace, SimpleNamespace
-ENTRIES = "args", "config"  # where the families' training programs store arguments
+ARGUMENT_ENTRIES = "args", "config"  # where the families' training programs store arguments
 TRAINING_STATE = "opt", "optimizer", "scheduler", "lr_scheduler", "scaler"
 PROVENANCE_KEYS = "family", "recipe"  # only this program writes these facts
 
@@ -106,18 +106,18 @@ def _checked(given: InputRef, name: str, value: Any, options: Sequence[str]) -> 
 
 def to_header(metadata: dict[str, Any]) -> dict[str, str]:
     """Encode metadata for the header of a safetensors file."""
-    return {PREFIX + name: json.dumps(value) for name, value in metadata.items()}
+    return {HEADER_PREFIX + name: json.dumps(value) for name, value in metadata.items()}
 
 
 def from_header(header: dict[str, str]) -> dict[str, Any]:
     """Decode our metadata in the header of a safetensors file. Ignore other programs' entries."""
-    ours = {name: text for name, text in header.items() if name.startswith(PREFIX)}
-    return {name.removeprefix(PREFIX): _value(text) for name, text in ours.items()}
+    ours = {name: text for name, text in header.items() if name.startswith(HEADER_PREFIX)}
+    return {name.removeprefix(HEADER_PREFIX): _value(text) for name, text in ours.items()}
 
 
 def foreign_entries(header: dict[str, str]) -> dict[str, Any]:
     """Return other programs' entries in the header of a safetensors file, except `format`."""
-    ours = PREFIX, "format"
+    ours = HEADER_PREFIX, "format"
     others = {name: text for name, text in header.items() if not name.startswith(ours)}
     return {name: _value(text) for name, text in others.items()}
 
@@ -139,7 +139,7 @@ def arguments_of(content: Mapping[str, Any]) -> dict[str, Any]:
     """
     arguments: dict[str, Any] = {}
     for entry, value in content.items():
-        leaves = list(_leaves(value, "" if entry in ENTRIES else f".{entry}"))
+        leaves = list(_leaves(value, "" if entry in ARGUMENT_ENTRIES else f".{entry}"))
         if entry in TRAINING_STATE or any(_is_array(leaf) for _, leaf in leaves):
             continue
         for name, leaf in leaves:

@@ -30,8 +30,8 @@ pretrained_models = published_names()  # the variable's name is upstream's
 # matches(path) is true reads the file; later ones are not imported.
 FORMATS = "single_file", "diffusers_folder", "consolidated"
 
-PART = ".distcp"  # of a distributed checkpoint
-IN_PARTS = (
+SHARD_SUFFIX = ".distcp"  # of a distributed checkpoint
+SHARDED_ERROR = (
     "is a distributed checkpoint, whose tensors lie in parts",
     "join them by torch.distributed.checkpoint.format_utils.dcp_to_torch_save",
 )
@@ -94,8 +94,8 @@ class WeightFiles:
         """
         stamps = self._stamp()  # before reading, so that a change meanwhile is noticed
         self._stamps = self._stamps or stamps
-        if self.path.suffix == PART:
-            raise self.given.error(*IN_PARTS)
+        if self.path.suffix == SHARD_SUFFIX:
+            raise self.given.error(*SHARDED_ERROR)
         with path_errors(self.given.option, self.path):
             formats = (import_module(f"accel.checkpoints.{name}") for name in FORMATS)
             format_ = next((each for each in formats if each.matches(self.path)), None)
@@ -150,8 +150,8 @@ class WeightFiles:
 def _no_format(folder: Path, option: str) -> tuple[str, str]:
     """Return problem and remedy for a folder in no known format. Name the weights in it."""
     names = sorted(file.name for file in folder.iterdir())
-    if any(folder.glob(f"*{PART}")) or any(folder.glob(f"*/*{PART}")):
-        return IN_PARTS
+    if any(folder.glob(f"*{SHARD_SUFFIX}")) or any(folder.glob(f"*/*{SHARD_SUFFIX}")):
+        return SHARDED_ERROR
     weights = [name for name in names if name.endswith(FILE_SUFFIXES)]
     if weights:
         return (

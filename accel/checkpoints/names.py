@@ -20,11 +20,13 @@ from accel.tensors.tensor_files import floats_of
 SECTIONS = (
     *("ema", "model_ema1", "model", "state_dict", "model_state_dict", "module", "net", "weights"),
 )
-WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # in a name such as netEMA or model_ema1
+NAME_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # in a name such as netEMA or model_ema1
 # Of wrappers around parts of a network; can appear anywhere in a name.
-INNER = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)[.]")
+WRAPPER_PREFIX = re.compile(
+    r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)[.]"
+)
 # Tables that are not trained: an average of parameters may lack them.
-FIXED = "pos_embed", "freqs_cos", "freqs_sin"
+UNTRAINED_TABLES = "pos_embed", "freqs_cos", "freqs_sin"
 
 
 def network_in(given: InputRef, content: Mapping[str, Any], entry: str | None) -> StateDict:
@@ -60,12 +62,14 @@ def network_in(given: InputRef, content: Mapping[str, Any], entry: str | None) -
     prefix = chosen.removeprefix(section)
     if prefix:
         others = (name for name in states[section] if not name.startswith(prefix))
-        beside = dict.fromkeys(name.partition(".")[0] for name in others)
-        left_out = f"; not sampled: {shown(', '.join(beside))}" if beside else ""
+        unused = dict.fromkeys(name.partition(".")[0] for name in others)
+        left_out = f"; not sampled: {shown(', '.join(unused))}" if unused else ""
         given.warn(f'the network is under "{prefix}"{left_out}')
     for other in networks.values():
         missing = other.keys() - network.keys()
-        if network.keys() <= other.keys() and all(name.endswith(FIXED) for name in missing):
+        if network.keys() <= other.keys() and all(
+            name.endswith(UNTRAINED_TABLES) for name in missing
+        ):
             network = {**other, **network}
     if section:  # latent statistics can be stored next to the network
         network |= {name: states[""][name] for name in chain(*PAIRS) if name in states[""]}
@@ -110,7 +114,7 @@ def _states(
         if isinstance(value, dict) and name not in TRAINING_STATE:
             yield from _states(given, value, f"{section}{name}.")
         elif isinstance(value, torch.Tensor) and isinstance(name, str):
-            short = INNER.sub("", name)
+            short = WRAPPER_PREFIX.sub("", name)
             first = state.setdefault(short, value)
             if first is not value and not torch.equal(first, value):
                 raise given.error(
@@ -122,7 +126,7 @@ def _states(
 def _rank(name: str) -> tuple[bool, int]:
     """Return the sort key of a prefix: names with the word "ema" first, then by SECTIONS."""
     places = [SECTIONS.index(part) for part in name.split(".") if part in SECTIONS]
-    is_raw = "ema" not in map(str.lower, WORDS.findall(name))
+    is_raw = "ema" not in map(str.lower, NAME_WORDS.findall(name))
     return is_raw, min(places, default=len(SECTIONS))
 
 

@@ -5,7 +5,7 @@ contains one, and metadata.
 from pathlib import Path
 
 from accel.checkpoints import Contents
-from accel.checkpoints.facts import OWN, arguments_of, foreign_entries, from_header
+from accel.checkpoints.facts import METADATA_KEY, arguments_of, foreign_entries, from_header
 from accel.checkpoints.names import network_in
 from accel.errors import InputRef
 from accel.tensors.tensor_files import read_safetensors, read_tensors
@@ -27,7 +27,7 @@ def read(path: Path, given: InputRef, entry: str | None = None) -> Contents:
             facts = {**arguments_of(foreign_entries(header)), **facts}
         return Contents(network_in(given, tensors, entry), facts)
     content = read_tensors(path, given.option)
-    facts = content.get(OWN, {})
+    facts = content.get(METADATA_KEY, {})
     if not isinstance(facts, dict) or "family" not in facts:
         facts = arguments_of(content)
     return Contents(network_in(given, content, entry), facts)

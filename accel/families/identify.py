@@ -27,7 +27,7 @@ class UserFacts(NamedTuple):
 
 NO_USER_FACTS = UserFacts()
 # Training arguments that distinguish families with the same tensors, in this order.
-TELLING = "enc_type", "model", "path_type"
+TELLING_ARGUMENTS = "enc_type", "model", "path_type"
 
 
 def identify(
@@ -156,7 +156,7 @@ def choose_family(
         lambda family: shipped in family.models,
         *(
             partial(Family.writes, name=name, value=facts[name])
-            for name in TELLING
+            for name in TELLING_ARGUMENTS
             if name in facts
         ),
         # The family that owns this model name.

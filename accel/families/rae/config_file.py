@@ -153,8 +153,8 @@ class Reader:
         folder = self.get(f"stage_1.params.{entry}", default)
         decoder = Path(self.options.get("vae", ""))
         own = (decoder if decoder.is_dir() else decoder.parent) / name
-        beside = Path(self.given.name).parent / folder
-        places = Path(folder, name), beside / name, Path(folder), beside
+        near = Path(self.given.name).parent / folder
+        places = Path(folder, name), near / name, Path(folder), near
         named = next(filter(Path.is_file, places), None)
         try:
             taken = read_json(own) if own.is_file() else {}
@@ -244,8 +244,8 @@ class Reader:
         path = self.get(name)
         if not isinstance(path, str):
             return self.refuse(option, f"has no {name}; give `{option}`")
-        beside = Path(self.given.name).parent / path
-        found = beside if beside.exists() and not Path(path).exists() else Path(path)
+        near = Path(self.given.name).parent / path
+        found = near if near.exists() and not Path(path).exists() else Path(path)
         self.options[option] = str(found)
         if not found.exists():
             self.missing[option] = path
