@@ -66,8 +66,8 @@ def convert(
     weights = WeightFiles(InputRef(ckpt), entry=weights_entry)
     checkpoint = weights.checkpoint(UserFacts(model=model, num_heads=num_heads))
     spec = checkpoint.spec
-    for text in checkpoint.assumed.values():
-        weights.given.warn(text)
+    if checkpoint.family_notice:
+        weights.given.warn(checkpoint.family_notice)
     state = spec.family.weights.sampled(weights.state)
     dropped = weights.state.keys() - state.keys()
     if dropped:

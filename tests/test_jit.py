@@ -11,13 +11,14 @@ import pytest
 import torch
 from conftest import mistake
 from forks import refused, succeeds
-from networks import error, network_of, recognise, recognised, with_norms
+from networks import error, network_of, opened, recognise, recognised, with_norms
 from PIL import Image
 from reference_networks import jit
 from torch import nn
 
 from accel import Sampler, accelerate
 from accel.checkpoints.loading import WeightFiles
+from accel.config.options import Options
 from accel.errors import InputRef
 from accel.families import DEMO
 from accel.families.blocks import RMSFinalLayer
@@ -149,16 +150,22 @@ def test_two_estimates_are_not_one(tmp_path, here):
 
 @pytest.mark.parametrize("name", ("JiT-B/16", "JiT-B/32"))
 def test_the_first_noise_follows_from_the_pictures_size(name):
-    """Not from the model's name. It is printed where no file says it."""
+    """Not from the model's name."""
     for side, scale in ((256, 1), (512, 2), (1024, 4), (64, 1)):
         with shapes_only():
             model = JiT_models[name](input_size=side)
         state = model.state_dict()
         found = recognised("x.pth", state, {"model": name})
         assert found.spec.defaults.noise_scale == scale
-        assert f"taken for {scale} as at {side} px" in found.assumed["noise_scale"]
         found = recognised("x.pth", state, {"model": name, "noise_scale": 1.5})
-        assert found.spec.recommended["noise_scale"] == 1.5 and not found.assumed
+        assert found.spec.recommended["noise_scale"] == 1.5
+
+
+def test_an_assumed_scale_of_the_first_noise_is_printed(tmp_path, capsys):
+    path = checkpoint(tmp_path, build(), noise_scale=None)
+    for flags, lines in (({}, 1), ({"noise_scale": 1.0}, 0)):
+        opened(Options(ckpt=path, device="cpu", output_type="latent", **flags))
+        assert capsys.readouterr().out.count("taken for 1 as at 32 px") == lines
 
 
 def test_an_unknown_start_of_label_tokens_is_refused():

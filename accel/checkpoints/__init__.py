@@ -68,19 +68,6 @@ class Checkpoint:
         """Return the tensors under the reference network's names, on their own device."""
         return self.spec.family.weights.convert(self.tensors.state)
 
-    @property
-    def assumed(self) -> dict[str, str]:
-        """Return notices about assumed values: option, or "" for the family → notice."""
-        assumed = {"": self.family_notice} if self.family_notice else {}
-        spec = self.spec
-        if spec.family.prediction == "data" and "noise_scale" not in spec.recommended:
-            assumed["noise_scale"] = (
-                "specifies no scale of the first noise, taken for "
-                f"{spec.defaults.noise_scale:g} as at {spec.latent_size} px; if it has another: "
-                "`noise_scale=N`"
-            )
-        return assumed
-
     def build(
         self,
         tier: str,

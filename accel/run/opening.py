@@ -84,11 +84,14 @@ def open_run(
     is_models = Path(values["vae"]).resolve() == Path(spec.defaults.vae).resolve()
     if not is_models and origins.get("latent_stats") == MODEL:
         del values["latent_stats"]  # they belong to the model's decoder
-    notices += [
-        checkpoint.given.notice(text)
-        for name, text in checkpoint.assumed.items()
-        if origins.get(name, MODEL) == MODEL
-    ]
+    if checkpoint.family_notice:
+        notices.append(checkpoint.given.notice(checkpoint.family_notice))
+    if spec.family.prediction == "data" and origins["noise_scale"] == MODEL:
+        text = (
+            f"specifies no scale of the first noise, taken for {values['noise_scale']:g} as at "
+            f"{spec.latent_size} px; if it has another: `noise_scale=N`"
+        )
+        notices.append(checkpoint.given.notice(text))
     if guide is not None:
         notices += require_alike(values, origins, guide, checkpoint)
     require_spec(values, spec, guide)
