@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -79,13 +80,12 @@ def make_grid(request: Request, ranks: Ranks) -> None:
             made_by = record_of(run, tier, machine, digests, number)
             files += save(run, path, content, watch, None if ranks.world > 1 else decoder, made_by)
     if ranks.rank == 0:
-        log.info(
-            f"{', '.join(outputs)}: {watch} · {launch.seconds_since_start():.2f} s since start"
-        )
+        since_start = time.perf_counter() - launch.START_TIME
+        log.info(f"{', '.join(outputs)}: {watch} · {since_start:.2f} s since start")
         run.repeat_assumed_family()
         if run.settings.json:
-            seconds = {**watch.phases, "since_start": launch.seconds_since_start()}
             settings = replace(run.settings, precision=tier)
+            seconds = {**watch.phases, "since_start": since_start}
             output.print_result(files, seconds, settings.as_json())
 
 

@@ -25,7 +25,8 @@ MPI_SIZES = "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"
 PARENT_VARIABLE = "DIT_BEGAN"
 _PARENT = re.fullmatch(r"(\d{1,12}\.\d{6}) (\d{1,9})", os.environ.get(PARENT_VARIABLE, ""))
 IS_GPUS_RANK = _PARENT is not None
-# perf_counter is the same clock in all processes of a machine.
+# When the command started; --gpus: its parent process. perf_counter is the same clock in all
+# processes of a machine.
 START_TIME = float(_PARENT[1]) if _PARENT is not None else time.perf_counter()
 
 _STOPPED = STOPPED, "stopped; start again with the same command"
@@ -42,11 +43,6 @@ RANK_ENDINGS = signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 # Only this process prints.
 IS_FIRST_RANK = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 _last_line: list[str] = []  # set by a signal
-
-
-def seconds_since_start() -> float:
-    """Return the seconds since the command started; --gpus: since the parent process started."""
-    return time.perf_counter() - START_TIME
 
 
 def begin() -> None:

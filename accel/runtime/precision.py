@@ -142,7 +142,9 @@ def convolutions(name: str) -> Iterator[None]:
 
     name: "tf32" for TF32 in convolutions, "fp32" for no TF32.
     """
-    with preserve_switches() if name == "tf32" else true_float32():
+    with preserve_switches():
+        if name != "tf32":
+            GEMMS.fp32_precision = "ieee"
         CONVOLUTIONS.fp32_precision = "tf32" if name == "tf32" else "ieee"
         yield
 
