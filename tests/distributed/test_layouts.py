@@ -78,6 +78,11 @@ def test_ranks_that_are_left_over_denoise_nothing():
     assert shares == [[slice(0, 1)], [slice(0, 1)], []]
 
 
+def test_the_sizes_of_all_ranks_batches():
+    assert Placement(world=3).sizes(7) == {2, 3}
+    assert Placement(world=3).sizes(7, batch_size=2) == {1, 2}
+
+
 def test_auto_divides_tokens_over_nvlink_alone():
     """One picture without guidance is one batch row: its tokens are divided or nothing is."""
     assert wanted("auto", labels=("1",)) == OFF
