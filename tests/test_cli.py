@@ -1,7 +1,9 @@
 """Flags and errors of commands. What each command refuses: tests/test_commands.py."""
 
+import re
+
 import pytest
-from forks import refused
+from forks import refused, succeeds
 
 from accel.errors import UsageError
 
@@ -38,3 +40,9 @@ def test_an_abbreviation_is_refused_with_the_nearest_flag(flag, meant, here):
     line = refused(here("sample.py", flag, 3))
     ending = f"; did you mean {meant}?" if meant else ""
     assert line == f"sample.py: unrecognized arguments: {flag} 3{ending}\n"
+
+
+def test_help_breaks_no_flag(here, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    text = succeeds(here("sample_ddp.py", "--help"))
+    assert "--num-fid-samples" in text and not re.search(r"--[\w-]+-$", text, re.M)
