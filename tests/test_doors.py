@@ -7,7 +7,6 @@ import argparse
 import json
 import os
 import shutil
-import time
 
 import numpy as np
 import pytest
@@ -501,12 +500,10 @@ def test_a_table_for_a_huge_picture_is_a_line(ten, tmp_path, here):
     torch.save(
         {**ten, "pos_embed": ten["pos_embed"][:, :1].expand(1, 4096**2, -1)}, tmp_path / "x.pt"
     )
-    start = time.monotonic()
     error = refused(
         here("sample.py", "--ckpt", tmp_path / "x.pt", *COMMON, "--output", tmp_path / "x.npy")
     )
     assert "--image-size 131072: must be from 1 to 8192" in error
-    assert time.monotonic() - start < 20
 
 
 def test_the_heads_that_a_config_says_are_computed(ten, tmp_path, here):

@@ -60,10 +60,6 @@ def data_of(log, picture="contest-4-exact.png", edition="contest-2025-06", lpips
     return report_data.collect(read, log / picture, edition, lpips or Lpips())
 
 
-def text_of(log, *args, **how):
-    return files_of(log, *args, **how)["report.md"].decode()
-
-
 @pytest.fixture(scope="module")
 def written(measured):
     """Language → files of its report."""
