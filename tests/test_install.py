@@ -206,8 +206,8 @@ TOY = """if True:
 
 @needs_setuptools
 def test_the_core_dependencies_suffice_to_sample(checkout, tmp_path):
-    """In an environment of nothing else. Weights go to the user's cache, where a copy of
-    the demo is looked for; nothing is written beside the package.
+    """The environment has nothing else. Weights are looked for in the user's cache, and nothing is
+    written next to the package.
     """
     python, packages = environment(tmp_path / "venv")
     (packages / "shared.pth").unlink()

@@ -138,7 +138,7 @@ def test_a_picture_of_two_ranks(demo, tmp_path, again, here):
 
 
 def test_refused_pictures(here, demo, tmp_path, monkeypatch):
-    """In one line, before anything is loaded."""
+    """Each is refused in one line, before anything is loaded."""
     monkeypatch.chdir(tmp_path)
     succeeds(here("sample.py", *demo, "--labels", 1, "--num-sampling-steps", 2))
     made = record_in("sample.png")

@@ -78,7 +78,7 @@ ENTRIES = {"DiTDH-XL/1": 382, "DiTDH-L/1": 334, "DiTDH-B/1": 190, "DiTDH-S/1": 1
     "name", [name for name in MODELS if name.startswith(("JiT", "DiTDH", "L"))]
 )
 def test_a_published_file_is_recognised(name):
-    """By its entries and the model's name, and again by the facts of a converted file."""
+    """Its entries and the model's name suffice, and so do the facts of a converted file."""
     with shapes_only():
         model = constructor_of(name)()
     state = model.state_dict()

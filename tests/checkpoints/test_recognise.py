@@ -59,7 +59,7 @@ def test_every_assumption_is_a_line(metadata, given, lines, capsys):
 
 
 def test_a_fixed_variance_is_the_larger_one():
-    """As sampled; sigma_small says the other."""
+    """It is the variance that is sampled; sigma_small means the smaller one."""
     state = state_of("DiT-S/2", learn_sigma=False)
     facts = dict(learn_sigma=False, sigma_small=False)
     assert not recognise("own.pt", state, facts, "DiT-S/2").learn_sigma

@@ -109,8 +109,8 @@ def test_overflow_of_large_dits_queries_names_the_layer():
     ),
 )
 def test_accuracy(name, arguments, n):
-    """By every backend: at most five times float32's error, and a twentieth of TF32's;
-    the same bits by a graph's replay.
+    """Every backend has at most five times float32's error and a twentieth of TF32's. A graph's
+    replay has the same bits.
     """
     model = build(name, **arguments).cuda()
     x, t, y = inputs(model, n, "cuda")

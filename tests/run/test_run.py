@@ -37,7 +37,7 @@ OF_COMMANDS = {"seed_list", "grids", "output", "quiet", "json", "like"}
 
 
 def test_commands_options_and_sampler_have_the_fields_of_settings():
-    """With their types, bounds and choices."""
+    """Types, bounds and choices are those of the fields."""
     table = {field.name: field for field in fields(Settings) if field.name != "origins"}
     assert [*table] == [*OPTIONS]
     for parser, ranks in ((sample.make_parser(), False), (sample_ddp.make_parser(), True)):

@@ -112,9 +112,7 @@ def test_no_tf32_but_where_it_is_asked_for(switches):
     ],
 )
 def test_a_torch_without_code_for_the_gpu_is_refused(capability, targets, remedy, monkeypatch):
-    """remedy: None where the installed torch, built for `targets`, has code for the
-    machine's GPU.
-    """
+    """The installed torch was built for `targets`. remedy: None if it has code for the GPU."""
     seen = dict(is_available=True, device_count=1, get_device_name="Tesla", get_arch_list=targets)
     for name, value in dict(seen, get_device_capability=capability).items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)

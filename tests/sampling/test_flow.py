@@ -89,7 +89,7 @@ def test_latents_and_random_stream_are_sits(learn_sigma):
 
 @pytest.mark.parametrize("process, heun", ((Euler(10), False), (Heun(10), True), (Sde(25), None)))
 def test_an_interval_and_all_channels(process, heun):
-    """As REPA guides: a step's start decides, both ends of the interval included."""
+    """A step's start decides, as in REPA, and both ends of the interval are included."""
     model = small()
     interval = (0.2, 0.6)
     v = velocity(model, 4.0, 4, interval)

@@ -21,7 +21,7 @@ SCHEDULERS = {
 
 
 def by_hand(scheduler, model, scale, channels):
-    """As the library's pipelines do it."""
+    """Sample as the library's pipelines do."""
     x = Z * scheduler.init_noise_sigma
     n = len(Z)
     y = torch.cat([LABELS[:n], torch.full_like(LABELS[:n], 8)])

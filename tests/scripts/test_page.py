@@ -47,7 +47,7 @@ DATA = ROOT / "scripts" / "page"
 
 @pytest.fixture(scope="module")
 def program():
-    """scripts/page.py. It imports gradio, for five seconds, and each worker imports these tests."""
+    """The program. It imports gradio, which takes five seconds; every worker imports these tests."""
     return importlib.import_module("scripts.page")
 
 

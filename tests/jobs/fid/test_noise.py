@@ -102,7 +102,7 @@ def test_a_pictures_noise_is_its_own(seed):
 
 
 def test_a_pictures_seed_is_the_documented_one():
-    """docs/fid.md: whoever knows the rule makes picture 5 of seed 3 by itself, label first."""
+    """Picture 5 of seed 3 follows from the rule of docs/fid.md, label first."""
     noise = noise_of(PictureNoise)
     z, labels, draw = noise.batch(2)  # pictures 4 and 5
     generator = torch.Generator().manual_seed((3 * 11400714819323198485 + 5) % 2**63)
