@@ -24,9 +24,8 @@ import math
 import os
 import socket
 import sys
-import traceback
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cached_property, lru_cache
 from itertools import chain
 from operator import ge, gt, le
@@ -194,7 +193,20 @@ class Lpips:
             )
         if isinstance(self._network, NotComputed):
             raise self._network
-        return math.fsum(self._slices(self._network, a, b))
+        import lpips
+        import torch
+
+        distance = 0.0
+        with torch.inference_mode():
+            # each (1, 3, H, W)
+            maps = [torch.from_numpy(np.float32(x) / 255).permute(2, 0, 1)[None] for x in (a, b)]
+            maps = [self._network.scaling_layer(2 * x - 1) for x in maps]
+            # VGG16's five slices: a slice's maps replace the previous slice's
+            for run, head in zip(self._network.net.children(), self._network.lins):
+                maps = [run(x) for x in maps]  # each (1, C, H', W')
+                units = [lpips.normalize_tensor(x) for x in maps]
+                distance += head(units[0].sub_(units[1]).square_()).mean().item()
+        return distance
 
     @cached_property
     def _network(self):
@@ -241,26 +253,6 @@ class Lpips:
         }
         return network
 
-    @staticmethod
-    def _slices(network, a, b):
-        """Return the distance that each of VGG16's five slices adds. A slice's maps
-        replace the previous slice's.
-        """
-        import lpips
-        import torch
-
-        distances = []
-        with torch.inference_mode():
-            # each (1, 3, H, W)
-            maps = [torch.from_numpy(np.float32(x) / 255).permute(2, 0, 1)[None] for x in (a, b)]
-            maps = [network.scaling_layer(2 * x - 1) for x in maps]
-            for run, head in zip(network.net.children(), network.lins):
-                maps = [run(x) for x in maps]  # each (1, C, H', W')
-                units = [lpips.normalize_tensor(x) for x in maps]
-                difference = units[0].sub_(units[1]).square_()
-                distances.append(head(difference).mean().item())
-        return distances
-
 
 def measure(
     a: np.ndarray, b: np.ndarray, lpips: Lpips | None = None
@@ -276,13 +268,11 @@ def measure(
             continue
         try:
             values[metric] = function(a, b)
+            if math.isnan(values[metric]):
+                reasons.append(f"{metric.upper()}: undefined for constant, black or tiny pictures")
         except NotComputed as failure:
             values[metric] = math.nan
             reasons.append(str(failure))
-            continue
-        if math.isnan(values[metric]):
-            name = metric.upper()
-            reasons.append(f"{name}: undefined for constant, black or tiny pictures")
     return values, reasons
 
 
@@ -290,10 +280,8 @@ def judge(values: dict[str, float], thresholds: dict[str, float]) -> dict[str, s
     """Return PASS or FAIL for each value that has a threshold, NONE for NaN."""
     results = {}
     for metric in thresholds.keys() & values.keys():
-        value = values[metric]
-        results[metric] = "PASS" if METRICS[metric].meets(value, thresholds[metric]) else "FAIL"
-        if math.isnan(value):
-            results[metric] = "NONE"
+        met = METRICS[metric].meets(values[metric], thresholds[metric])
+        results[metric] = "NONE" if math.isnan(values[metric]) else "PASS" if met else "FAIL"
     return results
 
 
@@ -410,14 +398,15 @@ def json_ready(value: dict) -> dict:
     return json.loads(json.dumps(value), parse_constant=lambda constant: str(float(constant)))
 
 
-def heatmap(
-    path: Path, a: np.ndarray, b: np.ndarray, values: dict, names: Sequence[str], verdict: str
-) -> None:
-    """Write baseline, candidate and their difference as a PNG: of each pixel the channel
-    that differs most.
+def draw_worst(path: Path, records: list[dict]) -> None:
+    """Write baseline, candidate and their difference, of each pixel the channel that differs most,
+    as a PNG: of the record with the lowest PSNR.
     """
     from matplotlib.figure import Figure
 
+    worst = min(records, key=lambda record: record["values"]["psnr"])
+    files = Path(worst["baseline"]), Path(worst["file"])
+    a, b = [read_picture(file).pixels for file in files]
     difference = np.abs(a.astype(np.int16) - b).max(2)  # (H, W) in levels
     y, x = np.unravel_index(difference.argmax(), difference.shape)
     most = difference.max()
@@ -425,8 +414,8 @@ def heatmap(
     figure = Figure((11, 17) if wide else (16, 6), layout="constrained")
     axes = figure.subplots(3, 1) if wide else figure.subplots(1, 3)
     titles = (
-        f"baseline: {names[0]}",
-        f"candidate: {names[1]}",
+        f"baseline: {files[0].name}",
+        f"candidate: {files[1].name}",
         f"difference: at most {most} of 255, at x {x}, y {y}" if most else "identical",
     )
     for axis, pixels, title in zip(axes, (a, b, difference), titles):
@@ -437,17 +426,10 @@ def heatmap(
     figure.colorbar(
         drawn, ax=axes[2], fraction=0.046, pad=0.015, label="largest difference of a channel, 0–255"
     )
-    figure.suptitle(f"{verdict}     {summary(values)}", fontsize=13, fontweight="bold")
+    title = f"{worst['verdict']}     {summary(worst['values'])}"
+    figure.suptitle(title, fontsize=13, fontweight="bold")
     with atomic_write(path) as file:
         figure.savefig(file, format="png", dpi=110)
-
-
-def draw_worst(path: Path, records: list[dict]) -> None:
-    """Write the heatmap of the record with the lowest PSNR."""
-    worst = min(records, key=lambda record: record["values"]["psnr"])
-    pair = Path(worst["baseline"]), Path(worst["file"])
-    a, b = [read_picture(file).pixels for file in pair]
-    heatmap(path, a, b, worst["values"], [file.name for file in pair], worst["verdict"])
 
 
 def gate_name(text: str) -> str:
@@ -651,9 +633,6 @@ def main(argv: list[str] | None = None) -> int:
     except (UsageError, OSError) as error:
         print(f"evaluate.py: {error!s:.500}", file=sys.stderr)
         return USAGE
-    except Exception:
-        traceback.print_exc()
-        return EXIT_STATUS["NONE"]
     return report["exit_status"]
 
 

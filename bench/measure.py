@@ -69,9 +69,9 @@ ENOUGH = 60.0
 CONTEST = dict(model="DiT-XL/2", image_size=512, steps=250, pictures=8)
 
 
-def provenance(device: torch.device, commit: str | None = None) -> dict:
-    """Return the origin of figures: GPU and driver (None on a CPU), CPU cores, versions, commit
-    (by default git's), date and command.
+def provenance(device: torch.device) -> dict:
+    """Return the origin of figures: GPU and driver (None on a CPU), CPU cores, versions, commit,
+    date and command.
     """
     cuda = device.type == "cuda"
     world = os.environ.get("WORLD_SIZE")
@@ -84,7 +84,7 @@ def provenance(device: torch.device, commit: str | None = None) -> dict:
         python=platform.python_version(),
         torch=torch.__version__,
         version=accel.__version__,
-        commit=commit or commit_of(ROOT),
+        commit=commit_of(ROOT),
         date=str(date.today()),
         command=f"{program} {shlex.join(words)}",
     )
@@ -136,9 +136,8 @@ def jobs(args: Namespace, run: Run, record: dict) -> Iterator[dict]:
     """Fill `record` with the runs of a job in each tier. Yield each row."""
     kind = "fork" if args.fork else "fid" if run.is_fid_job else "contest"
     decoder = RANDOM if run.settings.vae == str(args.folder) else Path(run.settings.vae).name
-    steps = run.settings.num_sampling_steps
-    record |= dict(kind=kind, steps=steps, gpus=args.gpus, decoder=decoder)
-    record |= dict(pictures=run.count, grids=run.settings.grids, **{kind: []})
+    record |= dict(kind=kind, steps=run.settings.num_sampling_steps, gpus=args.gpus)
+    record |= dict(decoder=decoder, pictures=run.count, grids=run.settings.grids)
     path = run.space.files.path
     files = dict(weights=weights_of(run), decoder=path / FILES[1] if path.is_dir() else path)
     record["sha256"] = {name: digest_of(file) for name, file in files.items() if file.is_file()}
@@ -146,10 +145,9 @@ def jobs(args: Namespace, run: Run, record: dict) -> Iterator[dict]:
         if getattr(args, name) is None:
             args.flags += [f"--{name}", getattr(run.settings, name)]
     if args.fork:
-        for row in fork(args, run):
-            record["fork"] = row
-            yield row
+        yield from fork(args, run, record)
         return
+    record[kind] = []
     for tier in args.tiers:
         record[kind].append(timed(args, run, tier))
         yield record[kind][-1]
@@ -169,8 +167,7 @@ def digest_of(path: Path) -> str:
 
 def kept(args: Namespace, ending: str, picture: Path) -> dict:
     """Copy a picture next to the record. Return its entries: SHA-256 and file."""
-    target = Path(args.file or picture)
-    target = target.with_name(target.stem + ending)
+    target = args.file.with_name(args.file.stem + ending)
     target.write_bytes(picture.read_bytes())
     return dict(picture=digest_of(target), file=target.name)
 
@@ -248,16 +245,16 @@ models.DiT.forward_with_cfg = forward_with_cfg
 """
 
 
-def fork(args: Namespace, run: Run) -> Iterator[dict]:
+def fork(args: Namespace, run: Run, record: dict) -> Iterator[dict]:
     """Profile a few steps of the organisers' sample.py in its checkout, then time it, and keep its
-    grids. Yield the row after each grid. Until the program prints its mean, the mean is of the
-    times between the files.
+    grids. Fill `record` and yield the row after each grid. Until the program prints its mean, the
+    mean is of the times between the files.
     """
     (args.fork / "output").mkdir(exist_ok=True)  # the program does not make it
     values = run.settings
     flags = ["--model", values.model, "--ckpt", weights_of(run), "--image-size", values.image_size]
     flags += ["--num-sampling-steps", values.num_sampling_steps]
-    trace = Path(args.file or args.folder / "x.json").absolute().with_suffix(".trace.json.gz")
+    trace = args.file.with_suffix(".trace.json.gz")
     profiled = f"{FORK}{PROFILE_FORK.replace('TRACE', repr(str(trace)))}{RUN_FORK}"
     execute(["-c", profiled, *flags], args.fork)
     command = [sys.executable, "-u", "-c", FORK + RUN_FORK, *map(str, flags)]
@@ -273,7 +270,7 @@ def fork(args: Namespace, run: Run) -> Iterator[dict]:
         (first, _), *_, (last, _) = *grids, grids[-1]
         printed = re.search(r"Average sampling time: ([\d.]+)", line)
         mean = (last - first) / (len(grids) - 1) if len(grids) > 1 else first - started
-        yield dict(
+        record["fork"] = dict(
             tier="tf32" if precision.supports("tf32", run.device) else "fp32",  # as it sets
             seconds=first - started,
             printed=float(printed[1]) if printed else mean,
@@ -281,6 +278,7 @@ def fork(args: Namespace, run: Run) -> Iterator[dict]:
             of_commit=commit_of(args.fork),
             trace=trace.name if trace.exists() else None,
         )
+        yield record["fork"]
     if program.wait():
         raise UsageError(f"{args.fork}/sample.py failed; its error is above")
 
@@ -298,8 +296,7 @@ def own_arguments() -> ArgumentParser:
     tiers = dict(nargs="+", choices=precision.TIERS, help="tiers (default: all but bf16)")
     add("--precision", dest="tiers", **tiers)
     add("--pictures", type=cli.positive, nargs="+", help="in a batch (default: 8; layouts: 1 8)")
-    add("--output", dest="file", help="JSON file to write")
-    add("--commit", help="commit to record (default: git's)")
+    add("--output", dest="file", type=Path, help="JSON file to write")
     add("--load", type=float, default=5.0, help="seconds of steps before timing (default: 5)")
     add("--window", type=float, default=3.0, help="seconds of timed steps (default: 3)")
     add("--seen-as", type=float, metavar="X.Y", help="choose the backends of such a GPU")
@@ -336,7 +333,8 @@ def main() -> None:
         args.tiers = args.tiers or [tier for tier in every if tier != "bf16"]
         for tier in args.tiers:
             precision.require("precision", tier, device)
-        if args.file and ranks.rank == 0:
+        args.file = (args.file or args.folder / "record.json").absolute()
+        if ranks.rank == 0:
             check_writable(args.file)
         ckpt = args.ckpt or named_defaults(request.values).ckpt
         weights = ckpt or ranks.from_rank_0(
@@ -346,15 +344,13 @@ def main() -> None:
         if args.measurement == "jobs":
             changes = dict(vae=decoder_of(request.options, args.folder))
         run = open_run(request.changed(ckpt=weights, **changes), device)
-        record = provenance(device, args.commit)
+        record = provenance(device)
         record |= dict(model=run.settings.model, image_size=run.settings.image_size)
         record["weights"] = Path(ckpt).name if ckpt else RANDOM
         for row in COMMANDS[args.measurement](args, run, record):
-            if ranks.rank:
-                continue
-            if args.file:
+            if ranks.rank == 0:
                 write(args.file, record)
-            print(json.dumps(row, ensure_ascii=False), flush=True)
+                print(json.dumps(row, ensure_ascii=False), flush=True)
 
 
 if __name__ == "__main__":

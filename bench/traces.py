@@ -68,10 +68,11 @@ def exclusive(events: list[dict]) -> list[dict]:
 
 def summary(trace: Trace) -> dict:
     """Return ms and calls per step of every kind of work, and of the ten longest functions."""
-    kinds, functions = {}, {}
+    kinds = {}
+    functions = {}
     for event in trace.work:
-        for rows, key in ((kinds, event.kind), (functions, event.name)):
-            rows.setdefault(key, []).append(event)
+        kinds.setdefault(event.kind, []).append(event)
+        functions.setdefault(event.name, []).append(event)
 
     def row(events):
         return dict(ms=sum(event.ms for event in events) / STEPS, calls=len(events) / STEPS)

@@ -25,7 +25,6 @@ BLUE, ORANGE, GREEN, RED, SKY, GREY = (
 )
 MARKS = {"GEMM": "s", "attention": "o", "element-wise": "^"}
 COLOURS = {"GEMM": BLUE, "attention": ORANGE, "element-wise": GREEN, "gaps": GREY}
-INK = {"GEMM": "white", "attention": "black", "element-wise": "white", "gaps": "black"}
 CALL_COLOURS = {"launches": SKY, "copies": ORANGE, "waits": RED}
 matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 11}
 

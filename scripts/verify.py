@@ -83,7 +83,7 @@ def verify(args: Namespace) -> int:
     best = min(passing, key=lambda tier: reports[tier]["seconds"], default="fp32")
     record = dict(
         kind="verify",
-        **measure.provenance(device, None),
+        **measure.provenance(device),
         gate=args.gate,
         seeds=seeds,
         seconds=seconds,
