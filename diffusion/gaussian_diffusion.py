@@ -291,7 +291,7 @@ class GaussianDiffusion:
             raise ValueError(
                 f"t: expected one timestep per row of x, ({x.shape[0]},), got {tuple(t.shape)}"
             )
-        output = model(x, t, **(model_kwargs or {}))
+        output = model(x, self._scale_timesteps(t), **(model_kwargs or {}))
         output, extra = output if isinstance(output, tuple) else (output, None)
         prediction, variance_values = self._split_output(output, x)
         variance, log_variance = self._variance(variance_values, x, t)
@@ -371,6 +371,10 @@ class GaussianDiffusion:
         variance, log_variance = (self._at(name, t, x).expand(x.shape) for name in names)
         return variance, log_variance
 
+    def _scale_timesteps(self, t):
+        """Return the argument of model and cond_fn for t (N,). A subclass may scale it."""
+        return t
+
     # ---- classifier guidance ----
 
     def condition_mean(
@@ -384,7 +388,7 @@ class GaussianDiffusion:
         """Return mean + variance * grad log p(y | x), Dhariwal algorithm 1. cond_fn(x, t,
         **model_kwargs) returns the gradient, like x. p_mean_var: p_mean_variance's dict.
         """
-        gradient = cond_fn(x, t, **(model_kwargs or {}))
+        gradient = cond_fn(x, self._scale_timesteps(t), **(model_kwargs or {}))
         return p_mean_var["mean"] + p_mean_var["variance"] * gradient
 
     def condition_score(
@@ -400,7 +404,7 @@ class GaussianDiffusion:
         condition_mean.
         """
         eps = self._predict_eps_from_xstart(x, t, p_mean_var["pred_xstart"])
-        gradient = cond_fn(x, t, **(model_kwargs or {}))
+        gradient = cond_fn(x, self._scale_timesteps(t), **(model_kwargs or {}))
         eps = eps - (1 - self._at("alphas_cumprod", t, x)).sqrt() * gradient
         pred_xstart = self._predict_xstart_from_eps(x, t, eps)
         mean, _, _ = self.q_posterior_mean_variance(x_start=pred_xstart, x_t=x, t=t)
@@ -657,7 +661,7 @@ class GaussianDiffusion:
                 return {"loss": terms["output"] * self.num_timesteps}
             return {"loss": terms["output"]}
 
-        output = model(x_t, t, **(model_kwargs or {}))
+        output = model(x_t, self._scale_timesteps(t), **(model_kwargs or {}))
         prediction, variance_values = self._split_output(output, x_t)
         if self.model_mean_type is ModelMeanType.EPSILON:
             target = noise
@@ -748,3 +752,14 @@ class GaussianDiffusion:
         terms = {name: torch.stack(of_name, dim=1) for name, of_name in rows.items()}  # each (N, T)
         prior_bpd = self._prior_bpd(x_start)
         return {"total_bpd": terms["vb"].sum(dim=1) + prior_bpd, "prior_bpd": prior_bpd, **terms}
+
+
+def _extract_into_tensor(arr, timesteps, broadcast_shape):
+    """Return a table's float32 values at timesteps (N,), expanded to broadcast_shape (N, ...).
+
+    arr: float64 (T,), which is copied to the device at each call. Used by subclasses with their own
+    tables.
+    """
+    values = torch.from_numpy(arr).to(timesteps.device)[timesteps].float()
+    values = values.view(-1, *[1] * (len(broadcast_shape) - 1))
+    return values + torch.zeros(broadcast_shape, device=timesteps.device)

@@ -115,7 +115,9 @@ class SpacedDiffusion(GaussianDiffusion):
         """Return `model` or a cond_fn as a function of this process's t."""
         if isinstance(model, _WrappedModel):
             return model
-        return _WrappedModel(model, self.original_timesteps)
+        wrapped = _WrappedModel(model, self.timestep_map, self.original_num_steps)
+        wrapped.original_timesteps = self.original_timesteps  # reads the table on the device
+        return wrapped
 
     # Model and cond_fn of these methods receive the original timesteps.
 
@@ -137,11 +139,16 @@ class SpacedDiffusion(GaussianDiffusion):
 
 
 class _WrappedModel:
-    """A model or cond_fn that takes a respaced process's t."""
+    """A model or cond_fn that takes a respaced process's t, its index into timestep_map."""
 
-    def __init__(self, model, original_timesteps):
+    def __init__(self, model, timestep_map, original_num_steps):
         self.model = model
-        self.original_timesteps = original_timesteps
+        self.timestep_map = timestep_map
+        self.original_num_steps = original_num_steps
+
+    def original_timesteps(self, ts):
+        """Return the original timesteps (N,) of ts (N,). It copies the map to ts's device."""
+        return torch.tensor(self.timestep_map, device=ts.device)[ts.long()]
 
     def __call__(self, x, ts, **kwargs):
         return self.model(x, self.original_timesteps(ts), **kwargs)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from reference import batch, linear_betas, process, slope, wavy
 
-from diffusion import create_diffusion, diffusion_utils
+from diffusion import create_diffusion, diffusion_utils, respace
 from diffusion import gaussian_diffusion as gd
 from diffusion.respace import SpacedDiffusion
 from diffusion.timestep_sampler import LossSecondMomentResampler, create_named_schedule_sampler
@@ -285,3 +285,8 @@ def test_a_subclass_changes_the_result_where_it_says_so():
     terms = usual._vb_terms_bpd(wavy, x0, x, t, clip_denoised=False)
     x_start = usual.p_mean_variance(wavy, x, t, clip_denoised=False)["pred_xstart"]
     assert torch.equal(terms["pred_xstart"], x_start)
+    wrapped = respace._WrappedModel(lambda x, ts: ts, usual.timestep_map, 1000)
+    assert torch.equal(wrapped(x, t), usual.original_timesteps(t))
+    own._scale_timesteps = lambda t: 0 * t  # as the first step's: the model sees its timestep
+    first = usual.p_mean_variance(lambda x, _: wavy(x, 0 * t), x, t)
+    assert torch.equal(own.p_mean_variance(wavy, x, t)["mean"], first["mean"])
