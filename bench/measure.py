@@ -248,7 +248,7 @@ models.DiT.forward_with_cfg = forward_with_cfg
 def fork(args: Namespace, run: Run, record: dict) -> Iterator[dict]:
     """Profile a few steps of the organisers' sample.py in its checkout, then time it, and keep its
     grids. Fill `record` and yield the row after each grid. Until the program prints its mean, the
-    mean is of the times between the files.
+    mean is of the times between the files, and there is none of one grid.
     """
     (args.fork / "output").mkdir(exist_ok=True)  # the program does not make it
     values = run.settings
@@ -269,7 +269,7 @@ def fork(args: Namespace, run: Run, record: dict) -> Iterator[dict]:
             continue
         (first, _), *_, (last, _) = *grids, grids[-1]
         printed = re.search(r"Average sampling time: ([\d.]+)", line)
-        mean = (last - first) / (len(grids) - 1) if len(grids) > 1 else first - started
+        mean = (last - first) / (len(grids) - 1) if len(grids) > 1 else None
         record["fork"] = dict(
             tier="tf32" if precision.supports("tf32", run.device) else "fp32",  # as it sets
             seconds=first - started,

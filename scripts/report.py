@@ -172,8 +172,8 @@ def draw(data: dict, words: dict) -> dict[str, bytes]:
         for row in rows:
             for key, name in words["series"].items():
                 if row["tier"] in ("fp32", data["result"]["tier"]):
-                    name = name.format(row["labels"], row["tier"])
-                    series.setdefault(name, {})[row["gpus"]] = row[key]
+                    lines = series.setdefault(row["labels"], {})
+                    lines.setdefault(name.format(row["tier"]), {})[row["gpus"]] = row[key]
         figures["roofline.svg"] = report_plots.roofline(profiles, words)
         if data["machine"]["gpus"] > 1:
             figures["scaling.svg"] = report_plots.scaling(series, words)

@@ -154,15 +154,15 @@ def runs(log: dict, clock: str) -> list[dict]:
             )
             rows.append(row | more | dict(record=record["file"]))
     for record in log["fork"]:
-        sampled = dict(sample=record["fork"]["printed"])
-        more = dict(who="fork", gpus=1, labels=CONTEST["pictures"], phases=sampled)
+        sampled = record["fork"]["printed"] or record["fork"]["seconds"]
+        more = dict(who="fork", gpus=1, labels=CONTEST["pictures"], phases=dict(sample=sampled))
         more["record"] = record["file"]
         commit = record["fork"]["of_commit"] or "none"  # a changed checkout's ends in -dirty
         more["unmodified"] = any(each.startswith(commit) for each in PROGRAM)
         rows.append(record["fork"] | more)
     folder = log["contest"][0]["path"].parent
     for row in rows:
-        row["T"] = row[clock]
+        row["T"] = row[clock] or row["seconds"]  # their program was stopped early
         row["paths"] = [folder / grid["file"] for grid in row["grids"]]
     return rows
 
@@ -197,24 +197,31 @@ def find_picture(rows: list[dict], picture: Path) -> dict:
     return min(found, key=lambda row: row["paths"][0].resolve() != picture.resolve())
 
 
-def judge(rows: list[dict], baseline: dict, result: dict, gate: dict, lpips: Callable) -> None:
+def distance(want: np.ndarray, got: np.ndarray) -> dict:
+    """Return how much two pictures differ."""
+    identical = bool(np.array_equal(want, got))
+    return dict(identical=identical, mae=evaluate.mae(want, got), psnr=evaluate.psnr(want, got))
+
+
+def judge(
+    rows: list[dict], baseline: dict, result: dict, ours: dict, gate: dict, lpips: Callable
+) -> None:
     """Add to each row its speed-up over one GPU in the same tier, the efficiency, and the distance
     of its first grid. Add to the rows of one GPU and to the result the verdict on their grids
-    against the baseline's.
+    against the baseline's, and the distance from fp32's, `ours`.
     """
     alone = {}
+    reference = read_picture(ours["paths"][0]).pixels
     for row in rows:
         require_measured(row)
         got = read_picture(row["paths"][0]).pixels
         one, want = alone.setdefault((row["tier"], row["labels"], row["who"]), (row, got))
-        same = bool(np.array_equal(want, got))
-        row["one_gpu"] = dict(
-            identical=same, mae=evaluate.mae(want, got), psnr=evaluate.psnr(want, got)
-        )
+        row["one_gpu"] = distance(want, got)
         row["speedup"] = one["T"] / row["T"]
         row["efficiency"] = row["speedup"] / row["gpus"]
         row["sample_speedup"] = one["phases"]["sample"] / row["phases"]["sample"]
         if row["labels"] == SERIES[0] and (row["gpus"] == 1 or row is result):
+            row["of_fp32"] = distance(reference, got)
             judged = evaluate.judge_pairs(zip(baseline["paths"], row["paths"]), gate, lpips)
             results = dict(results=evaluate.judge(judged["worst"], gate))
             row["judged"] = results | {
@@ -350,7 +357,7 @@ def recorded(path: Path, shape: Shape, rows: int) -> dict:
     return dict(
         ms=(work[-1].start + work[-1].ms - work[0].start) / traces.STEPS,
         busy=sum(event.ms for event in work) / traces.STEPS,
-        functions=traces.summary(trace)["functions"],
+        **traces.summary(trace),
         layers={
             name: dict(ms=value, tflops=work_of[name] / value / 1e9 if name in work_of else None)
             for name, value in sorted(ms.items(), key=lambda item: -item[1])
@@ -460,7 +467,7 @@ def collect(log: dict, picture: Path, gate: str, lpips: Callable) -> dict:
     # their program makes eight grids; as many are handed in as of ours
     judged = {name: baseline[name][: len(result["grids"])] for name in ("grids", "paths")}
     baseline |= judged | dict(sampled=len(baseline["grids"]))
-    judge(rows, baseline, result, edition.thresholds, lpips)
+    judge(rows, baseline, result, ours[0], edition.thresholds, lpips)
     tiers = list(precision.TIERS)
     rows.sort(key=lambda row: tiers.index(row["tier"]))  # of a tier one GPU's first, as before
     gpus = max(row["gpus"] for row in rows)
@@ -511,7 +518,12 @@ def collect(log: dict, picture: Path, gate: str, lpips: Callable) -> dict:
             for row in plans_of(record, tier, labels)
         ],
         link=links[0]["link"] if links else None,
-        topology=links[0].get("topology") if links else None,
+        # without nvidia-smi's colours and legend
+        topology=re.sub(
+            "\x1b\\[\\d*m|Legend:.*", "", links[0].get("topology") or "", flags=re.S
+        ).strip()
+        if links
+        else None,
         sources=[
             {name: record.get(name) for name in ("file", "digest", "torch", "commit", "command")}
             for record in sources

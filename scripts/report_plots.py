@@ -48,7 +48,9 @@ def wide(text: str) -> str:
 
 def svg(figure: Figure, columns: int = 5) -> bytes:
     """Put the legend below the axis; return the figure's file."""
-    figure.legend(loc="outside lower center", ncols=columns, frameon=False)
+    pairs = [axis.get_legend_handles_labels() for axis in figure.axes]
+    shown = {label: handle for handles, labels in pairs for handle, label in zip(handles, labels)}
+    figure.legend(shown.values(), shown, loc="outside lower center", ncols=columns, frameon=False)
     buffer = io.BytesIO()
     same_bytes = {"Date": None, "Creator": None}
     with warnings.catch_warnings():
@@ -166,26 +168,30 @@ def designs(table: dict, words: dict) -> bytes:
     return svg(figure, columns=4)
 
 
-def scaling(series: dict[str, dict[int, float]], words: dict) -> bytes:
-    """Draw speed over one GPU against their number, with the ideal line. series: {name:
-    {GPUs: speed}}.
+def scaling(series: dict[int, dict[str, dict[int, float]]], words: dict) -> bytes:
+    """Draw speed over one GPU against their number, with the ideal line: a panel for each number of
+    labels. series: {labels: {name: {GPUs: speed}}}.
     """
-    figure, axis = canvas(8, 4.2, "both")
-    most = max(max(points) for points in series.values())
-    axis.plot([1, most], [1, most], "--", color="black", linewidth=1.1, label=words["ideal"])
-    looks = zip("osD^vPX*", (BLUE, ORANGE, GREEN, RED, SKY, GREY, "black", "#CC79A7"))
-    for (name, points), (mark, colour) in zip(series.items(), looks):
-        x = sorted(points)
-        y = [points[gpus] for gpus in x]
-        axis.plot(x, y, label=wide(name), marker=mark, color=colour)
-    axis.set_xticks(range(1, most + 1))
-    axis.set(xlabel=words["gpus"], ylabel=words["speedup"], ylim=(0, most * 1.08))
-    return svg(figure, columns=2)
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    panels = figure.subplots(1, len(series), sharey=True, squeeze=False)[0]
+    names = dict.fromkeys(name for lines in series.values() for name in lines)
+    looks = dict(zip(names, zip("osD^", (BLUE, SKY, RED, ORANGE))))
+    for axis, (labels, lines) in zip(panels, series.items()):
+        gpus = sorted({count for points in lines.values() for count in points})
+        axis.plot(gpus, gpus, "--", color="black", linewidth=1.1, label=words["ideal"])
+        for name, points in lines.items():
+            mark, colour = looks[name]
+            y = [points[count] for count in sorted(points)]
+            axis.plot(sorted(points), y, label=wide(name), marker=mark, color=colour)
+        axis.set(xticks=gpus, xlabel=words["gpus"], title=words["labels"].format(labels))
+        axis.grid(True, color="#dddddd", linewidth=0.6)
+    panels[0].set(ylabel=words["speedup"], ylim=0)
+    return svg(figure, columns=3)
 
 
 def pictures(want: np.ndarray, got: np.ndarray) -> bytes:
     """Return baseline, candidate and, unless they are identical, their difference, one below the
-    other, as JPEG of at most 1400 pixels' width.
+    other, as JPEG of at most 1000 pixels' width.
     """
     difference = np.abs(want.astype(int) - got).max(2)
     panels = [want, got]
@@ -196,6 +202,6 @@ def pictures(want: np.ndarray, got: np.ndarray) -> bytes:
     rows = [part for panel in panels for part in (panel, margin)]
     sheet = Image.fromarray(np.concatenate(rows[:-1]))
     buffer = io.BytesIO()
-    sheet.thumbnail((1400, sheet.height), Image.Resampling.LANCZOS)
+    sheet.thumbnail((1000, sheet.height), Image.Resampling.LANCZOS)
     sheet.save(buffer, "JPEG", quality=85, optimize=True)
     return buffer.getvalue()

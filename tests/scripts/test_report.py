@@ -129,7 +129,10 @@ def test_the_ladder_is_of_the_tier_that_is_handed_in(log):
     assert [row["rung"] for row in rows] == names
     assert [row.get("before") for row in rows] == [None, ms["fp32"], ms["tf32"], 120.0, None]
     text = section(files["report.md"].decode(), 3)
-    assert "| exact + CUDA graph | 120.0 | no gain |" in text and "`fp16`, all rungs" in text
+    assert (
+        "| exact + CUDA graph | 120.0 | 120.0 to 120.0 | no gain |" in text
+        and "`fp16`, all rungs" in text
+    )
     assert "No gain here: exact + CUDA graph." in text
     rows = data_of(log, "contest-2-fp16.png")["ladder"]
     assert sum(row["tier"] == "fp16" for row in rows) == len(LADDERS["fp16"])
