@@ -119,7 +119,7 @@ def test_a_job_that_ends_at_any_point_is_made_whole(tmp_path):
         for number in range(2):
             if not (folder / f"{number:06d}.png").exists():
                 write_pictures(folder, range(number, number + 1), pixels[number : number + 1])
-        npz.complete(folder, 2, 8, lambda: False)
+        npz.write(folder, 2, 8, lambda: False)
 
     def pictures(root):
         return {path.name: path.read_bytes() for path in root.rglob("*.png")}

@@ -83,12 +83,6 @@ def require_writable(folder: str | Path) -> None:
         pass
 
 
-def require_name(path: str | Path) -> None:
-    """Raise OSError if the file system rejects a file name, for example because it is too long."""
-    with suppress(FileNotFoundError):
-        os.lstat(path)
-
-
 def is_utf8(path: str | Path) -> bool:
     """Whether a path is UTF-8; C++ and Rust libraries cannot open other paths."""
     return str(path).encode(errors="ignore").decode() == str(path)

@@ -5,11 +5,12 @@ no torch.
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.errors import UsageError, path_errors
-from accel.io.filesystem import atomic_write, require_name, require_writable
+from accel.io.filesystem import atomic_write, require_writable
 from accel.io.labels import NULL, file_name
 
 if TYPE_CHECKING:  # torch is slow to import
@@ -83,8 +84,9 @@ def check_writable(path: str | Path, name: str = "output") -> None:
             raise UsageError(
                 "is a folder, a device or a pipe", "name a file", parameter=name, value=path
             )
+        with suppress(FileNotFoundError):
+            os.lstat(target)  # fails for a name that is too long
         target.parent.mkdir(parents=True, exist_ok=True)
-        require_name(target)
         require_writable(target.parent)
 
 

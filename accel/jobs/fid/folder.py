@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from math import ceil
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +28,6 @@ from accel.io.filesystem import (
     read_json,
     read_small,
     remove_partial_files,
-    require_name,
     require_writable,
     sync_folder,
     temporary_stem,
@@ -193,10 +192,9 @@ def folder_lock(folder: Path) -> Iterator[None]:
         for changed in (folder, path.parent, folder.parent):
             with path_errors("sample_dir", changed, remedy):
                 require_writable(changed)
-                if changed != folder.parent:
-                    os.listdir(changed)
-        with path_errors("sample_dir", npz_path(folder)):
-            require_name(npz_path(folder))
+                os.listdir(changed)
+        with path_errors("sample_dir", npz_path(folder)), suppress(FileNotFoundError):
+            os.lstat(npz_path(folder))  # fails for a name that is too long
         yield
 
 
@@ -236,10 +234,8 @@ def open_folder(folder: Path, settings: dict, can_grow: bool = False) -> bool:
     pictures = (
         entry for entry in os.scandir(folder) if entry.name.endswith(".png") and entry.is_file()
     )
-    grows = False
     is_new = not npz.exists() and not any(pictures)
-    if not is_new:
-        grows = _check_record(folder, record, settings, can_grow)
+    grows = not is_new and _check_record(folder, record, settings, can_grow)
     if is_new or grows:
         with atomic_write(record, "w", durable=True, through_link=False) as file:
             json.dump(settings, file, indent=2)

@@ -20,7 +20,7 @@ from accel.decoders.loading import digest
 from accel.distributed import Ranks
 from accel.errors import Stopped, UsageError
 from accel.families import DEMO, Defaults
-from accel.io.filesystem import cache_folder
+from accel.io.filesystem import cache_folder, sync_folder
 from accel.io.output import print_result, to_uint8
 from accel.io.progress import Stopwatch, progress
 from accel.jobs.fid import npz
@@ -140,7 +140,7 @@ def fill(
             _make_pictures(pipeline, watch, ranks, batches, finished, show)
         if ranks.rank == 0:
             with watch.phase("npz"):
-                npz.complete(plan.folder, plan.count, plan.image_size, lambda: ranks.stopping)
+                npz.write(plan.folder, plan.count, plan.image_size, lambda: ranks.stopping)
     archive = npz_path(plan.folder)
     in_archive = "all" if plan.count == batches.total else f"the first {plan.count}"
     log.info(f"{plan.folder}: {batches.total} pictures · {archive}: {in_archive} · {watch}")
@@ -170,7 +170,9 @@ def _open_folder(batches, settings):
         grown = open_folder(plan.folder, settings, can_grow)
         finished = batches.finished()
         if grown or len(finished) < batches.count:
-            npz.forget(plan.folder)  # its pictures may change, for other kernels round differently
+            # The archive is written again: new pictures can have other bits, by other kernels.
+            (plan.folder / npz.RECORD).unlink(missing_ok=True)
+            sync_folder(plan.folder / ".job")
         return finished
 
 

@@ -8,6 +8,7 @@ import logging
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -35,29 +36,17 @@ def problem(folder: Path) -> str | None:
     return None if intact else "was changed since it was written"
 
 
-def forget(folder: Path) -> None:
-    """Remove the record of a folder's archive, so that it is written again."""
-    record = folder / RECORD
-    record.unlink(missing_ok=True)
-    sync_folder(record.parent)
-
-
-def complete(folder: Path, count: int, size: int, stopping: Callable[[], bool]) -> None:
-    """Write the archive unless it exists and is intact. Arguments and errors: as of `write`."""
+def write(folder: Path, count: int, size: int, stopping: Callable[[], bool]) -> None:
+    """Write the archive of pictures 0 … count − 1 of `folder`, each (size, size, 3), a few at a
+    time, unless it exists and is intact. Raises UsageError for an incomplete picture, Stopped if
+    `stopping()` becomes true.
+    """
     path = npz_path(folder)
     if path.exists():
         reason = problem(folder)
         if reason is None:
             return
         log.warning(f"{path}: {reason}; writing it again")
-    write(folder, count, size, stopping)
-
-
-def write(folder: Path, count: int, size: int, stopping: Callable[[], bool]) -> None:
-    """Write the archive of pictures 0 … count − 1 of `folder`, each (size, size, 3), a few at a
-    time. Raises UsageError for an incomplete picture, Stopped if `stopping()` becomes true.
-    """
-    path = npz_path(folder)
     with atomic_write(path, mode="w+b", durable=True) as file:
         _write_pictures(file, folder, count, size, stopping)
         record = {"sha256": sha256_of(file)}
@@ -68,10 +57,6 @@ def write(folder: Path, count: int, size: int, stopping: Callable[[], bool]) -> 
 
 def _write_pictures(file, folder, count, size, stopping):
     """Stream pictures 0 … count − 1 of `folder`, each (size, size, 3), into an open .npz file."""
-
-    def read(number):
-        return read_picture(folder / picture_name(number), size).tobytes()
-
     shape = count, size, size, 3
     with (
         zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive,
@@ -82,7 +67,9 @@ def _write_pictures(file, folder, count, size, stopping):
             member, dict(descr="|u1", fortran_order=False, shape=shape)
         )
         for first in range(0, count, READ_AHEAD):
-            for pixels in pool.map(read, range(first, min(first + READ_AHEAD, count))):
+            numbers = range(first, min(first + READ_AHEAD, count))
+            files = [folder / picture_name(number) for number in numbers]
+            for pixels in pool.map(read_picture, files, repeat(size)):
                 member.write(pixels)
             if stopping():
                 raise Stopped(

@@ -40,6 +40,7 @@ folder = pathlib.Path({str(folder)!r})
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 npz.write(folder, 40, 256, lambda: False)
 before = peak()
+(folder / npz.RECORD).unlink()
 npz.write(folder, 1200, 256, lambda: False)
 assert npz.problem(folder) is None
 print(peak() - before)
