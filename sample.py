@@ -28,7 +28,14 @@ def make_parser() -> RankParser:
         epilog=EXAMPLES,
     )
     groups = add_arguments(parser, GRID)
-    groups[SPEED].add_argument("--gpus", **launch.GPUS_FLAG)
+    groups[SPEED].add_argument(
+        "--gpus",
+        type=launch.parse_gpus,
+        default=1,
+        metavar="N|all",
+        help="make the same picture with N processes, one per GPU (of CUDA_VISIBLE_DEVICES); with "
+        "--device cpu, N on the CPU (default: 1)",
+    )
     return parser
 
 

@@ -75,7 +75,6 @@ THRESHOLDS = evaluate.GATES["close"]
 SIDES = "left", "right"  # of a comparison
 STEPS = 50  # by default
 WHITE = 32  # levels of the difference that the map shows as white
-EXCLUDED_OPTIONS = *FILES_AND_LOGS, "grids", "batch_size", "eta"
 NOISY_SAMPLERS = "ddpm", "sde"  # they draw noise in every step: fewer steps change the picture
 DATA = Path(__file__).with_suffix("")
 TEXTS = [json.loads((DATA / f"{name}.json").read_text("utf-8")) for name in ("en", "zh")]
@@ -283,12 +282,11 @@ def default_comparison(run: Run) -> tuple[tuple, tuple]:
     samplers, tiers = choices(run)
     settings = run.settings
     steps = settings.num_sampling_steps
-    sampler = settings.sampler
-    tier = settings.precision
-    others = [each for each in tiers if each != tier]
-    if others:
-        return (steps, sampler, others[0]), (steps, sampler, tier)
-    sampler = next(name for name in (sampler, *samplers) if name not in NOISY_SAMPLERS)
+    for tier in tiers:
+        if tier != settings.precision:
+            return (steps, settings.sampler, tier), (steps, settings.sampler, settings.precision)
+    names = settings.sampler, *samplers
+    sampler = next(name for name in names if name not in NOISY_SAMPLERS)
     return (min(2 * steps, 1000), sampler, tier), (steps, sampler, tier)
 
 
@@ -424,7 +422,7 @@ def main() -> None:
     logging.getLogger("accel").handlers[0].addFilter(
         lambda record: not (str(record.msg) in printed or printed.add(str(record.msg)))
     )
-    add_arguments(parser, exclude=EXCLUDED_OPTIONS)
+    add_arguments(parser, exclude=(*FILES_AND_LOGS, "grids", "batch_size", "eta"))
     parser.add_argument(
         "--port", type=int, help="of the address; default: the first free one from 7860 on"
     )
@@ -469,7 +467,6 @@ def serve_page(studio: Studio, host: str | None, port: int | None) -> None:
         font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]
     )
     guards = [Middleware(BaseHTTPMiddleware, dispatch=guard)]
-    user = "dit"
     password = secrets.token_urlsafe(16)
     if not host:  # a foreign DNS name that points to this machine is refused
         guards.append(Middleware(TrustedHostMiddleware, allowed_hosts=[LOOPBACK, "localhost"]))
@@ -483,13 +480,13 @@ def serve_page(studio: Studio, host: str | None, port: int | None) -> None:
             max_file_size=1,
             server_name=host or LOOPBACK,
             server_port=port,
-            auth=(user, password) if host else None,
+            auth=("dit", password) if host else None,
             theme=theme,
             css_paths=[DATA / "page.css"],
             app_kwargs=dict(middleware=guards),
         )
     name = socket.gethostname() if host == "0.0.0.0" else host or LOOPBACK
-    login = f" with user {user}, password {password}" if host else " on this machine"
+    login = f" with user dit, password {password}" if host else " on this machine"
     print(
         f"Open http://{name}:{page.server_port}/ in a browser{login}. Ctrl-C ends the page.",
         flush=True,

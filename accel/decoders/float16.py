@@ -58,20 +58,18 @@ class Float16Decoder(Decoder):
             self.use_float32(self.fallback)
             log.warning(f"this decoder {problem}: decoding in {NAMES[self.fallback]}")
             return self
-        if self.device.type == "cuda" and self._is_batch_invariant(half):
-            self.batch_size = self.kind.half_batch_size
-        use_graph = self.use_graph and self.device.type == "cuda"
-        self.half = GraphedFunction(half) if use_graph else half
+        count = self.kind.half_batch_size
+        on_gpu = self.device.type == "cuda"
+        if on_gpu and count > 1 and self._is_batch_invariant(half, count):
+            self.batch_size = count
+        self.half = GraphedFunction(half) if on_gpu and self.use_graph else half
         return self
 
     @torch.inference_mode()
-    def _is_batch_invariant(self, half: Callable[[Tensor], Tensor]) -> bool:
-        """Whether decoding a batch of noise gives the same bits as batch size 1 and as another
-        order of the batch.
+    def _is_batch_invariant(self, half: Callable[[Tensor], Tensor], count: int) -> bool:
+        """Whether decoding `count` latents of noise at a time gives the same bits as batch size 1
+        and as another order of the batch.
         """
-        count = self.kind.half_batch_size
-        if count == 1:
-            return False
         z = self.space.to_decoder(self._noise(count))
         try:
             batched = half(z)

@@ -63,7 +63,6 @@ def _join():
     from accel.distributed.process_group import connect  # lazy: imports torch.distributed
 
     set_address()
-    launch.die_with_parent()
     # Hide the lines that gloo prints, and the output of all ranks but 0.
     printed = os.dup(1) if rank == 0 else os.open(os.devnull, os.O_WRONLY)
     coding = dict(encoding=sys.stdout.encoding, errors=sys.stdout.errors)

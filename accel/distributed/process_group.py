@@ -40,13 +40,11 @@ def connect(rank: int, world: int, local_rank: int) -> "DistributedRanks":
     """Create the process group at MASTER_ADDR:MASTER_PORT. Raises UsageError if ranks do not
     connect in time.
     """
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    minutes = CONNECT_TIMEOUT.seconds // 60
     others = f"the other {world - 1}" if world > 2 else f"rank {1 - rank}"
     notice = (
-        f"rank {rank} of {world}: waits for {others} to connect at {address}, at most {minutes} "
-        "minutes"
+        f"rank {rank} of {world}: waits for {others} to connect at {address}, at most "
+        f"{CONNECT_TIMEOUT.seconds // 60} minutes"
     )
     waiting = Timer(NOTICE_DELAY_S, print, [notice], {"file": sys.stderr})
     waiting.daemon = True
@@ -58,7 +56,7 @@ def connect(rank: int, world: int, local_rank: int) -> "DistributedRanks":
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
             store = dist.PrefixStore(f"attempt {attempt}", store)
         dist.init_process_group(
-            backend,
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
             store=dist.PrefixStore("group", store),
             rank=rank,
             world_size=world,

@@ -9,6 +9,7 @@ Hopper share.
 """
 
 import hashlib
+from contextlib import suppress
 from pathlib import Path
 
 from accel.io.filesystem import atomic_write, read_json
@@ -34,12 +35,9 @@ def read_cache(file: Path) -> dict:
         return {}
 
 
-def write_cache(file: Path, content: bytes) -> bool:
-    """Write a cache file. Return False if it cannot be written: a cache is optional."""
-    try:
+def write_cache(file: Path, content: bytes) -> None:
+    """Write a cache file if it can be written: a cache is optional."""
+    with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(file, through_link=False) as out:
             out.write(content)
-    except OSError:
-        return False
-    return True

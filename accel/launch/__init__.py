@@ -95,15 +95,6 @@ def parse_gpus(text: str) -> int | None:
     return int(text)
 
 
-GPUS_FLAG = dict(
-    type=parse_gpus,
-    default=1,
-    metavar="N|all",
-    help="make the same picture with N processes, one per GPU (of CUDA_VISIBLE_DEVICES); with "
-    "--device cpu, N on the CPU (default: 1)",
-)
-
-
 def world_size(wanted: int | None, device: str | None) -> int:
     """Return the number of processes for --gpus. Raises UsageError under another launcher, and for
     "all" without GPUs.
@@ -118,8 +109,6 @@ def world_size(wanted: int | None, device: str | None) -> int:
             "torchrun, srun or mpirun has started several processes, and each would make the same "
             "picture; start sample_ddp.py by torchrun or srun, or one process"
         )
-    if wanted == 1:
-        return 1
     if wanted is None:
         from accel.launch import driver  # lazy: imports cuda.bindings
 

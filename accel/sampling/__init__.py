@@ -127,7 +127,6 @@ def denoise(
     captures = network.captures and z.is_cuda
     scale: float | torch.Tensor = guidance.scale
     if captures:
-        process.upload_tables(z.device)
         # A tensor, so that one captured step serves every scale.
         scale = torch.full((), guidance.scale, dtype=torch.float32, device=z.device)
     if captures and not process.captured:

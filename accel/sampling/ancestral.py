@@ -70,9 +70,6 @@ class Ancestral(Process):
     def times(self) -> list[int]:
         return spaced_timesteps(self.steps)[::-1]
 
-    def upload_tables(self, device) -> None:
-        _tables(self.steps, device)
-
     def _coefficient(self, name, index, x):
         """Return a coefficient (n, 1, 1, 1) of the steps `index` (n,), on x's device."""
         t = self.steps - 1 - index

@@ -85,9 +85,6 @@ class Euler(Process):
     def predict_latents(self, x, t, out) -> Tensor:
         return x + (self._boundaries()[-1] - t) * out if self.t_eps is None else out
 
-    def upload_tables(self, device) -> None:
-        _upload(self, device)
-
     def _length(self, x, index):
         """Return the step length: a number, or (n, 1, 1, 1) on x's device."""
         if self.shift == 1:

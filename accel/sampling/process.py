@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 BETAS = np.linspace(0.0001, 0.02, 1000)  # DiT's training schedule, Ho et al. 2020
@@ -46,10 +45,6 @@ class Process(ABC):
         DiT's t / 1000.
         """
         return [time / 1000 for time in self.times()]
-
-    def upload_tables(self, device: torch.device) -> None:
-        """Upload the tables of coefficients: a step can be captured afterwards. Default: no-op."""
-        return None
 
     def begin(self, x: Tensor) -> State:
         """Return the state before the first step, from noise x."""
