@@ -33,11 +33,10 @@ class Decoder:
         self._loading: Future | None = None
 
     def load_ahead(self) -> None:
-        """On a GPU, load the network and compile its kernels in a background thread. The weights
+        """Load the network and compile its kernels for a GPU in a background thread. The weights
         stay on the CPU until the memory of the sampled network is free.
         """
-        if self.device.type == "cuda" and self.network is None and not self._loading:
-            self._loading = ThreadPoolExecutor(1).submit(self._load_on_cpu)
+        self._loading = ThreadPoolExecutor(1).submit(self._load_on_cpu)
 
     def _load_on_cpu(self):
         if self.precision == "fp16":

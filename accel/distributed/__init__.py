@@ -58,11 +58,6 @@ class Placement(NamedTuple):
         """
         return slice(ceil(n * self.rank / self.busy), ceil(n * (self.rank + 1) / self.busy))
 
-    def counts(self, n: int) -> list[int]:
-        """Return the length of `pictures(n)` of each rank."""
-        slices = [self._replace(rank=rank).pictures(n) for rank in range(self.world)]
-        return [len(range(n)[pictures]) for pictures in slices]
-
     def batches(self, n: int, batch_size: int | None = None) -> list[slice]:
         """Return the batches that this rank denoises, as slices of n pictures: of its own
         pictures, or of all pictures if ranks share evaluations. batch_size: the most per slice.
@@ -89,13 +84,6 @@ class Placement(NamedTuple):
         if self.layout == OFF:
             return pictures, copies
         return ceil(copies * pictures / self.layout.rows), 1
-
-
-class FirstFailure(NamedTuple):
-    """The rank of a job that failed first, and its exit status."""
-
-    rank: int
-    status: int
 
 
 class Ranks:
@@ -200,9 +188,11 @@ class Ranks:
         """Whether any rank was asked to stop. Ranks check this between batches."""
         return self._stop
 
-    def first_failure(self, status: int) -> FirstFailure:
-        """Record that this rank failed with exit status `status`; return the first failure."""
-        return FirstFailure(self.rank, status)
+    def first_failure(self, status: int) -> tuple[int, int]:
+        """Record that this rank failed with exit status `status`. Return the rank that failed
+        first, and its exit status.
+        """
+        return self.rank, status
 
     def leave(self) -> None:
         """Wait for all ranks, then leave the job."""

@@ -30,21 +30,20 @@ def set_address() -> None:
     """Set MASTER_ADDR and MASTER_PORT under srun: the first host of the step, and a port derived
     from the job and step ids. Raises UsageError without Slurm's commands.
     """
-    environment = os.environ
-    if "SLURM_STEP_ID" in environment and "MASTER_PORT" not in environment:
-        job = int(environment["SLURM_JOB_ID"])
-        step = int(environment["SLURM_STEP_ID"])
-        environment["MASTER_PORT"] = str(12000 + (job * 16 + step % 16) % 20000)
-    if "MASTER_ADDR" in environment:
+    if "SLURM_STEP_ID" in os.environ and "MASTER_PORT" not in os.environ:
+        job = int(os.environ["SLURM_JOB_ID"])
+        step = int(os.environ["SLURM_STEP_ID"])
+        os.environ["MASTER_PORT"] = str(12000 + (job * 16 + step % 16) % 20000)
+    if "MASTER_ADDR" in os.environ:
         return
-    command = ["scontrol", "show", "hostnames", environment.get("SLURM_STEP_NODELIST", "")]
+    command = ["scontrol", "show", "hostnames", os.environ.get("SLURM_STEP_NODELIST", "")]
     try:
         hosts = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL)
     except (OSError, subprocess.CalledProcessError) as error:
         raise UsageError(
             f"srun: scontrol names no hosts ({error}); export MASTER_ADDR, the first of them"
         ) from None
-    environment["MASTER_ADDR"] = hosts.split()[0]
+    os.environ["MASTER_ADDR"] = hosts.split()[0]
 
 
 def _join():
@@ -121,8 +120,8 @@ def _fail(ranks, program, error, worded) -> NoReturn:
         # The launcher sends SIGTERM when the first rank exits.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     mistake = as_usage_error(error)
-    first = ranks.first_failure(USAGE if mistake else 1)
-    is_first = first.rank == ranks.rank
+    first_rank, status = ranks.first_failure(USAGE if mistake else 1)
+    is_first = first_rank == ranks.rank
     endings = dict(launch.ENDINGS.values())
     text = ""
     if is_first and mistake:
@@ -130,21 +129,21 @@ def _fail(ranks, program, error, worded) -> NoReturn:
     elif is_first:
         text = f"rank {ranks.rank} of {ranks.world} on {socket.gethostname()}:\n"
         text += traceback.format_exc()
-    elif first.status in endings and ranks.rank == 0:
-        text = f"{program}: rank {first.rank}: {endings[first.status]}"
-    elif first.status == 1:
+    elif status in endings and ranks.rank == 0:
+        text = f"{program}: rank {first_rank}: {endings[status]}"
+    elif status == 1:
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
-        text = f"rank {ranks.rank}: {cause} (after rank {first.rank} failed)"
+        text = f"rank {ranks.rank}: {cause} (after rank {first_rank} failed)"
     print(text, file=sys.stderr, end="\n" if text else "", flush=True)
     if not is_first:
         time.sleep(2)
-    elif ranks.world > 1 and (ranks.rank == 0 or first.status == 1):
+    elif ranks.world > 1 and (ranks.rank == 0 or status == 1):
         # Rank 0 may serve the store, and the launcher must notice a killed rank first.
         time.sleep(1)
     if is_first:
         # Late: torchrun's summary compares whole seconds, and a killed rank must come first.
         record(text)
-    _exit(first.status)
+    _exit(status)
 
 
 def _exit(status) -> NoReturn:

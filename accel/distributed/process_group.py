@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from accel import launch
-from accel.distributed import OFF, FirstFailure, Layout, Placement, Ranks
+from accel.distributed import OFF, Layout, Placement, Ranks
 from accel.distributed.exchanges import AllGather, Push
 from accel.distributed.sharded import Sharded
 from accel.errors import UsageError
@@ -236,7 +236,8 @@ class DistributedRanks(Ranks):
         return latents[placement.pictures(n)]
 
     def gather_pictures(self, pictures: torch.Tensor, n: int, placement: Placement) -> torch.Tensor:
-        counts = placement.counts(n)
+        slices = [placement._replace(rank=rank).pictures(n) for rank in range(self.world)]
+        counts = [len(range(n)[part]) for part in slices]
         # Collectives need equal shapes.
         padded = pictures.new_zeros(max(counts), *pictures.shape[1:])
         padded[: len(pictures)] = pictures
@@ -253,13 +254,14 @@ class DistributedRanks(Ranks):
             self._store.set("stop", "")
         return self._stop or self._store.check(["stop"])
 
-    def first_failure(self, status: int) -> FirstFailure:
+    def first_failure(self, status: int) -> tuple[int, int]:
         try:
             first = self._store.compare_set("failed", "", f"{self.rank} {status}")
         except dist.DistError:
             # The process that serves the store is gone: assume that rank 0 failed alike.
-            return FirstFailure(0, status)
-        return FirstFailure(*map(int, first.split()))
+            return 0, status
+        rank, status = map(int, first.split())
+        return rank, status
 
     def leave(self) -> None:
         """Wait for all ranks and close the process group. Afterwards exit with `os._exit`: at

@@ -78,8 +78,7 @@ class Float32Linear:
         plain = [weight] if gemm.bias is None else [weight, gemm.bias]
         self.split: SplitLinear | None = None
         if split:
-            bias = gemm.bias_or_zeros()
-            self.split = SplitLinear(weight, bias, low=not half, name=gemm.name)
+            self.split = SplitLinear(weight, gemm.bias_or_zeros(), low=not half, name=gemm.name)
         self.tensors = list(self.split.parameters()) if self.split else plain
 
     def prepare(self, m: int) -> None:

@@ -58,7 +58,7 @@ def make_grid(request: Request, ranks: Ranks) -> None:
     warm_up(run, pipeline, watch)
     placement = pipeline.placement
     decoder = pipeline.decoder
-    if decoder is not None:
+    if decoder is not None and run.device.type == "cuda":
         decoder.load_ahead()
     latents_of_seeds = sample(run, pipeline, watch, ranks.rank == 0 and not run.settings.quiet)
     tier = pipeline.tier

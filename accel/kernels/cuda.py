@@ -143,12 +143,6 @@ def source(
     return "".join([*defines, f'#define HALF "{half}"\n', functions, *texts])
 
 
-def target_of(device: torch.device) -> str:
-    """Return the target of machine code for a GPU."""
-    major, minor = torch.cuda.get_device_capability(device)
-    return HOPPER if (major, minor) == (9, 0) else f"sm_{major}{minor}"
-
-
 def compile_cubin(text: str, name: str, target: str = HOPPER) -> bytes:
     """Compile CUDA source to machine code with NVRTC. No GPU is needed.
 
@@ -207,9 +201,11 @@ class Kernel:
         self.device = device
         from cuda.bindings import driver
 
+        major, minor = torch.cuda.get_device_capability(device)
+        target = HOPPER if (major, minor) == (9, 0) else f"sm_{major}{minor}"
         with torch.cuda.device(device):
             torch.cuda.current_stream()  # creates the device's context
-            module = call(driver.cuModuleLoadData, cached_cubin(text, name, target_of(device)))
+            module = call(driver.cuModuleLoadData, cached_cubin(text, name, target))
             self.function = call(driver.cuModuleGetFunction, module, name.encode())
             # All kernels use the same carve-out. If it differed, a kernel could not be set up
             # while its predecessor runs.

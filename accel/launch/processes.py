@@ -52,16 +52,15 @@ def _start(world):
         "WORLD_SIZE": str(world),
         launch.PARENT_VARIABLE: f"{launch.START_TIME:.6f} {os.getpid()}",
     }
-    processes = []
-    for rank in map(str, range(world)):
-        process = subprocess.Popen(
+    return [
+        subprocess.Popen(
             [sys.executable, *sys.argv],
             env={**common, "RANK": rank, "LOCAL_RANK": rank},
             # A separate session: Ctrl-C reaches only the parent, which terminates the ranks.
             start_new_session=True,
         )
-        processes.append(process)
-    return processes
+        for rank in map(str, range(world))
+    ]
 
 
 def _free_port():

@@ -182,12 +182,6 @@ class Layers(nn.Module):
         self.conv_norm_out = nn.GroupNorm(groups, widths[-1], EPS)
         self.conv_out = nn.Conv2d(widths[-1], 3, 3, padding=1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.conv_in(x)
-        for block in (self.mid_block, *self.up_blocks):
-            x = block(x)
-        return self.conv_out(F.silu(self.conv_norm_out(x)))
-
 
 # Attention layers in the published sd-vae-ft-* files → current names in diffusers.
 _OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
@@ -209,7 +203,11 @@ class KLDecoder(nn.Module):
         self.decoder = Layers(self.entries)
 
     def forward(self, z: torch.Tensor) -> torch.Tensor:
-        return self.decoder(z if self.post_quant_conv is None else self.post_quant_conv(z))
+        layers = self.decoder
+        x = layers.conv_in(z if self.post_quant_conv is None else self.post_quant_conv(z))
+        for block in (layers.mid_block, *layers.up_blocks):
+            x = block(x)
+        return layers.conv_out(F.silu(layers.conv_norm_out(x)))
 
 
 class AutoencoderKL(DecoderKind):

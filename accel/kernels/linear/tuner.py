@@ -108,10 +108,8 @@ def _recorded(gemm):
     wanted = winners.get(re.sub(" b?float16", "", gemm.name))  # both dtypes share an entry
     if wanted is None:
         return None
-    for algorithm in gemm.candidates():
-        if cublaslt.configuration(algorithm) == wanted:
-            return Choice(gemm, algorithm)
-    return None
+    matching = (each for each in gemm.candidates() if cublaslt.configuration(each) == wanted)
+    return next((Choice(gemm, algorithm) for algorithm in matching), None)
 
 
 def _cached(files, gemm):

@@ -46,7 +46,8 @@ def split_rows(x: Tensor, stack: bool = False, backend: str = "auto") -> HighLow
 
     pair = new_pair(*x.shape, device=x.device, stack=stack)
     scales = torch.empty(x.shape[:-1], device=x.device)
-    if triton.supports_split_columns(x):
+    is_column_major = x.ndim == 3 and x.mT.is_contiguous() and not x.is_contiguous()
+    if is_column_major and x.shape[2] <= 1024:
         triton.split_columns(x, pair, scales, stack)
     else:
         triton.split_rows(x.contiguous(), pair, scales, stack)

@@ -61,13 +61,8 @@ def split_rows(x: Tensor, pair: Tensor, scales: Tensor, stack: bool) -> None:
         )
 
 
-def supports_split_columns(x: Tensor) -> bool:
-    """Return whether `split_columns` supports x: (N, T, K), column-major, with K ≤ 1024."""
-    return x.ndim == 3 and x.mT.is_contiguous() and not x.is_contiguous() and x.shape[2] <= 1024
-
-
 def split_columns(x: Tensor, pair: Tensor, scales: Tensor, stack: bool) -> None:
-    """Compute `split_rows` for a column-major x (N, T, K)."""
+    """Compute `split_rows` for a column-major x (N, T, K), K ≤ 1024."""
     n, tokens, width = x.shape
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
         _split_columns[(triton.cdiv(tokens, 16), n)](
