@@ -36,10 +36,10 @@ class AllGather:
 class _Buffer(NamedTuple):
     """A double buffer in symmetric memory: a peer may be one layer ahead."""
 
-    gathered: tuple[torch.Tensor, torch.Tensor]
-    addresses: torch.Tensor  # of the first tensor on each peer
+    gathered: torch.Tensor  # (2, N, T, 2·D)
+    addresses: torch.Tensor  # of the first half on each peer
     flags: torch.Tensor  # addresses of the flags on each peer
-    size: int  # bytes of one tensor
+    size: int  # bytes of a half
     memory: tuple  # keeps the addresses valid
 
 
@@ -86,6 +86,5 @@ class Push(AllGather):
         torch.cuda.synchronize(device)
         # All flags must be zero before a peer sets one.
         dist.barrier(self.group, device_ids=[device.index])
-        first = memory[:size].view(dtype).view(shape)
-        second = memory[size : 2 * size].view(dtype).view(shape)
-        return _Buffer((first, second), addresses, addresses + 2 * size, size, (memory, handle))
+        gathered = memory[: 2 * size].view(dtype).view(2, *shape)
+        return _Buffer(gathered, addresses, addresses + 2 * size, size, (memory, handle))

@@ -115,8 +115,7 @@ class DistributedRanks(Ranks):
             if len(ranks) < self.world and ranks != [only]:
                 numbers = ", ".join(map(str, ranks))
                 hosts = ", ".join(dict.fromkeys(reports[rank][1] for rank in ranks))
-                plural = "s" if len(ranks) > 1 else ""
-                message = f"rank{plural} {numbers} on {hosts}: {message}"
+                message = f"rank{'s' * (len(ranks) > 1)} {numbers} on {hosts}: {message}"
             lines += message.splitlines()
         if lines:
             raise _SharedError("\n".join(lines))
@@ -187,8 +186,9 @@ class DistributedRanks(Ranks):
             return False
         here = self.device.index or 0
         visible = torch.cuda.device_count()
-        others = [gpu for gpu in range(visible) if gpu != here]
-        writes = visible >= self.world and all(cuda.writes_to_peer(here, gpu) for gpu in others)
+        writes = visible >= self.world and all(
+            cuda.writes_to_peer(here, gpu) for gpu in range(visible) if gpu != here
+        )
         reports = self.all_gather_object((socket.gethostname(), writes))
         return writes and len(set(reports)) == 1
 

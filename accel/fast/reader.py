@@ -5,8 +5,6 @@ from torch import Tensor
 
 from accel.fast.ops import GemmWeights
 
-MAX_NAMES = 3  # in an error
-
 
 class Reader:
     """Returns copies of a state dict's tensors on `device`, and records which were read.
@@ -54,11 +52,9 @@ class Reader:
         return GemmWeights(name, self(f"{name}.weight", dtype), self(f"{name}.bias", dtype))
 
     def require_all_read(self) -> None:
-        """Raise ValueError, naming the tensors, if some were not read."""
-        if not self._unread:
-            return
-        names = list(self._unread)
-        listed = ", ".join(names[:MAX_NAMES])
-        if len(names) > MAX_NAMES:
-            listed += f" and {len(names) - MAX_NAMES} more"
-        raise ValueError(f"the accelerated network does not use {listed}; use `precision=fp32`")
+        """Raise ValueError, naming one of the tensors, if some were not read."""
+        if self._unread:
+            raise ValueError(
+                f"the accelerated network does not use {len(self._unread)} of the tensors, such as "
+                f"{min(self._unread)}; use `precision=fp32`"
+            )

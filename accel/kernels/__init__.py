@@ -12,7 +12,7 @@ import hashlib
 from contextlib import suppress
 from pathlib import Path
 
-from accel.io.filesystem import atomic_write, read_json
+from accel.io.filesystem import atomic_write
 
 FOLDER = Path(__file__).parent
 SOURCES = {".py", ".cu", ".cuh", ".json"}
@@ -25,14 +25,6 @@ def version() -> str:
         if file.suffix in SOURCES:
             digest.update(file.read_bytes())
     return digest.hexdigest()[:8]
-
-
-def read_cache(file: Path) -> dict:
-    """Return the JSON object in a cache file, or an empty one if the file is absent or corrupt."""
-    try:
-        return read_json(file)
-    except (OSError, ValueError):
-        return {}
 
 
 def write_cache(file: Path, content: bytes) -> None:

@@ -24,10 +24,10 @@ def push(
 ) -> None:
     """Write part (N, t, W) to tokens rank·t … (rank + 1)·t of every rank's result (N, world·t, W).
 
-    Wait until the peers' parts have arrived too. `reference` computes the result. part: tokens have
-    W contiguous elements and a uniform stride, and are aligned to 16 bytes. buffers (world,) int64:
-    address of each rank's buffer; the result starts at its byte `offset`. flags (world,) int64:
-    address of each rank's world · programs int32 flags, initially zero.
+    Wait until the peers' parts have arrived too. part: tokens have W contiguous elements and a
+    uniform stride, and are aligned to 16 bytes. buffers (world,) int64: address of each rank's
+    buffer; the result starts at its byte `offset`. flags (world,) int64: address of each rank's
+    world · programs int32 flags, initially zero.
     """
     n, t, width = part.shape
     stride = part.stride(1)
@@ -51,11 +51,6 @@ def push(
             TURNS=-(-words // (programs * BLOCK)),
             num_warps=WARPS,
         )
-
-
-def reference(parts: list[Tensor]) -> Tensor:
-    """Return the result of `push`: the parts of all ranks, each (N, t, W) → (N, world·t, W)."""
-    return torch.cat(list(parts), dim=1)
 
 
 @triton.jit(do_not_specialize=["rank"])

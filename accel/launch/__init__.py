@@ -19,8 +19,6 @@ from types import FrameType, TracebackType
 from accel.errors import INTERRUPTED, STOPPED, USAGE, UsageError, as_usage_error
 
 MAX_PROCESSES = 64  # catches typing errors
-# Set by Open MPI; by MPICH and Intel MPI.
-MPI_SIZES = "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"
 # Set for the ranks of --gpus: start time and process id of their parent.
 PARENT_VARIABLE = "DIT_BEGAN"
 _PARENT = re.fullmatch(r"(\d{1,12}\.\d{6}) (\d{1,9})", os.environ.get(PARENT_VARIABLE, ""))
@@ -100,7 +98,8 @@ def world_size(wanted: int | None, device: str | None) -> int:
     "all" without GPUs.
     """
     launched = "RANK" in os.environ
-    counts = ["WORLD_SIZE"] if launched else [*MPI_SIZES]
+    # By torchrun; or by Open MPI, and by MPICH and Intel MPI.
+    counts = ["WORLD_SIZE"] if launched else ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]
     if not launched and is_task_of_srun():
         counts.append("SLURM_STEP_NUM_TASKS")
     has_several_ranks = any(os.environ.get(name, "1") != "1" for name in counts)

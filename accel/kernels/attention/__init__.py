@@ -43,8 +43,8 @@ def attention(qkv: Tensor, num_heads: int, backend: str = "auto") -> Tensor:
 def attention_to(qkv: Tensor, kv: Tensor | None, num_heads: int, backend: str = "auto") -> Tensor:
     """Compute attention of the queries in qkv (N, t, 3·D) to the keys and values kv → (N, t, D).
 
-    kv (N, T, 2·D): keys and values, concatenated; None: those in qkv. Raises ValueError if the
-    backend does not support the inputs.
+    kv (N, T, 2·D): keys and values, concatenated; None: those in qkv. The backend must support the
+    inputs.
     """
     dim = qkv.shape[-1] // (3 * num_heads)
     if backend == "auto":
@@ -52,11 +52,8 @@ def attention_to(qkv: Tensor, kv: Tensor | None, num_heads: int, backend: str = 
         backend = choose_backend(qkv.device, qkv.dtype, dim, blocks)
     if backend == "hopper":
         fits = dim == hopper.HEAD_DIM and qkv.dtype in cuda.HALF_TYPES
-        if not fits or gpu.capability(qkv.device)[0] != 9:
-            raise ValueError(
-                "attention: backend 'hopper' needs half precision, head dim 72 and a Hopper GPU; "
-                "use 'auto'"
-            )
+        on_hopper = gpu.capability(qkv.device)[0] == 9
+        assert fits and on_hopper, "backend 'hopper' needs half precision, head dim 72 and Hopper"
         return hopper.attention(qkv, kv, num_heads)
     if backend == "simt":
         return simt.attention(qkv, kv, num_heads)
@@ -65,10 +62,9 @@ def attention_to(qkv: Tensor, kv: Tensor | None, num_heads: int, backend: str = 
         out = reference(q, k, v)
     elif qkv.device.type == "cuda":
         out = _by_torch(q, k, v, backend)
-    elif backend == "flash":
-        out = F.scaled_dot_product_attention(q, k, v)
     else:
-        raise ValueError(f"attention: backend {backend!r} needs a GPU; use 'auto'")
+        assert backend == "flash", f"{backend!r} needs a GPU"
+        out = F.scaled_dot_product_attention(q, k, v)
     return out.transpose(1, 2).flatten(2)
 
 

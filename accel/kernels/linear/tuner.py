@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accel.io.filesystem import cache_folder
-from accel.kernels import cuda, gpu, read_cache, write_cache
+from accel.io.filesystem import cache_folder, read_json
+from accel.kernels import cuda, gpu, write_cache
 from accel.kernels.linear import cublaslt
 
 # `cublaslt.configuration` of the fastest algorithm by GPU and shape, for the GEMMs of XL/2. They
@@ -174,8 +174,11 @@ def _restored(algorithm, gemm):
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Return the algorithms in a file by GEMM name, or {} if the file is corrupt."""
-    algorithms = read_cache(file)
+    """Return the algorithms in a file by GEMM name, or {} if the file is absent or corrupt."""
+    try:
+        algorithms = read_json(file)
+    except (OSError, ValueError):
+        return {}
     return algorithms if all(map(_is_algorithm, algorithms.values())) else {}
 
 
