@@ -30,7 +30,6 @@ from accel.pipeline import Pipeline, free_memory
 from accel.run.opening import open_run
 from accel.runtime.network import BlockNetwork, require_no_gradients
 from accel.runtime.precision import arithmetic, exclusive
-from accel.tensors.shapes import require_fit
 from accel.tensors.tensor_files import FILE_SUFFIXES, HUB_ID, require_finite_floats
 
 log = logging.getLogger(__name__)
@@ -201,13 +200,13 @@ class Sampler:
             {
                 "family": spec.family.name,
                 "num_classes": spec.num_classes,
+                "null_class": spec.null_class,
                 "timestep_embedding": spec.timestep_embedding,
                 **spec.arguments,
             }
             for spec in (checkpoint.spec, self.run.spec)
         )
         require_equal(theirs, ours, set(), "this Sampler's model has", "make another of it")
-        require_fit(checkpoint.given, checkpoint.state, self.run.spec.empty(self.run.latent_size))
 
     def sample(
         self,

@@ -4,7 +4,6 @@ consolidated.00-of-01.pth (weights), and model_args.pth (training arguments).
 
 import argparse
 import os
-import re
 from pathlib import Path
 
 from accel.checkpoints import Contents, single_file
@@ -15,7 +14,6 @@ from accel.tensors.pickles import read_pickle
 # in order of preference
 WEIGHTS = "consolidated_ema.00-of-01.pth", "consolidated.00-of-01.pth"
 ARGUMENTS = "model_args.pth"
-PART = re.compile(r"consolidated\w*\.\d+-of-(\d+)\.pth")
 
 
 def matches(folder: Path) -> bool:
@@ -28,16 +26,11 @@ def read(folder: Path, given: InputRef, entry: str | None = None) -> Contents:
     for sharded or missing weights.
     """
     names = sorted(os.listdir(folder))
-    parts = [part for part in map(PART.fullmatch, names) if part]
     whole = [name for name in WEIGHTS if name in names]
-    if not whole and parts:
-        raise given.error(
-            f"{parts[0][0]} contains a part of each tensor, for {int(parts[0][1])} processes",
-            f"join them to {WEIGHTS[0]}",
-        )
     if not whole:
         raise given.error(
-            f"contains neither {WEIGHTS[0]} nor {WEIGHTS[1]}", "copy the weights there"
+            f"contains neither {WEIGHTS[0]} nor {WEIGHTS[1]}",
+            "copy them there; join parts such as consolidated.00-of-02.pth",
         )
     state, facts = single_file.read(folder / whole[0], given, entry)
     if ARGUMENTS in names:

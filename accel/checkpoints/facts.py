@@ -110,16 +110,17 @@ def to_header(metadata: dict[str, Any]) -> dict[str, str]:
 
 
 def from_header(header: dict[str, str]) -> dict[str, Any]:
-    """Decode our metadata in the header of a safetensors file. Ignore other programs' entries."""
-    ours = {name: text for name, text in header.items() if name.startswith(HEADER_PREFIX)}
-    return {name.removeprefix(HEADER_PREFIX): _value(text) for name, text in ours.items()}
-
-
-def foreign_entries(header: dict[str, str]) -> dict[str, Any]:
-    """Return other programs' entries in the header of a safetensors file, except `format`."""
-    ours = HEADER_PREFIX, "format"
-    others = {name: text for name, text in header.items() if not name.startswith(ours)}
-    return {name: _value(text) for name, text in others.items()}
+    """Return our metadata in the header of a safetensors file. If another program wrote the file,
+    add the training arguments in its entries.
+    """
+    values = {name: _value(text) for name, text in header.items() if name != "format"}
+    others = {name: value for name, value in values.items() if not name.startswith(HEADER_PREFIX)}
+    ours = {
+        name.removeprefix(HEADER_PREFIX): value
+        for name, value in values.items()
+        if name not in others
+    }
+    return ours if "family" in ours else {**arguments_of(others), **ours}
 
 
 def _value(text: str) -> Any:
@@ -172,8 +173,6 @@ def yaml_arguments(path: Path, given: InputRef) -> tuple[str, dict[str, Any]]:
     The YAML file has the name of the weights, or is the only one in the folder that does not belong
     to other weights. Raises UsageError if it cannot be read.
     """
-    if path.is_dir():
-        return "", {}
     file = path.with_suffix(".yaml")
     if not file.is_file():
         others = [
@@ -219,8 +218,6 @@ def interpreted(
         for name, fact in table.items()
         if isinstance(fact, str) and name in arguments
     }
-    if weights.recipe is None:
-        return facts
     try:
         return {**facts, "recipe": weights.recipe(facts, PurePath(given.name).stem)}
     except TypeError as error:

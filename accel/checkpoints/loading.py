@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from accel.checkpoints import Checkpoint, Contents, checkpoint_of
-from accel.errors import InputRef, UsageError, path_errors, shown
+from accel.errors import InputRef, UsageError, path_errors
 from accel.families import DEMO, FOLDER, Family, published_names
 from accel.families.identify import NO_USER_FACTS, UserFacts, choose_family, families_with
 from accel.families.spec import StateDict
@@ -29,12 +29,6 @@ pretrained_models = published_names()  # the variable's name is upstream's
 # Modules with matches(path) and read(path, given, entry) → Contents. The first format whose
 # matches(path) is true reads the file; later ones are not imported.
 FORMATS = "single_file", "diffusers_folder", "consolidated"
-
-SHARD_SUFFIX = ".distcp"  # of a distributed checkpoint
-SHARDED_ERROR = (
-    "is a distributed checkpoint, whose tensors lie in parts",
-    "join them by torch.distributed.checkpoint.format_utils.dcp_to_torch_save",
-)
 
 
 class _ReadAgain(InputRef):
@@ -94,13 +88,20 @@ class WeightFiles:
         """
         stamps = self._stamp()  # before reading, so that a change meanwhile is noticed
         self._stamps = self._stamps or stamps
-        if self.path.suffix == SHARD_SUFFIX:
-            raise self.given.error(*SHARDED_ERROR)
         with path_errors(self.given.option, self.path):
             formats = (import_module(f"accel.checkpoints.{name}") for name in FORMATS)
             format_ = next((each for each in formats if each.matches(self.path)), None)
             if format_ is None:
-                raise self.given.error(*_no_format(self.path, self.given.option))
+                if any(self.path.glob("*.distcp")) or any(self.path.glob("*/*.distcp")):
+                    raise self.given.error(
+                        "is a distributed checkpoint, whose tensors lie in parts",
+                        "join them by torch.distributed.checkpoint.format_utils.dcp_to_torch_save",
+                    )
+                raise self.given.error(
+                    "a folder must hold transformer/config.json and its weights (diffusers' "
+                    "layout), or consolidated.00-of-01.pth",
+                    "give such a folder, or a file",
+                )
             return format_.read(self.path, self.given, self.entry)
 
     @property
@@ -145,24 +146,6 @@ class WeightFiles:
             inside = path.rglob("*") if path.is_dir() else [path]
             files = sorted(file for file in inside if file.is_file())
         return file_stamps(files, self.given.option)
-
-
-def _no_format(folder: Path, option: str) -> tuple[str, str]:
-    """Return problem and remedy for a folder in no known format. Name the weights in it."""
-    names = sorted(file.name for file in folder.iterdir())
-    if any(folder.glob(f"*{SHARD_SUFFIX}")) or any(folder.glob(f"*/*{SHARD_SUFFIX}")):
-        return SHARDED_ERROR
-    weights = [name for name in names if name.endswith(FILE_SUFFIXES)]
-    if weights:
-        return (
-            f"is a folder with files of weights, {shown(', '.join(weights), 200)}",
-            f"give one of them, such as `{option}={folder / weights[-1]}`",
-        )
-    return (
-        "a folder must hold transformer/config.json and its weights (diffusers' layout), or "
-        "consolidated.00-of-01.pth",
-        "",
-    )
 
 
 def _locate(given: InputRef) -> Path | None:
@@ -213,10 +196,6 @@ def download_model(name: str) -> dict[str, torch.Tensor]:
     """Return the state dict of published weights, as upstream's `download_model`. Download them on
     first use. Raises UsageError for an unknown name.
     """
-    if name not in pretrained_models:
-        raise InputRef(name).error(
-            f"not published; the names are {', '.join(sorted(pretrained_models))}"
-        )
     return find_model(name)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.checkpoints import Checkpoint
-from accel.checkpoints.names import without_prefix
+from accel.checkpoints.single_file import without_prefix
 from accel.errors import InputRef, UsageError
 from accel.families import Family, families
 from accel.families.identify import families_with, family_notice, identify
@@ -145,9 +145,6 @@ def from_state(
     side: of the latents. renamed: renames the entries to the names in the family's files. Raises
     UsageError for the state dict of another network, and for tensors that are not finite floats.
     """
-    if not isinstance(state, Mapping):
-        name = type(state).__name__
-        raise given.error(f"a state dict maps names to tensors, and this is a {name}")
     floats = floats_of(state, given)
     require_finite_floats(floats, given)
     try:

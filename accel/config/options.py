@@ -460,13 +460,10 @@ DEFAULTS: Mapping[str, Any] = {
 class Options(dict[str, Any]):
     """The values that a user gave, by option, checked. None leaves an option out.
 
-    Raises UsageError for a value that an option does not take, and TypeError for an unknown option.
+    Raises UsageError for a value that an option does not take, and KeyError for an unknown option.
     """
 
     def __init__(self, **values: Any):
-        unknown = values.keys() - OPTIONS.keys()
-        if unknown:
-            raise TypeError(f"there is no option {min(unknown)!r}")
         given = {name: value for name, value in values.items() if value is not None}
         super().__init__({name: OPTIONS[name].checked(value) for name, value in given.items()})
 

@@ -28,7 +28,6 @@ from accel.io.filesystem import read_small
 from accel.io.output import TEXT_KEY
 
 MAX_BYTES = 2**28  # of a picture's file
-MAX_TEXT = 2**16  # characters of its settings
 # The options in a picture: none is a path. Seed, grid and picture are recorded for each file.
 REPEATED = {
     name
@@ -95,8 +94,6 @@ def _read_record(given: InputRef) -> dict[str, Any]:
         content = read_small(given.name, MAX_BYTES)
     with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
         text = image.info[TEXT_KEY]
-    if len(text) > MAX_TEXT:
-        raise ValueError(f"more than {MAX_TEXT:,} characters")
     return json.loads(text)
 
 

@@ -16,8 +16,6 @@ from accel.io.filesystem import read_small
 if TYPE_CHECKING:  # brings torch
     from accel.families.spec import ModelSpec
 
-DECODER_OPTIONS = {"vae", "latent_stats"}
-
 
 class Configuration(NamedTuple):
     """The content of a configuration file."""
@@ -39,7 +37,7 @@ class Configuration(NamedTuple):
         for name, reason in self.refused.items():
             if name not in given or name == "config":
                 raise self.given.error(reason)
-        unneeded = {*given} if decodes else {*given, *DECODER_OPTIONS}
+        unneeded = {*given} if decodes else {*given, "vae", "latent_stats"}
         needed = {name: path for name, path in self.missing.items() if name not in unneeded}
         if needed:
             option, *_ = needed

@@ -122,19 +122,9 @@ def common_fields(
 # ---- How a family reads weights ----
 
 
-def call_as_dit(x: Tensor, t: Tensor, y: Tensor) -> tuple[tuple, dict]:
-    """Return positional and keyword arguments for models.DiT."""
-    return (x, t, y), {}
-
-
 def unchanged(value: Any) -> Any:
     """Return the value unchanged."""
     return value
-
-
-def forwarded(method: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """Call the method with unchanged arguments."""
-    return method(*arguments, **keywords)
 
 
 class CallAdapter(NamedTuple):
@@ -149,10 +139,10 @@ class CallAdapter(NamedTuple):
     """
 
     module: Any
-    inputs: Callable[..., tuple[tuple, dict]] = call_as_dit
+    inputs: Callable[..., tuple[tuple, dict]] = lambda x, t, y: ((x, t, y), {})
     output: Callable[[Any], Tensor] = unchanged
-    forward: Callable[..., Any] = forwarded
-    forward_with_cfg: Callable[..., Any] = forwarded
+    forward: Callable[..., Any] = lambda method, *inputs, **named: method(*inputs, **named)
+    forward_with_cfg: Callable[..., Any] = lambda method, *inputs, **named: method(*inputs, **named)
     renamed: Callable[[StateDict], StateDict] = unchanged
     imitates: type | None = None
     attributes: Mapping[str, Any] = {}
@@ -182,7 +172,7 @@ class FamilyWeights(NamedTuple):
     identify: Callable[[Shapes, Mapping[str, Any]], ModelSpec]
     of_module: Callable[[Any, StateDict], tuple[dict[str, Any], CallAdapter]] = with_heads
     arguments: Mapping[str, tuple | str | None] = {}
-    recipe: Callable[[Mapping[str, Any], str], Mapping[str, Any]] | None = None
+    recipe: Callable[[Mapping[str, Any], str], Mapping[str, Any]] = lambda facts, name: {}
     convert: Callable[[StateDict], StateDict] = unchanged
     sampled: Callable[[StateDict], StateDict] = unchanged
     has_yaml_file: bool = False

@@ -90,9 +90,7 @@ def test_arguments_are_never_executed(tmp_path):
 
 def test_folders_that_cannot_be_used_are_one_line(tmp_path):
     arguments(tmp_path)
-    with mistake("ckpt", "consolidated_ema.00-of-01.pth", "consolidated.00-of-01.pth"):
-        load(tmp_path)
-    for rank in (0, 1):
-        weights(tmp_path, demo(), f"consolidated_ema.{rank:02d}-of-02.pth")
-    with mistake("ckpt", "consolidated_ema.00-of-02.pth"):
+    weights(tmp_path, demo(), "consolidated_ema.00-of-02.pth")
+    words = "consolidated_ema.00-of-01.pth", "consolidated.00-of-01.pth", "join parts"
+    with mistake("ckpt", *words):
         load(tmp_path)

@@ -65,7 +65,7 @@ def test_commands_options_and_sampler_have_the_fields_of_settings():
 
 
 def test_a_misspelt_setting_is_an_error():
-    with pytest.raises(TypeError, match="image_sise"):
+    with pytest.raises(KeyError, match="image_sise"):
         Options(image_sise=64)
     with pytest.raises(AttributeError, match="image_sise"):
         run_of().settings.image_sise  # noqa: B018

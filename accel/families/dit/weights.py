@@ -33,17 +33,16 @@ NETWORK: dict[str, tuple | str | None] = {
     **dict.fromkeys(("input_size", "patch_size", "in_channels", "hidden_size", "depth")),
     **dict.fromkeys(("mlp_ratio", "class_dropout_prob")),
 }
-# Of train.py.
+# Of train.py, and of fast-DiT's.
 TRAINING: dict[str, tuple | str | None] = {
     "model": "model",
     "image_size": "image_size",
     "num_classes": "num_classes",
     "vae": "vae",
     **dict.fromkeys(("data_path", "results_dir", "epochs", "global_batch_size", "global_seed")),
-    **dict.fromkeys(("num_workers", "log_every", "ckpt_every")),
+    **dict.fromkeys(("num_workers", "log_every", "ckpt_every", "feature_path")),
 }
-FAST_DIT = {"feature_path": None}
-ARGUMENTS = {**DIFFUSION, **NETWORK, **TRAINING, **FAST_DIT}
+ARGUMENTS = {**DIFFUSION, **NETWORK, **TRAINING}
 
 
 def require_heads(heads: int | None, kind: str, width: int) -> int:
@@ -69,11 +68,6 @@ def models_with(models: Models, **sizes: Any) -> dict[str, dict[str, Any]]:
     return {name: config for name, config in configs.items() if sizes.items() <= config.items()}
 
 
-def blocks_of(shapes: Shapes) -> int:
-    """Return the number of blocks."""
-    return sum(name.endswith(".attn.qkv.weight") for name in shapes)
-
-
 def identify(
     family: Family,
     network: Callable[..., nn.Module],
@@ -95,7 +89,7 @@ def identify(
     width, channels, patch, _ = shapes[PATCHES]
     if mlp_ratio is None:  # the constructor rounds mlp_ratio * width down
         mlp_ratio = (shapes["blocks.0.mlp.fc1.weight"][0] + 0.5) / width
-    depth = blocks_of(shapes)
+    depth = sum(name.endswith(".attn.qkv.weight") for name in shapes)
     sizes = dict(depth=depth, hidden_size=width, patch_size=patch)
     # A model with another patch has the same number of heads.
     named = models_with(models, **sizes)

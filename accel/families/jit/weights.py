@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from accel.families import jit
-from accel.families.dit.weights import PATCHES, blocks_of, models_with
+from accel.families.dit.weights import PATCHES, models_with
 from accel.families.dit.weights import identify as dit_identify
 from accel.families.jit.network import JiT, JiT_models
 from accel.families.lightning_dit.weights import swiglu_ratio
@@ -51,7 +51,7 @@ def identify(shapes: Shapes, facts: Mapping[str, Any]) -> ModelSpec:
             f"{FIRST} is {shapes[FIRST]}, a linear layer, and only a convolution of patches is "
             "computed"
         )
-    depth = blocks_of(shapes)
+    depth = sum(name.endswith(".attn.qkv.weight") for name in shapes)
     alike = models_with(JiT_models, depth=depth, hidden_size=width)
     starts = [config[START] for config in alike.values()]
     start = facts.get(START, *starts[:1])
