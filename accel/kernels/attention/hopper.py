@@ -124,8 +124,6 @@ def attention(
     multiprocessors = cuda.multiprocessors(qkv.device)
     config = config or choose_config(n * num_heads, queries, multiprocessors)
     out = torch.empty(n, queries, width // 3, dtype=qkv.dtype, device=qkv.device)
-    if out.numel() == 0:
-        return out
     items = config.items(n * num_heads, queries)
     query_maps = head_maps(qkv)
     key_maps = query_maps if kv is None else head_maps(kv)

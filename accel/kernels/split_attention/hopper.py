@@ -33,8 +33,6 @@ def attention(pair: Tensor, num_heads: int) -> Tensor:
     assert width == 3 * num_heads * HEAD_DIM, "backend 'hopper' needs head dim 72; use 'cublas'"
     out = torch.empty(2, n, tokens, width // 3, dtype=torch.float16, device=pair.device)
     items = CONFIG.items(n * num_heads, tokens)
-    if not items:
-        return out
     _kernel(pair.device).launch(
         min(items, cuda.multiprocessors(pair.device)),
         *head_maps(pair.flatten(0, 1)),

@@ -105,12 +105,9 @@ def linear(layer: Any, x: HighLow, position: Tensor | None = None) -> Tensor | H
         out = torch.empty(2, *shape, dtype=torch.float16, device=device)
     else:
         out = torch.empty(shape, dtype=torch.float32, device=device)
-    result = HighLow(out, None) if layer.high_low else out
     rows = pair[0].numel() // layer.depth
     tile = choose_tile(layer, rows)
     tiles = -(-rows // tile.rows) * -(-layer.columns // tile.columns)
-    if not tiles:
-        return result
     _kernel(layer.high_low + layer.gelu, tile, device).launch(
         min(tiles, cuda.multiprocessors(device)),
         _pair_map(pair, tile.rows, tile),
@@ -126,4 +123,4 @@ def linear(layer: Any, x: HighLow, position: Tensor | None = None) -> Tensor | H
         layer.depth,
         1 if position is None else len(position),
     )
-    return result
+    return HighLow(out, None) if layer.high_low else out
