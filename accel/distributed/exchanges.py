@@ -64,8 +64,7 @@ class Push(AllGather):
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         n, t, width = part.shape
-        shape = n, self.size * t, width
-        key = shape, part.dtype
+        key = (n, self.size * t, width), part.dtype
         if key not in self.buffers:
             self.buffers[key] = self._allocate(*key, part.device)
         buffer = self.buffers[key]

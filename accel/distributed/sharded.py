@@ -58,8 +58,7 @@ class Sharded(Network[RunState]):
         h = self.network.embed(x[mine % len(x)], part)  # (share, t, D)
         condition = (run or self.network).condition(t[mine], y[mine])
         out = self.network.forward_blocks(h, condition, self.attend, part)
-        whole = self._gather(out.contiguous())  # (rows · share, T, p·p·C')
-        return whole[:n]
+        return self._gather(out.contiguous())[:n]  # of rows · share
 
     def _gather(self, out):
         """Gather the outputs (share, t, p·p·C') of all ranks → (rows · share, T, p·p·C')."""

@@ -59,9 +59,8 @@ class UpstreamNoise:
         self.batches = batches
         self.device = device
         self.step_generator = torch.default_generator if process.noise_from_cpu else None
-        by_class = plan.labels == "class_by_class"
-        first_seed = plan.seed if by_class else plan.seed * batches.world
-        torch.manual_seed(first_seed + batches.rank)
+        world = 1 if plan.labels == "class_by_class" else batches.world
+        torch.manual_seed(plan.seed * world + batches.rank)
 
     def batch(self, batch: int) -> BatchNoise:
         """Draw z and labels of this rank's next batch. Draw the noise of all steps before calling
