@@ -237,20 +237,24 @@ def value_bytes(tier: str) -> int:
     return 2 if tier in HALF else 4
 
 
-def analyse(ladder: dict, tier: str) -> dict:
+def analyse(ladder: dict, tier: str, fork: dict | None = None) -> dict:
     """Return the time of a tier's step by kind of work: rates, their share of the machine's
-    ceilings, and the ceiling that bounds each kind.
+    ceilings, and the ceiling that bounds each kind. fork: the recorded step of the organisers'
+    program in that tier, instead of the ladder's. Where the tier's GEMM was not measured, work with
+    FLOP has no ceiling.
     """
     shape = Shape(**ladder["shape"])
-    peak = ladder["ceilings"]["tflops"][tier] * 1e9  # FLOP/ms
+    tflops = ladder["ceilings"]["tflops"].get(tier)
+    peak = (tflops or 0.0) * 1e9  # FLOP/ms
     speed = ladder["ceilings"]["gb_s"] * 1e6  # bytes/ms
     rows = ladder["batch_rows"]
     work = flops(shape, rows)
     moved = bytes_moved(shape, rows, value_bytes(tier))
-    [profile] = [profile for profile in ladder["profiles"] if profile["tier"] == tier]
-    last = [rung for rung in ladder["rungs"] if rung["rung"].partition(" + ")[0] == tier][-1]
+    profile = fork or next(each for each in ladder["profiles"] if each["tier"] == tier)
+    rungs = [rung for rung in ladder["rungs"] if rung["rung"].partition(" + ")[0] == tier]
+    last = fork or rungs[-1]
     times = {kind: profile["kinds"].get(kind, dict(ms=0.0, calls=0.0)) for kind in work}
-    if times["attention"]["ms"] < work["attention"] / peak / 1.1:
+    if peak and times["attention"]["ms"] < work["attention"] / peak / 1.1:
         # by cuBLAS: its kernels are among the GEMMs
         work["GEMM"] += work.pop("attention")
         moved["GEMM"] += moved.pop("attention")
@@ -262,8 +266,9 @@ def analyse(ladder: dict, tier: str) -> dict:
     kinds = {}
     for kind in work:
         ms = times[kind]["ms"]
-        at_peak = work[kind] / peak
+        at_peak = work[kind] / peak if peak else 0.0
         at_speed = moved[kind] / speed
+        floor = max(at_peak, at_speed) if peak or not work[kind] else None
         kinds[kind] = dict(
             ms=ms,
             share=ms / (busy + gaps),
@@ -273,34 +278,49 @@ def analyse(ladder: dict, tier: str) -> dict:
             tflops=work[kind] / ms / 1e9,
             gb_s=moved[kind] / ms / 1e6,
             intensity=work[kind] / moved[kind],
-            floor_ms=max(at_peak, at_speed),
-            of_ceiling=max(at_peak, at_speed) / ms,
-            bound="compute" if at_peak > at_speed else "memory",
+            floor_ms=floor,
+            of_ceiling=floor and floor / ms,
+            bound=floor and ("compute" if at_peak > at_speed else "memory"),
         )
     total = sum(work.values())
     return dict(
+        name="fork" if fork else tier,
         tier=tier,
         ms=last["ms"],
-        p10=last["p10"],
-        p90=last["p90"],
+        p10=last.get("p10"),
+        p90=last.get("p90"),
         kinds=kinds,
         busy=busy,
         gaps=dict(ms=gaps, share=gaps / (busy + gaps)),
         main=max(kinds, key=lambda kind: kinds[kind]["ms"]),
-        floor_ms=sum(row["floor_ms"] for row in kinds.values()),
+        floor_ms=sum(row["floor_ms"] for row in kinds.values()) if peak else None,
         gflop=total / 1e9,
         tflops=total / last["ms"] / 1e9,
-        peak_tflops=peak / 1e9,
-        of_peak=total / last["ms"] / peak,
+        peak_tflops=tflops,
+        of_peak=total / last["ms"] / peak if peak else None,
         gb_s=ladder["ceilings"]["gb_s"],
         functions=profile["functions"],
-        trace=profile.get("trace"),
     )
 
 
-def ladder_of(rungs: list[dict], before: str, tier: str) -> list[dict]:
-    """Return the rungs from fp32 by the baseline's tier to the tier that is handed in, each with
-    the ms of the rung before it, and then the last rung of each other tier.
+def gains(rungs: list[dict]) -> list[dict]:
+    """Return the rungs after the first one, each with the ms of the rung before it. within: the
+    intervals of the two from the 10th to the 90th percentile overlap.
+    """
+    return [
+        rung
+        | dict(
+            before=last["ms"],
+            gain=last["ms"] / rung["ms"],
+            within=rung["p10"] <= last["p90"] and last["p10"] <= rung["p90"],
+        )
+        for last, rung in pairwise(rungs)
+    ]
+
+
+def ladder_of(rungs: list[dict], before: str, tier: str) -> tuple[list[dict], list[dict]]:
+    """Return the rungs from fp32 by the baseline's tier to the tier that is handed in, and then the
+    last rung of each other tier; and the rungs of those other tiers.
     """
     known = {"", *(name for ladder in LADDERS.values() for name, _ in ladder)}
     of = {}
@@ -309,11 +329,8 @@ def ladder_of(rungs: list[dict], before: str, tier: str) -> list[dict]:
         if "ms" in rung and part in known:
             of.setdefault(name, []).append(rung | dict(tier=name))
     chain = [rung for name in dict.fromkeys(("fp32", before, tier)) for rung in of.pop(name, ())]
-    gains = [
-        rung | dict(before=last["ms"], gain=last["ms"] / rung["ms"])
-        for last, rung in pairwise(chain)
-    ]
-    return [*chain[:1], *gains, *(others[-1] for others in of.values())]
+    others = [rung for each in of.values() for rung in gains(each)]
+    return [*chain[:1], *gains(chain), *(each[-1] for each in of.values())], others
 
 
 # GEMMs from one block's attention to the next one's, by their number. Where cuBLAS computes
@@ -484,6 +501,15 @@ def collect(log: dict, picture: Path, gate: str, lpips: Callable) -> dict:
     traced = {baseline["who"]: baseline} if baseline.get("trace") else {}
     traced |= {row["tier"]: row for row in ladder["profiles"] if row["tier"] in (before, tier)}
     links = log["parallel"][:1]
+    shape = Shape(**ladder["shape"])
+    steps = [
+        dict(name=name, file=row["trace"])
+        | recorded(folder / row["trace"], shape, ladder["batch_rows"])
+        for name, row in traced.items()
+        if row.get("trace") and (folder / row["trace"]).is_file()
+    ]
+    theirs = next((step for step in steps if step["name"] == "fork"), None)
+    rungs, other_rungs = ladder_of(ladder["rungs"], before, tier)
     return dict(
         machine=dict(gpu=first["gpu"], gpus=gpus, **versions),
         job=job | dict(sha256=first.get("sha256", {}), rehearsal=why),
@@ -500,23 +526,14 @@ def collect(log: dict, picture: Path, gate: str, lpips: Callable) -> dict:
         pictures=ladder["pictures"],
         batch_rows=ladder["batch_rows"],
         ceilings=ladder["ceilings"],
-        before=analyse(ladder, before),
+        before=analyse(ladder, baseline["tier"] if theirs else before, theirs),
         after=analyse(ladder, tier),
-        traces=[
-            dict(name=name, file=row["trace"])
-            | recorded(folder / row["trace"], Shape(**ladder["shape"]), ladder["batch_rows"])
-            for name, row in traced.items()
-            if row.get("trace") and (folder / row["trace"]).is_file()
-        ],
-        ladder=ladder_of(ladder["rungs"], before, tier),
+        traces=steps,
+        ladder=rungs,
+        other_rungs=other_rungs,
         load_seconds=ladder["load_seconds"],
         designs=[table for record in log["parallel"] for table in designs_of(record, tier, gpus)],
-        plans=[
-            row
-            for record in log["parallel"]
-            for labels in SERIES
-            for row in plans_of(record, tier, labels)
-        ],
+        plans=[row for record in log["parallel"] for row in record["plans"]],
         link=links[0]["link"] if links else None,
         # without nvidia-smi's colours and legend
         topology=re.sub(

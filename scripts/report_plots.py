@@ -15,17 +15,18 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 from PIL import Image
 
-BLUE, ORANGE, GREEN, RED, SKY, GREY = (
+BLUE, ORANGE, GREEN, RED, SKY, PURPLE, GREY = (
     "#0072B2",
     "#E69F00",
     "#009E73",
     "#D55E00",
     "#56B4E9",
+    "#CC79A7",
     "#BBBBBB",
 )
 MARKS = {"GEMM": "s", "attention": "o", "element-wise": "^"}
 COLOURS = {"GEMM": BLUE, "attention": ORANGE, "element-wise": GREEN, "gaps": GREY}
-CALL_COLOURS = {"launches": SKY, "copies": ORANGE, "waits": RED}
+CALL_COLOURS = {"launches": SKY, "copies": PURPLE, "waits": RED}
 matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 11}
 
 
@@ -129,22 +130,29 @@ def timeline(traces: list[dict], words: dict) -> bytes:
 
 
 def roofline(profiles: list[dict], words: dict) -> bytes:
-    """Draw attained TFLOP/s over FLOP per byte, below the roofs of each profile's tier."""
-    figure, axis = canvas(8, 4.2, "both")
-    points = []
-    ridges = [1e3 * profile["peak_tflops"] / profile["gb_s"] for profile in profiles]
+    """Draw attained TFLOP/s over FLOP per byte, below the memory's roof and the roof of each
+    profile's tier, where one was measured.
+    """
+    figure, axis = canvas(8, 3.8, "both")
+    speed = profiles[0]["gb_s"] / 1e3  # TB/s
+    peaks = [profile["peak_tflops"] for profile in profiles if profile["peak_tflops"]]
+    ends = np.array([min(peaks) / 30, max(peaks)]) / speed  # FLOP per byte
+    axis.plot(ends, ends * speed, color="black", linewidth=1.1)
+    kinds = {}
     for profile, colour, name in zip(profiles, (RED, BLUE), ("before", "after")):
         peak = profile["peak_tflops"]
-        ridge = 1e3 * peak / profile["gb_s"]  # FLOP per byte
-        x = np.array([min(ridges) / 30, ridge, max(ridges) * 30])
-        label = f"{wide(words[name])} ({profile['tier']}): {peak:.3g} TFLOP/s"
-        axis.plot(x, np.minimum(peak, x * profile["gb_s"] / 1e3), color=colour, label=label)
+        whose = words["names"].get(profile["name"], profile["tier"])
+        label = f"{wide(words[name])} ({wide(whose)})"
+        if peak:
+            axis.plot([peak / speed, 30 * ends[1]], [peak, peak], color=colour)
+            label += f": {peak:.3g} TFLOP/s"
+        axis.plot([], [], color=colour, label=label)
         for kind, row in profile["kinds"].items():
             if row["gflop"]:
                 axis.plot(row["intensity"], row["tflops"], MARKS[kind], color=colour, markersize=8)
-                points.append((kind, row))
-    for kind in dict.fromkeys(kind for kind, _ in points):
-        axis.plot([], [], MARKS[kind], color="black", label=wide(words[kind]))
+                kinds[kind] = wide(words[kind])
+    for kind, label in kinds.items():
+        axis.plot([], [], MARKS[kind], color="black", label=label)
     axis.set(xscale="log", yscale="log", xlabel=words["intensity"], ylabel=words["tflops"])
     return svg(figure, columns=2)
 
