@@ -54,11 +54,6 @@ class Repeated(NamedTuple):
     grid: int = 0
     picture: int | None = None
 
-    @property
-    def values(self) -> dict[str, Any]:
-        """The values of all origins."""
-        return dict(chain.from_iterable(values.items() for _, values in self.by_origin))
-
 
 def read_picture(options: Options) -> tuple[Options, Repeated]:
     """Read the picture that options name. Return the options, completed by published names of its

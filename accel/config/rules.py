@@ -45,7 +45,10 @@ class Request(NamedTuple):
         values: Values = options
         if "like" in options:
             options, repeated = read_picture(options)
-            values = {**repeated.values, **options}
+            of_picture = {
+                name: value for _, each in repeated.by_origin for name, value in each.items()
+            }
+            values = {**of_picture, **options}
         if configuration is None and "config" in options:
             configuration = read_configuration(options["config"])
         if configuration is not None:

@@ -445,8 +445,12 @@ def choose_labels(values: dict[str, Any], spec: ModelSpec, guide: Checkpoint | N
             "give one for each",
             parameter="class_names",
         )
-    of_imagenet = imagenet() if classes == 1000 else ()
-    known = given, spec.class_names, spec.defaults.class_names, of_imagenet
+    known = (
+        given,
+        spec.class_names,
+        spec.defaults.class_names,
+        imagenet() if classes == 1000 else (),
+    )
     names = next((names for names in known if len(names) == classes), ())
     default = LABELS if classes == 1000 else range(min(classes, 8))
     values["labels"] = label_numbers(values.get("labels", default), names, spec, guide)
