@@ -25,6 +25,7 @@ import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import jinja2
@@ -167,13 +168,14 @@ def draw(data: dict, words: dict) -> dict[str, bytes]:
     if len(data["ladder"]) > 1:
         figures["ladder.svg"] = report_plots.ladder(data["ladder"], words)
     if data["machine"]["gpu"]:
-        rows = [row for row in data["runs"] + data["one_label"] if row["who"] == "here"]
-        series = {}
-        for row in rows:
-            for key, name in words["series"].items():
-                if row["tier"] in ("fp32", data["result"]["tier"]):
-                    lines = series.setdefault(row["labels"], {})
-                    lines.setdefault(name.format(row["tier"]), {})[row["gpus"]] = row[key]
+        shown = [("here", "fp32"), ("here", data["result"]["tier"])]
+        rows = [
+            row for row in data["runs"] + data["one_label"] if (row["who"], row["tier"]) in shown
+        ]
+        series = {row["labels"]: {} for row in rows}
+        for row, (key, name) in product(rows, words["series"].items()):
+            line = series[row["labels"]].setdefault(name.format(row["tier"]), {})
+            line[row["gpus"]] = row[key]
         figures["roofline.svg"] = report_plots.roofline(profiles, words)
         if data["machine"]["gpus"] > 1:
             figures["scaling.svg"] = report_plots.scaling(series, words)

@@ -154,11 +154,15 @@ def runs(log: dict, clock: str) -> list[dict]:
             )
             rows.append(row | more | dict(record=record["file"]))
     for record in log["fork"]:
-        sampled = record["fork"]["printed"] or record["fork"]["seconds"]
-        more = dict(who="fork", gpus=1, labels=CONTEST["pictures"], phases=dict(sample=sampled))
-        more["record"] = record["file"]
         commit = record["fork"]["of_commit"] or "none"  # a changed checkout's ends in -dirty
-        more["unmodified"] = any(each.startswith(commit) for each in PROGRAM)
+        more = dict(
+            who="fork",
+            gpus=1,
+            labels=CONTEST["pictures"],
+            phases=dict(sample=record["fork"]["printed"] or record["fork"]["seconds"]),
+            record=record["file"],
+            unmodified=any(each.startswith(commit) for each in PROGRAM),
+        )
         rows.append(record["fork"] | more)
     folder = log["contest"][0]["path"].parent
     for row in rows:
