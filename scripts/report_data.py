@@ -255,8 +255,9 @@ def analyse(ladder: dict, tier: str, fork: dict | None = None) -> dict:
     work = flops(shape, rows)
     moved = bytes_moved(shape, rows, value_bytes(tier))
     profile = fork or next(each for each in ladder["profiles"] if each["tier"] == tier)
-    rungs = [rung for rung in ladder["rungs"] if rung["rung"].partition(" + ")[0] == tier]
-    last = fork or rungs[-1]
+    last = (
+        fork or [rung for rung in ladder["rungs"] if rung["rung"].partition(" + ")[0] == tier][-1]
+    )
     times = {kind: profile["kinds"].get(kind, dict(ms=0.0, calls=0.0)) for kind in work}
     if peak and times["attention"]["ms"] < work["attention"] / peak / 1.1:
         # by cuBLAS: its kernels are among the GEMMs
@@ -435,8 +436,12 @@ def design_table(
     rows = []
     for design in found:
         ms = design.ms(machine)
-        row = dict(idle=design.idle(gpus), ms=ms, speedup=machine.ms / ms)
-        row["measured"] = measured.get(plan_of(design.name, labels, gpus))
+        row = dict(
+            idle=design.idle(gpus),
+            ms=ms,
+            speedup=machine.ms / ms,
+            measured=measured.get(plan_of(design.name, labels, gpus)),
+        )
         rows.append(design._asdict() | row)
     chosen = choose(found, machine).name
     return dict(labels=labels, rows=rows, chosen=chosen, **machine._asdict())
@@ -458,8 +463,8 @@ def designs_of(record: dict, tier: str, gpus: int) -> list[dict]:
         shape = Shape(**record["shape"])
         table = design_table(shape, labels, machine, value_bytes(tier), plans)
         tensor = (row["ms"] for row in plans_of(record, tier, labels, "tensor"))
-        table |= dict(fastest=min(plans, key=lambda row: row["ms"]), tensor=next(tensor, None))
-        tables.append(table)
+        fastest = min(plans, key=lambda row: row["ms"])
+        tables.append(table | dict(fastest=fastest, tensor=next(tensor, None)))
     return tables
 
 
