@@ -109,8 +109,11 @@ def _family_of(given: InputRef, module: nn.Module, state: StateDict) -> tuple[Fa
         family for family in families() if family.diffusers_key in state
     ]
     if not alike:
+        for name, part in module.named_children():
+            if families_with(shapes_of(_tensors_of(part.state_dict()))):
+                raise given.error("contains the network", f"give its .{name}")
         keys = " and no ".join(family.keys[1] for family in families()[:2])
-        raise given.error(f"is not a DiT: no {keys}", "give the network, not a module around it")
+        raise given.error(f"is not a DiT: no {keys}")
     # The longest class name in the name of the module's class, or else of a base class.
     class_names = [family.class_name for family in families() if family.class_name]
     longest_first = sorted(class_names, key=len, reverse=True)
