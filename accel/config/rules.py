@@ -12,6 +12,7 @@ from accel.errors import UsageError, shown
 from accel.families import Defaults, Family, family_of, model_names, require_family_of
 from accel.families.configuration import Configuration
 from accel.families.configuration import read as read_configuration
+from accel.io.labels import find_label, imagenet
 from accel.io.output import SUFFIX, is_folder
 
 DEFAULT_MODEL = "DiT-XL/2"
@@ -133,7 +134,7 @@ def _check(values: Values) -> None:
 
 
 def _check_grid(values: Values) -> None:
-    """Raise UsageError for seeds or an output that no grid can have."""
+    """Raise UsageError for seeds, an output or labels that no grid can have."""
     seeds = values.get("seed_list", ())
     if seeds and "seed" in values:
         raise UsageError(
@@ -157,6 +158,26 @@ def _check_grid(values: Values) -> None:
             parameter="output",
             value=shown(output),
         )
+    if "ckpt" not in values:
+        defaults = named_defaults(values)
+        classes = values.get("num_classes", defaults.num_classes)
+        names = names_of(classes, values.get("class_names"), defaults.class_names)
+        for label in values.get("labels", ()):
+            find_label(label, names, classes)
+
+
+def names_of(num_classes: int, given: tuple[str, ...] | None, *implied: tuple) -> tuple[str, ...]:
+    """Return the names of all classes: the given ones, else the first of `implied` with so many
+    names, else ImageNet's; () if there are none. Raises UsageError for another number of names.
+    """
+    if given and len(given) != num_classes:
+        raise UsageError(
+            f"are {len(given)} names for {num_classes} classes",
+            "give one for each",
+            parameter="class_names",
+        )
+    all_names = given or (), *implied, imagenet() if num_classes == 1000 else ()
+    return next((names for names in all_names if len(names) == num_classes), ())
 
 
 def require_family(values: Values, model: str, family: Family) -> None:

@@ -24,7 +24,6 @@ from accel.errors import InputRef, UsageError, warn
 from accel.families import require_family_of
 from accel.families.identify import UserFacts
 from accel.families.spec import ModelSpec
-from accel.io.labels import imagenet
 from accel.io.progress import Stopwatch
 from accel.kernels import gpu
 from accel.run import (
@@ -435,23 +434,12 @@ def choose_size(
 
 def choose_labels(values: dict[str, Any], spec: ModelSpec, guide: Checkpoint | None) -> None:
     """Set the label numbers of a grid and the class names, () if unknown. Raises UsageError for
-    unknown labels, and for another number of names than classes.
+    unknown labels.
     """
     classes = spec.num_classes
-    given = values.get("class_names", ())
-    if given and len(given) != classes:
-        raise UsageError(
-            f"are {len(given)} names for {classes} classes",
-            "give one for each",
-            parameter="class_names",
-        )
-    known = (
-        given,
-        spec.class_names,
-        spec.defaults.class_names,
-        imagenet() if classes == 1000 else (),
+    names = rules.names_of(
+        classes, values.get("class_names"), spec.class_names, spec.defaults.class_names
     )
-    names = next((names for names in known if len(names) == classes), ())
     default = LABELS if classes == 1000 else range(min(classes, 8))
     values["labels"] = label_numbers(values.get("labels", default), names, spec, guide)
     values["class_names"] = names

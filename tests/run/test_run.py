@@ -184,6 +184,12 @@ def test_a_later_call_changes_only_its_arguments(values, settings, tmp_path):
     assert (changed.process, changed.guidance) == (fresh.process, fresh.guidance)
 
 
+@pytest.mark.parametrize("label", ("golden retreiver", 1001))
+def test_a_published_models_labels_are_checked_before_its_download(label):
+    with mistake("labels", str(label)):
+        Request.open(Options(model="DiT-XL/2", labels=(label,)))
+
+
 @pytest.mark.parametrize(
     "values",
     [
