@@ -325,7 +325,7 @@ def gains(rungs: list[dict]) -> list[dict]:
 
 def ladder_of(rungs: list[dict], before: str, tier: str) -> tuple[list[dict], list[dict]]:
     """Return the rungs from fp32 by the baseline's tier to the tier that is handed in, and then the
-    last rung of each other tier; and the rungs of those other tiers.
+    last rung of each other tier; and all rungs of the other tiers.
     """
     known = {"", *(name for ladder in LADDERS.values() for name, _ in ladder)}
     of = {}

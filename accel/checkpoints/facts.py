@@ -1,5 +1,5 @@
-"""The metadata of a checkpoint as facts by name: what this program wrote, or the arguments of a
-training run, each of which is used, rejected for its value, or listed as not interpreted.
+"""The metadata of a checkpoint as facts by name: entries of this program, or arguments of a
+training run. Each argument is used, rejected for its value, or listed as not interpreted.
 
 Facts that are options get the checks of a user's options. FACTS lists the types and ranges of
 further entries. All remaining plain values are kept, for the families to interpret.

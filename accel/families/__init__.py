@@ -105,9 +105,7 @@ class Family(NamedTuple):
     defaults_for: Callable[[Defaults, int, int | None], Defaults] | None = None
 
     def defaults_of(self, model: str) -> Defaults:
-        """Return the defaults of a model. An unnamed one has those of the first model, without its
-        weights.
-        """
+        """Return a model's defaults; for an unnamed size the first model's, without weights."""
         return self.models.get(model) or next(iter(self.models.values()))._replace(ckpt=None)
 
     @property

@@ -225,8 +225,8 @@ def machine_of(run: Run, pipeline: Pipeline, ranks: int) -> list[str]:
 
 
 def require_same(run: Run) -> None:
-    """Compare the digests of the files with those in the repeated picture. Raises UsageError for
-    other weights or another guide, and prints a notice for another decoder.
+    """Compare the files' digests with the repeated picture's. Raises UsageError if the weights or
+    the guide differ; prints a notice if the decoder differs.
     """
     repeated = run.request.repeated
     for name, own in {"ckpt": None, **digests_of(run)}.items():

@@ -59,7 +59,7 @@ def test_every_assumption_is_a_line(metadata, given, lines, capsys):
 
 
 def test_a_fixed_variance_is_the_larger_one():
-    """It is the variance that is sampled; sigma_small means the smaller one."""
+    """Sampling uses the larger variance, so a file with sigma_small is refused."""
     state = state_of("DiT-S/2", learn_sigma=False)
     facts = dict(learn_sigma=False, sigma_small=False)
     assert not recognise("own.pt", state, facts, "DiT-S/2").learn_sigma
@@ -123,7 +123,7 @@ def test_the_decoder_that_a_file_names_is_believed(said, decoder):
 
 
 def test_a_decoder_that_is_not_here_is_refused_by_name(tmp_path, tiny_vae, here):
-    """It is not taken for a published file of that name."""
+    """Training arguments name a decoder that is not published: --vae must name its files."""
     state = build("DiT-Demo/2").state_dict()
     torch.save({"ema": state, "args": argparse.Namespace(vae="sdxl")}, tmp_path / "x.pt")
     command = ["sample.py", "--model", "DiT-Demo/2", "--ckpt", tmp_path / "x.pt"]

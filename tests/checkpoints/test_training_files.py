@@ -129,7 +129,7 @@ def test_wrappers_inside_names(wrapped, tmp_path):
 
 
 def test_a_part_that_is_there_twice(tmp_path):
-    """The same values under a wrapper's name and without it are one part."""
+    """A tensor under two names counts once if the values are equal."""
     twice = {
         name.replace("blocks.0.", "blocks.0._orig_mod."): value
         for name, value in RAW.items()

@@ -46,7 +46,7 @@ def file(tmp_path):
 
 
 def test_pixels_are_those_of_float64(file):
-    """Its float16 passes the check. A picture by itself is that of a batch, to the bit."""
+    """The decoder passes the float16 check. Batches do not change a picture's bits."""
     space = find(str(file))
     assert (space.channels, space.factor, space.side) == (16, 4, 4)
     z = latents()

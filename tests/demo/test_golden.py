@@ -41,7 +41,7 @@ def near(made, golden):
     ],
 )
 def test_golden_on_the_cpu(model, file, options):
-    """One of the eight pictures is sampled through all steps."""
+    """Sample one of the eight pictures through all steps."""
     run, pipeline = ready(model=model, device="cpu", **options)
     third = replace(pipeline, placement=Placement(world=8, rank=2))
     near(third.latents(run.settings.labels, 0).numpy(), np.load(DEMO / file)[2:3])

@@ -187,7 +187,7 @@ def test_a_signal_inside_the_handler_of_another_does_not_lock():
 
 @pytest.mark.parametrize("rank", (0, 1))
 def test_srun_without_scontrol(rank, here, tmp_path, monkeypatch):
-    """Rank 0 names what to export in a container without Slurm's commands."""
+    """In a container without scontrol, rank 0 asks for MASTER_ADDR."""
     own = (
         f"SLURM_STEP_NUM_TASKS=2 SLURM_PROCID={rank} SLURM_LOCALID={rank} SLURM_JOB_ID=7 "
         "SLURM_STEP_ID=0"

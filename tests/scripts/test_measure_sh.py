@@ -48,8 +48,8 @@ def measure(*arguments):
     ],
 )
 def test_a_whole_file_is_not_measured_again(flags, has_vgg16, folder, tmp_path, monkeypatch):
-    """The same options in another order, and more tiers or repeats, are the same run. It looks for
-    VGG16 first.
+    """Reordered options, more tiers and more repeats continue the run. A missing VGG16 is reported
+    first.
     """
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     weights = tmp_path / "hub/checkpoints/vgg16-397923af.pth"

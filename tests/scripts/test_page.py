@@ -47,7 +47,7 @@ DATA = ROOT / "scripts" / "page"
 
 @pytest.fixture(scope="module")
 def program():
-    """The program. It imports gradio, which takes five seconds; every worker imports these tests."""
+    """Return the page's program, whose import of gradio takes five seconds."""
     return importlib.import_module("scripts.page")
 
 

@@ -123,7 +123,8 @@ def test_report_json_names_no_folder_of_this_machine():
 
 def test_the_ladder_is_of_the_tier_that_is_handed_in(log):
     """From fp32 by the baseline's tier, each rung with its gain over the one before. The last rung
-    of another tier stands alone. A rung whose interval overlaps that of the rung above is called so.
+    of another tier stands alone. A rung is within the spread if its interval overlaps the
+    interval of the rung above.
     """
     ladder = json.loads((log / "ladder.json").read_text())["rungs"]
     ms = {rung["rung"]: rung["ms"] for rung in ladder}
@@ -415,7 +416,8 @@ def derived(data):
     # Amdahl's law
     alone = next(row for row in data["runs"] if row["tier"] == after["tier"])
     divided = alone["phases"]["sample"] + alone["phases"]["decode"]
-    fixed, gpus = alone["seconds"] - divided, result["gpus"]
+    fixed = alone["seconds"] - divided
+    gpus = result["gpus"]
     yield from (divided, fixed, fixed + divided / gpus, fixed * (1 - 1 / gpus))
     yield from (alone["seconds"] / fixed, alone["seconds"] / (fixed + divided / gpus))
     yield from (alone["seconds"] / result["seconds"], result["seconds"] - alone["seconds"] / gpus)

@@ -105,7 +105,7 @@ def test_an_archive_that_is_not_as_it_was_written_is_seen(tmp_path):
         path.write_bytes(content)
         assert npz.problem(folder) == "was changed since it was written", len(content)
     path.write_bytes(whole)
-    assert npz.problem(folder) is None  # what it holds counts, not when it was written
+    assert npz.problem(folder) is None  # its content counts, not its time
     (folder / npz.RECORD).write_bytes(b"{")
     assert "has no record of its contents" in npz.problem(folder)
     npz.write(folder, 19, 16, never)
